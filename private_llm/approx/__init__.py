@@ -1,0 +1,1 @@
+"""Functions of secret values: formula, domain, error, cost."""

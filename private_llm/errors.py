@@ -1,0 +1,43 @@
+"""Every error a caller can act upon; one class per thing the caller can do about it."""
+
+from __future__ import annotations
+
+
+class PrivateLLMError(Exception):
+    """Base of all errors raised by this library."""
+
+
+class ConfigError(PrivateLLMError, ValueError):
+    """A setting is unknown, out of range or contradicts another: correct the configuration."""
+
+
+class PlaintextLeak(PrivateLLMError):  # noqa: N818 - names the thing prevented
+    """An operation would have moved a secret out of its sharing: keep it shared, or reveal it on purpose."""
+
+
+class UnsupportedOp(PrivateLLMError, NotImplementedError):  # noqa: N818
+    """No private rule exists for an operation: the message names it and the place to add one."""
+
+
+class PatchMismatch(PrivateLLMError):  # noqa: N818
+    """A model holds modules or parameters that no rule matches: the message lists them."""
+
+
+class DomainError(PrivateLLMError, ValueError):
+    """A value, shape or dtype lies outside what the ring or the model can represent."""
+
+
+class TransportError(PrivateLLMError, ConnectionError):
+    """A link to another party failed, timed out or delivered a malformed frame."""
+
+
+class PartyFailed(TransportError):
+    """Another party stopped or stalled: its name and the reason are in the message; restart the session."""
+
+
+class ProtocolAbort(PrivateLLMError):  # noqa: N818
+    """A consistency check between parties failed: nothing of this session may be trusted."""
+
+
+class ShareFileError(PrivateLLMError, ValueError):
+    """A share file is damaged, or belongs to another party, model, session or version."""

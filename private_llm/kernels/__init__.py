@@ -1,0 +1,1 @@
+"""One operation under one name, on every device."""

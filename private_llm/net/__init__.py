@@ -1,0 +1,1 @@
+"""How parties exchange bytes."""

@@ -1,0 +1,103 @@
+"""The ledger: what one party really sent, by module, operation and receiver, and the rounds it waited for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes by link (sender, receiver) and online rounds of an operation; costs add up sequentially."""
+
+    sent: dict[tuple[int, int], int] = field(default_factory=dict)
+    rounds: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        sent = dict(self.sent)
+        for link, count in other.sent.items():
+            sent[link] = sent.get(link, 0) + count
+        return Cost(sent, self.rounds + other.rounds)
+
+    def times(self, count: int) -> Cost:
+        """The cost of `count` such operations one after the other."""
+        return Cost({link: n * count for link, n in self.sent.items()}, self.rounds * count)
+
+    @property
+    def total(self) -> int:
+        """Bytes over all links."""
+        return sum(self.sent.values())
+
+
+class Ledger:
+    """Counts of one party. Rounds are the exchanges this party waited for, one after the other."""
+
+    def __init__(self, party: int) -> None:
+        self.party = party
+        self._scope: list[str] = []
+        self._tag: list[str] = []
+        self.sent: dict[tuple[str, str, int], int] = defaultdict(int)
+        self.rounds: dict[tuple[str, str], int] = defaultdict(int)
+        self.macs: dict[str, int] = defaultdict(int)
+
+    @property
+    def scope_name(self) -> str:
+        """The innermost module being computed, or an empty string."""
+        return self._scope[-1] if self._scope else ""
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Book everything inside under the module `name`."""
+        self._scope.append(name)
+        try:
+            yield
+        finally:
+            self._scope.pop()
+
+    @contextmanager
+    def op(self, name: str) -> Iterator[None]:
+        """Book everything inside under the operation `name` (the outermost name wins)."""
+        self._tag.append(name)
+        try:
+            yield
+        finally:
+            self._tag.pop()
+
+    def _name(self, tag: str) -> str:
+        return self._tag[0] if self._tag else tag
+
+    def add_sent(self, to: int, tag: str, count: int) -> None:
+        """Book `count` bytes sent to party `to`."""
+        self.sent[(self.scope_name, self._name(tag), to)] += count
+
+    def add_round(self, tag: str) -> None:
+        """Book one online round."""
+        self.rounds[(self.scope_name, self._name(tag))] += 1
+
+    def add_macs(self, count: int) -> None:
+        """Book `count` ring multiply-adds of local work."""
+        self.macs[self.scope_name] += count
+
+    def cost(self) -> Cost:
+        """Everything sent and waited for since the last reset."""
+        sent: dict[tuple[int, int], int] = {}
+        for (_, _, to), count in self.sent.items():
+            sent[(self.party, to)] = sent.get((self.party, to), 0) + count
+        return Cost(sent, sum(self.rounds.values()))
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.sent.clear()
+        self.rounds.clear()
+        self.macs.clear()
+
+
+def merge(ledgers: list[Ledger]) -> Cost:
+    """One cost for a whole session: all links, and the rounds of the party that waited most."""
+    sent: dict[tuple[int, int], int] = {}
+    for ledger in ledgers:
+        for link, count in ledger.cost().sent.items():
+            sent[link] = sent.get(link, 0) + count
+    return Cost(sent, max((ledger.cost().rounds for ledger in ledgers), default=0))

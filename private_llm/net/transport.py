@@ -1,0 +1,68 @@
+"""The interface every link implements: tagged, length-checked tensors between numbered endpoints.
+
+Endpoints are party numbers 0..n-1 and `CLIENT`. A receiver always states shape and dtype of what it
+expects (public facts of the computation), so a frame of another length is an error, never a resize.
+`exchange` is the one operation that counts an online round.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from private_llm.net.ledger import Ledger
+
+CLIENT = 255
+"""Endpoint number of the user's process."""
+
+
+def endpoint_name(endpoint: int) -> str:
+    """How an endpoint is called in messages."""
+    return "the client" if endpoint == CLIENT else f"party {endpoint}"
+
+
+class Transport(ABC):
+    """One endpoint's links to all others."""
+
+    def __init__(self, me: int) -> None:
+        self.me = me
+        self.ledger = Ledger(me)
+
+    def send(self, to: int, tag: str, payload: Tensor) -> None:
+        """Send a contiguous tensor; its memory must not change afterwards. Never blocks on the receiver's work."""
+        self.ledger.add_sent(to, tag, payload.numel() * payload.element_size())
+        self._send(to, tag, payload)
+
+    def recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The next tensor from `frm`. Raises TransportError if tag, dtype or length differ, PartyFailed on silence."""
+        return self._recv(frm, tag, shape, dtype)
+
+    def exchange(self, peer: int, tag: str, payload: Tensor) -> Tensor:
+        """Send to `peer` and receive a tensor of the same shape and dtype from it: one round."""
+        self.send(peer, tag, payload)
+        self.ledger.add_round(tag)
+        return self._recv(peer, tag, tuple(payload.shape), payload.dtype)
+
+    @abstractmethod
+    def _send(self, to: int, tag: str, payload: Tensor) -> None: ...
+
+    @abstractmethod
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
+
+    def abort(self, reason: str) -> None:  # noqa: B027 - optional
+        """Tell all others that this endpoint stops and why; they raise PartyFailed with the reason."""
+
+    def close(self) -> None:  # noqa: B027 - optional
+        """Release the links."""
+
+
+class MetaTransport(Transport):
+    """Counts what would be sent and receives meta tensors: costs without weights, data or other parties."""
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        pass
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")

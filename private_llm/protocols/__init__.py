@@ -1,0 +1,1 @@
+"""Secret-sharing protocols: one interface, several trusts."""

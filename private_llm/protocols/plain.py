@@ -1,0 +1,116 @@
+"""`plain`: one party, no secrecy, the same interface and fixed-point arithmetic as the real protocols.
+
+It exists as the reference the suite compares every protocol with, and to tell an approximation's error
+from a protocol's. A session refuses to start it without `insecure=True`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from private_llm.net.transport import CLIENT
+from private_llm.protocols.protocol import Protocol, Weights
+from private_llm.protocols.share import BitShare, Share, words_for
+
+
+class Plain(Protocol):
+    """The cleartext reference."""
+
+    name = "plain"
+    parties = 1
+
+    def add_public(self, x: Share, c: int | Tensor) -> Share:
+        """x + c."""
+        return Share((x.parts[0] + c,))
+
+    def public(self, c: Tensor) -> Share:
+        """C itself."""
+        return Share((c.to(self.ring.dtype),))
+
+    def truncate(self, x: Share, shift: int) -> Share:
+        """floor(x / 2^shift), exactly."""
+        return x.map(lambda part: part >> shift) if shift else x
+
+    def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
+        """floor(x y / 2^shift)."""
+        return self.truncate(Share((x.parts[0] * y.parts[0],)), shift)
+
+    def matmul(self, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
+        """floor(x @ y / 2^shift), optionally at selected outputs only."""
+        out = torch.matmul(x.parts[0], y.parts[0])
+        if select is not None:
+            out = out.reshape(-1)[select]
+        return self.truncate(Share((out,)), shift)
+
+    def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
+        """Horner's rule in the ring."""
+        value = x.parts[0]
+        out = torch.full_like(value, self.ring.constant(coefficients[-1]))
+        for c in reversed(coefficients[:-1]):
+            out = out * value + self.ring.constant(c)
+        return self.truncate(Share((out,)), shift)
+
+    def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None) -> BitShare:
+        """Sign bits by comparison."""
+        flat = x.parts[0].reshape(-1)
+        width = bits or self.ring.bits
+        rows = [_pack(((flat + c) >> (width - 1)) & 1) for c in offsets]
+        return BitShare((torch.stack(rows),), flat.numel())
+
+    def inject(
+        self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0
+    ) -> Share:
+        """sum of bit_k * (w_k x + c_k)."""
+        out = torch.zeros(bits.count, dtype=self.ring.dtype, device=bits.parts[0].device)
+        for k in range(bits.rows):
+            bit = _unpack(bits.parts[0][k], bits.count).to(self.ring.dtype)
+            term = _flat(constants[k]) if x is None else x.parts[0].reshape(-1) * _flat(weights[k]) + _flat(constants[k])
+            out = out + bit * term
+        return self.truncate(Share((out,)), shift)
+
+    def xor(self, x: BitShare, y: BitShare) -> BitShare:
+        """X ^ y."""
+        return BitShare((x.parts[0] ^ y.parts[0],), x.count)
+
+    def invert(self, x: BitShare) -> BitShare:
+        """~x."""
+        return BitShare((~x.parts[0],), x.count)
+
+    def and_(self, x: BitShare, y: BitShare) -> BitShare:
+        """X & y."""
+        return BitShare((x.parts[0] & y.parts[0],), x.count)
+
+    def a2b(self, x: Share) -> BitShare:
+        """Bits of two's complement."""
+        flat = x.parts[0].reshape(-1)
+        rows = [_pack((flat >> i) & 1) for i in range(self.ring.bits)]
+        return BitShare((torch.stack(rows),), flat.numel())
+
+    def receive_input(self, shape: tuple[int, ...]) -> Share:
+        """The client's values in the clear."""
+        return Share((self.transport.recv(CLIENT, "input", shape, self.ring.dtype),))
+
+    def reveal_to_client(self, x: Share) -> None:
+        """The value itself."""
+        self.transport.send(CLIENT, "reveal", x.parts[0].contiguous())
+
+
+def _flat(c: int | Tensor) -> int | Tensor:
+    return c.reshape(-1) if isinstance(c, Tensor) else c
+
+
+def _pack(bits: Tensor) -> Tensor:
+    """0/1 integers [n] to words [ceil(n/64)]."""
+    padded = torch.zeros(words_for(bits.numel()) * 64, dtype=torch.int64, device=bits.device)
+    padded[: bits.numel()] = bits
+    lanes = torch.arange(64, dtype=torch.int64, device=bits.device)
+    return (padded.view(-1, 64) << lanes).sum(1)
+
+
+def _unpack(words: Tensor, count: int) -> Tensor:
+    """Words to 0/1 int64 [count]."""
+    lanes = torch.arange(64, dtype=torch.int64, device=words.device)
+    return ((words[:, None] >> lanes) & 1).reshape(-1)[:count]

@@ -1,0 +1,130 @@
+"""The interface of every protocol, in ring elements; fixed-point meaning lives above, in `tensor`.
+
+All parties run the same calls in the same order (SPMD). Shapes, shifts, thresholds and coefficients are
+public; only `Share` and `BitShare` contents are secret. `shift=s` divides the exact result by 2^s
+(floor, plus at most one unit) and requires |result before division| < 2^(ring bits - 2).
+Every method states its price through `cost`, which the common test suite compares with the ledger.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from private_llm.net.ledger import Ledger
+from private_llm.net.transport import Transport
+from private_llm.protocols.share import BitShare, Share
+from private_llm.ring.ring import Ring
+
+Weights = Sequence[int | Tensor]
+"""Public ring constants: one per bit row, an int or a tensor broadcastable to the shape."""
+
+
+class Protocol(ABC):
+    """One party's end of a protocol."""
+
+    name: str
+    parties: int
+
+    def __init__(self, party: int, transport: Transport, ring: Ring) -> None:
+        self.party = party
+        self.transport = transport
+        self.ring = ring
+
+    @property
+    def ledger(self) -> Ledger:
+        """Counts of what this party sent and waited for."""
+        return self.transport.ledger
+
+    # -- local (no communication) ---------------------------------------------------------------------
+    def add(self, x: Share, y: Share) -> Share:
+        """x + y, broadcasting. Local."""
+        return Share(tuple(a + b for a, b in zip(x.parts, y.parts, strict=True)))
+
+    def sub(self, x: Share, y: Share) -> Share:
+        """x - y, broadcasting. Local."""
+        return Share(tuple(a - b for a, b in zip(x.parts, y.parts, strict=True)))
+
+    def neg(self, x: Share) -> Share:
+        """-x. Local."""
+        return x.map(lambda part: -part)
+
+    def mul_public(self, x: Share, c: int | Tensor) -> Share:
+        """x times public ring constants, broadcasting, no truncation. Local."""
+        return x.map(lambda part: part * c)
+
+    @abstractmethod
+    def add_public(self, x: Share, c: int | Tensor) -> Share:
+        """x plus public ring constants, broadcasting. Local."""
+
+    @abstractmethod
+    def public(self, c: Tensor) -> Share:
+        """A share of public ring elements (known to everybody). Local."""
+
+    # -- products ---------------------------------------------------------------------------------------
+    @abstractmethod
+    def truncate(self, x: Share, shift: int) -> Share:
+        """floor(x / 2^shift), plus at most one unit."""
+
+    @abstractmethod
+    def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
+        """Elementwise product with broadcasting, divided by 2^shift."""
+
+    @abstractmethod
+    def matmul(self, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
+        """torch.matmul of x [..., M, K] and y [..., K, N], divided by 2^shift.
+
+        With `select` (int64, flat positions in the output) only those outputs are made, as a 1-D share;
+        nothing is sent for the others.
+        """
+
+    @abstractmethod
+    def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
+        """c0 + c1 x + c2 x^2 (+ c3 x^3) with public ring coefficients (degree 2 or 3), in one step, divided by 2^shift.
+
+        The exact value before division must stay below 2^(ring bits - 2).
+        """
+
+    # -- comparisons and bits -------------------------------------------------------------------------
+    @abstractmethod
+    def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None) -> BitShare:
+        """Rows of sign bits: row k is [x + offsets[k] < 0], for x flattened.
+
+        `bits=b` promises -2^(b-1) <= x + offset < 2^(b-1) and uses a shorter adder; default: full ring.
+        """
+
+    @abstractmethod
+    def inject(
+        self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0
+    ) -> Share:
+        """sum over rows k of bit_k * (weights[k] * x + constants[k]), divided by 2^shift.
+
+        `x` is flattened to [count]; with `x=None` the weights are ignored (bit to arithmetic). Result is 1-D [count].
+        """
+
+    @abstractmethod
+    def xor(self, x: BitShare, y: BitShare) -> BitShare:
+        """Bitwise exclusive or. Local."""
+
+    @abstractmethod
+    def invert(self, x: BitShare) -> BitShare:
+        """Bitwise not. Local."""
+
+    @abstractmethod
+    def and_(self, x: BitShare, y: BitShare) -> BitShare:
+        """Bitwise and, rows by rows."""
+
+    @abstractmethod
+    def a2b(self, x: Share) -> BitShare:
+        """All bits of x (flattened): row i holds bit i, least significant first."""
+
+    # -- leaving and entering the sharing ----------------------------------------------------------------
+    @abstractmethod
+    def receive_input(self, shape: tuple[int, ...]) -> Share:
+        """This party's part of ring elements that the client shares right now."""
+
+    @abstractmethod
+    def reveal_to_client(self, x: Share) -> None:
+        """Send the client what it needs to open x; the parties learn nothing."""

@@ -1,0 +1,131 @@
+"""A session: one party's identity, protocol and settings; passed explicitly, never global."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
+from private_llm.net.transport import CLIENT, MetaTransport, Transport, endpoint_name
+from private_llm.protocols.plain import Plain
+from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.share import Share
+from private_llm.protocols.trio.client import TrioClient, deal_trio
+from private_llm.protocols.trio.party import Trio
+from private_llm.ring.prg import Seed
+from private_llm.ring.ring import Ring
+
+
+@dataclass(frozen=True, eq=False)
+class Session:
+    """Everything an operation of one party needs; `device` is "meta" when only costs are counted."""
+
+    config: PrivateConfig
+    protocol: Protocol
+    device: str = "cpu"
+
+    @property
+    def ring(self) -> Ring:
+        """The ring of arithmetic shares."""
+        return self.protocol.ring
+
+    @property
+    def frac(self) -> int:
+        """Default fractional bits of secret values."""
+        return self.config.frac_bits
+
+    @property
+    def party(self) -> int:
+        """This party's number."""
+        return self.protocol.party
+
+    def __repr__(self) -> str:
+        return f"Session({self.protocol.name}, party {self.party}, ring {self.ring.bits}, f={self.frac})"
+
+
+class PlainClient:
+    """Client end of `plain`."""
+
+    def __init__(self, transport: Transport, ring: Ring) -> None:
+        self.transport, self.ring = transport, ring
+
+    def share(self, elements: Tensor) -> None:
+        """Hand ring elements to the party."""
+        self.transport.send(0, "input", elements.contiguous())
+
+    def open(self, shape: tuple[int, ...]) -> Tensor:
+        """Ring elements that the party reveals."""
+        return self.transport.recv(0, "reveal", shape, self.ring.dtype)
+
+
+ClientEnd = PlainClient | TrioClient
+
+
+def join(config: PrivateConfig, party: int, transport: Transport) -> Session:
+    """Agree with all other endpoints on settings and keys, and return this party's session.
+
+    Raises ConfigError when another endpoint runs other settings or another version.
+    """
+    ring = Ring(config.ring)
+    if config.protocol == "plain":
+        _meet(config, transport, [CLIENT])
+        return Session(config, Plain(party, transport, ring))
+    others = [p for p in range(config.parties) if p != party]
+    seeds = _meet(config, transport, [*others, CLIENT])
+    return Session(config, Trio(party, transport, ring, seeds, adder=config.adder))
+
+
+def join_as_client(config: PrivateConfig, transport: Transport) -> ClientEnd:
+    """The client's end of a session, after agreeing with every party."""
+    ring = Ring(config.ring)
+    seeds = _meet(config, transport, list(range(config.parties)))
+    if config.protocol == "plain":
+        return PlainClient(transport, ring)
+    return TrioClient(transport, ring, seeds)
+
+
+def meta_session(config: PrivateConfig, party: int) -> Session:
+    """A session that counts costs on meta tensors: no data, no weights, no other party."""
+    ring = Ring(config.ring)
+    transport = MetaTransport(party)
+    if config.protocol == "plain":
+        return Session(config, Plain(party, transport, ring), device="meta")
+    zero = Seed(bytes(32))
+    seeds = {p: zero for p in [*range(config.parties), CLIENT]}
+    return Session(config, Trio(party, transport, ring, seeds, adder=config.adder, device="meta"), device="meta")
+
+
+def deal(config: PrivateConfig, elements: Tensor, seed: Seed, label: str) -> list[Share]:
+    """Split ring elements into one share per party; masks come from `seed` under `label` (use each label once)."""
+    if config.protocol == "plain":
+        return [Share((elements,))]
+    return deal_trio(elements, Ring(config.ring), seed, label)
+
+
+def _meet(config: PrivateConfig, transport: Transport, others: list[int]) -> dict[int, Seed]:
+    """Exchange settings digests and entropy with `others`; one fresh pairwise seed for each.
+
+    Both ends contribute 32 bytes, so no seed repeats as long as one of them has fresh entropy.
+    """
+    mine = {other: secrets.token_bytes(32) for other in others}
+    digest = config.agreement()
+    for other in others:
+        payload = torch.frombuffer(bytearray(digest + mine[other]), dtype=torch.uint8)
+        transport.send(other, "hello", payload)
+    seeds = {}
+    for other in others:
+        theirs = bytes(transport.recv(other, "hello", (64,), torch.uint8).numpy().tobytes())
+        if theirs[:32] != digest:
+            raise ConfigError(
+                f"{endpoint_name(other)} runs other settings or another version; protocol, ring, frac_bits, "
+                "weights, reveal, adder and the library version must be equal at all endpoints"
+            )
+        low, high = sorted([transport.me, other])
+        halves = {transport.me: mine[other], other: theirs[32:]}
+        seeds[other] = Seed(hashlib.blake2b(halves[low] + halves[high], digest_size=32, person=b"pllm-pair").digest())
+    return seeds

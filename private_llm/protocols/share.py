@@ -1,0 +1,61 @@
+"""What one party holds of secret values: ring components (`Share`) and bitsliced words (`BitShare`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """This party's components of a ring tensor; all parts have the logical shape. `repr` shows no values."""
+
+    parts: tuple[Tensor, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        """The logical shape (public)."""
+        return self.parts[0].shape
+
+    def numel(self) -> int:
+        """Number of elements (public)."""
+        return self.parts[0].numel()
+
+    def map(self, linear: Callable[[Tensor], Tensor]) -> Share:
+        """Apply a linear or reordering function to every part: a local operation."""
+        return Share(tuple(linear(part) for part in self.parts))
+
+    def __repr__(self) -> str:
+        return f"Share(shape={tuple(self.shape)}, parts={len(self.parts)})"
+
+
+@dataclass(frozen=True, slots=True)
+class BitShare:
+    """This party's components of secret bits: int64 words [rows, words]; lane j of word i is element 64*i+j.
+
+    `rows` counts bit vectors (for instance thresholds); `count` is the number of elements of each;
+    lanes beyond `count` in the last word are unspecified.
+    """
+
+    parts: tuple[Tensor, ...]
+    count: int
+
+    @property
+    def rows(self) -> int:
+        """Number of bit vectors."""
+        return int(self.parts[0].shape[0])
+
+    def row(self, index: int) -> BitShare:
+        """One bit vector."""
+        return BitShare(tuple(part[index : index + 1] for part in self.parts), self.count)
+
+    def __repr__(self) -> str:
+        return f"BitShare(rows={self.rows}, count={self.count})"
+
+
+def words_for(count: int) -> int:
+    """64-bit words that hold one bit per element."""
+    return (count + 63) // 64

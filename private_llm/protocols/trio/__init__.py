@@ -1,0 +1,1 @@
+"""Trio: three parties, semi-honest, honest majority (PIGEON)."""

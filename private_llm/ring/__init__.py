@@ -1,0 +1,1 @@
+"""Rings, fixed point and pseudorandom streams."""

@@ -1,0 +1,182 @@
+"""`Fixed`: a share with its fractional bits and session; the arithmetic that approximations are written in.
+
+Products are truncated back to the session's fractional bits (or `frac=`) in the same protocol step.
+A value must keep |v| * 2^(frac_x + frac_y) < 2^(ring bits - 2) before that truncation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import DomainError
+from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.session import Session
+from private_llm.protocols.share import BitShare, Share
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fixed:
+    """A secret real tensor: value = ring element / 2^frac. All methods are local unless they say otherwise."""
+
+    session: Session
+    share: Share
+    frac: int
+
+    @property
+    def proto(self) -> Protocol:
+        """The protocol end that computes."""
+        return self.session.protocol
+
+    @property
+    def shape(self) -> torch.Size:
+        """Logical shape."""
+        return self.share.shape
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.share.numel()
+
+    def with_share(self, share: Share, frac: int | None = None) -> Fixed:
+        """Another share of the same session."""
+        return Fixed(self.session, share, self.frac if frac is None else frac)
+
+    def view(self, reorder: Callable[[Tensor], Tensor]) -> Fixed:
+        """Apply a reordering or linear function (reshape, index, sum, ...) to every part."""
+        return self.with_share(self.share.map(reorder))
+
+    # -- scale ------------------------------------------------------------------------------------------
+    def encode(self, value: float | Tensor, frac: int) -> int | Tensor:
+        """Public real constants as ring elements with `frac` bits."""
+        if isinstance(value, Tensor):
+            return self.session.ring.encode(value, frac)
+        scaled = round(value * (1 << frac))
+        if abs(scaled) >= 1 << (self.session.ring.bits - 2):
+            raise DomainError(f"constant {value:g} does not fit the ring with {frac} fractional bits")
+        return scaled
+
+    def finer(self, frac: int) -> Fixed:
+        """The same value with more fractional bits."""
+        if frac < self.frac:
+            raise DomainError(f"finer: got {frac} bits; want at least {self.frac} (use `coarser`, which communicates)")
+        if frac == self.frac:
+            return self
+        return self.with_share(self.proto.mul_public(self.share, 1 << (frac - self.frac)), frac)
+
+    def coarser(self, frac: int) -> Fixed:
+        """The same value with fewer fractional bits: one truncation."""
+        if frac == self.frac:
+            return self
+        return self.with_share(self.proto.truncate(self.share, self.frac - frac), frac)
+
+    def at(self, frac: int) -> Fixed:
+        """The same value with exactly `frac` bits (truncates only if it must)."""
+        return self.finer(frac) if frac >= self.frac else self.coarser(frac)
+
+    # -- sums --------------------------------------------------------------------------------------------
+    def _aligned(self, other: Fixed) -> tuple[Fixed, Fixed]:
+        frac = max(self.frac, other.frac)
+        return self.finer(frac), other.finer(frac)
+
+    def __add__(self, other: Fixed | float | Tensor) -> Fixed:
+        if isinstance(other, Fixed):
+            x, y = self._aligned(other)
+            return x.with_share(x.proto.add(x.share, y.share))
+        return self.with_share(self.proto.add_public(self.share, self.encode(other, self.frac)))
+
+    __radd__ = __add__
+
+    def __neg__(self) -> Fixed:
+        return self.with_share(self.proto.neg(self.share))
+
+    def __sub__(self, other: Fixed | float | Tensor) -> Fixed:
+        if isinstance(other, Fixed):
+            x, y = self._aligned(other)
+            return x.with_share(x.proto.sub(x.share, y.share))
+        return self + (-other)
+
+    def __rsub__(self, other: float | Tensor) -> Fixed:
+        return (-self) + other
+
+    def sum(self, dim: int | Sequence[int], keepdim: bool = False) -> Fixed:
+        """Sum over dimensions."""
+        return self.view(lambda part: part.sum(dim=dim, keepdim=keepdim, dtype=part.dtype))
+
+    # -- products ------------------------------------------------------------------------------------------
+    def scale_int(self, factor: int | Tensor) -> Fixed:
+        """Times public integers: no truncation."""
+        return self.with_share(self.proto.mul_public(self.share, factor))
+
+    def scale(self, factor: float | Tensor, frac: int | None = None, bits: int | None = None) -> Fixed:
+        """Times public reals held with `bits` fractional bits (default frac): one truncation."""
+        out = self.session.frac if frac is None else frac
+        bits = self.session.frac if bits is None else bits
+        raw = self.proto.mul_public(self.share, self.encode(factor, bits))
+        return self.with_share(self.proto.truncate(raw, self.frac + bits - out), out)
+
+    def mul(self, other: Fixed, frac: int | None = None) -> Fixed:
+        """Elementwise product with broadcasting: one protocol product, truncation included."""
+        out = self.session.frac if frac is None else frac
+        return self.with_share(self.proto.mul(self.share, other.share, self.frac + other.frac - out), out)
+
+    def __mul__(self, other: Fixed | float | Tensor) -> Fixed:
+        return self.mul(other) if isinstance(other, Fixed) else self.scale(other)
+
+    __rmul__ = __mul__
+
+    def matmul(self, other: Fixed, frac: int | None = None, select: Tensor | None = None) -> Fixed:
+        """Matrix product, truncation included; see `Protocol.matmul` for `select`."""
+        out = self.session.frac if frac is None else frac
+        raw = self.proto.matmul(self.share, other.share, self.frac + other.frac - out, select)
+        return self.with_share(raw, out)
+
+    def poly(self, coefficients: Sequence[float], frac: int | None = None, bits: int | None = None) -> Fixed:
+        """c0 + c1 x + c2 x^2 (+ c3 x^3) in one protocol step; coefficients carry `bits` fractional bits.
+
+        Needs degree * self.frac + bits plus the integer bits of the value below ring bits - 2.
+        """
+        out = self.session.frac if frac is None else frac
+        bits = self.session.frac if bits is None else bits
+        degree = len(coefficients) - 1
+        ints = [round(c * 2.0 ** (bits + (degree - i) * self.frac)) for i, c in enumerate(coefficients)]
+        shift = degree * self.frac + bits - out
+        return self.with_share(self.proto.poly(self.share, ints, shift), out)
+
+    # -- comparisons -----------------------------------------------------------------------------------------
+    def below(self, thresholds: Sequence[float], bits: int | None = None) -> BitShare:
+        """Rows of bits [x < threshold_k] for the flattened x: one comparison round trip for all rows."""
+        offsets = [-int(round(t * (1 << self.frac))) for t in thresholds]
+        return self.proto.msb(self.share, offsets, bits)
+
+    def choose(
+        self,
+        bits: BitShare,
+        weights: Sequence[float | int],
+        constants: Sequence[float],
+        frac: int | None = None,
+        weight_bits: int = 0,
+    ) -> Fixed:
+        """sum over rows of bit_k * (weights_k * x + constants_k), in the shape of x: one step.
+
+        Weights carry `weight_bits` fractional bits (0: integers); the result has `frac` bits (default: those of x).
+        """
+        out = self.frac if frac is None else frac
+        total = self.frac + weight_bits
+        w = [self.encode(float(v), weight_bits) for v in weights]
+        c = [self.encode(float(v), total) for v in constants]
+        raw = self.proto.inject(bits, self.share, w, c, total - out)
+        shape = tuple(self.shape)
+        return self.with_share(raw.map(lambda part: part.reshape(shape)), out)
+
+    def __repr__(self) -> str:
+        return f"Fixed(shape={tuple(self.shape)}, frac={self.frac}, {self.session!r})"
+
+
+def arithmetic(session: Session, bits: BitShare, constants: Sequence[float], frac: int) -> Fixed:
+    """sum over rows of bit_k * constants_k as a 1-D secret (bit to arithmetic): one step."""
+    ring = session.ring
+    encoded = [ring.constant(round(c * (1 << frac))) for c in constants]
+    return Fixed(session, session.protocol.inject(bits, None, encoded, encoded), frac)
