@@ -24,6 +24,7 @@ class _Link:
 
     def __init__(self) -> None:
         self.items: queue.SimpleQueue[tuple[str, Tensor] | None] = queue.SimpleQueue()
+        self.peeked: tuple[str, Tensor] | None = None
         self.ahead = 0
         self.room = threading.Condition()
 
@@ -74,8 +75,10 @@ class LocalTransport(Transport):
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         link = self._hub.links[(frm, self.me)]
+        item, link.peeked = link.peeked, None
         try:
-            item = link.items.get(timeout=self._hub.timeout)
+            if item is None:
+                item = link.items.get(timeout=self._hub.timeout)
         except queue.Empty:
             raise PartyFailed(
                 f"{endpoint_name(frm)} sent nothing for {self._hub.timeout:g} s (waiting for '{tag}'); "
@@ -98,6 +101,14 @@ class LocalTransport(Transport):
                 f"want '{tag}' with {count} x {dtype} (parties disagree on the computation)"
             )
         return payload.view(shape)
+
+    def wait(self, frm: int) -> None:
+        """Block until a frame from `frm` is there, however long it takes."""
+        link = self._hub.links[(frm, self.me)]
+        if link.peeked is None:
+            link.peeked = link.items.get()
+            if link.peeked is None:
+                raise PartyFailed(self._hub.failure or f"{endpoint_name(frm)} stopped")
 
     def abort(self, reason: str) -> None:
         """Stop the whole session."""

@@ -51,6 +51,10 @@ class Transport(ABC):
     @abstractmethod
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
 
+    @abstractmethod
+    def wait(self, frm: int) -> None:
+        """Block, however long, until a frame from `frm` is there (it stays); PartyFailed if the session stops."""
+
     def abort(self, reason: str) -> None:  # noqa: B027 - optional
         """Tell all others that this endpoint stops and why; they raise PartyFailed with the reason."""
 
@@ -66,3 +70,6 @@ class MetaTransport(Transport):
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
+
+    def wait(self, frm: int) -> None:
+        """Nothing to wait for."""
