@@ -15,7 +15,7 @@ from private_llm.net.transport import CLIENT, MetaTransport, Transport, endpoint
 from private_llm.protocols.plain import Plain
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import Share
-from private_llm.protocols.trio.client import TrioClient, deal_trio
+from private_llm.protocols.trio.client import TrioClient, deal_trio, receive_input_keys
 from private_llm.protocols.trio.party import Trio
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
@@ -77,16 +77,17 @@ def join(config: PrivateConfig, party: int, transport: Transport) -> Session:
         return Session(config, Plain(party, transport, ring))
     others = [p for p in range(config.parties) if p != party]
     seeds = _meet(config, transport, [*others, CLIENT])
-    return Session(config, Trio(party, transport, ring, seeds, adder=config.adder))
+    keys = receive_input_keys(transport, party)
+    return Session(config, Trio(party, transport, ring, seeds, keys, adder=config.adder))
 
 
 def join_as_client(config: PrivateConfig, transport: Transport) -> ClientEnd:
     """The client's end of a session, after agreeing with every party."""
     ring = Ring(config.ring)
-    seeds = _meet(config, transport, list(range(config.parties)))
+    _meet(config, transport, list(range(config.parties)))
     if config.protocol == "plain":
         return PlainClient(transport, ring)
-    return TrioClient(transport, ring, seeds)
+    return TrioClient(transport, ring)
 
 
 def meta_session(config: PrivateConfig, party: int) -> Session:
@@ -96,8 +97,9 @@ def meta_session(config: PrivateConfig, party: int) -> Session:
     if config.protocol == "plain":
         return Session(config, Plain(party, transport, ring), device="meta")
     zero = Seed(bytes(32))
-    seeds = {p: zero for p in [*range(config.parties), CLIENT]}
-    return Session(config, Trio(party, transport, ring, seeds, adder=config.adder, device="meta"), device="meta")
+    seeds = dict.fromkeys([*range(config.parties), CLIENT], zero)
+    trio = Trio(party, transport, ring, seeds, [zero] * 2, adder=config.adder, device="meta")
+    return Session(config, trio, device="meta")
 
 
 def deal(config: PrivateConfig, elements: Tensor, seed: Seed, label: str) -> list[Share]:

@@ -1,0 +1,318 @@
+"""Bitsliced kernels on the CPU: transposition, carries of comparisons, bit injection (Numba, GIL-free).
+
+Words are uint64; a row holds one bit of 64 elements per word, so one instruction works on 64 to 512
+lanes (PIGEON's bitslicing). Row orders are those of `circuits.carry`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+Array = np.ndarray[Any, Any]
+
+
+@njit(nogil=True, cache=True)
+def transpose_words(x: Array, out: Array) -> None:
+    """Bit r of element 64*w+l becomes bit l of out[r, w]; x [n] unsigned (32 or 64 bits), out [rows, words].
+
+    Eight blocks of 64 elements go side by side, so each step of the recursive transposition
+    (Knuth 7.1.3; Usuba) is one vector instruction.
+    """
+    n = x.size
+    rows, words = out.shape
+    buf = np.zeros((64, 8), dtype=np.uint64)
+    for w0 in range(0, words, 8):
+        lanes = min(8, words - w0)
+        for lane in range(8):
+            base = (w0 + lane) * 64
+            for r in range(64):
+                i = base + r
+                buf[r, lane] = np.uint64(x[i]) if (lane < lanes and i < n) else np.uint64(0)
+        width = 32
+        mask = np.uint64(0x00000000FFFFFFFF)
+        while width:
+            shift = np.uint64(width)
+            k = 0
+            while k < 64:
+                for row in range(k, k + width):
+                    for lane in range(8):
+                        a = buf[row, lane]
+                        b = buf[row + width, lane]
+                        t = ((a >> shift) ^ b) & mask
+                        buf[row + width, lane] = b ^ t
+                        buf[row, lane] = a ^ (t << shift)
+                k += 2 * width
+            width >>= 1
+            if width:
+                mask ^= mask << np.uint64(width)
+        for r in range(rows):
+            for lane in range(lanes):
+                out[r, w0 + lane] = buf[r, lane]
+
+
+@njit(nogil=True, cache=True)
+def block_monomials(s: Array, low: int, blocks: Array, out: Array) -> None:
+    """All monomials of the bits of each block of s [rows, W]; `out` is xored with them. Helper side."""
+    words = s.shape[1]
+    row = 0
+    bit = low
+    for size in blocks:
+        s0 = s[bit]
+        if size == 1:
+            for w in range(words):
+                out[row, w] ^= s0[w]
+            row += 1
+        elif size == 2:
+            s1 = s[bit + 1]
+            for w in range(words):
+                out[row, w] ^= s0[w]
+                out[row + 1, w] ^= s1[w]
+                out[row + 2, w] ^= s0[w] & s1[w]
+            row += 3
+        else:
+            s1 = s[bit + 1]
+            s2 = s[bit + 2]
+            for w in range(words):
+                a = s0[w]
+                b = s1[w]
+                c = s2[w]
+                out[row, w] ^= a
+                out[row + 1, w] ^= b
+                out[row + 2, w] ^= a & b
+                out[row + 3, w] ^= c
+                out[row + 4, w] ^= c & a
+                out[row + 5, w] ^= c & b
+                out[row + 6, w] ^= c & b & a
+            row += 7
+        bit += size
+
+
+@njit(nogil=True, cache=True)
+def block_carries(m: Array, low: int, blocks: Array, mono: Array, first: bool, out: Array) -> None:
+    """Xor shares of (g, p) of each block from public bits m [rows, W] and shared monomials; xored into out.
+
+    g2 = m2 s2 ^ (m2 ^ s2) g10 with g10 = m1 s1 ^ (m1 ^ s1) m0 s0;  p = (m2 ^ s2)(m1 ^ s1)(m0 ^ s0).
+    Only the `first` evaluator adds the terms without s.
+    """
+    words = m.shape[1]
+    count = blocks.size
+    one = np.uint64(0xFFFFFFFFFFFFFFFF) if first else np.uint64(0)
+    row = 0
+    bit = low
+    for j in range(count):
+        size = blocks[j]
+        g = out[j]
+        m0 = m[bit]
+        r0 = mono[row]
+        if size == 1:
+            for w in range(words):
+                g[w] ^= m0[w] & r0[w]
+            if j > 0:
+                p = out[count + j - 1]
+                for w in range(words):
+                    p[w] ^= (m0[w] & one) ^ r0[w]
+            row += 1
+        elif size == 2:
+            m1 = m[bit + 1]
+            r1 = mono[row + 1]
+            r2 = mono[row + 2]
+            for w in range(words):
+                g[w] ^= (m1[w] & r1[w]) ^ (m1[w] & m0[w] & r0[w]) ^ (m0[w] & r2[w])
+            if j > 0:
+                p = out[count + j - 1]
+                for w in range(words):
+                    p[w] ^= (m1[w] & m0[w] & one) ^ (m1[w] & r0[w]) ^ (m0[w] & r1[w]) ^ r2[w]
+            row += 3
+        else:
+            m1 = m[bit + 1]
+            m2 = m[bit + 2]
+            r1 = mono[row + 1]
+            r2 = mono[row + 2]
+            r3 = mono[row + 3]
+            r4 = mono[row + 4]
+            r5 = mono[row + 5]
+            r6 = mono[row + 6]
+            for w in range(words):
+                a = m0[w]
+                b = m1[w]
+                c = m2[w]
+                ab = a & b
+                g[w] ^= (
+                    (c & (r3[w] ^ (b & r1[w]) ^ (ab & r0[w]) ^ (a & r2[w])))
+                    ^ (b & r5[w]) ^ (ab & r4[w]) ^ (a & r6[w])
+                )
+            if j > 0:
+                p = out[count + j - 1]
+                for w in range(words):
+                    a = m0[w]
+                    b = m1[w]
+                    ab = a & b
+                    p[w] ^= (
+                        (m2[w] & ((ab & one) ^ (b & r0[w]) ^ (a & r1[w]) ^ r2[w]))
+                        ^ (ab & r3[w]) ^ (b & r4[w]) ^ (a & r5[w]) ^ r6[w]
+                    )
+            row += 7
+        bit += size
+
+
+@njit(nogil=True, cache=True)
+def join_products(lam: Array, groups: Array, count: int, out: Array) -> None:
+    """Products of masks that a level of joins needs, xored into out. Helper side.
+
+    Rows of `lam`: count generates, then count-1 propagates (index j-1 for block j).
+    Order per group of three: p2g1, p2p1, p2g0, p1g0, p2p1g0 (and p2p0, p1p0, p2p1p0); of two: p1g0 (p1p0).
+    """
+    words = lam.shape[1]
+    row = 0
+    base = 0
+    for j in range(groups.size):
+        if groups[j] == 3:
+            g0 = lam[base]
+            g1 = lam[base + 1]
+            p1 = lam[count + base]
+            p2 = lam[count + base + 1]
+            for w in range(words):
+                out[row, w] ^= p2[w] & g1[w]
+                out[row + 1, w] ^= p2[w] & p1[w]
+                out[row + 2, w] ^= p2[w] & g0[w]
+                out[row + 3, w] ^= p1[w] & g0[w]
+                out[row + 4, w] ^= p2[w] & p1[w] & g0[w]
+            row += 5
+            if j > 0:
+                p0 = lam[count + base - 1]
+                for w in range(words):
+                    out[row, w] ^= p2[w] & p0[w]
+                    out[row + 1, w] ^= p1[w] & p0[w]
+                    out[row + 2, w] ^= p2[w] & p1[w] & p0[w]
+                row += 3
+        else:
+            g0 = lam[base]
+            p1 = lam[count + base]
+            for w in range(words):
+                out[row, w] ^= p1[w] & g0[w]
+            row += 1
+            if j > 0:
+                p0 = lam[count + base - 1]
+                for w in range(words):
+                    out[row, w] ^= p1[w] & p0[w]
+                row += 1
+        base += groups[j]
+
+
+@njit(nogil=True, cache=True)
+def join_carries(b: Array, lam: Array, prod: Array, groups: Array, count: int, first: bool, out: Array) -> None:
+    """Xor shares of the joined (g, p) from masked rows b, this evaluator's mask shares and product shares."""
+    words = b.shape[1]
+    one = np.uint64(0xFFFFFFFFFFFFFFFF) if first else np.uint64(0)
+    made = groups.size
+    row = 0
+    base = 0
+    for j in range(made):
+        g = out[j]
+        if groups[j] == 3:
+            bg0, bg1, bg2 = b[base], b[base + 1], b[base + 2]
+            bp1, bp2 = b[count + base], b[count + base + 1]
+            lg0, lg1, lg2 = lam[base], lam[base + 1], lam[base + 2]
+            lp1, lp2 = lam[count + base], lam[count + base + 1]
+            q0, q1, q2, q3, q4 = prod[row], prod[row + 1], prod[row + 2], prod[row + 3], prod[row + 4]
+            for w in range(words):
+                x, y, z = bp2[w], bp1[w], bg0[w]
+                u = bg1[w]
+                g[w] ^= (
+                    (bg2[w] & one) ^ lg2[w]
+                    ^ (x & u & one) ^ (x & lg1[w]) ^ (u & lp2[w]) ^ q0[w]
+                    ^ (x & y & z & one) ^ (y & z & lp2[w]) ^ (x & z & lp1[w]) ^ (x & y & lg0[w])
+                    ^ (z & q1[w]) ^ (y & q2[w]) ^ (x & q3[w]) ^ q4[w]
+                )
+            row += 5
+            if j > 0:
+                p = out[made + j - 1]
+                bp0 = b[count + base - 1]
+                lp0 = lam[count + base - 1]
+                q5, q6, q7 = prod[row], prod[row + 1], prod[row + 2]
+                for w in range(words):
+                    x, y, z = bp2[w], bp1[w], bp0[w]
+                    p[w] ^= (
+                        (x & y & z & one) ^ (y & z & lp2[w]) ^ (x & z & lp1[w]) ^ (x & y & lp0[w])
+                        ^ (z & q1[w]) ^ (y & q5[w]) ^ (x & q6[w]) ^ q7[w]
+                    )
+                row += 3
+        else:
+            bg0, bg1 = b[base], b[base + 1]
+            bp1 = b[count + base]
+            lg0, lg1 = lam[base], lam[base + 1]
+            lp1 = lam[count + base]
+            q0 = prod[row]
+            for w in range(words):
+                g[w] ^= (
+                    (bg1[w] & one) ^ lg1[w]
+                    ^ (bp1[w] & bg0[w] & one) ^ (bp1[w] & lg0[w]) ^ (bg0[w] & lp1[w]) ^ q0[w]
+                )
+            row += 1
+            if j > 0:
+                p = out[made + j - 1]
+                bp0 = b[count + base - 1]
+                lp0 = lam[count + base - 1]
+                q1 = prod[row]
+                for w in range(words):
+                    p[w] ^= (bp1[w] & bp0[w] & one) ^ (bp1[w] & lp0[w]) ^ (bp0[w] & lp1[w]) ^ q1[w]
+                row += 1
+        base += groups[j]
+
+
+@njit(nogil=True, cache=True)
+def inject_products(bits: Array, lam: Array, weighted: Array, out: Array) -> None:
+    """Helper side of bit injection: out -= masks; rows s_k for all k, then s_k * lam for weighted rows. out [R, n]."""
+    n = out.shape[1]
+    rows = bits.shape[0]
+    one = np.uint64(1)
+    extra = rows
+    for k in range(rows):
+        for i in range(n):
+            s = (bits[k, i >> 6] >> np.uint64(i & 63)) & one
+            out[k, i] = out.dtype.type(s) - out[k, i]
+        if weighted[k]:
+            for i in range(n):
+                s = (bits[k, i >> 6] >> np.uint64(i & 63)) & one
+                out[extra, i] = (lam[i] if s else out.dtype.type(0)) - out[extra, i]
+            extra += 1
+
+
+@njit(nogil=True, cache=True)
+def inject_terms(
+    bits: Array, m: Array, mine: Array, shares: Array, weighted: Array, w: Array, c: Array, first: bool, out: Array
+) -> None:
+    """Evaluator side: additive share of sum_k b_k (w_k x + c_k) added into out [n].
+
+    b = B ^ s and x = m - λ:  b x = B m - B λ + (1-2B)(s m - s λ). Weights and constants are [rows, 1 or n].
+    """
+    n = out.size
+    rows = bits.shape[0]
+    one = np.uint64(1)
+    extra = rows
+    zero = out.dtype.type(0)
+    unit = out.dtype.type(1)
+    for k in range(rows):
+        w_step = 0 if w.shape[1] == 1 else 1
+        c_step = 0 if c.shape[1] == 1 else 1
+        for i in range(n):
+            b = (bits[k, i >> 6] >> np.uint64(i & 63)) & one
+            sigma = shares[k, i]
+            if first:
+                known = (unit - sigma) if b else sigma
+            else:
+                known = (zero - sigma) if b else sigma
+            acc = c[k, i * c_step] * known
+            if weighted[k]:
+                part = sigma * m[i] - shares[extra, i]
+                if b:
+                    part = zero - part - mine[i]
+                    if first:
+                        part += m[i]
+                acc += w[k, i * w_step] * part
+            out[i] += acc
+        if weighted[k]:
+            extra += 1

@@ -1,0 +1,262 @@
+"""Trio's arithmetic: products, fused matrix products, one-step polynomials, wrap-free truncation.
+
+Sharing of x with masks a = a1 + a2: party 0 holds (a1, a2), party 1 (x + a2, a1), party 2 (x + a1, a2); both
+evaluators know M = x + a. Party 0 works in preprocessing only: it sends to party 2, and its streams
+with party 1 and party 2 replace all its other messages.
+
+Products. With E = a1 (b1 - b2) - a2 b1, v1 = -((x + a2) b1 + a1 (y + b2)) and v2 = (x + a1)(y + b1):
+v1 + v2 + E' = xy for E' = -E, since v1 + v2 = xy + E. E is what party 0 can compute. (PIGEON, Trio.)
+
+Finishing without shift: party 0 sends g - E to party 2 (g known to party 1, who subtracts it); the
+evaluators add fresh masks z1, z2 and exchange. Pre: 1 element; online: 1 each way; 1 round.
+
+Finishing with a shift by f bits, free of wrap errors:
+  1. Let u = z + 2^(l-2), 0 <= u < 2^(l-1), and R = E + g1 + g2, uniform for each evaluator and known to
+     party 0. The evaluators exchange v1 + g1 and v2 + g2 and hold w = u + R mod 2^l.
+  2. w wrapped iff msb(R) = 1 and msb(w) = 0, so
+     (w >> f) - (R >> f) + 2^(l-f) msb(R) (1 - msb(w)) - 2^(l-2-f) is floor(z / 2^f) or one more... one unit off.
+  3. Party 0 shares msb(R) modulo 2^f (f bits to party 2). The evaluators exchange
+     (1 - msb(w)) rho_i + zeta_i mod 2^f with fresh zeta (known to party 0), f bits each way.
+     The result's mask is (R >> f) + 2^(l-f)(zeta1 + zeta2), which is uniform; party 0 knows it.
+The second, small exchange is the price of a result mask that does not depend on w: without it the
+evaluators could not both hold M. Pre: l + f bits; online: l + f bits each way; 2 rounds.
+Leakage: none to a single party (each message is masked by a stream its receiver lacks). The rounding
+bit depends on R: the functionality is truncation with an error of one unit (threat.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import DomainError
+from private_llm.kernels import ops
+from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.share import Share
+from private_llm.ring.prg import Prg, Seed
+from private_llm.ring.ring import Ring
+
+
+class TrioArithmetic(Protocol):
+    """One party's arithmetic."""
+
+    name = "trio"
+    parties = 3
+
+    def __init__(
+        self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed], input_keys: Sequence[Seed],
+        device: str = "cpu",
+    ) -> None:  # fmt: skip
+        super().__init__(party, transport, ring)
+        self.device = device
+        helpers = (1, 2) if party == 0 else (0,)
+        # Party 0 shares one stream with each evaluator; an evaluator has only its own.
+        self._streams: list[Prg] = [pair_seeds[other].stream("trio masks") for other in helpers]
+        self._inputs: list[Prg] = [key.stream("client input") for key in input_keys]
+
+    def _draw(self, count: int, which: int = 0) -> Tensor:
+        return self._streams[which].elements(count, self.ring, self.device)
+
+    def _draw_words(self, count: int, which: int = 0) -> Tensor:
+        return self._streams[which].words(count, self.device)
+
+    # -- local ---------------------------------------------------------------------------------------------
+    def add_public(self, x: Share, c: int | Tensor) -> Share:
+        """The evaluators add c to their masked component."""
+        if isinstance(c, Tensor):
+            shape = torch.broadcast_shapes(x.shape, c.shape)
+            if shape != x.shape:
+                x = x.map(lambda part: part.expand(shape))
+            c = c.to(self.ring.dtype)
+        else:
+            c = self.ring.constant(c)
+        if self.party == 0:
+            return x
+        return Share((x.parts[0] + c, x.parts[1]))
+
+    def public(self, c: Tensor) -> Share:
+        """Masks of zero: known to all."""
+        c = c.to(self.ring.dtype)
+        zero = torch.zeros_like(c)
+        return Share((zero, zero)) if self.party == 0 else Share((c, zero))
+
+    # -- finishing a product -------------------------------------------------------------------------------
+    def _finish(self, tag: str, shape: torch.Size, value: Tensor | None, error: Tensor | None, shift: int) -> Share:
+        """From additive pieces to a share: evaluators pass `value` (v_i), party 0 passes `error` (E) or None.
+
+        `error is None` must hold at party 0 exactly when no E exists, which `value`'s owner knows by `tag`.
+        """
+        if not 0 <= shift <= self.ring.bits - 3:
+            raise DomainError(f"shift: got {shift}; want 0 to {self.ring.bits - 3} in a {self.ring.bits}-bit ring")
+        if shift:
+            return self._finish_shifted(tag, shape, value, error, shift)
+        count = shape.numel()
+        if self.party == 0:
+            blind = self._draw(2 * count if error is not None else count, 0)
+            z2 = self._draw(count, 1)
+            if error is not None:
+                self.transport.send(2, tag, blind[count:] - error.reshape(-1))
+            return Share((blind[:count].view(shape), z2.view(shape)))
+        if value is None:
+            raise DomainError("an evaluator finishes a product without its piece")
+        masked = value.reshape(-1)
+        helped = tag in _HELPED
+        if self.party == 1:
+            blind = self._draw(2 * count if helped else count)
+            z = blind[:count]
+            masked = masked - blind[count:] if helped else masked
+        else:
+            z = self._draw(count)
+            if helped:
+                masked = masked + self.transport.recv(0, tag, (count,), self.ring.dtype)
+        masked = masked + z
+        theirs = self.transport.exchange(3 - self.party, tag, masked)
+        return Share(((masked + theirs - z).view(shape), z.view(shape)))
+
+    def _finish_shifted(
+        self, tag: str, shape: torch.Size, value: Tensor | None, error: Tensor | None, shift: int
+    ) -> Share:
+        count = shape.numel()
+        packed = ops.packed_words(count, shift)
+        if self.party == 0:
+            b1 = self._draw(2 * count, 0)
+            f1 = self._draw_words(2 * packed, 0)
+            g2 = self._draw(count, 1)
+            zeta2 = self._draw_words(packed, 1)
+            e = torch.zeros_like(g2) if error is None else error.reshape(-1)
+            a1, a2, z2, rho2 = ops.trunc_helper(
+                e, b1[:count], g2, b1[count:], f1[:packed], f1[packed:], zeta2, shift
+            )
+            self.transport.send(2, tag, z2)
+            self.transport.send(2, tag, rho2)
+            return Share((a1.view(shape), a2.view(shape)))
+        if value is None:
+            raise DomainError("an evaluator finishes a product without its piece")
+        if self.party == 1:
+            b1 = self._draw(2 * count)
+            f1 = self._draw_words(2 * packed)
+            g, z, rho, zeta = b1[:count], b1[count:], f1[:packed], f1[packed:]
+        else:
+            g = self._draw(count)
+            zeta = self._draw_words(packed)
+            z = self.transport.recv(0, tag, (count,), self.ring.dtype)
+            rho = self.transport.recv(0, tag, (packed,), torch.int64)
+        mine = value.reshape(-1) + g
+        theirs = self.transport.exchange(3 - self.party, tag, mine)
+        w, fields = ops.trunc_open(mine, theirs, rho, zeta, shift)
+        return self._close(tag, shape, w, fields, z, zeta, shift)
+
+    def _close(
+        self, tag: str, shape: torch.Size, w: Tensor, fields: Tensor, z: Tensor, zeta: Tensor, shift: int
+    ) -> Share:
+        their_fields = self.transport.exchange(3 - self.party, tag, fields)
+        half, own = ops.trunc_close(w, fields, their_fields, z, zeta, shift)
+        return Share((half.view(shape), own.view(shape)))
+
+    def truncate(self, x: Share, shift: int) -> Share:
+        """Division of a held value: M plays w and the known mask plays R; 1 round, f bits each way."""
+        if shift == 0:
+            return x
+        count = x.numel()
+        packed = ops.packed_words(count, shift)
+        zero = torch.zeros(count, dtype=self.ring.dtype, device=self.device)
+        if self.party == 0:
+            z1 = self._draw(count, 0)
+            f1 = self._draw_words(2 * packed, 0)
+            zeta2 = self._draw_words(packed, 1)
+            mask1, mask2 = (part.reshape(-1).contiguous() for part in x.parts)
+            a1, a2, z2, rho2 = ops.trunc_helper(zero, mask1, mask2, z1, f1[:packed], f1[packed:], zeta2, shift)
+            self.transport.send(2, "truncate", z2)
+            self.transport.send(2, "truncate", rho2)
+            return Share((a1.view(x.shape), a2.view(x.shape)))
+        if self.party == 1:
+            z = self._draw(count)
+            f1 = self._draw_words(2 * packed)
+            rho, zeta = f1[:packed], f1[packed:]
+        else:
+            zeta = self._draw_words(packed)
+            z = self.transport.recv(0, "truncate", (count,), self.ring.dtype)
+            rho = self.transport.recv(0, "truncate", (packed,), torch.int64)
+        first, second = (part.reshape(-1).contiguous() for part in x.parts)
+        w, fields = ops.trunc_open(first, second, rho, zeta, shift)
+        return self._close("truncate", x.shape, w, fields, z, zeta, shift)
+
+    # -- products ------------------------------------------------------------------------------------------
+    def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
+        """Elementwise product; bytes and rounds of one finish."""
+        shape = torch.broadcast_shapes(x.shape, y.shape)
+        (x0, x1), (y0, y1) = x.parts, y.parts
+        if self.party == 0:
+            return self._finish("mul", shape, None, x0 * (y0 - y1) - x1 * y0, shift)
+        if self.party == 1:
+            return self._finish("mul", shape, -(x0 * y1 + x1 * y0), None, shift)
+        return self._finish("mul", shape, x0 * y0, None, shift)
+
+    def matmul(self, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
+        """Matrix product; output-sized traffic. Local products: two at parties 0 and 1, one at party 2."""
+        (x0, x1), (y0, y1) = x.parts, y.parts
+        if self.party == 0:
+            piece = ops.ring_matmul(x0, y0 - y1) - ops.ring_matmul(x1, y0)
+        elif self.party == 1:
+            piece = -(ops.ring_matmul(x0, y1) + ops.ring_matmul(x1, y0))
+        else:
+            piece = ops.ring_matmul(x0, y0)
+        self.ledger.add_macs(piece.numel() * x.shape[-1] * (1 if self.party == 2 else 2))
+        if select is not None:
+            piece = piece.reshape(-1)[select.to(piece.device)]
+        if self.party == 0:
+            return self._finish("matmul", piece.shape, None, piece, shift)
+        return self._finish("matmul", piece.shape, piece, None, shift)
+
+    def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
+        """c(M - a) by Taylor's formula around the public M; party 0 shares a^2 (and a^3).
+
+        Pre: 1 (degree 2) or 2 (degree 3) elements more than a product without E; online as a product.
+        """
+        degree = len(coefficients) - 1
+        if degree not in (2, 3):
+            raise DomainError(f"poly: got degree {degree}; want 2 or 3")
+        count = x.numel()
+        extra = degree - 1
+        if self.party == 0:
+            a = (x.parts[0] + x.parts[1]).reshape(-1)
+            blind = self._draw(extra * count, 0)
+            powers = torch.cat([a * a, a * a * a] if degree == 3 else [a * a])
+            self.transport.send(2, "poly", powers - blind)
+            return self._finish("poly", x.shape, None, None, shift)
+        blind = self._draw(extra * count) if self.party == 1 else None
+        if blind is None:
+            blind = self.transport.recv(0, "poly", (extra * count,), self.ring.dtype)
+        m = (x.parts[0] + x.parts[1]).reshape(-1)
+        mine = x.parts[1].reshape(-1)
+        c = [self.ring.constant(v) for v in coefficients]
+        c3 = c[3] if degree == 3 else 0
+        value = blind[:count] * (m * (3 * c3) + c[2]) - mine * ((m * (3 * c3) + 2 * c[2]) * m + c[1])
+        if degree == 3:
+            value = value - blind[count:] * c3
+        if self.party == 1:
+            value = value + (((m * c3 + c[2]) * m + c[1]) * m + c[0])
+        return self._finish("poly", x.shape, value, None, shift)
+
+    # -- edges ----------------------------------------------------------------------------------------------
+    def receive_input(self, shape: tuple[int, ...]) -> Share:
+        """1 element from the client to each evaluator, 1 round; party 0 receives nothing."""
+        count = torch.Size(shape).numel()
+        masks = [stream.elements(count, self.ring, self.device).view(shape) for stream in self._inputs]
+        if self.party == 0:
+            return Share((masks[0], masks[1]))
+        masked = self.transport.recv(CLIENT, "input", shape, self.ring.dtype)
+        return Share((masked, masks[0]))
+
+    def reveal_to_client(self, x: Share) -> None:
+        """Party 1 sends x + a2, party 2 sends a2: 1 element each."""
+        if self.party:
+            part = x.parts[0] if self.party == 1 else x.parts[1]
+            self.transport.send(CLIENT, "reveal", part.contiguous())
+
+
+_HELPED = frozenset({"mul", "matmul"})
+"""Products in which party 0 contributes an error term E."""

@@ -1,0 +1,60 @@
+"""Trio's edges: how a client shares inputs and opens outputs, and how a model owner splits weights.
+
+A secret x is masked by a1 + a2. Party 0 holds (a1, a2), party 1 (x + a2, a1), party 2 (x + a1, a2):
+one party alone sees uniform numbers; two together could open x (honest majority).
+Inputs: a1 comes from a key of client, party 0 and party 1, a2 from one of client, party 0 and party 2,
+so party 0 receives nothing and the evaluators one element each. Outputs: the evaluators send one
+element each; the parties learn nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocols.share import Share
+from private_llm.ring.prg import Seed
+from private_llm.ring.ring import Ring
+
+
+class TrioClient:
+    """The client's end."""
+
+    def __init__(self, transport: Transport, ring: Ring) -> None:
+        self.transport, self.ring = transport, ring
+        keys = [Seed.fresh(), Seed.fresh()]
+        for key, parties in zip(keys, ((0, 1), (0, 2)), strict=True):
+            for party in parties:
+                payload = torch.frombuffer(bytearray(key.raw()), dtype=torch.uint8)
+                transport.send(party, "input key", payload)
+        self._masks = [key.stream("client input") for key in keys]
+
+    def share(self, elements: Tensor) -> None:
+        """Share ring elements with the parties, who call `receive_input` with the same shape."""
+        a1, a2 = (mask.elements(elements.numel(), self.ring).view(elements.shape) for mask in self._masks)
+        self.transport.send(1, "input", (elements + a2).contiguous())
+        self.transport.send(2, "input", (elements + a1).contiguous())
+
+    def open(self, shape: tuple[int, ...]) -> Tensor:
+        """Ring elements of `shape` that the parties reveal right now."""
+        masked = self.transport.recv(1, "reveal", shape, self.ring.dtype)
+        mask = self.transport.recv(2, "reveal", shape, self.ring.dtype)
+        return masked - mask
+
+
+def receive_input_keys(transport: Transport, party: int) -> list[Seed]:
+    """The client's mask keys that this party shares: both for party 0, one for the others."""
+    count = 2 if party == 0 else 1
+    return [
+        Seed(bytes(transport.recv(CLIENT, "input key", (32,), torch.uint8).numpy().tobytes())) for _ in range(count)
+    ]
+
+
+def deal_trio(elements: Tensor, ring: Ring, seed: Seed, label: str) -> list[Share]:
+    """One share per party with masks drawn from `seed` under `label`; a label must never be used twice."""
+    if elements.device.type == "meta":
+        return [Share((torch.empty_like(elements), torch.empty_like(elements))) for _ in range(3)]
+    a1 = seed.stream(f"{label}/mask 1").elements(elements.numel(), ring).view(elements.shape)
+    a2 = seed.stream(f"{label}/mask 2").elements(elements.numel(), ring).view(elements.shape)
+    return [Share((a1, a2)), Share((elements + a2, a1)), Share((elements + a1, a2))]
