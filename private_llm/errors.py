@@ -11,15 +11,15 @@ class ConfigError(PrivateLLMError, ValueError):
     """A setting is unknown, out of range or contradicts another: correct the configuration."""
 
 
-class PlaintextLeak(PrivateLLMError):  # noqa: N818 - names the thing prevented
+class PlaintextLeak(PrivateLLMError):
     """An operation would have moved a secret out of its sharing: keep it shared, or reveal it on purpose."""
 
 
-class UnsupportedOp(PrivateLLMError, NotImplementedError):  # noqa: N818
+class UnsupportedOp(PrivateLLMError, NotImplementedError):
     """No private rule exists for an operation: the message names it and the place to add one."""
 
 
-class PatchMismatch(PrivateLLMError):  # noqa: N818
+class PatchMismatch(PrivateLLMError):
     """A model holds modules or parameters that no rule matches: the message lists them."""
 
 
@@ -35,7 +35,7 @@ class PartyFailed(TransportError):
     """Another party stopped or stalled: its name and the reason are in the message; restart the session."""
 
 
-class ProtocolAbort(PrivateLLMError):  # noqa: N818
+class ProtocolAbort(PrivateLLMError):
     """A consistency check between parties failed: nothing of this session may be trusted."""
 
 

@@ -141,8 +141,7 @@ def block_carries(m: Array, low: int, blocks: Array, mono: Array, first: bool, o
                 c = m2[w]
                 ab = a & b
                 g[w] ^= (
-                    (c & (r3[w] ^ (b & r1[w]) ^ (ab & r0[w]) ^ (a & r2[w])))
-                    ^ (b & r5[w]) ^ (ab & r4[w]) ^ (a & r6[w])
+                    (c & (r3[w] ^ (b & r1[w]) ^ (ab & r0[w]) ^ (a & r2[w]))) ^ (b & r5[w]) ^ (ab & r4[w]) ^ (a & r6[w])
                 )
             if j > 0:
                 p = out[count + j - 1]
@@ -152,7 +151,10 @@ def block_carries(m: Array, low: int, blocks: Array, mono: Array, first: bool, o
                     ab = a & b
                     p[w] ^= (
                         (m2[w] & ((ab & one) ^ (b & r0[w]) ^ (a & r1[w]) ^ r2[w]))
-                        ^ (ab & r3[w]) ^ (b & r4[w]) ^ (a & r5[w]) ^ r6[w]
+                        ^ (ab & r3[w])
+                        ^ (b & r4[w])
+                        ^ (a & r5[w])
+                        ^ r6[w]
                     )
             row += 7
         bit += size
@@ -222,10 +224,20 @@ def join_carries(b: Array, lam: Array, prod: Array, groups: Array, count: int, f
                 x, y, z = bp2[w], bp1[w], bg0[w]
                 u = bg1[w]
                 g[w] ^= (
-                    (bg2[w] & one) ^ lg2[w]
-                    ^ (x & u & one) ^ (x & lg1[w]) ^ (u & lp2[w]) ^ q0[w]
-                    ^ (x & y & z & one) ^ (y & z & lp2[w]) ^ (x & z & lp1[w]) ^ (x & y & lg0[w])
-                    ^ (z & q1[w]) ^ (y & q2[w]) ^ (x & q3[w]) ^ q4[w]
+                    (bg2[w] & one)
+                    ^ lg2[w]
+                    ^ (x & u & one)
+                    ^ (x & lg1[w])
+                    ^ (u & lp2[w])
+                    ^ q0[w]
+                    ^ (x & y & z & one)
+                    ^ (y & z & lp2[w])
+                    ^ (x & z & lp1[w])
+                    ^ (x & y & lg0[w])
+                    ^ (z & q1[w])
+                    ^ (y & q2[w])
+                    ^ (x & q3[w])
+                    ^ q4[w]
                 )
             row += 5
             if j > 0:
@@ -236,8 +248,14 @@ def join_carries(b: Array, lam: Array, prod: Array, groups: Array, count: int, f
                 for w in range(words):
                     x, y, z = bp2[w], bp1[w], bp0[w]
                     p[w] ^= (
-                        (x & y & z & one) ^ (y & z & lp2[w]) ^ (x & z & lp1[w]) ^ (x & y & lp0[w])
-                        ^ (z & q1[w]) ^ (y & q5[w]) ^ (x & q6[w]) ^ q7[w]
+                        (x & y & z & one)
+                        ^ (y & z & lp2[w])
+                        ^ (x & z & lp1[w])
+                        ^ (x & y & lp0[w])
+                        ^ (z & q1[w])
+                        ^ (y & q5[w])
+                        ^ (x & q6[w])
+                        ^ q7[w]
                     )
                 row += 3
         else:
@@ -248,8 +266,7 @@ def join_carries(b: Array, lam: Array, prod: Array, groups: Array, count: int, f
             q0 = prod[row]
             for w in range(words):
                 g[w] ^= (
-                    (bg1[w] & one) ^ lg1[w]
-                    ^ (bp1[w] & bg0[w] & one) ^ (bp1[w] & lg0[w]) ^ (bg0[w] & lp1[w]) ^ q0[w]
+                    (bg1[w] & one) ^ lg1[w] ^ (bp1[w] & bg0[w] & one) ^ (bp1[w] & lg0[w]) ^ (bg0[w] & lp1[w]) ^ q0[w]
                 )
             row += 1
             if j > 0:
@@ -301,10 +318,9 @@ def inject_terms(
         for i in range(n):
             b = (bits[k, i >> 6] >> np.uint64(i & 63)) & one
             sigma = shares[k, i]
-            if first:
-                known = (unit - sigma) if b else sigma
-            else:
-                known = (zero - sigma) if b else sigma
+            known = zero - sigma if b else sigma
+            if b and first:
+                known += unit
             acc = c[k, i * c_step] * known
             if weighted[k]:
                 part = sigma * m[i] - shares[extra, i]

@@ -15,14 +15,14 @@ Array = np.ndarray[Any, Any]
 
 
 @njit(nogil=True, cache=True, inline="always")
-def _field(words: Array, i: int, f: int, mask: np.uint64) -> Any:
+def _field(words: Array, i: int, f: int, mask: np.uint64) -> np.uint64:
     at = i * f
     word = at >> 6
     off = at & 63
     value = words[word] >> np.uint64(off)
     if off + f > 64:
         value |= words[word + 1] << np.uint64(64 - off)
-    return value & mask
+    return np.uint64(value & mask)
 
 
 @njit(nogil=True, cache=True, inline="always")
@@ -37,8 +37,19 @@ def _put(words: Array, i: int, f: int, value: np.uint64) -> None:
 
 @njit(nogil=True, cache=True)
 def helper(
-    error: Array, g1: Array, g2: Array, z1: Array, rho1: Array, zeta1: Array, zeta2: Array, f: int, bits: int,
-    a1: Array, a2: Array, z2: Array, rho2: Array,
+    error: Array,
+    g1: Array,
+    g2: Array,
+    z1: Array,
+    rho1: Array,
+    zeta1: Array,
+    zeta2: Array,
+    f: int,
+    bits: int,
+    a1: Array,
+    a2: Array,
+    z2: Array,
+    rho2: Array,
 ) -> None:
     """Party 0: R = error + g1 + g2; z2 = (R >> f) - z1; rho2 = msb(R) - rho1 mod 2^f; masks a1, a2 of the result."""
     mask = np.uint64((1 << f) - 1)
@@ -56,9 +67,7 @@ def helper(
 
 
 @njit(nogil=True, cache=True)
-def opened(
-    mine: Array, theirs: Array, rho: Array, zeta: Array, f: int, bits: int, w: Array, packed: Array
-) -> None:
+def opened(mine: Array, theirs: Array, rho: Array, zeta: Array, f: int, bits: int, w: Array, packed: Array) -> None:
     """Evaluator: w = mine + theirs + 2^(bits-2); packed = (1 - msb(w)) * rho + zeta mod 2^f, to be exchanged."""
     mask = np.uint64((1 << f) - 1)
     kind = w.dtype.type

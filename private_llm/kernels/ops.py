@@ -113,9 +113,7 @@ def trunc_open(mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int) 
     return w, packed[:-1]
 
 
-def trunc_close(
-    w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor, f: int
-) -> tuple[Tensor, Tensor]:
+def trunc_close(w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor, f: int) -> tuple[Tensor, Tensor]:
     """Evaluator's last step: (value plus the other's mask, own mask); see `cpu_trunc.closed`."""
     half, own = torch.empty_like(w), torch.empty_like(w)
     if not w.is_meta:

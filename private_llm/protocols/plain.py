@@ -60,14 +60,14 @@ class Plain(Protocol):
         rows = [_pack(((flat + c) >> (width - 1)) & 1) for c in offsets]
         return BitShare((torch.stack(rows),), flat.numel())
 
-    def inject(
-        self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0
-    ) -> Share:
+    def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
         """sum of bit_k * (w_k x + c_k)."""
         out = torch.zeros(bits.count, dtype=self.ring.dtype, device=bits.parts[0].device)
         for k in range(bits.rows):
             bit = _unpack(bits.parts[0][k], bits.count).to(self.ring.dtype)
-            term = _flat(constants[k]) if x is None else x.parts[0].reshape(-1) * _flat(weights[k]) + _flat(constants[k])
+            term = (
+                _flat(constants[k]) if x is None else x.parts[0].reshape(-1) * _flat(weights[k]) + _flat(constants[k])
+            )
             out = out + bit * term
         return self.truncate(Share((out,)), shift)
 

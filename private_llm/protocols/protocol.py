@@ -96,9 +96,7 @@ class Protocol(ABC):
         """
 
     @abstractmethod
-    def inject(
-        self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0
-    ) -> Share:
+    def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
         """sum over rows k of bit_k * (weights[k] * x + constants[k]), divided by 2^shift.
 
         `x` is flattened to [count]; with `x=None` the weights are ignored (bit to arithmetic). Result is 1-D [count].

@@ -71,7 +71,7 @@ class Prg:
         start = 0
         while start < n:
             stop = min(start + len(_ZEROS), n)
-            self._encrypt.update_into(memoryview(_ZEROS)[: stop - start], memoryview(out[start:stop]))
+            self._encrypt.update_into(memoryview(_ZEROS)[: stop - start], out[start:stop].data)
             start = stop
         if n % 16:
             self._encrypt.update(_ZEROS[: 16 - n % 16])

@@ -127,9 +127,7 @@ class TrioArithmetic(Protocol):
             g2 = self._draw(count, 1)
             zeta2 = self._draw_words(packed, 1)
             e = torch.zeros_like(g2) if error is None else error.reshape(-1)
-            a1, a2, z2, rho2 = ops.trunc_helper(
-                e, b1[:count], g2, b1[count:], f1[:packed], f1[packed:], zeta2, shift
-            )
+            a1, a2, z2, rho2 = ops.trunc_helper(e, b1[:count], g2, b1[count:], f1[:packed], f1[packed:], zeta2, shift)
             self.transport.send(2, tag, z2)
             self.transport.send(2, tag, rho2)
             return Share((a1.view(shape), a2.view(shape)))
@@ -227,8 +225,9 @@ class TrioArithmetic(Protocol):
             powers = torch.cat([a * a, a * a * a] if degree == 3 else [a * a])
             self.transport.send(2, "poly", powers - blind)
             return self._finish("poly", x.shape, None, None, shift)
-        blind = self._draw(extra * count) if self.party == 1 else None
-        if blind is None:
+        if self.party == 1:
+            blind = self._draw(extra * count)
+        else:
             blind = self.transport.recv(0, "poly", (extra * count,), self.ring.dtype)
         m = (x.parts[0] + x.parts[1]).reshape(-1)
         mine = x.parts[1].reshape(-1)

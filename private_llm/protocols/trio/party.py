@@ -211,9 +211,7 @@ class Trio(TrioArithmetic):
         return BitShare((b, fresh), x.count)
 
     # -- bits to numbers --------------------------------------------------------------------------------------
-    def inject(
-        self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0
-    ) -> Share:
+    def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
         """Pre: 1 element per row, 1 more per row with a weight; online: one finish without E."""
         count, rows = bits.count, bits.rows
         weighted = np.array([x is not None and not (isinstance(w, int) and w == 0) for w in weights])

@@ -1,0 +1,33 @@
+"""private-llm: HuggingFace models on secret-shared data."""
+
+from private_llm.config import VERSION, PrivateConfig, TLSConfig
+from private_llm.errors import (
+    ConfigError,
+    DomainError,
+    PartyFailed,
+    PatchMismatch,
+    PlaintextLeak,
+    PrivateLLMError,
+    ProtocolAbort,
+    ShareFileError,
+    TransportError,
+    UnsupportedOp,
+)
+
+__version__ = VERSION
+
+__all__ = [
+    "ConfigError",
+    "DomainError",
+    "PartyFailed",
+    "PatchMismatch",
+    "PlaintextLeak",
+    "PrivateConfig",
+    "PrivateLLMError",
+    "ProtocolAbort",
+    "ShareFileError",
+    "TLSConfig",
+    "TransportError",
+    "UnsupportedOp",
+    "__version__",
+]
