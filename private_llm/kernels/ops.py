@@ -29,11 +29,6 @@ def packed_words(count: int, f: int) -> int:
     return (count * f + 63) // 64
 
 
-def _spare(words: Tensor) -> Tensor:
-    """Packed words with the spare word the kernels may read."""
-    return torch.cat([words, words.new_zeros(1)])
-
-
 def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
     """torch.matmul modulo the ring size; x [..., M, K], y [..., K, N]."""
     return torch.matmul(x, y)
@@ -93,24 +88,22 @@ def trunc_helper(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Party 0's step of the truncation: (a1, a2, z2, rho2); see `cpu_trunc.helper`."""
     a1, a2, z2 = torch.empty_like(z1), torch.empty_like(z1), torch.empty_like(z1)
-    rho2 = torch.zeros(rho1.numel() + 1, dtype=torch.int64, device=z1.device)
+    rho2 = torch.zeros(rho1.numel(), dtype=torch.int64, device=z1.device)
     if not z1.is_meta:
         cpu_trunc.helper(
-            _np(error), _np(g1), _np(g2), _np(z1), _np(_spare(rho1)), _np(_spare(zeta1)), _np(_spare(zeta2)),
+            _np(error), _np(g1), _np(g2), _np(z1), _np(rho1), _np(zeta1), _np(zeta2),
             f, z1.element_size() * 8, _np(a1), _np(a2), _np(z2), _np(rho2),
         )  # fmt: skip
-    return a1, a2, z2, rho2[:-1]
+    return a1, a2, z2, rho2
 
 
 def trunc_open(mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int) -> tuple[Tensor, Tensor]:
     """Evaluator's first step: (w, packed fields to exchange); see `cpu_trunc.opened`."""
     w = torch.empty_like(mine)
-    packed = torch.zeros(rho.numel() + 1, dtype=torch.int64, device=mine.device)
+    packed = torch.zeros(rho.numel(), dtype=torch.int64, device=mine.device)
     if not mine.is_meta:
-        cpu_trunc.opened(
-            _np(mine), _np(theirs), _np(_spare(rho)), _np(_spare(zeta)), f, mine.element_size() * 8, _np(w), _np(packed)
-        )
-    return w, packed[:-1]
+        cpu_trunc.opened(_np(mine), _np(theirs), _np(rho), _np(zeta), f, mine.element_size() * 8, _np(w), _np(packed))
+    return w, packed
 
 
 def trunc_close(w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor, f: int) -> tuple[Tensor, Tensor]:
@@ -118,7 +111,7 @@ def trunc_close(w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor
     half, own = torch.empty_like(w), torch.empty_like(w)
     if not w.is_meta:
         cpu_trunc.closed(
-            _np(w), _np(_spare(mine)), _np(_spare(theirs)), _np(z), _np(_spare(zeta)), f, w.element_size() * 8,
+            _np(w), _np(mine), _np(theirs), _np(z), _np(zeta), f, w.element_size() * 8,
             _np(half), _np(own),
         )  # fmt: skip
     return half, own
