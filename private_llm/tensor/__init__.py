@@ -1,1 +1,16 @@
-"""Secret-shared tensors."""
+"""Secret tensors: fixed point on shares, the tensor class, its closed table of linear and local operations."""
+
+from private_llm.tensor import ops_index, ops_matmul, ops_meta, ops_pointwise, ops_reduce, ops_view
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SecretTensor
+
+__all__ = [
+    "Fixed",
+    "SecretTensor",
+    "ops_index",
+    "ops_matmul",
+    "ops_meta",
+    "ops_pointwise",
+    "ops_reduce",
+    "ops_view",
+]

@@ -52,7 +52,7 @@ class Fixed:
     def encode(self, value: float | Tensor, frac: int) -> int | Tensor:
         """Public real constants as ring elements with `frac` bits."""
         if isinstance(value, Tensor):
-            return self.session.ring.encode(value, frac)
+            return self.session.ring.encode(value, frac).to(self.share.parts[0].device)
         scaled = round(value * (1 << frac))
         if abs(scaled) >= 1 << (self.session.ring.bits - 2):
             raise DomainError(f"constant {value:g} does not fit the ring with {frac} fractional bits")
@@ -61,7 +61,9 @@ class Fixed:
     def finer(self, frac: int) -> Fixed:
         """The same value with more fractional bits."""
         if frac < self.frac:
-            raise DomainError(f"finer: got {frac} bits; want at least {self.frac} (use `coarser`, which communicates)")
+            raise DomainError(
+                f"finer: got {frac} bits; want at least {self.frac} (use `coarser`, which communicates)"
+            )
         if frac == self.frac:
             return self
         return self.with_share(self.proto.mul_public(self.share, 1 << (frac - self.frac)), frac)
@@ -103,7 +105,8 @@ class Fixed:
 
     def sum(self, dim: int | Sequence[int], keepdim: bool = False) -> Fixed:
         """Sum over dimensions."""
-        return self.view(lambda part: part.sum(dim=dim, keepdim=keepdim, dtype=part.dtype))
+        dims = [dim] if isinstance(dim, int) else list(dim)
+        return self.view(lambda part: part.sum(dim=dims, keepdim=keepdim, dtype=part.dtype))
 
     # -- products ------------------------------------------------------------------------------------------
     def scale_int(self, factor: int | Tensor) -> Fixed:
@@ -148,7 +151,7 @@ class Fixed:
     # -- comparisons -----------------------------------------------------------------------------------------
     def below(self, thresholds: Sequence[float], bits: int | None = None) -> BitShare:
         """Rows of bits [x < threshold_k] for the flattened x: one comparison round trip for all rows."""
-        offsets = [-int(round(t * (1 << self.frac))) for t in thresholds]
+        offsets = [-round(t * (1 << self.frac)) for t in thresholds]
         return self.proto.msb(self.share, offsets, bits)
 
     def choose(

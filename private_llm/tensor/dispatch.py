@@ -1,0 +1,69 @@
+"""The closed table of operations on secret tensors: what is not in it does not run.
+
+Keys are the callables PyTorch hands to `__torch_function__`; they are compared by equality, because
+`Tensor.dtype.__get__` and its like are new objects at every access.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import ConfigError, PlaintextLeak, UnsupportedOp
+
+TorchArg = Any
+"""Whatever PyTorch accepts or returns at this place."""
+
+Rule = Callable[..., Any]
+R = TypeVar("R", bound=Rule)
+_RULES: dict[object, Rule] = {}
+
+
+def implements(*ops: object) -> Callable[[R], R]:
+    """Register a rule for one or several PyTorch functions. Raises ConfigError if one of them has a rule."""
+
+    def register(rule: R) -> R:
+        for op in dict.fromkeys(ops):  # some of PyTorch's functions are equal under two names
+            if op in _RULES:
+                raise ConfigError(f"{op_name(op)} already has the private rule {_RULES[op].__name__}")
+            _RULES[op] = rule
+        return rule
+
+    return register
+
+
+def supported_ops() -> list[str]:
+    """Names of all operations that have a private rule."""
+    return sorted({op_name(op) for op in _RULES})
+
+
+def op_name(op: object) -> str:
+    """How an operation is called in messages."""
+    name = torch.overrides.resolve_name(op) if callable(op) else None
+    return name or cast(str, getattr(op, "__name__", str(op)))
+
+
+def dispatch(op: object, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """Run the rule of `op`. Raises UnsupportedOp without one, PlaintextLeak for a plain destination."""
+    rule = _RULES.get(op)
+    if rule is None or "out" in kwargs:
+        _refuse(op, args, kwargs)
+    return rule(*args, **kwargs)
+
+
+def _refuse(op: object, args: Sequence[object], kwargs: Mapping[str, object]) -> NoReturn:
+    name = op_name(op)
+    short = getattr(op, "__name__", "")
+    in_place = (short.endswith("_") and not short.endswith("__")) or short in ("__setitem__", "__iadd__")
+    if kwargs.get("out") is not None or (in_place and args and type(args[0]) in (Tensor, torch.nn.Parameter)):
+        raise PlaintextLeak(
+            f"{name} would write a secret into a plain tensor; keep the destination secret, or use the "
+            "out-of-place form"
+        )
+    raise UnsupportedOp(
+        f"{name} has no private rule; rules live in private_llm/tensor/ops_*.py (linear and local operations) "
+        "and private_llm/nn/ops_*.py (non-linear functions): add one there with @implements"
+    )

@@ -1,0 +1,137 @@
+"""Indexing by public positions, joining, and table lookup. Only a lookup by secret one-hot rows communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import PlaintextLeak, UnsupportedOp
+from private_llm.protocols.share import Share
+from private_llm.tensor.dispatch import TorchArg, implements
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.ops_matmul import ring_weight
+from private_llm.tensor.scale import same_session
+from private_llm.tensor.secret import SecretTensor
+
+
+def _check_public(index: object) -> None:
+    if isinstance(index, SecretTensor):
+        raise UnsupportedOp("a secret index has no private rule; look up with one-hot rows (F.embedding)")
+    if isinstance(index, slice):
+        for bound in (index.start, index.stop, index.step):
+            _check_public(bound)
+    elif isinstance(index, (tuple, list)):
+        for entry in index:
+            _check_public(entry)
+
+
+@implements(Tensor.__getitem__)
+def getitem(x: Tensor, index: TorchArg) -> SecretTensor:
+    """Public slices, integers, masks and index tensors."""
+    _check_public(index)
+    if not isinstance(x, SecretTensor):
+        raise UnsupportedOp("a secret index has no private rule; look up with one-hot rows (F.embedding)")
+    return x.viewed(lambda part: part[index])
+
+
+@implements(Tensor.__setitem__)
+def setitem(x: Tensor, index: TorchArg, value: TorchArg) -> None:
+    """Secret entries of a secret tensor; rebinds."""
+    _check_public(index)
+    if not isinstance(x, SecretTensor):
+        raise PlaintextLeak("x[index] = secret would write a secret into a plain tensor; keep x secret")
+    if not isinstance(value, SecretTensor):
+        raise UnsupportedOp(
+            "x[index] = plain value on a secret tensor; build it with torch.where or torch.cat"
+        )
+    same_session(x, value)
+    mine, theirs = x.fixed, value.fixed
+    parts = [part.clone() for part in mine.share.parts]
+    for part, new in zip(parts, theirs.share.parts, strict=True):
+        part[index] = new
+    x.rebind(SecretTensor(mine.with_share(Share(tuple(parts)))))
+
+
+@implements(torch.index_select, Tensor.index_select)
+def index_select(x: SecretTensor, dim: int, index: Tensor) -> SecretTensor:
+    """Rows by public indices."""
+    _check_public(index)
+    return x.viewed(lambda part: part.index_select(dim, index.to(part.device)))
+
+
+@implements(torch.gather, Tensor.gather)
+def gather(x: SecretTensor, dim: int, index: Tensor, **_: object) -> SecretTensor:
+    """Entries by public indices."""
+    _check_public(index)
+    return x.viewed(lambda part: part.gather(dim, index.to(part.device)))
+
+
+@implements(torch.repeat_interleave, Tensor.repeat_interleave)
+def repeat_interleave(x: SecretTensor, repeats: int, dim: int | None = None, **_: object) -> SecretTensor:
+    """Each entry several times in a row."""
+    _check_public(repeats)
+    return x.viewed(lambda part: part.repeat_interleave(repeats, dim=dim))
+
+
+# -- joining ------------------------------------------------------------------------------------------------
+def _joined(tensors: Sequence[Tensor], dim: int, join: TorchArg) -> SecretTensor:
+    secrets = [t for t in tensors if isinstance(t, SecretTensor)]
+    session = secrets[0].session
+    for other in secrets[1:]:
+        same_session(secrets[0], other)
+    fracs = {t.raw.frac for t in secrets}
+    frac = fracs.pop() if len(fracs) == 1 and len(secrets) == len(tensors) else session.frac
+    found = [_at(t, frac, session, secrets[0]) for t in tensors]
+    count = len(found[0].share.parts)
+    parts = tuple(join([f.share.parts[i] for f in found], dim) for i in range(count))
+    return SecretTensor(Fixed(session, Share(parts), frac))
+
+
+def _at(t: Tensor, frac: int, session: TorchArg, sample: SecretTensor) -> Fixed:
+    if isinstance(t, SecretTensor):
+        return t.raw if t.raw.frac == frac else t.fixed
+    elements = session.ring.encode(t, frac).to(sample.raw.share.parts[0].device)
+    return Fixed(session, session.protocol.public(elements), frac)
+
+
+@implements(torch.cat, torch.concat, torch.concatenate)
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> SecretTensor:
+    """Join; plain members count as public values, plain empty 1-D tensors (as torch allows) are dropped."""
+    kept = [t for t in tensors if isinstance(t, SecretTensor) or t.shape != (0,)]
+    return _joined(kept, dim, torch.cat)
+
+
+@implements(torch.stack)
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> SecretTensor:
+    """Join along a new dimension."""
+    return _joined(tensors, dim, torch.stack)
+
+
+# -- lookup -------------------------------------------------------------------------------------------------
+@implements(torch.nn.functional.embedding, torch.embedding)
+def embedding(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, *_: object,
+    **__: object,
+) -> SecretTensor:  # fmt: skip
+    """Rows of `weight` [V, H]. Public ids: local. Secret one-hot rows [.., V] (0 or 1, no fractional bits): a product
+    without truncation, 24 bytes per output in trio.
+    """
+    if max_norm is not None:
+        raise UnsupportedOp("embedding with max_norm has no private rule")
+    if not isinstance(input, SecretTensor):
+        if not isinstance(weight, SecretTensor):
+            raise PlaintextLeak("embedding of two plain tensors reached the private table")
+        return weight.viewed(lambda part: torch.nn.functional.embedding(input.to(part.device), part))
+    rows = input.raw
+    if rows.frac != 0 or rows.shape[-1] != weight.shape[0]:
+        raise UnsupportedOp(
+            f"embedding of a secret of shape {tuple(rows.shape)}; want one-hot rows [.., {weight.shape[0]}] "
+            "without fractional bits (token ids are shared by the client as one-hot rows)"
+        )
+    if isinstance(weight, SecretTensor):
+        same_session(input, weight)
+        return SecretTensor(rows.matmul(weight.operand, weight.operand.frac))
+    elements = ring_weight(input.session, weight, rows.share.parts[0].device)
+    return SecretTensor(rows.with_share(rows.share.map(lambda part: part @ elements), rows.session.frac))

@@ -1,0 +1,215 @@
+"""Rules for public facts (shape, dtype, flags) and for the refusals that deserve their own words."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import PlaintextLeak, UnsupportedOp
+from private_llm.tensor.dispatch import TorchArg, implements, op_name
+from private_llm.tensor.secret import SecretTensor
+
+
+def _getter(name: str) -> TorchArg:
+    return getattr(Tensor, name).__get__
+
+
+@implements(_getter("shape"), _getter("dtype"), _getter("device"), _getter("ndim"))
+def _unreachable_getter(x: SecretTensor, *_: object) -> NoReturn:
+    raise UnsupportedOp("shape, dtype, device and ndim are answered by SecretTensor itself")
+
+
+@implements(Tensor.size)
+def size(x: SecretTensor, dim: int | None = None) -> TorchArg:
+    """Public shape."""
+    return x.shape if dim is None else x.shape[dim]
+
+
+@implements(Tensor.dim, Tensor.ndimension)
+def dim(x: SecretTensor) -> int:
+    """Number of dimensions."""
+    return x.ndim
+
+
+@implements(Tensor.numel, torch.numel, Tensor.nelement)
+def numel(x: SecretTensor) -> int:
+    """Number of elements."""
+    return x.shape.numel()
+
+
+@implements(Tensor.__len__)
+def length(x: SecretTensor) -> int:
+    """Extent of the first dimension."""
+    return x.shape[0]
+
+
+@implements(Tensor.element_size, _getter("itemsize"))
+def element_size(x: SecretTensor, *_: object) -> int:
+    """Bytes this party really holds per element (all parts)."""
+    parts = x._fixed.share.parts
+    return len(parts) * parts[0].element_size()
+
+
+@implements(_getter("nbytes"))
+def nbytes(x: SecretTensor, *_: object) -> int:
+    """Bytes this party really holds."""
+    return element_size(x) * numel(x)
+
+
+@implements(Tensor.stride)
+def stride(x: SecretTensor, dim: int | None = None) -> TorchArg:
+    """Strides of a contiguous tensor of this shape (the parts may lie otherwise)."""
+    strides = torch.empty(x.shape, device="meta").stride()
+    return strides if dim is None else strides[dim]
+
+
+@implements(Tensor.storage_offset)
+def storage_offset(x: SecretTensor) -> int:
+    """Always zero."""
+    return 0
+
+
+@implements(Tensor.data_ptr)
+def data_ptr(x: SecretTensor) -> int:
+    """A number that is unique among live secrets (tools that look for tied weights compare it); no values lie there."""
+    return id(x._fixed.share)
+
+
+@implements(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_contiguous, Tensor.is_same_size)
+def always(x: SecretTensor, *_: object, **__: object) -> bool:
+    """Outwardly a contiguous float tensor."""
+    return True
+
+
+@implements(
+    Tensor.is_complex,
+    torch.is_complex,
+    Tensor.is_conj,
+    torch.is_conj,
+    Tensor.is_neg,
+    Tensor.is_inference,
+    torch.is_inference,
+    Tensor.is_pinned,
+    Tensor.is_shared,
+    *(_getter(n) for n in ("is_sparse", "is_quantized", "is_nested", "is_meta", "is_mkldnn", "is_vulkan")),
+    *(_getter(n) for n in ("is_sparse_csr", "is_mps", "is_xpu", "is_xla", "is_ipu", "is_maia", "is_mtia")),
+    _getter("retains_grad"),
+)
+def never(x: SecretTensor, *_: object) -> bool:
+    """None of these kinds of tensor."""
+    return False
+
+
+@implements(_getter("is_cuda"))
+def is_cuda(x: SecretTensor, *_: object) -> bool:
+    """Whether the shares lie on a GPU."""
+    return bool(x.device.type == "cuda")
+
+
+@implements(_getter("is_cpu"))
+def is_cpu(x: SecretTensor, *_: object) -> bool:
+    """Whether the shares lie in main memory."""
+    return bool(x.device.type == "cpu")
+
+
+@implements(_getter("is_leaf"))
+def is_leaf(x: SecretTensor, *_: object) -> bool:
+    """True: no graph."""
+    return True
+
+
+@implements(_getter("layout"))
+def layout(x: SecretTensor, *_: object) -> torch.layout:
+    """Strided."""
+    return torch.strided
+
+
+@implements(Tensor.get_device)
+def get_device(x: SecretTensor) -> int:
+    """Index of the GPU, -1 on the CPU."""
+    return -1 if x.device.index is None else x.device.index
+
+
+@implements(_getter("grad"), _getter("grad_fn"))
+def no_grad(x: SecretTensor, *_: object) -> None:
+    """No gradient, no graph."""
+    return None
+
+
+@implements(_getter("_version"))
+def version(x: SecretTensor, *_: object) -> int:
+    """Shares are never written to."""
+    return 0
+
+
+@implements(Tensor.__hash__)
+def identity(x: SecretTensor) -> int:
+    """Hash by identity, as all tensors."""
+    return id(x)
+
+
+@implements(Tensor.requires_grad_)
+def requires_grad_(x: SecretTensor, requires_grad: bool = True) -> SecretTensor:
+    """Nothing: parameters ask for it at creation, and no gradient exists."""
+    return x
+
+
+@implements(Tensor.__deepcopy__)
+def deepcopy(x: SecretTensor, memo: dict[int, object]) -> SecretTensor:
+    """A new object for the same (never written) shares; a Parameter stays one."""
+    found = memo.get(id(x))
+    if isinstance(found, SecretTensor):
+        return found
+    out = SecretTensor(x._fixed)
+    out._hidden = x._hidden
+    out.__dict__.update(x.__dict__)
+    memo[id(x)] = out
+    return out
+
+
+@implements(
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.__bool__,
+    Tensor.__float__,
+    Tensor.__int__,
+    Tensor.__index__,
+    Tensor.__complex__,
+    Tensor.__contains__,
+    Tensor.is_nonzero,
+    torch.is_nonzero,
+    torch.equal,
+    Tensor.equal,
+    torch.allclose,
+    Tensor.allclose,
+    Tensor.storage,
+    Tensor.untyped_storage,
+    Tensor.share_memory_,
+    Tensor.nonzero,
+    torch.nonzero,
+)
+def refuse_values(*args: object, **kwargs: object) -> NoReturn:
+    """Everything that hands values, or decisions on values, to ordinary code."""
+    raise PlaintextLeak(
+        "a secret tensor was asked for its values (bool, item, tolist, numpy, storage, comparison, ...); "
+        "control flow and exports need public data: reveal the value to the client, or decide without it"
+    )
+
+
+@implements(_getter("data"))
+def data(x: SecretTensor, *_: object) -> SecretTensor:
+    """The tensor itself: there is no graph to leave."""
+    return x.viewed(lambda part: part)
+
+
+@implements(Tensor.data.__set__, Tensor.copy_, Tensor.set_)  # type: ignore[attr-defined]
+def assign(x: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
+    """Secret into secret: rebinding. Secret into plain, or plain into secret: refused."""
+    if not isinstance(x, SecretTensor):
+        raise PlaintextLeak(f"{op_name(Tensor.copy_)} would write a secret into a plain tensor")
+    if not isinstance(value, SecretTensor):
+        raise PlaintextLeak("a plain tensor would overwrite a secret one; share it first")
+    return x.rebind(value)

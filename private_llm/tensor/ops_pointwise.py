@@ -1,0 +1,251 @@
+"""Pointwise rules: sums, products, casts, masks. Only products of two secrets, and late truncations, communicate."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import PlaintextLeak, UnsupportedOp
+from private_llm.tensor.dispatch import TorchArg, implements
+from private_llm.tensor.scale import aligned, encoded, same_session, times_public, times_scalar
+from private_llm.tensor.secret import SecretTensor
+
+Operand = SecretTensor | Tensor | float | int
+
+MINUS_INFINITY = -1e9
+"""Public addends at or below this stand for minus infinity (masks use finfo.min or -inf)."""
+
+
+def _secret(x: object, op: str) -> SecretTensor:
+    if not isinstance(x, SecretTensor):
+        raise PlaintextLeak(f"{op} would write a secret into a plain tensor; use the out-of-place form")
+    return x
+
+
+def plus(x: SecretTensor, y: Operand) -> SecretTensor:
+    """x + y for a secret x; a public y may hold minus infinities (an additive mask)."""
+    if isinstance(y, SecretTensor):
+        a, b = aligned(x, y)
+        return SecretTensor(a + b)
+    if isinstance(y, Tensor):
+        return _plus_public(x, y)
+    return SecretTensor(x.raw + y) if y else x.viewed(lambda part: part)
+
+
+def _plus_public(x: SecretTensor, y: Tensor) -> SecretTensor:
+    hidden = None
+    if y.is_floating_point() and y.dim() > 1 and y.numel() and bool(y.min() <= MINUS_INFINITY):
+        hidden = y <= MINUS_INFINITY
+        y = y.masked_fill(hidden, 0.0)
+    value = x.raw
+    out = SecretTensor(value.with_share(value.proto.add_public(value.share, encoded(value, y, value.frac))))
+    return out if hidden is None else out.masked(hidden.expand(out.shape))
+
+
+@implements(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
+def add(x: Operand, y: Operand, *, alpha: float = 1) -> SecretTensor:
+    """Sum; local. One truncation per operand that still carries the bits of an earlier public product."""
+    if not isinstance(x, SecretTensor):
+        x, y = y, x
+        if alpha != 1:
+            x, alpha = mul(x, alpha), 1
+    if alpha != 1:
+        y = mul(y, alpha) if isinstance(y, SecretTensor) else y * alpha
+    return plus(_secret(x, "add"), y)
+
+
+@implements(torch.sub, torch.subtract, Tensor.sub, Tensor.__sub__)
+def sub(x: Operand, y: Operand, *, alpha: float = 1) -> SecretTensor:
+    """Difference; local."""
+    if alpha != 1:
+        y = mul(y, alpha) if isinstance(y, SecretTensor) else y * alpha
+    if isinstance(x, SecretTensor) and isinstance(y, SecretTensor):
+        a, b = aligned(x, y)
+        return SecretTensor(a - b)
+    return plus(x, -y) if isinstance(x, SecretTensor) else plus(neg(_secret(y, "sub")), x)
+
+
+@implements(torch.rsub, Tensor.__rsub__)
+def rsub(x: Operand, y: Operand) -> SecretTensor:
+    """Y - x; local."""
+    return sub(y, x)
+
+
+@implements(torch.neg, Tensor.neg, Tensor.__neg__, torch.negative, Tensor.negative)
+def neg(x: SecretTensor) -> SecretTensor:
+    """-x; local."""
+    return SecretTensor(-x.raw)
+
+
+@implements(torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply)
+def mul(x: Operand, y: Operand) -> SecretTensor:
+    """Product. Secret x secret: one truncating product. With public values: local, truncated later."""
+    if isinstance(x, SecretTensor) and isinstance(y, SecretTensor):
+        same_session(x, y)
+        return SecretTensor(x.operand.mul(y.operand))
+    if not isinstance(x, SecretTensor):
+        x, y = y, x
+    secret = _secret(x, "mul")
+    return SecretTensor(times_public(secret, y) if isinstance(y, Tensor) else times_scalar(secret, float(y)))
+
+
+@implements(torch.div, torch.true_divide, torch.divide, Tensor.div, Tensor.__truediv__, Tensor.true_divide)
+def div(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> SecretTensor:
+    """Secret / public."""
+    if isinstance(y, SecretTensor) or rounding_mode is not None:
+        raise UnsupportedOp(
+            "division by a secret, or with rounding, has no private rule; add one in nn/ops_norm.py"
+        )
+    return mul(x, 1.0 / y)
+
+
+@implements(torch.square, Tensor.square)
+def square(x: SecretTensor) -> SecretTensor:
+    """X^2: one truncating product."""
+    return mul(x, x)
+
+
+@implements(torch.pow, Tensor.pow, Tensor.__pow__)
+def power(x: Operand, exponent: Operand) -> SecretTensor:
+    """Integer powers 1, 2, 3 of a secret."""
+    if isinstance(x, SecretTensor) and exponent in (1, 2, 3):
+        return x if exponent == 1 else mul(x, x) if exponent == 2 else mul(mul(x, x), x)
+    raise UnsupportedOp(
+        f"pow with exponent {exponent!r} has no private rule; want a secret to the power 1, 2 or 3"
+    )
+
+
+@implements(Tensor.add_, Tensor.__iadd__)
+def add_(x: Tensor, y: Operand, *, alpha: float = 1) -> SecretTensor:
+    """In-place sum: rebinds."""
+    secret = _secret(x, "add_")
+    return secret.rebind(add(secret, y, alpha=alpha))
+
+
+@implements(Tensor.sub_, Tensor.__isub__)
+def sub_(x: Tensor, y: Operand, *, alpha: float = 1) -> SecretTensor:
+    """In-place difference: rebinds."""
+    secret = _secret(x, "sub_")
+    return secret.rebind(sub(secret, y, alpha=alpha))
+
+
+@implements(Tensor.mul_, Tensor.__imul__)
+def mul_(x: Tensor, y: Operand) -> SecretTensor:
+    """In-place product: rebinds."""
+    secret = _secret(x, "mul_")
+    return secret.rebind(mul(secret, y))
+
+
+@implements(Tensor.div_, Tensor.__itruediv__)
+def div_(x: Tensor, y: Operand) -> SecretTensor:
+    """In-place quotient by public values: rebinds."""
+    secret = _secret(x, "div_")
+    return secret.rebind(div(secret, y))
+
+
+# -- masks --------------------------------------------------------------------------------------------------
+@implements(torch.where, Tensor.where)
+def where(condition: Tensor, x: Operand, y: Operand) -> SecretTensor:
+    """Selection by a public condition; -inf on one side hides those entries. Local."""
+    if isinstance(condition, SecretTensor):
+        if isinstance(x, SecretTensor) or not isinstance(x, Tensor) or x.dtype != torch.bool:
+            raise UnsupportedOp("where with a secret condition has no private rule; compare with Fixed.below")
+        condition, x = x, condition  # Tensor.where(self, condition, other)
+    if isinstance(x, SecretTensor) and not isinstance(y, Tensor) and y <= MINUS_INFINITY:
+        return masked_fill(x, ~condition, float(y))
+    if isinstance(y, SecretTensor) and not isinstance(x, Tensor) and x <= MINUS_INFINITY:
+        return masked_fill(y, condition, float(x))
+    return add(_kept(x, condition), _kept(y, ~condition))
+
+
+def _kept(x: Operand, condition: Tensor) -> Operand:
+    """X where the condition holds, 0 elsewhere."""
+    if isinstance(x, SecretTensor):
+        return SecretTensor(times_public(x, condition)) if condition.numel() > 1 else mul(x, float(condition))
+    return torch.where(condition, torch.as_tensor(x, dtype=torch.float32), 0.0)
+
+
+@implements(torch.masked_fill, Tensor.masked_fill)
+def masked_fill(x: SecretTensor, mask: Tensor, value: float) -> SecretTensor:
+    """Public mask, public value; minus infinity hides the entries from a later softmax. Local."""
+    if isinstance(mask, SecretTensor):
+        raise UnsupportedOp("masked_fill with a secret mask has no private rule")
+    if value <= MINUS_INFINITY:
+        return x.masked(mask.expand(x.shape))
+    kept = SecretTensor(times_public(x, ~mask))
+    return kept if value == 0 else plus(kept, mask.to(torch.float32) * value)
+
+
+# -- casts: the outer dtype is all there is to change --------------------------------------------------------------
+def _device_of(args: tuple[TorchArg, ...], kwargs: dict[str, TorchArg]) -> torch.device | None:
+    for wish in (*args, *kwargs.values()):
+        if isinstance(wish, torch.dtype) and not wish.is_floating_point:
+            raise UnsupportedOp(f"cast of a secret tensor to {wish}; secrets are real numbers")
+        if isinstance(wish, (torch.device, str)):
+            return torch.device(wish)
+        if isinstance(wish, Tensor) and not isinstance(wish, bool):
+            return wish.device
+    return None
+
+
+@implements(Tensor.to)
+def to(x: SecretTensor, *args: TorchArg, **kwargs: TorchArg) -> SecretTensor:
+    """Floating casts change nothing; a device moves the shares."""
+    kwargs = {k: v for k, v in kwargs.items() if k in ("device", "dtype", "other")}
+    device = _device_of(args, kwargs)
+    if device is None or device == x.device or device.type == "meta":
+        return x
+    return x.viewed(lambda part: part.to(device))
+
+
+@implements(Tensor.type)
+def cast_type(x: SecretTensor, dtype: TorchArg = None, **_: object) -> TorchArg:
+    """The name of the outer type, or a floating cast (which changes nothing)."""
+    return "torch.FloatTensor" if dtype is None else to(x, dtype) if isinstance(dtype, torch.dtype) else x
+
+
+@implements(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type_as)
+@implements(Tensor.contiguous, Tensor.resolve_conj, Tensor.resolve_neg)
+def same(x: SecretTensor, *_: object, **__: object) -> SecretTensor:
+    """Nothing to change."""
+    return x
+
+
+@implements(Tensor.cpu)
+def cpu(x: SecretTensor, *_: object, **__: object) -> SecretTensor:
+    """Shares to main memory."""
+    return to(x, torch.device("cpu"))
+
+
+@implements(Tensor.cuda)
+def cuda(x: SecretTensor, device: TorchArg = None, *_: object, **__: object) -> SecretTensor:
+    """Shares to a GPU."""
+    return to(x, torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda"))
+
+
+@implements(torch.clone, Tensor.clone)
+def clone(x: SecretTensor, **_: object) -> SecretTensor:
+    """A new tensor object; shares are never written to, so they are not copied."""
+    out = SecretTensor(x._fixed)
+    out._hidden = x._hidden
+    return out
+
+
+@implements(torch.nn.functional.dropout, torch.dropout)
+def dropout(
+    x: SecretTensor, p: float = 0.5, training: bool = True, inplace: bool = False, **kw: bool
+) -> SecretTensor:
+    """The identity of inference."""
+    if (training or kw.get("train")) and p > 0:
+        raise UnsupportedOp("dropout in training mode on a secret tensor; call model.eval() first")
+    return x
+
+
+@implements(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like)
+def like(x: SecretTensor, *_: object, **__: object) -> NoReturn:
+    """Refused: a plain tensor in the shape of a secret invites writing the secret into it."""
+    raise UnsupportedOp(
+        "zeros_like/ones_like/full_like of a secret; make a public tensor from x.shape and x.device"
+    )

@@ -1,0 +1,105 @@
+"""Rules that move elements and compute nothing: applied to every part of the share. All are local."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import UnsupportedOp
+from private_llm.tensor.dispatch import TorchArg, implements
+from private_llm.tensor.secret import SecretTensor
+
+
+def _register(method: Callable[..., Tensor], *ops: object) -> None:
+    def rule(x: SecretTensor, *args: TorchArg, **kwargs: TorchArg) -> SecretTensor:
+        return x.viewed(lambda part: method(part, *args, **kwargs))
+
+    rule.__name__ = method.__name__
+    implements(*ops)(rule)
+
+
+# `view` becomes `reshape`: parts need not be contiguous where the outer tensor says so.
+_register(Tensor.reshape, Tensor.reshape, torch.reshape, Tensor.view_as, Tensor.reshape_as)
+_register(Tensor.transpose, Tensor.transpose, torch.transpose, torch.swapaxes, Tensor.swapaxes)
+_register(Tensor.permute, Tensor.permute, torch.permute)
+_register(Tensor.t, Tensor.t, torch.t, Tensor.T.__get__)  # type: ignore[attr-defined]
+_register(Tensor.unsqueeze, Tensor.unsqueeze, torch.unsqueeze)
+_register(Tensor.squeeze, Tensor.squeeze, torch.squeeze)
+_register(Tensor.flatten, Tensor.flatten, torch.flatten)
+_register(Tensor.unflatten, Tensor.unflatten, torch.unflatten)
+_register(Tensor.expand, Tensor.expand)
+_register(Tensor.expand_as, Tensor.expand_as)
+_register(Tensor.broadcast_to, Tensor.broadcast_to, torch.broadcast_to)
+_register(Tensor.repeat, Tensor.repeat)
+_register(Tensor.tile, Tensor.tile, torch.tile)
+_register(Tensor.narrow, Tensor.narrow, torch.narrow)
+_register(Tensor.select, Tensor.select, torch.select)
+_register(Tensor.movedim, Tensor.movedim, torch.movedim)
+_register(Tensor.flip, Tensor.flip, torch.flip)
+_register(Tensor.roll, Tensor.roll, torch.roll)
+_register(Tensor.diagonal, Tensor.diagonal, torch.diagonal)
+_register(Tensor.tril, Tensor.tril, torch.tril)
+_register(Tensor.triu, Tensor.triu, torch.triu)
+
+
+@implements(Tensor.mT.__get__)  # type: ignore[attr-defined]
+def matrix_transpose(x: SecretTensor, *_: object) -> SecretTensor:
+    """Swap the last two dimensions."""
+    return x.viewed(lambda part: part.transpose(-1, -2))
+
+
+@implements(Tensor.view)
+def view(x: SecretTensor, *shape: TorchArg) -> SecretTensor:
+    """Another shape; a floating dtype instead of a shape changes nothing."""
+    if len(shape) == 1 and isinstance(shape[0], torch.dtype):
+        raise UnsupportedOp("view of a secret tensor as another dtype")
+    return x.viewed(lambda part: part.reshape(*shape))
+
+
+@implements(Tensor.detach, torch.detach)
+def detach(x: SecretTensor) -> SecretTensor:
+    """The same shares in a new object."""
+    return x.viewed(lambda part: part)
+
+
+def _pieces(x: SecretTensor, cut: Callable[[Tensor], Sequence[Tensor]]) -> tuple[SecretTensor, ...]:
+    pieces = zip(*(cut(part) for part in x._fixed.share.parts), strict=True)
+    if x.hidden is None:
+        return tuple(x.related(parts) for parts in pieces)
+    return tuple(x.related(parts, hidden) for parts, hidden in zip(pieces, cut(x.hidden), strict=True))
+
+
+@implements(Tensor.chunk, torch.chunk)
+def chunk(x: SecretTensor, chunks: int, dim: int = 0) -> tuple[SecretTensor, ...]:
+    """Pieces along a dimension."""
+    return _pieces(x, lambda part: part.chunk(chunks, dim))
+
+
+@implements(Tensor.split, torch.split, torch.functional.split)
+def split(x: SecretTensor, split_size: int | list[int], dim: int = 0) -> tuple[SecretTensor, ...]:
+    """Pieces along a dimension."""
+    return _pieces(x, lambda part: torch.split(part, split_size, dim))
+
+
+@implements(Tensor.unbind, torch.unbind)
+def unbind(x: SecretTensor, dim: int = 0) -> tuple[SecretTensor, ...]:
+    """Slices along a dimension, which disappears."""
+    return _pieces(x, lambda part: part.unbind(dim))
+
+
+@implements(Tensor.__iter__)
+def iterate(x: SecretTensor) -> TorchArg:
+    """Slices along the first dimension."""
+    return iter(unbind(x))
+
+
+@implements(torch.nn.functional.pad)
+def pad(x: SecretTensor, pad: TorchArg, mode: str = "constant", value: float | None = None) -> SecretTensor:
+    """Zeros around."""
+    if mode != "constant" or value:
+        raise UnsupportedOp(f"pad of a secret tensor with mode {mode!r}, value {value!r}; want zeros")
+    out = x.viewed(lambda part: torch.nn.functional.pad(part, pad))
+    out.raw  # noqa: B018 - refuses entries that stand for minus infinity
+    return out

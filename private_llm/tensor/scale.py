@@ -1,0 +1,116 @@
+"""Products with public values that do not truncate yet: the scale moves into the fractional bits.
+
+A power of two costs nothing and loses nothing (value = ring / 2^frac, so only `frac` changes). Any other
+factor is held as an integer of at most `CONSTANT_BITS` bits times a power of two; the product keeps the
+extra fractional bits until some rule needs an operand without them (`SecretTensor.operand`), which then
+truncates once. So RoPE (x cos + rotated(x) sin) truncates once per tensor, not twice, and `q * head_dim**-0.5`
+for a head size that is a power of four never does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import DomainError
+from private_llm.protocols.session import Session
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SLACK, SecretTensor
+
+CONSTANT_BITS = 16
+"""Bits of a public factor: relative error at most 2^-16 (scalars), absolute error 2^-17 (tensors)."""
+
+_CACHED = 16
+
+
+def constant_bits(session: Session) -> int:
+    """Bits a public factor may add before a truncation: fewer in a small ring."""
+    return (
+        CONSTANT_BITS
+        if session.ring.bits == 64
+        else min(CONSTANT_BITS, session.ring.value_bits - 2 * session.frac)
+    )
+
+
+def dyadic(factor: float, bits: int) -> tuple[int, int]:
+    """(n, e) with factor ~ n * 2^e, n odd (or 0) and below 2^bits: relative error at most 2^-bits."""
+    if not math.isfinite(factor):
+        raise DomainError(f"a secret tensor meets the constant {factor}; want a finite number")
+    mantissa, exponent = math.frexp(factor)
+    n, exponent = round(mantissa * (1 << bits)), exponent - bits
+    while n and n % 2 == 0:
+        n, exponent = n // 2, exponent + 1
+    return (n, exponent) if n else (0, 0)
+
+
+def times_scalar(x: SecretTensor, factor: float) -> Fixed:
+    """x * factor, truncating at most what an earlier product left over."""
+    n, exponent = dyadic(factor, constant_bits(x.session))
+    value = x.raw if abs(n) == 1 else x.operand
+    if exponent > 0:
+        n, exponent = n << exponent, 0
+    if n != 1:
+        value = value.scale_int(n)
+    return Fixed(value.session, value.share, value.frac - exponent) if exponent else value
+
+
+def times_public(x: SecretTensor, factor: Tensor) -> Fixed:
+    """x * public tensor (rope tables, masks), broadcasting; integers and booleans are exact."""
+    if factor.numel() == 1 and factor.dim() <= x.ndim:
+        product = SecretTensor(times_scalar(x, float(factor)))
+        return product.viewed(lambda part: part.expand(torch.broadcast_shapes(part.shape, factor.shape))).raw
+    value = x.operand
+    bits = 0 if not factor.is_floating_point() else constant_bits(value.session)
+    out = value.with_share(
+        value.proto.mul_public(value.share, encoded(value, factor, bits)), value.frac + bits
+    )
+    return out if value.session.ring.bits == 64 else out.at(value.session.frac)
+
+
+_encodings: WeakKeyDictionary[Session, OrderedDict[tuple[object, ...], tuple[Tensor, Tensor]]] = (
+    WeakKeyDictionary()
+)
+
+
+def encoded(x: Fixed, values: Tensor, bits: int) -> Tensor:
+    """Ring elements of public values on the device of x; the last few encodings of a session are remembered.
+
+    Every layer of a model meets the same few public tensors (rope tables, masks). An entry keeps its source
+    tensor alive, so an address in a key cannot be reused.
+    """
+    where = x.share.parts[0].device
+    version = None if values.is_inference() else values._version
+    key = (values.data_ptr(), values.shape, values.stride(), values.dtype, version, bits, where)
+    recent = _encodings.setdefault(x.session, OrderedDict())
+    found = recent.get(key)
+    if found is None or version is None:
+        found = (values, x.session.ring.encode(values, bits).to(where))
+        recent[key] = found
+        if len(recent) > _CACHED:
+            recent.popitem(last=False)
+    else:
+        recent.move_to_end(key)
+    return found[1]
+
+
+def aligned(x: SecretTensor, y: SecretTensor) -> tuple[Fixed, Fixed]:
+    """Both operands of a sum: as they are when their fractional bits agree, else without surplus bits."""
+    same_session(x, y)
+    a, b = x.raw, y.raw
+    if a.frac == b.frac:
+        return a, b
+    if abs(a.frac - b.frac) > SLACK:
+        return x.operand, y.operand
+    return a, b
+
+
+def same_session(x: SecretTensor, y: SecretTensor) -> None:
+    """Raises DomainError if two secrets belong to different sessions."""
+    if x.session is not y.session:
+        raise DomainError(
+            "two secret tensors of different sessions meet; all inputs and weights need one session"
+        )

@@ -1,0 +1,194 @@
+"""`SecretTensor`: a tensor to PyTorch and HuggingFace, one party's share inside.
+
+Outside it is float32 with a public shape, so that model code works unchanged (masks built from
+`torch.finfo(x.dtype)`, `.to(dtype)`); inside it holds a `Fixed`. Every function goes through the closed
+table of `dispatch`; what gets past `__torch_function__` is refused by `__torch_dispatch__`. Shares are never
+written to: an in-place operation rebinds the object, and is refused where another tensor shares its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import PlaintextLeak, UnsupportedOp
+from private_llm.protocols.session import Session
+from private_llm.protocols.share import Share
+from private_llm.tensor.dispatch import TorchArg, dispatch, op_name
+from private_llm.tensor.fixed import Fixed
+
+SLACK = 6
+"""Fractional bits above the session's that every rule accepts without truncating first."""
+
+_CPU = torch.device("cpu")
+
+
+class SecretTensor(torch.Tensor):
+    """One party's share of a tensor; everything but its values is public. `repr` shows the shape only."""
+
+    __slots__ = ("_family", "_fixed", "_hidden")
+    _fixed: Fixed
+    _family: object | None
+    _hidden: Tensor | None
+
+    @staticmethod
+    def __new__(cls: type[SecretTensor], fixed: Fixed) -> SecretTensor:
+        """Wrap `fixed`; the shape is its shape, the outer dtype float32."""
+        part = fixed.share.parts[0]
+        device = part.device
+        self: SecretTensor = torch.Tensor._make_wrapper_subclass(
+            cls, part.shape, dtype=torch.float32, device=_CPU if device.type == "meta" else device
+        )
+        self._fixed = fixed
+        self._family = None
+        self._hidden = None
+        return self
+
+    def __init__(self, fixed: Fixed) -> None:
+        """State is set by `__new__`."""
+
+    # -- what a rule reads ---------------------------------------------------------------------------------
+    @property
+    def session(self) -> Session:
+        """The session whose parties hold the other shares."""
+        return self._fixed.session
+
+    @property
+    def fixed(self) -> Fixed:
+        """The share with the session's fractional bits; truncates (and remembers it) if it has others."""
+        x = self.raw
+        if x.frac != x.session.frac:
+            x = self._fixed = x.at(x.session.frac)
+        return x
+
+    @property
+    def operand(self) -> Fixed:
+        """The share with at most `SLACK` fractional bits more than the session's: an operand of a product."""
+        x = self.raw
+        return x if x.frac <= x.session.frac + SLACK else self.fixed
+
+    @property
+    def raw(self) -> Fixed:
+        """The share as it is. Raises UnsupportedOp if entries stand for minus infinity (softmax removes them)."""
+        if self._hidden is not None:
+            raise UnsupportedOp(
+                "a tensor with masked (minus infinity) entries can only be reshaped or go into softmax"
+            )
+        return self._fixed
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """Public mask, True where an entry stands for minus infinity, or None."""
+        return self._hidden
+
+    def masked(self, hidden: Tensor) -> SecretTensor:
+        """The same shares with `hidden` entries (public, this shape) standing for minus infinity."""
+        out = SecretTensor(self._fixed)
+        out._hidden = hidden if self._hidden is None else hidden | self._hidden
+        return out
+
+    def viewed(self, reorder: Callable[[Tensor], Tensor]) -> SecretTensor:
+        """Apply a reordering to all parts; the result counts as sharing memory with this tensor."""
+        hidden = None if self._hidden is None else reorder(self._hidden)
+        return self.related(tuple(reorder(part) for part in self._fixed.share.parts), hidden)
+
+    def related(self, parts: tuple[Tensor, ...], hidden: Tensor | None = None) -> SecretTensor:
+        """A secret made of moved elements of this one (`hidden` moved alike)."""
+        x = self._fixed
+        out = SecretTensor(Fixed(x.session, Share(parts), x.frac))
+        if self._family is None:
+            self._family = object()
+        out._family = self._family
+        out._hidden = hidden
+        return out
+
+    def rebind(self, value: SecretTensor) -> SecretTensor:
+        """Become `value` (an in-place operation). Raises UnsupportedOp where other tensors share the memory."""
+        if self._family is not None or value.shape != self.shape:
+            raise UnsupportedOp(
+                "in-place operation on a secret tensor that is a view, has views, or would change its shape; "
+                "use the out-of-place form"
+            )
+        self._fixed, self._hidden = value._fixed, value._hidden
+        return self
+
+    # -- public facts, answered without going through PyTorch --------------------------------------------------
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Public shape."""
+        return self._fixed.share.parts[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """float32: what model code should believe."""
+        return torch.float32
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where public operands should live (the shares' device; cpu while only costs are counted)."""
+        device = self._fixed.share.parts[0].device
+        return _CPU if device.type == "meta" else device
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return self._fixed.share.parts[0].dim()
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """False: there is no gradient through a sharing."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if value:
+            raise UnsupportedOp("no gradient flows through a secret tensor; train in the clear, then share")
+
+    def __repr__(self, *, tensor_contents: TorchArg = None) -> str:
+        return f"SecretTensor(shape={tuple(self.shape)}, frac={self._fixed.frac}, {self._fixed.session!r})"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    # -- ways out that must stay shut ------------------------------------------------------------------------
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise PlaintextLeak("a share never leaves its party through pickle or torch.save; write a share file")
+
+    def __array__(self, *_: object, **__: object) -> NoReturn:
+        raise PlaintextLeak("numpy: a share is not an array; reveal it to the client on purpose")
+
+    def __dlpack__(self, *_: object, **__: object) -> NoReturn:
+        raise PlaintextLeak("dlpack: a share is not exported; reveal it to the client on purpose")
+
+    def __dlpack_device__(self) -> NoReturn:
+        raise PlaintextLeak("dlpack: a share is not exported; reveal it to the client on purpose")
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: TorchArg,
+        types: Sequence[type],
+        args: Sequence[TorchArg] = (),
+        kwargs: Mapping[str, TorchArg] | None = None,
+    ) -> TorchArg:
+        """The meaning of every function: the closed table."""
+        return dispatch(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: TorchArg,
+        types: Sequence[type],
+        args: Sequence[TorchArg] = (),
+        kwargs: Mapping[str, TorchArg] | None = None,
+    ) -> TorchArg:
+        """What bypassed the table reads or moves values behind its back: refused."""
+        raise PlaintextLeak(
+            f"{op_name(func)} reached a secret tensor below the table of private rules; "
+            "this operation would need its values"
+        )
