@@ -1,0 +1,86 @@
+"""What every primitive of Trio sends and waits for, as formulas of public shapes.
+
+The common suite compares them with the ledger, byte for byte. Links: (0, 2) carries all preprocessing;
+(1, 2) and (2, 1) the online phase. `e` = bytes of a ring element, packed(n, f) = 8 ceil(n f / 64),
+w(n) = 8 ceil(n / 64).
+"""
+
+from __future__ import annotations
+
+from private_llm.circuits.carry import carry_plan
+from private_llm.kernels.ops import packed_words
+from private_llm.net.ledger import Cost
+from private_llm.net.transport import CLIENT
+from private_llm.protocols.share import words_for
+from private_llm.ring.ring import Ring
+
+
+def finish(ring: Ring, count: int, shift: int, helped: bool) -> Cost:
+    """From additive pieces to a share of `count` outputs.
+
+    shift = 0: (helped) e pre, e each way, 1 round. shift = f: e + f bits pre, e + f bits each way, 2 rounds.
+    """
+    plain, packed = count * ring.bytes, 8 * packed_words(count, shift)
+    if shift:
+        return Cost({(0, 2): plain + packed, (1, 2): plain + packed, (2, 1): plain + packed}, 2)
+    return Cost({(0, 2): plain if helped else 0, (1, 2): plain, (2, 1): plain}, 1)
+
+
+def product(ring: Ring, count: int, shift: int) -> Cost:
+    """`mul` and `matmul` with `count` outputs, whatever the inner size."""
+    return finish(ring, count, shift, helped=True)
+
+
+def truncate(ring: Ring, count: int, shift: int) -> Cost:
+    """Truncation of a held value: e + f bits pre, f bits each way, 1 round."""
+    if shift == 0:
+        return Cost()
+    packed = 8 * packed_words(count, shift)
+    return Cost({(0, 2): count * ring.bytes + packed, (1, 2): packed, (2, 1): packed}, 1)
+
+
+def poly(ring: Ring, count: int, degree: int, shift: int) -> Cost:
+    """One-step polynomial: degree - 1 elements pre, then one finish."""
+    return Cost({(0, 2): (degree - 1) * count * ring.bytes}) + finish(ring, count, shift, helped=False)
+
+
+def msb(count: int, bits: int, thresholds: int = 1) -> Cost:
+    """Sign bits of `count` elements against `thresholds` offsets in a range of `bits` bits (prefix adder)."""
+    plan = carry_plan(bits - 1)
+    word = 8 * words_for(count)
+    products = sum(plan.product_rows(level) for level in range(len(plan.levels)))
+    online = plan.online_rows * thresholds * word
+    return Cost(
+        {(0, 2): (plan.monomial_rows + 1 + products * thresholds) * word, (1, 2): online, (2, 1): online}, plan.rounds
+    )
+
+
+def gate(count: int, rows: int = 1) -> Cost:
+    """One AND of `rows` bit vectors: 1 bit pre, 1 bit each way, 1 round."""
+    word = 8 * words_for(count) * rows
+    return Cost({(0, 2): word, (1, 2): word, (2, 1): word}, 1)
+
+
+def msb_ripple(count: int, bits: int, thresholds: int = 1) -> Cost:
+    """The ripple adder: `bits` mask bits pre, then bits - 1 gates one after the other."""
+    return Cost({(0, 2): 8 * words_for(count) * bits}) + gate(count, thresholds).times(bits - 1)
+
+
+def a2b(ring: Ring, count: int) -> Cost:
+    """All bits: the mask bits pre, then a ripple of bits - 1 gates."""
+    return msb_ripple(count, ring.bits)
+
+
+def inject(ring: Ring, count: int, rows: int, weighted: int, shift: int) -> Cost:
+    """sum of bit_k (w_k x + c_k): 1 element pre per row and per weighted row, then one finish."""
+    return Cost({(0, 2): (rows + weighted) * count * ring.bytes}) + finish(ring, count, shift, helped=False)
+
+
+def input_from_client(ring: Ring, count: int) -> Cost:
+    """The client sends one element to each evaluator."""
+    return Cost({(CLIENT, 1): count * ring.bytes, (CLIENT, 2): count * ring.bytes})
+
+
+def reveal_to_client(ring: Ring, count: int) -> Cost:
+    """Each evaluator sends one element to the client."""
+    return Cost({(1, CLIENT): count * ring.bytes, (2, CLIENT): count * ring.bytes})

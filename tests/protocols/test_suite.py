@@ -1,0 +1,192 @@
+"""One suite for all protocols and rings: results against integer arithmetic, cost against its formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import DomainError
+from private_llm.net.ledger import Cost
+from private_llm.protocols.share import Share
+from private_llm.protocols.trio import cost
+from private_llm.ring.ring import Ring
+from tests.protocols.parties import Run, ring_values, run_ring
+
+PROTOCOLS = ["plain", "trio"]
+RINGS = [64, 32]
+SIZES = [1, 64, 1001]
+every = pytest.mark.parametrize(("protocol", "ring"), [(p, r) for p in PROTOCOLS for r in RINGS])
+
+
+def config(protocol: str, ring: int, **more: object) -> PrivateConfig:
+    frac = 12 if ring == 32 else 18
+    return PrivateConfig.from_dict(
+        {"protocol": protocol, "ring": ring, "frac_bits": frac, "insecure": protocol == "plain", **more}
+    )
+
+
+def check(run: Run, expected: torch.Tensor, price: Cost, protocol: str, slack: int = 0) -> None:
+    """`slack` units above the floor are allowed (truncation: 1 in trio, 0 in plain)."""
+    off = run.result.long() - expected.long()
+    assert int(off.min()) >= 0
+    assert int(off.max()) <= (slack if protocol != "plain" else 0)
+    wanted = price if protocol != "plain" else Cost()
+    assert {k: v for k, v in run.cost.sent.items() if v} == {k: v for k, v in wanted.sent.items() if v}
+    assert run.cost.rounds == wanted.rounds
+
+
+@every
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("shift", [0, 1, 12, 17])
+def test_mul(protocol: str, ring: int, n: int, shift: int) -> None:
+    x = ring_values(ring, (n,), ring // 2 - 2, 1)
+    y = ring_values(ring, (n,), ring // 2 - 2, 2)
+    run = run_ring(config(protocol, ring), [x, y], lambda p, a, b: p.mul(a, b, shift), (n,))
+    check(run, (x * y) >> shift, cost.product(Ring(ring), n, shift), protocol, slack=1 if shift else 0)
+
+
+@every
+def test_mul_wraps_over_the_whole_ring_without_shift(protocol: str, ring: int) -> None:
+    x, y = ring_values(ring, (77,), ring, 1), ring_values(ring, (77,), ring, 2)
+    run = run_ring(config(protocol, ring), [x, y], lambda p, a, b: p.mul(a, b), (77,))
+    assert torch.equal(run.result, x * y)
+
+
+@every
+def test_mul_broadcasts(protocol: str, ring: int) -> None:
+    x, y = ring_values(ring, (2, 5, 1), 10), ring_values(ring, (3,), 10)
+    run = run_ring(config(protocol, ring), [x, y], lambda p, a, b: p.mul(a, b), (2, 5, 3))
+    assert torch.equal(run.result, x * y)
+
+
+@every
+def test_truncation_at_the_limits_of_its_range_never_wraps(protocol: str, ring: int) -> None:
+    """|z| just below 2^(ring-2), the whole promised range, 4,000 times: at most one unit off, always."""
+    n, shift = 4000, 5
+    x = ring_values(ring, (n,), ring - 2, 3)
+    x[10:1000] = (1 << (ring - 2)) - 1
+    x[1000:2000] = -(1 << (ring - 2)) + 1
+    run = run_ring(config(protocol, ring), [x], lambda p, a: p.truncate(a, shift), (n,))
+    check(run, x >> shift, cost.truncate(Ring(ring), n, shift), protocol, slack=1)
+
+
+@every
+@pytest.mark.parametrize("shift", [0, 9])
+def test_matmul_batched_with_odd_sizes(protocol: str, ring: int, shift: int) -> None:
+    x, y = ring_values(ring, (2, 7, 33), 11, 1), ring_values(ring, (33, 5), 11, 2)
+    run = run_ring(config(protocol, ring), [x, y], lambda p, a, b: p.matmul(a, b, shift), (2, 7, 5))
+    check(run, (x @ y) >> shift, cost.product(Ring(ring), 70, shift), protocol, slack=1 if shift else 0)
+
+
+@every
+def test_matmul_sends_selected_outputs_only(protocol: str, ring: int) -> None:
+    x, y = ring_values(ring, (4, 9), 11, 1), ring_values(ring, (9, 6), 11, 2)
+    select = torch.tensor([0, 7, 23, 5])
+    run = run_ring(config(protocol, ring), [x, y], lambda p, a, b: p.matmul(a, b, 4, select), (4,))
+    check(run, ((x @ y).view(-1)[select]) >> 4, cost.product(Ring(ring), 4, 4), protocol, slack=1)
+
+
+@every
+@pytest.mark.parametrize("degree", [2, 3])
+@pytest.mark.parametrize("shift", [0, 7])
+def test_poly_in_one_step(protocol: str, ring: int, degree: int, shift: int) -> None:
+    x = ring_values(ring, (130,), 9 if ring == 32 else 19)
+    c = [-11, 7, -3, 5][: degree + 1]
+    expected = sum(k * x**i for i, k in enumerate(c)) >> shift
+    run = run_ring(config(protocol, ring), [x], lambda p, a: p.poly(a, c, shift), (130,))
+    check(run, expected, cost.poly(Ring(ring), 130, degree, shift), protocol, slack=1 if shift else 0)
+
+
+@every
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("adder", ["prefix", "ripple"])
+def test_sign_bits_of_extremes_and_thresholds(protocol: str, ring: int, n: int, adder: str) -> None:
+    x = ring_values(ring, (n,), ring - 1, 5)
+    offsets = [0, 12345, -(1 << (ring - 3))]
+
+    def program(p: object, a: Share) -> Share:
+        return p.inject(p.msb(a, offsets), None, [0] * 3, [1, 2, 4])  # type: ignore[attr-defined]
+
+    expected = sum((1 << k) * ((x + c) < 0).long() for k, c in enumerate(offsets))
+    comparison = cost.msb(n, ring, 3) if adder == "prefix" else cost.msb_ripple(n, ring, 3)
+    run = run_ring(config(protocol, ring, adder=adder), [x], program, (n,))
+    check(run, expected, comparison + cost.inject(Ring(ring), n, 3, 0, 0), protocol)
+
+
+@every
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 12, 21, 31])
+def test_sign_bits_within_a_promised_range(protocol: str, ring: int, bits: int) -> None:
+    x = ring_values(ring, (200,), bits, 6)
+    expected = (x < 0).long()
+    program = lambda p, a: p.inject(p.msb(a, [0], bits=bits), None, [0], [1])  # noqa: E731
+    run = run_ring(config(protocol, ring), [x], program, (200,))
+    check(run, expected, cost.msb(200, bits) + cost.inject(Ring(ring), 200, 1, 0, 0), protocol)
+
+
+@every
+@pytest.mark.parametrize("shift", [0, 6])
+def test_inject_sums_weighted_bits(protocol: str, ring: int, shift: int) -> None:
+    n = 321
+    x = ring_values(ring, (n,), ring - 8, 7)
+    per_element = ring_values(ring, (n,), 5, 8)
+
+    def program(p: object, a: Share) -> Share:
+        bits = p.msb(a, [0, 99])  # type: ignore[attr-defined]
+        return p.inject(bits, a, [3, 0], [7, per_element], shift)  # type: ignore[attr-defined]
+
+    below, near = (x < 0).long(), ((x + 99) < 0).long()
+    expected = (below * (3 * x.long() + 7) + near * per_element.long()) >> shift
+    price = cost.msb(n, ring, 2) + cost.inject(Ring(ring), n, 2, 1, shift)
+    check(run_ring(config(protocol, ring), [x], program, (n,)), expected, price, protocol, slack=1 if shift else 0)
+
+
+@every
+def test_relu_price_per_element(protocol: str, ring: int) -> None:
+    n = 6400
+    x = ring_values(ring, (n,), ring - 1, 9)
+    program = lambda p, a: p.inject(p.invert(p.msb(a)), a, [1], [0])  # noqa: E731
+    run = run_ring(config(protocol, ring), [x], program, (n,))
+    check(run, x.clamp(min=0), cost.msb(n, ring) + cost.inject(Ring(ring), n, 1, 1, 0), protocol)
+    if protocol == "trio":
+        assert run.cost.total / n <= {64: 74, 32: 37}[ring]
+        assert run.cost.rounds == 5
+
+
+@every
+def test_gates_and_decomposition(protocol: str, ring: int) -> None:
+    n = 130
+    x, y = ring_values(ring, (n,), ring, 1), ring_values(ring, (n,), ring, 2)
+
+    def program(p: object, a: Share, b: Share) -> Share:
+        both = p.and_(p.a2b(a), p.invert(p.a2b(b)))  # type: ignore[attr-defined]
+        weights = [p.ring.constant(1 << i) for i in range(ring)]  # type: ignore[attr-defined]
+        return p.inject(both, None, weights, weights)  # type: ignore[attr-defined]
+
+    price = cost.a2b(Ring(ring), n).times(2) + cost.gate(n, ring) + cost.inject(Ring(ring), n, ring, 0, 0)
+    check(run_ring(config(protocol, ring), [x, y], program, (n,)), x & ~y, price, protocol)
+
+
+@every
+def test_public_values_and_linear_steps_are_free(protocol: str, ring: int) -> None:
+    x = ring_values(ring, (3, 4), ring, 1)
+    public = ring_values(ring, (4,), ring, 2)
+
+    def program(p: object, a: Share) -> Share:
+        shifted = p.add_public(p.mul_public(a, 3), public)  # type: ignore[attr-defined]
+        return p.sub(p.add(shifted, p.public(public.expand(3, 4))), p.neg(a))  # type: ignore[attr-defined]
+
+    run = run_ring(config(protocol, ring), [x], program, (3, 4))
+    check(run, 3 * x + public + public + x, Cost(), protocol)
+
+
+def test_a_shift_beyond_the_ring_is_refused() -> None:
+    x = ring_values(64, (4,), 8)
+    with pytest.raises(DomainError, match="want 0 to 61"):
+        run_ring(config("trio", 64), [x, x], lambda p, a, b: p.mul(a, b, 62), (4,))
+
+
+def test_a_range_wider_than_the_ring_is_refused() -> None:
+    x = ring_values(32, (4,), 8)
+    with pytest.raises(DomainError, match="want 2 to 32"):
+        run_ring(config("trio", 32), [x], lambda p, a: p.inject(p.msb(a, [0], bits=33), None, [0], [1]), (4,))

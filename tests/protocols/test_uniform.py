@@ -1,0 +1,104 @@
+"""What each party receives is uniform whatever the secrets are, and nothing is sent twice."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from private_llm.config import PrivateConfig
+from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.share import Share
+from tests.protocols.parties import run_ring
+
+N = 4096
+CHI_SQUARE_255 = 378.0
+"""Bound of a chi-square statistic with 255 degrees of freedom at p = 1e-9."""
+
+
+class Tap:
+    """Collects, per receiving party, the bytes of every message that `run_ring` carries after the inputs."""
+
+    def __init__(self) -> None:
+        self.received: dict[int, list[bytes]] = {0: [], 1: [], 2: []}
+        self.lock = threading.Lock()
+
+    def __call__(self, transport: Transport) -> Transport:
+        inner = transport._recv
+
+        def recv(frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            payload = inner(frm, tag, shape, dtype)
+            if frm != CLIENT and tag != "hello":
+                with self.lock:
+                    self.received[transport.me].append(payload.numpy().tobytes())
+            return payload
+
+        transport._recv = recv  # type: ignore[method-assign]
+        return transport
+
+
+def program(p: Protocol, x: Share, y: Share) -> Share:
+    product = p.mul(x, y, 18)
+    matrix = product.map(lambda part: part.view(64, 64))
+    square = p.matmul(matrix, matrix, 18).map(lambda part: part.reshape(-1))
+    bits = p.msb(square, [0, 1 << 18])
+    relu = p.inject(bits, square, [1, 0], [0, 1], 3)
+    return p.poly(p.truncate(relu, 2), [1, 2, 3, 4], 1)
+
+
+def chi_square(data: bytes) -> float:
+    counts = np.bincount(np.frombuffer(data, dtype=np.uint8), minlength=256)
+    expected = len(data) / 256
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize("secret", ["zeros", "ones", "structured"])
+def test_every_party_receives_uniform_bytes(secret: str) -> None:
+    values = {
+        "zeros": torch.zeros(N, dtype=torch.int64),
+        "ones": torch.full((N,), 1 << 18, dtype=torch.int64),
+        "structured": torch.arange(N, dtype=torch.int64) << 8,
+    }[secret]
+    tap = Tap()
+    run_ring(PrivateConfig(), [values, values], program, (N,), wrap=tap)
+    assert tap.received[0] == []  # party 0 works in preprocessing only and hears from nobody
+    for party in (1, 2):
+        messages = tap.received[party]
+        assert len(messages) == len(set(messages))
+        assert max(chi_square(message) for message in messages if len(message) >= 8192) < CHI_SQUARE_255
+        assert chi_square(b"".join(messages)) < CHI_SQUARE_255
+
+
+def test_party_zero_is_the_only_one_that_party_two_hears_in_preprocessing() -> None:
+    tap = Tap()
+    values = torch.zeros(N, dtype=torch.int64)
+    run = run_ring(PrivateConfig(), [values, values], program, (N,), wrap=tap)
+    assert set(run.cost.sent) == {(0, 2), (1, 2), (2, 1)}
+
+
+def test_two_runs_of_the_same_secrets_share_no_message() -> None:
+    """Fresh keys per session: a replayed mask would reveal differences of secrets."""
+    values = torch.full((N,), 5, dtype=torch.int64)
+    first, second = Tap(), Tap()
+    for tap in (first, second):
+        run_ring(PrivateConfig(), [values, values], program, (N,), wrap=tap)
+    for party in (1, 2):
+        assert not set(first.received[party]) & set(second.received[party])
+
+
+def test_shares_of_a_party_say_nothing_about_the_value() -> None:
+    """Each component of each dealt share is uniform, for a constant secret."""
+    from private_llm.protocols.session import deal
+    from private_llm.ring.prg import Seed
+
+    secret = torch.full((1 << 15,), 12345, dtype=torch.int64)
+    shares = deal(PrivateConfig(), secret, Seed.fresh(), "weight")
+    for share in shares:
+        for part in share.parts:
+            assert chi_square(part.numpy().tobytes()) < CHI_SQUARE_255
+    (_, a2), (masked, a1) = shares[0].parts, shares[1].parts
+    assert torch.equal(masked - a2, secret)
+    assert torch.equal(shares[2].parts[0] - a1, secret)
