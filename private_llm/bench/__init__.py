@@ -1,0 +1,1 @@
+"""Benchmarks: named works, measured with all parties on this machine, one JSON row each."""

@@ -1,0 +1,83 @@
+"""Parties as threads behind a slow link: every frame arrives when a wire of that speed would deliver it.
+
+A link (one direction between two endpoints) sends one frame after the other at `bandwidth`, and each frame takes
+`latency` more to arrive. The sender never waits; the receiver sleeps until the frame is due. So two frames that
+cross each other cost one latency, as on a real full-duplex wire.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import ConfigError
+from private_llm.net.local import LocalHub, LocalTransport
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """Bandwidth of each direction in megabit per second, one-way latency in milliseconds."""
+
+    bandwidth_mbit: float
+    latency_ms: float
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth_mbit > 0 or self.latency_ms < 0:
+            raise ConfigError(
+                f"link: got {self.bandwidth_mbit:g} Mbit/s and {self.latency_ms:g} ms; want a positive bandwidth and "
+                "a latency of at least 0"
+            )
+
+    def seconds(self, count: int) -> float:
+        """Time that `count` bytes occupy one direction."""
+        return count * 8 / (self.bandwidth_mbit * 1e6)
+
+    @property
+    def latency(self) -> float:
+        """One-way latency in seconds."""
+        return self.latency_ms / 1e3
+
+
+class SlowHub(LocalHub):
+    """A `LocalHub` whose links have a speed; frames tagged `instant` (start and stop signals) are not delayed."""
+
+    def __init__(self, parties: int, timeout: float, speed: LinkSpeed, instant: str) -> None:
+        super().__init__(parties, timeout)
+        self.speed, self.instant = speed, instant
+        self.due: dict[tuple[int, int], deque[float]] = {link: deque() for link in self.links}
+        self.free = dict.fromkeys(self.links, 0.0)
+
+    def transport(self, me: int) -> LocalTransport:
+        """The transport of endpoint `me`."""
+        return _SlowTransport(self, me)
+
+
+class _SlowTransport(LocalTransport):
+    """Notes at sending when a frame is due, and sleeps until then at receiving."""
+
+    def __init__(self, hub: SlowHub, me: int) -> None:
+        super().__init__(hub, me)
+        self._slow = hub
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        link = (self.me, to)
+        if tag == self._slow.instant:
+            self._slow.due[link].append(0.0)
+            super()._send(to, tag, payload)
+            return
+        sent = max(time.perf_counter(), self._slow.free[link])
+        sent += self._slow.speed.seconds(payload.numel() * payload.element_size())
+        self._slow.free[link] = sent
+        self._slow.due[link].append(sent + self._slow.speed.latency)
+        super()._send(to, tag, payload)
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        payload = super()._recv(frm, tag, shape, dtype)
+        delay = self._slow.due[(frm, self.me)].popleft() - time.perf_counter()
+        if delay > 0:
+            time.sleep(delay)
+        return payload

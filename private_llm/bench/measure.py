@@ -1,0 +1,125 @@
+"""Run a work with all its parties on this machine and make a row of it.
+
+The client shares the inputs once, then says "go" and waits until every party is done: one warm-up run (which
+compiles kernels), then the timed ones. Sharing and opening are outside the timed part and outside its bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from private_llm.bench.link import LinkSpeed, SlowHub
+from private_llm.bench.rows import Row, spread, usable_cores
+from private_llm.bench.work import Work
+from private_llm.config import PrivateConfig
+from private_llm.errors import DomainError
+from private_llm.net.local import LocalHub
+from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocols.session import ClientEnd, join, join_as_client
+from private_llm.ring.ring import Ring
+from private_llm.tensor.fixed import Fixed
+
+_CONTROL = "bench"
+_GO, _STOP = 1, 0
+
+
+def party_threads(config: PrivateConfig) -> int:
+    """Torch threads for each party: the cores shared among the parties that compute at the same time (Trio: two)."""
+    return max(1, usable_cores() // min(2, config.parties))
+
+
+def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -> None:
+    """One party: take the inputs, run on every "go", then open the last result."""
+    torch.set_num_threads(party_threads(config))
+    session = join(config, party, transport)
+    with torch.no_grad():
+        taken = [session.protocol.receive_input(shape) for shape in work.inputs]
+        inputs = [Fixed(session, share, session.frac) for share in taken]
+        result = None
+        while int(transport.recv(CLIENT, _CONTROL, (1,), torch.int64)) == _GO:
+            transport.ledger.reset()
+            result = work.run(session, inputs)
+            cost = transport.ledger.cost()
+            sent = [cost.sent.get((party, to), 0) for to in (*range(config.parties), CLIENT)]
+            transport.send(CLIENT, _CONTROL, torch.tensor([*sent, cost.rounds]))
+        if result is None:
+            raise DomainError("a benchmark needs at least one run")
+        described = torch.tensor([result.frac, *result.shape])
+        if party == 0:
+            transport.send(CLIENT, _CONTROL, torch.tensor([described.numel()]))
+            transport.send(CLIENT, _CONTROL, described)
+        session.protocol.reveal_to_client(result.share)
+
+
+def measure(
+    work: Work, config: PrivateConfig, repeat: int = 5, speed: LinkSpeed | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> Row:  # fmt: skip
+    """Run `work` once to warm up and `repeat` times with the clock on; parties are threads of this process.
+
+    progress is called after each run. Raises what a party raised (PartyFailed for anything unforeseen).
+    """
+    hub = LocalHub(config.parties, config.timeout_s)
+    if speed is not None:
+        hub = SlowHub(config.parties, config.timeout_s, speed, _CONTROL)
+    threads = [
+        threading.Thread(target=_guarded, args=(work, config, i, hub.transport(i)), name=f"party {i}", daemon=True)
+        for i in range(config.parties)
+    ]
+    for thread in threads:
+        thread.start()
+    transport = hub.transport(CLIENT)
+    ring = Ring(config.ring)
+    end = join_as_client(config, transport)
+    values = work.values()
+    for value in values:
+        end.share(ring.encode(value, config.frac_bits))
+    times, reports = [], torch.empty(0)
+    for _ in range(repeat + 1):
+        seconds, reports = _one_run(transport, config.parties)
+        times.append(seconds)
+        progress()
+    result = _open(transport, end, ring, config.parties)
+    for thread in threads:
+        thread.join(config.timeout_s)
+    sent = {str(party): int(reports[party, :-1].sum()) for party in range(config.parties)}
+    return Row(
+        name=work.name, protocol=config.protocol, ring=config.ring, shape=work.shape, parties=config.parties,
+        seconds=spread(times[1:]), bytes_total=sum(sent.values()), bytes_per_party=sent,
+        rounds=int(reports[:, -1].max()), error_max=float((result - work.truth(values)).abs().max()),
+        threads=party_threads(config), party_mode="threads", repeat=repeat,
+        bandwidth_mbit=speed.bandwidth_mbit if speed else None, latency_ms=speed.latency_ms if speed else None,
+        notes=work.notes,
+    )  # fmt: skip
+
+
+def _guarded(work: Work, config: PrivateConfig, party: int, transport: Transport) -> None:
+    finished = False
+    try:
+        serve(work, config, party, transport)
+        finished = True
+    finally:
+        if not finished:
+            transport.abort(f"party {party} stopped in benchmark '{work.name}'; its traceback says why")
+
+
+def _one_run(transport: Transport, parties: int) -> tuple[float, Tensor]:
+    """Seconds of one run and every party's report: bytes by receiver, then rounds."""
+    started = time.perf_counter()
+    for party in range(parties):
+        transport.send(party, _CONTROL, torch.tensor([_GO]))
+    reports = [transport.recv(party, _CONTROL, (parties + 2,), torch.int64) for party in range(parties)]
+    return time.perf_counter() - started, torch.stack(reports)
+
+
+def _open(transport: Transport, end: ClientEnd, ring: Ring, parties: int) -> Tensor:
+    for party in range(parties):
+        transport.send(party, _CONTROL, torch.tensor([_STOP]))
+    length = int(transport.recv(0, _CONTROL, (1,), torch.int64))
+    frac, *shape = transport.recv(0, _CONTROL, (length,), torch.int64).tolist()
+    return ring.decode(end.open(tuple(shape)), frac)

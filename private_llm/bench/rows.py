@@ -1,0 +1,85 @@
+"""A benchmark row: what was run, how long it took, what it sent, how wrong it was, and on which machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from private_llm.config import VERSION
+
+
+@dataclass(frozen=True)
+class Row:
+    """One result; `to_dict` is the JSON object.
+
+    seconds: min, median and max over the repetitions (a warm-up run comes before them).
+    bytes_total: over all links, in one run. bytes_per_party: what each endpoint sent, "client" included.
+    rounds: exchanges that follow each other. error_max: largest absolute error against float64 on the same input.
+    """
+
+    name: str
+    protocol: str
+    ring: int
+    shape: tuple[int, ...]
+    parties: int
+    seconds: dict[str, float]
+    bytes_total: int
+    bytes_per_party: dict[str, int]
+    rounds: int
+    error_max: float
+    threads: int
+    party_mode: str
+    repeat: int
+    bandwidth_mbit: float | None = None
+    latency_ms: float | None = None
+    notes: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row with the machine and the versions it was taken with."""
+        return {**asdict(self), "machine": machine(), "torch": torch.__version__, "version": VERSION}
+
+
+def spread(times: Sequence[float]) -> dict[str, float]:
+    """Smallest, median and largest of the measured seconds."""
+    return {"min": min(times), "median": statistics.median(times), "max": max(times)}
+
+
+def machine() -> str:
+    """Processor, usable cores, memory and operating system in one line."""
+    return f"{cpu_model()}, {usable_cores()} cores, {memory_gib():.0f} GiB, {platform.system()}"
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_model() -> str:
+    """The processor's own name."""
+    return cpu_field("model name") or platform.processor() or platform.machine()
+
+
+def cpu_field(name: str) -> str:
+    """A field of Linux's description of the first core, or an empty string."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return ""
+    for line in info.read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return ""
+
+
+def memory_gib() -> float:
+    """Physical memory."""
+    if not hasattr(os, "sysconf"):
+        return 0.0
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

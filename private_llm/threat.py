@@ -1,0 +1,179 @@
+"""What is hidden from whom: one entry per protocol and per shortcut, as data that the documentation is made from.
+
+An entry states which corruption it withstands, what each role learns beyond its own input and output, and who
+proved it. `docs/threat-model.md` is `markdown()` of these entries; a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Threat:
+    """One protocol or shortcut.
+
+    kind: "protocol" or "shortcut". corrupt: who may be corrupt, and how. learns: (role, what that role learns).
+    source: whose construction and proof, and which part is argued in this repository only. setting: how it is chosen.
+    """
+
+    name: str
+    kind: str
+    corrupt: str
+    learns: tuple[tuple[str, str], ...]
+    source: str
+    setting: str
+
+
+TRIO = Threat(
+    name="trio",
+    kind="protocol",
+    corrupt="any one of the three parties, semi-honest (it follows the protocol and keeps everything it sees)",
+    learns=(
+        ("party 0", "shapes, the public shortcuts below; it receives no value at all, not even a masked one"),
+        ("party 1 or party 2", "shapes, the public shortcuts below; uniformly random ring elements and bits"),
+        ("two parties together", "everything: weights, prompt and output"),
+        ("a party that deviates", "may change results unnoticed; privacy and correctness are then not promised"),
+        ("the client", "what it asked for: logits, or tokens with reveal='token'"),
+        ("a wiretapper", "frame sizes and times if links are TLS; on unencrypted links possibly everything"),
+    ),
+    source=(
+        "Three-party masked sharing and its product: the Trio protocol of PIGEON (Harth-Kitzerow, Wang, Carle). "
+        "Comparison by three-bit blocks and the two-round truncation are variants written here; the argument that "
+        "each message is masked by a stream that its receiver lacks is in the headers of "
+        "private_llm/protocols/trio/, and a test checks the uniformity of received messages. No outside review yet."
+    ),
+    setting="protocol='trio' (default)",
+)
+
+PLAIN = Threat(
+    name="plain",
+    kind="protocol",
+    corrupt="nobody: the single party sees everything",
+    learns=(("the party", "weights, prompt and output in clear"),),
+    source="a reference with the same fixed-point arithmetic, for tests and for range checks",
+    setting="protocol='plain', refused without insecure=True",
+)
+
+TRUNCATION = Threat(
+    name="truncation by one unit",
+    kind="shortcut",
+    corrupt="as trio",
+    learns=(
+        ("nobody", "nothing more"),
+        (
+            "meaning of the result",
+            "a division by 2^f gives floor or one more; which of the two depends on the masks, so the functionality "
+            "is 'truncation with an error of one unit', not rounding to nearest; there is no rare large error as long "
+            "as |value| < 2^(ring bits - 2)",
+        ),
+    ),
+    source=(
+        "Li et al. (USENIX Security 2023) showed that truncation whose rounding bit is correlated with a party's view "
+        "does not realise exact probabilistic truncation. Here the rounding bit is a function of the value and of "
+        "party 0's mask R alone; it is stated as part of the functionality. Derivation: header of "
+        "private_llm/protocols/trio/arithmetic.py."
+    ),
+    setting="always on",
+)
+
+SHAPES = Threat(
+    name="public shapes",
+    kind="shortcut",
+    corrupt="as the protocol",
+    learns=(
+        ("every party, and whoever sees the traffic", "the architecture and its configuration, batch size, prompt "
+         "length, attention mask and positions, which beams survive (indices only)"),
+    ),
+    source=(
+        "order, size and rounds of all messages are functions of these public facts alone; a test runs two different "
+        "inputs of equal shape and compares the transcripts"
+    ),
+    setting="always on",
+)  # fmt: skip
+
+STOP_TIME = Threat(
+    name="token count and stop time",
+    kind="shortcut",
+    corrupt="as the protocol",
+    learns=(
+        ("every party, and whoever sees the traffic", "how many tokens were generated and when generation stopped, "
+         "hence whether an end-of-text token came before max_new_tokens"),
+    ),
+    source="generate() runs at the client, one call per token; to hide the length, ask for a fixed number of tokens "
+    "(min_new_tokens = max_new_tokens) and cut the text at the client",
+    setting="always on; avoidable as described",
+)  # fmt: skip
+
+REVEAL_LOGITS = Threat(
+    name="logits at the client",
+    kind="shortcut",
+    corrupt="as the protocol; the client is entitled to the output",
+    learns=(
+        ("the client", "all logits of every step; many queries allow model extraction, as with any API that "
+         "returns logits"),
+        ("the parties", "nothing: sampling happens at the client"),
+    ),
+    source="by design: HuggingFace's generate() needs logits",
+    setting="reveal='logits' (default)",
+)  # fmt: skip
+
+REVEAL_TOKEN = Threat(
+    name="only tokens at the client",
+    kind="shortcut",
+    corrupt="as the protocol",
+    learns=(
+        ("the client", "the arg max of each step and nothing else of the logits; sampling is then not possible"),
+        ("the parties", "nothing"),
+    ),
+    source="secure arg max under the same protocol",
+    setting="reveal='token'",
+)
+
+PUBLIC_WEIGHTS = Threat(
+    name="public weights",
+    kind="shortcut",
+    corrupt="as the protocol, for the prompt and the output",
+    learns=(("every party", "all weights"),),
+    source="meant for open-weight models: products with public weights need no communication before truncation",
+    setting="weights='public'; refused unless chosen",
+)
+
+ONE_MACHINE = Threat(
+    name="all parties on one machine",
+    kind="shortcut",
+    corrupt="nobody: who owns the machine owns all three shares",
+    learns=(("the machine's owner", "everything"),),
+    source="for trying out, tests and measurements; real use needs one host per party, run by those who do not collude",
+    setting="party_mode='threads' or 'processes'; party_mode='remote' is the real thing",
+)
+
+ENTRIES: tuple[Threat, ...] = (
+    TRIO,
+    PLAIN,
+    TRUNCATION,
+    SHAPES,
+    STOP_TIME,
+    REVEAL_LOGITS,
+    REVEAL_TOKEN,
+    PUBLIC_WEIGHTS,
+    ONE_MACHINE,
+)
+"""All entries, protocols first."""
+
+
+def markdown(entries: Sequence[Threat] = ENTRIES) -> str:
+    """The entries as the text of docs/threat-model.md."""
+    lines = [
+        "# Threat model",
+        "",
+        "Made from `private_llm/threat.py` by `private-llm doctor --threats`; edit it there.",
+        "",
+    ]
+    for entry in entries:
+        lines += [f"## {entry.name} ({entry.kind})", "", f"- **Chosen by:** {entry.setting}"]
+        lines += [f"- **May be corrupt:** {entry.corrupt}", "- **Who learns what:**"]
+        lines += [f"  - {role}: {what}" for role, what in entry.learns]
+        lines += [f"- **Source:** {entry.source}", ""]
+    return "\n".join(lines)

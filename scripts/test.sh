@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# From nothing to a tested checkout: environment, lint, types, ladder, all tests. Arguments go to pytest.
+set -euo pipefail
+source "$(dirname "$0")/environment.sh"
+prepare_environment test
+
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Every test process runs three parties as threads already; more threads only get in each other's way.
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+bin=.venv/bin
+
+"$bin/ruff" check .
+"$bin/ruff" format --check .
+"$bin/mypy"
+"$bin/python" -m pytest -q tests/test_ladder.py tests/test_lean_import.py
+workers="$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)"
+[ "$workers" -gt 4 ] && workers=4
+"$bin/python" -m pytest -q -n "$workers" --dist loadfile "$@"
