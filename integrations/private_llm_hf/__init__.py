@@ -1,0 +1,22 @@
+"""HuggingFace models on secret-shared data: `AutoPrivate*.from_pretrained` and `patch`."""
+
+from private_llm.config import PrivateConfig, TLSConfig
+from private_llm_hf.auto import (
+    AutoPrivateModel,
+    AutoPrivateModelForCausalLM,
+    AutoPrivateModelForImageClassification,
+    AutoPrivateModelForSeq2SeqLM,
+    AutoPrivateModelForSequenceClassification,
+    patch,
+)
+
+__all__ = [
+    "AutoPrivateModel",
+    "AutoPrivateModelForCausalLM",
+    "AutoPrivateModelForImageClassification",
+    "AutoPrivateModelForSeq2SeqLM",
+    "AutoPrivateModelForSequenceClassification",
+    "PrivateConfig",
+    "TLSConfig",
+    "patch",
+]

@@ -1,0 +1,69 @@
+"""The architectures that are supported, as data (models/*.json): what kind each is, and a rule for each module."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Literal
+
+from transformers import PretrainedConfig
+
+from private_llm.errors import PatchMismatch
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Public facts of a model type.
+
+    kind: which stacks it has. positions: "limited" by max_position_embeddings, "after padding" (counted from
+    pad_token_id + 1 over unmasked tokens, as RoBERTa does) or "unlimited" (relative positions).
+    """
+
+    kind: Literal["decoder", "encoder", "encoder-decoder", "vision"]
+    positions: Literal["limited", "after padding", "unlimited"] = "limited"
+
+    @property
+    def caches(self) -> bool:
+        """Whether it generates with a KV cache."""
+        return self.kind in ("decoder", "encoder-decoder")
+
+
+@dataclass(frozen=True)
+class ModuleRule:
+    """What runs in place of a module, and what of it is public."""
+
+    pattern: re.Pattern[str]
+    becomes: str
+    public: str
+
+
+def architecture(config: PretrainedConfig) -> Architecture:
+    """The architecture of a configuration. Raises PatchMismatch, listing what is supported."""
+    table = _architectures()
+    found = table.get(config.model_type)
+    if found is None:
+        raise PatchMismatch(
+            f"unknown architecture '{config.model_type}'; supported: {', '.join(sorted(table))} (another one needs an "
+            "entry in private_llm_hf/models/architectures.json and a test against its plaintext self)"
+        )
+    return found
+
+
+@functools.cache
+def _architectures() -> dict[str, Architecture]:
+    return {name: Architecture(**facts) for name, facts in _read("architectures.json").items()}
+
+
+@functools.cache
+def module_rules() -> tuple[ModuleRule, ...]:
+    """Rules by class name, first match wins."""
+    rules = _read("modules.json")
+    return tuple(ModuleRule(re.compile(f"(?:{names})$"), r["becomes"], r["public"]) for names, r in rules.items())
+
+
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(resources.files("private_llm_hf").joinpath("models", name).read_text())
+    return found

@@ -1,0 +1,179 @@
+"""The two doors: `AutoPrivate*.from_pretrained(id_or_folder, PrivateConfig(...))` and `patch(model, ...)`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, PatchMismatch
+from private_llm_hf.architectures import architecture
+from private_llm_hf.launch import start_parties
+from private_llm_hf.model import private_class
+from private_llm_hf.plan import make_plan
+from private_llm_hf.weights import Sink, WeightList, skeleton, stream_checkpoint, stream_loaded
+from private_llm_hf.wire import Message
+
+_DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+_LOADING = ("use_safetensors", "variant", "disable_mmap", "key_mapping")
+
+
+class _AutoPrivate:
+    """Base of the auto classes: one transformers auto class each."""
+
+    auto_class: type[_BaseAutoModelClass]
+
+    def __init__(self) -> None:
+        raise ConfigError(f"{type(self).__name__} is not instantiated; use {type(self).__name__}.from_pretrained(...)")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str,
+        private_config: PrivateConfig | None = None,
+        **hf_kwargs: Any,  # noqa: ANN401 - as transformers
+    ) -> PreTrainedModel:
+        """Share a checkpoint (hub id or folder) with the parties; returns the model to use like any other.
+
+        private_config: how to run it (default: three parties, semi-honest, on this machine). hf_kwargs: transformers'
+        download and loading arguments; others change the model's configuration.
+        Raises PatchMismatch for architectures, modules or checkpoints without a rule, before anything is sent.
+        """
+        private_config = _checked(private_config)
+        download = {key: hf_kwargs.pop(key) for key in _DOWNLOAD if key in hf_kwargs}
+        loading = {key: hf_kwargs.pop(key) for key in _LOADING if key in hf_kwargs}
+        config = hf_kwargs.pop("config", None)
+        if config is None:
+            config, unused = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **download, **hf_kwargs)
+            if unused:
+                raise ConfigError(f"unknown argument(s) {', '.join(sorted(unused))} for from_pretrained")
+        architecture(config)
+        model_class = _model_class(cls.auto_class, config)
+
+        def weights(wanted: WeightList, sink: Sink) -> None:
+            stream_checkpoint(model_class, source, config, wanted, sink, **download, **loading)
+
+        generation = _generation_config(model_class, source, config, download)
+        return _open(model_class, config, private_config, weights, generation)
+
+
+class AutoPrivateModelForCausalLM(_AutoPrivate):
+    """Decoders that generate text."""
+
+    auto_class = transformers.AutoModelForCausalLM
+
+
+class AutoPrivateModelForSeq2SeqLM(_AutoPrivate):
+    """Encoder-decoders that generate text."""
+
+    auto_class = transformers.AutoModelForSeq2SeqLM
+
+
+class AutoPrivateModelForSequenceClassification(_AutoPrivate):
+    """Classifiers of sentences."""
+
+    auto_class = transformers.AutoModelForSequenceClassification
+
+
+class AutoPrivateModelForImageClassification(_AutoPrivate):
+    """Classifiers of images."""
+
+    auto_class = transformers.AutoModelForImageClassification
+
+
+class AutoPrivateModel(_AutoPrivate):
+    """Models without a head: hidden states, sentence and image features."""
+
+    auto_class = transformers.AutoModel
+
+
+def patch(model: PreTrainedModel, private_config: PrivateConfig | None = None) -> PreTrainedModel:
+    """Share a model that is already loaded; the original stays as it is.
+
+    Raises PatchMismatch for a model that is not transformers' own or holds modules without a rule.
+    """
+    private_config = _checked(private_config)
+    if not isinstance(model, PreTrainedModel):
+        raise PatchMismatch(f"patch: got {type(model).__name__}; want a transformers PreTrainedModel")
+    if getattr(transformers, type(model).__name__, None) is not type(model):
+        raise PatchMismatch(
+            f"patch: {type(model).__name__} is not a model class of transformers, so the parties cannot build it"
+        )
+    generation = getattr(model, "generation_config", None)
+
+    def weights(wanted: WeightList, sink: Sink) -> None:
+        stream_loaded(model, wanted, sink)
+
+    return _open(type(model), model.config, private_config, weights, generation)
+
+
+def _open(
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    private_config: PrivateConfig,
+    weights: Callable[[WeightList, Sink], None],
+    generation: GenerationConfig | None,
+) -> PreTrainedModel:
+    """Plan, start parties, share the weights, and make the client's object."""
+    bare = skeleton(model_class, config)
+    plan = make_plan(bare, private_config)
+    if private_config.reveal == "token" and not bare.can_generate():
+        raise ConfigError(f"reveal='token' is for models that generate; {model_class.__name__} does not")
+    parties = start_parties(private_config)
+    try:
+        with parties.loading(describe(model_class, config)) as sink:
+            weights(WeightList.of(bare), sink)
+    except BaseException:
+        parties.close()
+        raise
+    made = private_class(model_class)(config, parties, plan, generation)
+    return made
+
+
+def describe(model_class: type[PreTrainedModel], config: PretrainedConfig) -> Message:
+    """What parties need to know to build a model: class, configuration, and a digest of both."""
+    facts = {"class": model_class.__name__, "config": json.loads(config.to_json_string(use_diff=False))}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return {**facts, "model": digest}
+
+
+def _checked(private_config: PrivateConfig | None) -> PrivateConfig:
+    if private_config is None:
+        return PrivateConfig()
+    if not isinstance(private_config, PrivateConfig):
+        raise ConfigError(f"private_config: got {type(private_config).__name__}; want a PrivateConfig")
+    return private_config
+
+
+def _model_class(auto_class: type[_BaseAutoModelClass], config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class that transformers would load."""
+    mapping = auto_class._model_mapping
+    if type(config) not in mapping:
+        raise PatchMismatch(f"{auto_class.__name__} has no class for '{config.model_type}' models")
+    found = mapping[type(config)]
+    classes = found if isinstance(found, tuple) else (found,)
+    model_class: type[PreTrainedModel] = classes[0]
+    named = {known.__name__: known for known in classes}
+    for name in getattr(config, "architectures", None) or []:
+        if name in named:
+            model_class = named[name]
+            break
+    return model_class
+
+
+def _generation_config(
+    model_class: type[PreTrainedModel], source: str, config: PretrainedConfig, download: dict[str, Any]
+) -> GenerationConfig | None:
+    """The checkpoint's generation settings, as from_pretrained finds them."""
+    if not model_class.can_generate():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(source, **download)
+    except OSError:
+        return GenerationConfig.from_model_config(config)

@@ -1,0 +1,88 @@
+"""What a call or a whole generation cost: bytes by link, rounds, multiply-adds, by module and by operation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from private_llm.net.ledger import Cost, Ledger, merge
+from private_llm_hf.wire import CONTROL
+
+Rows = dict[str, Any]
+
+
+def rows_of(ledger: Ledger) -> Rows:
+    """A ledger as JSON rows, without control traffic."""
+    return {
+        "party": ledger.party,
+        "sent": [[scope, op, to, n] for (scope, op, to), n in ledger.sent.items() if op != CONTROL],
+        "rounds": [[scope, op, n] for (scope, op), n in ledger.rounds.items() if op != CONTROL],
+        "macs": [[scope, n] for scope, n in ledger.macs.items()],
+    }
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The ledgers of all endpoints of a session."""
+
+    ledgers: tuple[Ledger, ...]
+
+    @classmethod
+    def from_rows(cls, rows: list[Rows]) -> Costs:
+        """Rebuild ledgers from their rows."""
+        ledgers = []
+        for row in rows:
+            ledger = Ledger(row["party"])
+            for scope, op, to, n in row["sent"]:
+                ledger.sent[(scope, op, to)] += n
+            for scope, op, n in row["rounds"]:
+                ledger.rounds[(scope, op)] += n
+            for scope, n in row["macs"]:
+                ledger.macs[scope] += n
+            ledgers.append(ledger)
+        return cls(tuple(ledgers))
+
+    @property
+    def cost(self) -> Cost:
+        """Bytes by link and the rounds of the party that waited most."""
+        return merge(list(self.ledgers))
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes over all links, the client's included."""
+        return self.cost.total
+
+    @property
+    def rounds(self) -> int:
+        """Online rounds, one after the other."""
+        return self.cost.rounds
+
+    def by_module(self) -> dict[str, tuple[int, int]]:
+        """(bytes, rounds) per module; "" holds what belongs to none (inputs, opening)."""
+        return self._by(0)
+
+    def by_op(self) -> dict[str, tuple[int, int]]:
+        """(bytes, rounds) per operation."""
+        return self._by(1)
+
+    def _by(self, key: int) -> dict[str, tuple[int, int]]:
+        sent: dict[str, int] = {}
+        rounds: dict[str, int] = {}
+        for ledger in self.ledgers:
+            mine: dict[str, int] = {}
+            for where, n in ledger.sent.items():
+                name = str(where[key])
+                sent[name] = sent.get(name, 0) + n
+            for where2, n in ledger.rounds.items():
+                mine[where2[key]] = mine.get(where2[key], 0) + n
+            for name, n in mine.items():
+                rounds[name] = max(rounds.get(name, 0), n)
+        return {name: (sent.get(name, 0), rounds.get(name, 0)) for name in sorted({*sent, *rounds})}
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON output."""
+        per_party: dict[str, int] = {}
+        for ledger in self.ledgers:
+            name = "client" if ledger.party == 255 else str(ledger.party)
+            per_party[name] = ledger.cost().total
+        return {"bytes_total": self.bytes_total, "bytes_per_party": per_party, "rounds": self.rounds}

@@ -1,0 +1,153 @@
+"""What the client holds of state that lives at the parties: a KV cache, an encoder's output. Numbers, no values.
+
+Dropping a handle frees the state at the parties with the next call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutput
+
+from private_llm.errors import DomainError, UnsupportedOp
+from private_llm_hf.client import Parties
+
+
+class PrivateCache(Cache):  # type: ignore[misc]
+    """The handle of a KV cache at the parties; made by the model, passed back as `past_key_values`.
+
+    Its length is public. Reordering (beam search) tells the parties which rows continue.
+    """
+
+    def __init__(self, parties: Parties, rows: int) -> None:
+        super().__init__(layers=[])
+        self._parties = parties
+        self.handle = parties.new_handle()
+        self.length = 0
+        self.rows = rows
+        weakref.finalize(self, parties.release, self.handle)
+
+    def belongs_to(self, parties: Parties) -> bool:
+        """Whether this handle is of that session."""
+        return self._parties is parties
+
+    @property
+    def is_compileable(self) -> bool:
+        """Never: there is nothing here to compile."""
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether something was cached."""
+        return self.length > 0
+
+    @property
+    def is_croppable(self) -> bool:
+        """Always."""
+        return True
+
+    def __len__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return f"PrivateCache(handle={self.handle}, rows={self.rows}, length={self.length})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrivateCache:
+        twin = PrivateCache(self._parties, self.rows)
+        twin.length = self.length
+        if self.length:
+            self._parties.command({"do": "cache", "handle": self.handle, "how": "copy", "to": twin.handle})
+        return twin
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Cached positions per row."""
+        return self.length
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """No maximum."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """(key length, offset) for `query_length` further positions."""
+        return self.length + query_length, 0
+
+    def update(self, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Keys and values never reach the client."""
+        raise UnsupportedOp("a PrivateCache is a handle; its keys and values exist only as shares at the parties")
+
+    def _rows(self, how: str, index: Tensor) -> None:
+        if index.ndim != 1 or not 0 <= int(index.min()) <= int(index.max()) < max(self.rows, 1):
+            raise DomainError(f"cache rows: got {index.tolist()}; want indices below {self.rows}")
+        if self.length:
+            self._parties.command(
+                {"do": "cache", "handle": self.handle, "how": how, "index": index.to(torch.int64).cpu()}
+            )
+        self.rows = len(index)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Continue with rows `beam_idx` (the parties see these indices)."""
+        if beam_idx.tolist() != list(range(self.rows)):
+            self._rows("select", beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices`."""
+        self._rows("select", indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        self._rows("select", torch.arange(self.rows).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `tokens_to_remove` positions (0 or negative, as transformers counts them)."""
+        if tokens_to_remove > 0:
+            raise DomainError(f"crop: got {tokens_to_remove}; want 0 or a negative number of positions to remove")
+        count = min(-tokens_to_remove, self.length)
+        if count:
+            self._parties.command({"do": "cache", "handle": self.handle, "how": "crop", "count": count})
+            self.length -= count
+
+    def reset(self) -> None:
+        """Forget everything."""
+        if self.length:
+            self._parties.command({"do": "cache", "handle": self.handle, "how": "reset"})
+            self.length = 0
+
+
+class PrivateEncoderOutput(BaseModelOutput):  # type: ignore[misc]
+    """The handle of an encoder's output at the parties.
+
+    `last_hidden_state` holds row numbers (int64 [B, 1, 1]), no hidden states: it survives the repeating and
+    selecting of rows that generate() does, and tells the parties which rows a decoder call uses.
+    """
+
+    @classmethod
+    def of(cls, parties: Parties, rows: int, length: int) -> PrivateEncoderOutput:
+        """A new handle for `rows` encoded inputs of `length` positions."""
+        out = cls(last_hidden_state=torch.arange(rows).view(rows, 1, 1))
+        keeper = _Keeper(parties)
+        out.keeper, out.source_rows, out.length = keeper, rows, length
+        return out
+
+    @property
+    def handle(self) -> int:
+        """The number the parties know."""
+        return int(self.keeper.handle)
+
+    @property
+    def row_index(self) -> Tensor:
+        """Which encoded row each row of the batch uses."""
+        index: Tensor = self.last_hidden_state
+        return index.reshape(-1)
+
+
+class _Keeper:
+    """Frees the encoder output when the last handle is gone."""
+
+    def __init__(self, parties: Parties) -> None:
+        self.parties = parties
+        self.handle = parties.new_handle()
+        weakref.finalize(self, parties.release, self.handle)

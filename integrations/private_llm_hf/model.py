@@ -1,0 +1,214 @@
+"""The user's model object: a PreTrainedModel whose forward runs at the parties.
+
+`private_class(OPTForCausalLM)` makes `PrivateOPTForCausalLM`, a subclass of it without modules or weights, so that
+transformers' own generate() runs here, at the client, who alone sees token ids and logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessorList, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+
+from private_llm.errors import ConfigError, PlaintextLeak, UnsupportedOp
+from private_llm_hf.client import Parties
+from private_llm_hf.costs import Costs
+from private_llm_hf.forward import Forward, encode_prompt
+from private_llm_hf.handles import PrivateCache
+from private_llm_hf.plan import Plan
+
+
+class PrivateModel:
+    """What all private models share; `private_class` mixes it into a subclass of the original class."""
+
+    config: PretrainedConfig
+    original_class: type[PreTrainedModel]
+    accepts: frozenset[str]
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        parties: Parties,
+        plan: Plan,
+        generation_config: GenerationConfig | None = None,
+    ) -> None:
+        # Only the root constructor: the architecture's own would build modules and weights.
+        PreTrainedModel.__init__(self, config)
+        self.parties = parties
+        self.plan = plan
+        self.accepts = frozenset(inspect.signature(self.original_class.forward).parameters)
+        if generation_config is not None:
+            self.generation_config = generation_config
+        weakref.finalize(self, parties.close)
+        self.training = False
+
+    # -- what a user asks -----------------------------------------------------------------------------------
+    def explain(self) -> Plan:
+        """Print the patch plan (every module, what runs in its place, what stays public) and return it."""
+        console = Console()
+        Console(width=max(console.width, 130)).print(self.plan)
+        return self.plan
+
+    def cost(self, reset: bool = False) -> Costs:
+        """Bytes, rounds and multiply-adds of all calls since the last reset, by link, module and operation."""
+        return self.parties.costs(reset)
+
+    def close(self) -> None:
+        """Stop the parties; the model cannot be used afterwards."""
+        self.parties.close()
+
+    def __enter__(self) -> PrivateModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the faces transformers looks at ----------------------------------------------------------------------
+    @property
+    def device(self) -> torch.device:
+        """Where inputs are expected and outputs appear: the client's CPU."""
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Outputs are float32."""
+        return torch.float32
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Weights that the parties hold."""
+        return 0 if only_trainable else self.plan.parameters(exclude_embeddings)
+
+    def get_encoder(self, *_: object, **__: object) -> nn.Module:
+        """The encoder of an encoder-decoder model: its call runs at the parties and returns a handle."""
+        if not self.config.is_encoder_decoder:
+            raise UnsupportedOp(f"{type(self).__name__} has no encoder of its own")
+        return _Encoder(self)
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *_: object, **__: object
+    ) -> None:
+        """Generate() starts: the cache will live at the parties."""
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ConfigError(
+                f"cache_implementation: got {generation_config.cache_implementation!r}; want None (the parties "
+                "hold the cache)"
+            )
+        given = model_kwargs.get("past_key_values")
+        if given is not None:
+            given._is_user_defined = True
+        elif generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = PrivateCache(self.parties, 0)
+
+    def _get_logits_processor(
+        self, generation_config: GenerationConfig, *args: object, **kwargs: object
+    ) -> LogitsProcessorList:
+        """As the original's; with reveal="token" everything that needs more than the arg max is refused."""
+        original = super()._get_logits_processor  # type: ignore[misc]
+        processors: LogitsProcessorList = original(generation_config, *args, **kwargs)
+        if self.parties.config.reveal == "token":
+            _refuse_beyond_token(generation_config, processors)
+        return processors
+
+    # -- what a model without weights here cannot do --------------------------------------------------------------
+    def save_pretrained(self, *_: object, **__: object) -> None:
+        """Refused."""
+        raise PlaintextLeak(
+            "the weights exist only as shares at the parties; to store them run `private-llm share` on the checkpoint"
+        )
+
+    def push_to_hub(self, *_: object, **__: object) -> None:
+        """Refused."""
+        raise PlaintextLeak("the weights exist only as shares at the parties; there is nothing to upload")
+
+    def resize_token_embeddings(self, *_: object, **__: object) -> nn.Embedding:
+        """Refused."""
+        raise UnsupportedOp("resize the embeddings of the plaintext model, then patch() it again")
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Refused."""
+        raise UnsupportedOp("the embeddings exist only as shares at the parties")
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Refused."""
+        raise UnsupportedOp("the output head exists only as shares at the parties")
+
+    def train(self, mode: bool = True) -> PrivateModel:
+        """Only mode=False (evaluation)."""
+        if mode:
+            raise UnsupportedOp("private models run inference only; train the plaintext model")
+        return self
+
+
+class _Encoder(nn.Module):
+    """The encoder as generate() sees it."""
+
+    def __init__(self, model: PrivateModel) -> None:
+        super().__init__()
+        self._run = functools.partial(encode_prompt, model)
+        self.main_input_name = "input_ids"
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **unused: object,
+    ) -> ModelOutput:
+        """Encode at the parties; returns a handle."""
+        return self._run(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds)
+
+
+def _refuse_beyond_token(generation: GenerationConfig, processors: LogitsProcessorList) -> None:
+    """reveal="token" opens only the arg max, so whatever looks at other logits would silently be wrong."""
+    refused = [type(processor).__name__ for processor in processors]
+    if generation.do_sample:
+        refused.append("do_sample")
+    if (generation.num_beams or 1) > 1:
+        refused.append("num_beams")
+    refused += [name for name in ("output_scores", "output_logits") if getattr(generation, name)]
+    if refused:
+        raise ConfigError(
+            f"reveal='token' opens only the most likely token, which {', '.join(refused)} cannot work with; "
+            "use greedy decoding, or PrivateConfig(reveal='logits')"
+        )
+
+
+_CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
+
+
+def private_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The private subclass of a model class: one per class, so that isinstance means something."""
+    if original not in _CLASSES:
+        _CLASSES[original] = _make_class(original)
+    return _CLASSES[original]
+
+
+def _make_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    signature = inspect.signature(original.forward)
+
+    def forward(self: PrivateModel, *args: object, **kwargs: object) -> ModelOutput | tuple[object, ...]:
+        bound = signature.bind(self, *args, **kwargs)
+        given = dict(bound.arguments)
+        given.pop(next(iter(signature.parameters)))
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given.update(given.pop(name, {}))
+        return Forward(self, given).run()
+
+    # generate() asks forward for its arguments, so it must answer like the original
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    forward.__doc__ = f"{original.__name__}.forward, computed by the parties."
+    body = {
+        "forward": forward,
+        "original_class": original,
+        "__module__": __name__,
+        "__doc__": f"{original.__name__}, private.",
+    }
+    return type(f"Private{original.__name__}", (PrivateModel, original), body)

@@ -1,0 +1,110 @@
+"""The patch plan: every module of a model, what runs in its place, what of it stays public.
+
+Made from the configuration alone, on the meta device, before anything is sent. A module without a rule that does
+more than call its children is an error that lists names.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from torch import nn
+from transformers import PreTrainedModel
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import PatchMismatch
+from private_llm_hf.architectures import architecture, module_rules
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One module."""
+
+    name: str
+    kind: str
+    becomes: str
+    public: str
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All modules of a model in order; prints as a table in which equal layers share a line."""
+
+    title: str
+    rows: tuple[PlanRow, ...]
+    weights: str
+    total: int
+    embedding: int
+
+    def parameters(self, exclude_embeddings: bool = False) -> int:
+        """Number of weights, tied ones once."""
+        return self.total - self.embedding if exclude_embeddings else self.total
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(title=self.title, caption=f"{self.total:,} parameters, {self.weights}")
+        for heading in ("module", "class", "becomes", "public"):
+            table.add_column(heading)
+        table.add_column("parameters", justify="right")
+        for row in _merge(self.rows):
+            table.add_row(row.name, row.kind, row.becomes, row.public, f"{row.parameters:,}" if row.parameters else "")
+        yield table
+
+    def __str__(self) -> str:
+        console = Console(width=160, record=False, file=None, no_color=True)
+        with console.capture() as captured:
+            console.print(self)
+        return captured.get()
+
+
+def make_plan(model: PreTrainedModel, config: PrivateConfig) -> Plan:
+    """The plan of a module tree (on any device). Raises PatchMismatch naming what no rule matches."""
+    architecture(model.config)
+    rows: list[PlanRow] = []
+    unmatched: list[str] = []
+    for name, module in model.named_modules():
+        own = sum(value.numel() for value in module.parameters(recurse=False))
+        kind = type(module).__name__
+        rule = next((r for r in module_rules() if r.pattern.match(kind)), None)
+        if rule is not None:
+            rows.append(PlanRow(name, kind, rule.becomes, rule.public, own))
+        elif own or not any(True for _ in module.children()):
+            if not _is_list(module):
+                unmatched.append(f"{name} ({kind})")
+        elif not _is_list(module):
+            rows.append(PlanRow(name or "(model)", kind, "its own forward on shares", "", 0))
+    if unmatched:
+        shown = ", ".join(unmatched[:20]) + (f" and {len(unmatched) - 20} more" if len(unmatched) > 20 else "")
+        raise PatchMismatch(
+            f"{type(model).__name__}: no private rule for {len(unmatched)} module(s): {shown}; rules are listed in "
+            "private_llm_hf/models/modules.json"
+        )
+    unique = {id(value): value.numel() for value in model.parameters()}
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    embedding = {id(table.weight): table.weight.numel() for table in tables}
+    secret = "secret-shared" if config.weights == "secret" else "public"
+    if config.protocol == "plain":
+        secret = "NOT protected (protocol 'plain')"
+    return Plan(type(model).__name__, tuple(rows), secret, sum(unique.values()), sum(embedding.values()))
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+
+
+def _merge(rows: tuple[PlanRow, ...]) -> list[PlanRow]:
+    """Rows that differ only in layer numbers, as one row with the range of numbers."""
+    groups: dict[tuple[str, ...], list[PlanRow]] = {}
+    for row in rows:
+        groups.setdefault((re.sub(r"\b\d+\b", "#", row.name), row.kind, row.becomes), []).append(row)
+    merged = []
+    for (pattern, kind, becomes), members in groups.items():
+        name = pattern if len(members) > 1 else members[0].name
+        if len(members) > 1:
+            numbers = [int(re.findall(r"\b\d+\b", member.name)[0]) for member in members]
+            name = name.replace("#", f"{min(numbers)}-{max(numbers)}", 1)
+        merged.append(PlanRow(name, kind, becomes, members[0].public, sum(m.parameters for m in members)))
+    return merged

@@ -1,0 +1,71 @@
+"""Control messages between client and parties: JSON with small public integer tensors, length first, never pickle.
+
+They carry public facts only (shapes, masks, positions, handles, costs). Their bytes are booked under
+`CONTROL`, apart from the protocol's traffic.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import TransportError
+from private_llm.net.transport import Transport, endpoint_name
+
+CONTROL = "control"
+"""Ledger name of control traffic."""
+
+_MAX_BYTES = 64 << 20
+_DTYPES = {"int64": torch.int64, "int32": torch.int32, "bool": torch.bool}
+_TENSOR = "__tensor__"
+
+Message = dict[str, Any]
+
+
+def send_message(transport: Transport, to: int, message: Message) -> None:
+    """Send one message."""
+    raw = json.dumps(message, default=_pack, allow_nan=False, separators=(",", ":")).encode()
+    if len(raw) > _MAX_BYTES:
+        raise TransportError(f"control message: got {len(raw)} bytes; want at most {_MAX_BYTES}")
+    with transport.ledger.op(CONTROL):
+        transport.send(to, "control-size", torch.tensor([len(raw)], dtype=torch.int64))
+        transport.send(to, CONTROL, torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+
+
+def recv_message(transport: Transport, frm: int) -> Message:
+    """The next message from `frm`. Raises TransportError if it is malformed."""
+    size = int(transport.recv(frm, "control-size", (1,), torch.int64)[0])
+    if not 2 <= size <= _MAX_BYTES:
+        raise TransportError(f"control message from {endpoint_name(frm)}: got size {size}; want 2 to {_MAX_BYTES}")
+    raw = transport.recv(frm, CONTROL, (size,), torch.uint8).numpy().tobytes()
+    try:
+        message = json.loads(raw, object_hook=_unpack)
+    except (ValueError, TypeError, KeyError) as error:
+        raise TransportError(
+            f"control message from {endpoint_name(frm)} is malformed: {type(error).__name__}"
+        ) from None
+    if not isinstance(message, dict):
+        raise TransportError(f"control message from {endpoint_name(frm)}: got {type(message).__name__}; want an object")
+    return message
+
+
+def _pack(value: object) -> object:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"a control message holds JSON and integer tensors, not {type(value).__name__}")
+    name = str(value.dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise TypeError(f"a control message holds integer tensors, not {name}")
+    return {_TENSOR: [name, list(value.shape), value.reshape(-1).tolist()]}
+
+
+def _unpack(value: dict[str, Any]) -> object:
+    if _TENSOR not in value:
+        return value
+    name, shape, data = value[_TENSOR]
+    if math.prod(shape) != len(data):
+        raise ValueError("tensor length")
+    return torch.tensor(data, dtype=_DTYPES[name]).view(*shape)
