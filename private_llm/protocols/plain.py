@@ -13,7 +13,7 @@ from torch import Tensor
 
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.protocol import Protocol, Weights
-from private_llm.protocols.share import BitShare, Share, words_for
+from private_llm.protocols.share import BitShare, Index, Share, words_for
 
 
 class Plain(Protocol):
@@ -92,6 +92,17 @@ class Plain(Protocol):
     def receive_input(self, shape: tuple[int, ...]) -> Share:
         """The client's values in the clear."""
         return Share((self.transport.recv(CLIENT, "input", shape, self.ring.dtype),))
+
+    def receive_index(self, count: int, domain: int) -> Index:
+        """The indices in the clear."""
+        return Index((self.transport.recv(CLIENT, "index", (count,), torch.int64),), count, domain)
+
+    def lookup(self, index: Index, table: Share | Tensor) -> Share:
+        """Row selection."""
+        rows = table if isinstance(table, Tensor) else table.parts[0]
+        if rows.is_meta:
+            return Share((torch.empty((index.count, rows.shape[1]), dtype=self.ring.dtype, device="meta"),))
+        return Share((rows[index.keys[0]],))
 
     def reveal_to_client(self, x: Share) -> None:
         """The value itself."""

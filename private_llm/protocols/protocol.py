@@ -15,7 +15,7 @@ from torch import Tensor
 
 from private_llm.net.ledger import Ledger
 from private_llm.net.transport import Transport
-from private_llm.protocols.share import BitShare, Share
+from private_llm.protocols.share import BitShare, Index, Share
 from private_llm.ring.ring import Ring
 
 Weights = Sequence[int | Tensor]
@@ -122,6 +122,14 @@ class Protocol(ABC):
     @abstractmethod
     def receive_input(self, shape: tuple[int, ...]) -> Share:
         """This party's part of ring elements that the client shares right now."""
+
+    @abstractmethod
+    def receive_index(self, count: int, domain: int) -> Index:
+        """This party's hold on `count` indices in 0 .. domain-1 that the client shares right now."""
+
+    @abstractmethod
+    def lookup(self, index: Index, table: Share | Tensor) -> Share:
+        """Rows of `table` [domain, D] at the secret indices: [count, D]. A plain table holds public ring elements."""
 
     @abstractmethod
     def reveal_to_client(self, x: Share) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, DomainError
 from private_llm.net.transport import CLIENT, MetaTransport, Transport, endpoint_name
 from private_llm.protocols.plain import Plain
 from private_llm.protocols.protocol import Protocol
@@ -57,6 +57,12 @@ class PlainClient:
     def share(self, elements: Tensor) -> None:
         """Hand ring elements to the party."""
         self.transport.send(0, "input", elements.contiguous())
+
+    def share_index(self, indices: Tensor, domain: int) -> None:
+        """Hand indices below `domain` to the party."""
+        if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= domain):
+            raise DomainError(f"an index lies outside 0 .. {domain - 1}")
+        self.transport.send(0, "index", indices.reshape(-1).contiguous())
 
     def open(self, shape: tuple[int, ...]) -> Tensor:
         """Ring elements that the party reveals."""

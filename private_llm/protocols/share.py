@@ -56,6 +56,18 @@ class BitShare:
         return f"BitShare(rows={self.rows}, count={self.count})"
 
 
+@dataclass(frozen=True, slots=True)
+class Index:
+    """This party's hold on secret indices into a public-length table: keys, or the indices under `plain`."""
+
+    keys: tuple[Tensor, ...]
+    count: int
+    domain: int
+
+    def __repr__(self) -> str:
+        return f"Index(count={self.count}, domain={self.domain})"
+
+
 def words_for(count: int) -> int:
     """64-bit words that hold one bit per element."""
     return (count + 63) // 64

@@ -15,7 +15,7 @@ from private_llm.net.local import LocalHub
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import join, join_as_client
-from private_llm.protocols.share import Share
+from private_llm.protocols.share import Index, Share
 
 Program = Callable[..., Share]
 
@@ -35,6 +35,7 @@ def run_ring(
     program: Program,
     shape: Sequence[int],
     wrap: Callable[[Transport], Transport] = lambda transport: transport,
+    secret_index: tuple[Tensor, int] | None = None,
 ) -> Run:
     """Share `inputs` (ring elements), run program(protocol, *shares) at every party, open a result of `shape`."""
     hub = LocalHub(config.parties, timeout=30)
@@ -45,7 +46,9 @@ def run_ring(
         try:
             transport = wrap(hub.transport(index))
             protocol: Protocol = join(config, index, transport).protocol
-            shares = [protocol.receive_input(tuple(x.shape)) for x in inputs]
+            shares: list[Share | Index] = [protocol.receive_input(tuple(x.shape)) for x in inputs]
+            if secret_index is not None:
+                shares.append(protocol.receive_index(secret_index[0].numel(), secret_index[1]))
             transport.ledger.reset()
             out = program(protocol, *shares)
             ledgers[index] = Ledger(index)
@@ -63,6 +66,8 @@ def run_ring(
         client = join_as_client(config, hub.transport(CLIENT))
         for x in inputs:
             client.share(x)
+        if secret_index is not None:
+            client.share_index(*secret_index)
         result = client.open(tuple(shape))
     except Exception:
         for thread in threads:

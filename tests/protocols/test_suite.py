@@ -168,6 +168,23 @@ def test_gates_and_decomposition(protocol: str, ring: int) -> None:
 
 
 @every
+@pytest.mark.parametrize("public", [False, True])
+def test_lookup_of_secret_indices(protocol: str, ring: int, public: bool) -> None:
+    table = ring_values(ring, (37, 6), ring, 1)
+    indices = torch.tensor([0, 36, 5, 5, 17])
+    program = lambda p, t, i: p.lookup(i, table if public else t)  # noqa: E731
+    run = run_ring(config(protocol, ring), [table], program, (5, 6), secret_index=(indices, 37))
+    check(run, table[indices], cost.lookup(Ring(ring), 5, 6, public), protocol)
+
+
+def test_lookup_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("private_llm.protocols.trio.arithmetic._LOOKUP_CELLS", 80)
+    table, indices = ring_values(64, (37, 6), 64, 1), torch.tensor([0, 36, 5, 5, 17])
+    run = run_ring(config("trio", 64), [table], lambda p, t, i: p.lookup(i, t), (5, 6), secret_index=(indices, 37))
+    check(run, table[indices], cost.lookup(Ring(64), 5, 6), "trio")
+
+
+@every
 def test_public_values_and_linear_steps_are_free(protocol: str, ring: int) -> None:
     x = ring_values(ring, (3, 4), ring, 1)
     public = ring_values(ring, (4,), ring, 2)

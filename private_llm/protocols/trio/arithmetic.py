@@ -35,7 +35,8 @@ from private_llm.errors import DomainError
 from private_llm.kernels import ops
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.protocol import Protocol
-from private_llm.protocols.share import Share
+from private_llm.protocols.share import Index, Share
+from private_llm.ring.dpf import expand, key_words
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import Ring
 
@@ -250,6 +251,45 @@ class TrioArithmetic(Protocol):
         masked = self.transport.recv(CLIENT, "input", shape, self.ring.dtype)
         return Share((masked, masks[0]))
 
+    def receive_index(self, count: int, domain: int) -> Index:
+        """Two keys of a distributed point function from the client, 16 log2(domain) + 24 bytes an index each."""
+        shape = (2, count, key_words(domain))
+        keys = self.transport.recv(CLIENT, "index", shape, torch.int64)
+        return Index((keys[0], keys[1]), count, domain)
+
+    def lookup(self, index: Index, table: Share | Tensor) -> Share:
+        """Rows of a table at secret indices; 24 bytes an output (64 bits), 1 round, whatever the domain.
+
+        Every component of W = M - a1 - a2 is known to two parties, who hold the two keys of one point
+        function for it: (0, 1) for a1, (0, 2) for a2, (1, 2) for M. Each sums its expanded shares times
+        the component: three additive pieces, which `_finish` turns into a share (party 0's as E).
+        """
+        chunk = max(1, _LOOKUP_CELLS // index.domain)
+        pieces = []
+        for start in range(0, index.count, chunk):
+            keys = [key[start : start + chunk] for key in index.keys]
+            pieces.append(self._lookup_piece(keys, index.domain, table))
+        piece = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        if isinstance(table, Tensor):
+            return self._finish("lookup public", piece.shape, None if self.party == 0 else piece, None, 0)
+        if self.party == 0:
+            return self._finish("lookup", piece.shape, None, piece, 0)
+        return self._finish("lookup", piece.shape, piece, None, 0)
+
+    def _lookup_piece(self, keys: Sequence[Tensor], domain: int, table: Share | Tensor) -> Tensor:
+        # Party 0 has key 0 of (0, 1) and (0, 2), party 1 key 1 of (0, 1) and key 0 of (1, 2), party 2 the rest.
+        if isinstance(table, Tensor):
+            if self.party == 0:
+                return torch.empty((keys[0].shape[0], table.shape[1]), dtype=self.ring.dtype, device=self.device)
+            return ops.ring_matmul(expand(keys[1], domain, self.party - 1, self.ring), table)
+        self.ledger.add_macs(2 * keys[0].shape[0] * table.numel())
+        first = expand(keys[0], domain, 0 if self.party == 0 else 1, self.ring)
+        if self.party == 0:
+            second = expand(keys[1], domain, 0, self.ring)
+            return ops.ring_matmul(first, table.parts[0]) + ops.ring_matmul(second, table.parts[1])
+        second = expand(keys[1], domain, self.party - 1, self.ring)
+        return ops.ring_matmul(second, table.parts[0]) + ops.ring_matmul(second - first, table.parts[1])
+
     def reveal_to_client(self, x: Share) -> None:
         """Party 1 sends x + a2, party 2 sends a2: 1 element each."""
         if self.party:
@@ -257,5 +297,8 @@ class TrioArithmetic(Protocol):
             self.transport.send(CLIENT, "reveal", part.contiguous())
 
 
-_HELPED = frozenset({"mul", "matmul"})
+_HELPED = frozenset({"mul", "matmul", "lookup"})
 """Products in which party 0 contributes an error term E."""
+
+_LOOKUP_CELLS = 1 << 22
+"""Expanded entries held at once (32 MiB in a 64-bit ring)."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.share import Share
+from private_llm.ring.dpf import make_keys
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 
@@ -28,6 +29,7 @@ class TrioClient:
             for party in parties:
                 payload = torch.frombuffer(bytearray(key.raw()), dtype=torch.uint8)
                 transport.send(party, "input key", payload)
+        self._roots = Seed.fresh().stream("index keys")
         self._masks = [key.stream("client input") for key in keys]
 
     def share(self, elements: Tensor) -> None:
@@ -35,6 +37,16 @@ class TrioClient:
         a1, a2 = (mask.elements(elements.numel(), self.ring).view(elements.shape) for mask in self._masks)
         self.transport.send(1, "input", (elements + a2).contiguous())
         self.transport.send(2, "input", (elements + a1).contiguous())
+
+    def share_index(self, indices: Tensor, domain: int) -> None:
+        """Share int64 indices [T] below `domain`; the parties call `receive_index(T, domain)`.
+
+        Three pairs of keys, one pair for each two parties (see `TrioArithmetic.lookup`), drawn from OS entropy.
+        """
+        pairs = [make_keys(indices, domain, self._roots) for _ in range(3)]  # (0, 1), (0, 2), (1, 2)
+        held = [(pairs[0][0], pairs[1][0]), (pairs[0][1], pairs[2][0]), (pairs[1][1], pairs[2][1])]
+        for party, keys in enumerate(held):
+            self.transport.send(party, "index", torch.stack(keys))
 
     def open(self, shape: tuple[int, ...]) -> Tensor:
         """Ring elements of `shape` that the parties reveal right now."""

@@ -12,6 +12,7 @@ from private_llm.kernels.ops import packed_words
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.share import words_for
+from private_llm.ring.dpf import key_words
 from private_llm.ring.ring import Ring
 
 
@@ -84,3 +85,13 @@ def input_from_client(ring: Ring, count: int) -> Cost:
 def reveal_to_client(ring: Ring, count: int) -> Cost:
     """Each evaluator sends one element to the client."""
     return Cost({(1, CLIENT): count * ring.bytes, (2, CLIENT): count * ring.bytes})
+
+
+def index_from_client(count: int, domain: int) -> Cost:
+    """Two point-function keys for each party."""
+    return Cost({(CLIENT, party): 2 * 8 * count * key_words(domain) for party in range(3)})
+
+
+def lookup(ring: Ring, count: int, width: int, public: bool = False) -> Cost:
+    """Rows of a table at secret indices: one finish, whatever the length of the table."""
+    return finish(ring, count * width, 0, helped=not public)

@@ -1,0 +1,126 @@
+"""Distributed point functions: a secret index, split between two holders in a few hundred bytes.
+
+Each holder expands its key to additive shares (mod 2^64, hence mod 2^32) of the one-hot row of the index
+over the whole domain; a key alone is pseudorandom. Construction: Boyle, Gilboa, Ishai, "Function secret
+sharing: improvements and extensions" (CCS 2016), figure 1, output group Z/2^64 with two leaves per block.
+The expansion G(s) = (AES_L(s) ^ s, AES_R(s) ^ s), leaves AES_O(s) ^ s, uses three fixed public keys.
+The lowest bit of a child block is its control bit and is cleared in the seed.
+
+Key layout (int64 words, n = depth): root 2, then n corrections of 2, control corrections 1 (2 bits a level),
+leaf corrections 2: 5 + 2n words, for a vocabulary of 50,257 (n = 15) 280 bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from torch import Tensor
+
+from private_llm.errors import DomainError
+from private_llm.kernels import cpu_dpf
+from private_llm.ring.prg import Prg
+from private_llm.ring.ring import Ring
+
+Array = np.ndarray[Any, Any]
+
+_LEFT, _RIGHT, _LEAF = (Cipher(algorithms.AES(label), modes.ECB()) for label in (
+    b"private-llm.dpfL", b"private-llm.dpfR", b"private-llm.dpfO"))  # fmt: skip
+
+
+def depth(domain: int) -> int:
+    """Levels of the tree over `domain` >= 1 entries (two entries per block)."""
+    return max(0, (domain - 1).bit_length() - 1)
+
+
+def key_words(domain: int) -> int:
+    """64-bit words of one key."""
+    return 5 + 2 * depth(domain)
+
+
+def make_keys(indices: Tensor, domain: int, prg: Prg) -> tuple[Tensor, Tensor]:
+    """Keys [T, key_words] for both holders of `indices` (int64 [T]); roots come from `prg`.
+
+    Raises DomainError for an index outside the domain (the message does not name it).
+    """
+    tokens = indices.numel()
+    if tokens and (int(indices.min()) < 0 or int(indices.max()) >= domain):
+        raise DomainError(f"an index lies outside 0 .. {domain - 1}")
+    levels = depth(domain)
+    alpha = indices.reshape(-1).numpy().astype(np.uint64)
+    keys = np.zeros((2, tokens, key_words(domain)), dtype=np.uint64)
+    roots = prg.words(4 * tokens).numpy().view(np.uint64).reshape(2, tokens, 2).copy()
+    roots[:, :, 0] &= ~np.uint64(1)
+    keys[:, :, :2] = roots
+    seed = roots
+    control = np.stack([np.zeros(tokens, np.uint64), np.ones(tokens, np.uint64)])
+    rows = np.arange(tokens)
+    one = np.uint64(1)
+    packed = np.zeros(tokens, dtype=np.uint64)
+    for level in range(levels):
+        turn = ((alpha >> np.uint64(levels - level)) & one).astype(np.int64)
+        child = np.stack([_one_way(_LEFT, seed), _one_way(_RIGHT, seed)])
+        bit = child[..., 0] & one
+        child[..., 0] &= ~one
+        lost = child[1 - turn, :, rows]
+        correction = lost[:, 0] ^ lost[:, 1]
+        fix_left = bit[0, 0] ^ bit[0, 1] ^ turn.astype(np.uint64) ^ one
+        fix_right = bit[1, 0] ^ bit[1, 1] ^ turn.astype(np.uint64)
+        keys[:, :, 2 + 2 * level : 4 + 2 * level] = correction
+        packed |= (fix_left << np.uint64(2 * level)) | (fix_right << np.uint64(2 * level + 1))
+        kept, kept_bit = child[turn, :, rows].transpose(1, 0, 2), bit[turn, :, rows].T
+        fix = np.where(turn == 0, fix_left, fix_right)
+        seed = kept ^ (control[:, :, None] * correction[None])
+        control = kept_bit ^ (control & fix[None])
+    keys[:, :, 2 + 2 * levels] = packed
+    blocks = _one_way(_LEAF, seed)
+    target = np.zeros((tokens, 2), dtype=np.uint64)
+    target[rows, (alpha & one).astype(np.int64)] = one
+    final = target - blocks[0] + blocks[1]
+    final = np.where(control[1][:, None] == one, np.uint64(0) - final, final)
+    keys[:, :, 3 + 2 * levels :] = final
+    made = torch.from_numpy(keys.view(np.int64))
+    return made[0].contiguous(), made[1].contiguous()
+
+
+def expand(keys: Tensor, domain: int, holder: int, ring: Ring) -> Tensor:
+    """This holder's additive share of the one-hot rows [T, domain]; `holder` is 0 or 1, as in `make_keys`."""
+    tokens = keys.shape[0]
+    if keys.is_meta:
+        return torch.empty((tokens, domain), dtype=ring.dtype, device="meta")
+    words = keys.numpy().view(np.uint64)
+    levels = depth(domain)
+    seeds = np.ascontiguousarray(words[:, None, :2])
+    control = np.full((tokens, 1), holder, dtype=np.uint64)
+    packed = words[:, 2 + 2 * levels]
+    one = np.uint64(1)
+    for level in range(levels):
+        out = np.empty((tokens, 2 << level, 2), dtype=np.uint64)
+        bits = np.empty((tokens, 2 << level), dtype=np.uint64)
+        cpu_dpf.children(
+            seeds, control, _encrypt(_LEFT, seeds), _encrypt(_RIGHT, seeds),
+            np.ascontiguousarray(words[:, 2 + 2 * level : 4 + 2 * level]),
+            (packed >> np.uint64(2 * level)) & one, (packed >> np.uint64(2 * level + 1)) & one, out, bits,
+        )  # fmt: skip
+        needed = (domain + (1 << (levels - level)) - 1) >> (levels - level)  # blocks that cover the domain
+        seeds, control = np.ascontiguousarray(out[:, :needed]), np.ascontiguousarray(bits[:, :needed])
+    share = torch.empty((tokens, domain), dtype=ring.dtype)
+    unsigned = share.numpy().view(np.uint64 if ring.bits == 64 else np.uint32)
+    final = np.ascontiguousarray(words[:, 3 + 2 * levels :])
+    cpu_dpf.leaves(seeds, _encrypt(_LEAF, seeds), control, final, holder == 1, unsigned)
+    return share
+
+
+def _encrypt(cipher: Cipher[modes.ECB], blocks: Array) -> Array:
+    out = np.empty(blocks.size + 2, dtype=np.uint64)  # the cipher wants one spare block
+    if blocks.size:
+        cipher.encryptor().update_into(blocks.data.cast("B"), out.data.cast("B"))
+    return out[: blocks.size].reshape(blocks.shape)
+
+
+def _one_way(cipher: Cipher[modes.ECB], seeds: Array) -> Array:
+    seeds = np.ascontiguousarray(seeds)
+    made: Array = _encrypt(cipher, seeds) ^ seeds
+    return made
