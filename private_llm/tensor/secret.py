@@ -133,12 +133,12 @@ class SecretTensor(torch.Tensor):
         return _CPU if device.type == "meta" else device
 
     @property
-    def ndim(self) -> int:
+    def ndim(self) -> int:  # type: ignore[override]
         """Number of dimensions."""
         return self._fixed.share.parts[0].dim()
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """False: there is no gradient through a sharing."""
         return False
 
@@ -147,7 +147,7 @@ class SecretTensor(torch.Tensor):
         if value:
             raise UnsupportedOp("no gradient flows through a secret tensor; train in the clear, then share")
 
-    def __repr__(self, *, tensor_contents: TorchArg = None) -> str:
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"SecretTensor(shape={tuple(self.shape)}, frac={self._fixed.frac}, {self._fixed.session!r})"
 
     __str__ = __repr__

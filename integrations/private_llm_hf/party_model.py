@@ -1,0 +1,213 @@
+"""One party's model: HuggingFace's own module tree and forward, with this party's shares as parameters.
+
+No plaintext weight is ever here: the tree is built without weights, then every parameter is set to a share
+(or, with weights="public", to the public tensor). Norms and hand-spelled activations are replaced by modules that call
+one protocol, attention and masks come from `attention.py`, and every module books its cost under its own name.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping
+from importlib import resources
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+import private_llm.nn  # noqa: F401 - completes the table of operations
+from private_llm.errors import PatchMismatch
+from private_llm.net.ledger import Ledger
+from private_llm.nn.activation import PrivateGELU, PrivateQuickGELU
+from private_llm.nn.norm import PrivateRMSNorm
+from private_llm.protocols.session import Session
+from private_llm.protocols.share import Share
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SecretTensor
+from private_llm_hf.attention import register
+from private_llm_hf.cache import SecretCache, SecretEncoderDecoderCache
+from private_llm_hf.plan import make_plan
+
+Weights = Mapping[str, Fixed | SecretTensor | Tensor]
+
+
+def build_party_model(
+    config: Mapping[str, Any], class_name: str, parameters: Weights, session: Session
+) -> PreTrainedModel:
+    """A model of transformers' class `class_name` whose parameters are this party's shares.
+
+    `parameters` maps the model's own parameter names (tied ones once, under the name they are tied to) to shares.
+    The result also has `new_cache()`. Raises PatchMismatch for modules without a rule and for missing,
+    surplus or misshapen weights.
+    """
+    register()
+    model = empty_model(config, class_name)
+    make_plan(model, session.config)
+    _replace_modules(model)
+    _set_parameters(model, parameters)
+    _check_complete(model, session)
+    model.new_cache = functools.partial(new_cache, model)
+    _book_by_module(model, session.protocol.ledger)
+    return model.eval()
+
+
+def meta_parameters(config: Mapping[str, Any], class_name: str, session: Session) -> dict[str, Fixed]:
+    """Shares without values for every weight of a model: what `build_party_model` takes in a meta session."""
+    model = empty_model(config, class_name)
+    count = len(session.protocol.public(torch.zeros(1, dtype=session.ring.dtype, device="meta")).parts)
+    made = {}
+    for name, value in model.named_parameters():
+        parts = [torch.empty(value.shape, dtype=session.ring.dtype, device="meta") for _ in range(count)]
+        made[name] = Fixed(session, Share(tuple(parts)), session.frac)
+    return made
+
+
+def new_cache(model: PreTrainedModel) -> SecretCache | SecretEncoderDecoderCache:
+    """An empty KV cache for this model."""
+    return SecretEncoderDecoderCache() if model.config.is_encoder_decoder else SecretCache()
+
+
+# -- the bare tree ---------------------------------------------------------------------------------------------
+def empty_model(config: Mapping[str, Any], class_name: str) -> PreTrainedModel:
+    """The module tree with parameters on the meta device and real (public) buffers; outputs as the party needs."""
+    cls = getattr(transformers, class_name, None)
+    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+        raise PatchMismatch(f"model class: got {class_name!r}; want a PreTrainedModel of transformers")
+    settings = party_config(config)
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        model = cls(settings)
+    model.tie_weights()
+    return model
+
+
+def party_config(config: Mapping[str, Any]) -> PretrainedConfig:
+    """A configuration for a party: private attention, float32 outside, no cache unless one is passed."""
+    values = copy.deepcopy(dict(config))
+    settings = AutoConfig.for_model(values.pop("model_type", ""), **values)
+    settings._attn_implementation = _attention(settings.model_type)
+    settings.dtype = torch.float32
+    settings.use_cache = False
+    return settings
+
+
+@functools.cache
+def _table(section: str) -> dict[str, Any]:
+    text = resources.files("private_llm_hf").joinpath("models", "replacements.json").read_text()
+    found: dict[str, Any] = json.loads(text)[section]
+    return found
+
+
+def _attention(model_type: str) -> str:
+    """`private_llm`, or for families that bypass the attention registry the spelling that our op table serves."""
+    table = _table("attention")
+    found: str = table.get(model_type, table["_"])
+    return found
+
+
+# -- replacing ----------------------------------------------------------------------------------------------
+def _match(section: str, module: nn.Module) -> Any:  # noqa: ANN401 - a JSON value
+    name = type(module).__name__
+    return next((facts for names, facts in _table(section).items() if re.fullmatch(names, name)), None)
+
+
+def replacement(module: nn.Module) -> nn.Module | None:
+    """The private module for one that spells a norm or GELU by hand; None if its own forward is right."""
+    norm = _match("rms_norms", module)
+    if norm is not None:
+        return PrivateRMSNorm(getattr(module, "weight", None), getattr(module, norm["eps"]), norm["offset"])
+    kind = _match("gelus", module)
+    if kind is None:
+        return None
+    return PrivateQuickGELU() if kind == "quick" else PrivateGELU(kind)
+
+
+def _replace_modules(model: nn.Module) -> None:
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            made = replacement(child)
+            if made is not None:
+                setattr(parent, name, made)
+
+
+# -- weights ------------------------------------------------------------------------------------------------
+def _set_parameters(model: PreTrainedModel, parameters: Weights) -> None:
+    """Set every parameter; a tied one may come under any of its names."""
+    groups: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, module in model.named_modules():
+        for own, value in module.named_parameters(recurse=False):
+            groups.setdefault(id(value), []).append((f"{path}.{own}" if path else own, module, own))
+    missing, used = [], set()
+    for places in groups.values():
+        name = next((name for name, _, _ in places if name in parameters), None)
+        if name is None:
+            missing.append(places[0][0])
+            continue
+        used.add(name)
+        wanted, value = places[0][1]._parameters[places[0][2]], parameters[name]
+        if wanted is None or tuple(value.shape) != tuple(wanted.shape):
+            raise PatchMismatch(
+                f"weight '{name}': got {tuple(value.shape)}; want {tuple(getattr(wanted, 'shape', ()))}"
+            )
+        ready = _parameter(value, any(isinstance(module, nn.Linear) for _, module, _ in places))
+        for _, module, own in places:
+            module._parameters[own] = ready
+    surplus = sorted(set(parameters) - used)
+    if missing or surplus:
+        raise PatchMismatch(
+            f"{type(model).__name__}: weights do not match the model; missing: {_some(missing)}; "
+            f"not expected: {_some(surplus)}"
+        )
+
+
+def _parameter(value: Fixed | SecretTensor | Tensor, linear: bool) -> nn.Parameter:
+    if isinstance(value, SecretTensor):
+        value = value.fixed
+    if isinstance(value, Fixed):
+        value = SecretTensor(value.view(_transposed) if linear else value)
+    return nn.Parameter(value, requires_grad=False)
+
+
+def _transposed(part: Tensor) -> Tensor:
+    """The same [N, K] with [K, N] contiguous: integer x @ W.T runs several times faster this way."""
+    return part.t().contiguous().t()
+
+
+def _check_complete(model: PreTrainedModel, session: Session) -> None:
+    left = [name for name, p in model.named_parameters() if p.device.type == "meta"]
+    if session.config.weights == "secret":
+        left += [name for name, p in model.named_parameters() if not isinstance(p, SecretTensor)]
+    left += [name for name, b in model.named_buffers() if b.device.type == "meta"]
+    if left:
+        raise PatchMismatch(
+            f"{type(model).__name__}: neither shared nor public after loading: {_some(sorted(set(left)))}"
+        )
+
+
+def _some(names: list[str]) -> str:
+    if not names:
+        return "none"
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+
+
+# -- costs by module ------------------------------------------------------------------------------------------
+def _book_by_module(model: nn.Module, ledger: Ledger) -> None:
+    """Book what each module sends under its name (the innermost module that runs)."""
+    for name, module in model.named_modules():
+        if name and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            module.forward = _booked(module.forward, ledger, name)
+
+
+def _booked(forward: Callable[..., Any], ledger: Ledger, name: str) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
+        with ledger.scope(name):
+            return forward(*args, **kwargs)
+
+    return run

@@ -1,0 +1,26 @@
+"""Activation modules that replace hand-spelled ones by one protocol call."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class PrivateGELU(nn.Module):
+    """GELU; `approximate` is "tanh" or "none" (erf)."""
+
+    def __init__(self, approximate: str) -> None:
+        super().__init__()
+        self.approximate = approximate
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Pointwise."""
+        return F.gelu(input, approximate=self.approximate)
+
+
+class PrivateQuickGELU(nn.Module):
+    """x * sigmoid(1.702 x), as silu(1.702 x) / 1.702."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Pointwise."""
+        return F.silu(input * 1.702) * (1.0 / 1.702)

@@ -1,0 +1,127 @@
+"""Attention on shares: scores, softmax and the mix of values, at the allowed positions only.
+
+A public mask says which key positions a query sees. Scores above the diagonal, at padding or outside a sliding
+window are neither sent nor fed to softmax: the product makes just the selected outputs. Grouped heads share
+their keys and values without a copy: [B, G*r, q, D] is seen as [B, G, r*q, D], which keeps every flat position.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from private_llm.approx.softmax import softmax, softmax_ragged
+from private_llm.approx.tanh import tanh
+from private_llm.errors import DomainError
+from private_llm.protocols.share import Share
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.scale import dyadic, times_scalar
+from private_llm.tensor.secret import SLACK, SecretTensor
+
+SCALE_BITS = 14
+"""Bits of a score scale that is no power of two: relative error 2^-14; |scaled scores| may reach 2^8."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """Which scores of shape [batch, heads, queries, keys] exist: flat positions, and how many in each row."""
+
+    shape: tuple[int, int, int, int]
+    select: Tensor | None
+    lengths: Tensor | None
+
+
+def pattern(mask: Tensor | None, batch: int, heads: int, queries: int, keys: int) -> Pattern:
+    """The pattern of a public boolean mask (True: allowed) broadcastable to [batch, heads, queries, keys].
+
+    It is remembered on the mask, because every layer meets the same one.
+    """
+    shape = (batch, heads, queries, keys)
+    if mask is None:
+        return Pattern(shape, None, None)
+    held: dict[tuple[int, ...], Pattern] = mask.__dict__.setdefault("_private_patterns", {})
+    found = held.get(shape)
+    if found is None:
+        allowed = mask[..., :keys].expand(shape)
+        if bool(allowed.all()):
+            found = Pattern(shape, None, None)
+        else:
+            found = Pattern(shape, allowed.reshape(-1).nonzero().view(-1), allowed.sum(-1).view(-1))
+        held[shape] = found
+    return found
+
+
+def attend(
+    query: Fixed,
+    key: Fixed,
+    value: Fixed,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    bias: Fixed | Tensor | None = None,
+) -> Fixed:
+    """softmax(scale * q k^T, capped, + bias) v: q [B, H, q, D], k and v [B, G, k, D] with G dividing H.
+
+    mask: public, boolean. bias: broadcastable to [B, H, q, k], secret or public. Returns [B, H, q, Dv]; queries
+    that see nothing get zeros. Communicates one product per allowed score, softmax on those, one product per output.
+    """
+    batch, heads, queries, depth = query.shape
+    groups, keys = key.shape[1], key.shape[2]
+    if heads % groups:
+        raise DomainError(f"attention: got {heads} query heads for {groups} key heads; want a multiple")
+    plan = pattern(mask, batch, heads, queries, keys)
+    grouped = (batch, groups, heads // groups * queries)
+    query = query.view(lambda part: part.reshape(*grouped, depth))
+    scores = _scores(query, key, scale if softcap is None else scale / softcap, plan.select)
+    if plan.select is None:
+        scores = scores.view(lambda part: part.reshape(plan.shape))
+    if softcap is not None:
+        scores = times_scalar(SecretTensor(tanh(scores)), softcap).at(scores.frac)
+    if bias is not None:
+        scores = scores + _at_scores(bias, plan)
+    weights = soften(scores, plan).view(lambda part: part.reshape(*grouped, keys))
+    mixed = weights.matmul(value)
+    return mixed.view(lambda part: part.reshape(batch, heads, queries, -1))
+
+
+def _scores(query: Fixed, key: Fixed, scale: float, select: Tensor | None) -> Fixed:
+    """scale * q k^T: the power of two in `scale` goes into the shift, the rest into q as an integer."""
+    session = query.session
+    n, exponent = dyadic(scale, SCALE_BITS)
+    surplus = query.frac - session.frac + n.bit_length()
+    if n != 1:
+        query = query.scale_int(n)
+    query = Fixed(session, query.share, query.frac - exponent)
+    if surplus > SCALE_BITS + SLACK:  # rope already left its bits in q: one truncation for both
+        query = query.at(session.frac)
+    return query.matmul(key.view(lambda part: part.transpose(-1, -2)), select=select)
+
+
+def _at_scores(bias: Fixed | Tensor, plan: Pattern) -> Fixed | Tensor:
+    def pick(part: Tensor) -> Tensor:
+        full = part.expand(plan.shape)
+        return full if plan.select is None else full.reshape(-1)[plan.select.to(part.device)]
+
+    return pick(bias) if isinstance(bias, Tensor) else bias.view(pick)
+
+
+def soften(scores: Fixed, plan: Pattern) -> Fixed:
+    """Softmax over the last dimension; `scores` flat at the plan's positions (or whole), zeros elsewhere."""
+    if plan.select is None or plan.lengths is None:
+        return softmax(scores)
+    return scatter(softmax_ragged(scores, plan.lengths), plan.select, plan.shape)
+
+
+def scatter(values: Fixed, positions: Tensor, shape: tuple[int, ...]) -> Fixed:
+    """Zeros of `shape` with `values` at flat `positions`. Local."""
+    count = math.prod(shape)
+
+    def spread(part: Tensor) -> Tensor:
+        flat = torch.zeros(count, dtype=part.dtype, device=part.device)
+        flat[positions.to(part.device)] = part
+        return flat.view(shape)
+
+    return values.with_share(Share(tuple(spread(part) for part in values.share.parts)))

@@ -1,0 +1,42 @@
+"""Pointwise non-linear functions on secrets, by the approximations of `approx`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from private_llm.approx.activations import gelu, relu, sigmoid, silu, tanh
+from private_llm.errors import UnsupportedOp
+from private_llm.tensor.dispatch import implements
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SecretTensor
+
+
+def _settled(x: Tensor, name: str) -> Fixed:
+    if not isinstance(x, SecretTensor):
+        raise UnsupportedOp(f"{name}: the rule needs a secret input")
+    return x.fixed
+
+
+def _register(function: Callable[[Fixed], Fixed], *ops: object) -> None:
+    def rule(x: Tensor, inplace: bool = False) -> SecretTensor:
+        made = SecretTensor(function(_settled(x, function.__name__)))
+        return x.rebind(made) if inplace and isinstance(x, SecretTensor) else made
+
+    rule.__name__ = function.__name__
+    implements(*ops)(rule)
+
+
+_register(relu, F.relu, torch.relu, Tensor.relu)
+_register(silu, F.silu)
+_register(sigmoid, torch.sigmoid, Tensor.sigmoid, F.sigmoid)
+_register(tanh, torch.tanh, Tensor.tanh, F.tanh)
+
+
+@implements(F.gelu)
+def gelu_rule(x: Tensor, approximate: str = "none") -> SecretTensor:
+    """GELU in the erf ("none") or tanh spelling."""
+    return SecretTensor(gelu(_settled(x, "gelu"), approximate))

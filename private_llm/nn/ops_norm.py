@@ -1,0 +1,56 @@
+"""Norms: `F.layer_norm` and `F.rms_norm` on secrets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from private_llm.approx.norms import layer_norm, rms_norm
+from private_llm.errors import UnsupportedOp
+from private_llm.tensor.dispatch import implements
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SecretTensor
+
+
+def gain(weight: Tensor | None, offset: float = 0.0) -> Fixed | Tensor | None:
+    """A norm's weight as the approximations take it: secret, public or none."""
+    if isinstance(weight, SecretTensor):
+        return weight.fixed + offset if offset else weight.fixed
+    if weight is None:
+        return None
+    return weight.detach() + offset if offset else weight.detach()
+
+
+def rms_norm_rule(x: SecretTensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> SecretTensor:
+    """x / rms(x) * (weight + offset) over the last dimension."""
+    return SecretTensor(rms_norm(x.fixed, gain(weight, offset), eps))
+
+
+def _last_only(x: SecretTensor, normalized_shape: Sequence[int], name: str) -> None:
+    if len(normalized_shape) != 1 or normalized_shape[0] != x.shape[-1]:
+        raise UnsupportedOp(f"{name} over {tuple(normalized_shape)}; want the last dimension ({x.shape[-1]})")
+
+
+@implements(torch.nn.functional.layer_norm, torch.layer_norm)
+def layer_norm_rule(
+    x: SecretTensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *_: object,
+) -> SecretTensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
+    _last_only(x, normalized_shape, "layer_norm")
+    return SecretTensor(layer_norm(x.fixed, gain(weight), gain(bias), eps))
+
+
+@implements(torch.nn.functional.rms_norm, torch.rms_norm)
+def rms_norm_function(
+    x: SecretTensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> SecretTensor:
+    """x / rms(x) * weight over the last dimension."""
+    _last_only(x, normalized_shape, "rms_norm")
+    return rms_norm_rule(x, weight, torch.finfo(torch.float32).eps if eps is None else eps)

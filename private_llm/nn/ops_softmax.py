@@ -1,0 +1,70 @@
+"""Softmax over the last dimension and PyTorch's fused attention, on secrets with public masks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from private_llm.errors import UnsupportedOp
+from private_llm.nn.attention import attend, pattern, soften
+from private_llm.tensor.dispatch import implements
+from private_llm.tensor.ops_pointwise import MINUS_INFINITY
+from private_llm.tensor.secret import SecretTensor
+
+
+@implements(F.softmax, torch.softmax, Tensor.softmax)
+def softmax_rule(x: Tensor, dim: int | None = None, *_: object, **__: object) -> SecretTensor:
+    """Softmax; entries that a mask set to minus infinity are skipped and get probability 0."""
+    if not isinstance(x, SecretTensor) or dim not in (-1, x.ndim - 1):
+        raise UnsupportedOp(f"softmax over dimension {dim}; want a secret and its last dimension")
+    shape = x.shape
+    rows = (1, 1, shape[:-1].numel(), shape[-1])
+    hidden = x.hidden
+    allowed = None if hidden is None else ~hidden.reshape(rows)
+    plan = pattern(allowed, *rows)
+    scores = SecretTensor(x._fixed).fixed
+    if plan.select is None:
+        return SecretTensor(soften(scores, plan))
+    at = plan.select
+    kept = scores.view(lambda part: part.reshape(-1)[at.to(part.device)])
+    return SecretTensor(soften(kept, plan).view(lambda part: part.reshape(shape)))
+
+
+@implements(F.scaled_dot_product_attention)
+def attention_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> SecretTensor:
+    """softmax(scale q k^T + mask) v for 4-D operands; the mask is public, boolean or additive."""
+    operands = (query, key, value)
+    if dropout_p or not all(isinstance(t, SecretTensor) and t.ndim == 4 for t in operands):
+        raise UnsupportedOp("scaled_dot_product_attention needs 4-D secret q, k, v and no dropout")
+    allowed, bias = _read_mask(query, key, attn_mask, is_causal)
+    q, k, v = (t for t in operands if isinstance(t, SecretTensor))
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    return SecretTensor(attend(q.raw, k.operand, v.operand, allowed, factor, bias=bias))
+
+
+def _read_mask(
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(allowed, bias) from PyTorch's two kinds of mask; a bias of zeros is dropped."""
+    if is_causal:
+        square = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+        return square[None, None], None
+    if mask is None or mask.dtype == torch.bool:
+        return mask, None
+    held: tuple[Tensor, Tensor | None] | None = mask.__dict__.get("_private_mask")
+    if held is None:
+        allowed = mask > MINUS_INFINITY
+        bias = mask.masked_fill(~allowed, 0.0)
+        held = (allowed, bias if bool(bias.any()) else None)
+        mask.__dict__["_private_mask"] = held
+    return held
