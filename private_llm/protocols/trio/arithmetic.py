@@ -186,13 +186,12 @@ class TrioArithmetic(Protocol):
     # -- products ------------------------------------------------------------------------------------------
     def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
         """Elementwise product; bytes and rounds of one finish."""
-        shape = torch.broadcast_shapes(x.shape, y.shape)
         (x0, x1), (y0, y1) = x.parts, y.parts
         if self.party == 0:
-            return self._finish("mul", shape, None, x0 * (y0 - y1) - x1 * y0, shift)
-        if self.party == 1:
-            return self._finish("mul", shape, -(x0 * y1 + x1 * y0), None, shift)
-        return self._finish("mul", shape, x0 * y0, None, shift)
+            error = x0 * (y0 - y1) - x1 * y0
+            return self._finish("mul", error.shape, None, error, shift)
+        piece = x0 * y0 if self.party == 2 else -(x0 * y1 + x1 * y0)
+        return self._finish("mul", piece.shape, piece, None, shift)
 
     def matmul(self, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
         """Matrix product; output-sized traffic. Local products: two at parties 0 and 1, one at party 2."""
