@@ -6,14 +6,17 @@ from a protocol's. A session refuses to start it without `insecure=True`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from private_llm.net.transport import CLIENT
+from private_llm.errors import DomainError
+from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.protocol import Protocol, Weights
 from private_llm.protocols.share import BitShare, Index, Share, words_for
+from private_llm.ring.ring import Ring
 
 
 class Plain(Protocol):
@@ -21,6 +24,21 @@ class Plain(Protocol):
 
     name = "plain"
     parties = 1
+
+    def __init__(self, party: int, transport: Transport, ring: Ring, debug_ranges: bool = False) -> None:
+        super().__init__(party, transport, ring)
+        self.debug_ranges = debug_ranges
+
+    def _check_range(self, what: str, exact: Tensor) -> None:
+        """Debug sessions recompute products in float64, which does not wrap, and name the module that overflows."""
+        if self.debug_ranges and exact.numel() and not exact.is_meta:
+            largest = float(exact.abs().max())
+            if largest >= 2.0 ** (self.ring.bits - 2):
+                raise DomainError(
+                    f"{what} in module '{self.ledger.scope_name or 'unknown'}' reaches 2^{math.log2(largest):.1f}; a "
+                    f"{self.ring.bits}-bit ring holds values below 2^{self.ring.bits - 2} before truncation "
+                    "(lower frac_bits, or use the 64-bit ring)"
+                )
 
     def add_public(self, x: Share, c: int | Tensor) -> Share:
         """x + c."""
@@ -36,10 +54,14 @@ class Plain(Protocol):
 
     def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
         """floor(x y / 2^shift)."""
+        if self.debug_ranges:
+            self._check_range("a product", x.parts[0].double() * y.parts[0].double())
         return self.truncate(Share((x.parts[0] * y.parts[0],)), shift)
 
     def matmul(self, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
         """floor(x @ y / 2^shift), optionally at selected outputs only."""
+        if self.debug_ranges:
+            self._check_range("a matrix product", torch.matmul(x.parts[0].double(), y.parts[0].double()))
         out = torch.matmul(x.parts[0], y.parts[0])
         if select is not None:
             out = out.reshape(-1)[select]
@@ -48,6 +70,9 @@ class Plain(Protocol):
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
         """Horner's rule in the ring."""
         value = x.parts[0]
+        if self.debug_ranges:
+            exact = sum(float(c) * value.double() ** i for i, c in enumerate(coefficients))
+            self._check_range("a polynomial", torch.as_tensor(exact))
         out = torch.full_like(value, self.ring.constant(coefficients[-1]))
         for c in reversed(coefficients[:-1]):
             out = out * value + self.ring.constant(c)

@@ -80,7 +80,7 @@ def join(config: PrivateConfig, party: int, transport: Transport) -> Session:
     ring = Ring(config.ring)
     if config.protocol == "plain":
         _meet(config, transport, [CLIENT])
-        return Session(config, Plain(party, transport, ring))
+        return Session(config, Plain(party, transport, ring, config.debug_ranges))
     others = [p for p in range(config.parties) if p != party]
     seeds = _meet(config, transport, [*others, CLIENT])
     keys = receive_input_keys(transport, party)

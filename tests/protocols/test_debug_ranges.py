@@ -1,0 +1,45 @@
+"""A debug session names the module whose products leave the ring; an ordinary session is not slowed by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, DomainError
+from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.share import Share
+from tests.protocols.parties import run_ring
+
+PRODUCTS: list[Callable[[Protocol, Share], Share]] = [
+    lambda p, x: p.mul(x, x, 18),
+    lambda p, x: p.matmul(x, x, 18),
+    lambda p, x: p.poly(x, [0, 0, 1], 18),
+]
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_overflow_names_the_module(product: Callable[[Protocol, Share], Share]) -> None:
+    config = PrivateConfig(protocol="plain", insecure=True, debug_ranges=True)
+
+    def program(p: Protocol, x: Share) -> Share:
+        with p.ledger.scope("model.layers.3.fc1"):
+            return product(p, x)
+
+    small = torch.full((2, 2), 1 << 20)
+    run_ring(config, [small], program, (2, 2))
+    with pytest.raises(DomainError, match=r"module 'model.layers.3.fc1' reaches 2\^6[23]"):
+        run_ring(config, [torch.full((2, 2), 1 << 31)], program, (2, 2))
+
+
+def test_the_check_is_off_unless_asked_for() -> None:
+    config = PrivateConfig(protocol="plain", insecure=True)
+    run = run_ring(config, [torch.full((2,), 1 << 31)], lambda p, x: p.mul(x, x), (2,))
+    assert run.result.tolist() == [1 << 62] * 2
+
+
+def test_reading_values_needs_the_plain_protocol() -> None:
+    with pytest.raises(ConfigError, match="needs protocol='plain'"):
+        PrivateConfig(debug_ranges=True)
