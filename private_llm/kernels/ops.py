@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
-from private_llm.kernels import cpu_bits, cpu_trunc
+from private_llm.kernels import cpu_bits, cpu_trunc, matmul
 
 _UNSIGNED = {torch.int64: np.uint64, torch.int32: np.uint32}
 
@@ -31,7 +31,16 @@ def packed_words(count: int, f: int) -> int:
 
 def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
     """torch.matmul modulo the ring size; x [..., M, K], y [..., K, N]."""
-    return torch.matmul(x, y)
+    if x.is_meta:
+        return torch.matmul(x, y)
+    return matmul.product(x, y)
+
+
+def ring_matmul_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
+    """x0 y0 + x1 y1; shapes as in `ring_matmul`, the same for both products. No temporary of y's size."""
+    if x0.is_meta:
+        return torch.matmul(x0, y0)
+    return matmul.product(x1, y1, matmul.product(x0, y0))
 
 
 def transpose_bits(x: Tensor, rows: int) -> Tensor:
