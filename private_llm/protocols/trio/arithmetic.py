@@ -197,9 +197,9 @@ class TrioArithmetic(Protocol):
         """Matrix product; output-sized traffic. Local products: two at parties 0 and 1, one at party 2."""
         (x0, x1), (y0, y1) = x.parts, y.parts
         if self.party == 0:
-            piece = ops.ring_matmul(x0, y0 - y1) - ops.ring_matmul(x1, y0)
+            piece = ops.ring_matmul_pair(x0 - x1, y0, -x0, y1)
         elif self.party == 1:
-            piece = -(ops.ring_matmul(x0, y1) + ops.ring_matmul(x1, y0))
+            piece = ops.ring_matmul_pair(-x0, y1, -x1, y0)
         else:
             piece = ops.ring_matmul(x0, y0)
         self.ledger.add_macs(piece.numel() * x.shape[-1] * (1 if self.party == 2 else 2))
@@ -285,9 +285,9 @@ class TrioArithmetic(Protocol):
         first = expand(keys[0], domain, 0 if self.party == 0 else 1, self.ring)
         if self.party == 0:
             second = expand(keys[1], domain, 0, self.ring)
-            return ops.ring_matmul(first, table.parts[0]) + ops.ring_matmul(second, table.parts[1])
+            return ops.ring_matmul_pair(first, table.parts[0], second, table.parts[1])
         second = expand(keys[1], domain, self.party - 1, self.ring)
-        return ops.ring_matmul(second, table.parts[0]) + ops.ring_matmul(second - first, table.parts[1])
+        return ops.ring_matmul_pair(second, table.parts[0], second - first, table.parts[1])
 
     def reveal_to_client(self, x: Share) -> None:
         """Party 1 sends x + a2, party 2 sends a2: 1 element each."""
