@@ -18,6 +18,7 @@ class PrivateRMSNorm(nn.Module):
     def __init__(self, weight: nn.Parameter | None, eps: float, offset: float = 0.0) -> None:
         super().__init__()
         self.eps, self.offset = eps, offset
+        self.weight: Tensor | None
         self.register_parameter("weight", weight)
 
     def forward(self, hidden_states: Tensor) -> Tensor:

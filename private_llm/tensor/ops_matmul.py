@@ -48,16 +48,22 @@ def matmul(x: Tensor, y: Tensor) -> SecretTensor:
         return SecretTensor(product(x.operand, y.operand))
     if isinstance(x, SecretTensor):
         value = x.operand
-        weight = y if y.is_leaf and y._is_view() is False else y.detach()
-        return SecretTensor(
-            product_public(value, ring_weight(x.session, weight, value.share.parts[0].device))
-        )
+        return SecretTensor(product_public(value, _ring_operand(value, y)))
     if not isinstance(y, SecretTensor):
         raise PlaintextLeak("matmul of two plain tensors reached the private table")
     value = y.operand
-    return SecretTensor(
-        product_public(value, ring_weight(y.session, x, value.share.parts[0].device), left=True)
-    )
+    return SecretTensor(product_public(value, _ring_operand(value, x), left=True))
+
+
+def _ring_operand(x: Fixed, y: Tensor) -> Tensor:
+    """Ring elements of a public operand; a parameter, or a parameter's transpose (`weight.T`), is encoded once."""
+    device = x.share.parts[0].device
+    base = y._base
+    if base is not None and base.dim() == 2 and base.t().shape == y.shape and base.t().stride() == y.stride():
+        return ring_weight(x.session, base, device).t()
+    if isinstance(y, torch.nn.Parameter):
+        return ring_weight(x.session, y, device)
+    return x.session.ring.encode(y, x.session.frac).to(device)
 
 
 @implements(Tensor.__rmatmul__)

@@ -96,9 +96,10 @@ def always(x: SecretTensor, *_: object, **__: object) -> bool:
     *(_getter(n) for n in ("is_sparse", "is_quantized", "is_nested", "is_meta", "is_mkldnn", "is_vulkan")),
     *(_getter(n) for n in ("is_sparse_csr", "is_mps", "is_xpu", "is_xla", "is_ipu", "is_maia", "is_mtia")),
     _getter("retains_grad"),
+    torch._has_compatible_shallow_copy_type,
 )
 def never(x: SecretTensor, *_: object) -> bool:
-    """None of these kinds of tensor."""
+    """None of these kinds of tensor; a module that moves its parameters makes new ones."""
     return False
 
 
@@ -162,10 +163,7 @@ def deepcopy(x: SecretTensor, memo: dict[int, object]) -> SecretTensor:
     found = memo.get(id(x))
     if isinstance(found, SecretTensor):
         return found
-    out = SecretTensor(x._fixed)
-    out._hidden = x._hidden
-    out.__dict__.update(x.__dict__)
-    memo[id(x)] = out
+    out = memo[id(x)] = x.__copy__()
     return out
 
 

@@ -21,7 +21,7 @@ def _register(method: Callable[..., Tensor], *ops: object) -> None:
 
 
 # `view` becomes `reshape`: parts need not be contiguous where the outer tensor says so.
-_register(Tensor.reshape, Tensor.reshape, torch.reshape, Tensor.view_as, Tensor.reshape_as)
+_register(Tensor.reshape, Tensor.reshape, torch.reshape)
 _register(Tensor.transpose, Tensor.transpose, torch.transpose, torch.swapaxes, Tensor.swapaxes)
 _register(Tensor.permute, Tensor.permute, torch.permute)
 _register(Tensor.t, Tensor.t, torch.t, Tensor.T.__get__)  # type: ignore[attr-defined]
@@ -30,7 +30,6 @@ _register(Tensor.squeeze, Tensor.squeeze, torch.squeeze)
 _register(Tensor.flatten, Tensor.flatten, torch.flatten)
 _register(Tensor.unflatten, Tensor.unflatten, torch.unflatten)
 _register(Tensor.expand, Tensor.expand)
-_register(Tensor.expand_as, Tensor.expand_as)
 _register(Tensor.broadcast_to, Tensor.broadcast_to, torch.broadcast_to)
 _register(Tensor.repeat, Tensor.repeat)
 _register(Tensor.tile, Tensor.tile, torch.tile)
@@ -56,6 +55,20 @@ def view(x: SecretTensor, *shape: TorchArg) -> SecretTensor:
     if len(shape) == 1 and isinstance(shape[0], torch.dtype):
         raise UnsupportedOp("view of a secret tensor as another dtype")
     return x.viewed(lambda part: part.reshape(*shape))
+
+
+@implements(Tensor.view_as, Tensor.reshape_as)
+def view_as(x: SecretTensor, other: Tensor) -> SecretTensor:
+    """The shape of another tensor."""
+    shape = other.shape
+    return x.viewed(lambda part: part.reshape(shape))
+
+
+@implements(Tensor.expand_as)
+def expand_as(x: SecretTensor, other: Tensor) -> SecretTensor:
+    """Broadcast to the shape of another tensor."""
+    shape = other.shape
+    return x.viewed(lambda part: part.expand(shape))
 
 
 @implements(Tensor.detach, torch.detach)

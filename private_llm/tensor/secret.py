@@ -155,6 +155,13 @@ class SecretTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return repr(self)
 
+    def __copy__(self) -> SecretTensor:
+        """A new object for the same (never written) shares."""
+        out = SecretTensor(self._fixed)
+        out._hidden = self._hidden
+        out.__dict__.update(self.__dict__)
+        return out
+
     # -- ways out that must stay shut ------------------------------------------------------------------------
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise PlaintextLeak("a share never leaves its party through pickle or torch.save; write a share file")
