@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, PatchMismatch
+from private_llm.errors import ConfigError, PatchMismatch, ShareFileError
 from private_llm_hf.architectures import architecture
 from private_llm_hf.launch import start_parties
 from private_llm_hf.model import private_class
 from private_llm_hf.plan import make_plan
+from private_llm_hf.share_files import ShareWriter
 from private_llm_hf.weights import Sink, WeightList, skeleton, stream_checkpoint, stream_loaded
 from private_llm_hf.wire import Message
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+_PASSING = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+"""Configuration keys that do not change what a model computes."""
 _LOADING = ("use_safetensors", "variant", "disable_mmap", "key_mapping")
 
 
@@ -127,8 +133,18 @@ def _open(
         raise ConfigError(f"reveal='token' is for models that generate; {model_class.__name__} does not")
     parties = start_parties(private_config)
     try:
-        with parties.loading(describe(model_class, config)) as sink:
-            weights(WeightList.of(bare), sink)
+        description = describe(model_class, config)
+        held = parties.held_model()
+        if held is None:
+            with parties.loading(description) as sink:
+                weights(WeightList.of(bare), sink)
+        elif held == description["model"]:
+            parties.use_held()
+        else:
+            raise ShareFileError(
+                f"the parties hold share files of another model than this {model_class.__name__}; start them with "
+                "its files, or load the model they hold"
+            )
     except BaseException:
         parties.close()
         raise
@@ -136,9 +152,64 @@ def _open(
     return made
 
 
+def share_checkpoint(
+    source: str,
+    folder: str | Path,
+    private_config: PrivateConfig | None = None,
+    auto: type[_AutoPrivate] = AutoPrivateModelForCausalLM,
+    progress: Callable[[str, int, int], None] | None = None,
+    **hf_kwargs: object,
+) -> list[Path]:
+    """Split a checkpoint into one share file per party, reading and writing tensor by tensor.
+
+    Also writes `folder`/client with configuration and tokenizer: all a user needs. `progress` is told each weight's
+    name, how many are done and how many there are. Returns the parties' files, in order.
+    """
+    private_config = _checked(private_config)
+    if private_config.weights == "public":
+        raise ConfigError(
+            "share files hold secret weights; with weights='public' parties get the checkpoint"
+        )
+    config = AutoConfig.from_pretrained(source, **hf_kwargs)
+    architecture(config)
+    model_class = _model_class(auto.auto_class, config)
+    bare = skeleton(model_class, config)
+    make_plan(bare, private_config)
+    wanted = WeightList.of(bare)
+    target = Path(folder)
+    with ShareWriter(target, private_config, describe(model_class, config), wanted) as writer:
+        done = itertools.count(1)
+
+        def sink(name: str, tensor: Tensor) -> None:
+            writer(name, tensor)
+            if progress is not None:
+                progress(name, next(done), len(wanted.shapes))
+
+        stream_checkpoint(model_class, source, config, wanted, sink, **hf_kwargs)
+    _client_folder(source, target / "client", config, model_class, dict(hf_kwargs))
+    return writer.paths
+
+
+def _client_folder(
+    source: str, folder: Path, config: PretrainedConfig, model_class: type[PreTrainedModel], download: dict[str, Any]
+) -> None:
+    """Configuration, generation settings and tokenizer for the user of share files."""
+    config.architectures = [model_class.__name__]
+    config.save_pretrained(folder)
+    generation = _generation_config(model_class, source, config, download)
+    if generation is not None:
+        generation.save_pretrained(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **download)
+    except (OSError, ValueError):
+        return  # a checkpoint without tokenizer (vision, tests)
+    tokenizer.save_pretrained(folder)
+
+
 def describe(model_class: type[PreTrainedModel], config: PretrainedConfig) -> Message:
     """What parties need to know to build a model: class, configuration, and a digest of both."""
-    facts = {"class": model_class.__name__, "config": json.loads(config.to_json_string(use_diff=False))}
+    values = {k: v for k, v in json.loads(config.to_json_string(use_diff=False)).items() if k not in _PASSING}
+    facts = {"class": model_class.__name__, "config": values}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return {**facts, "model": digest}
 

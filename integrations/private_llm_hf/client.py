@@ -17,19 +17,23 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from private_llm import errors
 from private_llm.config import PrivateConfig
-from private_llm.errors import PartyFailed, PrivateLLMError, TransportError
+from private_llm.errors import PartyFailed, PrivateLLMError, ShareFileError, TransportError
 from private_llm.net.ledger import Ledger
 from private_llm.net.transport import Transport
-from private_llm.protocols.session import ClientEnd, deal
-from private_llm.ring.prg import Seed
+from private_llm.protocols.dealing import Dealer
+from private_llm.protocols.session import ClientEnd
 from private_llm.ring.ring import Ring
 from private_llm_hf.costs import Costs, rows_of
 from private_llm_hf.weights import Sink, encode_weight
 from private_llm_hf.wire import Message, recv_message, send_message
+
+Secret = Tensor | tuple[Tensor, int]
+"""Ring elements, or token ids (int64) and the size of their vocabulary."""
 
 _REMOTE = re.compile(r"(party \d+): (\w+): (.*)", re.DOTALL)
 
@@ -75,57 +79,92 @@ class Parties:
         for party in range(self.config.parties):
             send_message(self._transport, party, message)
 
-    def _answers(self) -> Message:
-        """One answer of each party, all equal; frames that only say "still computing" are skipped."""
-        answers = []
-        for party in range(self.config.parties):
+    def _answer(self, party: int) -> Message:
+        """One party's answer; messages that only say "still computing" are skipped."""
+        answer = recv_message(self._transport, party)
+        while "alive" in answer:
             answer = recv_message(self._transport, party)
-            while "alive" in answer:
-                answer = recv_message(self._transport, party)
-            answers.append(answer)
+        return answer
+
+    def _answers(self) -> Message:
+        """The answer of every party; all must be equal."""
+        answers = [self._answer(party) for party in range(self.config.parties)]
         if any(answer != answers[0] for answer in answers[1:]):
             raise TransportError("the parties gave different answers: they do not run the same model or version")
         return answers[0]
 
     # -- weights ----------------------------------------------------------------------------------------------
-    def hello(self) -> Message:
-        """What the parties already hold: {"model": description or None}."""
+    def held_model(self) -> str | None:
+        """Digest of the model whose share files the parties hold, or None.
+
+        Raises ShareFileError if they hold different models or files of different sharings.
+        """
         with self._call():
             self._tell({"do": "hello"})
-            return self._answers()
+            answers = [self._answer(party) for party in range(self.config.parties)]
+            if any(answer != answers[0] for answer in answers[1:]):
+                raise ShareFileError(
+                    "the parties hold share files of different models or different sharings; give them the files "
+                    "of one run of `private-llm share`"
+                )
+            held: str | None = answers[0]["model"]
+            return held
+
+    def use_held(self) -> None:
+        """Let the parties build the model from their share files."""
+        with self._call():
+            self._tell({"do": "load", "held": True})
+            self._answers()
+            self._transport.ledger.reset()
 
     @contextmanager
     def loading(self, description: Message) -> Iterator[Sink]:
         """Share a model with the parties: pass every weight to the yielded sink, then they build the model."""
         with self._call():
-            self._tell({"do": "load", **description})
-            seed = Seed.fresh()
-            frac = self.config.frac_bits
-
-            def share(name: str, tensor: Tensor) -> None:
-                elements = encode_weight(name, tensor, self.ring, frac)
-                shares = deal(self.config, elements, seed, name)
-                for party, mine in enumerate(shares):
-                    header = {"weight": name, "shape": list(tensor.shape), "frac": frac, "parts": len(mine.parts)}
-                    send_message(self._transport, party, header)
-                    for part in mine.parts:
-                        self._transport.send(party, "weight", part.contiguous())
-
-            yield share
+            self._tell({"do": "load", "held": False, **description})
+            yield self._publish if self.config.weights == "public" else self._dealing()
             self._tell({"weight": None})
             self._answers()
             self._transport.ledger.reset()
 
+    def _dealing(self) -> Sink:
+        """A sink that splits each weight into shares: seeds first, then what the seeds do not give."""
+        dealer = Dealer(self.config)
+        for party in range(self.config.parties):
+            for key in dealer.keys(party):
+                raw = torch.frombuffer(bytearray(key.raw()), dtype=torch.uint8)
+                self._transport.send(party, "weight key", raw)
+
+        def share(name: str, tensor: Tensor) -> None:
+            elements = encode_weight(name, tensor, self.ring, self.config.frac_bits)
+            for party, part in enumerate(dealer.deal(elements, name)):
+                header = {"weight": name, "shape": list(tensor.shape), "sent": part is not None}
+                send_message(self._transport, party, header)
+                if part is not None:
+                    self._transport.send(party, "weight", part.contiguous())
+
+        return share
+
+    def _publish(self, name: str, tensor: Tensor) -> None:
+        """Public weights: everybody gets them as they are."""
+        encode_weight(name, tensor, self.ring, self.config.frac_bits)  # refuses what the ring cannot hold
+        for party in range(self.config.parties):
+            send_message(self._transport, party, {"weight": name, "shape": list(tensor.shape), "sent": True})
+            self._transport.send(party, "weight", tensor.to(torch.float32).contiguous())
+
     # -- calls --------------------------------------------------------------------------------------------------
-    def forward(self, call: Message, secrets: list[Tensor]) -> tuple[str, dict[str, Tensor]]:
+    def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
         """Run the model once: name of its output class and the opened outputs (float64).
 
-        secrets: ring elements of the inputs listed in call["secret"], in that order.
+        secrets: the inputs listed in call["secret"], in that order: ring elements, or token ids with their vocabulary.
         """
         with self._call():
             self._tell({"do": "forward", "free": self._take_unused(), **call})
-            for elements in secrets:
-                self._end.share(elements)
+            for secret in secrets:
+                if isinstance(secret, Tensor):
+                    self._end.share(secret)
+                else:
+                    self._end.share_index(*secret)
             answer = self._answers()
             opened = {}
             for name, shape, frac in answer["outputs"]:
@@ -158,12 +197,7 @@ class Parties:
         """What everybody sent since the last reset (control messages apart)."""
         with self._call():
             self._tell({"do": "costs", "reset": reset})
-            rows = []
-            for party in range(self.config.parties):
-                answer = recv_message(self._transport, party)
-                while "alive" in answer:
-                    answer = recv_message(self._transport, party)
-                rows.append(answer)
+            rows = [self._answer(party) for party in range(self.config.parties)]
             mine: Ledger = self._transport.ledger
             rows.append(rows_of(mine))
             if reset:

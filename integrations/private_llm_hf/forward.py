@@ -14,6 +14,7 @@ from transformers.modeling_outputs import ModelOutput
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm_hf import inputs as check
 from private_llm_hf.architectures import architecture
+from private_llm_hf.client import Secret
 from private_llm_hf.handles import PrivateCache, PrivateEncoderOutput
 from private_llm_hf.wire import Message
 
@@ -42,7 +43,7 @@ class Forward:
         self.given = {name: value for name, value in given.items() if value is not None}
         self.public: dict[str, Any] = {}
         self.listed: list[Message] = []
-        self.secrets: list[Tensor] = []
+        self.secrets: list[Secret] = []
 
     def run(self) -> ModelOutput | tuple[object, ...]:
         """Check, send, open. Raises DomainError and UnsupportedOp before anything is sent."""
@@ -103,7 +104,7 @@ class Forward:
             ids = check.check_tokens(name, value, vocabulary)
             rows, length = ids.shape
             self.listed.append({"name": name, "kind": "tokens", "shape": [rows, length], "vocabulary": vocabulary})
-            self.secrets.append(check.one_hot(ids, vocabulary, self.parties.ring))
+            self.secrets.append((ids.reshape(-1), vocabulary))
             return rows, length
         if name == "pixel_values":
             value = check.check_pixels(name, value, self.config)

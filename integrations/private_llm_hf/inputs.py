@@ -6,7 +6,6 @@ Every check raises DomainError saying what came, what is wanted and what to do.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -120,11 +119,6 @@ def check_pixels(name: str, pixels: object, config: PretrainedConfig) -> Tensor:
     if pixels.ndim != 4 or tuple(pixels.shape[1:]) != want or pixels.shape[0] == 0:
         raise DomainError(f"{name}: got shape {tuple(pixels.shape)}; want [batch, {want[0]}, {want[1]}, {want[2]}]")
     return pixels.cpu()
-
-
-def one_hot(ids: Tensor, vocabulary: int, ring: Ring) -> Tensor:
-    """One-hot rows of token ids: ring elements [B, S, vocabulary], no fractional bits."""
-    return F.one_hot(ids, vocabulary).to(ring.dtype)
 
 
 def encode_values(name: str, values: Tensor, ring: Ring, frac: int) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import re
 import time
 import traceback
@@ -21,14 +22,17 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import PrivateLLMError, TransportError
+from private_llm.errors import PrivateLLMError, ShareFileError, TransportError
 from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocols.dealing import assemble, keys_held
 from private_llm.protocols.session import Session, join
-from private_llm.protocols.share import Share
+from private_llm.protocols.share import Index
+from private_llm.ring.prg import Seed
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.costs import rows_of
 from private_llm_hf.party_model import build_party_model
+from private_llm_hf.share_files import ShareFile
 from private_llm_hf.wire import Message, recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")
@@ -49,11 +53,10 @@ _FOREIGN = (
 class Party:
     """One party's end of a model: built by a "load" command, run by "forward" commands."""
 
-    def __init__(self, config: PrivateConfig, number: int, transport: Transport) -> None:
-        self.config, self.number, self.transport = config, number, transport
+    def __init__(self, config: PrivateConfig, number: int, transport: Transport, held: ShareFile | None) -> None:
+        self.config, self.number, self.transport, self.held = config, number, transport, held
         self.session: Session = join(config, number, transport)
         self.model: PreTrainedModel | None = None
-        self.description: Message | None = None
         self.kept: dict[int, Any] = {}
         self._pulse = Pulse(transport, config.timeout_s / 4)
 
@@ -82,27 +85,42 @@ class Party:
         send_message(self.transport, CLIENT, message)
 
     def _hello(self, _: Message) -> None:
-        self._answer({"model": self.description})
+        held = self.held
+        self._answer({"model": held and held.description["model"], "dealing": held and held.dealing})
 
     # -- the model --------------------------------------------------------------------------------------------
     def _load(self, message: Message) -> None:
-        weights = dict(self._receive_weights())
-        self.description = {key: message[key] for key in ("class", "config", "model")}
+        weights: dict[str, Fixed | Tensor]
+        if message["held"]:
+            if self.held is None:
+                raise ShareFileError("the client wants a model that this party holds no share file of")
+            message = self.held.description
+            weights = {n: Fixed(self.session, share, self.session.frac) for n, share in self.held.weights()}
+        else:
+            weights = dict(self._receive_weights())
         self.model = build_party_model(message["config"], message["class"], weights, self.session)
         self._pulse.watch(self.model)
         self.transport.ledger.reset()
         self._answer({"loaded": True})
 
-    def _receive_weights(self) -> Iterator[tuple[str, Fixed]]:
-        ring = self.session.ring
+    def _receive_weights(self) -> Iterator[tuple[str, Fixed | Tensor]]:
+        public = self.config.weights == "public"
+        count = 0 if public else keys_held(self.config, self.number)
+        raw = [self.transport.recv(CLIENT, "weight key", (32,), torch.uint8) for _ in range(count)]
+        keys = [Seed(key.numpy().tobytes()) for key in raw]
+        dtype = torch.float32 if public else self.session.ring.dtype
         while True:
             header = recv_message(self.transport, CLIENT)
             name = header["weight"]
             if name is None:
                 return
             shape = tuple(header["shape"])
-            parts = [self.transport.recv(CLIENT, "weight", shape, ring.dtype) for _ in range(header["parts"])]
-            yield name, Fixed(self.session, Share(tuple(parts)), header["frac"])
+            received = self.transport.recv(CLIENT, "weight", shape, dtype) if header["sent"] else None
+            if public and received is not None:
+                yield name, received
+            else:
+                share = assemble(self.config, self.number, keys, received, shape, name)
+                yield name, Fixed(self.session, share, self.session.frac)
 
     # -- calls -----------------------------------------------------------------------------------------------
     def _forward(self, message: Message) -> None:
@@ -128,17 +146,28 @@ class Party:
         self._reveal(result, message["outputs"])
 
     def _receive(self, model: PreTrainedModel, item: Message) -> dict[str, Tensor]:
-        """One secret input: token ids arrive as one-hot rows and become embeddings, values come as they are."""
+        """One secret input: token ids arrive as index shares and become embeddings, values come as they are."""
         shape = tuple(item["shape"])
         name = item["name"]
         if item["kind"] == "values":
             share = self.session.protocol.receive_input(shape)
             return {name: SecretTensor(Fixed(self.session, share, self.session.frac))}
-        share = self.session.protocol.receive_input((*shape, item["vocabulary"]))
-        onehot = SecretTensor(Fixed(self.session, share, 0))
-        decoder = name.startswith("decoder_") and model.config.is_encoder_decoder
-        owner = model.get_decoder() if decoder else model
-        return {name.replace("input_ids", "inputs_embeds"): owner.get_input_embeddings()(onehot)}
+        owner = model.get_decoder() if name.startswith("decoder_") else model
+        index = self.session.protocol.receive_index(math.prod(shape), item["vocabulary"])
+        with self.transport.ledger.scope("embedding of tokens"):
+            return {name.replace("input_ids", "inputs_embeds"): self._embed(index, shape, owner.get_input_embeddings())}
+
+    def _embed(self, index: Index, shape: tuple[int, ...], table: nn.Embedding) -> Tensor:
+        """Rows of the embedding table at secret token ids: [*shape, D]."""
+        session, weight = self.session, table.weight
+        if isinstance(weight, SecretTensor):
+            rows = Fixed(session, session.protocol.lookup(index, weight.fixed.share), session.frac)
+        else:
+            public = session.ring.encode(weight, session.frac)
+            rows = Fixed(session, session.protocol.lookup(index, public), session.frac)
+        embeds = SecretTensor(rows.view(lambda part: part.reshape(*shape, part.shape[-1])))
+        scale = getattr(table, "embed_scale", None)  # Gemma's embedding multiplies by a public constant
+        return embeds if scale is None else embeds * scale
 
     def _reveal(self, result: ModelOutput, wanted: list[str]) -> None:
         """State names, shapes and fractional bits of the outputs, then open them towards the client."""
@@ -205,10 +234,10 @@ class Pulse:
             send_message(self._transport, CLIENT, {"alive": True})
 
 
-def run_party(config: PrivateConfig, number: int, transport: Transport) -> str | None:
+def run_party(config: PrivateConfig, number: int, transport: Transport, held: ShareFile | None = None) -> str | None:
     """Serve one client until it stops. Returns None, or why the session ended (which all others were told)."""
     try:
-        Party(config, number, transport).serve()
+        Party(config, number, transport, held).serve()
     except PrivateLLMError as error:
         reason = f"party {number}: {type(error).__name__}: {error}"
         if isinstance(error, TransportError) and _REPORTED.search(str(error)):

@@ -48,13 +48,13 @@ class WeightList:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> WeightList:
-        """Parameters and floating-point buffers that a checkpoint of `model` holds, tied ones once."""
+        """All parameters of `model`, tied ones once. Raises PatchMismatch for weights that are not parameters."""
         tied = dict(model.get_expanded_tied_weights_keys(all_submodels=True))
-        shapes = {
-            name: tuple(value.shape)
-            for name, value in model.state_dict().items()
-            if value.is_floating_point() and name not in tied
-        }
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False) if n not in tied}
+        values = model.state_dict()
+        buffers = [n for n in values if n not in shapes and n not in tied and values[n].is_floating_point()]
+        if buffers:
+            raise PatchMismatch(f"{type(model).__name__}: no rule for buffers that hold weights: {', '.join(buffers)}")
         return cls(shapes, tied)
 
     def count(self) -> int:

@@ -54,7 +54,8 @@ OTHERS = {
     "vit": (
         tr.ViTModel,
         lambda: tr.ViTConfig(
-            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, image_size=16, patch_size=8
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96,
+            image_size=16, patch_size=8,
         ),
     ),
     "t5": (

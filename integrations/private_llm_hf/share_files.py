@@ -1,0 +1,191 @@
+"""Share files: one safetensors file per party with its shares of a model, written and read tensor by tensor.
+
+A file holds the party's mask seeds in its metadata and, for the evaluators, one masked tensor per weight; party 0's
+file is a header. It is as secret as the party (mode 0600). The metadata names format, party, model, protocol and the
+dealing (a random number, equal in the files of one sharing), so that a file of another party, model or sharing is
+refused; a digest of the data catches damage.
+
+The header of a safetensors file comes first, so sizes are laid out from the model's shapes before any tensor is
+seen, and the digest is filled in at the end, into space kept for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ShareFileError
+from private_llm.protocols.dealing import Dealer, assemble
+from private_llm.protocols.share import Share
+from private_llm.ring.prg import Seed
+from private_llm.ring.ring import Ring
+from private_llm_hf.weights import WeightList, encode_weight
+from private_llm_hf.wire import Message
+
+FORMAT = "private-llm share file 1"
+_AGREE = ("protocol", "ring", "frac_bits")
+_BLANK = "0" * 64
+_CHUNK = 1 << 22
+
+
+def share_path(folder: Path, party: int) -> Path:
+    """Where a party's file lies."""
+    return folder / f"party{party}.safetensors"
+
+
+class ShareWriter:
+    """Writes the files of all parties; use as a context manager and pass it each weight once, in any order."""
+
+    def __init__(self, folder: Path, config: PrivateConfig, description: Message, wanted: WeightList) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._config, self._ring = config, Ring(config.ring)
+        self._dealer = Dealer(config)
+        self._missing = set(wanted.shapes)
+        self.paths = [share_path(folder, party) for party in range(config.parties)]
+        dealing = secrets.token_hex(16)
+        self._files = []
+        for party, path in enumerate(self.paths):
+            metadata = {
+                "format": FORMAT,
+                "party": str(party),
+                "dealing": dealing,
+                "description": json.dumps(description),
+                "agreement": json.dumps({key: getattr(config, key) for key in _AGREE}),
+                "shapes": json.dumps(wanted.shapes),
+                "keys": json.dumps([seed.raw().hex() for seed in self._dealer.keys(party)]),
+            }
+            holds_data = config.protocol == "plain" or party != 0
+            self._files.append(_Out(path, metadata, wanted.shapes if holds_data else {}, self._ring))
+
+    def __call__(self, name: str, tensor: Tensor) -> None:
+        """Share one weight. Raises DomainError with its name if the ring cannot hold it."""
+        elements = encode_weight(name, tensor, self._ring, self._config.frac_bits)
+        for out, part in zip(self._files, self._dealer.deal(elements, name), strict=True):
+            if part is not None:
+                out.write(name, part)
+        self._missing.discard(name)
+
+    def __enter__(self) -> ShareWriter:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        complete = kind is None and not self._missing
+        for out in self._files:
+            out.finish(complete)
+        if kind is None and not complete:
+            raise ShareFileError(f"not every weight was shared; missing: {', '.join(sorted(self._missing)[:20])}")
+
+
+class _Out:
+    """One safetensors file, written where its header says, renamed when it is whole."""
+
+    def __init__(self, path: Path, metadata: dict[str, str], shapes: dict[str, tuple[int, ...]], ring: Ring) -> None:
+        self.path, self._partial = path, path.with_suffix(".partial")
+        header: dict[str, Any] = {"__metadata__": {**metadata, "digest": _BLANK}}
+        self._offset: dict[str, int] = {}
+        self._parts: dict[str, bytes] = {}
+        self._metadata = metadata
+        end = 0
+        for name, shape in shapes.items():
+            start = end
+            end += math.prod(shape) * ring.bytes
+            self._offset[name] = start
+            header[name] = {
+                "dtype": "I64" if ring.bits == 64 else "I32",
+                "shape": list(shape),
+                "data_offsets": [start, end],
+            }
+        raw = json.dumps(header).encode()
+        raw += b" " * (-len(raw) % 8)
+        self._blank_at = 8 + raw.index(f'"digest": "{_BLANK}"'.encode()) + len('"digest": "')
+        self._data_at = 8 + len(raw)
+        descriptor = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        self._file = os.fdopen(descriptor, "r+b")
+        self._file.write(len(raw).to_bytes(8, "little") + raw)
+        self._file.truncate(self._data_at + end)
+
+    def write(self, name: str, part: Tensor) -> None:
+        """Put one tensor at its place."""
+        self._parts[name] = _hash(part)
+        self._file.seek(self._data_at + self._offset[name])
+        self._file.write(part.contiguous().numpy().tobytes())
+
+    def finish(self, complete: bool) -> None:
+        """Fill in the digest and take the final name, or remove the partial file."""
+        if complete:
+            self._file.seek(self._blank_at)
+            self._file.write(_digest(self._metadata, self._parts).encode())
+        self._file.close()
+        if complete:
+            self._partial.replace(self.path)
+        else:
+            self._partial.unlink()
+
+
+def _hash(part: Tensor) -> bytes:
+    return hashlib.blake2b(part.contiguous().numpy().tobytes(), digest_size=32).digest()
+
+
+def _digest(metadata: dict[str, str], parts: dict[str, bytes]) -> str:
+    """Over all metadata but the digest itself, and every tensor."""
+    stated = json.dumps({key: value for key, value in metadata.items() if key != "digest"}, sort_keys=True)
+    data = b"".join(name.encode() + b"\0" + parts[name] for name in sorted(parts))
+    return hashlib.blake2b(stated.encode() + b"\0" + data, digest_size=32).hexdigest()
+
+
+@dataclass(frozen=True)
+class ShareFile:
+    """A checked share file of one party; weights are mapped from disk when asked for."""
+
+    path: Path
+    config: PrivateConfig
+    party: int
+    description: Message
+    dealing: str
+    shapes: dict[str, tuple[int, ...]]
+    keys: tuple[Seed, ...]
+
+    @classmethod
+    def open(cls, path: Path, config: PrivateConfig, party: int) -> ShareFile:
+        """Check everything about a file. Raises ShareFileError saying what does not fit."""
+        if not path.is_file():
+            raise ShareFileError(f"{path.name}: no such file; make share files with `private-llm share`")
+        try:
+            with safe_open(path, framework="pt") as stored:
+                metadata = stored.metadata() or {}
+                if metadata.get("format") != FORMAT:
+                    raise ShareFileError(f"{path.name}: got format {metadata.get('format')!r}; want {FORMAT!r}")
+                parts = {name: _hash(stored.get_tensor(name)) for name in stored.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ShareFileError(f"{path.name} is damaged or no share file: {type(error).__name__}") from None
+        if _digest(metadata, parts) != metadata.get("digest"):
+            raise ShareFileError(f"{path.name} is damaged: its data does not match its digest; copy it again")
+        if metadata["party"] != str(party):
+            raise ShareFileError(f"{path.name} belongs to party {metadata['party']}; this is party {party}")
+        settings = json.loads(metadata["agreement"])
+        here = {key: getattr(config, key) for key in _AGREE}
+        wrong = [f"{key}={settings[key]!r} (here {here[key]!r})" for key in _AGREE if settings[key] != here[key]]
+        if wrong:
+            raise ShareFileError(f"{path.name} was made for other settings: {', '.join(wrong)}")
+        shapes = {name: tuple(shape) for name, shape in json.loads(metadata["shapes"]).items()}
+        keys = tuple(Seed(bytes.fromhex(raw)) for raw in json.loads(metadata["keys"]))
+        return cls(path, config, party, json.loads(metadata["description"]), metadata["dealing"], shapes, keys)
+
+    def weights(self) -> Iterator[tuple[str, Share]]:
+        """All shares, one after the other; masked tensors stay mapped to the file."""
+        with safe_open(self.path, framework="pt") as stored:
+            names = set(stored.keys())
+            for name, shape in self.shapes.items():
+                received = stored.get_tensor(name) if name in names else None
+                yield name, assemble(self.config, self.party, list(self.keys), received, shape, name)

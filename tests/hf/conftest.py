@@ -1,0 +1,25 @@
+"""Common to all tests of the HuggingFace door."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from private_llm_hf import PrivateConfig
+from transformers.utils import logging
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Transformers' notes and progress bars off; one thread, as the machine has few cores."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+PLAIN = PrivateConfig(protocol="plain", insecure=True, timeout_s=60)
+TRIO = PrivateConfig(protocol="trio", timeout_s=60)

@@ -1,0 +1,141 @@
+"""Share files: what one party holds, on disk; wrong, foreign or damaged files are refused."""
+
+from __future__ import annotations
+
+import json
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from private_llm_hf.auto import AutoPrivateModel, AutoPrivateModelForCausalLM, share_checkpoint
+from private_llm_hf.share_files import ShareFile, share_path
+from safetensors import safe_open
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, DomainError, ShareFileError
+from tests.hf import tiny
+from tests.hf.conftest import PLAIN, TRIO
+
+PARTY_FILES = [0, 1, 2]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tiny.build("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shared")
+    share_checkpoint(str(checkpoint), folder, TRIO)
+    return folder
+
+
+def test_the_three_files_add_up_to_the_weights(shared: Path) -> None:
+    files = [dict(ShareFile.open(share_path(shared, p), TRIO, p).weights()) for p in PARTY_FILES]
+    state = tiny.build("llama").state_dict()
+    assert set(files[0]) == set(files[1]) == set(files[2]) == set(state)
+    for name, weight in state.items():
+        a1, a2 = files[0][name].parts
+        masked2, first = files[1][name].parts  # x + a2, a1
+        masked1, second = files[2][name].parts  # x + a1, a2
+        assert torch.equal(first, a1)
+        assert torch.equal(second, a2)
+        encoded = torch.round(weight.double() * 2**18).to(torch.int64)
+        assert torch.equal(masked2 - a2, encoded)
+        assert torch.equal(masked1 - a1, encoded)
+
+
+def test_sizes_and_rights(shared: Path) -> None:
+    count = sum(value.numel() for value in tiny.build("llama").parameters())
+    sizes = [share_path(shared, p).stat().st_size for p in PARTY_FILES]
+    assert sizes[0] < 10_000, "party 0's masks come from seeds"
+    assert all(count * 8 <= size < count * 8 + 16_000 for size in sizes[1:])
+    assert all(stat.S_IMODE(share_path(shared, p).stat().st_mode) == 0o600 for p in PARTY_FILES)
+
+
+def test_the_users_folder_holds_no_weights(shared: Path) -> None:
+    assert sorted(p.name for p in (shared / "client").iterdir()) == ["config.json", "generation_config.json"]
+
+
+def test_a_file_of_another_party(shared: Path) -> None:
+    with pytest.raises(ShareFileError, match="belongs to party 1; this is party 2"):
+        ShareFile.open(share_path(shared, 1), TRIO, 2)
+
+
+@pytest.mark.parametrize("change", [{"ring": 32, "frac_bits": 12}, {"frac_bits": 16}])
+def test_a_file_for_other_settings(shared: Path, change: dict[str, int]) -> None:
+    with pytest.raises(ShareFileError, match=r"made for other settings: .*frac_bits=18"):
+        ShareFile.open(share_path(shared, 1), replace(TRIO, **change), 1)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ShareFileError, match="no such file"):
+        ShareFile.open(tmp_path / "party0.safetensors", TRIO, 0)
+
+
+@pytest.mark.parametrize("where", [0, 100, 400, 2000, 0.5, -1])
+def test_one_damaged_byte(shared: Path, tmp_path: Path, where: float) -> None:
+    raw = bytearray(share_path(shared, 1).read_bytes())
+    position = int(where * len(raw)) if isinstance(where, float) else where
+    raw[position] ^= 1
+    damaged = share_path(tmp_path, 1)
+    damaged.write_bytes(raw)
+    with pytest.raises(ShareFileError):
+        ShareFile.open(damaged, TRIO, 1)
+
+
+def test_a_truncated_file(shared: Path, tmp_path: Path) -> None:
+    raw = share_path(shared, 2).read_bytes()
+    share_path(tmp_path, 2).write_bytes(raw[: len(raw) // 2])
+    with pytest.raises(ShareFileError, match="damaged"):
+        ShareFile.open(share_path(tmp_path, 2), TRIO, 2)
+
+
+def test_an_ordinary_checkpoint_is_no_share_file(checkpoint: Path) -> None:
+    with pytest.raises(ShareFileError, match="got format 'pt'"):
+        ShareFile.open(checkpoint / "model.safetensors", TRIO, 1)
+
+
+def test_two_sharings_differ(checkpoint: Path, shared: Path, tmp_path: Path) -> None:
+    share_checkpoint(str(checkpoint), tmp_path, TRIO)
+    one, two = (ShareFile.open(share_path(folder, 1), TRIO, 1) for folder in (shared, tmp_path))
+    assert one.dealing != two.dealing
+    first, second = (dict(file.weights())["lm_head.weight"].parts for file in (one, two))
+    assert not any(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_bad_weight_leaves_no_files(tmp_path: Path) -> None:
+    model = tiny.build("llama")
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "checkpoint")
+    with pytest.raises(DomainError, match=r"weight 'lm_head.weight'"):
+        share_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "out", TRIO)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_progress_and_other_heads(tmp_path: Path) -> None:
+    tiny.build("bert").save_pretrained(tmp_path / "checkpoint")
+    seen: list[tuple[str, int, int]] = []
+    paths = share_checkpoint(
+        str(tmp_path / "checkpoint"), tmp_path / "out", PLAIN, AutoPrivateModel, lambda *line: seen.append(line)
+    )
+    assert len(paths) == 1
+    assert [done for _, done, _ in seen] == list(range(1, seen[0][2] + 1))
+
+
+def test_public_weights_need_no_share_files(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="weights='public'"):
+        share_checkpoint(str(checkpoint), tmp_path, PrivateConfig(weights="public"), AutoPrivateModelForCausalLM)
+
+
+def test_the_header_is_plain_safetensors(shared: Path) -> None:
+    with safe_open(share_path(shared, 1), framework="pt") as stored:
+        metadata = stored.metadata()
+        assert json.loads(metadata["description"])["class"] == "LlamaForCausalLM"
+        assert stored.get_tensor("lm_head.weight").dtype == torch.int64
