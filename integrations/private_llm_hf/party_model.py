@@ -11,6 +11,7 @@ import copy
 import functools
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any
@@ -35,6 +36,9 @@ from private_llm_hf.attention import register
 from private_llm_hf.cache import SecretCache, SecretEncoderDecoderCache
 from private_llm_hf.plan import make_plan
 
+_BUILDING = threading.Lock()
+"""Both ways of building without weights replace functions of torch for the whole process: one thread at a time."""
+
 Weights = Mapping[str, Fixed | SecretTensor | Tensor]
 
 
@@ -47,7 +51,6 @@ def build_party_model(
     The result also has `new_cache()`. Raises PatchMismatch for modules without a rule and for missing,
     surplus or misshapen weights.
     """
-    register()
     model = empty_model(config, class_name)
     make_plan(model, session.config)
     _replace_modules(model)
@@ -80,10 +83,11 @@ def empty_model(config: Mapping[str, Any], class_name: str) -> PreTrainedModel:
     cls = getattr(transformers, class_name, None)
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise PatchMismatch(f"model class: got {class_name!r}; want a PreTrainedModel of transformers")
+    register()
     settings = party_config(config)
-    with init_empty_weights(include_buffers=False), no_init_weights():
+    with _BUILDING, init_empty_weights(include_buffers=False), no_init_weights():
         model = cls(settings)
-    model.tie_weights()
+        model.tie_weights()
     return model
 
 
@@ -155,7 +159,7 @@ def _set_parameters(model: PreTrainedModel, parameters: Weights) -> None:
             raise PatchMismatch(
                 f"weight '{name}': got {tuple(value.shape)}; want {tuple(getattr(wanted, 'shape', ()))}"
             )
-        ready = _parameter(value, any(isinstance(module, nn.Linear) for _, module, _ in places))
+        ready = _parameter(value)
         for _, module, own in places:
             module._parameters[own] = ready
     surplus = sorted(set(parameters) - used)
@@ -166,17 +170,8 @@ def _set_parameters(model: PreTrainedModel, parameters: Weights) -> None:
         )
 
 
-def _parameter(value: Fixed | SecretTensor | Tensor, linear: bool) -> nn.Parameter:
-    if isinstance(value, SecretTensor):
-        value = value.fixed
-    if isinstance(value, Fixed):
-        value = SecretTensor(value.view(_transposed) if linear else value)
-    return nn.Parameter(value, requires_grad=False)
-
-
-def _transposed(part: Tensor) -> Tensor:
-    """The same [N, K] with [K, N] contiguous: integer x @ W.T runs several times faster this way."""
-    return part.t().contiguous().t()
+def _parameter(value: Fixed | SecretTensor | Tensor) -> nn.Parameter:
+    return nn.Parameter(SecretTensor(value) if isinstance(value, Fixed) else value, requires_grad=False)
 
 
 def _check_complete(model: PreTrainedModel, session: Session) -> None:

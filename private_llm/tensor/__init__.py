@@ -3,9 +3,11 @@
 from private_llm.tensor import ops_index, ops_matmul, ops_meta, ops_pointwise, ops_reduce, ops_view
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
+from private_llm.tensor.secret_index import SecretIndex
 
 __all__ = [
     "Fixed",
+    "SecretIndex",
     "SecretTensor",
     "ops_index",
     "ops_matmul",

@@ -14,6 +14,7 @@ from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.ops_matmul import ring_weight
 from private_llm.tensor.scale import same_session
 from private_llm.tensor.secret import SecretTensor
+from private_llm.tensor.secret_index import SecretIndex
 
 
 def _check_public(index: object) -> None:
@@ -115,11 +116,13 @@ def embedding(
     input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, *_: object,
     **__: object,
 ) -> SecretTensor:  # fmt: skip
-    """Rows of `weight` [V, H]. Public ids: local. Secret one-hot rows [.., V] (0 or 1, no fractional bits): a product
-    without truncation, 24 bytes per output in trio.
+    """Rows of `weight` [V, H]. Public ids: local. A `SecretIndex`: one lookup. Secret one-hot rows [.., V] (0 or 1, no
+    fractional bits): a product without truncation. In trio both cost 24 bytes per output and one round.
     """
     if max_norm is not None:
         raise UnsupportedOp("embedding with max_norm has no private rule")
+    if isinstance(input, SecretIndex):
+        return _looked_up(input, weight)
     if not isinstance(input, SecretTensor):
         if not isinstance(weight, SecretTensor):
             raise PlaintextLeak("embedding of two plain tensors reached the private table")
@@ -128,10 +131,29 @@ def embedding(
     if rows.frac != 0 or rows.shape[-1] != weight.shape[0]:
         raise UnsupportedOp(
             f"embedding of a secret of shape {tuple(rows.shape)}; want one-hot rows [.., {weight.shape[0]}] "
-            "without fractional bits (token ids are shared by the client as one-hot rows)"
+            "without fractional bits, or a SecretIndex"
         )
     if isinstance(weight, SecretTensor):
         same_session(input, weight)
         return SecretTensor(rows.matmul(weight.operand, weight.operand.frac))
     elements = ring_weight(input.session, weight, rows.share.parts[0].device)
     return SecretTensor(rows.with_share(rows.share.map(lambda part: part @ elements), rows.session.frac))
+
+
+def _looked_up(tokens: SecretIndex, weight: Tensor) -> SecretTensor:
+    """Rows at secret indices: one protocol lookup."""
+    session = tokens.session
+    if tokens.held.domain != weight.shape[0]:
+        raise UnsupportedOp(
+            f"lookup of indices below {tokens.held.domain} in a table of {weight.shape[0]} rows"
+        )
+    if isinstance(weight, SecretTensor):
+        table, frac = weight.operand, weight.operand.frac
+        share = session.protocol.lookup(tokens.held, table.share)
+    else:
+        frac = session.frac
+        share = session.protocol.lookup(
+            tokens.held, ring_weight(session, weight, torch.device(session.device))
+        )
+    shape = (*tokens.shape, weight.shape[1])
+    return SecretTensor(Fixed(session, share.map(lambda part: part.reshape(shape)), frac))

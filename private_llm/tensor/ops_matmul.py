@@ -16,7 +16,7 @@ from private_llm.tensor.secret import SecretTensor
 
 
 def ring_weight(session: Session, weight: Tensor, device: torch.device) -> Tensor:
-    """Ring elements of a public weight [.., N, K], laid out so that its transpose is contiguous; encoded once."""
+    """Ring elements of a public weight; encoded once."""
     key = (session.ring.bits, session.frac, device)
     held: dict[object, Tensor] = weight.__dict__.setdefault("_private_ring", {})
     if key not in held:

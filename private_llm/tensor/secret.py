@@ -1,24 +1,22 @@
 """`SecretTensor`: a tensor to PyTorch and HuggingFace, one party's share inside.
 
 Outside it is float32 with a public shape, so that model code works unchanged (masks built from
-`torch.finfo(x.dtype)`, `.to(dtype)`); inside it holds a `Fixed`. Every function goes through the closed
-table of `dispatch`; what gets past `__torch_function__` is refused by `__torch_dispatch__`. Shares are never
-written to: an in-place operation rebinds the object, and is refused where another tensor shares its memory.
+`torch.finfo(x.dtype)`, `.to(dtype)`); inside it holds a `Fixed`. Shares are never written to: an in-place
+operation rebinds the object, and is refused where another tensor shares its memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from private_llm.errors import PlaintextLeak, UnsupportedOp
+from private_llm.errors import UnsupportedOp
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
-from private_llm.tensor.dispatch import TorchArg, dispatch, op_name
 from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.guard import Guarded
 
 SLACK = 6
 """Fractional bits above the session's that every rule accepts without truncating first."""
@@ -26,7 +24,7 @@ SLACK = 6
 _CPU = torch.device("cpu")
 
 
-class SecretTensor(torch.Tensor):
+class SecretTensor(Guarded):
     """One party's share of a tensor; everything but its values is public. `repr` shows the shape only."""
 
     __slots__ = ("_family", "_fixed", "_hidden")
@@ -150,52 +148,9 @@ class SecretTensor(torch.Tensor):
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"SecretTensor(shape={tuple(self.shape)}, frac={self._fixed.frac}, {self._fixed.session!r})"
 
-    __str__ = __repr__
-
-    def __format__(self, spec: str) -> str:
-        return repr(self)
-
     def __copy__(self) -> SecretTensor:
         """A new object for the same (never written) shares."""
         out = SecretTensor(self._fixed)
         out._hidden = self._hidden
         out.__dict__.update(self.__dict__)
         return out
-
-    # -- ways out that must stay shut ------------------------------------------------------------------------
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise PlaintextLeak("a share never leaves its party through pickle or torch.save; write a share file")
-
-    def __array__(self, *_: object, **__: object) -> NoReturn:
-        raise PlaintextLeak("numpy: a share is not an array; reveal it to the client on purpose")
-
-    def __dlpack__(self, *_: object, **__: object) -> NoReturn:
-        raise PlaintextLeak("dlpack: a share is not exported; reveal it to the client on purpose")
-
-    def __dlpack_device__(self) -> NoReturn:
-        raise PlaintextLeak("dlpack: a share is not exported; reveal it to the client on purpose")
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: TorchArg,
-        types: Sequence[type],
-        args: Sequence[TorchArg] = (),
-        kwargs: Mapping[str, TorchArg] | None = None,
-    ) -> TorchArg:
-        """The meaning of every function: the closed table."""
-        return dispatch(func, args, kwargs or {})
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: TorchArg,
-        types: Sequence[type],
-        args: Sequence[TorchArg] = (),
-        kwargs: Mapping[str, TorchArg] | None = None,
-    ) -> TorchArg:
-        """What bypassed the table reads or moves values behind its back: refused."""
-        raise PlaintextLeak(
-            f"{op_name(func)} reached a secret tensor below the table of private rules; "
-            "this operation would need its values"
-        )

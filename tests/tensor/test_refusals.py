@@ -152,7 +152,7 @@ def test_a_secret_index_is_refused_even_inside_a_slice() -> None:
 def test_text_shows_shape_and_session_only() -> None:
     wanted = repr(X)
     assert wanted == "SecretTensor(shape=(3, 4), frac=18, Session(plain, party 0, ring 64, f=18))"
-    assert f"{X}" == str(X) == "%s" % (X,) == format(ONE, ".3f").replace("()", "(3, 4)") == wanted
+    assert f"{X}" == str(X) == format(ONE, ".3f").replace("()", "(3, 4)") == wanted
 
 
 def test_outside_it_is_a_float_tensor_with_unique_addresses() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from private_llm.errors import UnsupportedOp
+from private_llm.errors import DomainError, PlaintextLeak, UnsupportedOp
+from private_llm.protocols.share import Index
 from private_llm.tensor.secret import SLACK, SecretTensor
+from private_llm.tensor.secret_index import SecretIndex
 from tests.tensor.secrets import noise, opened, plain_session, secret
 
 S = plain_session()
@@ -224,3 +227,28 @@ def test_every_rule_runs_on_meta_shares() -> None:
         assert tuple(got.shape) == tuple(make(x, y).shape)
         assert got._fixed.share.parts[0].is_meta
         assert got.device.type == "cpu"
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_lookup_by_secret_index_is_exact_and_the_only_use_of_one(public: bool) -> None:
+    table, ids = noise(9, 4), torch.tensor([[3, 0, 8]])
+    tokens = SecretIndex(S, Index((ids.view(-1),), 3, 9), (1, 3))
+    weight = torch.nn.Parameter(table.float()) if public else secret(S, table)
+    assert torch.equal(opened(torch.nn.Embedding(9, 4, _weight=weight)(tokens)), table[ids])
+    assert (tuple(tokens.shape), tokens.dtype, tokens.size(1)) == ((1, 3), torch.int64, 3)
+    assert repr(tokens).startswith("SecretIndex(shape=(1, 3), domain=9")
+    for attempt in (
+        lambda: tokens + 1,
+        lambda: tokens == 3,
+        lambda: tokens[0],
+        lambda: tokens.view(3),
+        lambda: tokens.item(),
+    ):
+        with pytest.raises(UnsupportedOp, match="looked up"):
+            attempt()
+    with pytest.raises(PlaintextLeak):
+        pickle.dumps(tokens)
+    with pytest.raises(UnsupportedOp, match="table of 5 rows"):
+        F.embedding(tokens, secret(S, noise(5, 4)))
+    with pytest.raises(DomainError, match="want 4"):
+        SecretIndex(S, Index((ids.view(-1),), 3, 9), (1, 4))
