@@ -52,6 +52,11 @@ class SecretIndex(Guarded):
         return self._shape
 
     @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """int64: what ids are."""
+        return torch.int64
+
+    @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The CPU."""
         return torch.device("cpu")
