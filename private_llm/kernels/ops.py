@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from private_llm.errors import UnsupportedOp
+from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels import cpu_bits, cpu_trunc, matmul
 
 _UNSIGNED = {torch.int64: np.uint64, torch.int32: np.uint32}
@@ -30,16 +30,19 @@ def packed_words(count: int, f: int) -> int:
 
 
 def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
-    """torch.matmul modulo the ring size; x [..., M, K], y [..., K, N]."""
+    """torch.matmul modulo the ring size; x [..., M, K], y [..., K, N]; CPU: one thread."""
     if x.is_meta:
         return torch.matmul(x, y)
     return matmul.product(x, y)
 
 
 def ring_matmul_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
-    """x0 y0 + x1 y1; shapes as in `ring_matmul`, the same for both products. No temporary of y's size."""
+    """x0 y0 + x1 y1, both of one shape, as in `ring_matmul`, without a temporary of y's size."""
     if x0.is_meta:
         return torch.matmul(x0, y0)
+    if x0.shape != x1.shape or y0.shape != y1.shape:
+        shapes = f"{tuple(x0.shape)} {tuple(y0.shape)} and {tuple(x1.shape)} {tuple(y1.shape)}"
+        raise DomainError(f"ring_matmul_pair: got {shapes}; want two products of one shape")
     return matmul.product(x1, y1, matmul.product(x0, y0))
 
 
