@@ -31,7 +31,7 @@ TRIO = Threat(
     kind="protocol",
     corrupt="any one of the three parties, semi-honest (it follows the protocol and keeps everything it sees)",
     learns=(
-        ("party 0", "shapes, the public shortcuts below; it receives no value at all, not even a masked one"),
+        ("party 0", "shapes, the public shortcuts below; of values it receives only keys of point functions"),
         ("party 1 or party 2", "shapes, the public shortcuts below; uniformly random ring elements and bits"),
         ("two parties together", "everything: weights, prompt and output"),
         ("a party that deviates", "may change results unnoticed; privacy and correctness are then not promised"),
@@ -76,6 +76,20 @@ TRUNCATION = Threat(
         "private_llm/protocols/trio/arithmetic.py."
     ),
     setting="always on",
+)
+
+LOOKUP = Threat(
+    name="token lookup by point functions",
+    kind="shortcut",
+    corrupt="as trio; security of a single key rests on AES being a good pseudorandom generator",
+    learns=(
+        ("each party", "two keys a token, each pseudorandom alone; only two parties together hold a matching pair"),
+    ),
+    source=(
+        "distributed point functions of Boyle, Gilboa, Ishai (CCS 2016), figure 1; their combination with the three "
+        "replicated components of a table is argued in TrioArithmetic.lookup"
+    ),
+    setting="always on for token ids",
 )
 
 SHAPES = Threat(
@@ -153,6 +167,7 @@ ENTRIES: tuple[Threat, ...] = (
     TRIO,
     PLAIN,
     TRUNCATION,
+    LOOKUP,
     SHAPES,
     STOP_TIME,
     REVEAL_LOGITS,

@@ -85,8 +85,9 @@ def empty_model(config: Mapping[str, Any], class_name: str) -> PreTrainedModel:
         raise PatchMismatch(f"model class: got {class_name!r}; want a PreTrainedModel of transformers")
     register()
     settings = party_config(config)
-    with _BUILDING, init_empty_weights(include_buffers=False), no_init_weights():
-        model = cls(settings)
+    with _BUILDING:
+        with init_empty_weights(include_buffers=False), no_init_weights():
+            model = cls(settings)
         model.tie_weights()
     return model
 

@@ -1,0 +1,230 @@
+"""What a run will cost, without weights, data, other parties or hardware: the same code on meta tensors.
+
+The client's model is the ordinary private model; behind it stand the ordinary parties, one after the other, each in a
+session that counts instead of computing. Token values do not matter, because no cost depends on them: logits are
+zeros here, and generation is told to make a fixed number of tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
+from private_llm.net.transport import CLIENT, MetaTransport
+from private_llm.protocols.session import PlainClient, meta_session
+from private_llm.protocols.trio.client import TrioClient
+from private_llm.ring.ring import Ring
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SecretTensor
+from private_llm_hf.auto import describe
+from private_llm_hf.client import Parties, Secret
+from private_llm_hf.costs import Costs, rows_of
+from private_llm_hf.model import private_class
+from private_llm_hf.party import Party
+from private_llm_hf.party_model import build_party_model, meta_parameters
+from private_llm_hf.plan import make_plan
+from private_llm_hf.weights import skeleton
+from private_llm_hf.wire import Message
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer (all modules up to its number) costs in sum: bytes by link, rounds, multiply-adds by party."""
+
+    name: str
+    sent: dict[tuple[int, int], int]
+    rounds: int
+    macs: dict[int, int]
+
+    @property
+    def bytes_total(self) -> int:
+        """Over all links."""
+        return sum(self.sent.values())
+
+    def seconds(self, bandwidth_mbit: float, latency_ms: float, gmacs: float) -> float:
+        """One latency a round, the busiest link's bytes, the busiest party's multiply-adds, one after the other."""
+        wire = max(self.sent.values(), default=0) * 8 / (bandwidth_mbit * 1e6)
+        return self.rounds * latency_ms / 1e3 + wire + max(self.macs.values(), default=0) / (gmacs * 1e9)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """All costs of a run. Bytes, rounds and multiply-adds are exact; memory counts weights and cache of one party."""
+
+    costs: Costs
+    weight_bytes: int
+    cache_bytes: int
+
+    def layers(self) -> list[LayerCost]:
+        """In order of the model; "input and output" collects what belongs to no module."""
+        sent: dict[str, dict[tuple[int, int], int]] = defaultdict(lambda: defaultdict(int))
+        rounds: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        macs: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        for ledger in self.costs.ledgers:
+            for (scope, _, to), count in ledger.sent.items():
+                sent[_layer(scope)][(ledger.party, to)] += count
+            for (scope, _), count in ledger.rounds.items():
+                rounds[_layer(scope)][ledger.party] += count
+            for scope, count in ledger.macs.items():
+                macs[_layer(scope)][ledger.party] += count
+        names = dict.fromkeys([*sent, *rounds, *macs])
+        return [
+            LayerCost(name, dict(sent[name]), max(rounds[name].values(), default=0), dict(macs[name])) for name in names
+        ]
+
+
+def _layer(scope: str) -> str:
+    """`model.layers.3.mlp.up_proj` belongs to `model.layers.3`; what has no number keeps its name."""
+    found = re.match(r"(.*?\.\d+)(\.|$)", scope)
+    return found[1] if found else scope or "input and output"
+
+
+class _MetaParty(Party):
+    """A party that counts."""
+
+    def __init__(self, config: PrivateConfig, number: int, description: Message) -> None:
+        session = meta_session(config, number)
+        self.config, self.number, self.transport = config, number, session.protocol.transport
+        self.session = session
+        self.kept = {}
+        self.answer: Message = {}
+        parameters = meta_parameters(description["config"], description["class"], session)
+        self.model = build_party_model(description["config"], description["class"], parameters, session)
+        self.transport.ledger.reset()
+
+    def _answer(self, message: Message) -> None:
+        self.answer = message
+
+    def weight_bytes(self) -> int:
+        """Memory of this party's shares of the weights, tied ones once."""
+        return sum(_bytes(p) for p in cast(nn.Module, self.model).parameters())
+
+    def cache_bytes(self) -> int:
+        """Memory of the shares in the caches that are kept."""
+        return sum(
+            _bytes(value)
+            for cache in self.kept.values()
+            for layer in getattr(cache, "layers", ())
+            for value in (layer.keys, layer.values)
+            if value is not None
+        )
+
+
+def _bytes(value: Tensor) -> int:
+    if not isinstance(value, SecretTensor):
+        return value.numel() * value.element_size()
+    held: Fixed = value.raw
+    return sum(part.numel() * part.element_size() for part in held.share.parts)
+
+
+class _MetaParties:
+    """Stands where the client's link to the parties stands; answers every call with zeros of the right shape."""
+
+    def __init__(self, config: PrivateConfig, description: Message, progress: Callable[[], None]) -> None:
+        self.config = config
+        self.ring = Ring(config.ring)
+        self.parties = [_MetaParty(config, number, description) for number in range(config.parties)]
+        transport = MetaTransport(CLIENT)
+        self._end = TrioClient(transport, self.ring) if config.protocol == "trio" else PlainClient(transport, self.ring)
+        transport.ledger.reset()
+        self._ledger = transport.ledger
+        self._numbers = itertools.count(1)
+        self._progress = progress
+
+    def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
+        """As `Parties.forward`."""
+        for secret in secrets:
+            if isinstance(secret, Tensor):
+                self._end.share(secret)
+            else:
+                self._end.share_index(*secret)
+        with torch.no_grad():
+            for party in self.parties:
+                party._forward({**call, "free": []})
+        self._progress()
+        answer = self.parties[0].answer
+        opened = {name: torch.zeros(tuple(shape), dtype=torch.float64) for name, shape, _ in answer["outputs"]}
+        return str(answer["class"]), opened
+
+    def command(self, message: Message) -> None:
+        """As `Parties.command`."""
+        for party in self.parties:
+            party._cache(message)
+
+    def new_handle(self) -> int:
+        """As `Parties.new_handle`."""
+        return next(self._numbers)
+
+    def release(self, handle: int) -> None:
+        """Kept until the end, so that memory can be read off."""
+
+    def costs(self, reset: bool = False) -> Costs:
+        """Everything since the start."""
+        return Costs.from_rows([rows_of(ledger) for ledger in self._ledgers()])
+
+    def _ledgers(self) -> list[Any]:
+        return [*(party.transport.ledger for party in self.parties), self._ledger]
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+def estimate(
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    private_config: PrivateConfig,
+    sequence: int,
+    new_tokens: int = 0,
+    batch: int = 1,
+    progress: Callable[[], None] = lambda: None,
+) -> Estimate:
+    """Cost of one forward over `sequence` tokens, or of generating `new_tokens` after a prompt of that length.
+
+    Loading the weights is not counted. progress is called after each forward. Raises ConfigError for sizes below 1 and
+    whatever the run itself would raise (DomainError for too long sequences, PatchMismatch for unknown modules).
+    """
+    if sequence < 1 or new_tokens < 0 or batch < 1:
+        raise ConfigError(f"estimate: got seq {sequence}, new {new_tokens}, batch {batch}; want at least 1, 0 and 1")
+    bare = skeleton(model_class, config)
+    if new_tokens and not bare.can_generate():
+        raise ConfigError(f"{model_class.__name__} does not generate; leave out --new")
+    parties = _MetaParties(private_config, describe(model_class, config), progress)
+    generation = GenerationConfig.from_model_config(config) if bare.can_generate() else None
+    plan = make_plan(bare, private_config)
+    model = private_class(model_class)(config, cast(Parties, parties), plan, generation)
+    ids = torch.ones(batch, sequence, dtype=torch.int64)
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        if new_tokens:
+            model.generate(
+                input_ids=ids, attention_mask=mask, min_new_tokens=new_tokens, max_new_tokens=new_tokens,
+                do_sample=False, num_beams=1, pad_token_id=0,
+            )  # fmt: skip
+        else:
+            model(input_ids=ids, attention_mask=mask)
+    first = parties.parties[0]
+    return Estimate(parties.costs(), first.weight_bytes(), max(p.cache_bytes() for p in parties.parties))
+
+
+def model_class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class a configuration names, or the one that generates with it, or the bare model."""
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM, transformers.AutoModel):
+        if type(config) in auto._model_mapping:
+            known = auto._model_mapping[type(config)]
+            return cast(type[PreTrainedModel], known[0] if isinstance(known, tuple) else known)
+    raise ConfigError(f"no model class is known for '{config.model_type}'; name one in config.architectures")
