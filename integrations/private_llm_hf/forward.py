@@ -140,7 +140,7 @@ class Forward:
         mask = self.given.pop(name, None)
         if mask is None:
             return None
-        checked = check.check_mask(name, mask, rows, length)
+        checked = check.check_mask(name, mask, rows, length, architecture(self.config).kind == "decoder")
         if not bool(checked.all()):
             self.public[name] = checked
         return checked

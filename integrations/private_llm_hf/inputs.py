@@ -36,8 +36,8 @@ def check_tokens(name: str, ids: object, vocabulary: int) -> Tensor:
     return ids.to(device="cpu", dtype=torch.int64)
 
 
-def check_mask(name: str, mask: Tensor, rows: int, length: int) -> Tensor:
-    """A padding mask [B, length] of 0 and 1, with something to attend to in every row."""
+def check_mask(name: str, mask: Tensor, rows: int, length: int, may_be_empty: bool) -> Tensor:
+    """A padding mask [B, length] of 0 and 1; a row may mask everything only while a cache is being filled."""
     if not isinstance(mask, Tensor) or mask.ndim != 2 or tuple(mask.shape) != (rows, length):
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise DomainError(f"{name}: got {got}; want shape ({rows}, {length}): one 0 or 1 per row and position")
@@ -45,7 +45,7 @@ def check_mask(name: str, mask: Tensor, rows: int, length: int) -> Tensor:
     if not bool(((values == 0) | (values == 1)).all()) or not torch.equal(values.to(mask.dtype), mask.cpu()):
         raise DomainError(f"{name}: got values other than 0 and 1; want 1 where a token counts and 0 for padding")
     empty = [row for row in range(rows) if not bool(values[row].any())]
-    if empty:
+    if empty and not may_be_empty:
         raise DomainError(f"{name}: row(s) {empty} mask every position; want at least one token per row")
     return values
 

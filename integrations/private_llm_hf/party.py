@@ -23,13 +23,14 @@ from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PrivateLLMError, ShareFileError, TransportError
+from private_llm.kernels.memory import tune_allocator
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.dealing import assemble, keys_held
 from private_llm.protocols.session import Session, join
-from private_llm.protocols.share import Index
 from private_llm.ring.prg import Seed
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
+from private_llm.tensor.secret_index import SecretIndex
 from private_llm_hf.costs import rows_of
 from private_llm_hf.party_model import build_party_model
 from private_llm_hf.share_files import ShareFile
@@ -154,20 +155,8 @@ class Party:
             return {name: SecretTensor(Fixed(self.session, share, self.session.frac))}
         owner = model.get_decoder() if name.startswith("decoder_") else model
         index = self.session.protocol.receive_index(math.prod(shape), item["vocabulary"])
-        with self.transport.ledger.scope("embedding of tokens"):
-            return {name.replace("input_ids", "inputs_embeds"): self._embed(index, shape, owner.get_input_embeddings())}
-
-    def _embed(self, index: Index, shape: tuple[int, ...], table: nn.Embedding) -> Tensor:
-        """Rows of the embedding table at secret token ids: [*shape, D]."""
-        session, weight = self.session, table.weight
-        if isinstance(weight, SecretTensor):
-            rows = Fixed(session, session.protocol.lookup(index, weight.fixed.share), session.frac)
-        else:
-            public = session.ring.encode(weight, session.frac)
-            rows = Fixed(session, session.protocol.lookup(index, public), session.frac)
-        embeds = SecretTensor(rows.view(lambda part: part.reshape(*shape, part.shape[-1])))
-        scale = getattr(table, "embed_scale", None)  # Gemma's embedding multiplies by a public constant
-        return embeds if scale is None else embeds * scale
+        ids = SecretIndex(self.session, index, shape)
+        return {name.replace("input_ids", "inputs_embeds"): owner.get_input_embeddings()(ids)}
 
     def _reveal(self, result: ModelOutput, wanted: list[str]) -> None:
         """State names, shapes and fractional bits of the outputs, then open them towards the client."""
@@ -236,6 +225,7 @@ class Pulse:
 
 def run_party(config: PrivateConfig, number: int, transport: Transport, held: ShareFile | None = None) -> str | None:
     """Serve one client until it stops. Returns None, or why the session ended (which all others were told)."""
+    tune_allocator()
     try:
         Party(config, number, transport, held).serve()
     except PrivateLLMError as error:

@@ -1,0 +1,232 @@
+"""Wrong inputs and settings: each gets an error that says what came and what is wanted, before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tr
+from private_llm_hf import AutoPrivateModel, AutoPrivateModelForCausalLM, PrivateConfig, patch
+from transformers import DynamicCache, PreTrainedModel
+
+from private_llm.errors import ConfigError, DomainError, PatchMismatch, PlaintextLeak, UnsupportedOp
+from tests.hf import tiny
+from tests.hf.conftest import PLAIN
+
+IDS = torch.tensor([[5, 6, 7]])
+
+
+@pytest.fixture(scope="module")
+def opt() -> Iterator[PreTrainedModel]:
+    with patch(tiny.build("opt"), PLAIN) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def vit() -> Iterator[PreTrainedModel]:
+    with patch(tiny.build("vit"), PLAIN) as model:
+        yield model
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_sent(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a test does with these models, no input may reach a party."""
+    used = [request.getfixturevalue(name) for name in ("opt", "vit") if name in request.fixturenames]
+    for model in used:
+        model.cost(reset=True)
+    yield
+    for model in used:
+        assert model.cost().bytes_total == 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([[1, 2]], "got list; want a tensor of token ids"),
+        (torch.tensor([[1.0, 2.0]]), r"got dtype torch.float32; want integer token ids"),
+        (torch.tensor([1, 2]), r"got shape \(2,\); want \[batch, length\]"),
+        (torch.zeros(1, 0, dtype=torch.int64), r"empty prompt, shape \(1, 0\)"),
+        (torch.zeros(0, 3, dtype=torch.int64), r"empty prompt, shape \(0, 3\)"),
+        (torch.tensor([[1, 128]]), "outside the vocabulary; want 0 to 127"),
+        (torch.tensor([[-1, 5]]), "outside the vocabulary; want 0 to 127"),
+    ],
+)
+def test_token_ids(opt: PreTrainedModel, ids: object, message: str) -> None:
+    with pytest.raises(DomainError, match=message):
+        opt(input_ids=ids)
+
+
+def test_prompt_longer_than_the_positions(opt: PreTrainedModel) -> None:
+    with pytest.raises(DomainError, match="got 65 positions; the model has 64"):
+        opt(input_ids=torch.ones(1, 65, dtype=torch.int64))
+
+
+def test_generate_with_an_empty_prompt(opt: PreTrainedModel) -> None:
+    with pytest.raises((DomainError, ValueError), match=r"empty|cannot reshape|`inputs`|shape"):
+        opt.generate(input_ids=torch.zeros(1, 0, dtype=torch.int64), max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(1, 2), r"got \(1, 2\); want shape \(1, 3\)"),
+        (torch.ones(1, 1, 3, 3), r"got \(1, 1, 3, 3\); want shape \(1, 3\)"),
+        (torch.tensor([[0.5, 1.0, 1.0]]), "values other than 0 and 1"),
+        (torch.tensor([[2, 1, 1]]), "values other than 0 and 1"),
+    ],
+)
+def test_attention_masks(opt: PreTrainedModel, mask: torch.Tensor, message: str) -> None:
+    with pytest.raises(DomainError, match=f"attention_mask: .*{message}"):
+        opt(input_ids=IDS, attention_mask=mask)
+
+
+def test_a_row_of_padding() -> None:
+    with patch(tiny.build("bert"), PLAIN) as bert, pytest.raises(DomainError, match=r"row\(s\) \[1\] mask every"):
+        bert(input_ids=IDS.repeat(2, 1), attention_mask=torch.tensor([[1, 1, 0], [0, 0, 0]]))
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        (torch.tensor([[0.0, 1.0, 2.0]]), "want an integer tensor"),
+        (torch.tensor([[0, 1]]), r"got shape \(1, 2\); want \(1, 3\)"),
+        (torch.tensor([[0, 1, 64]]), "got 0 to 64; want 0 to 63"),
+    ],
+)
+def test_positions(opt: PreTrainedModel, positions: torch.Tensor, message: str) -> None:
+    with pytest.raises(DomainError, match=f"position_ids: .*{message}"):
+        opt(input_ids=IDS, position_ids=positions)
+
+
+def test_inputs_missing_or_double(opt: PreTrainedModel) -> None:
+    with pytest.raises(DomainError, match="got none; want exactly one of input_ids, inputs_embeds"):
+        opt()
+    with pytest.raises(DomainError, match="want exactly one of"):
+        opt(input_ids=IDS, inputs_embeds=torch.zeros(1, 3, 64))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e18])
+def test_values_the_ring_cannot_hold(opt: PreTrainedModel, vit: PreTrainedModel, bad: float) -> None:
+    embeds, pixels = torch.zeros(1, 3, 64), torch.zeros(1, 3, 16, 16)
+    embeds[0, 1, 2] = pixels[0, 1, 2, 3] = bad
+    with pytest.raises(DomainError, match=r"inputs_embeds: .*(NaN or infinite|exceeds the ring)"):
+        opt(inputs_embeds=embeds)
+    with pytest.raises(DomainError, match=r"pixel_values: .*(NaN or infinite|exceeds the ring)"):
+        vit(pixel_values=pixels)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "message"),
+    [
+        (torch.zeros(1, 3, 16, 16, dtype=torch.uint8), "got torch.uint8; want a floating-point tensor"),
+        (torch.zeros(1, 3, 32, 32), r"got shape \(1, 3, 32, 32\); want \[batch, 3, 16, 16\]"),
+        (torch.zeros(3, 16, 16), r"want \[batch, 3, 16, 16\]"),
+    ],
+)
+def test_images(vit: PreTrainedModel, pixels: torch.Tensor, message: str) -> None:
+    with pytest.raises(DomainError, match=f"pixel_values: .*{message}"):
+        vit(pixel_values=pixels)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"labels": IDS}, "labels: losses are not computed privately"),
+        ({"output_attentions": True}, "output_attentions: attention weights stay"),
+        ({"output_hidden_states": True}, "output_hidden_states: hidden states stay"),
+        ({"cross_attn": IDS}, r"forward argument\(s\) cross_attn"),
+    ],
+)
+def test_forward_arguments_without_a_rule(opt: PreTrainedModel, arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(UnsupportedOp, match=message):
+        opt(input_ids=IDS, **arguments)
+
+
+def test_a_cache_that_is_not_the_parties(opt: PreTrainedModel) -> None:
+    with pytest.raises(DomainError, match="past_key_values: got DynamicCache; want the handle"):
+        opt(input_ids=IDS, past_key_values=DynamicCache())
+
+
+def test_a_cache_implementation(opt: PreTrainedModel) -> None:
+    with pytest.raises(ConfigError, match="cache_implementation: got 'static'"):
+        opt.generate(input_ids=IDS, max_new_tokens=2, cache_implementation="static")
+
+
+def test_the_weights_do_not_come_out(opt: PreTrainedModel, tmp_path: Path) -> None:
+    for leave in (lambda: opt.save_pretrained(tmp_path), lambda: opt.push_to_hub("x")):
+        with pytest.raises(PlaintextLeak, match="only as shares"):
+            leave()
+    for refused in (opt.get_input_embeddings, opt.get_output_embeddings, opt.resize_token_embeddings, opt.train):
+        with pytest.raises(UnsupportedOp):
+            refused()
+    assert list(tmp_path.iterdir()) == []
+    assert list(opt.parameters()) == []
+
+
+# -- models and settings ------------------------------------------------------------------------------------
+def test_unknown_architecture_lists_the_supported(tmp_path: Path) -> None:
+    config = tr.MixtralConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        vocab_size=64,
+        intermediate_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model = tr.MixtralForCausalLM(config)
+    with pytest.raises(PatchMismatch, match=r"unknown architecture 'mixtral'; supported: bert, .*opt"):
+        patch(model, PLAIN)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(PatchMismatch, match="unknown architecture 'mixtral'"):
+        AutoPrivateModelForCausalLM.from_pretrained(str(tmp_path), PLAIN)
+
+
+def test_modules_without_a_rule_are_listed() -> None:
+    model = tiny.build("opt", activation_function="mish")
+    with pytest.raises(PatchMismatch, match=r"2 module\(s\): model.decoder.layers.0.activation_fn \(MishActivation\)"):
+        patch(model, PLAIN)
+
+
+def test_patch_wants_a_model_of_transformers() -> None:
+    with pytest.raises(PatchMismatch, match="got Linear; want a transformers PreTrainedModel"):
+        patch(torch.nn.Linear(2, 2), PLAIN)
+
+    class OPTForCausalLM(tr.OPTForCausalLM):
+        pass
+
+    with pytest.raises(PatchMismatch, match="not a model class of transformers"):
+        patch(OPTForCausalLM(tiny.build("opt").config), PLAIN)
+
+
+def test_weights_the_ring_cannot_hold() -> None:
+    model = tiny.build("opt")
+    with torch.no_grad():
+        model.model.decoder.layers[0].fc1.bias[3] = float("nan")
+    with pytest.raises(DomainError, match="'model.decoder.layers.0.fc1.bias': 1 of 96 values are NaN"):
+        patch(model, PLAIN)
+
+
+def test_a_task_without_a_class(tmp_path: Path) -> None:
+    tiny.build("bert").save_pretrained(tmp_path)
+    tr.ViTConfig().save_pretrained(tmp_path)
+    with pytest.raises(PatchMismatch, match="AutoModelForCausalLM has no class for 'vit' models"):
+        AutoPrivateModelForCausalLM.from_pretrained(str(tmp_path), PLAIN)
+
+
+def test_settings() -> None:
+    with pytest.raises(ConfigError, match="got dict; want a PrivateConfig"):
+        patch(tiny.build("opt"), {"protocol": "plain"})
+    with pytest.raises(ConfigError, match=r"unknown key\(s\) rings"):
+        PrivateConfig.from_dict({"rings": 64})
+    with pytest.raises(ConfigError, match="reveal='token' is for models that generate"):
+        patch(tiny.build("bert"), PrivateConfig(protocol="plain", insecure=True, reveal="token"))
+    with pytest.raises(ConfigError, match="AutoPrivateModel is not instantiated"):
+        AutoPrivateModel()
+
+
+def test_unknown_loading_arguments(tmp_path: Path) -> None:
+    tiny.build("opt").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"unknown argument\(s\) devise_map"):
+        AutoPrivateModelForCausalLM.from_pretrained(str(tmp_path), PLAIN, devise_map="auto")
