@@ -5,9 +5,9 @@ For tests, notebooks and one-machine runs. It protects nobody from the owner of 
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
-import time
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from private_llm.net.transport import CLIENT, Transport, endpoint_name
 
 _MAX_AHEAD = 256 << 20
 """Bytes a sender may run ahead of its receiver before it waits (bounds memory of the preprocessing)."""
+
+
+_SMALL = 1024
+"""Payloads up to this size are not counted."""
 
 
 class _Link:
@@ -36,6 +40,7 @@ class LocalHub:
         self.endpoints = [*range(parties), CLIENT]
         self.timeout = timeout
         self.failure: str | None = None
+        self.waiting: dict[int, int] = {}
         self.links = {(a, b): _Link() for a in self.endpoints for b in self.endpoints if a != b}
 
     def transport(self, me: int) -> LocalTransport:
@@ -51,6 +56,16 @@ class LocalHub:
             with link.room:
                 link.room.notify_all()
 
+    def silent(self, me: int, peer: int) -> str:
+        """Who is really silent when `me` has waited too long for `peer`: the end of the chain of waits."""
+        seen = [me]
+        while peer not in seen and (awaited := self.waiting.get(peer)) is not None:
+            seen.append(peer)
+            peer = awaited
+        if peer in seen:
+            return f"{' and '.join(map(endpoint_name, seen))} wait for each other (they disagree on the computation)"
+        return f"{endpoint_name(peer)} was silent for {self.timeout:g} s"
+
 
 class LocalTransport(Transport):
     """One endpoint of a `LocalHub`."""
@@ -62,44 +77,32 @@ class LocalTransport(Transport):
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
         link = self._hub.links[(self.me, to)]
         size = payload.numel() * payload.element_size()
-        if size > 1024:
-            deadline = time.monotonic() + self._hub.timeout
+        if size > _SMALL:
             with link.room:
-                while link.ahead > _MAX_AHEAD and self._hub.failure is None:
-                    if not link.room.wait(deadline - time.monotonic()):
-                        raise PartyFailed(f"{endpoint_name(to)} took nothing for {self._hub.timeout:g} s")
+                if not link.room.wait_for(
+                    lambda: link.ahead <= _MAX_AHEAD or self._hub.failure is not None, self._hub.timeout
+                ):
+                    raise self._fail(
+                        PartyFailed(f"{endpoint_name(to)} took nothing for {self._hub.timeout:g} s")
+                    )
                 link.ahead += size
-        if self._hub.failure is not None:
-            raise PartyFailed(self._hub.failure)
+        self._check()
         link.items.put((tag, payload))
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         link = self._hub.links[(frm, self.me)]
-        item, link.peeked = link.peeked, None
-        try:
-            if item is None:
-                item = link.items.get(timeout=self._hub.timeout)
-        except queue.Empty:
-            raise PartyFailed(
-                f"{endpoint_name(frm)} sent nothing for {self._hub.timeout:g} s (waiting for '{tag}'); "
-                "restart the session, or raise timeout_s if the machine is just slow"
-            ) from None
-        if item is None:
-            raise PartyFailed(self._hub.failure or f"{endpoint_name(frm)} stopped")
-        got_tag, payload = item
+        got_tag, payload = self._next(link, frm, tag)
         size = payload.numel() * payload.element_size()
-        if size > 1024:
+        if size > _SMALL:
             with link.room:
                 link.ahead -= size
                 link.room.notify()
-        count = 1
-        for extent in shape:
-            count *= extent
-        if got_tag != tag or payload.dtype != dtype or payload.numel() != count:
-            raise TransportError(
+        if got_tag != tag or payload.dtype != dtype or payload.numel() != math.prod(shape):
+            error = TransportError(
                 f"from {endpoint_name(frm)}: got '{got_tag}' with {payload.numel()} x {payload.dtype}; "
-                f"want '{tag}' with {count} x {dtype} (parties disagree on the computation)"
+                f"want '{tag}' with {math.prod(shape)} x {dtype} (parties disagree on the computation)"
             )
+            raise self._fail(error)
         return payload.view(shape)
 
     def wait(self, frm: int) -> None:
@@ -107,9 +110,39 @@ class LocalTransport(Transport):
         link = self._hub.links[(frm, self.me)]
         if link.peeked is None:
             link.peeked = link.items.get()
-            if link.peeked is None:
-                raise PartyFailed(self._hub.failure or f"{endpoint_name(frm)} stopped")
+        self._check()
 
     def abort(self, reason: str) -> None:
         """Stop the whole session."""
         self._hub.abort(reason)
+
+    def _next(self, link: _Link, frm: int, tag: str) -> tuple[str, Tensor]:
+        """The next tag and payload on a link."""
+        self._check()
+        item, link.peeked = link.peeked, None
+        if item is None:
+            self._hub.waiting[self.me] = frm
+            try:
+                item = link.items.get(timeout=self._hub.timeout)
+            except queue.Empty:
+                who = self._hub.silent(self.me, frm)
+                text = f"{who}, while '{tag}' of {endpoint_name(frm)} was awaited"
+                raise self._fail(PartyFailed(text)) from None
+            finally:
+                del self._hub.waiting[self.me]
+        self._check()
+        if item is None:
+            raise PartyFailed(f"{endpoint_name(frm)} stopped")
+        return item
+
+    def _check(self) -> None:
+        if self._hub.failure is not None:
+            raise PartyFailed(self._hub.failure)
+
+    def _fail(self, error: TransportError) -> TransportError:
+        """Stop the session because of `error`."""
+        reason = (
+            f"{endpoint_name(self.me)}: {error}; restart the session, or raise timeout_s if machines are slow"
+        )
+        self._hub.abort(reason)
+        return type(error)(self._hub.failure)

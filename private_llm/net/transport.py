@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from private_llm.net.ledger import Ledger
+from private_llm.net.wire import dtype_code
 
 CLIENT = 255
 """Endpoint number of the user's process."""
@@ -31,7 +32,12 @@ class Transport(ABC):
         self.ledger = Ledger(me)
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
-        """Send a contiguous tensor; its memory must not change afterwards. Never blocks on the receiver's work."""
+        """Send a contiguous int64, int32 or uint8 tensor; its memory must not change afterwards.
+
+        Returns before the receiver has read it, unless the receiver is 256 MiB behind. Raises DomainError for
+        another dtype, PartyFailed when the session has stopped.
+        """
+        dtype_code(payload.dtype)
         self.ledger.add_sent(to, tag, payload.numel() * payload.element_size())
         self._send(to, tag, payload)
 

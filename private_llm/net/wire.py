@@ -50,6 +50,7 @@ class Kind(IntEnum):
     HELLO = 1
     ABORT = 2
     WAITING = 3
+    BYE = 4
 
 
 @dataclass(frozen=True)

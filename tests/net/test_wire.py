@@ -100,7 +100,7 @@ def test_a_length_is_compared_with_the_maximum(dtype, count, maximum):
             wire.decode(raw, maximum)
 
 
-@pytest.mark.parametrize("kind", [Kind.HELLO, Kind.ABORT, Kind.WAITING])
+@pytest.mark.parametrize("kind", [Kind.HELLO, Kind.ABORT, Kind.WAITING, Kind.BYE])
 def test_notes_are_short_bytes(kind):
     assert wire.decode(header(kind=kind, dtype=torch.uint8, count=wire.MAX_NOTE)).kind is kind
     with pytest.raises(TransportError, match="oversized"):
@@ -114,7 +114,7 @@ def test_notes_are_short_bytes(kind):
     [
         (0, b"HTTP", "no frame of private-llm"),
         (0, b"\x16\x03\x01\x00", "no frame of private-llm"),
-        (5, b"\x04", "kind"),
+        (5, b"\x05", "kind"),
         (6, b"\x00", "dtype"),
         (6, b"\x04", "dtype"),
         (32, b"\xff", "UTF-8"),

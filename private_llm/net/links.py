@@ -1,0 +1,362 @@
+"""The two ends of a one-way connection: `Outgoing` writes frames, `Incoming` reads them.
+
+Each ordered pair of endpoints has a connection of its own, so that a TLS object is never read and written
+by two threads at once. Both ends are non-blocking sockets (plain or TLS). Small frames leave at once, from
+the caller's thread; what the kernel does not take waits in a queue that a writer thread empties, so that
+two endpoints may send each other any amount at the same time.
+
+Neither end knows about time limits: after each slice of silence a receiver calls `idle`, and `sockets.py`
+decides whether the peer counts as dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import PartyFailed, TransportError
+from private_llm.net import wire
+from private_llm.net.transport import endpoint_name
+from private_llm.net.wire import HEADER_BYTES, Kind
+
+MAX_AHEAD = 256 << 20
+"""Bytes a sender may run ahead of its receiver before it waits (bounds memory)."""
+_INLINE = 64 << 10
+"""Payloads up to this size are written by the caller's thread when nothing is queued."""
+_BUFFER = 64 << 10
+"""Bytes an incoming link reads ahead; the rest of a larger payload goes straight into its tensor."""
+
+_POLL_MS = 200
+"""How often a blocked writer looks whether the link was closed under it."""
+
+_BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+Idle = Callable[["Incoming", float], None]
+"""Called with the seconds of silence after each slice of time, and with 0 when the peer said for whom it waits;
+raises PartyFailed when the silence was too long."""
+
+
+@dataclass
+class _Queued:
+    """A frame that waits for the writer thread: what is left of it, in pieces."""
+
+    sequence: int
+    pieces: deque[memoryview]
+    started: bool
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.pieces))
+
+
+class Outgoing:
+    """The sending end towards `peer`."""
+
+    def __init__(self, sock: socket.socket, me: int, peer: int, session: bytes) -> None:
+        sock.setblocking(False)
+        self.peer = peer
+        self.wire_bytes = 0
+        self.failure: str | None = None
+        self.moved = 0
+        self._sock, self._me, self._session = sock, me, session
+        self._sequence = 0
+        self._queue: deque[_Queued] = deque()
+        self._queued = 0
+        self._closing = False
+        self._room = threading.Condition()
+        self._writer: threading.Thread | None = None
+
+    def send(self, kind: Kind, tag: str, dtype: torch.dtype, count: int, body: memoryview) -> None:
+        """Send one frame now, or queue it. Raises PartyFailed when the connection is broken."""
+        with self._room:
+            head = wire.encode(kind, self._me, self._session, self._sequence, tag, dtype, count)
+            self._check()
+            inline = not self._queue and len(body) <= _INLINE
+            if inline:
+                rest = memoryview(head + body)
+                rest = rest[self._write(rest) :]
+                self._check()
+                pieces = deque([rest] if rest else [])
+            else:
+                pieces = deque([memoryview(head), body] if len(body) else [memoryview(head)])
+            if pieces:
+                # A TLS write that was tried must be repeated with the same bytes: it counts as started.
+                self._enqueue(_Queued(self._sequence, pieces, started=inline))
+            self._sequence += 1
+            self.wire_bytes += HEADER_BYTES + len(body)
+
+    def has_room(self, seconds: float) -> bool:
+        """Wait at most `seconds` until the queue may take another frame."""
+        if self._queued <= MAX_AHEAD:
+            return True
+        with self._room:
+            return self._room.wait_for(lambda: self._queued <= MAX_AHEAD or self.failure is not None, seconds)
+
+    def abort(self, reason: str) -> None:
+        """Drop what is queued, except a frame that is half written, and send the reason."""
+        with self._room:
+            while self._queue and not self._queue[-1].started:
+                dropped = self._queue.pop()
+                self._sequence = dropped.sequence
+                self._queued -= dropped.size
+        self.note(Kind.ABORT, reason.encode()[: wire.MAX_NOTE])
+
+    def note(self, kind: Kind, text: bytes) -> None:
+        """Send a short message that is not data; nothing happens on a broken connection."""
+        try:
+            self.send(kind, kind.name.lower(), torch.uint8, len(text), memoryview(text))
+        except PartyFailed:
+            return  # the failure is recorded, and whoever needs this peer will meet it
+
+    def close(self, seconds: float) -> None:
+        """Say goodbye, write what is queued for at most `seconds`, and close the connection."""
+        self.note(Kind.BYE, b"")
+        with self._room:
+            self._room.wait_for(lambda: not self._queue, seconds)
+            self._closing = True
+            self._queue.clear()
+            self._room.notify_all()
+        with contextlib.suppress(OSError):
+            # SAFE: the plain method, because SSLSocket.shutdown would first forget the encryption while the
+            # writer thread may still be sending.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+        if self._writer is not None:
+            self._writer.join()
+        self._sock.close()
+
+    def _check(self) -> None:
+        if self.failure is not None or self._closing:
+            raise PartyFailed(self.failure or "this endpoint has closed the session")
+
+    def _write(self, data: memoryview) -> int:
+        """Bytes the kernel took at once; a broken connection is recorded in `failure`."""
+        done = 0
+        try:
+            while done < len(data):
+                done += self._sock.send(data[done:])
+        except _BLOCKED:
+            pass
+        except OSError as error:
+            self.failure = f"{endpoint_name(self.peer)} stopped: its connection broke ({_cause(error)})"
+        self.moved += done
+        return done
+
+    def _enqueue(self, frame: _Queued) -> None:
+        self._queue.append(frame)
+        self._queued += frame.size
+        if self._writer is None:
+            name = f"to {endpoint_name(self.peer)}"
+            self._writer = threading.Thread(target=self._drain, name=name, daemon=True)
+            self._writer.start()
+        self._room.notify_all()
+
+    def _drain(self) -> None:
+        """The writer thread: empties the queue, one frame after the other."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        while True:
+            with self._room:
+                self._room.wait_for(lambda: self._queue or self._closing)
+                if not self._queue:
+                    return
+                frame = self._queue[0]
+                frame.started = True
+            piece = frame.pieces[0]
+            done = self._write(piece)
+            with self._room:
+                if self.failure is not None:
+                    self._queue.clear()
+                if not self._queue:
+                    self._queued = 0
+                else:
+                    self._queued -= done
+                    frame.pieces[0] = piece[done:]
+                    if done == len(piece):
+                        frame.pieces.popleft()
+                    if not frame.pieces:
+                        self._queue.popleft()
+                self._room.notify_all()
+            if done < len(piece):
+                poll.poll(_POLL_MS)
+
+
+class Incoming:
+    """The receiving end from `peer`."""
+
+    def __init__(self, sock: socket.socket, peer: int, session: bytes, slice_s: float) -> None:
+        sock.setblocking(False)
+        self.peer = peer
+        self.waits_for: int | None = None
+        self.ended: str | None = None
+        self.left = False
+        self.aborted = False
+        self._sock, self._session = sock, session
+        self._sequence = 0
+        self._slice = slice_s
+        self._buffer = memoryview(bytearray(_BUFFER))
+        self._start = self._end = 0
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    def receive(self, tag: str, shape: tuple[int, ...], dtype: torch.dtype, idle: Idle) -> Tensor:
+        """The next payload, which must have this tag, dtype and number of elements."""
+        out = torch.empty(shape, dtype=dtype)
+        head = self._data_header(idle)
+        want = wire.encode(Kind.DATA, self.peer, self._session, self._sequence, tag, dtype, out.numel())
+        if head != want:
+            self._explain(head, tag, dtype, out.numel())
+        self._start += HEADER_BYTES
+        self._sequence += 1
+        self.waits_for = None
+        if out.numel():
+            self._fill(out.view(-1).numpy().data.cast("B"), idle)
+        return out
+
+    def wait(self, idle: Idle) -> None:
+        """Return as soon as a payload begins."""
+        self._data_header(idle)
+
+    def glance(self) -> None:
+        """Read notes that have arrived, without waiting; raises PartyFailed on an abort or a broken connection."""
+        while self.ended is None and not self._front_is_data():
+            if self._has_note():
+                self._take_note()
+            else:
+                count = self._read(self._space())
+                self._end += count
+                if not count:
+                    break
+        if self.ended is not None and not self.left:
+            raise PartyFailed(self.ended)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._sock.close()
+
+    # -- frames -----------------------------------------------------------------------------------------
+    def _data_header(self, idle: Idle) -> memoryview:
+        """The header of the next payload; notes before it are acted upon."""
+        while True:
+            self._need(HEADER_BYTES, idle)
+            head = self._buffer[self._start : self._start + HEADER_BYTES]
+            if head[5] == Kind.DATA:
+                return head
+            frame = self._checked(head)
+            self._need(HEADER_BYTES + frame.nbytes, idle)
+            self._take_note()
+            idle(self, 0.0)
+
+    def _checked(self, head: memoryview) -> wire.Frame:
+        """A decoded header that belongs to this connection, at this place."""
+        name = endpoint_name(self.peer)
+        try:
+            frame = wire.decode(head)
+        except TransportError as error:
+            raise TransportError(f"from {name}: {error}") from None
+        if (frame.sender, frame.session) != (self.peer, self._session):
+            raise TransportError(f"from {name}: a frame of another endpoint or session")
+        if frame.sequence != self._sequence:
+            raise TransportError(
+                f"from {name}: got frame {frame.sequence}; want {self._sequence} (lost or repeated)"
+            )
+        return frame
+
+    def _explain(self, head: memoryview, tag: str, dtype: torch.dtype, count: int) -> None:
+        """Raise the reason why a header is not the expected one."""
+        got = self._checked(head)
+        want = wire.Frame(Kind.DATA, self.peer, self._session, self._sequence, tag, dtype, count)
+        raise TransportError(
+            f"from {endpoint_name(self.peer)}: got {got.what}; want {want.what} "
+            "(parties disagree on the computation)"
+        )
+
+    def _front_is_data(self) -> bool:
+        return self._end - self._start >= HEADER_BYTES and self._buffer[self._start + 5] == Kind.DATA
+
+    def _has_note(self) -> bool:
+        """Whether a whole note lies at the front of the buffer."""
+        if self._end - self._start < HEADER_BYTES:
+            return False
+        frame = self._checked(self._buffer[self._start : self._start + HEADER_BYTES])
+        return self._end - self._start >= HEADER_BYTES + frame.nbytes
+
+    def _take_note(self) -> None:
+        """Act upon the note at the front of the buffer."""
+        frame = self._checked(self._buffer[self._start : self._start + HEADER_BYTES])
+        body = bytes(self._buffer[self._start + HEADER_BYTES :][: frame.nbytes])
+        self._start += HEADER_BYTES + frame.nbytes
+        self._sequence += 1
+        if frame.kind is Kind.ABORT:
+            self.ended, self.aborted = body.decode(errors="replace"), True
+            raise PartyFailed(self.ended)
+        if frame.kind is Kind.BYE:
+            self.left, self.ended = True, f"{endpoint_name(self.peer)} has closed the session"
+        elif frame.kind is Kind.WAITING and len(body) == 1:
+            self.waits_for = body[0]
+        else:
+            raise TransportError(f"from {endpoint_name(self.peer)}: a {frame.kind.name} frame out of place")
+
+    # -- bytes ------------------------------------------------------------------------------------------
+    def _need(self, count: int, idle: Idle) -> None:
+        """Have at least `count` bytes in the buffer."""
+        while self._end - self._start < count:
+            got = self._read_some(self._space(), idle)  # moves `_end` first
+            self._end += got
+
+    def _space(self) -> memoryview:
+        """The free part of the buffer, after moving what is in it to the front."""
+        left = self._end - self._start
+        if self._start:
+            self._buffer[:left] = self._buffer[self._start : self._end]
+            self._start, self._end = 0, left
+        return self._buffer[left:]
+
+    def _fill(self, view: memoryview, idle: Idle) -> None:
+        """Fill `view` with the next bytes, without a copy beyond what was read ahead."""
+        done = min(len(view), self._end - self._start)
+        view[:done] = self._buffer[self._start : self._start + done]
+        self._start += done
+        while done < len(view):
+            done += self._read_some(view[done:], idle)
+
+    def _read_some(self, view: memoryview, idle: Idle) -> int:
+        """Wait for at least one byte."""
+        silence = 0.0
+        while True:
+            count = self._read(view)
+            if count:
+                return count
+            if self.ended is not None:
+                raise PartyFailed(self.ended)
+            if not self._poll.poll(self._slice * 1000):
+                silence += self._slice
+                idle(self, silence)
+
+    def _read(self, view: memoryview) -> int:
+        """Bytes that are there now; the end of the connection is recorded in `ended`."""
+        if self.ended is not None:
+            return 0
+        try:
+            count = self._sock.recv_into(view)
+            cause = "its connection closed"
+        except _BLOCKED:
+            return 0
+        except OSError as error:
+            count, cause = 0, f"its connection broke ({_cause(error)})"
+        if not count:
+            self.ended = f"{endpoint_name(self.peer)} stopped: {cause}"
+        return count
+
+
+def _cause(error: OSError) -> str:
+    """An operating system's error in words, without its arguments."""
+    return error.strerror or type(error).__name__

@@ -1,0 +1,167 @@
+"""Parties as separate processes, joined by TCP connections (or any stream sockets), with or without TLS.
+
+`hub.connect` makes the connections; this module moves tensors over them and decides who has failed:
+
+- a broken connection: PartyFailed at once, with the name of the peer and what was awaited;
+- silence for `timeout` seconds: the same. An endpoint that waits tells the others for whom, so that the
+  one that is really silent is named, not the one next to it;
+- whoever fails first sends its reason to all others, which raise PartyFailed with the same reason.
+
+The ledger counts payload bytes; `wire_bytes` also counts headers and notes (not the overhead of TLS).
+A transport belongs to one thread; only `abort` may be called from another.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import PartyFailed, TransportError
+from private_llm.net.links import Incoming, Outgoing
+from private_llm.net.transport import Transport, endpoint_name
+from private_llm.net.wire import Kind
+
+_NOBODY = memoryview(b"")
+
+
+class Pair:
+    """The two connected sockets between this endpoint and one other, and their sessions' names (8 bytes)."""
+
+    def __init__(self, out: socket.socket, out_session: bytes, inn: socket.socket, in_session: bytes) -> None:
+        self.out, self.out_session, self.inn, self.in_session = out, out_session, inn, in_session
+
+
+class SocketTransport(Transport):
+    """One endpoint's links to its peers; `pairs` holds the connected sockets by endpoint.
+
+    Received tensors are moved to `device`; tensors of another device are copied to the host before sending.
+    """
+
+    def __init__(self, me: int, pairs: dict[int, Pair], timeout: float, device: str = "cpu") -> None:
+        super().__init__(me)
+        self.timeout = timeout
+        self.device = device
+        self._slice = min(1.0, timeout / 8)
+        self._failure: str | None = None
+        self._out = {peer: Outgoing(pair.out, me, peer, pair.out_session) for peer, pair in pairs.items()}
+        self._in = {
+            peer: Incoming(pair.inn, peer, pair.in_session, self._slice) for peer, pair in pairs.items()
+        }
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes sent to all peers, headers and notes included, TLS overhead excluded."""
+        return sum(link.wire_bytes for link in self._out.values())
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        payload = payload.contiguous()
+        if payload.device.type != "cpu":
+            payload = payload.cpu()
+        count = payload.numel()
+        body = payload.view(-1).numpy().data.cast("B") if count else _NOBODY
+        self._check()
+        try:
+            link = self._out[to]
+            if not link.has_room(0):
+                self._wait_for_room(to)
+            link.send(Kind.DATA, tag, payload.dtype, count, body)
+        except TransportError as error:
+            raise self._fail(error, to, f"while '{tag}' was sent to {endpoint_name(to)}") from None
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self._check()
+        link = self._in[frm]
+        try:
+            out = link.receive(tag, shape, dtype, self._idle)
+        except TransportError as error:
+            raise self._fail(error, frm, f"while '{tag}' of {endpoint_name(frm)} was awaited") from None
+        return out if self.device == "cpu" else out.to(self.device)
+
+    def wait(self, frm: int) -> None:
+        """Block, however long, until a frame from `frm` is there; PartyFailed if the session stops."""
+        self._check()
+        link = self._in[frm]
+        try:
+            link.wait(self._glance)
+        except TransportError as error:
+            raise self._fail(
+                error, frm, f"while the next request of {endpoint_name(frm)} was awaited"
+            ) from None
+
+    def abort(self, reason: str) -> None:
+        """Tell all others that this endpoint stops and why."""
+        if self._failure is None:
+            self._failure = reason
+            for link in self._out.values():
+                link.abort(reason)
+
+    def close(self) -> None:
+        """Write what is queued, say goodbye and close all connections."""
+        deadline = time.monotonic() + (self.timeout if self._failure is None else self._slice)
+        for link in self._out.values():
+            link.close(max(0.0, deadline - time.monotonic()))
+        for inn in self._in.values():
+            inn.close()
+        if self._failure is None:
+            self._failure = "this endpoint has closed the session"
+
+    # -- failures -------------------------------------------------------------------------------------
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise PartyFailed(self._failure)
+
+    def _fail(self, error: TransportError, peer: int, what: str) -> TransportError:
+        """Stop the session because of `error`, unless somebody else's reason has arrived."""
+        told = self._told(peer)
+        reason = told or str(error)
+        if told is None and not self._in[peer].aborted:
+            reason = f"{endpoint_name(self.me)}: {reason}, {what}; restart the session"
+        self.abort(reason)
+        return type(error)(reason)
+
+    def _told(self, peer: int) -> str | None:
+        """The reason of an abort that lies unread behind a broken connection."""
+        for link in [self._in[peer], *self._in.values()]:
+            try:
+                link.glance()
+            except TransportError:
+                if link.aborted:
+                    return link.ended
+        return None
+
+    def _glance(self, but: Incoming, silence: float = 0.0) -> None:
+        """Act upon notes from all others."""
+        for link in self._in.values():
+            if link is not but:
+                link.glance()
+
+    def _idle(self, link: Incoming, silence: float) -> None:
+        """`link.peer` has been silent for `silence` seconds, or (0) has just said for whom it waits.
+
+        Every such word starts its time anew, and is passed on by those who wait for the speaker: so the one who
+        waits for the silent endpoint itself gives up first. Nothing is passed on when the wait leads back to
+        this endpoint: a circle ends after the timeout.
+        """
+        self._glance(link)
+        root = link.waits_for
+        if silence <= self._slice and root != self.me:
+            text = bytes([link.peer if root is None else root])
+            for out in self._out.values():
+                out.note(Kind.WAITING, text)
+        if silence >= self.timeout:
+            name = endpoint_name(link.peer)
+            also = "" if root is None else f", after it had waited for {endpoint_name(root)}"
+            raise PartyFailed(f"{name} was silent for {self.timeout:g} s{also}")
+
+    def _wait_for_room(self, to: int) -> None:
+        """Wait until the receiver has taken enough of what is queued for it."""
+        link, inn = self._out[to], self._in[to]
+        silence, moved = 0.0, link.moved
+        while not link.has_room(self._slice):
+            silence = silence + self._slice if link.moved == moved else 0.0
+            moved = link.moved
+            inn.glance()
+            self._idle(inn, silence)

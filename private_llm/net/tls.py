@@ -1,0 +1,119 @@
+"""Mutual TLS 1.3 between endpoints: who a certificate belongs to, and what went wrong in words.
+
+Every endpoint shows a certificate signed by the one CA all endpoints trust; its common name is the endpoint's
+name (`party0`, `party1`, ..., `client`). Host names are not looked at: an endpoint is who its certificate
+says, wherever it runs. Session tickets are off, so that a one-way connection carries bytes one way only.
+OpenSSL encrypts with AES-256-GCM or ChaCha20-Poly1305 and draws fresh keys for each connection; a connection
+should be renewed after about 2^24 records (RFC 8446 section 5.5; 256 GiB of full records).
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from pathlib import Path
+from typing import Any
+
+from private_llm.config import TLSConfig
+from private_llm.errors import ConfigError, TransportError
+from private_llm.net.transport import CLIENT, endpoint_name
+
+_REMEDIES = {
+    "CERTIFICATE_EXPIRED": "its certificate has expired; issue new ones (private-llm certs makes a local set)",
+    "UNKNOWN_CA": "the two certificates come from different CAs; give all endpoints certificates of one CA",
+    "CERTIFICATE_REQUIRED": "no certificate was shown; set tls=TLSConfig(certificate, key, ca)",
+    "BAD_CERTIFICATE": "the certificate was refused; it needs the endpoint's name and a signature of the common CA",
+    "UNSUPPORTED_CERTIFICATE": "the certificate is not made for TLS servers and clients; issue one for both uses",
+    "WRONG_VERSION_NUMBER": "the other end does not speak TLS; set tls at all endpoints or at none",
+    "RECORD_LAYER_FAILURE": "the other end does not speak TLS; set tls at all endpoints or at none",
+    "HTTP_REQUEST": "the other end speaks plain HTTP; check the port",
+    "PROTOCOL_VERSION": "the other end does not speak TLS 1.3",
+}
+_VERIFY_REMEDIES = {
+    9: "its certificate is not valid yet; check the clocks",
+    10: "its certificate has expired; issue new ones (private-llm certs makes a local set)",
+    18: _REMEDIES["UNKNOWN_CA"],
+    19: _REMEDIES["UNKNOWN_CA"],
+    20: _REMEDIES["UNKNOWN_CA"],
+    21: _REMEDIES["UNKNOWN_CA"],
+    7: "its certificate was altered, or signed by another CA of the same name",
+    26: _REMEDIES["UNSUPPORTED_CERTIFICATE"],
+}
+
+
+def common_name(endpoint: int) -> str:
+    """The common name in an endpoint's certificate."""
+    return "client" if endpoint == CLIENT else f"party{endpoint}"
+
+
+class Credentials:
+    """This endpoint's TLS contexts. Raises ConfigError if a file is missing, unreadable or does not fit."""
+
+    def __init__(self, tls: TLSConfig) -> None:
+        for field in ("certificate", "key", "ca"):
+            path = Path(getattr(tls, field))
+            if not path.is_file():
+                raise ConfigError(
+                    f"tls.{field}: no file at {path}; private-llm certs makes a set for local use"
+                )
+        self._server = _context(tls, ssl.PROTOCOL_TLS_SERVER)
+        self._server.num_tickets = 0
+        self._client = _context(tls, ssl.PROTOCOL_TLS_CLIENT)
+
+    def wrap(self, sock: socket.socket, *, server: bool) -> ssl.SSLSocket:
+        """A TLS socket around a connected one; its `do_handshake` verifies the peer's certificate against the CA.
+
+        The handshake raises ssl.SSLError (see `explain`), or another OSError if the connection breaks.
+        """
+        context = self._server if server else self._client
+        return context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
+
+
+def check_name(sock: socket.socket, endpoint: int) -> None:
+    """Raise TransportError unless the peer's certificate names `endpoint`; plain sockets have no certificate."""
+    if not isinstance(sock, ssl.SSLSocket):
+        return
+    certificate: Any = sock.getpeercert() or {}
+    subject = [pair for part in certificate.get("subject", ()) for pair in part]
+    names = [str(value) for key, value in subject if key == "commonName"]
+    if names != [common_name(endpoint)]:
+        raise TransportError(
+            f"certificate of {endpoint_name(endpoint)}: got the name {' and '.join(names) or 'none'}; want "
+            f"{common_name(endpoint)}; check the order of hosts and which certificate each endpoint uses"
+        )
+
+
+def explain(error: ssl.SSLError, who: str) -> str:
+    """Cause and remedy of a failed handshake with `who`."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        remedy = _VERIFY_REMEDIES.get(error.verify_code, "issue certificates for all endpoints from one CA")
+        return f"TLS with {who}: its certificate was refused here ({error.verify_message}): {remedy}"
+    reason = error.reason or type(error).__name__
+    remedy = next(
+        (text for key, text in _REMEDIES.items() if key in reason), "check the tls settings of both ends"
+    )
+    side = f"{who} refused" if "ALERT" in reason else "failed"
+    return f"TLS with {who}: {side} ({reason.replace('_', ' ').lower()}): {remedy}"
+
+
+def _context(tls: TLSConfig, protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = (
+        False  # SAFE: `check_name` compares the certificate's name with the endpoint instead
+    )
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_verify_locations(cafile=tls.ca)
+        context.load_cert_chain(tls.certificate, tls.key, password=_no_password)
+    except (ssl.SSLError, ValueError) as error:
+        reason = error.reason if isinstance(error, ssl.SSLError) else None
+        raise ConfigError(
+            f"tls: the certificate, key and ca do not fit together ({reason or 'the key is encrypted'}); want PEM "
+            "files: a certificate, its unencrypted private key, and the CA that signed it"
+        ) from None
+    return context
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted")

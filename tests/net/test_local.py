@@ -1,0 +1,88 @@
+"""Parties as threads: the same promises as the wire."""
+
+import threading
+
+import pytest
+import torch
+
+from private_llm.errors import DomainError, PartyFailed, TransportError
+from private_llm.net.local import LocalHub
+from private_llm.net.transport import CLIENT, MetaTransport
+
+from .mesh import run_threads
+
+
+def transports(timeout=5.0):
+    hub = LocalHub(3, timeout)
+    return {me: hub.transport(me) for me in hub.endpoints}
+
+
+def test_exchange_books_bytes_and_one_round():
+    t = transports()
+    work = {me: lambda x: x.exchange(1 - x.me, "mul", torch.full((3,), x.me)).tolist() for me in (0, 1)}
+    assert run_threads(t, work) == {0: [1, 1, 1], 1: [0, 0, 0]}
+    assert t[0].ledger.cost().sent == {(0, 1): 24}
+    assert t[0].ledger.cost().rounds == 1
+
+
+@pytest.mark.parametrize(
+    ("tag", "shape", "dtype"),
+    [("add", (4,), torch.int64), ("mul", (5,), torch.int64), ("mul", (4,), torch.int32)],
+)
+def test_disagreement_stops_the_session(tag, shape, dtype):
+    t = transports()
+    t[0].send(1, "mul", torch.tensor([4242424242] * 4))
+    with pytest.raises(TransportError, match="got 'mul' with 4 x") as caught:
+        t[1].recv(0, tag, shape, dtype)
+    assert "4242424242" not in str(caught.value)
+    with pytest.raises(PartyFailed, match="got 'mul' with 4 x"):
+        t[2].recv(1, "m", (1,), torch.int64)
+
+
+def test_the_silent_endpoint_is_named_by_all_who_wait_for_each_other():
+    t = transports(0.5)
+    chain = {CLIENT: 0, 0: 1, 1: 2}
+    results = run_threads(t, dict.fromkeys(chain, lambda x: x.recv(chain[x.me], "m", (1,), torch.int64)))
+    assert {type(result) for result in results.values()} == {PartyFailed}
+    assert all("party 2 was silent for 0.5 s" in str(result) for result in results.values())
+
+
+def test_a_circle_of_waits_ends():
+    t = transports(0.5)
+    circle = {0: 1, 1: 2, 2: 0}
+    results = run_threads(t, dict.fromkeys(circle, lambda x: x.recv(circle[x.me], "m", (1,), torch.int64)))
+    assert {type(result) for result in results.values()} == {PartyFailed}
+    assert all("wait for each other" in str(result) for result in results.values())
+
+
+def test_an_abort_wakes_all_and_is_final():
+    t = transports(60.0)
+    started = threading.Barrier(3)
+
+    def wait(x):
+        started.wait()
+        (x.wait if x.me == 1 else lambda frm: x.recv(frm, "m", (1,), torch.int64))(0)
+
+    def stop(x):
+        started.wait()
+        x.abort("layer 3 overflowed")
+
+    results = run_threads(t, {0: stop, 1: wait, 2: wait})
+    assert [str(results[me]) for me in (1, 2)] == ["layer 3 overflowed"] * 2
+    for operation in (lambda: t[1].wait(2), lambda: t[1].recv(2, "m", (1,), torch.int64)):
+        with pytest.raises(PartyFailed, match="layer 3"):
+            operation()
+
+
+def test_waiting_leaves_the_frame():
+    t = transports()
+    t[0].send(1, "m", torch.tensor([5]))
+    t[1].wait(0)
+    t[1].wait(0)
+    assert t[1].recv(0, "m", (1,), torch.int64).item() == 5
+
+
+def test_floats_never_travel():
+    for transport in (transports()[0], MetaTransport(0)):
+        with pytest.raises(DomainError, match="int64, int32 or uint8"):
+            transport.send(1, "m", torch.zeros(1))
