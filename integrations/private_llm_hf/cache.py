@@ -6,8 +6,6 @@ always keeps the full length: sliding windows are the mask's business, and maske
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
@@ -58,10 +56,10 @@ class _Rows:
             part[:, :, : self.length].index_select(0, index.to(part.device)) for part in self.parts
         )
 
-    def copy(self) -> _Rows:
-        """Another holder of the same entries."""
+    def __deepcopy__(self, memo: dict[int, object]) -> _Rows:
+        """Another holder of the same entries; either goes on in a buffer of its own."""
         self.seal()
-        twin = _Rows(self.sample)
+        twin = memo[id(self)] = _Rows(self.sample)
         twin.parts, twin.length = self.parts, self.length
         return twin
 
@@ -150,37 +148,12 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             count = self._rows[0].parts[0].shape[0]
             self.reorder_cache(torch.arange(count).repeat_interleave(repeats))
 
-    def copy(self) -> SecretCacheLayer:
-        """A layer that goes on from here independently."""
-        twin = SecretCacheLayer()
-        twin.is_initialized = self.is_initialized
-        if self._rows is not None:
-            twin._rows = (self._rows[0].copy(), self._rows[1].copy())
-        return twin
-
 
 class SecretCache(Cache):  # type: ignore[misc]
-    """All layers of a decoder (or of its cross-attention)."""
+    """All layers of a decoder. Copying (copy.deepcopy) shares the entries so far."""
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=SecretCacheLayer)
-
-    def select(self, index: Sequence[int] | Tensor) -> None:
-        """Keep, repeat or reorder batch rows by public indices."""
-        self.reorder_cache(torch.as_tensor(index))
-
-    def crop(self, length: int) -> None:
-        """Keep the first `length` positions (negative: drop that many)."""
-        surplus = length if length < 0 else length - self.get_seq_length()
-        if surplus < 0:
-            for layer in self.layers:
-                layer.crop(surplus)
-
-    def copy(self) -> SecretCache:
-        """A cache that goes on from here independently; entries so far are shared, not copied."""
-        twin = SecretCache()
-        twin.layers = [layer.copy() for layer in self.layers]
-        return twin
 
 
 class SecretEncoderDecoderCache(EncoderDecoderCache):  # type: ignore[misc]
@@ -189,19 +162,5 @@ class SecretEncoderDecoderCache(EncoderDecoderCache):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(SecretCache(), SecretCache())
 
-    def select(self, index: Sequence[int] | Tensor) -> None:
-        """Keep, repeat or reorder batch rows by public indices."""
-        self.self_attention_cache.select(index)
-        self.cross_attention_cache.select(index)
-
-    def crop(self, length: int) -> None:
-        """Keep the first `length` positions of the decoder."""
-        self.self_attention_cache.crop(length)
-
-    def copy(self) -> SecretEncoderDecoderCache:
-        """A cache that goes on from here independently."""
-        twin = SecretEncoderDecoderCache()
-        twin.self_attention_cache = self.self_attention_cache.copy()
-        twin.cross_attention_cache = self.cross_attention_cache.copy()
-        twin.is_updated = dict(self.is_updated)
-        return twin
+    def check_dynamic_cache(self, method: str) -> None:
+        """Secret layers grow, so everything a dynamic cache allows is allowed."""

@@ -51,7 +51,13 @@ def dispatch(op: object, args: Sequence[object], kwargs: Mapping[str, object]) -
     rule = _RULES.get(op)
     if rule is None or "out" in kwargs:
         _refuse(op, args, kwargs)
-    return rule(*args, **kwargs)
+    try:
+        return rule(*args, **kwargs)
+    except TypeError as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise
+        # raised by the call itself: an argument that PyTorch knows and the rule does not
+        raise UnsupportedOp(f"{op_name(op)}: no private rule for these arguments ({error})") from None
 
 
 def _refuse(op: object, args: Sequence[object], kwargs: Mapping[str, object]) -> NoReturn:
