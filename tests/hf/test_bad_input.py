@@ -204,7 +204,7 @@ def test_weights_the_ring_cannot_hold() -> None:
     model = tiny.build("opt")
     with torch.no_grad():
         model.model.decoder.layers[0].fc1.bias[3] = float("nan")
-    with pytest.raises(DomainError, match="'model.decoder.layers.0.fc1.bias': 1 of 96 values are NaN"):
+    with pytest.raises(DomainError, match=r"'model.decoder.layers.0.fc1.bias': 1 of 96 values are NaN"):
         patch(model, PLAIN)
 
 

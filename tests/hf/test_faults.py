@@ -1,0 +1,232 @@
+"""A party that fails, stalls or disagrees: every endpoint stops, the error names the party, nothing hangs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from private_llm_hf import launch, party, patch
+from private_llm_hf.client import Parties
+from private_llm_hf.wire import recv_message, send_message
+from transformers import PreTrainedModel
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError, TransportError
+from private_llm.net.local import LocalHub
+from private_llm.net.transport import CLIENT
+from tests.hf import tiny
+from tests.hf.conftest import PLAIN, TRIO
+
+IDS = torch.tensor([[5, 6, 7]])
+
+
+def sabotage(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], None]) -> None:
+    """Let party `number` do `act` when its next forward begins."""
+    original = party.Party._forward
+
+    def forward(self: party.Party, message: dict[str, object]) -> None:
+        if self.number == number:
+            act()
+        original(self, message)
+
+    monkeypatch.setattr(party.Party, "_forward", forward)
+
+
+def alive() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("party ")]
+
+
+def expect(model: PreTrainedModel, error: type[PrivateLLMError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        model.generate(IDS, max_new_tokens=3)
+    with pytest.raises(PartyFailed, match="this session is over"):
+        model(IDS)
+    model.close()
+    deadline = time.monotonic() + 10
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert alive() == []
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_an_error_at_a_party_reaches_the_client_under_its_own_class(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    model = patch(tiny.build("opt"), TRIO)
+
+    def fail() -> None:
+        raise DomainError("something outside the domain")
+
+    sabotage(monkeypatch, number, fail)
+    expect(model, DomainError, f"party {number}: something outside the domain")
+
+
+def test_an_unforeseen_error_travels_without_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patch(tiny.build("opt"), TRIO)
+
+    def fail() -> None:
+        raise ValueError("a text that may hold a value: 0.123")
+
+    sabotage(monkeypatch, 1, fail)
+    with pytest.raises(PartyFailed) as caught:
+        model(IDS)
+    assert str(caught.value).startswith("party 1: ValueError: in test_faults.py, line")
+    assert "0.123" not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_stalled_party_is_named_within_the_timeout(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    model = patch(tiny.build("opt"), replace(TRIO, timeout_s=1.5))
+    wake = threading.Event()
+    sabotage(monkeypatch, number, lambda: bool(wake.wait(20)) or None)
+    start = time.monotonic()
+    try:
+        with pytest.raises(PartyFailed, match=f"party {number} sent nothing for 1.5 s"):
+            model(IDS)
+        assert time.monotonic() - start < 8
+    finally:
+        wake.set()
+        model.close()
+
+
+def test_a_long_computation_is_not_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three times the timeout passes, but every module that starts says so."""
+    model = patch(tiny.build("opt"), replace(PLAIN, timeout_s=0.4))
+    from torch import nn
+
+    original = nn.Module.__call__
+
+    def slow(self: nn.Module, *args: object, **kwargs: object) -> object:
+        if threading.current_thread().name == "party 0" and type(self).__name__ == "Linear":
+            time.sleep(0.1)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "__call__", slow)
+    start = time.monotonic()
+    model(IDS)
+    assert time.monotonic() - start > 1.0
+    model.close()
+
+
+def test_an_interrupted_call_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patch(tiny.build("opt"), PLAIN)
+
+    def interrupt(self: Parties) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Parties, "_answers", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(IDS)
+    monkeypatch.undo()
+    with pytest.raises(PartyFailed, match=r"this session is over \(an earlier call failed or was interrupted\)"):
+        model(IDS)
+
+
+def test_closing_twice_and_using_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patch(tiny.build("opt"), PLAIN)
+    model.close()
+    model.close()
+    assert alive() == []
+    with pytest.raises(PartyFailed, match=r"this session is over \(it was closed\)"):
+        model(IDS)
+
+
+def test_a_dropped_model_stops_its_parties() -> None:
+    model = patch(tiny.build("opt"), PLAIN)
+    assert alive() == ["party 0"]
+    del model
+    import gc
+
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert alive() == []
+
+
+@pytest.mark.parametrize("change", [{"frac_bits": 16}, {"ring": 32, "frac_bits": 12}, {"reveal": "token"}])
+def test_parties_with_other_settings(monkeypatch: pytest.MonkeyPatch, change: dict[str, object]) -> None:
+    original = launch.run_party
+
+    def other(config: PrivateConfig, number: int, transport: object) -> str | None:
+        return original(replace(config, **change) if number == 1 else config, number, transport)
+
+    monkeypatch.setattr(launch, "run_party", other)
+    with pytest.raises(PrivateLLMError, match="runs other settings or another version"):
+        patch(tiny.build("opt"), TRIO)
+
+
+def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = PrivateConfig.agreement
+
+    def other(self: PrivateConfig) -> bytes:
+        mine = original(self)
+        return mine[::-1] if threading.current_thread().name == "party 2" else mine
+
+    monkeypatch.setattr(PrivateConfig, "agreement", other)
+    with pytest.raises((ConfigError, PartyFailed), match="another version"):
+        patch(tiny.build("opt"), TRIO)
+
+
+# -- the control channel --------------------------------------------------------------------------------------
+def channel() -> tuple[object, object]:
+    hub = LocalHub(1, timeout=1)
+    return hub.transport(CLIENT), hub.transport(0)
+
+
+def test_messages_carry_json_and_integer_tensors() -> None:
+    client, other = channel()
+    mask = torch.tensor([[True, False]])
+    send_message(client, 0, {"do": "x", "n": None, "t": torch.arange(6).view(2, 3), "m": mask, "list": [1, "a"]})
+    got = recv_message(other, CLIENT)
+    assert got["do"] == "x"
+    assert got["n"] is None
+    assert torch.equal(got["t"], torch.arange(6).view(2, 3))
+    assert torch.equal(got["m"], mask)
+    assert client.ledger.cost().total > 0
+    assert {op for _, op, _ in client.ledger.sent} == {"control"}
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2), {1, 2}, float("nan")])
+def test_messages_refuse_everything_else(value: object) -> None:
+    client, _ = channel()
+    with pytest.raises((TypeError, ValueError)):
+        send_message(client, 0, {"x": value})
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b'{"__tensor__": ["int64", [3], [1]]}',
+        b'{"__tensor__": ["float64", [1], [1]]}',
+        b"{}" * 3,
+    ],
+)
+def test_malformed_messages(raw: bytes) -> None:
+    client, other = channel()
+    client.send(0, "control-size", torch.tensor([len(raw)]))
+    client.send(0, "control", torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    with pytest.raises(TransportError, match="control message from the client"):
+        recv_message(other, CLIENT)
+
+
+@pytest.mark.parametrize("size", [-1, 0, 1 << 40])
+def test_absurd_sizes(size: int) -> None:
+    client, other = channel()
+    client.send(0, "control-size", torch.tensor([size]))
+    with pytest.raises(TransportError, match=f"got size {size}"):
+        recv_message(other, CLIENT)
+
+
+def test_an_unknown_command() -> None:
+    model = patch(tiny.build("opt"), PLAIN)
+    model.parties.command({"do": "dance"})
+    with pytest.raises(TransportError, match="unknown command 'dance'"):
+        model(IDS)

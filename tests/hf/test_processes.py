@@ -1,0 +1,168 @@
+"""Parties as processes of their own: same results and costs as threads, no plaintext in their memory, no survivors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from private_llm_hf import launch, patch
+from transformers import PreTrainedModel
+
+from private_llm.errors import PartyFailed
+from tests.hf import tiny
+from tests.hf.compare import BATCH, PADDED
+from tests.hf.conftest import TRIO
+
+PROCESSES = replace(TRIO, party_mode="processes")
+PUBLIC_MARK = "a public mark in the configuration"
+CANARY = torch.linspace(0.731, 0.947, 64)
+PROMPT = [101, 47, 113, 89, 71, 23, 59, 97]
+
+pytestmark = pytest.mark.slow
+
+
+def children() -> list[int]:
+    """Process ids of this process's party children."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes()
+                status = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if b"private_llm_hf.party_process" in command and int(status[1]) == os.getpid() and status[0] != "Z":
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+@pytest.fixture(scope="module")
+def plaintext() -> PreTrainedModel:
+    model = tiny.build("opt", public_note=PUBLIC_MARK)
+    with torch.no_grad():
+        model.model.decoder.layers[0].fc1.bias[:64] = CANARY
+        model.model.decoder.embed_tokens.weight[5] = CANARY
+    return model
+
+
+@pytest.fixture(scope="module")
+def private(plaintext: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    with patch(plaintext, PROCESSES) as model:
+        yield model
+
+
+def test_same_tokens_and_costs_as_with_threads(plaintext: PreTrainedModel, private: PreTrainedModel) -> None:
+    how = {"max_new_tokens": 4, "do_sample": False}
+    assert len(children()) == 3
+    private.cost(reset=True)
+    assert torch.equal(private.generate(**BATCH, **how), plaintext.generate(**BATCH, **how))
+    costs = private.cost()
+    with patch(plaintext, TRIO) as threads:
+        threads.generate(**BATCH, **how)
+        want = threads.cost()
+    assert costs.cost == want.cost
+    assert costs.by_module() == want.by_module()
+
+
+def memory_holds(pid: int, patterns: dict[str, bytes]) -> set[str]:
+    """Which patterns occur in the writable memory of a process."""
+    found = set()
+    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        for line in maps:
+            span, rights = line.split()[:2]
+            if not rights.startswith("rw"):
+                continue
+            start, stop = (int(part, 16) for part in span.split("-"))
+            overlap = b""
+            for at in range(start, stop, 1 << 24):
+                try:
+                    memory.seek(at)
+                    piece = overlap + memory.read(min(1 << 24, stop - at))
+                except (OSError, OverflowError, ValueError):
+                    break
+                found |= {name for name, pattern in patterns.items() if pattern in piece}
+                overlap = piece[-4096:]
+    return found
+
+
+def test_no_party_ever_holds_weights_or_tokens(private: PreTrainedModel) -> None:
+    """Canaries in the weights, as stored, encoded, or in half precision, and the prompt as integers or text."""
+    ids = torch.tensor([PROMPT])
+    private.generate(ids, max_new_tokens=3, do_sample=False)
+    encoded = torch.round(CANARY.double() * 2**18).to(torch.int64)
+    patterns = {
+        "control": PUBLIC_MARK.encode(),
+        "float32": CANARY[:8].numpy().tobytes(),
+        "float64": CANARY[:8].double().numpy().tobytes(),
+        "float16": CANARY[:8].half().numpy().tobytes(),
+        "ring": encoded[:8].numpy().tobytes(),
+        "tokens int64": struct.pack("<8q", *PROMPT),
+        "tokens int32": struct.pack("<8i", *PROMPT),
+        "tokens text": json.dumps(PROMPT).encode(),
+        "tokens compact": json.dumps(PROMPT, separators=(",", ":")).encode(),
+    }
+    pids = children()
+    assert len(pids) == 3
+    for pid in pids:
+        assert memory_holds(pid, patterns) == {"control"}, "only the public mark may be found"
+
+
+def test_a_killed_party_is_named_and_the_others_end(plaintext: PreTrainedModel) -> None:
+    before = set(children())
+    model = patch(plaintext, replace(PROCESSES, timeout_s=60))
+    mine = sorted(set(children()) - before)
+    victim = mine[1]  # started in the order of their numbers
+    os.kill(victim, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(PartyFailed, match="party 1"):
+        model.generate(PADDED, max_new_tokens=3)
+    assert time.monotonic() - start < 20
+    model.close()
+    assert not set(children()) & set(mine)
+
+
+def test_a_stopped_party_is_named_within_the_timeout(plaintext: PreTrainedModel) -> None:
+    before = set(children())
+    model = patch(plaintext, replace(PROCESSES, timeout_s=8))
+    victim = sorted(set(children()) - before)[2]
+    os.kill(victim, signal.SIGSTOP)
+    try:
+        with pytest.raises(PartyFailed, match="party 2"):
+            model(PADDED)
+    finally:
+        os.kill(victim, signal.SIGCONT)
+        model.close()
+
+
+def test_parties_die_with_their_parent(tmp_path: Path) -> None:
+    script = (
+        "import os, sys; from tests.hf import tiny; from private_llm_hf import patch; "
+        "from tests.hf.conftest import PLAIN; from dataclasses import replace; "
+        "from tests.hf.test_processes import children; "
+        "m = patch(tiny.build('opt'), replace(PLAIN, party_mode='processes')); "
+        "print(children()[0], flush=True); os._exit(9)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 9, done.stderr
+    pid = int(done.stdout.split()[-1])
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_party_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.sys, "executable", "/bin/false")
+    with pytest.raises(PartyFailed, match="party 0 did not start"):
+        patch(tiny.build("opt"), PROCESSES)
