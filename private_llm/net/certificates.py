@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import secrets
 from pathlib import Path
 
 from cryptography import x509
@@ -37,7 +38,7 @@ def make_certificates(
     start = start or datetime.datetime.now(datetime.timezone.utc)
     span = (start - _SKEW, start + datetime.timedelta(days=days))
     ca_key = ec.generate_private_key(ec.SECP256R1())
-    ca_name = _name("private-llm local CA")
+    ca_name = _name(f"private-llm local CA {secrets.token_hex(4)}")  # two sets never look like one
     ca = (
         _builder(ca_name, ca_name, ca_key, span)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

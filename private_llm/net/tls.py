@@ -23,6 +23,7 @@ _REMEDIES = {
     "UNKNOWN_CA": "the two certificates come from different CAs; give all endpoints certificates of one CA",
     "CERTIFICATE_REQUIRED": "no certificate was shown; set tls=TLSConfig(certificate, key, ca)",
     "BAD_CERTIFICATE": "the certificate was refused; it needs the endpoint's name and a signature of the common CA",
+    "DECRYPT_ERROR": "the certificate was altered, or signed by another CA of the same name",
     "UNSUPPORTED_CERTIFICATE": "the certificate is not made for TLS servers and clients; issue one for both uses",
     "WRONG_VERSION_NUMBER": "the other end does not speak TLS; set tls at all endpoints or at none",
     "RECORD_LAYER_FAILURE": "the other end does not speak TLS; set tls at all endpoints or at none",
@@ -36,7 +37,7 @@ _VERIFY_REMEDIES = {
     19: _REMEDIES["UNKNOWN_CA"],
     20: _REMEDIES["UNKNOWN_CA"],
     21: _REMEDIES["UNKNOWN_CA"],
-    7: "its certificate was altered, or signed by another CA of the same name",
+    7: _REMEDIES["DECRYPT_ERROR"],
     26: _REMEDIES["UNSUPPORTED_CERTIFICATE"],
 }
 
