@@ -53,7 +53,7 @@ class PrivateModel:
     def explain(self) -> Plan:
         """Print the patch plan (every module, what runs in its place, what stays public) and return it."""
         console = Console()
-        Console(width=max(console.width, 130)).print(self.plan)
+        Console(width=max(console.width, 140)).print(self.plan)
         return self.plan
 
     def cost(self, reset: bool = False) -> Costs:

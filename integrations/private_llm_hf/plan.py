@@ -47,7 +47,7 @@ class Plan:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(title=self.title, caption=f"{self.total:,} parameters, {self.weights}")
         for heading in ("module", "class", "becomes", "public"):
-            table.add_column(heading)
+            table.add_column(heading, overflow="fold", no_wrap=heading == "class")
         table.add_column("parameters", justify="right")
         for row in _merge(self.rows):
             table.add_row(row.name, row.kind, row.becomes, row.public, f"{row.parameters:,}" if row.parameters else "")

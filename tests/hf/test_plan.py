@@ -1,0 +1,79 @@
+"""The patch plan: all modules of every supported architecture have a rule; the table says what stays public."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from private_llm_hf import PrivateConfig, patch
+from private_llm_hf.costs import Costs
+from private_llm_hf.plan import make_plan
+from private_llm_hf.weights import WeightList, skeleton
+
+from private_llm.errors import PatchMismatch
+from private_llm.net.transport import CLIENT
+from tests.hf import tiny
+from tests.hf.compare import PADDED
+from tests.hf.conftest import PLAIN, TRIO
+
+
+@pytest.mark.parametrize("name", list(tiny.ALL))
+def test_every_parameter_is_in_the_plan_once(name: str) -> None:
+    model = tiny.build(name)
+    bare = skeleton(type(model), model.config)
+    plan = make_plan(bare, TRIO)
+    assert plan.total == sum(parameter.numel() for parameter in model.parameters())
+    assert plan.total == WeightList.of(bare).count()
+    listed = {row.name for row in plan.rows}
+    holders = {name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
+    assert holders <= listed
+    assert 0 < plan.parameters(exclude_embeddings=True) < plan.total or name == "vit"
+
+
+def test_the_table_merges_layers_and_names_what_is_public() -> None:
+    text = str(make_plan(tiny.build("llama"), TRIO))
+    assert "model.layers.0-1.self_attn.q_proj" in text
+    assert "LlamaRMSNorm" in text
+    assert "sine and cosine tables" in text
+    assert "secret-shared" in text
+    assert "NOT protected" in str(make_plan(tiny.build("llama"), PLAIN))
+    assert "public" in str(make_plan(tiny.build("llama"), PrivateConfig(weights="public"))).splitlines()[-1]
+
+
+def test_explain_prints_and_returns_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    with patch(tiny.build("opt"), PLAIN) as model:
+        plan = model.explain()
+        assert model.num_parameters() == plan.total
+    assert "OPTLearnedPositionalEmbedding" in capsys.readouterr().out
+
+
+def test_a_module_with_parameters_of_its_own_needs_a_rule() -> None:
+    model = tiny.build("opt")
+    layer = model.model.decoder.layers[1]
+    layer.gate = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(PatchMismatch, match=r"1 module\(s\): model.decoder.layers.1 \(OPTDecoderLayer\)"):
+        make_plan(model, PLAIN)
+
+
+def test_buffers_that_hold_weights_are_refused() -> None:
+    model = tiny.build("opt")
+    model.register_buffer("running_mean", torch.zeros(2))
+    with pytest.raises(PatchMismatch, match="no rule for buffers that hold weights: running_mean"):
+        WeightList.of(model)
+
+
+def test_costs_by_link_module_and_operation() -> None:
+    with patch(tiny.build("opt"), TRIO) as model:
+        assert model.cost().bytes_total == 0, "sharing the weights is not part of a call's cost"
+        model(PADDED)
+        costs = model.cost(reset=True)
+        assert model.cost().bytes_total == 0
+    assert isinstance(costs, Costs)
+    links = costs.cost.sent
+    assert sum(links.values()) == costs.bytes_total == costs.to_dict()["bytes_total"]
+    assert {to for _, to in links} <= {0, 1, 2, CLIENT}
+    assert links[(1, 2)] == links[(2, 1)], "the evaluators are symmetric"
+    assert sum(sent for sent, _ in costs.by_module().values()) == costs.bytes_total
+    assert sum(sent for sent, _ in costs.by_op().values()) == costs.bytes_total
+    assert costs.by_module()["model.decoder.layers.0.fc1"][0] > 0
+    assert "control" not in costs.by_op()
+    assert 0 < costs.rounds < 1000
