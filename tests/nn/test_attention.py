@@ -1,0 +1,163 @@
+"""Attention on shares against PyTorch: masks, grouped heads, biases, caps; and what it sends.
+
+Bound: values and scores below about 8 in magnitude; a truncated product is off by one unit (2^-18), score scales by
+2^-14 relative, softmax by 1e-4 at most (its own tests); the mix of values adds up to |v| times the latter.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import private_llm.nn  # noqa: F401 - registers the rules
+from private_llm.config import PrivateConfig
+from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.nn.attention import attend, pattern
+from private_llm.protocols.session import meta_session
+from private_llm.protocols.share import Share
+from private_llm.tensor.fixed import Fixed
+from tests.tensor.secrets import fixed, noise, opened, plain_session, secret
+
+S = plain_session()
+BOUND = 1e-3
+
+
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float | None, bias: Tensor
+) -> Tensor:
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    scores = q @ k.transpose(-1, -2) * scale
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    weights = (scores + bias).masked_fill(~mask, -1e30).softmax(-1)
+    return (weights * mask) @ v
+
+
+MASKS = {
+    "none": torch.ones(2, 1, 5, 7, dtype=torch.bool),
+    "causal": torch.ones(5, 7, dtype=torch.bool).tril(2)[None, None].expand(2, 1, 5, 7),
+    "window": (torch.ones(5, 7, dtype=torch.bool).tril(2) & torch.ones(5, 7, dtype=torch.bool).triu(0))[
+        None, None
+    ],
+    "padding": torch.tensor([[False] * 3 + [True] * 4, [True] * 7])[:, None, None].expand(2, 1, 5, 7),
+    "per_head": torch.ones(2, 4, 5, 7, dtype=torch.bool).tril(1) | torch.eye(5, 7, dtype=torch.bool),
+    "empty_rows": torch.ones(5, 7, dtype=torch.bool).tril(-2)[None, None].expand(2, 1, 5, 7),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_masks_and_grouped_heads(mask: str, groups: int) -> None:
+    q, k, v = noise(2, 4, 5, 8), noise(2, groups, 7, 8, seed=1), noise(2, groups, 7, 6, seed=2)
+    allowed = MASKS[mask]
+    got = attend(fixed(S, q), fixed(S, k), fixed(S, v), allowed, 8**-0.5)
+    want = _reference(q, k, v, allowed, 8**-0.5, None, torch.zeros(1))
+    assert tuple(got.shape) == (2, 4, 5, 6)
+    assert (opened(got) - want).abs().max() <= BOUND
+    assert not opened(got)[~allowed.expand(2, 4, 5, 7).any(-1)].any()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25, 8**-0.5, 80**-0.5, 0.07])
+def test_scales_of_all_kinds(scale: float) -> None:
+    q, k, v = noise(1, 2, 3, 8, scale=2), noise(1, 2, 3, 8, seed=1, scale=2), noise(1, 2, 3, 4, seed=2)
+    mask = torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()
+    got = attend(fixed(S, q), fixed(S, k), fixed(S, v), mask, scale)
+    assert (opened(got) - _reference(q, k, v, mask, scale, None, torch.zeros(1))).abs().max() <= 2 * BOUND
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_bias_and_cap(public: bool) -> None:
+    q, k, v, bias = (
+        noise(2, 4, 5, 8),
+        noise(2, 2, 7, 8, seed=1),
+        noise(2, 2, 7, 6, seed=2),
+        noise(1, 4, 5, 7, seed=3),
+    )
+    mask = MASKS["causal"]
+    given = bias if public else fixed(S, bias)
+    got = attend(fixed(S, q), fixed(S, k), fixed(S, v), mask, 0.25, softcap=5.0, bias=given)
+    assert (opened(got) - _reference(q, k, v, mask, 0.25, 5.0, bias)).abs().max() <= 2 * BOUND
+
+
+def test_a_query_that_rope_left_unsettled() -> None:
+    q, k, v = noise(1, 2, 3, 8), noise(1, 2, 3, 8, seed=1), noise(1, 2, 3, 4, seed=2)
+    table = torch.linspace(-1, 1, 8)
+    rotated = (secret(S, q) * table).raw
+    assert rotated.frac == S.frac + 16
+    got = attend(rotated, fixed(S, k), fixed(S, v), None, 8**-0.5)
+    want = _reference(
+        q * table, k, v, torch.ones(1, 1, 3, 3, dtype=torch.bool), 8**-0.5, None, torch.zeros(1)
+    )
+    assert (opened(got) - want).abs().max() <= BOUND
+
+
+def test_heads_must_divide() -> None:
+    q, k = fixed(S, noise(1, 3, 2, 4)), fixed(S, noise(1, 2, 2, 4))
+    with pytest.raises(DomainError, match="3 query heads for 2"):
+        attend(q, k, k, None, 1.0)
+
+
+def test_a_pattern_is_made_once_per_mask_and_skipped_where_everything_is_allowed() -> None:
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+    assert pattern(mask, 1, 2, 4, 4) is pattern(mask, 1, 2, 4, 4)
+    assert pattern(mask, 1, 2, 4, 4).select.numel() == 20
+    assert pattern(torch.ones(1, 1, 4, 4, dtype=torch.bool), 1, 2, 4, 4).select is None
+
+
+def _sent(mask: Tensor | None) -> int:
+    """Bytes that party 1 sends for the score product of 1 x 2 heads x 6 x 6 positions."""
+    session = meta_session(PrivateConfig(), 1)
+
+    def made() -> Fixed:
+        parts = tuple(torch.empty(1, 2, 6, 8, dtype=torch.int64, device="meta") for _ in range(2))
+        return Fixed(session, Share(parts), session.frac)
+
+    q, k = made(), made()
+    session.protocol.ledger.reset()
+    plan = pattern(mask, 1, 2, 6, 6)
+    q.matmul(k.view(lambda part: part.transpose(-1, -2)), select=plan.select)
+    return session.protocol.ledger.cost().total
+
+
+def test_nothing_is_sent_for_positions_above_the_diagonal() -> None:
+    full, causal = _sent(None), _sent(torch.ones(1, 1, 6, 6, dtype=torch.bool).tril())
+    assert full == 72 * 8 + -(-72 * 18 // 64) * 8  # one ring element and 18 bits each
+    assert causal == 42 * 8 + -(-42 * 18 // 64) * 8
+
+
+def test_softmax_rule_with_and_without_hidden_entries() -> None:
+    x = noise(2, 3, 5)
+    assert (opened(F.softmax(secret(S, x), dim=-1)) - x.softmax(-1)).abs().max() <= BOUND
+    hidden = torch.tensor([[True, False, False, True, False], [True] * 5, [False] * 5])
+    got = opened(torch.softmax(secret(S, x).masked_fill(hidden, -torch.inf), -1, dtype=torch.float32))
+    want = x.masked_fill(hidden, -1e30).softmax(-1).masked_fill(hidden, 0.0)
+    assert (got - want).abs().max() <= BOUND
+    with pytest.raises(UnsupportedOp, match="last dimension"):
+        F.softmax(secret(S, x), dim=0)
+
+
+def test_fused_attention_of_torch() -> None:
+    q, k, v = noise(2, 4, 5, 8), noise(2, 4, 5, 8, seed=1), noise(2, 4, 5, 8, seed=2)
+    three = (secret(S, q), secret(S, k), secret(S, v))
+    additive = torch.zeros(2, 1, 5, 5).masked_fill(
+        torch.ones(5, 5).triu(1).bool(), torch.finfo(torch.float32).min
+    )
+    alibi = additive + noise(2, 4, 5, 5).float()
+    for kwargs in (
+        {"is_causal": True},
+        {"attn_mask": additive},
+        {"attn_mask": alibi},
+        {"attn_mask": additive > -1},
+        {},
+    ):
+        wide = {
+            n: m.double() if isinstance(m, Tensor) and m.is_floating_point() else m for n, m in kwargs.items()
+        }
+        got = F.scaled_dot_product_attention(*three, **kwargs)
+        want = F.scaled_dot_product_attention(q, k, v, **wide)
+        assert (opened(got) - want).abs().max() <= BOUND
+    with pytest.raises(UnsupportedOp, match="secret q, k, v"):
+        F.scaled_dot_product_attention(q, three[1], three[2])
