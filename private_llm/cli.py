@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from private_llm.config import VERSION, PrivateConfig
-from private_llm.errors import PrivateLLMError
+from private_llm.errors import ConfigError, PrivateLLMError
 
 app = typer.Typer(
     name="private-llm",
@@ -50,6 +51,162 @@ def _config(protocol: ProtocolName, ring: int, party_mode: PartyMode = PartyMode
     if ring == 32:
         values.setdefault("frac_bits", 12)
     return PrivateConfig.from_dict({**values, "insecure": protocol is ProtocolName.PLAIN})
+
+
+PromptOption = Annotated[str, typer.Option("--prompt", help="Text to continue.")]
+TokensOption = Annotated[int, typer.Option("--max-new-tokens", help="How many tokens at most.")]
+HostsOption = Annotated[list[str] | None, typer.Option("--hosts", help="host:port of each party, in order; repeat.")]
+TlsOption = Annotated[Path | None, typer.Option("--tls", help="Folder with ca.pem and this endpoint's .pem and .key.")]
+LoopbackOption = Annotated[bool, typer.Option(help="Allow unencrypted sockets, on loopback addresses only.")]
+
+
+def _remote(hosts: list[str] | None, tls: Path | None, endpoint: str, loopback: bool) -> dict[str, Any]:
+    """Settings for parties on hosts of their own."""
+    if not hosts:
+        return {}
+    values: dict[str, Any] = {"party_mode": "remote", "hosts": [h for item in hosts for h in item.split(",")]}
+    if tls is not None:
+        names = {"certificate": f"{endpoint}.pem", "key": f"{endpoint}.key", "ca": "ca.pem"}
+        missing = [name for name in names.values() if not (tls / name).is_file()]
+        if missing:
+            raise ConfigError(f"tls: {tls} lacks {', '.join(missing)}; make certificates with `private-llm certs`")
+        values["tls"] = {key: str(tls / name) for key, name in names.items()}
+    return {**values, "allow_plain_loopback": loopback}
+
+
+@app.command()
+def demo(
+    prompt: PromptOption = "",
+    new_tokens: TokensOption = 32,
+    as_json: Json = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture of the costs (.png, .svg).")] = None,
+    protocol: ProtocolOption = ProtocolName.TRIO,
+    ring: RingOption = 64,
+    party_mode: PartyOption = PartyMode.AUTO,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Only a few tokens.")] = False,
+) -> None:
+    """Private generate() of the bundled model, beside the plaintext model's text."""
+    from private_llm.commands.generate import demo as run
+    from private_llm.commands.models import DEMO_PROMPT
+
+    run(prompt or DEMO_PROMPT, _config(protocol, ring, party_mode), min(new_tokens, 4) if tiny else new_tokens,
+        as_json, plot)  # fmt: skip
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="Model folder, hub id, or the client folder of share files.")],
+    prompt: PromptOption,
+    new_tokens: TokensOption = 32,
+    as_json: Json = False,
+    protocol: ProtocolOption = ProtocolName.TRIO,
+    ring: RingOption = 64,
+    reveal: Annotated[str, typer.Option(help="What the client opens: 'logits' or 'token'.")] = "logits",
+    weights: Annotated[str, typer.Option(help="'secret', or 'public' for open-weight models.")] = "secret",
+    party_mode: PartyOption = PartyMode.AUTO,
+    hosts: HostsOption = None,
+    tls: TlsOption = None,
+    allow_plain_loopback: LoopbackOption = False,
+    temperature: Annotated[float, typer.Option(help="Above 0: sample. 0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="With a temperature: nucleus sampling.")] = 1.0,
+) -> None:
+    """Private generate() of any supported model."""
+    from private_llm.commands.generate import generate as run
+
+    remote = _remote(hosts, tls, "client", allow_plain_loopback)
+    config = _config(protocol, ring, party_mode, reveal=reveal, weights=weights, **remote)
+    sampling: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        sampling.update(temperature=temperature, top_p=top_p)
+    run(model, prompt, config, new_tokens, as_json, sampling)
+
+
+@app.command()
+def share(
+    checkpoint: Annotated[str, typer.Argument(help="Model folder or hub id.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for one share file per party.")],
+    task: Annotated[str, typer.Option(help="causal-lm, seq2seq, classification, features or image.")] = "causal-lm",
+    protocol: ProtocolOption = ProtocolName.TRIO,
+    ring: RingOption = 64,
+    as_json: Json = False,
+) -> None:
+    """As the model owner: split a checkpoint into one share file per party, tensor by tensor."""
+    from private_llm.commands.parties import share as run
+
+    run(checkpoint, out, _config(protocol, ring), task, as_json)
+
+
+@app.command()
+def party(
+    index: Annotated[int, typer.Option("--index", help="This party's number, from 0.")],
+    hosts: HostsOption = None,
+    shares: Annotated[Path | None, typer.Option("--shares", help="This party's share file.")] = None,
+    tls: TlsOption = None,
+    allow_plain_loopback: LoopbackOption = False,
+    protocol: ProtocolOption = ProtocolName.TRIO,
+    ring: RingOption = 64,
+    reveal: Annotated[str, typer.Option(help="As the client's.")] = "logits",
+    sessions: Annotated[int | None, typer.Option(help="Stop after this many sessions (default: never).")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds of silence after which another endpoint is dead.")] = 120.0,
+) -> None:
+    """Be one party: wait for the others and for clients, one session after the other."""
+    from private_llm.commands.parties import party as run
+
+    if not hosts:
+        raise ConfigError("hosts: got none; want host:port of every party, in order, the same at all endpoints")
+    remote = _remote(hosts, tls, f"party{index}", allow_plain_loopback)
+    run(index, _config(protocol, ring, reveal=reveal, timeout_s=timeout, **remote), shares, sessions)
+
+
+@app.command()
+def certs(
+    out: Annotated[Path, typer.Option("--out", help="Folder for ca.pem and one certificate per endpoint.")],
+    parties: Annotated[int, typer.Option(help="How many parties.")] = 3,
+    days: Annotated[float, typer.Option(help="How long they are valid.")] = 365.0,
+) -> None:
+    """Certificates for trying out mutual TLS on machines of your own."""
+    from private_llm.commands.parties import certs as run
+
+    run(out, parties, days)
+
+
+@app.command()
+def estimate(
+    model: Annotated[str, typer.Argument(help="opt-125m, opt-6.7b, llama-7b, llama-13b, bert-base, gpt2, or a model.")],
+    seq: Annotated[int, typer.Option("--seq", help="Tokens of the prompt.")] = 128,
+    new: Annotated[int, typer.Option("--new", help="Tokens to generate; 0: one forward.")] = 0,
+    batch: Annotated[int, typer.Option(help="Rows.")] = 1,
+    as_json: Json = False,
+    protocol: ProtocolOption = ProtocolName.TRIO,
+    ring: RingOption = 64,
+    reveal: Annotated[str, typer.Option(help="What the client opens: 'logits' or 'token'.")] = "logits",
+    weights: Annotated[str, typer.Option(help="'secret' or 'public'.")] = "secret",
+    bandwidth: Annotated[float, typer.Option(help="Mbit/s of each direction of a link.")] = 1000.0,
+    latency: Annotated[float, typer.Option(help="One-way latency in ms.")] = 1.0,
+    gmacs: Annotated[float | None, typer.Option(help="Ring GMAC/s of a party (default: this machine's core).")] = None,
+) -> None:
+    """What a run will cost, without weights and without hardware."""
+    from private_llm.commands.estimate import estimate as run
+
+    config = _config(protocol, ring, reveal=reveal, weights=weights)
+    run(model, config, as_json, seq, new, batch, bandwidth, latency, gmacs)
+
+
+@app.command()
+def diff(
+    model: Annotated[str, typer.Argument(help="Model folder or hub id (default: the bundled model).")] = "",
+    prompt: PromptOption = "",
+    ring: RingOption = 64,
+    frac_bits: Annotated[int | None, typer.Option(help="Fractional bits (default: 18, or 12 in 32 bits).")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every module, not only layers.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Layer by layer against plaintext: errors, and values that leave the ring."""
+    from private_llm.commands.diff import diff as run
+    from private_llm.commands.models import DEMO_PROMPT, demo_model
+
+    more: dict[str, Any] = {} if frac_bits is None else {"frac_bits": frac_bits}
+    run(model or demo_model(), prompt or DEMO_PROMPT, _config(ProtocolName.PLAIN, ring, **more), everything, as_json)
 
 
 @app.command()

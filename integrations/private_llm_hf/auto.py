@@ -16,6 +16,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PatchMismatch, ShareFileError
+from private_llm.net.local import LocalHub
 from private_llm_hf.architectures import architecture
 from private_llm_hf.launch import start_parties
 from private_llm_hf.model import private_class
@@ -99,9 +100,12 @@ class AutoPrivateModel(_AutoPrivate):
     auto_class = transformers.AutoModel
 
 
-def patch(model: PreTrainedModel, private_config: PrivateConfig | None = None) -> PreTrainedModel:
+def patch(
+    model: PreTrainedModel, private_config: PrivateConfig | None = None, hub: LocalHub | None = None
+) -> PreTrainedModel:
     """Share a model that is already loaded; the original stays as it is.
 
+    hub: see `start_parties`.
     Raises PatchMismatch for a model that is not transformers' own or holds modules without a rule.
     """
     private_config = _checked(private_config)
@@ -116,7 +120,7 @@ def patch(model: PreTrainedModel, private_config: PrivateConfig | None = None) -
     def weights(wanted: WeightList, sink: Sink) -> None:
         stream_loaded(model, wanted, sink)
 
-    return _open(type(model), model.config, private_config, weights, generation)
+    return _open(type(model), model.config, private_config, weights, generation, hub)
 
 
 def _open(
@@ -125,13 +129,14 @@ def _open(
     private_config: PrivateConfig,
     weights: Callable[[WeightList, Sink], None],
     generation: GenerationConfig | None,
+    hub: LocalHub | None = None,
 ) -> PreTrainedModel:
     """Plan, start parties, share the weights, and make the client's object."""
     bare = skeleton(model_class, config)
     plan = make_plan(bare, private_config)
     if private_config.reveal == "token" and not bare.can_generate():
         raise ConfigError(f"reveal='token' is for models that generate; {model_class.__name__} does not")
-    parties = start_parties(private_config)
+    parties = start_parties(private_config, hub)
     try:
         description = describe(model_class, config)
         held = parties.held_model()
@@ -167,9 +172,7 @@ def share_checkpoint(
     """
     private_config = _checked(private_config)
     if private_config.weights == "public":
-        raise ConfigError(
-            "share files hold secret weights; with weights='public' parties get the checkpoint"
-        )
+        raise ConfigError("share files hold secret weights; with weights='public' parties get the checkpoint")
     config = AutoConfig.from_pretrained(source, **hf_kwargs)
     architecture(config)
     model_class = _model_class(auto.auto_class, config)

@@ -8,16 +8,18 @@ zeros here, and generation is told to make a fixed number of tokens.
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
@@ -67,21 +69,26 @@ class Estimate:
     cache_bytes: int
 
     def layers(self) -> list[LayerCost]:
-        """In order of the model; "input and output" collects what belongs to no module."""
-        sent: dict[str, dict[tuple[int, int], int]] = defaultdict(lambda: defaultdict(int))
-        rounds: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-        macs: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-        for ledger in self.costs.ledgers:
-            for (scope, _, to), count in ledger.sent.items():
-                sent[_layer(scope)][(ledger.party, to)] += count
-            for (scope, _), count in ledger.rounds.items():
-                rounds[_layer(scope)][ledger.party] += count
-            for scope, count in ledger.macs.items():
-                macs[_layer(scope)][ledger.party] += count
-        names = dict.fromkeys([*sent, *rounds, *macs])
-        return [
-            LayerCost(name, dict(sent[name]), max(rounds[name].values(), default=0), dict(macs[name])) for name in names
-        ]
+        """See `by_layer`."""
+        return by_layer(self.costs)
+
+
+def by_layer(costs: Costs) -> list[LayerCost]:
+    """Costs per layer, in the order in which they first cost something; "input and output" belongs to no module."""
+    sent: dict[str, dict[tuple[int, int], int]] = defaultdict(lambda: defaultdict(int))
+    rounds: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    macs: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for ledger in costs.ledgers:
+        for (scope, _, to), count in ledger.sent.items():
+            sent[_layer(scope)][(ledger.party, to)] += count
+        for (scope, _), count in ledger.rounds.items():
+            rounds[_layer(scope)][ledger.party] += count
+        for scope, count in ledger.macs.items():
+            macs[_layer(scope)][ledger.party] += count
+    return [
+        LayerCost(name, dict(sent[name]), max(rounds[name].values(), default=0), dict(macs[name]))
+        for name in dict.fromkeys([*sent, *rounds, *macs])
+    ]
 
 
 def _layer(scope: str) -> str:
@@ -215,6 +222,16 @@ def estimate(
             model(input_ids=ids, attention_mask=mask)
     first = parties.parties[0]
     return Estimate(parties.costs(), first.weight_bytes(), max(p.cache_bytes() for p in parties.parties))
+
+
+def named_shape(name: str) -> tuple[type[PreTrainedModel], PretrainedConfig] | None:
+    """Class and configuration of a built-in shape (models/shapes.json), or None."""
+    shapes = json.loads(resources.files("private_llm_hf").joinpath("models", "shapes.json").read_text())
+    if name not in shapes:
+        return None
+    values = dict(shapes[name]["config"])
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    return getattr(transformers, shapes[name]["class"]), config
 
 
 def model_class_of(config: PretrainedConfig) -> type[PreTrainedModel]:

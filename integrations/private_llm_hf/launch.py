@@ -26,15 +26,21 @@ from private_llm_hf.party import run_party
 from private_llm_hf.party_process import READY
 from private_llm_hf.share_files import ShareFile
 
+_CHILD = "import sys; from private_llm_hf.party_process import main; sys.exit(main())"
 _EXIT_S = 5.0
 """Seconds a party may take to end before it is killed."""
 
 
-def start_parties(config: PrivateConfig) -> Parties:
-    """Start the parties that `config` asks for, or connect to them, and agree on settings and keys."""
+def start_parties(config: PrivateConfig, hub: LocalHub | None = None) -> Parties:
+    """Start the parties that `config` asks for, or connect to them, and agree on settings and keys.
+
+    hub carries the frames of parties that are threads (default: a new `LocalHub`); for measuring and recording.
+    """
     mode = choose_mode(config)
+    if hub is not None and mode != "threads":
+        raise ConfigError(f"hub: got one for party_mode={mode!r}; only parties that are threads use a hub")
     if mode == "threads":
-        return _start_threads(config)
+        return _start_threads(config, hub or LocalHub(config.parties, timeout=config.timeout_s))
     if mode == "processes":
         return _start_processes(config)
     transport = connect(config, CLIENT)
@@ -77,9 +83,8 @@ def serve_party(
         notice(f"session {served} ended" + (f": {reason}" if reason else ""))
 
 
-def _start_threads(config: PrivateConfig) -> Parties:
+def _start_threads(config: PrivateConfig, hub: LocalHub) -> Parties:
     """Parties as daemon threads: they end with the session or with this process."""
-    hub = LocalHub(config.parties, timeout=config.timeout_s)
     threads = [
         threading.Thread(
             target=run_party, args=(config, number, hub.transport(number)), name=f"party {number}", daemon=True
@@ -121,7 +126,7 @@ def _start_processes(config: PrivateConfig) -> Parties:
     try:
         for number, listener in enumerate(listeners):
             child = subprocess.Popen(
-                [sys.executable, "-m", "private_llm_hf.party_process"],
+                [sys.executable, "-c", _CHILD],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # an interrupt at the terminal is the parent's to handle

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.net.local import LocalHub
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.session import ClientEnd, join, join_as_client
+from private_llm.protocols.session import ClientEnd, Session, deal, join, join_as_client
+from private_llm.protocols.share import Share
+from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 
@@ -38,12 +40,13 @@ def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -
     torch.set_num_threads(party_threads(config))
     session = join(config, party, transport)
     with torch.no_grad():
+        run = work.prepare(session, dict(_receive_weights(work, session, transport)))
         taken = [session.protocol.receive_input(shape) for shape in work.inputs]
         inputs = [Fixed(session, share, session.frac) for share in taken]
         result = None
         while int(transport.recv(CLIENT, _CONTROL, (1,), torch.int64)) == _GO:
             transport.ledger.reset()
-            result = work.run(session, inputs)
+            result = run(session, inputs)
             cost = transport.ledger.cost()
             sent = [cost.sent.get((party, to), 0) for to in (*range(config.parties), CLIENT)]
             transport.send(CLIENT, _CONTROL, torch.tensor([*sent, cost.rounds]))
@@ -76,6 +79,8 @@ def measure(
     transport = hub.transport(CLIENT)
     ring = Ring(config.ring)
     end = join_as_client(config, transport)
+    weights = work.weight_values()
+    _send_weights(weights, config, transport)
     values = work.values()
     for value in values:
         end.share(ring.encode(value, config.frac_bits))
@@ -91,10 +96,9 @@ def measure(
     return Row(
         name=work.name, protocol=config.protocol, ring=config.ring, shape=work.shape, parties=config.parties,
         seconds=spread(times[1:]), bytes_total=sum(sent.values()), bytes_per_party=sent,
-        rounds=int(reports[:, -1].max()), error_max=float((result - work.truth(values)).abs().max()),
+        rounds=int(reports[:, -1].max()), error_max=float((result - work.truth(values, weights)).abs().max()),
         threads=party_threads(config), party_mode="threads", repeat=repeat,
         bandwidth_mbit=speed.bandwidth_mbit if speed else None, latency_ms=speed.latency_ms if speed else None,
-        notes=work.notes,
     )  # fmt: skip
 
 
@@ -106,6 +110,22 @@ def _guarded(work: Work, config: PrivateConfig, party: int, transport: Transport
     finally:
         if not finished:
             transport.abort(f"party {party} stopped in benchmark '{work.name}'; its traceback says why")
+
+
+def _send_weights(weights: Mapping[str, Tensor], config: PrivateConfig, transport: Transport) -> None:
+    """As the model owner: one share of every weight to every party."""
+    ring, seed = Ring(config.ring), Seed.fresh()
+    for name, value in weights.items():
+        for party, share in enumerate(deal(config, ring.encode(value, config.frac_bits), seed, name)):
+            for part in share.parts:
+                transport.send(party, "weight", part.contiguous())
+
+
+def _receive_weights(work: Work, session: Session, transport: Transport) -> Iterator[tuple[str, Fixed]]:
+    for name, shape in work.weights.items():
+        count = 1 if session.config.protocol == "plain" else 2
+        parts = [transport.recv(CLIENT, "weight", shape, session.ring.dtype) for _ in range(count)]
+        yield name, Fixed(session, Share(tuple(parts)), session.frac)
 
 
 def _one_run(transport: Transport, parties: int) -> tuple[float, Tensor]:

@@ -39,7 +39,6 @@ class Row:
     repeat: int
     bandwidth_mbit: float | None = None
     latency_ms: float | None = None
-    notes: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The row with the machine and the versions it was taken with."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,9 +13,10 @@ from private_llm.errors import ConfigError
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
 
-Run = Callable[[Session, Sequence[Fixed]], Fixed]
-Truth = Callable[[Sequence[Tensor]], Tensor]
 Shape = tuple[int, ...]
+Run = Callable[[Session, Sequence[Fixed]], Fixed]
+Prepare = Callable[[Session, Mapping[str, Fixed]], Run]
+Truth = Callable[[Sequence[Tensor], Mapping[str, Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -23,18 +24,18 @@ class Work:
     """One piece of work at one shape.
 
     inputs: public shapes of the secret inputs. spread: standard deviation of each (normal), or the half width if
-    `uniform`. run: what every party does. truth: the same in float64.
+    `uniform`. weights: public shapes of the model owner's tensors; `prepare` makes of their shares what every party
+    runs on the inputs. truth: the same in float64, from values of inputs and weights.
     """
 
     name: str
     shape: Shape
     inputs: tuple[Shape, ...]
-    run: Run
+    prepare: Prepare
     truth: Truth
     spread: tuple[float, ...] = (1.0,)
     uniform: bool = False
-    notes: str = ""
-    extra: dict[str, str] = field(default_factory=dict)
+    weights: Mapping[str, Shape] = field(default_factory=dict)
 
     def values(self, seed: int = 1) -> list[Tensor]:
         """Random real inputs in float64, never zeros; the same for the same seed."""
@@ -45,6 +46,21 @@ class Work:
             numbers = random.uniform(-width, width, shape) if self.uniform else random.normal(0.0, width, shape)
             made.append(torch.from_numpy(np.asarray(numbers)))
         return made
+
+    def weight_values(self, seed: int = 2) -> dict[str, Tensor]:
+        """Random weights in float64: matrices N(0, 0.04), biases N(0, 0.1), gains of norms N(1, 0.1)."""
+        return random_weights(self.weights, seed)
+
+
+def random_weights(shapes: Mapping[str, Shape], seed: int) -> dict[str, Tensor]:
+    """Random numbers of a size that keeps activations in the range of trained models."""
+    random = np.random.default_rng(seed)
+    made = {}
+    for name, shape in shapes.items():
+        matrix = len(shape) > 1
+        middle = 1.0 if not matrix and name.endswith("weight") else 0.0
+        made[name] = torch.from_numpy(random.normal(middle, 0.04 if matrix else 0.1, shape))
+    return made
 
 
 def parse_shape(text: str) -> Shape:

@@ -26,7 +26,7 @@ def emit_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[obje
     """A table; everything but the first column is right-aligned."""
     table = Table(title=title, caption=caption or None)
     for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left")
+        table.add_column(heading, justify="right" if index else "left", overflow="fold")
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     CONSOLE.print(table)

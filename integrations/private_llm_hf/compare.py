@@ -1,0 +1,135 @@
+"""Module by module against plaintext: the same input through the private arithmetic (`plain`) and through float64.
+
+Finds which module an error comes from, and names the module whose products leave the ring. It runs where the
+plaintext is known anyway, at the model owner; the arithmetic is that of the real protocols up to one unit a truncation.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.net.local import LocalHub
+from private_llm.protocols.plain import Plain
+from private_llm.protocols.session import Session
+from private_llm.protocols.share import Share
+from private_llm.ring.ring import Ring
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SecretTensor
+from private_llm_hf.auto import describe
+from private_llm_hf.party_model import build_party_model
+from private_llm_hf.weights import WeightList, encode_weight, skeleton, stream_loaded
+
+
+@dataclass(frozen=True)
+class ModuleError:
+    """The output of one module: largest absolute value of the truth, largest and mean absolute error."""
+
+    name: str
+    kind: str
+    largest: float
+    error_max: float
+    error_mean: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All modules in the order in which they finished; `overflow` says which one left the ring, if any did."""
+
+    modules: tuple[ModuleError, ...]
+    overflow: str | None
+
+
+def compare(model: PreTrainedModel, input_ids: Tensor, config: PrivateConfig) -> Comparison:
+    """Run `input_ids` [B, S] through both. ring and frac_bits come from `config`; its protocol is not used.
+
+    Raises UnsupportedOp for encoder-decoder models and whatever patching raises.
+    """
+    if model.config.is_encoder_decoder:
+        raise UnsupportedOp("diff compares models of one stack; encoder-decoder models are not supported")
+    config = replace(config, protocol="plain", insecure=True, debug_ranges=True, party_mode="auto", hosts=())
+    truth = copy.deepcopy(model).to(torch.float64).eval()
+    session = _session(config)
+    weights = dict(_weights(model, session))
+    facts = describe(type(model), model.config)
+    private = build_party_model(facts["config"], facts["class"], weights, session)
+    expected, found = _Outputs(truth), _Outputs(private)
+    overflow = None
+    with torch.no_grad():
+        truth(input_ids=input_ids, use_cache=False)
+        embeds = truth.get_input_embeddings()(input_ids)
+        try:
+            private(inputs_embeds=SecretTensor(_fixed(session, embeds)), return_dict=True)
+        except DomainError as refused:
+            overflow = str(refused)
+    rows = []
+    for name, value in found.values.items():
+        right = expected.values.get(name)
+        if right is not None and right.shape == value.shape:
+            error = (value - right).abs()
+            kind = type(truth.get_submodule(name)).__name__
+            rows.append(ModuleError(name, kind, float(right.abs().max()), float(error.max()), float(error.mean())))
+    return Comparison(tuple(rows), overflow)
+
+
+class _Outputs:
+    """The first tensor that each module returns, in float64, by name; the last call of a module counts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values: dict[str, Tensor] = {}
+        for name, module in model.named_modules():
+            if name:
+                module.register_forward_hook(self._hook(name))
+
+    def _hook(self, name: str) -> Callable[[nn.Module, object, object], None]:
+        def keep(module: nn.Module, inputs: object, output: object) -> None:
+            value = _first(output)
+            if value is not None:
+                self.values[name] = _decoded(value)
+
+        return keep
+
+
+def _first(output: object) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output
+    parts: Iterable[object] = ()
+    if isinstance(output, dict):
+        parts = output.values()
+    elif isinstance(output, tuple | list):
+        parts = output
+    return next((part for part in parts if isinstance(part, Tensor)), None)
+
+
+def _decoded(value: Tensor) -> Tensor:
+    if isinstance(value, SecretTensor):
+        held = value.raw
+        return held.session.ring.decode(held.share.parts[0], held.frac)
+    return value.to(torch.float64)
+
+
+def _session(config: PrivateConfig) -> Session:
+    transport = LocalHub(1).transport(0)
+    return Session(config, Plain(0, transport, Ring(config.ring), debug_ranges=True))
+
+
+def _weights(model: PreTrainedModel, session: Session) -> list[tuple[str, Fixed]]:
+    made: list[tuple[str, Fixed]] = []
+
+    def take(name: str, value: Tensor) -> None:
+        elements = encode_weight(name, value, session.ring, session.frac)
+        made.append((name, Fixed(session, Share((elements,)), session.frac)))
+
+    stream_loaded(model, WeightList.of(skeleton(type(model), model.config)), take)
+    return made
+
+
+def _fixed(session: Session, value: Tensor) -> Fixed:
+    return Fixed(session, Share((session.ring.encode(value, session.frac),)), session.frac)

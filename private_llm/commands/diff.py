@@ -1,0 +1,40 @@
+"""`private-llm diff`: which module does an error come from, and does any value leave the ring?"""
+
+from __future__ import annotations
+
+import re
+
+from private_llm.commands.models import plaintext_model, tokenizer_of
+from private_llm.commands.output import CONSOLE, emit_json, emit_table, progress_bar
+from private_llm.config import PrivateConfig
+
+
+def diff(source: str, prompt: str, config: PrivateConfig, everything: bool, as_json: bool) -> None:
+    """Compare module by module; by default only whole layers and what lies outside them."""
+    from private_llm_hf.compare import compare
+
+    model, tokenizer = plaintext_model(source), tokenizer_of(source)
+    with progress_bar(1, as_json) as step:
+        step("comparing", 0)
+        found = compare(model, tokenizer(prompt, return_tensors="pt")["input_ids"], config)
+        step("comparing")
+    rows = [row for row in found.modules if everything or not re.search(r"\.\d+\.", row.name)]
+    if as_json:
+        for row in rows:
+            emit_json(
+                {
+                    "module": row.name, "class": row.kind, "largest": row.largest, "error_max": row.error_max,
+                    "error_mean": row.error_mean,
+                }
+            )  # fmt: skip
+        emit_json({"name": "diff", "model": source, "overflow": found.overflow})
+        return
+    cells = [
+        (row.name, row.kind, f"{row.largest:.3g}", f"{row.error_max:.1e}", f"{row.error_mean:.1e}") for row in rows
+    ]
+    headings = ("module", "class", "largest value", "largest error", "mean error")
+    emit_table(f"{source}: {config.ring}-bit ring, {config.frac_bits} fractional bits", headings, cells)
+    if found.overflow is not None:
+        CONSOLE.print(f"[red]overflow:[/] {found.overflow}", highlight=False)
+    else:
+        CONSOLE.print("no product left the ring", highlight=False)

@@ -1,0 +1,57 @@
+"""Finding models for the commands; imports the HuggingFace integration when called."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from private_llm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+DEMO_PROMPT = "The history of the city begins with"
+
+
+def demo_model() -> str:
+    """The folder of the bundled model. Raises ConfigError if this installation lacks it."""
+    folder = Path(str(resources.files("private_llm_hf").joinpath("demo_model")))
+    if not (folder / "config.json").is_file():
+        raise ConfigError("the demo model is not part of this installation; name a model folder instead")
+    return str(folder)
+
+
+def shape_of(source: str) -> tuple[type[PreTrainedModel], PretrainedConfig]:
+    """Class and configuration of a built-in shape, a config.json, a model folder or a hub id. Raises ConfigError."""
+    from private_llm_hf.estimate import model_class_of, named_shape
+    from transformers import AutoConfig
+
+    found = named_shape(source)
+    if found is not None:
+        return found
+    config: PretrainedConfig = _load("configuration", AutoConfig, source)
+    return model_class_of(config), config
+
+
+def tokenizer_of(source: str) -> Any:  # noqa: ANN401 - a transformers tokenizer
+    """The tokenizer of a model folder or hub id. Raises ConfigError."""
+    from transformers import AutoTokenizer
+
+    return _load("tokenizer", AutoTokenizer, source)
+
+
+def plaintext_model(source: str) -> Any:  # noqa: ANN401 - a transformers model
+    """The causal model itself, in float32, for comparison. Raises ConfigError."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return _load("model", AutoModelForCausalLM, source, dtype=torch.float32).eval()
+
+
+def _load(what: str, auto: Any, source: str, **more: Any) -> Any:  # noqa: ANN401 - transformers' auto classes
+    try:
+        return auto.from_pretrained(source, **more)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"{what} of {source!r}: {first} (want a model folder or a hub id)") from None

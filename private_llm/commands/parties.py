@@ -1,0 +1,69 @@
+"""`private-llm share`, `party` and `certs`: what the model owner and the parties' hosts run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from private_llm.commands.output import CONSOLE, NOTES, emit_json, progress_bar, size
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, PrivateLLMError
+
+TASKS = ("causal-lm", "seq2seq", "classification", "features", "image")
+"""What a shared checkpoint will be used for: which of transformers' auto classes loads it."""
+
+
+def share(source: str, out: Path, config: PrivateConfig, task: str, as_json: bool) -> None:
+    """Write one share file per party."""
+    import private_llm_hf as hf
+    from private_llm_hf.auto import share_checkpoint
+
+    autos = dict(
+        zip(
+            TASKS,
+            (
+                hf.AutoPrivateModelForCausalLM, hf.AutoPrivateModelForSeq2SeqLM,
+                hf.AutoPrivateModelForSequenceClassification, hf.AutoPrivateModel,
+                hf.AutoPrivateModelForImageClassification,
+            ),
+            strict=True,
+        )
+    )  # fmt: skip
+    if task not in autos:
+        raise ConfigError(f"task: got {task!r}; want one of {', '.join(TASKS)}")
+    try:
+        with progress_bar(None, as_json) as step:
+            step("sharing", 0)
+            paths = share_checkpoint(
+                source, out, config, auto=autos[task], progress=lambda name, done, total: step(f"{done}/{total} {name}")
+            )
+    except PrivateLLMError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"checkpoint {source!r}: {str(error).splitlines()[0]}") from None
+    if as_json:
+        emit_json({"name": "share", "files": {str(path): path.stat().st_size for path in paths}})
+        return
+    for party, path in enumerate(paths):
+        CONSOLE.print(f"for party {party} alone: {path} ({size(path.stat().st_size)})", highlight=False)
+    CONSOLE.print(f"for users: {out / 'client'} (configuration and tokenizer, no weights)", highlight=False)
+
+
+def party(number: int, config: PrivateConfig, share_file: Path | None, sessions: int | None) -> None:
+    """Serve sessions until interrupted."""
+    from private_llm_hf.launch import serve_party
+
+    serve_party(config, number, share_file, sessions, notice=lambda line: NOTES.print(line, highlight=False))
+
+
+def certs(out: Path, parties: int, days: float) -> None:
+    """Write a CA and one certificate per endpoint."""
+    from private_llm.net.certificates import make_certificates
+
+    made = make_certificates(out, parties, days)
+    for tls in made.values():
+        CONSOLE.print(f"{tls.certificate} with {tls.key}", highlight=False)
+    CONSOLE.print(
+        f"signed by {out / 'ca.pem'}. All keys were made on this machine: for trying out. Parties that distrust each "
+        "other make their own keys and let a CA they agree upon sign them.",
+        highlight=False,
+    )

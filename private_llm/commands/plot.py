@@ -1,0 +1,53 @@
+"""The picture of `private-llm demo --plot`: bytes per layer, and when each party computed or waited."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from private_llm.bench.record import Waiting
+
+if TYPE_CHECKING:
+    from private_llm_hf.estimate import LayerCost
+
+_COLOURS = ("#4c72b0", "#dd8452", "#55a868")
+
+
+def plot_costs(
+    layers: Sequence[LayerCost], waits: Sequence[Waiting], parties: int, span: tuple[float, float], path: Path
+) -> None:
+    """Bars of each layer's bytes by sender; below, the parties' work in `span` (seconds of time.perf_counter)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (top, bottom) = pyplot.subplots(
+        2, 1, figsize=(10, 3 + 0.25 * len(layers)), height_ratios=(max(3, len(layers)), 3), layout="constrained"
+    )
+    names = [layer.name for layer in layers]
+    left = [0.0] * len(layers)
+    for party in range(parties):
+        sent = [sum(n for (frm, _), n in layer.sent.items() if frm == party) / 1e6 for layer in layers]
+        top.barh(names, sent, left=left, color=_COLOURS[party % len(_COLOURS)], label=f"party {party} sends")
+        left = [a + b for a, b in zip(left, sent, strict=True)]
+    for row, layer in enumerate(layers):
+        top.text(left[row], row, f" {layer.rounds} rounds", va="center", fontsize=8)
+    top.invert_yaxis()
+    top.margins(x=0.15)
+    top.set_xlabel("MB over all tokens")
+    top.legend()
+    start, end = span
+    for party in range(parties):
+        bottom.broken_barh([(0, (end - start) * 1e3)], (party - 0.4, 0.8), color=_COLOURS[party % len(_COLOURS)])
+        idle = [
+            ((max(w.start, start) - start) * 1e3, (min(w.end, end) - max(w.start, start)) * 1e3)
+            for w in waits
+            if w.endpoint == party and w.end > start and w.start < end
+        ]
+        bottom.broken_barh(idle, (party - 0.4, 0.8), color="#e6e6e6")
+    bottom.set_yticks(range(parties), [f"party {party}" for party in range(parties)])
+    bottom.set_xlabel("ms within the last token; grey: waiting")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,75 @@
+"""Times of tokens, agreement of two texts, and bytes by link, for `demo` and `generate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from private_llm.net.transport import CLIENT
+
+if TYPE_CHECKING:
+    from private_llm_hf.costs import Costs
+
+
+@dataclass
+class TokenClock:
+    """A streamer for generate(): notes when each token arrives and steps a progress bar."""
+
+    step: Callable[[str], None]
+    started: float = field(default_factory=time.perf_counter)
+    arrived: list[float] = field(default_factory=list)
+
+    def put(self, value: Tensor) -> None:
+        """The prompt comes first, then one token at a time."""
+        self.arrived.append(time.perf_counter())
+        if len(self.arrived) > 1:
+            self.step("generating on shares")
+
+    def end(self) -> None:
+        """Generation is over."""
+
+    @property
+    def first(self) -> float:
+        """Seconds until the first new token (the prompt's pass)."""
+        return self.arrived[1] - self.started if len(self.arrived) > 1 else 0.0
+
+    @property
+    def last(self) -> tuple[float, float]:
+        """When the computation of the last token began and ended."""
+        return self.arrived[-2], self.arrived[-1]
+
+    @property
+    def each(self) -> float:
+        """Seconds for each further token."""
+        later = self.arrived[1:]
+        return (later[-1] - later[0]) / (len(later) - 1) if len(later) > 1 else self.first
+
+
+def agreement(private: Tensor, plain: Tensor) -> tuple[int, int]:
+    """How many leading tokens of two sequences are equal, and how many the longer one has."""
+    count = min(len(private), len(plain))
+    different = (private[:count] != plain[:count]).nonzero()
+    equal = int(different[0]) if len(different) else count
+    return equal, max(len(private), len(plain))
+
+
+def margin(model: Any, ids: Tensor) -> float:  # noqa: ANN401 - a transformers model
+    """Difference of the plaintext model's two largest logits after `ids` [S]."""
+    with torch.no_grad():
+        top = model(input_ids=ids.unsqueeze(0)).logits[0, -1].topk(2).values
+    return float(top[0] - top[1])
+
+
+def by_link(costs: Costs) -> dict[str, int]:
+    """Bytes by link, in words."""
+    links = sorted(costs.cost.sent.items())
+    return {f"{_who(frm)} to {_who(to)}": count for (frm, to), count in links if count}
+
+
+def _who(endpoint: int) -> str:
+    return "client" if endpoint == CLIENT else f"party {endpoint}"
