@@ -37,7 +37,3 @@ def _die_with_parent() -> None:
     while sys.stdin.buffer.read(1):
         pass
     os._exit(0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
