@@ -78,8 +78,8 @@ class Plain(Protocol):
             out = out * value + self.ring.constant(c)
         return self.truncate(Share((out,)), shift)
 
-    def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None) -> BitShare:
-        """Sign bits by comparison."""
+    def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None, low: int = 0) -> BitShare:
+        """Sign bits by comparison, exact for every `low`."""
         flat = x.parts[0].reshape(-1)
         width = bits or self.ring.bits
         rows = [_pack(((flat + c) >> (width - 1)) & 1) for c in offsets]

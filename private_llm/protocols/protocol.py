@@ -89,10 +89,12 @@ class Protocol(ABC):
 
     # -- comparisons and bits -------------------------------------------------------------------------
     @abstractmethod
-    def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None) -> BitShare:
+    def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None, low: int = 0) -> BitShare:
         """Rows of sign bits: row k is [x + offsets[k] < 0], for x flattened.
 
         `bits=b` promises -2^(b-1) <= x + offset < 2^(b-1) and uses a shorter adder; default: full ring.
+        `low=d` leaves the d lowest positions out of the adder: where 0 <= x + offset < 2^d the bit may be 1
+        (and the range starts at -2^(b-1) + 2^d).
         """
 
     @abstractmethod

@@ -149,10 +149,14 @@ class Fixed:
         return self.with_share(self.proto.poly(self.share, ints, shift), out)
 
     # -- comparisons -----------------------------------------------------------------------------------------
-    def below(self, thresholds: Sequence[float], bits: int | None = None) -> BitShare:
-        """Rows of bits [x < threshold_k] for the flattened x: one comparison round trip for all rows."""
+    def below(self, thresholds: Sequence[float], bits: int | None = None, low: int = 0) -> BitShare:
+        """Rows of bits [x < threshold_k] for the flattened x: one comparison round trip for all rows.
+
+        `bits` and `low` bound the adder as in `Protocol.msb`: x - threshold must fit `bits` bits, and where x lies
+        less than 2^(low - frac) above a threshold the bit may be 1.
+        """
         offsets = [-round(t * (1 << self.frac)) for t in thresholds]
-        return self.proto.msb(self.share, offsets, bits)
+        return self.proto.msb(self.share, offsets, bits, low)
 
     def choose(
         self,

@@ -125,6 +125,24 @@ def test_sign_bits_within_a_promised_range(protocol: str, ring: int, bits: int) 
 
 
 @every
+@pytest.mark.parametrize("adder", ["prefix", "ripple"])
+@pytest.mark.parametrize(("bits", "low"), [(2, 0), (12, 1), (21, 8), (21, 19), (31, 11)])
+def test_sign_bits_without_the_low_positions(protocol: str, ring: int, bits: int, low: int, adder: str) -> None:
+    """Exact outside 0 <= x < 2^low; inside, trio says either (its carry is missing), plain the truth."""
+    x = torch.cat([ring_values(ring, (400,), bits, 6), ring_values(ring, (400,), low + 1, 7).abs().clamp(max=1 << low)])
+    x = x.clamp(min=(1 << low) - (1 << (bits - 1)))
+    x[:3] = torch.tensor([-1, min(1 << low, (1 << (bits - 1)) - 1), (1 << low) - (1 << (bits - 1))])
+    program = lambda p, a: p.inject(p.msb(a, [0], bits=bits, low=low), None, [0], [1])  # noqa: E731
+    run = run_ring(config(protocol, ring, adder=adder), [x], program, (800,))
+    sure = (x < 0) | (x >= 1 << low) if protocol == "trio" else torch.ones_like(x, dtype=torch.bool)
+    assert torch.equal(run.result[sure].long(), (x < 0).long()[sure])
+    assert torch.equal(run.result.long() >> 1, torch.zeros(800, dtype=torch.long))
+    if protocol == "trio":
+        comparison = cost.msb(800, bits, low=low) if adder == "prefix" else cost.msb_ripple(800, bits, low=low)
+        assert run.cost == comparison + cost.inject(Ring(ring), 800, 1, 0, 0)
+
+
+@every
 @pytest.mark.parametrize("shift", [0, 6])
 def test_inject_sums_weighted_bits(protocol: str, ring: int, shift: int) -> None:
     n = 321

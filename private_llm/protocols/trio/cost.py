@@ -45,9 +45,9 @@ def poly(ring: Ring, count: int, degree: int, shift: int) -> Cost:
     return Cost({(0, 2): (degree - 1) * count * ring.bytes}) + finish(ring, count, shift, helped=False)
 
 
-def msb(count: int, bits: int, thresholds: int = 1) -> Cost:
+def msb(count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
     """Sign bits of `count` elements against `thresholds` offsets in a range of `bits` bits (prefix adder)."""
-    plan = carry_plan(bits - 1)
+    plan = carry_plan(bits - 1 - low)
     word = 8 * words_for(count)
     products = sum(plan.product_rows(level) for level in range(len(plan.levels)))
     online = plan.online_rows * thresholds * word
@@ -62,9 +62,9 @@ def gate(count: int, rows: int = 1) -> Cost:
     return Cost({(0, 2): word, (1, 2): word, (2, 1): word}, 1)
 
 
-def msb_ripple(count: int, bits: int, thresholds: int = 1) -> Cost:
-    """The ripple adder: `bits` mask bits pre, then bits - 1 gates one after the other."""
-    return Cost({(0, 2): 8 * words_for(count) * bits}) + gate(count, thresholds).times(bits - 1)
+def msb_ripple(count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
+    """The ripple adder: `bits` mask bits pre, then bits - 1 - low gates one after the other."""
+    return Cost({(0, 2): 8 * words_for(count) * bits}) + gate(count, thresholds).times(bits - 1 - low)
 
 
 def a2b(ring: Ring, count: int) -> Cost:

@@ -41,24 +41,31 @@ class Trio(TrioArithmetic):
         self.ripple = adder == "ripple"
 
     # -- sign bits ------------------------------------------------------------------------------------------
-    def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None) -> BitShare:
-        """[x + c_k < 0] for all k; see the module header for the cost."""
+    def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None, low: int = 0) -> BitShare:
+        """[x + c_k < 0] for all k; see the module header for the cost.
+
+        With `low`, the carry into position `low` is taken as 0: the adder sees floor((M + c) / 2^low) and
+        floor(s / 2^low), whose sum is floor((x + c) / 2^low) or one less: with x + c >= 2^low - 2^(bits-1) it keeps
+        its sign, unless 0 <= x + c < 2^low.
+        """
         width = self.ring.bits if bits is None else bits
         if not 2 <= width <= self.ring.bits:
             raise DomainError(f"msb: got bits={width}; want 2 to {self.ring.bits}")
+        if not 0 <= low <= width - 2:
+            raise DomainError(f"msb: got low={low}; want 0 to {width - 2} for bits={width}")
         if self.ripple:
-            return self._msb_ripple(x, offsets, width)
-        plan = carry_plan(width - 1)
+            return self._msb_ripple(x, offsets, width, low)
+        plan = carry_plan(width - 1 - low)
         if self.party == 0:
-            return self._msb_helper(x, len(offsets), width, plan)
-        return self._msb_evaluate(x, offsets, width, plan)
+            return self._msb_helper(x, len(offsets), width, low, plan)
+        return self._msb_evaluate(x, offsets, width, low, plan)
 
     def _msb_rows(self, plan: CarryPlan, thresholds: int, words: int) -> tuple[int, int]:
         """Words that party 0 sends, and words each evaluator sends, in sum over the levels."""
         products = sum(plan.product_rows(level) for level in range(len(plan.levels)))
         return (plan.monomial_rows + 1 + products * thresholds) * words, plan.online_rows * thresholds * words
 
-    def _msb_helper(self, x: Share, thresholds: int, width: int, plan: CarryPlan) -> BitShare:
+    def _msb_helper(self, x: Share, thresholds: int, width: int, low: int, plan: CarryPlan) -> BitShare:
         count = x.numel()
         words = words_for(count)
         lanes = thresholds * words
@@ -69,7 +76,7 @@ class Trio(TrioArithmetic):
         s = ops.transpose_bits(-(x.parts[0] + x.parts[1]).reshape(-1), width)
         masked_top = message[plan.monomial_rows * words :][:words]
         share_top = masked_top.clone()
-        ops.block_monomials(s, 0, _sizes(plan.blocks), message[: plan.monomial_rows * words].view(-1, words))
+        ops.block_monomials(s, low, _sizes(plan.blocks), message[: plan.monomial_rows * words].view(-1, words))
         masked_top.bitwise_xor_(s[width - 1])
         lam = lam1 ^ lam2
         at, sent = 0, (plan.monomial_rows + 1) * words
@@ -87,7 +94,7 @@ class Trio(TrioArithmetic):
         out2 = lam2[at:].view(thresholds, words) ^ masked_top
         return BitShare((out1, out2), count)
 
-    def _msb_evaluate(self, x: Share, offsets: Sequence[int], width: int, plan: CarryPlan) -> BitShare:
+    def _msb_evaluate(self, x: Share, offsets: Sequence[int], width: int, low: int, plan: CarryPlan) -> BitShare:
         count = x.numel()
         words, thresholds = words_for(count), len(offsets)
         lanes = thresholds * words
@@ -108,7 +115,7 @@ class Trio(TrioArithmetic):
         for k, plane in enumerate(bits):
             part = mine[:, k * words : (k + 1) * words]
             piece = torch.zeros((rows, words), dtype=torch.int64, device=self.device) if thresholds > 1 else part
-            ops.block_carries(plane, 0, _sizes(plan.blocks), mono, first, piece)
+            ops.block_carries(plane, low, _sizes(plan.blocks), mono, first, piece)
             if thresholds > 1:
                 part.bitwise_xor_(piece)
         at, used = 0, (plan.monomial_rows + 1) * words
@@ -127,7 +134,7 @@ class Trio(TrioArithmetic):
         tops = torch.stack([plane[width - 1] for plane in bits])
         return BitShare((b ^ tops, lam[at:].view(thresholds, words) ^ top), count)
 
-    def _msb_ripple(self, x: Share, offsets: Sequence[int], width: int) -> BitShare:
+    def _msb_ripple(self, x: Share, offsets: Sequence[int], width: int, low: int) -> BitShare:
         """carry' = carry ^ (carry ^ m)(carry ^ s), one AND a position; the first carry is m0 s0."""
         words, thresholds = words_for(x.numel()), len(offsets)
         s = self._share_mask_bits(x, width)
@@ -140,8 +147,8 @@ class Trio(TrioArithmetic):
             zero = torch.zeros_like(planes[0])
             m = [BitShare((plane, zero), x.numel()) for plane in planes]
         s_rows = [BitShare(tuple(p.expand(thresholds, words) for p in s.row(i).parts), x.numel()) for i in range(width)]
-        carry = self.and_(m[0], s_rows[0])
-        for i in range(1, width - 1):
+        carry = self.and_(m[low], s_rows[low])
+        for i in range(low + 1, width - 1):
             carry = self.xor(carry, self.and_(self.xor(carry, m[i]), self.xor(carry, s_rows[i])))
         return self.xor(carry, self.xor(m[width - 1], s_rows[width - 1]))
 
