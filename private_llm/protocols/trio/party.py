@@ -100,8 +100,7 @@ class Trio(TrioArithmetic):
         lanes = thresholds * words
         pre, online = self._msb_rows(plan, thresholds, words)
         first = self.party == 1
-        m = (x.parts[0] + x.parts[1]).reshape(-1)
-        bits = [ops.transpose_bits(m + self.ring.constant(c), width) for c in offsets]
+        planes = self._threshold_planes(x, offsets, width)
         if first:
             drawn = self._draw_words(pre + online)
             helped, lam = drawn[:pre], drawn[pre:]
@@ -112,12 +111,8 @@ class Trio(TrioArithmetic):
         top = helped[plan.monomial_rows * words :][:words]
         rows, blocks = plan.block_rows, len(plan.blocks)
         mine = lam[: rows * lanes].view(rows, lanes).clone()
-        for k, plane in enumerate(bits):
-            part = mine[:, k * words : (k + 1) * words]
-            piece = torch.zeros((rows, words), dtype=torch.int64, device=self.device) if thresholds > 1 else part
-            ops.block_carries(plane, low, _sizes(plan.blocks), mono, first, piece)
-            if thresholds > 1:
-                part.bitwise_xor_(piece)
+        repeated = mono if thresholds == 1 else mono.repeat(1, thresholds)
+        ops.block_carries(planes, low, _sizes(plan.blocks), repeated, first, mine)
         at, used = 0, (plan.monomial_rows + 1) * words
         for level, groups in enumerate(plan.levels):
             b = mine ^ self.transport.exchange(3 - self.party, "msb", mine)
@@ -131,8 +126,19 @@ class Trio(TrioArithmetic):
             ops.join_carries(b, here, prod, _sizes(groups), blocks, first, mine)
             blocks = len(groups)
         b = (mine ^ self.transport.exchange(3 - self.party, "msb", mine)).view(thresholds, words)
-        tops = torch.stack([plane[width - 1] for plane in bits])
-        return BitShare((b ^ tops, lam[at:].view(thresholds, words) ^ top), count)
+        return BitShare((b ^ planes[width - 1].view(thresholds, words), lam[at:].view(thresholds, words) ^ top), count)
+
+    def _threshold_planes(self, x: Share, offsets: Sequence[int], width: int) -> Tensor:
+        """Bits of M + c_k, [width, thresholds * words]: the lanes of one threshold after those of the other."""
+        count, words = x.numel(), words_for(x.numel())
+        m = (x.parts[0] + x.parts[1]).reshape(-1)
+        if len(offsets) == 1:
+            c = self.ring.constant(offsets[0])
+            return ops.transpose_bits(m + c if c else m, width)
+        padded = torch.zeros((len(offsets), words * 64), dtype=m.dtype, device=self.device)
+        shifts = torch.tensor([[self.ring.constant(c)] for c in offsets], dtype=m.dtype, device=self.device)
+        torch.add(m, shifts, out=padded[:, :count])
+        return ops.transpose_bits(padded.view(-1), width)
 
     def _msb_ripple(self, x: Share, offsets: Sequence[int], width: int, low: int) -> BitShare:
         """carry' = carry ^ (carry ^ m)(carry ^ s), one AND a position; the first carry is m0 s0."""
@@ -142,8 +148,7 @@ class Trio(TrioArithmetic):
             zero = torch.zeros((thresholds, words), dtype=torch.int64, device=self.device)
             m = [BitShare((zero, zero), x.numel())] * width
         else:
-            total = (x.parts[0] + x.parts[1]).reshape(-1)
-            planes = torch.stack([ops.transpose_bits(total + self.ring.constant(c), width) for c in offsets], 1)
+            planes = self._threshold_planes(x, offsets, width).view(width, thresholds, words)
             zero = torch.zeros_like(planes[0])
             m = [BitShare((plane, zero), x.numel()) for plane in planes]
         s_rows = [BitShare(tuple(p.expand(thresholds, words) for p in s.row(i).parts), x.numel()) for i in range(width)]
