@@ -5,32 +5,50 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from private_llm.bench import functions
+from private_llm.bench import functions, layers, whole
+from private_llm.bench.whole import WholeWork
 from private_llm.bench.work import Shape, Work
 from private_llm.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Entry:
-    """make: from a shape to a work. usual, tiny: shapes. dims: what the numbers of a shape mean; `count` (--n)
-    replaces the first of them."""
+    """make: from a shape to a work. usual, tiny: shapes. dims: what the numbers of a shape mean.
 
-    make: Callable[[Shape], Work]
+    `count` (--n) replaces the number of elements or tokens: the second size of layers and models, else the first.
+    """
+
+    make: Callable[[Shape], Work | WholeWork]
     usual: Shape
     tiny: Shape
     dims: str
 
 
 _MILLION = 1_000_000
+_LAYER = (1, 128, 768, 12, 3072)
+_TINY_LAYER = (2, 5, 16, 2, 24)
+_LAYER_DIMS = "batch x tokens x hidden x heads x feed-forward"
 ENTRIES: dict[str, Entry] = {
     "relu": Entry(functions.relu, (_MILLION,), (1000,), "elements"),
     "mul": Entry(functions.mul, (_MILLION,), (1000,), "elements"),
     "matmul": Entry(functions.matmul, (128, 768, 3072), (8, 16, 12), "M x K x N"),
-}
+    "gelu": Entry(functions.gelu, (128, 3072), (4, 25), "rows x columns"),
+    "silu": Entry(functions.silu, (128, 3072), (4, 25), "rows x columns"),
+    "softmax": Entry(functions.softmax, (12, 128, 128), (2, 3, 7), "heads x queries x keys"),
+    "layernorm": Entry(functions.layernorm, (128, 768), (3, 16), "rows x columns"),
+    "opt-layer": Entry(layers.opt_layer, _LAYER, _TINY_LAYER, _LAYER_DIMS),
+    "bert-layer": Entry(layers.bert_layer, _LAYER, _TINY_LAYER, _LAYER_DIMS),
+    "opt-decode": Entry(layers.opt_decode, _LAYER, _TINY_LAYER, _LAYER_DIMS.replace("tokens", "cached tokens")),
+    "gpt2-forward": Entry(
+        whole.gpt2_forward, (1, 32, 768, 12, 12, 50257), (2, 4, 16, 2, 1, 40),
+        "batch x tokens x hidden x heads x layers x vocabulary",
+    ),
+    "generate": Entry(whole.generate, (1, 16, 32), (1, 4, 2), "batch x prompt tokens x new tokens"),
+}  # fmt: skip
 NAMES = tuple(ENTRIES)
 
 
-def make(name: str, shape: Shape | None = None, count: int | None = None, tiny: bool = False) -> Work:
+def make(name: str, shape: Shape | None = None, count: int | None = None, tiny: bool = False) -> Work | WholeWork:
     """The work `name` at `shape` (default: its usual one). Raises ConfigError for unknown names and wrong shapes."""
     entry = ENTRIES.get(name)
     if entry is None:
@@ -40,7 +58,8 @@ def make(name: str, shape: Shape | None = None, count: int | None = None, tiny: 
     if count is not None:
         if count < 1:
             raise ConfigError(f"n: got {count}; want at least 1")
-        chosen = (count, *chosen[1:])
+        place = 1 if entry.dims.startswith("batch") else 0
+        chosen = (*chosen[:place], count, *chosen[place + 1 :])
     if len(chosen) != len(default) and len(default) > 1:
         raise ConfigError(f"benchmark {name!r}: got {len(chosen)} sizes; want {len(default)}: {entry.dims}")
     return entry.make(chosen)

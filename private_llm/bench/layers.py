@@ -38,7 +38,7 @@ def bert_layer(shape: Shape) -> Work:
     batch, tokens, hidden, heads, wide = shape
     config = {
         "model_type": "bert", "hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": wide,
-        "num_hidden_layers": 1, "vocab_size": 2, "max_position_embeddings": 2, "hidden_act": "gelu",
+        "num_hidden_layers": 1, "vocab_size": 4, "max_position_embeddings": 2, "hidden_act": "gelu",
     }  # fmt: skip
     return _layer("bert-layer", shape, "BertModel", config, ((batch, tokens, hidden),), None, _bert_forward)
 
@@ -47,7 +47,7 @@ def _opt(shape: Shape) -> dict[str, Any]:
     _, _, hidden, heads, wide = shape
     return {
         "model_type": "opt", "hidden_size": hidden, "num_attention_heads": heads, "ffn_dim": wide,
-        "num_hidden_layers": 1, "vocab_size": 2, "max_position_embeddings": 2, "word_embed_proj_dim": hidden,
+        "num_hidden_layers": 1, "vocab_size": 4, "max_position_embeddings": 2, "word_embed_proj_dim": hidden,
         "pad_token_id": 1, "activation_function": "relu",
     }  # fmt: skip
 

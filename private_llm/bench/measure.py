@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from private_llm.bench.link import LinkSpeed, SlowHub
-from private_llm.bench.rows import Row, spread, usable_cores
+from private_llm.bench.rows import Row, party_threads, spread
+from private_llm.bench.whole import WholeWork, measure_whole
 from private_llm.bench.work import Work
 from private_llm.config import PrivateConfig
-from private_llm.errors import DomainError
+from private_llm.errors import DomainError, PartyFailed, PrivateLLMError
 from private_llm.net.local import LocalHub
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.session import ClientEnd, Session, deal, join, join_as_client
@@ -30,14 +31,9 @@ _CONTROL = "bench"
 _GO, _STOP = 1, 0
 
 
-def party_threads(config: PrivateConfig) -> int:
-    """Torch threads for each party: the cores shared among the parties that compute at the same time (Trio: two)."""
-    return max(1, usable_cores() // min(2, config.parties))
-
-
 def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -> None:
     """One party: take the inputs, run on every "go", then open the last result."""
-    torch.set_num_threads(party_threads(config))
+    torch.set_num_threads(party_threads(config.parties))
     session = join(config, party, transport)
     with torch.no_grad():
         run = work.prepare(session, dict(_receive_weights(work, session, transport)))
@@ -60,13 +56,15 @@ def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -
 
 
 def measure(
-    work: Work, config: PrivateConfig, repeat: int = 5, speed: LinkSpeed | None = None,
+    work: Work | WholeWork, config: PrivateConfig, repeat: int = 5, speed: LinkSpeed | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Row:  # fmt: skip
     """Run `work` once to warm up and `repeat` times with the clock on; parties are threads of this process.
 
     progress is called after each run. Raises what a party raised (PartyFailed for anything unforeseen).
     """
+    if isinstance(work, WholeWork):
+        return measure_whole(work, config, repeat, speed, progress)
     hub = LocalHub(config.parties, config.timeout_s)
     if speed is not None:
         hub = SlowHub(config.parties, config.timeout_s, speed, _CONTROL)
@@ -92,21 +90,28 @@ def measure(
     result = _open(transport, end, ring, config.parties)
     for thread in threads:
         thread.join(config.timeout_s)
+    with torch.no_grad():
+        truth = work.truth(values, weights)
     sent = {str(party): int(reports[party, :-1].sum()) for party in range(config.parties)}
     return Row(
         name=work.name, protocol=config.protocol, ring=config.ring, shape=work.shape, parties=config.parties,
         seconds=spread(times[1:]), bytes_total=sum(sent.values()), bytes_per_party=sent,
-        rounds=int(reports[:, -1].max()), error_max=float((result - work.truth(values, weights)).abs().max()),
-        threads=party_threads(config), party_mode="threads", repeat=repeat,
+        rounds=int(reports[:, -1].max()), error_max=float((result - truth).abs().max()),
+        threads=party_threads(config.parties), party_mode="threads", repeat=repeat,
         bandwidth_mbit=speed.bandwidth_mbit if speed else None, latency_ms=speed.latency_ms if speed else None,
     )  # fmt: skip
 
 
 def _guarded(work: Work, config: PrivateConfig, party: int, transport: Transport) -> None:
+    """`serve`, whose end, however it comes, the others hear of."""
     finished = False
     try:
         serve(work, config, party, transport)
         finished = True
+    except PartyFailed:
+        finished = True  # another endpoint has said why
+    except PrivateLLMError as error:
+        transport.abort(f"party {party}, benchmark '{work.name}': {error}")
     finally:
         if not finished:
             transport.abort(f"party {party} stopped in benchmark '{work.name}'; its traceback says why")

@@ -60,6 +60,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def party_threads(parties: int) -> int:
+    """Torch threads for each party: the cores shared among those that compute at the same time (Trio: two)."""
+    return max(1, usable_cores() // min(2, parties))
+
+
 def cpu_model() -> str:
     """The processor's own name."""
     return cpu_field("model name") or platform.processor() or platform.machine()

@@ -1,0 +1,112 @@
+"""Whole models through the door that users take: forward of GPT-2 small, generate() of the bundled model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from private_llm.bench.link import LinkSpeed, SlowHub
+from private_llm.bench.rows import Row, party_threads, spread
+from private_llm.bench.work import Shape, random_weights
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Call = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class WholeWork:
+    """A model and what is asked of it. call: from a model (private or plaintext) to logits."""
+
+    name: str
+    shape: Shape
+    build: Callable[[], PreTrainedModel]
+    call: Call
+
+
+def gpt2_forward(shape: Shape) -> WholeWork:
+    """GPT-2 with random weights; batch x tokens x hidden x heads x layers x vocabulary (124 M parameters usually)."""
+    batch, tokens, hidden, heads, layers, vocabulary = shape
+
+    def build() -> PreTrainedModel:
+        from transformers import AutoConfig, GPT2LMHeadModel
+
+        config = AutoConfig.for_model(
+            "gpt2", n_embd=hidden, n_head=heads, n_layer=layers, vocab_size=vocabulary, bos_token_id=0, eos_token_id=0
+        )
+        model = GPT2LMHeadModel(config).eval()
+        shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+        model.load_state_dict(random_weights(shapes, 3), strict=False)
+        return model
+
+    ids = torch.from_numpy(np.random.default_rng(4).integers(0, vocabulary, (batch, tokens)))
+    return WholeWork("gpt2-forward", shape, build, lambda model: model(input_ids=ids, use_cache=False).logits)
+
+
+def generate(shape: Shape) -> WholeWork:
+    """Greedy generate() of the bundled model; batch x prompt tokens x new tokens."""
+    batch, prompt, new = shape
+    folder = Path(str(resources.files("private_llm_hf").joinpath("demo_model")))
+    if not (folder / "config.json").is_file():
+        raise ConfigError("benchmark 'generate' needs the demo model, which is not part of this installation")
+
+    def build() -> PreTrainedModel:
+        from transformers import AutoModelForCausalLM
+
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model.eval()
+
+    def call(model: Any) -> Tensor:  # noqa: ANN401 - private or plaintext
+        ids = torch.from_numpy(np.random.default_rng(4).integers(4, model.config.vocab_size, (batch, prompt)))
+        made = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), min_new_tokens=new, max_new_tokens=new,
+            do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0,
+        )  # fmt: skip
+        return torch.stack(made.logits)
+
+    return WholeWork("generate", shape, build, call)
+
+
+def measure_whole(
+    work: WholeWork, config: PrivateConfig, repeat: int, speed: LinkSpeed | None, progress: Callable[[], None]
+) -> Row:
+    """Share the model, then one warm-up call and `repeat` timed ones; the client's share and opening are inside."""
+    from private_llm_hf import patch
+
+    mode = "threads" if config.party_mode == "auto" else config.party_mode
+    model = work.build()
+    hub = None
+    if speed is not None:
+        hub = SlowHub(config.parties, config.timeout_s, speed, instant="control")
+    private: Any = patch(model, config, hub)
+    try:
+        times = []
+        with torch.no_grad():
+            for _ in range(repeat + 1):
+                private.cost(reset=True)
+                started = time.perf_counter()
+                logits = work.call(private)
+                times.append(time.perf_counter() - started)
+                progress()
+        costs = private.cost().to_dict()
+    finally:
+        private.close()
+    with torch.no_grad():
+        truth = work.call(model.double())
+    return Row(
+        name=work.name, protocol=config.protocol, ring=config.ring, shape=work.shape, parties=config.parties,
+        seconds=spread(times[1:]), **costs, error_max=float((logits - truth).abs().max()),
+        threads=party_threads(config.parties), party_mode=mode, repeat=repeat,
+        bandwidth_mbit=speed.bandwidth_mbit if speed else None, latency_ms=speed.latency_ms if speed else None,
+    )  # fmt: skip
