@@ -123,26 +123,19 @@ class TrioArithmetic(Protocol):
         count = shape.numel()
         packed = ops.packed_words(count, shift)
         if self.party == 0:
-            b1 = self._draw(2 * count, 0)
-            f1 = self._draw_words(2 * packed, 0)
-            g2 = self._draw(count, 1)
-            zeta2 = self._draw_words(packed, 1)
+            (rho1, zeta1), (g1, z1) = self._draw_mixed(packed, count, 2, 0)
+            (zeta2,), (g2,) = self._draw_mixed(packed, count, 1, 1)
             e = torch.zeros_like(g2) if error is None else error.reshape(-1)
-            a1, a2, z2, rho2 = ops.trunc_helper(e, b1[:count], g2, b1[count:], f1[:packed], f1[packed:], zeta2, shift)
-            self.transport.send(2, tag, z2)
-            self.transport.send(2, tag, rho2)
+            a1, a2, z2, rho2 = ops.trunc_helper(e, g1, g2, z1, rho1, zeta1, zeta2, shift)
+            self._send_mixed(tag, rho2, z2)
             return Share((a1.view(shape), a2.view(shape)))
         if value is None:
             raise DomainError("an evaluator finishes a product without its piece")
         if self.party == 1:
-            b1 = self._draw(2 * count)
-            f1 = self._draw_words(2 * packed)
-            g, z, rho, zeta = b1[:count], b1[count:], f1[:packed], f1[packed:]
+            (rho, zeta), (g, z) = self._draw_mixed(packed, count, 2)
         else:
-            g = self._draw(count)
-            zeta = self._draw_words(packed)
-            z = self.transport.recv(0, tag, (count,), self.ring.dtype)
-            rho = self.transport.recv(0, tag, (packed,), torch.int64)
+            (zeta,), (g,) = self._draw_mixed(packed, count, 1)
+            rho, z = self._recv_mixed(tag, packed, count)
         mine = value.reshape(-1) + g
         theirs = self.transport.exchange(3 - self.party, tag, mine)
         w, fields = ops.trunc_open(mine, theirs, rho, zeta, shift)
@@ -161,27 +154,49 @@ class TrioArithmetic(Protocol):
             return x
         count = x.numel()
         packed = ops.packed_words(count, shift)
-        zero = torch.zeros(count, dtype=self.ring.dtype, device=self.device)
+        first, second = (part.reshape(-1).contiguous() for part in x.parts)
         if self.party == 0:
-            z1 = self._draw(count, 0)
-            f1 = self._draw_words(2 * packed, 0)
+            (rho1, zeta1), (z1,) = self._draw_mixed(packed, count, 2, 0, elements=1)
             zeta2 = self._draw_words(packed, 1)
-            mask1, mask2 = (part.reshape(-1).contiguous() for part in x.parts)
-            a1, a2, z2, rho2 = ops.trunc_helper(zero, mask1, mask2, z1, f1[:packed], f1[packed:], zeta2, shift)
-            self.transport.send(2, "truncate", z2)
-            self.transport.send(2, "truncate", rho2)
+            zero = torch.zeros_like(z1)
+            a1, a2, z2, rho2 = ops.trunc_helper(zero, first, second, z1, rho1, zeta1, zeta2, shift)
+            self._send_mixed("truncate", rho2, z2)
             return Share((a1.view(x.shape), a2.view(x.shape)))
         if self.party == 1:
-            z = self._draw(count)
-            f1 = self._draw_words(2 * packed)
-            rho, zeta = f1[:packed], f1[packed:]
+            (rho, zeta), (z,) = self._draw_mixed(packed, count, 2, elements=1)
         else:
             zeta = self._draw_words(packed)
-            z = self.transport.recv(0, "truncate", (count,), self.ring.dtype)
-            rho = self.transport.recv(0, "truncate", (packed,), torch.int64)
-        first, second = (part.reshape(-1).contiguous() for part in x.parts)
+            rho, z = self._recv_mixed("truncate", packed, count)
         w, fields = ops.trunc_open(first, second, rho, zeta, shift)
         return self._close("truncate", x.shape, w, fields, z, zeta, shift)
+
+    # -- words and ring elements in one draw, one message ---------------------------------------------------
+    def _draw_mixed(
+        self, packed: int, count: int, words: int, which: int = 0, elements: int | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """`words` packed arrays and as many (or `elements`) arrays of `count` ring elements from one draw."""
+        elements = words if elements is None else elements
+        step = packed * 8 // self.ring.bytes
+        drawn = self._draw(words * step + elements * count, which)
+        fields = drawn[: words * step].view(torch.int64).split(packed) if packed else [drawn.new_empty(0)] * words
+        rest = drawn[words * step :].split(count) if count else [drawn[:0]] * elements
+        return list(fields), list(rest)
+
+    def _send_mixed(self, tag: str, packed: Tensor, elements: Tensor) -> None:
+        """Party 0 to party 2; small arrays travel as one message."""
+        if elements.numel() <= _JOINED:
+            self.transport.send(2, tag, torch.cat([packed.view(self.ring.dtype), elements]))
+        else:
+            self.transport.send(2, tag, packed)
+            self.transport.send(2, tag, elements)
+
+    def _recv_mixed(self, tag: str, packed: int, count: int) -> tuple[Tensor, Tensor]:
+        if count > _JOINED:
+            words = self.transport.recv(0, tag, (packed,), torch.int64)
+            return words, self.transport.recv(0, tag, (count,), self.ring.dtype)
+        step = packed * 8 // self.ring.bytes
+        joined = self.transport.recv(0, tag, (step + count,), self.ring.dtype)
+        return joined[:step].view(torch.int64), joined[step:]
 
     # -- products ------------------------------------------------------------------------------------------
     def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
@@ -301,3 +316,6 @@ _HELPED = frozenset({"mul", "matmul", "lookup"})
 
 _LOOKUP_CELLS = 1 << 22
 """Expanded entries held at once (32 MiB in a 64-bit ring)."""
+
+_JOINED = 1 << 14
+"""Elements up to which two arrays are copied into one message: a message costs more than the copy."""

@@ -14,6 +14,7 @@ The ripple adder shares the bits of s (64) and does one AND per position: 253 bi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -136,8 +137,7 @@ class Trio(TrioArithmetic):
             c = self.ring.constant(offsets[0])
             return ops.transpose_bits(m + c if c else m, width)
         padded = torch.zeros((len(offsets), words * 64), dtype=m.dtype, device=self.device)
-        shifts = torch.tensor([[self.ring.constant(c)] for c in offsets], dtype=m.dtype, device=self.device)
-        torch.add(m, shifts, out=padded[:, :count])
+        torch.add(m, _column(tuple(offsets), self.ring, self.device), out=padded[:, :count])
         return ops.transpose_bits(padded.view(-1), width)
 
     def _msb_ripple(self, x: Share, offsets: Sequence[int], width: int, low: int) -> BitShare:
@@ -254,9 +254,9 @@ class Trio(TrioArithmetic):
         """Public constants as [rows, 1], or [rows, count] when one of them is a tensor."""
         if len(values) != rows:
             raise DomainError(f"inject: got {len(values)} constants for {rows} bit rows; want one each")
-        if all(isinstance(v, int) for v in values):
-            ints = [[self.ring.constant(v)] for v in values if isinstance(v, int)]
-            return torch.tensor(ints, dtype=self.ring.dtype, device=self.device)
+        ints = tuple(v for v in values if isinstance(v, int))
+        if len(ints) == rows:
+            return _column(ints, self.ring, self.device)
         width = max(v.numel() for v in values if isinstance(v, Tensor))
         made = [
             v.reshape(-1).to(self.ring.dtype).expand(width)
@@ -267,5 +267,12 @@ class Trio(TrioArithmetic):
         return torch.stack(made)
 
 
+@cache
 def _sizes(sizes: tuple[int, ...]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.array(sizes, dtype=np.int64)
+
+
+@lru_cache(maxsize=1024)
+def _column(values: tuple[int, ...], ring: Ring, device: str) -> Tensor:
+    """Public integers as ring elements [n, 1]; never written to."""
+    return torch.tensor([[ring.constant(v)] for v in values], dtype=ring.dtype, device=device)
