@@ -56,12 +56,18 @@ def _child(me, hosts, listener, config, work, pipe):
     pipe.recv()  # stay alive until the test has seen everything
 
 
+def process_context():
+    """Child processes that start quickly: they fork from a process that has imported the package."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "private_llm.net.hub", "private_llm.net.distributed"])
+    return context
+
+
 class Processes:
     """Three parties and the client as real processes; `work[endpoint]` is a module-level function."""
 
     def __init__(self, work, timeout=20.0):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "private_llm.net.hub"])
+        context = process_context()
         listeners = open_listeners(3)
         hosts = hosts_of(listeners)
         config = PrivateConfig(timeout_s=timeout)

@@ -1,0 +1,335 @@
+"""One process per party under `torchrun` or Accelerate's launchers, over torch.distributed.
+
+Ranks 0..n-1 are the parties; the client is rank n, or shares the process of rank 0 when there are n ranks.
+Every message is a fixed-size block over gloo (the header of `wire.py`, and the payload if it is small); a
+larger payload follows over gloo, or over NCCL when the tensors live on GPUs. The receiver checks the header
+before it posts the second receive, because gloo ends the process when a message is longer than its buffer.
+
+Neither gloo nor NCCL encrypts: processes on several machines are refused unless the network is declared
+trusted. Parties that distrust each other use `hub.connect` with TLS.
+
+Faults: gloo closes a process's connections when one of its receives times out, so its peers stop as well; the
+reason travels through the launcher's key-value store. Those who run out of patience within half a second agree
+on whom to blame. `accelerate launch --cpu` starts a single process and
+is no launcher for this; `torchrun`, `accelerate launch --multi_gpu` and `debug_launcher` are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import os
+import socket
+import time
+import uuid
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
+
+from private_llm.errors import ConfigError, PartyFailed, TransportError
+from private_llm.net import wire
+from private_llm.net.links import MAX_AHEAD
+from private_llm.net.local import LocalHub
+from private_llm.net.transport import CLIENT, Transport, endpoint_name
+from private_llm.net.wire import HEADER_BYTES, Kind
+
+_BLOCK = 4096
+"""Bytes of the first part of every message."""
+_INLINE = _BLOCK - HEADER_BYTES
+_PENDING = 1024
+"""Messages a sender may run ahead of its receiver before it waits."""
+_SESSION = bytes(8)
+_FAILURE = "private-llm/failure"
+_AWAITED = "private-llm/awaited/"
+_GATHER_S = 0.5
+"""Seconds in which the failures of several endpoints count as one."""
+_REASON_S = 2.0
+"""Seconds to wait for the reason of an endpoint that failed earlier."""
+_FOREVER = datetime.timedelta(days=3650)
+_NO_TAG = 1 << 30
+"""A gloo tag on which nobody sends."""
+
+
+class DistHub:
+    """This process's endpoints; every rank creates one, at the same time.
+
+    Joins the default process group, or makes it from the launcher's environment. `device` "cuda" makes
+    received tensors live on this process's GPU and large payloads travel over NCCL.
+    Raises ConfigError when no launcher set the environment, the number of ranks fits neither with nor without
+    a rank for the client, or ranks run on several machines without `trusted_network`.
+    """
+
+    def __init__(
+        self, parties: int, timeout: float, device: str = "cpu", *, trusted_network: bool = False
+    ) -> None:
+        if not dist.is_available():
+            raise ConfigError("this PyTorch has no torch.distributed; use party_mode 'processes'")
+        self.parties, self.timeout, self.device = parties, timeout, device
+        self._owner = not dist.is_initialized()
+        if self._owner:
+            _initialise(timeout)
+        self.rank, world = dist.get_rank(), dist.get_world_size()
+        if world not in (parties, parties + 1):
+            raise ConfigError(
+                f"ranks: got {world}; want {parties + 1} (parties and client) or {parties} (client with party 0)"
+            )
+        self._client = parties if world > parties else 0
+        span = datetime.timedelta(seconds=timeout)
+        self.gloo: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=span)
+        self.nccl: list[dist.ProcessGroup] = []
+        if device != "cpu":
+            self.nccl += [dist.new_group(backend="nccl", timeout=span) for _ in range(2)]
+        self.store = _get_default_store()
+        self.local = LocalHub(parties, timeout)
+        if not trusted_network:
+            self._demand_one_machine(world)
+
+    @property
+    def endpoints(self) -> list[int]:
+        """The endpoints of this process: one, or party 0 and the client."""
+        here = [party for party in range(self.parties) if party == self.rank]
+        return here + ([CLIENT] if self._client == self.rank else [])
+
+    def rank_of(self, endpoint: int) -> int:
+        """The rank on which an endpoint runs."""
+        return self._client if endpoint == CLIENT else endpoint
+
+    def transport(self, me: int) -> DistTransport:
+        """The transport of one of this process's endpoints. Raises ConfigError for an endpoint elsewhere."""
+        if me not in self.endpoints:
+            raise ConfigError(f"{endpoint_name(me)} runs on rank {self.rank_of(me)}, not on rank {self.rank}")
+        return DistTransport(self, me)
+
+    def close(self) -> None:
+        """Leave the process group, if this hub made it."""
+        if self._owner and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _demand_one_machine(self, world: int) -> None:
+        """Refuse to send anything over a network that nobody declared trusted."""
+        here = hashlib.sha256(f"{socket.gethostname()} {uuid.getnode()}".encode()).digest()
+        mine = torch.frombuffer(bytearray(here), dtype=torch.uint8)
+        all_of_them = [torch.empty_like(mine) for _ in range(world)]
+        dist.all_gather(all_of_them, mine, group=self.gloo)
+        if any(not torch.equal(mine, other) for other in all_of_them):
+            raise ConfigError(
+                "the ranks run on several machines, and torch.distributed does not encrypt; use hosts and tls, or "
+                "pass trusted_network=True if all machines and the network between them belong to one owner"
+            )
+
+
+class DistTransport(Transport):
+    """One endpoint of a `DistHub`."""
+
+    def __init__(self, hub: DistHub, me: int) -> None:
+        super().__init__(me)
+        self._hub = hub
+        self._neighbour = hub.local.transport(me)
+        self._sequences: dict[tuple[int, int], int] = {}
+        self._peeked: dict[int, Tensor] = {}
+        self._pending: deque[tuple[int, int, Tensor, dist.Work]] = deque()
+        self._ahead = 0
+        self._failure: str | None = None
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        if self._is_here(to):
+            self._neighbour._send(to, tag, payload)  # raises only when the whole session has stopped
+            return
+        self._check()
+        payload = payload.contiguous().view(-1)
+        size = payload.numel() * payload.element_size()
+        sequence = self._count(self.me, to)
+        head = wire.encode(Kind.DATA, self.me, _SESSION, sequence, tag, payload.dtype, payload.numel())
+        block = torch.zeros(_BLOCK, dtype=torch.uint8)
+        block[:HEADER_BYTES] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        if 0 < size <= _INLINE:
+            block[HEADER_BYTES : HEADER_BYTES + size] = payload.view(torch.uint8)
+        try:
+            self._post(to, block, self._hub.gloo)
+            if size > _INLINE:
+                self._post(to, payload, self._bulk(self.me, to, payload))
+            while self._ahead > MAX_AHEAD or len(self._pending) > _PENDING:
+                self._reap()
+        except RuntimeError as error:
+            raise self._fail(error, to, f"while '{tag}' was sent") from None
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if self._is_here(frm):
+            try:
+                return self._neighbour._recv(frm, tag, shape, dtype)
+            except TransportError as error:
+                self.abort(str(error))
+                raise
+        self._check()
+        out = torch.empty(shape, dtype=dtype, device=self._hub.device)
+        size = out.numel() * out.element_size()
+        try:
+            block = self._peeked.pop(frm, None)
+            if block is None:
+                block = self._block(frm, datetime.timedelta(seconds=self._hub.timeout))
+            self._check_header(
+                frm,
+                block,
+                wire.Frame(Kind.DATA, frm, _SESSION, self._count(frm, self.me), tag, dtype, out.numel()),
+            )
+            if size > _INLINE:
+                self._get(frm, out.view(-1), self._bulk(frm, self.me, out))
+            elif size:
+                out.view(-1).view(torch.uint8).copy_(block[HEADER_BYTES : HEADER_BYTES + size])
+        except (RuntimeError, TransportError) as error:
+            raise self._fail(error, frm, f"while '{tag}' of {endpoint_name(frm)} was awaited") from None
+        return out
+
+    def wait(self, frm: int) -> None:
+        """Block, however long, until a frame from `frm` is there; PartyFailed if its connection ends."""
+        if self._is_here(frm):
+            self._neighbour.wait(frm)
+        elif frm not in self._peeked:
+            self._check()
+            try:
+                self._peeked[frm] = self._block(frm, _FOREVER)
+            except RuntimeError as error:
+                what = f"while the next request of {endpoint_name(frm)} was awaited"
+                raise self._fail(error, frm, what) from None
+
+    def abort(self, reason: str) -> None:
+        """Leave the reason in the store and hang up, so that all peers stop."""
+        if self._failure is None:
+            self._failure = reason
+            with contextlib.suppress(RuntimeError):  # the store may have gone with its process
+                self._hub.store.compare_set(_FAILURE, "", reason)
+            self._hub.local.abort(reason)
+            # gloo has no other way to close its connections than a receive that times out
+            peer = next(rank for rank in range(dist.get_world_size()) if rank != self._hub.rank)
+            with contextlib.suppress(RuntimeError):
+                self._get_tagged(
+                    peer, torch.empty(1, dtype=torch.uint8), _NO_TAG, datetime.timedelta(milliseconds=1)
+                )
+
+    def close(self) -> None:
+        """Wait until the receivers have taken what was sent."""
+        if self._failure is None:
+            try:
+                while self._pending:
+                    self._reap()
+            except RuntimeError as error:
+                raise self._fail(error, self._pending[0][0], "while the session was closed") from None
+            self._failure = "this endpoint has closed the session"
+
+    # -- messages -------------------------------------------------------------------------------------
+    def _is_here(self, endpoint: int) -> bool:
+        return self._hub.rank_of(endpoint) == self._hub.rank
+
+    def _count(self, frm: int, to: int) -> int:
+        """The next sequence number of a direction."""
+        number = self._sequences.get((frm, to), 0)
+        self._sequences[(frm, to)] = number + 1
+        return number
+
+    def _bulk(self, frm: int, to: int, payload: Tensor) -> dist.ProcessGroup:
+        """The group for large payloads; with NCCL one per direction, because its sends may wait for receives."""
+        upwards = self._hub.rank_of(frm) < self._hub.rank_of(to)
+        return self._hub.nccl[upwards] if payload.is_cuda else self._hub.gloo
+
+    def _post(self, to: int, data: Tensor, group: dist.ProcessGroup) -> None:
+        work = dist.isend(data, self._hub.rank_of(to), group=group, tag=self.me * 256 + to)
+        if work is None:
+            raise TransportError("torch.distributed: this rank is not in the group")
+        size = data.numel() * data.element_size()
+        self._pending.append((to, size, data, work))
+        self._ahead += size
+
+    def _reap(self) -> None:
+        """Wait for the oldest message to be taken."""
+        _, size, _, work = self._pending[0]
+        work.wait(datetime.timedelta(seconds=self._hub.timeout))
+        self._pending.popleft()
+        self._ahead -= size
+
+    def _block(self, frm: int, span: datetime.timedelta) -> Tensor:
+        block = torch.empty(_BLOCK, dtype=torch.uint8)
+        self._get_tagged(self._hub.rank_of(frm), block, frm * 256 + self.me, span)
+        return block
+
+    def _get(self, frm: int, out: Tensor, group: dist.ProcessGroup) -> None:
+        span = datetime.timedelta(seconds=self._hub.timeout)
+        self._get_tagged(self._hub.rank_of(frm), out, frm * 256 + self.me, span, group)
+
+    def _get_tagged(
+        self,
+        rank: int,
+        out: Tensor,
+        tag: int,
+        span: datetime.timedelta,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        work = dist.irecv(out, rank, group=group or self._hub.gloo, tag=tag)
+        if work is None:
+            raise TransportError("torch.distributed: this rank is not in the group")
+        work.wait(span)
+
+    def _check_header(self, frm: int, block: Tensor, want: wire.Frame) -> None:
+        """Raise TransportError unless the block starts with the header of `want`."""
+        got = wire.decode(block[:HEADER_BYTES].numpy().tobytes())
+        if got != want:
+            raise TransportError(
+                f"from {endpoint_name(frm)}: got {got.what}, number {got.sequence}; want {want.what}, number "
+                f"{want.sequence} (parties disagree on the computation)"
+            )
+
+    # -- failures -------------------------------------------------------------------------------------
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise PartyFailed(self._failure)
+
+    def _fail(self, error: Exception, peer: int, what: str) -> TransportError:
+        """Stop the session because of `error`, unless somebody else's reason is in the store."""
+        kind: type[TransportError] = PartyFailed
+        told = None
+        if isinstance(error, TransportError):
+            kind, cause = type(error), str(error)
+        else:
+            silent = f"was silent for {self._hub.timeout:g} s"
+            closed = "stopped: its connection closed"
+            cause = f"{endpoint_name(peer)} {silent if 'imed out' in str(error) else closed}"
+            told = self._told(0.0 if self._is_root(peer) else _REASON_S)
+        reason = told or f"{endpoint_name(self.me)}: {cause}, {what}; restart the session"
+        self.abort(reason)
+        return PartyFailed(reason) if told else kind(reason)
+
+    def _is_root(self, peer: int) -> bool:
+        """Whether `peer` itself failed, rather than waited for another: all who fail say for whom they waited."""
+        with contextlib.suppress(RuntimeError):  # the store may have gone with its process
+            self._hub.store.set(f"{_AWAITED}{self.me}", str(peer))
+            time.sleep(min(_GATHER_S, self._hub.timeout / 4))
+            return not self._hub.store.check([f"{_AWAITED}{peer}"])
+        return True
+
+    def _told(self, seconds: float) -> str | None:
+        """The reason another endpoint left in the store, within some seconds."""
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(RuntimeError):  # the store may have gone with its process
+            while True:
+                if self._hub.store.check([_FAILURE]):
+                    return bytes(self._hub.store.get(_FAILURE)).decode(errors="replace")
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(0.05)
+        return None
+
+
+def _initialise(timeout: float) -> None:
+    """Make the default process group from the launcher's environment."""
+    missing = [
+        name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    ]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} not set: start one process per party with torchrun --nproc-per-node N, or with "
+            "accelerate launch --multi_gpu --num_processes N (accelerate launch --cpu starts a single process)"
+        )
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
