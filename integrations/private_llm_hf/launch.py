@@ -5,30 +5,24 @@ Threads and processes on one machine protect nobody from that machine's owner; h
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, PartyFailed
-from private_llm.net.hub import connect, hosts_of, open_listeners
+from private_llm.errors import ConfigError
+from private_llm.net.children import start_children
+from private_llm.net.hub import connect
 from private_llm.net.local import LocalHub
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.session import join_as_client
 from private_llm_hf.client import Parties
 from private_llm_hf.party import run_party
-from private_llm_hf.party_process import READY
 from private_llm_hf.share_files import ShareFile
 
-_CHILD = "import sys; from private_llm_hf.party_process import main; sys.exit(main())"
 _EXIT_S = 5.0
-"""Seconds a party may take to end before it is killed."""
+"""Seconds that threads may take to end."""
 
 
 def start_parties(config: PrivateConfig, hub: LocalHub | None = None) -> Parties:
@@ -105,57 +99,9 @@ def _start_threads(config: PrivateConfig, hub: LocalHub) -> Parties:
 
 def _start_processes(config: PrivateConfig) -> Parties:
     """Parties as child processes over loopback sockets; they end when this process does."""
-    listeners = open_listeners(config.parties)
-    hosts = hosts_of(listeners)
-    token = secrets.token_bytes(32)
-    threads = max(1, (os.cpu_count() or 1) // config.parties)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": str(threads)}
-    children: list[subprocess.Popen[bytes]] = []
-
-    def shutdown() -> None:
-        for child in children:
-            if child.stdin is not None:
-                child.stdin.close()
-        for child in children:
-            try:
-                child.wait(_EXIT_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-
+    transport, stop = start_children(config, "private_llm_hf.party:run_party", {})
     try:
-        for number, listener in enumerate(listeners):
-            child = subprocess.Popen(
-                [sys.executable, "-c", _CHILD],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # an interrupt at the terminal is the parent's to handle
-                pass_fds=[listener.fileno()],
-                env=environment,
-            )
-            children.append(child)
-            order = {
-                "config": config.to_dict(),
-                "party": number,
-                "hosts": hosts,
-                "token": token.hex(),
-                "listener": listener.fileno(),
-            }
-            if child.stdin is not None:
-                child.stdin.write(json.dumps(order).encode() + b"\n")
-                child.stdin.flush()
-            listener.close()
-        for number, child in enumerate(children):
-            if child.stdout is None or child.stdout.readline() != READY:
-                raise PartyFailed(f"party {number} did not start; its own message is on standard error")
-        transport = connect(config, CLIENT, hosts=hosts, token=token)
-        end = join_as_client(config, transport)
+        return Parties(config, transport, join_as_client(config, transport), stop)
     except BaseException:
-        shutdown()
+        stop()
         raise
-
-    def stop() -> None:
-        shutdown()
-        transport.close()
-
-    return Parties(config, transport, end, stop)

@@ -19,6 +19,7 @@ from private_llm.bench.whole import WholeWork, measure_whole
 from private_llm.bench.work import Work
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, PartyFailed, PrivateLLMError
+from private_llm.net.children import start_children
 from private_llm.net.local import LocalHub
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.session import ClientEnd, Session, deal, join, join_as_client
@@ -59,12 +60,26 @@ def measure(
     work: Work | WholeWork, config: PrivateConfig, repeat: int = 5, speed: LinkSpeed | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Row:  # fmt: skip
-    """Run `work` once to warm up and `repeat` times with the clock on; parties are threads of this process.
+    """Run `work` once to warm up and `repeat` times with the clock on, parties as config.party_mode says.
 
     progress is called after each run. Raises what a party raised (PartyFailed for anything unforeseen).
     """
     if isinstance(work, WholeWork):
         return measure_whole(work, config, repeat, speed, progress)
+    mode = "threads" if config.party_mode == "auto" else config.party_mode
+    transport: Transport
+    if mode == "processes":
+        facts = {"name": work.name, "shape": list(work.shape)}
+        transport, stop = start_children(config, "private_llm.bench.measure:serve_named", facts)
+    else:
+        transport, stop = _start_threads(work, config, speed)
+    try:
+        return _measure(work, config, mode, repeat, speed, transport, progress)
+    finally:
+        stop()
+
+
+def _start_threads(work: Work, config: PrivateConfig, speed: LinkSpeed | None) -> tuple[Transport, Callable[[], None]]:
     hub = LocalHub(config.parties, config.timeout_s)
     if speed is not None:
         hub = SlowHub(config.parties, config.timeout_s, speed, _CONTROL)
@@ -74,7 +89,19 @@ def measure(
     ]
     for thread in threads:
         thread.start()
-    transport = hub.transport(CLIENT)
+
+    def stop() -> None:
+        for thread in threads:
+            thread.join(1.0)
+
+    return hub.transport(CLIENT), stop
+
+
+def _measure(
+    work: Work, config: PrivateConfig, mode: str, repeat: int, speed: LinkSpeed | None, transport: Transport,
+    progress: Callable[[], None],
+) -> Row:  # fmt: skip
+    """The client's part."""
     ring = Ring(config.ring)
     end = join_as_client(config, transport)
     weights = work.weight_values()
@@ -88,8 +115,6 @@ def measure(
         times.append(seconds)
         progress()
     result = _open(transport, end, ring, config.parties)
-    for thread in threads:
-        thread.join(config.timeout_s)
     with torch.no_grad():
         truth = work.truth(values, weights)
     sent = {str(party): int(reports[party, :-1].sum()) for party in range(config.parties)}
@@ -97,9 +122,18 @@ def measure(
         name=work.name, protocol=config.protocol, ring=config.ring, shape=work.shape, parties=config.parties,
         seconds=spread(times[1:]), bytes_total=sum(sent.values()), bytes_per_party=sent,
         rounds=int(reports[:, -1].max()), error_max=float((result - truth).abs().max()),
-        threads=party_threads(config.parties), party_mode="threads", repeat=repeat,
+        threads=party_threads(config.parties), party_mode=mode, repeat=repeat,
         bandwidth_mbit=speed.bandwidth_mbit if speed else None, latency_ms=speed.latency_ms if speed else None,
     )  # fmt: skip
+
+
+def serve_named(config: PrivateConfig, party: int, transport: Transport, name: str, shape: list[int]) -> None:
+    """One party in a process of its own, which makes the work again from its name and shape."""
+    from private_llm.bench.catalogue import make
+
+    work = make(name, tuple(shape))
+    if isinstance(work, Work):
+        _guarded(work, config, party, transport)
 
 
 def _guarded(work: Work, config: PrivateConfig, party: int, transport: Transport) -> None:

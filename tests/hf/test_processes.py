@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from private_llm_hf import launch, patch
+from private_llm_hf import patch
 from transformers import PreTrainedModel
 
 from private_llm.errors import PartyFailed
+from private_llm.net import children
 from tests.hf import tiny
 from tests.hf.compare import BATCH, PADDED
 from tests.hf.conftest import TRIO
@@ -32,19 +33,29 @@ PROMPT = [101, 47, 113, 89, 71, 23, 59, 97]
 pytestmark = pytest.mark.slow
 
 
-def children() -> list[int]:
-    """Process ids of this process's party children."""
+def descendants(parent: int) -> list[int]:
+    """Process ids below `parent`, oldest first: the starter of each session, then its parties in order."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                command = (entry / "cmdline").read_bytes()
-                status = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                state, above = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:2]
             except OSError:
                 continue
-            if b"private_llm_hf.party_process" in command and int(status[1]) == os.getpid() and status[0] != "Z":
+            if int(above) == parent and state != "Z":
                 found.append(int(entry.name))
-    return sorted(found)
+    return [pid for child in sorted(found) for pid in (child, *descendants(child))]
+
+
+def parties() -> list[int]:
+    """Process ids of all parties of this process, in order of their sessions and numbers."""
+    named = []
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"private_llm.net.children" in command and not descendants(pid):
+                named.append(pid)
+    return named
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +75,7 @@ def private(plaintext: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 def test_same_tokens_and_costs_as_with_threads(plaintext: PreTrainedModel, private: PreTrainedModel) -> None:
     how = {"max_new_tokens": 4, "do_sample": False}
-    assert len(children()) == 3
+    assert len(parties()) == 3
     private.cost(reset=True)
     assert torch.equal(private.generate(**BATCH, **how), plaintext.generate(**BATCH, **how))
     costs = private.cost()
@@ -112,30 +123,30 @@ def test_no_party_ever_holds_weights_or_tokens(private: PreTrainedModel) -> None
         "tokens text": json.dumps(PROMPT).encode(),
         "tokens compact": json.dumps(PROMPT, separators=(",", ":")).encode(),
     }
-    pids = children()
+    pids = parties()
     assert len(pids) == 3
     for pid in pids:
         assert memory_holds(pid, patterns) == {"control"}, "only the public mark may be found"
 
 
 def test_a_killed_party_is_named_and_the_others_end(plaintext: PreTrainedModel) -> None:
-    before = set(children())
+    before = set(parties())
     model = patch(plaintext, replace(PROCESSES, timeout_s=60))
-    mine = sorted(set(children()) - before)
-    victim = mine[1]  # started in the order of their numbers
+    mine = [pid for pid in parties() if pid not in before]
+    victim = mine[1]
     os.kill(victim, signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(PartyFailed, match="party 1"):
         model.generate(PADDED, max_new_tokens=3)
     assert time.monotonic() - start < 20
     model.close()
-    assert not set(children()) & set(mine)
+    assert not set(parties()) & set(mine)
 
 
 def test_a_stopped_party_is_named_within_the_timeout(plaintext: PreTrainedModel) -> None:
-    before = set(children())
+    before = set(parties())
     model = patch(plaintext, replace(PROCESSES, timeout_s=8))
-    victim = sorted(set(children()) - before)[2]
+    victim = next(pid for pid in reversed(parties()) if pid not in before)
     os.kill(victim, signal.SIGSTOP)
     try:
         with pytest.raises(PartyFailed, match="party 2"):
@@ -150,21 +161,29 @@ def test_parties_die_with_their_parent(tmp_path: Path) -> None:
     script = (
         "import os, sys; from tests.hf import tiny; from private_llm_hf import patch; "
         "from tests.hf.conftest import PLAIN; from dataclasses import replace; "
-        "from tests.hf.test_processes import children; "
+        "from tests.hf.test_processes import parties; "
         "m = patch(tiny.build('opt'), replace(PLAIN, party_mode='processes')); "
-        "print(children()[0], flush=True); os._exit(9)"
+        "print(parties()[0], flush=True); os._exit(9)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 9, done.stderr
     pid = int(done.stdout.split()[-1])
     deadline = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+    while _alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists()
+    assert not _alive(pid)
+
+
+def _alive(pid: int) -> bool:
+    """Not gone, and not merely waiting to be reaped by init."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_party_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.sys, "executable", "/bin/false")
-    with pytest.raises(PartyFailed, match="party 0 did not start"):
+    monkeypatch.setattr(children.sys, "executable", "/bin/false")
+    with pytest.raises(PartyFailed, match="did not start"):
         patch(tiny.build("opt"), PROCESSES)
