@@ -27,6 +27,7 @@ import private_llm.nn  # noqa: F401 - completes the table of operations
 from private_llm.errors import PatchMismatch
 from private_llm.net.ledger import Ledger
 from private_llm.nn.activation import PrivateGELU, PrivateQuickGELU
+from private_llm.nn.linear import SharedInput, can_share
 from private_llm.nn.norm import PrivateRMSNorm
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
@@ -57,6 +58,7 @@ def build_party_model(
     _set_parameters(model, parameters)
     _check_complete(model, session)
     model.new_cache = functools.partial(new_cache, model)
+    _share_inputs(model, session.protocol.ledger)
     _book_by_module(model, session.protocol.ledger)
     return model.eval()
 
@@ -139,6 +141,18 @@ def _replace_modules(model: nn.Module) -> None:
             made = replacement(child)
             if made is not None:
                 setattr(parent, name, made)
+
+
+def _share_inputs(model: nn.Module, ledger: Ledger) -> None:
+    """Let siblings that read the same tensor (query, key, value; gate, up) be one product."""
+    for path, parent in model.named_modules():
+        children = dict(parent.named_children())
+        for names, where in _table("same_input").items():
+            found = [children[name] for name in names.split() if name in children]
+            if len(found) == len(names.split()) and re.fullmatch(where, path) and can_share(found):
+                group = SharedInput(found, f"{path}.{'+'.join(names.split())}", ledger)
+                for index, layer in enumerate(found):
+                    layer.forward = functools.partial(group.piece, index)
 
 
 # -- weights ------------------------------------------------------------------------------------------------
