@@ -45,13 +45,22 @@ def pattern(mask: Tensor | None, batch: int, heads: int, queries: int, keys: int
     held: dict[tuple[int, ...], Pattern] = mask.__dict__.setdefault("_private_patterns", {})
     found = held.get(shape)
     if found is None:
-        allowed = mask[..., :keys].expand(shape)
-        if bool(allowed.all()):
-            found = Pattern(shape, None, None)
-        else:
-            found = Pattern(shape, allowed.reshape(-1).nonzero().view(-1), allowed.sum(-1).view(-1))
-        held[shape] = found
+        found = held[shape] = _pattern(mask[..., :keys].expand(batch, -1, queries, keys), shape)
     return found
+
+
+def _pattern(allowed: Tensor, shape: tuple[int, int, int, int]) -> Pattern:
+    """Flat positions, head by head; a mask that is the same for all heads is searched once, not per head."""
+    batch, heads, queries, keys = shape
+    if bool(allowed.all()):
+        return Pattern(shape, None, None)
+    if allowed.shape[1] != 1:
+        allowed = allowed.expand(shape)
+        return Pattern(shape, allowed.reshape(-1).nonzero().view(-1), allowed.sum(-1).view(-1))
+    starts = torch.arange(batch * heads).view(batch, heads, 1) * (queries * keys)
+    rows = [starts[b] + allowed[b].reshape(-1).nonzero().view(-1) for b in range(batch)]
+    lengths = allowed.sum(-1).expand(batch, heads, queries).reshape(-1)
+    return Pattern(shape, torch.cat([row.view(-1) for row in rows]), lengths)
 
 
 def attend(
