@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from private_llm.errors import DomainError
-from private_llm.kernels import cpu_matmul
+from private_llm.errors import UnsupportedOp
+from private_llm.kernels import cpu_matmul, shapes
 
 Array = np.ndarray[Any, Any]
 
@@ -20,17 +20,11 @@ _SHORTEST_DOT = 8
 """Below this inner size, lanes along k stay empty: y is copied into rows of columns instead."""
 
 
-def check_product(x: Tensor, y: Tensor) -> None:
-    """Raise DomainError unless x [..., M, K] and y [..., K, N] are ring tensors of one dtype."""
-    if x.dim() < 2 or y.dim() < 2 or x.shape[-1] != y.shape[-2]:
-        raise DomainError(f"ring_matmul: got {tuple(x.shape)} and {tuple(y.shape)}; want [..., M, K] and [..., K, N]")
-    if x.dtype != y.dtype or x.dtype not in _UNSIGNED:
-        raise DomainError(f"ring_matmul: got {x.dtype} and {y.dtype}; want int64 or int32, both the same")
-
-
 def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
     """x y modulo the ring size, added onto `onto` (contiguous, of the result's shape, changed in place) if given."""
-    check_product(x, y)
+    shapes.check_product(x, y)
+    if not y.is_cpu:
+        raise UnsupportedOp(f"ring_matmul: got operands on {x.device} and {y.device}; want both on one device")
     kind = _UNSIGNED[x.dtype]
     left: Array = x.numpy().view(kind)
     right: Array = y.numpy().view(kind)

@@ -1,129 +1,194 @@
-"""Every local kernel under one name: meta tensors get shapes, CPU tensors the fused Numba kernel.
+"""Every local kernel under one name: cpu tensors get the Numba kernel, cuda tensors Triton, meta tensors shapes.
 
 All tensors are signed torch integers; the kernels see them as unsigned. Rows and packed fields are int64 words.
+What each operation computes is said once, in `reference`, in plain torch. `library` offers the same operations
+as `torch.ops.private_llm.*`; the direct calls here save that dispatcher's microseconds.
 """
 
 from __future__ import annotations
 
+import importlib
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.kernels import cpu_bits, cpu_trunc, matmul
+from private_llm.errors import UnsupportedOp
+from private_llm.kernels import cpu_bits, cpu_prg, cpu_trunc, matmul, shapes
+from private_llm.kernels.shapes import packed_words as packed_words
+
+Array = np.ndarray[Any, Any]
 
 _UNSIGNED = {torch.int64: np.uint64, torch.int32: np.uint32}
 
 
-def _np(t: Tensor) -> np.ndarray[Any, Any]:
+def _np(t: Tensor) -> Array:
     """The tensor's memory as unsigned numbers (CPU, contiguous)."""
-    if t.device.type != "cpu":
-        raise UnsupportedOp(f"no kernel for device {t.device}; want cpu tensors (or meta for cost counting)")
+    if not t.is_cpu:
+        raise UnsupportedOp(f"an operand is on {t.device}, another on the CPU; want all on one device")
     return t.numpy().view(_UNSIGNED[t.dtype])
 
 
-def packed_words(count: int, f: int) -> int:
-    """64-bit words that hold `count` fields of f bits."""
-    return (count * f + 63) // 64
+@cache
+def _triton(family: str) -> ModuleType:
+    try:
+        return importlib.import_module(f"private_llm.kernels.triton_{family}")
+    except ModuleNotFoundError as missing:
+        raise UnsupportedOp(
+            f"kernels on GPUs need {missing.name}, which is not installed; install private-llm[triton], or use the CPU"
+        ) from missing
+
+
+def _gpu(t: Tensor, family: str) -> ModuleType:
+    """The Triton kernels for a tensor on a GPU."""
+    if not t.is_cuda:
+        raise UnsupportedOp(f"no kernel for device {t.device}; want cpu or cuda tensors (or meta for cost counting)")
+    return _triton(family)
 
 
 def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
     """torch.matmul modulo the ring size; x [..., M, K], y [..., K, N]; CPU: one thread."""
+    if x.is_cpu:
+        return matmul.product(x, y)
     if x.is_meta:
-        return torch.matmul(x, y)
-    return matmul.product(x, y)
+        return shapes.ring_matmul(x, y)
+    made: Tensor = _gpu(x, "matmul").product(x, y)
+    return made
 
 
 def ring_matmul_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
     """x0 y0 + x1 y1, both of one shape, as in `ring_matmul`, without a temporary of y's size."""
+    shapes.check_pair(x0, y0, x1, y1)
+    if x0.is_cpu:
+        return matmul.product(x1, y1, matmul.product(x0, y0))
     if x0.is_meta:
-        return torch.matmul(x0, y0)
-    if x0.shape != x1.shape or y0.shape != y1.shape:
-        shapes = f"{tuple(x0.shape)} {tuple(y0.shape)} and {tuple(x1.shape)} {tuple(y1.shape)}"
-        raise DomainError(f"ring_matmul_pair: got {shapes}; want two products of one shape")
-    return matmul.product(x1, y1, matmul.product(x0, y0))
+        return shapes.ring_matmul_pair(x0, y0, x1, y1)
+    kernels = _gpu(x0, "matmul")
+    made: Tensor = kernels.product(x1, y1, kernels.product(x0, y0))
+    return made
 
 
 def transpose_bits(x: Tensor, rows: int) -> Tensor:
     """Elements [n] to bit rows [rows, ceil(n/64)], least significant bit first."""
-    out = torch.empty((rows, (x.numel() + 63) // 64), dtype=torch.int64, device=x.device)
-    if not x.is_meta and x.numel():
-        cpu_bits.transpose_words(_np(x.contiguous().view(-1)), _np(out))
+    out = shapes.transpose_bits(x, rows)
+    if out.is_meta or not out.numel():
+        return out
+    x = x.contiguous().view(-1)
+    if x.is_cpu:
+        cpu_bits.transpose_words(_np(x), _np(out))
+    else:
+        _gpu(x, "bits").transpose_bits(x, rows, out)
     return out
 
 
-def block_monomials(s: Tensor, low: int, blocks: np.ndarray[Any, Any], out: Tensor) -> None:
-    """See `cpu_bits.block_monomials` (in place)."""
-    if not s.is_meta:
+def block_monomials(s: Tensor, low: int, blocks: Array, out: Tensor) -> None:
+    """All monomials of the bits of each block of s [rows, W], xored into out. Helper side."""
+    if s.is_cpu:
         cpu_bits.block_monomials(_np(s), low, blocks, _np(out))
+    elif not s.is_meta:
+        _gpu(s, "bits").block_monomials(s, low, blocks, out)
 
 
-def block_carries(m: Tensor, low: int, blocks: np.ndarray[Any, Any], mono: Tensor, first: bool, out: Tensor) -> None:
-    """See `cpu_bits.block_carries` (in place)."""
-    if not m.is_meta:
+def block_carries(m: Tensor, low: int, blocks: Array, mono: Tensor, first: bool, out: Tensor) -> None:
+    """Shares of (generate, propagate) of each block from public bits m and shared monomials, xored into out."""
+    if m.is_cpu:
         cpu_bits.block_carries(_np(m), low, blocks, _np(mono), first, _np(out))
+    elif not m.is_meta:
+        _gpu(m, "bits").block_carries(m, low, blocks, mono, first, out)
 
 
-def join_products(lam: Tensor, groups: np.ndarray[Any, Any], count: int, out: Tensor) -> None:
-    """See `cpu_bits.join_products` (in place)."""
-    if not lam.is_meta:
+def join_products(lam: Tensor, groups: Array, count: int, out: Tensor) -> None:
+    """Products of masks that a level of joins needs, xored into out. Helper side."""
+    if lam.is_cpu:
         cpu_bits.join_products(_np(lam), groups, count, _np(out))
+    elif not lam.is_meta:
+        _gpu(lam, "bits").join_products(lam, groups, count, out)
 
 
 def join_carries(
-    b: Tensor, lam: Tensor, prod: Tensor, groups: np.ndarray[Any, Any], count: int, first: bool, out: Tensor
-) -> None:
-    """See `cpu_bits.join_carries` (in place)."""
-    if not b.is_meta:
+    b: Tensor, lam: Tensor, prod: Tensor, groups: Array, count: int, first: bool, out: Tensor
+) -> None:  # fmt: skip
+    """Shares of the joined (generate, propagate) from masked rows, mask shares and product shares, xored into out."""
+    if b.is_cpu:
         cpu_bits.join_carries(_np(b), _np(lam), _np(prod), groups, count, first, _np(out))
+    elif not b.is_meta:
+        _gpu(b, "bits").join_carries(b, lam, prod, groups, count, first, out)
 
 
-def inject_products(bits: Tensor, lam: Tensor, weighted: np.ndarray[Any, Any], out: Tensor) -> None:
-    """See `cpu_bits.inject_products` (in place)."""
-    if not bits.is_meta and out.numel():
+def inject_products(bits: Tensor, lam: Tensor, weighted: Array, out: Tensor) -> None:
+    """Helper side of bit injection: out = (rows s_k, then s_k lam where weighted) - out."""
+    if out.is_meta or not out.numel():
+        return
+    if bits.is_cpu:
         cpu_bits.inject_products(_np(bits), _np(lam), weighted, _np(out))
+    else:
+        _gpu(bits, "bits").inject_products(bits, lam, weighted, out)
 
 
 def inject_terms(
-    bits: Tensor, m: Tensor, mine: Tensor, shares: Tensor, weighted: np.ndarray[Any, Any], w: Tensor, c: Tensor,
-    first: bool, out: Tensor,
+    bits: Tensor, m: Tensor, mine: Tensor, shares: Tensor, weighted: Array, w: Tensor, c: Tensor, first: bool,
+    out: Tensor,
 ) -> None:  # fmt: skip
-    """See `cpu_bits.inject_terms` (in place)."""
-    if not bits.is_meta and out.numel():
+    """Evaluator side of bit injection: this party's share of sum_k b_k (w_k x + c_k), added to out [n]."""
+    if out.is_meta or not out.numel():
+        return
+    if bits.is_cpu:
         cpu_bits.inject_terms(_np(bits), _np(m), _np(mine), _np(shares), weighted, _np(w), _np(c), first, _np(out))
+    else:
+        _gpu(bits, "bits").inject_terms(bits, m, mine, shares, weighted, w, c, first, out)
 
 
 def trunc_helper(
     error: Tensor, g1: Tensor, g2: Tensor, z1: Tensor, rho1: Tensor, zeta1: Tensor, zeta2: Tensor, f: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Party 0's step of the truncation: (a1, a2, z2, rho2); see `cpu_trunc.helper`."""
-    a1, a2, z2 = torch.empty_like(z1), torch.empty_like(z1), torch.empty_like(z1)
-    rho2 = torch.zeros(rho1.numel(), dtype=torch.int64, device=z1.device)
-    if not z1.is_meta:
+    """Party 0's step of the truncation: (a1, a2, z2, rho2)."""
+    made = a1, a2, z2, rho2 = shapes.trunc_helper(error, g1, g2, z1, rho1, zeta1, zeta2, f)
+    if z1.is_cpu:
         cpu_trunc.helper(
             _np(error), _np(g1), _np(g2), _np(z1), _np(rho1), _np(zeta1), _np(zeta2),
             f, z1.element_size() * 8, _np(a1), _np(a2), _np(z2), _np(rho2),
         )  # fmt: skip
-    return a1, a2, z2, rho2
+    elif not z1.is_meta:
+        _gpu(z1, "trunc").trunc_helper(error, g1, g2, z1, rho1, zeta1, zeta2, f, *made)
+    return made
 
 
 def trunc_open(mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int) -> tuple[Tensor, Tensor]:
-    """Evaluator's first step: (w, packed fields to exchange); see `cpu_trunc.opened`."""
-    w = torch.empty_like(mine)
-    packed = torch.zeros(rho.numel(), dtype=torch.int64, device=mine.device)
-    if not mine.is_meta:
-        cpu_trunc.opened(_np(mine), _np(theirs), _np(rho), _np(zeta), f, mine.element_size() * 8, _np(w), _np(packed))
-    return w, packed
+    """Evaluator's first step: (w, packed fields to exchange)."""
+    made = w, packed = shapes.trunc_open(mine, theirs, rho, zeta, f)
+    if w.is_cpu:
+        cpu_trunc.opened(_np(mine), _np(theirs), _np(rho), _np(zeta), f, w.element_size() * 8, _np(w), _np(packed))
+    elif not w.is_meta:
+        _gpu(w, "trunc").trunc_open(mine, theirs, rho, zeta, f, *made)
+    return made
 
 
 def trunc_close(w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor, f: int) -> tuple[Tensor, Tensor]:
-    """Evaluator's last step: (value plus the other's mask, own mask); see `cpu_trunc.closed`."""
-    half, own = torch.empty_like(w), torch.empty_like(w)
-    if not w.is_meta:
+    """Evaluator's last step: (value plus the other's mask, own mask)."""
+    made = half, own = shapes.trunc_close(w, mine, theirs, z, zeta, f)
+    if w.is_cpu:
         cpu_trunc.closed(
-            _np(w), _np(mine), _np(theirs), _np(z), _np(zeta), f, w.element_size() * 8,
-            _np(half), _np(own),
+            _np(w), _np(mine), _np(theirs), _np(z), _np(zeta), f, w.element_size() * 8, _np(half), _np(own)
         )  # fmt: skip
-    return half, own
+    elif not w.is_meta:
+        _gpu(w, "trunc").trunc_close(w, mine, theirs, z, zeta, f, *made)
+    return made
+
+
+def chacha20(key: Tensor, nonce: Tensor, counter: int, words: int) -> Tensor:
+    """`words` 32-bit words of the ChaCha20 key stream (RFC 8439) from block `counter` on, made on the key's device.
+
+    key [8] and nonce [3] are int32 words, little-endian. `.view(torch.int64)` gives 64-bit ring elements. The
+    caller never uses a (key, nonce, block) twice. Raises DomainError beyond block 2^32 - 1.
+    """
+    out = shapes.chacha20(key, nonce, counter, words)
+    if out.is_meta or not words:
+        return out
+    if key.is_cpu:
+        cpu_prg.chacha20(_np(key), _np(nonce), counter, _np(out))
+    else:
+        _gpu(key, "prg").chacha20(key, nonce, counter, words, out)
+    return out

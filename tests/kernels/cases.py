@@ -1,0 +1,141 @@
+"""Arguments for every kernel: odd sizes, both rings, and the extremes of the ring among the values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from private_llm.circuits.carry import carry_plan
+from private_llm.kernels import ops, reference
+from private_llm.ring.prg import Seed
+from private_llm.ring.ring import RING32, RING64, Ring
+
+RINGS = (RING64, RING32)
+
+
+class Draw:
+    """Reproducible tensors whose first elements are 0, -1, the least and the greatest ring element."""
+
+    def __init__(self, label: str) -> None:
+        self._stream = Seed(bytes(32)).stream(label)
+
+    def ring(self, ring: Ring, *shape: int) -> Tensor:
+        x = self._stream.elements(int(np.prod(shape)), ring)
+        limits = torch.iinfo(ring.dtype)
+        for place, value in enumerate((0, -1, limits.min, limits.max)):
+            if place < x.numel():
+                x[place] = value
+        return x.view(shape)
+
+    def words(self, *shape: int) -> Tensor:
+        return self._stream.words(int(np.prod(shape))).view(shape)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of `ops.<op>`; `changed` is the argument that it changes, if any."""
+
+    op: str
+    note: str
+    arguments: tuple[Any, ...]
+    changes: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.note}"
+
+
+def run(function: Any, case: Case, device: str = "cpu") -> list[Tensor]:
+    """Results and changed argument of one call on copies of the arguments, as CPU tensors."""
+    arguments = [a.clone().to(device) if isinstance(a, Tensor) else a for a in case.arguments]
+    out = function(*arguments)
+    made = [arguments[-1]] if case.changes else [out] if isinstance(out, Tensor) else list(out)
+    return [t.cpu() for t in made]
+
+
+def matmul_cases() -> Iterator[Case]:
+    shapes = (((3, 5), (5, 4)), ((2, 9, 33), (33, 65)), ((2, 1, 4, 8), (3, 8, 5)), ((1, 67), (67, 3)), ((2, 0), (0, 3)))
+    for ring in RINGS:
+        for left, right in shapes:
+            draw = Draw(f"matmul {left}")
+            x, y = draw.ring(ring, *left), draw.ring(ring, *right)
+            note = f"{ring.bits}-{left}-{right}".replace(" ", "")
+            yield Case("ring_matmul", note, (x, y))
+            yield Case("ring_matmul", note + "-turned", (x, y.mT.contiguous().mT))
+            yield Case("ring_matmul_pair", note, (x, y, draw.ring(ring, *left), draw.ring(ring, *right)))
+
+
+def bit_cases() -> Iterator[Case]:
+    for ring in RINGS:
+        for n, rows in ((1, ring.bits), (63, 5), (1030, ring.bits)):
+            yield Case("transpose_bits", f"{ring.bits}-{n}-{rows}", (Draw("bits").ring(ring, n), rows))
+    yield from carry_cases()
+    for ring in RINGS:
+        for n, kinds in ((1, (True,)), (65, (True, False, True)), (520, (False, False))):
+            yield from _inject_cases(ring, n, kinds)
+
+
+def carry_cases() -> Iterator[Case]:
+    """Plans with blocks and groups of every size."""
+    for positions, words in ((1, 1), (2, 3), (5, 2), (13, 300), (63, 5)):
+        plan, draw = carry_plan(positions), Draw(f"carry {positions}")
+        blocks = np.array(plan.blocks)
+        s, m = draw.words(positions + 1, words), draw.words(positions + 1, words)
+        s[0], m[0], s[-1] = -1, -1, 0
+        mono = draw.words(plan.monomial_rows, words)
+        note = f"{positions}-{words}"
+        yield Case("block_monomials", note, (s, 1, blocks, mono), changes=True)
+        count, rows = len(plan.blocks), plan.block_rows
+        for first in (True, False):
+            yield Case("block_carries", f"{note}-{first}", (m, 1, blocks, mono, first, draw.words(rows, words)), True)
+        for level, groups in enumerate(plan.levels):
+            lam, b, prod = draw.words(rows, words), draw.words(rows, words), draw.words(plan.product_rows(level), words)
+            sizes, note = np.array(groups), f"{positions}-{words}-{level}"
+            yield Case("join_products", note, (lam, sizes, count, prod), changes=True)
+            for first in (True, False):
+                out = draw.words(plan.joined_rows(level), words)
+                yield Case("join_carries", f"{note}-{first}", (b, lam, prod, sizes, count, first, out), changes=True)
+            rows, count = plan.joined_rows(level), len(groups)
+
+
+def _inject_cases(ring: Ring, n: int, kinds: tuple[bool, ...]) -> Iterator[Case]:
+    draw, weighted, rows = Draw(f"inject {n}"), np.array(kinds), len(kinds)
+    bits, extra = draw.words(rows, (n + 63) // 64), rows + sum(kinds)
+    note = f"{ring.bits}-{n}"
+    lam = draw.ring(ring, n if any(kinds) else 1)
+    yield Case("inject_products", note, (bits, lam, weighted, draw.ring(ring, extra, n)), changes=True)
+    m, mine, shares = draw.ring(ring, n), draw.ring(ring, n), draw.ring(ring, extra, n)
+    for first, w_width, c_width in ((True, 1, n), (False, n, 1)):
+        w, c, out = draw.ring(ring, rows, w_width), draw.ring(ring, rows, c_width), draw.ring(ring, n)
+        yield Case("inject_terms", f"{note}-{first}", (bits, m, mine, shares, weighted, w, c, first, out), changes=True)
+
+
+def trunc_cases() -> Iterator[Case]:
+    for ring in RINGS:
+        for n in (1, 511, 512, 1100):
+            for f in (1, 18, ring.bits - 3):
+                draw, note = Draw(f"trunc {n} {f}"), f"{ring.bits}-{n}-{f}"
+                a, b, c, d = (draw.ring(ring, n) for _ in range(4))
+                fields = [draw.words(ops.packed_words(n, f)) for _ in range(3)]
+                yield Case("trunc_helper", note, (a, b, c, d, *fields, f))
+                yield Case("trunc_open", note, (a, b, *fields[:2], f))
+                yield Case("trunc_close", note, (a, *fields[:2], b, fields[2], f))
+
+
+def stream_cases() -> Iterator[Case]:
+    draw = Draw("stream")
+    key, nonce = draw.ring(RING32, 8), draw.ring(RING32, 3)
+    for counter, words in ((0, 1), (1, 16), (2**32 - 2, 32), (7, 4001)):
+        yield Case("chacha20", f"{counter}-{words}", (key, nonce, counter, words))
+
+
+ALL = [*matmul_cases(), *bit_cases(), *trunc_cases(), *stream_cases()]
+
+
+def expected(case: Case) -> list[Tensor]:
+    """What the reference makes of the case."""
+    return run(getattr(reference, case.op), case)

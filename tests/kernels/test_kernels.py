@@ -1,0 +1,102 @@
+"""Numba, Triton and the shape functions against the plain torch reference, bit for bit."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.kernels import ops, shapes
+from private_llm.ring.ring import RING64
+from tests.kernels.cases import ALL, Case, Draw, expected, run
+
+FAMILIES = {"ring": "matmul", "transpose": "bits", "block": "bits", "join": "bits", "inject": "bits"}
+FAMILIES |= {"trunc": "trunc", "chacha20": "prg"}
+
+
+def same(made: list[Tensor], want: list[Tensor]) -> None:
+    assert len(made) == len(want)
+    for a, b in zip(made, want, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_cpu_kernel_equals_the_reference(case: Case) -> None:
+    same(run(getattr(ops, case.op), case), expected(case))
+
+
+def interpreted(case: Case) -> Any:
+    """The Triton kernel behind `ops.<op>`, called as ops calls it, but on CPU tensors."""
+    module = importlib.import_module(f"private_llm.kernels.triton_{FAMILIES[case.op.split('_')[0]]}")
+
+    def pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
+        out: Tensor = module.product(x1, y1, module.product(x0, y0))
+        return out
+
+    def into_results(*arguments: Any) -> Any:
+        made = getattr(shapes, case.op)(*arguments)
+        getattr(module, case.op)(*arguments, *([made] if isinstance(made, Tensor) else made))
+        return made
+
+    if case.op.startswith("ring_matmul"):
+        return pair if case.op.endswith("pair") else module.product
+    return getattr(module, case.op) if case.changes else into_results
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_triton_kernel_equals_the_reference(case: Case) -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        same(run(getattr(ops, case.op), case, "cuda"), expected(case))
+    else:
+        same(run(interpreted(case), case), expected(case))
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_meta_tensors_get_the_shapes_of_the_results(case: Case) -> None:
+    arguments = [a.to("meta") if isinstance(a, Tensor) else a for a in case.arguments]
+    made = getattr(ops, case.op)(*arguments)
+    if case.changes:
+        assert made is None
+    else:
+        made = [made] if isinstance(made, Tensor) else made
+        assert [(t.shape, t.dtype, t.device.type) for t in made] == [(t.shape, t.dtype, "meta") for t in expected(case)]
+
+
+def test_a_device_without_kernels_is_named() -> None:
+    x = Draw("device").ring(RING64, 2, 2)
+    with pytest.raises(UnsupportedOp, match="meta"):
+        ops.ring_matmul(x, x.to("meta"))
+    with pytest.raises(UnsupportedOp, match="one device"):
+        ops.trunc_open(x.view(4), x.view(4).to("meta"), x.view(4), x.view(4), 18)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "message"),
+    [((2, 3), (4, 2), "want"), ((3,), (3, 2), "want"), ((2, 3), (3,), "want")],
+)
+def test_products_that_do_not_fit_are_refused(left: tuple[int, ...], right: tuple[int, ...], message: str) -> None:
+    draw = Draw("refused")
+    with pytest.raises(DomainError, match=message):
+        ops.ring_matmul(draw.ring(RING64, *left), draw.ring(RING64, *right))
+
+
+def test_products_of_floats_and_unequal_pairs_are_refused() -> None:
+    x = Draw("floats").ring(RING64, 2, 2)
+    with pytest.raises(DomainError, match="float32"):
+        ops.ring_matmul(x.float(), x.float())
+    with pytest.raises(DomainError, match="one shape"):
+        ops.ring_matmul_pair(x, x, x[:1], x)
+
+
+def test_streams_beyond_the_block_counter_are_refused() -> None:
+    key, nonce = torch.zeros(8, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(DomainError, match="another nonce"):
+        ops.chacha20(key, nonce, 2**32 - 1, 17)
+    with pytest.raises(DomainError, match="want 8 and 3"):
+        ops.chacha20(key[:4], nonce, 0, 1)
