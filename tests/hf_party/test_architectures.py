@@ -12,7 +12,7 @@ from torch import Tensor
 import tests.hf.tiny as tiny
 from private_llm.tensor.secret import SecretTensor
 from tests.hf_party.parties import LOGIT_ERROR, error, ids, one_hot, private_twin, tokens
-from tests.tensor.secrets import plain_session, secret
+from tests.tensor.secrets import opened, plain_session, secret
 
 WEIGHTS = ("secret", "public")
 
@@ -147,3 +147,17 @@ def test_a_model_without_cache_or_mask_runs() -> None:
     out = party(inputs_embeds=party.get_input_embeddings()(tokens(session, text)), return_dict=True)
     assert error(out.logits, model(text).logits) <= LOGIT_ERROR
     assert out.past_key_values is None
+
+
+def test_inference_mode_changes_nothing() -> None:
+    """Under inference_mode PyTorch decomposes functions differently and its tensors carry no version counter."""
+    model = tiny.build("llama")
+    session = plain_session()
+    party = private_twin(model, session)
+    text = ids(1, 5)
+    outputs = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            embeds = party.get_input_embeddings()(tokens(session, text))
+            outputs.append(party(inputs_embeds=embeds, return_dict=True).logits)
+    assert torch.equal(opened(outputs[0].fixed), opened(outputs[1].fixed))
