@@ -28,7 +28,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from private_llm.errors import ConfigError, PartyFailed, TransportError
 from private_llm.net import wire
@@ -43,8 +43,6 @@ _INLINE = _BLOCK - HEADER_BYTES
 _PENDING = 1024
 """Messages a sender may run ahead of its receiver before it waits."""
 _SESSION = bytes(8)
-_FAILURE = "private-llm/failure"
-_AWAITED = "private-llm/awaited/"
 _GATHER_S = 0.5
 """Seconds in which the failures of several endpoints count as one."""
 _REASON_S = 2.0
@@ -83,7 +81,7 @@ class DistHub:
         self.nccl: list[dist.ProcessGroup] = []
         if device != "cpu":
             self.nccl += [dist.new_group(backend="nccl", timeout=span) for _ in range(2)]
-        self.store = _get_default_store()
+        self.store = PrefixStore(f"private-llm/{self.gloo.group_name}", _get_default_store())
         self.local = LocalHub(parties, timeout)
         if not trusted_network:
             self._demand_one_machine(world)
@@ -201,7 +199,7 @@ class DistTransport(Transport):
         if self._failure is None:
             self._failure = reason
             with contextlib.suppress(RuntimeError):  # the store may have gone with its process
-                self._hub.store.compare_set(_FAILURE, "", reason)
+                self._hub.store.compare_set("failure", "", reason)
             self._hub.local.abort(reason)
             # gloo has no other way to close its connections than a receive that times out
             peer = next(rank for rank in range(dist.get_world_size()) if rank != self._hub.rank)
@@ -304,9 +302,9 @@ class DistTransport(Transport):
     def _is_root(self, peer: int) -> bool:
         """Whether `peer` itself failed, rather than waited for another: all who fail say for whom they waited."""
         with contextlib.suppress(RuntimeError):  # the store may have gone with its process
-            self._hub.store.set(f"{_AWAITED}{self.me}", str(peer))
+            self._hub.store.set(f"awaited/{self.me}", str(peer))
             time.sleep(min(_GATHER_S, self._hub.timeout / 4))
-            return not self._hub.store.check([f"{_AWAITED}{peer}"])
+            return not self._hub.store.check([f"awaited/{peer}"])
         return True
 
     def _told(self, seconds: float) -> str | None:
@@ -314,8 +312,8 @@ class DistTransport(Transport):
         deadline = time.monotonic() + seconds
         with contextlib.suppress(RuntimeError):  # the store may have gone with its process
             while True:
-                if self._hub.store.check([_FAILURE]):
-                    return bytes(self._hub.store.get(_FAILURE)).decode(errors="replace")
+                if self._hub.store.check(["failure"]):
+                    return bytes(self._hub.store.get("failure")).decode(errors="replace")
                 if time.monotonic() >= deadline:
                     break
                 time.sleep(0.05)
