@@ -42,11 +42,13 @@ def _triton(family: str) -> ModuleType:
         ) from missing
 
 
-def _gpu(t: Tensor, family: str) -> ModuleType:
-    """The Triton kernels for a tensor on a GPU."""
-    if not t.is_cuda:
-        raise UnsupportedOp(f"no kernel for device {t.device}; want cpu or cuda tensors (or meta for cost counting)")
-    return _triton(family)
+def _gpu(family: str, name: str, *arguments: Any) -> Any:  # noqa: ANN401
+    """Call a Triton kernel's launcher on the GPU of its first argument."""
+    device = arguments[0].device
+    if device.type != "cuda":
+        raise UnsupportedOp(f"no kernel for device {device}; want cpu or cuda tensors (or meta for cost counting)")
+    with torch.cuda.device(device):
+        return getattr(_triton(family), name)(*arguments)
 
 
 def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
@@ -55,7 +57,7 @@ def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
         return matmul.product(x, y)
     if x.is_meta:
         return shapes.ring_matmul(x, y)
-    made: Tensor = _gpu(x, "matmul").product(x, y)
+    made: Tensor = _gpu("matmul", "product", x, y)
     return made
 
 
@@ -66,8 +68,7 @@ def ring_matmul_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
         return matmul.product(x1, y1, matmul.product(x0, y0))
     if x0.is_meta:
         return shapes.ring_matmul_pair(x0, y0, x1, y1)
-    kernels = _gpu(x0, "matmul")
-    made: Tensor = kernels.product(x1, y1, kernels.product(x0, y0))
+    made: Tensor = _gpu("matmul", "product", x1, y1, _gpu("matmul", "product", x0, y0))
     return made
 
 
@@ -80,7 +81,7 @@ def transpose_bits(x: Tensor, rows: int) -> Tensor:
     if x.is_cpu:
         cpu_bits.transpose_words(_np(x), _np(out))
     else:
-        _gpu(x, "bits").transpose_bits(x, rows, out)
+        _gpu("bits", "transpose_bits", x, rows, out)
     return out
 
 
@@ -89,7 +90,7 @@ def block_monomials(s: Tensor, low: int, blocks: Array, out: Tensor) -> None:
     if s.is_cpu:
         cpu_bits.block_monomials(_np(s), low, blocks, _np(out))
     elif not s.is_meta:
-        _gpu(s, "bits").block_monomials(s, low, blocks, out)
+        _gpu("bits", "block_monomials", s, low, blocks, out)
 
 
 def block_carries(m: Tensor, low: int, blocks: Array, mono: Tensor, first: bool, out: Tensor) -> None:
@@ -97,7 +98,7 @@ def block_carries(m: Tensor, low: int, blocks: Array, mono: Tensor, first: bool,
     if m.is_cpu:
         cpu_bits.block_carries(_np(m), low, blocks, _np(mono), first, _np(out))
     elif not m.is_meta:
-        _gpu(m, "bits").block_carries(m, low, blocks, mono, first, out)
+        _gpu("bits", "block_carries", m, low, blocks, mono, first, out)
 
 
 def join_products(lam: Tensor, groups: Array, count: int, out: Tensor) -> None:
@@ -105,7 +106,7 @@ def join_products(lam: Tensor, groups: Array, count: int, out: Tensor) -> None:
     if lam.is_cpu:
         cpu_bits.join_products(_np(lam), groups, count, _np(out))
     elif not lam.is_meta:
-        _gpu(lam, "bits").join_products(lam, groups, count, out)
+        _gpu("bits", "join_products", lam, groups, count, out)
 
 
 def join_carries(
@@ -115,7 +116,7 @@ def join_carries(
     if b.is_cpu:
         cpu_bits.join_carries(_np(b), _np(lam), _np(prod), groups, count, first, _np(out))
     elif not b.is_meta:
-        _gpu(b, "bits").join_carries(b, lam, prod, groups, count, first, out)
+        _gpu("bits", "join_carries", b, lam, prod, groups, count, first, out)
 
 
 def inject_products(bits: Tensor, lam: Tensor, weighted: Array, out: Tensor) -> None:
@@ -125,7 +126,7 @@ def inject_products(bits: Tensor, lam: Tensor, weighted: Array, out: Tensor) -> 
     if bits.is_cpu:
         cpu_bits.inject_products(_np(bits), _np(lam), weighted, _np(out))
     else:
-        _gpu(bits, "bits").inject_products(bits, lam, weighted, out)
+        _gpu("bits", "inject_products", bits, lam, weighted, out)
 
 
 def inject_terms(
@@ -138,7 +139,7 @@ def inject_terms(
     if bits.is_cpu:
         cpu_bits.inject_terms(_np(bits), _np(m), _np(mine), _np(shares), weighted, _np(w), _np(c), first, _np(out))
     else:
-        _gpu(bits, "bits").inject_terms(bits, m, mine, shares, weighted, w, c, first, out)
+        _gpu("bits", "inject_terms", bits, m, mine, shares, weighted, w, c, first, out)
 
 
 def trunc_helper(
@@ -152,7 +153,7 @@ def trunc_helper(
             f, z1.element_size() * 8, _np(a1), _np(a2), _np(z2), _np(rho2),
         )  # fmt: skip
     elif not z1.is_meta:
-        _gpu(z1, "trunc").trunc_helper(error, g1, g2, z1, rho1, zeta1, zeta2, f, *made)
+        _gpu("trunc", "trunc_helper", error, g1, g2, z1, rho1, zeta1, zeta2, f, *made)
     return made
 
 
@@ -162,7 +163,7 @@ def trunc_open(mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int) 
     if w.is_cpu:
         cpu_trunc.opened(_np(mine), _np(theirs), _np(rho), _np(zeta), f, w.element_size() * 8, _np(w), _np(packed))
     elif not w.is_meta:
-        _gpu(w, "trunc").trunc_open(mine, theirs, rho, zeta, f, *made)
+        _gpu("trunc", "trunc_open", mine, theirs, rho, zeta, f, *made)
     return made
 
 
@@ -174,7 +175,7 @@ def trunc_close(w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor
             _np(w), _np(mine), _np(theirs), _np(z), _np(zeta), f, w.element_size() * 8, _np(half), _np(own)
         )  # fmt: skip
     elif not w.is_meta:
-        _gpu(w, "trunc").trunc_close(w, mine, theirs, z, zeta, f, *made)
+        _gpu("trunc", "trunc_close", w, mine, theirs, z, zeta, f, *made)
     return made
 
 
@@ -190,5 +191,5 @@ def chacha20(key: Tensor, nonce: Tensor, counter: int, words: int) -> Tensor:
     if key.is_cpu:
         cpu_prg.chacha20(_np(key), _np(nonce), counter, _np(out))
     else:
-        _gpu(key, "prg").chacha20(key, nonce, counter, words, out)
+        _gpu("prg", "chacha20", key, nonce, counter, words, out)
     return out

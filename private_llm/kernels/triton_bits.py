@@ -161,17 +161,17 @@ def inject_products_kernel(bits, lam, extra, out, n, words, BN: tl.constexpr):  
 
 @triton.jit
 def inject_terms_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    bits, m, mine, shares, extra, w, c, out, n, words, rows, w_pitch, c_pitch,  # noqa: ANN001
+    bits, m, mine, shares, s_lam, extra, w, c, out, n, words, rows, w_pitch, c_pitch,  # noqa: ANN001
     W_EACH: tl.constexpr, C_EACH: tl.constexpr, FIRST: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """out += sum_k c_k [b_k] + w_k [b_k x], where [.] is this evaluator's share."""
+    """out += sum_k c_k [b_k] + w_k [b_k x], where [.] is this evaluator's share; s_lam: its shares of s_k lam."""
     o_n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     m_n = o_n < n
     # [BN]
     b_out = tl.load(out + o_n, mask=m_n, other=0)
     b_m = tl.load(m + o_n, mask=m_n, other=0)
     b_mine = tl.load(mine + o_n, mask=m_n, other=0)
-    p_s, p_s_lam = shares + o_n, shares + rows.to(tl.int64) * n + o_n
+    p_s, p_s_lam = shares + o_n, s_lam + o_n
     p_w, p_c = w + W_EACH * o_n, c + C_EACH * o_n
     for i_k in range(rows):
         b_b = _bit(bits, o_n, m_n).to(b_out.dtype)
@@ -263,9 +263,9 @@ def inject_terms(
     first: bool, out: Tensor,
 ) -> None:  # fmt: skip
     """See `reference.inject_terms`."""
-    n = out.numel()
+    n, rows = out.numel(), bits.shape[0]
     extra = _extra(tuple(bool(used) for used in weighted), out.device)
     inject_terms_kernel[(triton.cdiv(n, ELEMENTS),)](
-        bits, m, mine, shares, extra, w, c, out, n, bits.shape[1], bits.shape[0], w.shape[1], c.shape[1],
+        bits, m, mine, shares, shares[rows:], extra, w, c, out, n, bits.shape[1], rows, w.shape[1], c.shape[1],
         W_EACH=int(w.shape[1] > 1), C_EACH=int(c.shape[1] > 1), FIRST=bool(first), BN=ELEMENTS,
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +15,10 @@ NAMES = [schema.split("(")[0] for schema in SCHEMAS]
 SMALLEST = {name: min((c for c in ALL if c.op == name), key=lambda c: c.arguments[0].numel() or 99) for name in NAMES}
 
 
-def _arguments(case: Case) -> list[object]:
-    return [a.clone() if isinstance(a, Tensor) else a.tolist() if hasattr(a, "tolist") else a for a in case.arguments]
+def _arguments(case: Case) -> tuple[Any, ...]:
+    return tuple(
+        a.clone() if isinstance(a, Tensor) else a.tolist() if hasattr(a, "tolist") else a for a in case.arguments
+    )
 
 
 def test_every_case_has_an_operator() -> None:

@@ -1,0 +1,62 @@
+"""Compile every Triton kernel for a GPU that need not be there; prints one line each. Run without the interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from private_llm.kernels import triton_bits, triton_matmul, triton_prg, triton_trunc
+
+TARGET = GPUTarget("cuda", 90, 32)
+WORDS, TABLE = "*i64", "*i32"
+
+
+def build(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], **options: int) -> None:
+    """Once with integers as they come, once with all of them 1, which Triton folds into the code."""
+    integers = [name for name in kernel.arg_names if name not in pointers and name not in constants]
+    for ones in (False, True):
+        fixed = constants | (dict.fromkeys(integers, 1) if ones else {})
+        kinds = {name: "constexpr" if name in fixed else pointers.get(name, "i32") for name in kernel.arg_names}
+        made = triton.compile(ASTSource(kernel, kinds, constexprs=fixed), target=TARGET, options=options)
+        print(kernel.__name__, len(made.asm["cubin"]))
+
+
+def pointers(kind: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), kind)
+
+
+def main() -> None:
+    for bits, ring in ((64, "*i64"), (32, "*i32")):
+        low = {"F": 18, "BITS": bits, "BLOCK": triton_trunc.BLOCK}
+        fields = pointers(WORDS, "rho rho1 rho2 zeta zeta1 zeta2 packed")
+        build(triton_trunc.helper_kernel, pointers(ring, "error g1 g2 z1 a1 a2 z2") | fields, low)
+        build(triton_trunc.open_kernel, pointers(ring, "mine theirs w") | fields, low)
+        build(triton_trunc.close_kernel, pointers(ring, "w z half own") | fields | pointers(WORDS, "mine theirs"), low)
+        table = pointers(TABLE, "extra") | pointers(WORDS, "bits")
+        build(triton_bits.transpose_kernel, {"x": ring, "out": WORDS}, {"ROWS": bits, "BW": 16})
+        build(triton_bits.inject_products_kernel, table | pointers(ring, "lam out"), {"BN": 512})
+        terms = table | pointers(ring, "m mine shares s_lam w c out")
+        build(triton_bits.inject_terms_kernel, terms, {"W_EACH": 0, "C_EACH": 1, "FIRST": True, "BN": 512})
+        digits = {
+            "LIMBS": bits // 8,
+            "SHIFT": -128,
+            "ADD": True,
+            "CHUNK": triton_matmul.CHUNK,
+            "BM": 16,
+            "BN": 16,
+            "BK": 32,
+        }
+        build(triton_matmul.matmul_kernel, pointers(ring, "x y out"), digits, num_warps=2, num_stages=1)
+    rows = pointers(TABLE, "factors rows") | pointers(WORDS, "x m mono b lam prod out")
+    for kernel in (
+        triton_bits.row_products_kernel, triton_bits.block_carries_kernel, triton_bits.join_carries_kernel
+    ):  # fmt: skip
+        build(kernel, rows, {"BW": triton_bits.WORDS})
+    build(triton_prg.chacha20_kernel, pointers(TABLE, "key nonce out"), {"BB": triton_prg.BLOCKS})
+
+
+if __name__ == "__main__":
+    main()
