@@ -11,17 +11,15 @@ import copy
 import functools
 import json
 import re
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
 import torch
 import transformers
-from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
 
 import private_llm.nn  # noqa: F401 - completes the table of operations
 from private_llm.errors import PatchMismatch
@@ -31,14 +29,12 @@ from private_llm.nn.linear import SharedInput, can_share
 from private_llm.nn.norm import PrivateRMSNorm
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
+from private_llm.tensor.dispatch import TorchArg
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.attention import register
 from private_llm_hf.cache import SecretCache, SecretEncoderDecoderCache
 from private_llm_hf.plan import make_plan
-
-_BUILDING = threading.Lock()
-"""Both ways of building without weights replace functions of torch for the whole process: one thread at a time."""
 
 Weights = Mapping[str, Fixed | SecretTensor | Tensor]
 
@@ -81,17 +77,32 @@ def new_cache(model: PreTrainedModel) -> SecretCache | SecretEncoderDecoderCache
 
 # -- the bare tree ---------------------------------------------------------------------------------------------
 def empty_model(config: Mapping[str, Any], class_name: str) -> PreTrainedModel:
-    """The module tree with parameters on the meta device and real (public) buffers; outputs as the party needs."""
+    """The module tree without weights and with real (public) buffers."""
     cls = getattr(transformers, class_name, None)
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         raise PatchMismatch(f"model class: got {class_name!r}; want a PreTrainedModel of transformers")
     register()
-    settings = party_config(config)
-    with _BUILDING:
-        with init_empty_weights(include_buffers=False), no_init_weights():
-            model = cls(settings)
-        model.tie_weights()
+    with _WithoutWeights():
+        model = cls(party_config(config))
+    model.tie_weights()
     return model
+
+
+class _WithoutWeights(TorchFunctionMode):
+    """Layers get their weights on the meta device, where initialisation costs nothing; everything else is real.
+
+    Layers allocate weights by `torch.empty`, buffers (rope frequencies, position numbers) come from values. The mode
+    belongs to one thread. (accelerate's init_empty_weights patches the process, where other parties may be threads.)
+    """
+
+    def __torch_function__(
+        self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
+    ) -> TorchArg:
+        """`torch.empty` on meta."""
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
 
 
 def party_config(config: Mapping[str, Any]) -> PretrainedConfig:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from private_llm_hf.attention import private_attention
-from private_llm_hf.party_model import build_party_model, meta_parameters
+from private_llm_hf.party_model import build_party_model, empty_model, meta_parameters
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -166,3 +167,23 @@ def test_the_last_bound_is_not_vacuous() -> None:
     assert error(out.logits, model(text).logits) <= LOGIT_ERROR
     model.model.decoder.layers[1].fc2.weight.mul_(1.01)
     assert error(out.logits, model(text).logits) > LOGIT_ERROR
+
+
+def test_building_a_tree_without_weights_disturbs_no_other_thread() -> None:
+    """Parties may be threads of the user's process, which goes on making modules of its own."""
+    config, kind = description(tiny.build("opt"))
+    made: list[torch.device] = []
+    stop = threading.Event()
+
+    def other() -> None:
+        while not stop.is_set() or not made:
+            made.append(nn.Linear(2, 2).weight.device)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    for _ in range(3):
+        assert empty_model(config, kind).lm_head.weight.device.type == "meta"
+    stop.set()
+    thread.join()
+    assert {device.type for device in made} == {"cpu"}
+    assert nn.Linear(2, 2).weight.device.type == "cpu"
