@@ -19,7 +19,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "weights": ("secret", "public"),
     "reveal": ("logits", "token"),
     "adder": ("auto", "prefix", "ripple"),
-    "party_mode": ("auto", "threads", "processes", "remote"),
+    "party_mode": ("auto", "threads", "processes", "remote", "distributed"),
 }
 
 
@@ -44,7 +44,9 @@ class PrivateConfig:
     weights: "secret" (shared by the model owner) or "public" (an open-weight model; linear layers get local).
     reveal: "logits" (the client opens logits) or "token" (the client opens only the arg max).
     adder: circuit of comparisons: "prefix" (few rounds), "ripple" (fewest bytes), "auto".
-    party_mode: "threads" or "processes" on this machine, "remote" (addresses in `hosts`), or "auto".
+    party_mode: "threads" or "processes" on this machine, "remote" (addresses in `hosts`), "distributed" (one
+    process per party under torchrun or Accelerate's launcher, the client last), or "auto".
+    trusted_network: let "distributed" span machines although torch.distributed does not encrypt.
     hosts: "host:port" of each party for party_mode="remote". tls: certificates of this endpoint.
     allow_plain_loopback: permit unencrypted sockets, on loopback addresses only.
     timeout_s: seconds of silence after which a party counts as dead.
@@ -58,10 +60,11 @@ class PrivateConfig:
     weights: Literal["secret", "public"] = "secret"
     reveal: Literal["logits", "token"] = "logits"
     adder: Literal["auto", "prefix", "ripple"] = "auto"
-    party_mode: Literal["auto", "threads", "processes", "remote"] = "auto"
+    party_mode: Literal["auto", "threads", "processes", "remote", "distributed"] = "auto"
     hosts: tuple[str, ...] = ()
     tls: TLSConfig | None = None
     allow_plain_loopback: bool = False
+    trusted_network: bool = False
     timeout_s: float = 120.0
     debug_ranges: bool = False
     insecure: bool = False

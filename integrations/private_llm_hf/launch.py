@@ -37,6 +37,8 @@ def start_parties(config: PrivateConfig, hub: LocalHub | None = None) -> Parties
         return _start_threads(config, hub or LocalHub(config.parties, timeout=config.timeout_s))
     if mode == "processes":
         return _start_processes(config)
+    if mode == "distributed":
+        return _start_distributed(config)
     transport = connect(config, CLIENT)
     return Parties(config, transport, join_as_client(config, transport), transport.close)
 
@@ -93,6 +95,37 @@ def _start_threads(config: PrivateConfig, hub: LocalHub) -> Parties:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=_EXIT_S)
+
+    return Parties(config, transport, join_as_client(config, transport), shutdown)
+
+
+def _start_distributed(config: PrivateConfig) -> Parties:
+    """The same script on every rank: ranks of parties serve until the client stops, and then end; the client goes on.
+
+    With as many ranks as parties the client shares the process of party 0 (good for tests only: that process then
+    sees the client's values).
+    """
+    from private_llm.net.distributed import DistHub  # torch.distributed is slow to import and rarely wanted
+
+    hub = DistHub(config.parties, config.timeout_s, trusted_network=config.trusted_network)
+    if CLIENT not in hub.endpoints:
+        reason = run_party(config, hub.rank, hub.transport(hub.rank))
+        hub.close()
+        raise SystemExit(reason)
+    threads = [
+        threading.Thread(target=run_party, args=(config, number, hub.transport(number)), daemon=True)
+        for number in hub.endpoints
+        if number != CLIENT
+    ]
+    for thread in threads:
+        thread.start()
+    transport = hub.transport(CLIENT)
+
+    def shutdown() -> None:
+        for thread in threads:
+            thread.join(timeout=_EXIT_S)
+        transport.close()
+        hub.close()
 
     return Parties(config, transport, join_as_client(config, transport), shutdown)
 
