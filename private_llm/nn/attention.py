@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from private_llm.approx.rows import Rows
 from private_llm.approx.softmax import softmax, softmax_ragged
 from private_llm.approx.tanh import tanh
 from private_llm.errors import DomainError
@@ -21,46 +22,58 @@ from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.scale import dyadic, times_scalar
 from private_llm.tensor.secret import SLACK, SecretTensor
 
+_CPU = torch.device("cpu")
+_ALL = Rows(())
+
 SCALE_BITS = 14
 """Bits of a score scale that is no power of two: relative error 2^-14; |scaled scores| may reach 2^8."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Which scores of shape [batch, heads, queries, keys] exist: flat positions, and how many in each row."""
+    """Which scores of shape [batch, heads, queries, keys] exist: flat positions, and the rows they form.
+
+    `select` is None where all exist.
+    """
 
     shape: tuple[int, int, int, int]
     select: Tensor | None
-    lengths: Tensor | None
+    rows: Rows
 
 
-def pattern(mask: Tensor | None, batch: int, heads: int, queries: int, keys: int) -> Pattern:
+def pattern(
+    mask: Tensor | None, batch: int, heads: int, queries: int, keys: int, device: torch.device = _CPU
+) -> Pattern:
     """The pattern of a public boolean mask (True: allowed) broadcastable to [batch, heads, queries, keys].
 
-    It is remembered on the mask, because every layer meets the same one.
+    `device` is where the scores lie (meta counts as cpu: positions are public and real). The pattern is remembered on
+    the mask, because every layer meets the same one.
     """
     shape = (batch, heads, queries, keys)
     if mask is None:
-        return Pattern(shape, None, None)
-    held: dict[tuple[int, ...], Pattern] = mask.__dict__.setdefault("_private_patterns", {})
-    found = held.get(shape)
+        return Pattern(shape, None, _ALL)
+    device = _CPU if device.type == "meta" else device
+    held: dict[object, Pattern] = mask.__dict__.setdefault("_private_patterns", {})
+    found = held.get((shape, device))
     if found is None:
-        found = held[shape] = _pattern(mask[..., :keys].expand(batch, -1, queries, keys), shape)
+        found = _pattern(mask[..., :keys].cpu().expand(batch, -1, queries, keys), shape, device)
+        held[(shape, device)] = found
     return found
 
 
-def _pattern(allowed: Tensor, shape: tuple[int, int, int, int]) -> Pattern:
-    """Flat positions, head by head; a mask that is the same for all heads is searched once, not per head."""
+def _pattern(allowed: Tensor, shape: tuple[int, int, int, int], device: torch.device) -> Pattern:
+    """Positions head by head; a mask that is the same for all heads is searched once, not per head."""
     batch, heads, queries, keys = shape
     if bool(allowed.all()):
-        return Pattern(shape, None, None)
-    if allowed.shape[1] != 1:
-        allowed = allowed.expand(shape)
-        return Pattern(shape, allowed.reshape(-1).nonzero().view(-1), allowed.sum(-1).view(-1))
-    starts = torch.arange(batch * heads).view(batch, heads, 1) * (queries * keys)
-    rows = [starts[b] + allowed[b].reshape(-1).nonzero().view(-1) for b in range(batch)]
+        return Pattern(shape, None, _ALL)
     lengths = allowed.sum(-1).expand(batch, heads, queries).reshape(-1)
-    return Pattern(shape, torch.cat([row.view(-1) for row in rows]), lengths)
+    if allowed.shape[1] == 1:
+        starts = torch.arange(batch * heads).view(batch, heads, 1) * (queries * keys)
+        found = [(starts[b] + allowed[b].reshape(-1).nonzero().view(-1)).view(-1) for b in range(batch)]
+        select = torch.cat(found)
+    else:
+        select = allowed.expand(shape).reshape(-1).nonzero().view(-1)
+    return Pattern(shape, select.to(device), Rows.of(lengths))
 
 
 def attend(
@@ -81,7 +94,9 @@ def attend(
     groups, keys = key.shape[1], key.shape[2]
     if heads % groups:
         raise DomainError(f"attention: got {heads} query heads for {groups} key heads; want a multiple")
-    plan = pattern(mask, batch, heads, queries, keys)
+    plan = pattern(mask, batch, heads, queries, keys, query.share.parts[0].device)
+    if plan.select is not None and not plan.rows.count:
+        return _nothing(query, (batch, heads, queries, value.shape[-1]))
     grouped = (batch, groups, heads // groups * queries)
     query = query.view(lambda part: part.reshape(*grouped, depth))
     scores = _scores(query, key, scale if softcap is None else scale / softcap, plan.select)
@@ -112,16 +127,25 @@ def _scores(query: Fixed, key: Fixed, scale: float, select: Tensor | None) -> Fi
 def _at_scores(bias: Fixed | Tensor, plan: Pattern) -> Fixed | Tensor:
     def pick(part: Tensor) -> Tensor:
         full = part.expand(plan.shape)
-        return full if plan.select is None else full.reshape(-1)[plan.select.to(part.device)]
+        return full if plan.select is None else full.reshape(-1)[plan.select]
 
     return pick(bias) if isinstance(bias, Tensor) else bias.view(pick)
 
 
 def soften(scores: Fixed, plan: Pattern) -> Fixed:
     """Softmax over the last dimension; `scores` flat at the plan's positions (or whole), zeros elsewhere."""
-    if plan.select is None or plan.lengths is None:
+    if plan.select is None:
         return softmax(scores)
-    return scatter(softmax_ragged(scores, plan.lengths), plan.select, plan.shape)
+    if not plan.rows.count:
+        return _nothing(scores, plan.shape)
+    return scatter(softmax_ragged(scores, plan.rows), plan.select, plan.shape)
+
+
+def _nothing(sample: Fixed, shape: tuple[int, ...]) -> Fixed:
+    """Zeros, which everybody knows: no query sees anything."""
+    part = sample.share.parts[0]
+    zeros = torch.zeros(shape, dtype=part.dtype, device=part.device)
+    return Fixed(sample.session, sample.proto.public(zeros), sample.session.frac)
 
 
 def scatter(values: Fixed, positions: Tensor, shape: tuple[int, ...]) -> Fixed:
@@ -130,7 +154,7 @@ def scatter(values: Fixed, positions: Tensor, shape: tuple[int, ...]) -> Fixed:
 
     def spread(part: Tensor) -> Tensor:
         flat = torch.zeros(count, dtype=part.dtype, device=part.device)
-        flat[positions.to(part.device)] = part
+        flat[positions] = part
         return flat.view(shape)
 
     return values.with_share(Share(tuple(spread(part) for part in values.share.parts)))

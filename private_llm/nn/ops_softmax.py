@@ -22,12 +22,12 @@ def softmax_rule(x: Tensor, dim: int | None = None, *_: object, **__: object) ->
     rows = (1, 1, shape[:-1].numel(), shape[-1])
     hidden = x.hidden
     allowed = None if hidden is None else ~hidden.reshape(rows)
-    plan = pattern(allowed, *rows)
     scores = SecretTensor(x._fixed).fixed
+    plan = pattern(allowed, *rows, device=scores.share.parts[0].device)
     if plan.select is None:
         return SecretTensor(soften(scores, plan))
     at = plan.select
-    kept = scores.view(lambda part: part.reshape(-1)[at.to(part.device)])
+    kept = scores.view(lambda part: part.reshape(-1)[at])
     return SecretTensor(soften(kept, plan).view(lambda part: part.reshape(shape)))
 
 

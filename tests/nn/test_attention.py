@@ -44,6 +44,7 @@ MASKS = {
     ],
     "padding": torch.tensor([[False] * 3 + [True] * 4, [True] * 7])[:, None, None].expand(2, 1, 5, 7),
     "per_head": torch.ones(2, 4, 5, 7, dtype=torch.bool).tril(1) | torch.eye(5, 7, dtype=torch.bool),
+    "nothing": torch.zeros(1, 1, 5, 7, dtype=torch.bool),
     "empty_rows": torch.ones(5, 7, dtype=torch.bool).tril(-2)[None, None].expand(2, 1, 5, 7),
 }
 
