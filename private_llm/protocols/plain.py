@@ -82,6 +82,13 @@ class Plain(Protocol):
         """Sign bits by comparison, exact for every `low`."""
         flat = x.parts[0].reshape(-1)
         width = bits or self.ring.bits
+        if self.debug_ranges and bits is not None and flat.numel():
+            reached = max(float((flat.double() + c).abs().max()) for c in offsets)
+            if reached >= 2.0 ** (bits - 1):
+                raise DomainError(
+                    f"a comparison in module '{self.ledger.scope_name or 'unknown'}' meets 2^{math.log2(reached):.1f}, "
+                    f"beyond its promised range of 2^{bits - 1} (activations of this model are too large)"
+                )
         rows = [_pack(((flat + c) >> (width - 1)) & 1) for c in offsets]
         return BitShare((torch.stack(rows),), flat.numel())
 
