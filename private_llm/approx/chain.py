@@ -1,0 +1,97 @@
+"""Polynomials as short chains of products: each step multiplies two affine forms of all earlier values.
+
+A polynomial of degree 8 takes three protocol products, one of degree 16 four, each with its truncation, instead of
+one product per degree (Paterson and Stockmeyer 1973; Knuth, TAOCP 4.6.4 "adaptation of coefficients"). The forms
+have public integer weights, so they are local; `scripts/fit_coefficients.py` finds weights for which the whole chain
+is close to a function, and rounds them one form after the other, refitting the rest.
+
+    v0 = z,  v_i = (a + sum_j<i a_j v_j)(b + sum_j<i b_j v_j),  result v_k
+
+Cost: a product with its shift per step, so 24 + 3 shift / 8 bytes an element and 2 rounds each (64-bit ring).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import DomainError
+from private_llm.protocols.share import Share
+from private_llm.tensor.fixed import Fixed
+
+
+@dataclass(frozen=True)
+class Form:
+    """(constant + sum_j weights[j] * raw_j) / 2^frac, where raw_j are the ring elements of v_j."""
+
+    frac: int
+    constant: int
+    weights: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """left * right, held with `frac` fractional bits."""
+
+    left: Form
+    right: Form
+    frac: int
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A fitted chain.
+
+    The argument z has `argument` fractional bits. `error` bounds |chain - function|, rounding of the weights
+    included. |left * right| * 2^(left.frac + right.frac) stays below 2^61 over the domain (checked by the fit).
+    """
+
+    argument: int
+    error: float
+    steps: tuple[Step, ...]
+
+
+def evaluate(chain: Chain, z: Fixed, frac: int | None = None) -> Fixed:
+    """The chain at z (any shape), with `frac` fractional bits (default: those of its table).
+
+    Raises DomainError in a ring of fewer than 64 bits: the products would not fit.
+    """
+    need_wide_ring(z, "this approximation")
+    if z.frac != chain.argument:
+        raise DomainError(f"chain: got an argument with {z.frac} fractional bits; want {chain.argument}")
+    proto = z.proto
+    values = [z.share]
+    for index, step in enumerate(chain.steps):
+        last = index == len(chain.steps) - 1
+        out = step.frac if frac is None or not last else frac
+        left, right = _form(z, values, step.left), _form(z, values, step.right)
+        values.append(proto.mul(left, right, step.left.frac + step.right.frac - out))
+    return z.with_share(values[-1], out)
+
+
+def need_wide_ring(x: Fixed, what: str) -> None:
+    """Raise DomainError unless the ring has 64 bits."""
+    if x.session.ring.bits < 64:
+        raise DomainError(
+            f"{what}: its products need a 64-bit ring; got {x.session.ring.bits} bits (set ring=64, or use ReLU models)"
+        )
+
+
+def _form(z: Fixed, values: list[Share], form: Form) -> Share:
+    """One local affine combination."""
+    terms = [(weight, value) for weight, value in zip(form.weights, values, strict=False) if weight]
+    if len(terms) == 1 and terms[0][0] == 1:
+        total = terms[0][1]
+    else:
+        columns = zip(*(value.parts for _, value in terms), strict=True)
+        total = Share(tuple(_weighted(column, [weight for weight, _ in terms]) for column in columns))
+    return z.proto.add_public(total, form.constant) if form.constant else total
+
+
+def _weighted(column: tuple[Tensor, ...], weights: list[int]) -> Tensor:
+    out = column[0] * weights[0]
+    for part, weight in zip(column[1:], weights[1:], strict=True):
+        torch.add(out, part, alpha=weight, out=out)
+    return out

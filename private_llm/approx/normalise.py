@@ -1,0 +1,99 @@
+"""Powers of a positive secret over a wide public range: 1/x and x^(-1/2), with relative error.
+
+1. Compare x with a public geometric grid (one comparison call, all thresholds at once).
+2. The bits select a weight w with y = x w in a narrow interval above 1: one injection of the bits on x itself.
+3. p(y) ~ y^q by a cubic in one protocol step (coefficients.py), |relative error| at most the cubic's.
+4. x^q = y^q w^(-q): the same bits select w^(-q), by an injection on p(y).
+
+These functions run on rows, not on elements: rounds count, bytes hardly. Per element and threshold: about 16 bytes
+of comparison, 16 for each of the two injections. Garbage outside [low, high].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from private_llm.approx.chain import need_wide_ring
+from private_llm.approx.cubic import Cubic
+from private_llm.errors import DomainError
+from private_llm.tensor.fixed import Fixed
+
+Y_BITS = 18
+"""Fractional bits of y; a cubic of it carries three times as many."""
+
+CUBIC_BITS = 6
+"""Fractional bits of the cubic's leading coefficient (the fit rounds it to them)."""
+
+
+@dataclass(frozen=True)
+class Cells:
+    """One octave in cells: in cell i, x 2^(-octave) mantissas[i] / 2^bits lies in [1, top]; ends[i] is its upper end."""
+
+    bits: int
+    mantissas: tuple[int, ...]
+    ends: tuple[float, ...]
+
+
+QUARTERS = Cells(3, (8, 7, 6, 5), (1.195, 1.385, 1.63, 2.0))
+"""Four cells an octave: y in [1, 1.25]."""
+
+THIRDS = Cells(4, (16, 13, 10), (1.265, 1.6, 2.0))
+"""Three cells an octave: y in [1, 1.3]."""
+
+
+@cache
+def grid(cells: Cells, low: float, high: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """(thresholds, weights): weights[i] serves x up to thresholds[i], the last weight everything above."""
+    octaves = range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)
+    ends = [end * 2.0**octave for octave in octaves for end in cells.ends]
+    weights = [m * 2.0 ** (-octave - cells.bits) for octave in octaves for m in cells.mantissas]
+    first = next(i for i, end in enumerate(ends) if end > low)
+    last = next(i for i, end in enumerate(ends) if end >= high)
+    return tuple(ends[first:last]), tuple(weights[first : last + 1])
+
+
+def power(
+    x: Fixed, cells: Cells, cubic: Cubic, low: float, high: float, frac: int | None = None, gain: float = 1.0
+) -> Fixed:
+    """gain * x^cubic.power for low <= x <= high, with `frac` fractional bits (default: as many as step 4 leaves).
+
+    Rounds: the comparison's (3 or 4), 2 for y, 2 for the cubic, 1 for step 4 and 1 more if `frac` makes it truncate.
+
+    Raises DomainError for an empty range, or one too wide for the ring at x's fractional bits.
+    """
+    if not 0 < low < high:
+        raise DomainError(f"got a range of {low:g} to {high:g}; want 0 < low < high")
+    need_wide_ring(x, "a reciprocal or reciprocal square root")
+    proto = x.proto
+    thresholds, weights = grid(cells, low, high)
+    weight_bits = cells.bits + math.ceil(math.log2(high))
+    if x.frac + weight_bits > 60 or weight_bits < 0:
+        raise DomainError(
+            f"a range up to 2^{weight_bits - cells.bits} with {x.frac} fractional bits leaves the ring: truncate first"
+        )
+    below = x.below(
+        thresholds,
+        bits=x.frac + math.ceil(math.log2(high)) + 2,
+        low=max(0, math.floor(math.log2(cubic.slack * low) + x.frac)),
+    )
+    integers = [round(w * 2.0**weight_bits) for w in weights]
+    flat = x.view(lambda part: part.reshape(-1)).share
+    picked = proto.inject(below, flat, _differences(integers), [0] * len(thresholds))
+    scaled = proto.add(picked, proto.mul_public(flat, integers[-1]))
+    y = x.with_share(proto.truncate(scaled, x.frac + weight_bits - Y_BITS), Y_BITS)
+    p = (y - cubic.centre).poly(cubic.coefficients, frac=Y_BITS, bits=CUBIC_BITS)
+    factors = [gain * w ** (-cubic.power) for w in weights]
+    factor_bits = weight_bits if cubic.power == -1 and gain == 1 else Y_BITS - math.floor(math.log2(min(factors)))
+    integers = [round(c * 2.0**factor_bits) for c in factors]
+    out = proto.inject(below, p.share, _differences(integers), [0] * len(thresholds))
+    out = proto.add(out, proto.mul_public(p.share, integers[-1]))
+    shape = tuple(x.shape)
+    result = x.with_share(out.map(lambda part: part.reshape(shape)), Y_BITS + factor_bits)
+    return result if frac is None else result.at(frac)
+
+
+def _differences(steps: Sequence[int]) -> list[int]:
+    return [a - b for a, b in zip(steps, steps[1:], strict=False)]

@@ -1,0 +1,31 @@
+"""The range of activations, and comparisons that pay for no more bits than the range and the purpose need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from private_llm.protocols.share import BitShare
+from private_llm.tensor.fixed import Fixed
+
+RANGE_BITS = 20
+"""Arguments of every comparison lie within |x| < 2^20 - 2^10: about a million."""
+
+RESOLUTION_BITS = 6
+"""Coarse comparisons are right except up to 2^-6 above a threshold."""
+
+
+def sign_bits(x: Fixed, thresholds: Sequence[float], extra: int = 0) -> BitShare:
+    """Rows [x < threshold_k], exact, for |x| < 2^(20 + extra) and |threshold| < 2^10.
+
+    24.6 bytes an element and 13.6 for each further threshold (18 fractional bits, 64-bit ring); 4 rounds.
+    """
+    return x.below(thresholds, bits=min(x.session.ring.bits, x.frac + RANGE_BITS + extra + 1))
+
+
+def coarse_bits(x: Fixed, thresholds: Sequence[float], extra: int = 0, resolution: int = RESOLUTION_BITS) -> BitShare:
+    """The same, but up to 2^-resolution above a threshold either answer is possible.
+
+    16.5 bytes an element and 9 for each further threshold; 3 rounds. For uses that are continuous at a threshold.
+    """
+    bits = min(x.session.ring.bits, x.frac + RANGE_BITS + extra + 1)
+    return x.below(thresholds, bits=bits, low=max(0, x.frac - resolution))

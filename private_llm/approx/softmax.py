@@ -1,0 +1,54 @@
+"""Softmax of dense rows, and of ragged rows that hold the allowed entries only.
+
+    m = approximate row maximum, at most log2(n) / 64 below the true one      maximum.py, coarse
+    e = exp(x - m), clipped at -14, with 24 fractional bits                   exp.py
+    s = sum of e over the row, 0.99 <= s <= n e^(1/4)                         local
+    p = e / s                                                                 reciprocal.py, one product
+
+Subtracting any m near the maximum leaves the quotient unchanged, so a coarse tournament suffices. Causal and padded
+positions are simply not among the entries: nothing is computed for them.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from private_llm.approx.exp import exp
+from private_llm.approx.maximum import maximum, maximum_ragged
+from private_llm.approx.reciprocal import reciprocal
+from private_llm.approx.rows import Rows
+from private_llm.errors import DomainError
+from private_llm.tensor.fixed import Fixed
+
+LONGEST = 1 << 16
+"""Entries a row may have: the coarse maximum then stays within exp's range."""
+
+
+def softmax(x: Fixed) -> Fixed:
+    """Softmax over the last dimension of x, |x| < 2^19; 64-bit ring only. Any shape.
+
+    Absolute error at most 5e-4 (measured: below 1e-4 on rows of 128 normal scores of deviation 3). About 280 bytes an
+    entry at n = 128; 4 ceil(log2 n) + 22 rounds. Raises DomainError for empty or too long rows.
+    """
+    width = x.shape[-1]
+    _check_width(width)
+    e = exp(x - maximum(x, coarse=True))
+    return e.mul(_inverse(e.sum(-1, keepdim=True), width))
+
+
+def softmax_ragged(x: Fixed, lengths: Tensor | Rows) -> Fixed:
+    """Softmax of each row of the flat x [n]; row lengths are public, add up to n, and may be 0. Otherwise as `softmax`."""
+    rows = lengths if isinstance(lengths, Rows) else Rows.of(lengths)
+    rows.check(x)
+    _check_width(rows.longest)
+    e = exp(x - rows.spread(maximum_ragged(x, rows, coarse=True)))
+    return e.mul(rows.spread(_inverse(rows.sum(e), rows.longest)))
+
+
+def _inverse(total: Fixed, width: int) -> Fixed:
+    return reciprocal(total, 0.99, 1.3 * width)
+
+
+def _check_width(width: int) -> None:
+    if not 1 <= width <= LONGEST:
+        raise DomainError(f"softmax: got rows of {width} entries; want 1 to {LONGEST}")
