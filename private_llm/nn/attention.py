@@ -15,8 +15,8 @@ from torch import Tensor
 
 from private_llm.approx.rows import Rows
 from private_llm.approx.softmax import softmax, softmax_ragged
-from private_llm.approx.tanh import tanh
 from private_llm.errors import DomainError
+from private_llm.nn.tanh import precise_tanh
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.scale import dyadic, times_scalar
@@ -99,11 +99,13 @@ def attend(
         return _nothing(query, (batch, heads, queries, value.shape[-1]))
     grouped = (batch, groups, heads // groups * queries)
     query = query.view(lambda part: part.reshape(*grouped, depth))
-    scores = _scores(query, key, scale if softcap is None else scale / softcap, plan.select)
+    if softcap is None:
+        scores = _scores(query, key, scale, plan.select, query.session.frac)
+    else:
+        capped = precise_tanh(_scores(query, key, scale / softcap, plan.select, query.session.frac + SLACK))
+        scores = times_scalar(SecretTensor(capped), softcap).at(query.session.frac)
     if plan.select is None:
         scores = scores.view(lambda part: part.reshape(plan.shape))
-    if softcap is not None:
-        scores = times_scalar(SecretTensor(tanh(scores)), softcap).at(scores.frac)
     if bias is not None:
         scores = scores + _at_scores(bias, plan)
     weights = soften(scores, plan).view(lambda part: part.reshape(*grouped, keys))
@@ -111,17 +113,19 @@ def attend(
     return mixed.view(lambda part: part.reshape(batch, heads, queries, -1))
 
 
-def _scores(query: Fixed, key: Fixed, scale: float, select: Tensor | None) -> Fixed:
-    """scale * q k^T: the power of two in `scale` goes into the shift, the rest into q as an integer."""
+def _scores(query: Fixed, key: Fixed, scale: float, select: Tensor | None, frac: int) -> Fixed:
+    """scale * q k^T with `frac` fractional bits: the power of two in `scale` goes into the shift, the rest into q."""
     session = query.session
     n, exponent = dyadic(scale, SCALE_BITS)
-    surplus = query.frac - session.frac + n.bit_length()
-    if n != 1:
-        query = query.scale_int(n)
-    query = Fixed(session, query.share, query.frac - exponent)
-    if surplus > SCALE_BITS + SLACK:  # rope already left its bits in q: one truncation for both
+    bits = n.bit_length() - 1
+    if n != 1:  # q times n / 2^bits, which lies in [1, 2)
+        query = Fixed(session, query.scale_int(n).share, query.frac + bits)
+    if (
+        query.frac > session.frac + SCALE_BITS + SLACK
+    ):  # rope already left its bits in q: one truncation for both
         query = query.at(session.frac)
-    return query.matmul(key.view(lambda part: part.transpose(-1, -2)), select=select)
+    query = Fixed(session, query.share, query.frac - exponent - bits)
+    return query.matmul(key.view(lambda part: part.transpose(-1, -2)), frac=frac, select=select)
 
 
 def _at_scores(bias: Fixed | Tensor, plan: Pattern) -> Fixed | Tensor:

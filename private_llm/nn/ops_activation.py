@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from private_llm.approx.activations import gelu, relu, sigmoid, silu, tanh
+from private_llm.approx.activations import gelu, relu, sigmoid, silu
 from private_llm.errors import UnsupportedOp
+from private_llm.nn.tanh import precise_tanh
 from private_llm.tensor.dispatch import implements
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
@@ -33,7 +34,7 @@ def _register(function: Callable[[Fixed], Fixed], *ops: object) -> None:
 _register(relu, F.relu, torch.relu, Tensor.relu)
 _register(silu, F.silu)
 _register(sigmoid, torch.sigmoid, Tensor.sigmoid, F.sigmoid)
-_register(tanh, torch.tanh, Tensor.tanh, F.tanh)
+_register(precise_tanh, torch.tanh, Tensor.tanh, F.tanh)
 
 
 @implements(F.gelu)
