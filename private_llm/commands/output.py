@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-CONSOLE = Console()
+CONSOLE = Console(width=None if sys.stdout.isatty() else 120)
 NOTES = Console(stderr=True)
 
 

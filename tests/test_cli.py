@@ -1,0 +1,203 @@
+"""The command line: what it prints, its JSON, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import OPTConfig, OPTForCausalLM
+
+from private_llm.bench.rows import Row
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = ("demo", "generate", "share", "party", "certs", "estimate", "bench", "diff", "doctor")
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'integrations'}",
+    "HF_HUB_OFFLINE": "1",
+    "COLUMNS": "160",
+}
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    code = "from private_llm.cli import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    process = start(*arguments)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, out + err
+    assert "Traceback" not in err
+    return out if code == 0 else err
+
+
+def rows(*arguments: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in run(*arguments, "--json").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny OPT with a word tokenizer, on disk."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(3)
+    config = OPTConfig(
+        hidden_size=16, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=24,
+        max_position_embeddings=32, word_embed_proj_dim=16, bos_token_id=2, eos_token_id=3, pad_token_id=1,
+    )  # fmt: skip
+    OPTForCausalLM(config).save_pretrained(folder)
+    words = {word: number for number, word in enumerate(["<unk>", "<pad>", "<s>", "</s>", *"abcdefghijklmnopqrst"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>").save_pretrained(folder)
+    return folder
+
+
+def test_help_names_every_command() -> None:
+    text = run("--help")
+    assert all(re.search(rf"\b{name}\b", text) for name in COMMANDS)
+
+
+def test_version() -> None:
+    from private_llm import __version__
+
+    assert run("--version").strip() == __version__
+
+
+def test_doctor_measures() -> None:
+    (report,) = rows("doctor")
+    assert report["torch"] == torch.__version__
+    for speed in ("prg_gb_per_s", "ring_matmul_gmac_per_s", "loopback_latency_us"):
+        assert isinstance(report[speed], float)
+        assert report[speed] > 0
+    assert isinstance(report["warnings"], list)
+
+
+def test_bench_rows_have_every_field() -> None:
+    made = rows("bench", "relu", "mul", "matmul", "--tiny", "--repeat", "2")
+    assert [row["name"] for row in made] == ["relu", "mul", "matmul"]
+    wanted = set(Row.__dataclass_fields__) | {"machine", "torch", "version"}
+    for row in made:
+        assert set(row) == wanted
+        seconds = row["seconds"]
+        assert isinstance(seconds, dict)
+        assert seconds["min"] <= seconds["median"] <= seconds["max"]
+        per_party = row["bytes_per_party"]
+        assert isinstance(per_party, dict)
+        assert sum(per_party.values()) == row["bytes_total"]
+
+
+def test_bench_in_processes_sends_the_same() -> None:
+    (threads,) = rows("bench", "relu", "--tiny", "--repeat", "1")
+    (processes,) = rows("bench", "relu", "--tiny", "--repeat", "1", "--party-mode", "processes")
+    assert processes["party_mode"] == "processes"
+    for key in ("bytes_per_party", "rounds", "error_max"):
+        assert threads[key] == processes[key]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bench", "nothing"), "unknown benchmark 'nothing'; known: relu"),
+        (("bench", "relu", "--shape", "3xq"), "shape: got '3xq'"),
+        (("bench", "matmul", "--shape", "3x4"), "want 3: M x K x N"),
+        (("bench", "relu", "--repeat", "0"), "repeat: got 0"),
+        (("bench", "relu", "--bandwidth", "0"), "want a positive bandwidth"),
+        (("bench", "relu", "--party-mode", "processes", "--latency", "1"), "threads only"),
+        (("bench", "relu", "--ring", "48"), "ring: got 48"),
+        (("estimate", "no-such-model"), "configuration of 'no-such-model'"),
+        (("estimate", "opt-125m", "--seq", "0"), "got seq 0"),
+        (("estimate", "bert-base", "--seq", "4", "--new", "2"), "does not generate"),
+        (("estimate", "opt-125m", "--seq", "4000"), "the model has 2048"),
+        (("generate", "no-such-model", "--prompt", "x"), "tokenizer of 'no-such-model'"),
+        (("party", "--index", "0"), "hosts: got none"),
+        (("party", "--index", "0", "--hosts", "a:1,b:2"), "hosts: got 2 addresses; want 3"),
+        (("party", "--index", "0", "--hosts", "a:1,b:2,c:3", "--tls", "/nowhere"), "lacks party0.pem"),
+        (("demo", "--plot", "costs.txt"), "want a name that ends in .png"),
+        (("share", "no-such-model", "--out", "/tmp/never"), "no-such-model"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_mistakes_are_one_message(arguments: tuple[str, ...], message: str) -> None:
+    assert message in " ".join(run(*arguments, code=2).split())
+
+
+def test_estimate_of_a_folder(checkpoint: Path) -> None:
+    (found,) = rows("estimate", str(checkpoint), "--seq", "5", "--new", "2", "--gmacs", "1", "--latency", "10")
+    layers = found["layers"]
+    assert isinstance(layers, list)
+    assert sum(layer["bytes"] for layer in layers) == found["bytes_total"]
+    assert sum(layer["rounds"] for layer in layers) == found["rounds"]
+    assert isinstance(found["seconds"], float)
+    assert isinstance(found["rounds"], int)
+    assert found["seconds"] > found["rounds"] * 0.01
+
+
+def test_generate(checkpoint: Path) -> None:
+    (made,) = rows("generate", str(checkpoint), "--prompt", "a b c", "--max-new-tokens", "4")
+    assert made["new_tokens"] == 4
+    text = made["private_text"]
+    assert isinstance(text, str)
+    assert text.startswith("a b c")
+    by_link = made["bytes_by_link"]
+    assert isinstance(by_link, dict)
+    assert sum(by_link.values()) == made["bytes_total"]
+
+
+def test_diff_shows_small_errors(checkpoint: Path) -> None:
+    made = rows("diff", str(checkpoint), "--prompt", "a b c", "--all")
+    assert made[-1]["overflow"] is None
+    names = {row["module"] for row in made[:-1]}
+    assert {"model.decoder.layers.0.fc1", "model.decoder.layers.0", "lm_head"} <= names
+    # Each module adds a few units of 2^-18 and the errors of its functions (below 1e-4); one layer, gains of one.
+    for row in made[:-1]:
+        assert isinstance(row["error_max"], float)
+        assert row["error_max"] < 1e-3
+
+
+def test_diff_names_what_leaves_the_ring(checkpoint: Path) -> None:
+    *_, last = rows("diff", str(checkpoint), "--prompt", "a b c", "--ring", "32", "--frac-bits", "13")
+    # 32 bits with 13 fractional ones hold products below 2^(30 - 26) = 16, which squares of a norm exceed.
+    assert last["overflow"] is None or "module" in str(last["overflow"])
+
+
+def test_share_party_generate(checkpoint: Path, tmp_path: Path) -> None:
+    """The three hosts' commands, on loopback with mutual TLS."""
+    (shared,) = rows("share", str(checkpoint), "--out", str(tmp_path / "shares"))
+    assert isinstance(shared["files"], dict)
+    assert len(shared["files"]) == 3
+    run("certs", "--out", str(tmp_path / "certs"))
+    with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b, \
+            socket.create_server(("127.0.0.1", 0)) as c:  # fmt: skip
+        hosts = ",".join(f"127.0.0.1:{s.getsockname()[1]}" for s in (a, b, c))
+    common = ("--hosts", hosts, "--tls", str(tmp_path / "certs"))
+    parties = [
+        start("party", "--index", str(i), "--shares", str(path), "--sessions", "1", "--timeout", "60", *common)
+        for i, path in enumerate(shared["files"])
+    ]
+    try:
+        (made,) = rows(
+            "generate", str(tmp_path / "shares" / "client"), "--prompt", "a b c", "--max-new-tokens", "3", *common
+        )
+        assert made["new_tokens"] == 3
+        for process in parties:
+            process.communicate(timeout=60)
+            assert process.returncode == 0
+    finally:
+        for process in parties:
+            process.kill()
+    (local,) = rows("generate", str(checkpoint), "--prompt", "a b c", "--max-new-tokens", "3")
+    assert made["private_text"] == local["private_text"]

@@ -1,0 +1,111 @@
+"""The documentation is true: its Python runs, its commands exist, its tables and threat model are generated."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import typer
+
+from private_llm.cli import app
+from private_llm.threat import ENTRIES, markdown
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def with_python() -> list[Path]:
+    return [page for page in PAGES if blocks(page, "python")]
+
+
+@pytest.mark.parametrize("page", with_python(), ids=lambda page: page.name)
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, in one namespace. Hub ids are replaced by the bundled model, as tests have no network."""
+    monkeypatch.chdir(tmp_path)
+    bundled = str(resources.files("private_llm_hf").joinpath("demo_model"))
+    namespace: dict[str, object] = {}
+    for number, block in enumerate(blocks(page, "python")):
+        code = block.replace("facebook/opt-125m", bundled)
+        exec(compile(code, f"{page.name}, block {number}", "exec"), namespace)
+
+
+def test_the_readme_shows_both_doors() -> None:
+    text = "".join(blocks(ROOT / "README.md", "python"))
+    assert "AutoPrivateModelForCausalLM.from_pretrained(" in text
+    assert "patch(" in text
+
+
+def commands() -> list[str]:
+    lines = [line for page in PAGES for block in blocks(page, "bash") for line in block.splitlines()]
+    found = [line.split("#")[0].strip() for line in lines if line.startswith("private-llm ")]
+    assert len(found) >= 5
+    return found
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_parse(line: str) -> None:
+    """Every command line that the pages show has a command and options that exist (it is not run)."""
+    group = typer.main.get_command(app)
+    words = shlex.split(line)[1:]
+    with group.make_context("private-llm", [words[0]]) as context:
+        name, command, rest = group.resolve_command(context, words)
+        with command.make_context(name, rest, parent=context) as inner:
+            assert inner.params
+
+
+def test_scripts_that_are_named_exist() -> None:
+    named = {name for page in PAGES for name in re.findall(r"scripts/[\w.]+\.(?:sh|py)", page.read_text())}
+    assert {"scripts/demo.sh", "scripts/test.sh"} <= named
+    assert not [name for name in named if not (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_exist(page: Path) -> None:
+    text = page.read_text()
+    targets = [t for t in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in t]
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    named = re.findall(r"`((?:private_llm|integrations|tests|docs)/[\w./-]+)`", text)
+    missing += [name for name in named if not (ROOT / name).exists()]
+    assert not missing
+
+
+def test_the_threat_model_is_the_generated_one() -> None:
+    assert (ROOT / "docs" / "threat-model.md").read_text() == markdown() + "\n"
+
+
+def test_threats_are_complete() -> None:
+    for entry in ENTRIES:
+        assert entry.kind in ("protocol", "shortcut")
+        assert entry.corrupt
+        assert entry.source
+        assert entry.setting
+        assert entry.learns
+    assert len({entry.name for entry in ENTRIES}) == len(ENTRIES)
+
+
+def test_every_protocol_has_a_threat_entry() -> None:
+    from private_llm import config
+
+    assert set(config._CHOICES["protocol"]) == {entry.name for entry in ENTRIES if entry.kind == "protocol"}
+
+
+def test_tables_are_those_of_the_rows() -> None:
+    spec = importlib.util.spec_from_file_location("make_benchmarks", ROOT / "scripts" / "make_benchmarks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    rows = [json.loads(line) for line in script.ROWS.read_text().splitlines()]
+    assert {row["name"] for row in rows} <= set(script.NAMES)
+    for page in script.PAGES:
+        shown = page.read_text().split(script.BEGIN)[1].split(script.END)[0]
+        assert shown == f"\n{script.table(rows)}\n"
