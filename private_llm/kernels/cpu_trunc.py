@@ -1,8 +1,9 @@
 """Fused local steps of the wrap-free truncation on the CPU (Numba, GIL-free), with f-bit packing.
 
-Arrays are unsigned (32 or 64 bits). A packed array holds one f-bit field per element in ceil(n f / 64) words:
-each full block of 512 elements is 64 rows of 8 lanes, lane l of row r being bits r f .. r f + f - 1 of the
-f words base + 8 j + l (so packing is eight-lane vector work with uniform shifts); the rest follows back to back.
+Operands are addresses (`address`) of n elements of the type of `zero` (uint32 or uint64), or of packed words. Packed
+arrays hold one f-bit field per element in ceil(n f / 64) words: each full block of 512 elements is 64 rows of
+8 lanes, lane l of row r being bits r f .. r f + f - 1 of the f words base + 8 j + l (so packing is eight-lane vector
+work with uniform shifts); the rest follows back to back.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from private_llm.kernels.address import flat
+
 Array = np.ndarray[Any, Any]
 
 BLOCK = 512
+WORD = np.uint64(0)
 
 
 @njit(nogil=True, cache=True)
@@ -74,78 +78,91 @@ def _pack(fields: Array, start: int, count: int, f: int, words: Array) -> None:
 
 @njit(nogil=True, cache=True)
 def helper(
-    error: Array, g1: Array, g2: Array, z1: Array, rho1: Array, zeta1: Array, zeta2: Array, f: int, bits: int,
-    a1: Array, a2: Array, z2: Array, rho2: Array,
+    error: int, g1: int, g2: int, z1: int, rho1: int, zeta1: int, zeta2: int, f: int, n: int, zero: np.unsignedinteger[Any],
+    a1: int, a2: int, z2: int, rho2: int,
 ) -> None:  # fmt: skip
     """Party 0: R = error + g1 + g2; z2 = (R >> f) - z1; rho2 = msb(R) - rho1 mod 2^f; masks a1, a2 of the result."""
+    errors, first, second, mask1 = flat(error, n, zero), flat(g1, n, zero), flat(g2, n, zero), flat(z1, n, zero)
+    out1, out2, rests = flat(a1, n, zero), flat(a2, n, zero), flat(z2, n, zero)
+    words = (n * f + 63) // 64
+    rho, zetas1, zetas2 = flat(rho1, words, WORD), flat(zeta1, words, WORD), flat(zeta2, words, WORD)
+    packed = flat(rho2, words, WORD)
     mask = np.uint64((1 << f) - 1)
-    kind = error.dtype.type
+    kind = errors.dtype.type
+    bits = errors.itemsize * 8
     up = kind(bits - f)
     down = kind(f)
     top = kind(bits - 1)
     r_f = np.empty(BLOCK, dtype=np.uint64)
     one_f = np.empty(BLOCK, dtype=np.uint64)
     two_f = np.empty(BLOCK, dtype=np.uint64)
-    n = z1.size
     for start in range(0, n, BLOCK):
         count = min(BLOCK, n - start)
-        _unpack(rho1, start, count, f, r_f)
-        _unpack(zeta1, start, count, f, one_f)
-        _unpack(zeta2, start, count, f, two_f)
+        _unpack(rho, start, count, f, r_f)
+        _unpack(zetas1, start, count, f, one_f)
+        _unpack(zetas2, start, count, f, two_f)
         for j in range(count):
             i = start + j
-            r = kind(error[i] + g1[i] + g2[i])  # Numba widens 32-bit sums
-            rest = kind((r >> down) - z1[i])
-            z2[i] = rest
+            r = kind(errors[i] + first[i] + second[i])  # Numba widens 32-bit sums
+            rest = kind((r >> down) - mask1[i])
+            rests[i] = rest
             r_f[j] = (np.uint64(r >> top) - r_f[j]) & mask
-            a1[i] = z1[i] + (kind(one_f[j]) << up)
-            a2[i] = rest + (kind(two_f[j]) << up)
-        _pack(r_f, start, count, f, rho2)
+            out1[i] = mask1[i] + (kind(one_f[j]) << up)
+            out2[i] = rest + (kind(two_f[j]) << up)
+        _pack(r_f, start, count, f, packed)
 
 
 @njit(nogil=True, cache=True)
-def opened(mine: Array, theirs: Array, rho: Array, zeta: Array, f: int, bits: int, w: Array, packed: Array) -> None:
+def opened(
+    mine: int, theirs: int, rho: int, zeta: int, f: int, n: int, zero: np.unsignedinteger[Any], w: int, packed: int
+) -> None:
     """Evaluator: w = mine + theirs + 2^(bits-2); packed = (1 - msb(w)) * rho + zeta mod 2^f, to be exchanged."""
+    first, second, out = flat(mine, n, zero), flat(theirs, n, zero), flat(w, n, zero)
+    words = (n * f + 63) // 64
+    rhos, zetas, fields = flat(rho, words, WORD), flat(zeta, words, WORD), flat(packed, words, WORD)
     mask = np.uint64((1 << f) - 1)
-    kind = w.dtype.type
+    kind = out.dtype.type
+    bits = out.itemsize * 8
     offset = kind(1) << kind(bits - 2)
     top = kind(bits - 1)
     r_f = np.empty(BLOCK, dtype=np.uint64)
     z_f = np.empty(BLOCK, dtype=np.uint64)
-    n = w.size
     for start in range(0, n, BLOCK):
         count = min(BLOCK, n - start)
-        _unpack(rho, start, count, f, r_f)
-        _unpack(zeta, start, count, f, z_f)
+        _unpack(rhos, start, count, f, r_f)
+        _unpack(zetas, start, count, f, z_f)
         for j in range(count):
             i = start + j
-            value = kind(mine[i] + theirs[i] + offset)
-            w[i] = value
+            value = kind(first[i] + second[i] + offset)
+            out[i] = value
             wraps = np.uint64(1) - np.uint64(value >> top)
             z_f[j] = (z_f[j] + wraps * r_f[j]) & mask
-        _pack(z_f, start, count, f, packed)
+        _pack(z_f, start, count, f, fields)
 
 
 @njit(nogil=True, cache=True)
 def closed(
-    w: Array, mine: Array, theirs: Array, z: Array, zeta: Array, f: int, bits: int, half: Array, own: Array
-) -> None:
+    w: int, mine: int, theirs: int, z: int, zeta: int, f: int, n: int, zero: np.unsignedinteger[Any], half: int, own: int
+) -> None:  # fmt: skip
     """Evaluator: own = z + zeta 2^(bits-f); half = (w >> f) + (mine + theirs) 2^(bits-f) - 2^(bits-2-f) - own."""
-    kind = w.dtype.type
+    values, masks, halves, owns = flat(w, n, zero), flat(z, n, zero), flat(half, n, zero), flat(own, n, zero)
+    words = (n * f + 63) // 64
+    first, second, zetas = flat(mine, words, WORD), flat(theirs, words, WORD), flat(zeta, words, WORD)
+    kind = values.dtype.type
+    bits = values.itemsize * 8
     up = kind(bits - f)
     down = kind(f)
     offset = kind(1) << kind(bits - 2 - f)
     m_f = np.empty(BLOCK, dtype=np.uint64)
     t_f = np.empty(BLOCK, dtype=np.uint64)
     z_f = np.empty(BLOCK, dtype=np.uint64)
-    n = w.size
     for start in range(0, n, BLOCK):
         count = min(BLOCK, n - start)
-        _unpack(mine, start, count, f, m_f)
-        _unpack(theirs, start, count, f, t_f)
-        _unpack(zeta, start, count, f, z_f)
+        _unpack(first, start, count, f, m_f)
+        _unpack(second, start, count, f, t_f)
+        _unpack(zetas, start, count, f, z_f)
         for j in range(count):
             i = start + j
-            a = kind(z[i] + (kind(z_f[j]) << up))
-            own[i] = a
-            half[i] = (w[i] >> down) + (kind(m_f[j] + t_f[j]) << up) - offset - a
+            a = kind(masks[i] + (kind(z_f[j]) << up))
+            owns[i] = a
+            halves[i] = (values[i] >> down) + (kind(m_f[j] + t_f[j]) << up) - offset - a

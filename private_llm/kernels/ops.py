@@ -18,11 +18,13 @@ from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
 from private_llm.kernels import cpu_bits, cpu_prg, cpu_trunc, matmul, shapes
+from private_llm.kernels.address import memory
 from private_llm.kernels.shapes import packed_words as packed_words
 
 Array = np.ndarray[Any, Any]
 
 _UNSIGNED = {torch.int64: np.uint64, torch.int32: np.uint32}
+_ZERO = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
 
 
 def _np(t: Tensor) -> Array:
@@ -149,8 +151,8 @@ def trunc_helper(
     made = a1, a2, z2, rho2 = shapes.trunc_helper(error, g1, g2, z1, rho1, zeta1, zeta2, f)
     if z1.is_cpu:
         cpu_trunc.helper(
-            _np(error), _np(g1), _np(g2), _np(z1), _np(rho1), _np(zeta1), _np(zeta2),
-            f, z1.element_size() * 8, _np(a1), _np(a2), _np(z2), _np(rho2),
+            memory(error), memory(g1), memory(g2), memory(z1), memory(rho1), memory(zeta1), memory(zeta2),
+            f, z1.numel(), _ZERO[z1.dtype], memory(a1), memory(a2), memory(z2), memory(rho2),
         )  # fmt: skip
     elif not z1.is_meta:
         _gpu("trunc", "trunc_helper", error, g1, g2, z1, rho1, zeta1, zeta2, f, *made)
@@ -161,7 +163,10 @@ def trunc_open(mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int) 
     """Evaluator's first step: (w, packed fields to exchange)."""
     made = w, packed = shapes.trunc_open(mine, theirs, rho, zeta, f)
     if w.is_cpu:
-        cpu_trunc.opened(_np(mine), _np(theirs), _np(rho), _np(zeta), f, w.element_size() * 8, _np(w), _np(packed))
+        cpu_trunc.opened(
+            memory(mine), memory(theirs), memory(rho), memory(zeta), f, w.numel(), _ZERO[w.dtype], memory(w),
+            memory(packed),
+        )  # fmt: skip
     elif not w.is_meta:
         _gpu("trunc", "trunc_open", mine, theirs, rho, zeta, f, *made)
     return made
@@ -172,7 +177,8 @@ def trunc_close(w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor
     made = half, own = shapes.trunc_close(w, mine, theirs, z, zeta, f)
     if w.is_cpu:
         cpu_trunc.closed(
-            _np(w), _np(mine), _np(theirs), _np(z), _np(zeta), f, w.element_size() * 8, _np(half), _np(own)
+            memory(w), memory(mine), memory(theirs), memory(z), memory(zeta), f, w.numel(), _ZERO[w.dtype],
+            memory(half), memory(own),
         )  # fmt: skip
     elif not w.is_meta:
         _gpu("trunc", "trunc_close", w, mine, theirs, z, zeta, f, *made)
