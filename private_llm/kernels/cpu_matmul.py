@@ -21,6 +21,8 @@ from llvmlite import binding, ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from private_llm.kernels.address import flat
+
 Array = np.ndarray[Any, Any]
 
 _WIDE = bool(binding.get_host_cpu_features().get("avx512dq", False))
@@ -139,13 +141,14 @@ _row_wide = _tile(1, 4 * VECTORS, along_k=False)
 
 
 @njit(nogil=True, cache=True)
-def dot_product(x: Array, y: Array, out: Array) -> None:
-    """out += x y^T modulo the word size; x [B, M, K], y [B, N, K], out [B, M, N], all contiguous, unsigned."""
-    batches, rows, inner = x.shape
-    columns = y.shape[1]
-    lanes = VECTOR_BITS // (8 * x.itemsize)
+def dot_product(
+    x: int, y: int, out: int, batches: int, rows: int, inner: int, columns: int, zero: np.unsignedinteger[Any]
+) -> None:
+    """out += x y^T modulo the word size; x [B, M, K], y [B, N, K], out [B, M, N] by address, contiguous."""
+    xs, ys = flat(x, batches * rows * inner, zero), flat(y, batches * columns * inner, zero)
+    outs = flat(out, batches * rows * columns, zero)
+    lanes = VECTOR_BITS // (8 * xs.itemsize)
     whole = inner - inner % lanes
-    xs, ys, outs = x.reshape(-1), y.reshape(-1), out.reshape(-1)
     block = max(whole, 1) if rows <= FEW_ROWS else DOT_STEPS
     for batch in range(batches):
         for m_first in range(0, rows, ROWS_IN_CACHE):
@@ -176,12 +179,13 @@ def dot_product(x: Array, y: Array, out: Array) -> None:
                             _dot_one(xs, x_at, 0, ys, y_at, 0, steps, outs, out_at, 0)
                     n += 2 * VECTORS if wide else 1
         if whole < inner:
-            for m in range(rows):
+            for m in range(batch * rows, (batch + 1) * rows):
                 for n in range(columns):
-                    acc = out[batch, m, n]
+                    y_at = (batch * columns + n) * inner
+                    acc = outs[m * columns + n]
                     for k in range(whole, inner):
-                        acc += x[batch, m, k] * y[batch, n, k]
-                    out[batch, m, n] = acc
+                        acc += xs[m * inner + k] * ys[y_at + k]
+                    outs[m * columns + n] = acc
 
 
 @njit(nogil=True, cache=True)
@@ -198,14 +202,15 @@ def _rows_times_panel(
 
 
 @njit(nogil=True, cache=True)
-def row_product(x: Array, y: Array, out: Array) -> None:
-    """out += x y modulo the word size; x [B, M, K], y [B, K, N], out [B, M, N], all contiguous, unsigned."""
-    batches, rows, inner = x.shape
-    columns = y.shape[2]
-    width = VECTORS * VECTOR_BITS // (8 * x.itemsize)
-    xs, ys, outs = x.reshape(-1), y.reshape(-1), out.reshape(-1)
-    y_edge = np.zeros(ROW_STEPS * width, dtype=x.dtype)
-    out_edge = np.zeros(ROWS_IN_CACHE * width, dtype=x.dtype)
+def row_product(
+    x: int, y: int, out: int, batches: int, rows: int, inner: int, columns: int, zero: np.unsignedinteger[Any]
+) -> None:
+    """out += x y modulo the word size; x [B, M, K], y [B, K, N], out [B, M, N] by address, contiguous."""
+    xs, ys = flat(x, batches * rows * inner, zero), flat(y, batches * inner * columns, zero)
+    outs = flat(out, batches * rows * columns, zero)
+    width = VECTORS * VECTOR_BITS // (8 * xs.itemsize)
+    y_edge = np.zeros(ROW_STEPS * width, dtype=xs.dtype)
+    out_edge = np.zeros(ROWS_IN_CACHE * width, dtype=xs.dtype)
     for batch in range(batches):
         for m in range(0, rows, ROWS_IN_CACHE):
             count = min(ROWS_IN_CACHE, rows - m)

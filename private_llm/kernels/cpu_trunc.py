@@ -16,6 +16,7 @@ from numba import njit
 from private_llm.kernels.address import flat
 
 Array = np.ndarray[Any, Any]
+Zero = np.unsignedinteger[Any]
 
 BLOCK = 512
 WORD = np.uint64(0)
@@ -78,7 +79,7 @@ def _pack(fields: Array, start: int, count: int, f: int, words: Array) -> None:
 
 @njit(nogil=True, cache=True)
 def helper(
-    error: int, g1: int, g2: int, z1: int, rho1: int, zeta1: int, zeta2: int, f: int, n: int, zero: np.unsignedinteger[Any],
+    error: int, g1: int, g2: int, z1: int, rho1: int, zeta1: int, zeta2: int, f: int, n: int, zero: Zero,
     a1: int, a2: int, z2: int, rho2: int,
 ) -> None:  # fmt: skip
     """Party 0: R = error + g1 + g2; z2 = (R >> f) - z1; rho2 = msb(R) - rho1 mod 2^f; masks a1, a2 of the result."""
@@ -113,9 +114,7 @@ def helper(
 
 
 @njit(nogil=True, cache=True)
-def opened(
-    mine: int, theirs: int, rho: int, zeta: int, f: int, n: int, zero: np.unsignedinteger[Any], w: int, packed: int
-) -> None:
+def opened(mine: int, theirs: int, rho: int, zeta: int, f: int, n: int, zero: Zero, w: int, packed: int) -> None:
     """Evaluator: w = mine + theirs + 2^(bits-2); packed = (1 - msb(w)) * rho + zeta mod 2^f, to be exchanged."""
     first, second, out = flat(mine, n, zero), flat(theirs, n, zero), flat(w, n, zero)
     words = (n * f + 63) // 64
@@ -142,7 +141,7 @@ def opened(
 
 @njit(nogil=True, cache=True)
 def closed(
-    w: int, mine: int, theirs: int, z: int, zeta: int, f: int, n: int, zero: np.unsignedinteger[Any], half: int, own: int
+    w: int, mine: int, theirs: int, z: int, zeta: int, f: int, n: int, zero: Zero, half: int, own: int
 ) -> None:  # fmt: skip
     """Evaluator: own = z + zeta 2^(bits-f); half = (w >> f) + (mine + theirs) 2^(bits-f) - 2^(bits-2-f) - own."""
     values, masks, halves, owns = flat(w, n, zero), flat(z, n, zero), flat(half, n, zero), flat(own, n, zero)
