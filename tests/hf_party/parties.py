@@ -24,9 +24,6 @@ VOCABULARY = 128
 # around 1e-4. All roundings to the same side would give 1e-2, independent ones 1e-3; the bound lies between.
 LOGIT_ERROR = 4e-3
 
-CAPPED_ERROR = 8e-3
-"""The same for soft caps (Gemma2): 30 or 50 times a tanh that is off by 4e-5 adds 2e-3 to scores, 1.2e-3 to logits."""
-
 
 def description(model: PreTrainedModel) -> tuple[dict[str, Any], str]:
     """What a party is told about a model: configuration and class name."""

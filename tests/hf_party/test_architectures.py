@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tests.hf.tiny as tiny
 from private_llm.tensor.secret import SecretTensor
-from tests.hf_party.parties import CAPPED_ERROR, LOGIT_ERROR, error, ids, one_hot, private_twin, tokens
+from tests.hf_party.parties import LOGIT_ERROR, error, ids, one_hot, private_twin, tokens
 from tests.tensor.secrets import opened, plain_session, secret
 
 WEIGHTS = ("secret", "public")
@@ -48,8 +48,7 @@ def test_decoder_with_cache(name: str, weights: str) -> None:
         plain_cache = plain.past_key_values
         embeds = party.get_input_embeddings()(tokens(session, here))
         out = party(inputs_embeds=embeds, past_key_values=cache, return_dict=True, **public)
-        bound = CAPPED_ERROR if name == "gemma2" else LOGIT_ERROR
-        assert error(out.logits, plain.logits, mask[:, -here.shape[1] :]) <= bound
+        assert error(out.logits, plain.logits, mask[:, -here.shape[1] :]) <= LOGIT_ERROR
     assert cache.get_seq_length() == 11
 
 
