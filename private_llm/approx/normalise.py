@@ -11,6 +11,7 @@ of comparison, 16 for each of the two injections. Garbage outside [low, high].
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ CUBIC_BITS = 6
 
 @dataclass(frozen=True)
 class Cells:
-    """One octave in cells: in cell i, x 2^(-octave) mantissas[i] / 2^bits lies in [1, top]; ends[i] is its upper end."""
+    """One octave in cells: x 2^-octave mantissas[i] / 2^bits lies in [1, top] for x up to ends[i] in cell i."""
 
     bits: int
     mantissas: tuple[int, ...]
@@ -96,4 +97,4 @@ def power(
 
 
 def _differences(steps: Sequence[int]) -> list[int]:
-    return [a - b for a, b in zip(steps, steps[1:], strict=False)]
+    return [a - b for a, b in itertools.pairwise(steps)]

@@ -37,7 +37,7 @@ def softmax(x: Fixed) -> Fixed:
 
 
 def softmax_ragged(x: Fixed, lengths: Tensor | Rows) -> Fixed:
-    """Softmax of each row of the flat x [n]; row lengths are public, add up to n, and may be 0. Otherwise as `softmax`."""
+    """Softmax of each row of the flat x [n]; row lengths are public, sum to n, may be 0. Otherwise as `softmax`."""
     rows = lengths if isinstance(lengths, Rows) else Rows.of(lengths)
     rows.check(x)
     _check_width(rows.longest)

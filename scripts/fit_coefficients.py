@@ -1,0 +1,246 @@
+"""Fit the constants of `private_llm/approx/coefficients.py` and write, or check, that file.
+
+    python scripts/fit_coefficients.py            # write it
+    python scripts/fit_coefficients.py --check    # fail if the file differs from what this script makes
+    python scripts/fit_coefficients.py --tiny     # fit one chain only, write nothing
+    python scripts/fit_coefficients.py --search gelu_erf --seconds 60   # look for a better starting point
+
+Chains are fitted by `chain_fitting.py` from the starting points below, which `--search` found, cubics by Lawson's
+algorithm; everything is deterministic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from chain_fitting import Array, Plan, best_rounding, exact, grid, lawson, shape
+
+TARGET = Path(__file__).resolve().parent.parent / "private_llm" / "approx" / "coefficients.py"
+HEADER = '''"""Fitted constants, written by `scripts/fit_coefficients.py` (do not edit; run the script)."""
+
+from private_llm.approx.chain import Chain, Form, Step
+from private_llm.approx.cubic import Cubic
+
+# fmt: off
+'''
+
+
+def table(plan: Plan, trials: int, count: int) -> tuple[str, float]:
+    """The chain as source text, and its largest error; checks that no product leaves the ring."""
+    forms = best_rounding(plan, np.array(plan.start), trials, count, seed=0)
+    z, y, _ = grid(plan, 40 * count)
+    values = exact(plan, forms, z)
+    for index, bits in enumerate(plan.forms):
+        largest = math.log2(np.abs(values[index + 1]).max()) + sum(bits)
+        if largest > 61:
+            raise SystemExit(f"{plan.name}: step {index + 1} reaches 2^{largest:.1f}; lower its forms' bits")
+    error = float(np.abs(values[-1] - y).max())
+    lines = [f"{plan.name} = Chain(", f"    argument={plan.argument}, error={error * 1.005:.2e},", "    steps=("]
+    for sides, bits, frac in zip(forms, plan.forms, plan.fracs, strict=True):
+        left, right = (
+            f"Form({b}, {constant}, ({', '.join(map(str, weights))},))"
+            for b, (constant, weights) in zip(bits, sides, strict=True)
+        )
+        lines += [
+            "        Step(",
+            f"            {left},",
+            f"            {right},",
+            f"            {frac},",
+            "        ),",
+        ]
+    about = f'"""{plan.about}"""'
+    return "\n".join([*lines, "    ),", ")", about, ""]), error
+
+
+def cubic(name: str, exponent: float, top: float, slack: float) -> str:
+    """The cubic in x - centre with the smallest maximum relative error as an approximation of x^exponent.
+
+    On [1 - slack, top (1 + slack)], by Lawson's algorithm; the leading coefficient is a multiple of 2^-6.
+    """
+    low, high = 1 - slack, top * (1 + slack)
+    centre = (1 + top) / 2
+    x = low + (high - low) * (1 - np.cos(np.linspace(0, np.pi, 400))) / 2
+    basis = np.stack([(x - centre) ** k for k in range(4)], 1) / (x**exponent)[:, None]
+    kept: Array = np.zeros(4)
+    best = math.inf
+    lead: float | None = None
+    for _ in range(2):  # first free, then with the leading coefficient rounded
+        emphasis, best = np.ones_like(x), math.inf
+        columns = basis if lead is None else basis[:, :3]
+        goal = np.ones_like(x) if lead is None else 1 - lead * basis[:, 3]
+        for _ in range(80):
+            root = np.sqrt(emphasis)
+            c = np.linalg.lstsq(columns * root[:, None], goal * root, rcond=None)[0]
+            error = np.abs(columns @ c - goal)
+            if error.max() < best:
+                best = float(error.max())
+                kept = np.asarray(c if lead is None else np.append(c, lead), dtype=np.float64)
+            emphasis = emphasis * (error / error.max() + 0.02)
+            emphasis /= emphasis.mean()
+        lead = round(float(kept[3]) * 64) / 64
+    numbers = ", ".join(f"{v:.9f}" for v in kept)
+    return (
+        f"{name} = Cubic(\n    power={exponent}, centre={centre}, slack={slack}, error={best * 1.005:.2e},\n"
+        f"    coefficients=({numbers}),\n)\n"
+    )
+
+
+def _erf(x: Array) -> Array:
+    return np.array([math.erf(v) for v in x])
+
+
+def _gelu_tail_erf(z: Array) -> Array:
+    t: Array = 2 * (z + 1)
+    return np.asarray(t * (1 - _erf(t / math.sqrt(2))) / 2)
+
+
+def _gelu_tail_tanh(z: Array) -> Array:
+    t: Array = 2 * (z + 1)
+    return np.asarray(t * (1 - np.tanh(math.sqrt(2 / math.pi) * (t + 0.044715 * t**3))) / 2)
+
+
+def _silu_tail(z: Array) -> Array:
+    t = 8 * (z + 1)
+    return t / (1 + np.exp(t))
+
+
+def _logistic_tail(z: Array) -> Array:
+    return 1 / (1 + np.exp(8 * (z + 1)))
+
+
+def _exp(z: Array) -> Array:
+    return np.exp(8 * (z - 1))
+
+
+def _exp_weight(z: Array) -> Array:
+    return 1 / (np.exp(4 * (z - 1)) + 4e-3)
+
+
+SLACK = 2.0**-6
+"""How far a coarse comparison lets an argument pass a threshold."""
+STARTS: dict[str, tuple[float, ...]] = {
+    "GELU_ERF": (
+        -1.909642, 1.909875, -0.071405, -0.048939, 0.0842, -0.057586, 0.021208,
+    ),
+    "GELU_TANH": (
+        -1.90953, 1.909732, -0.081489, -0.049368, 0.08595, -0.053875, 0.020521,
+    ),
+    "SILU": (
+        -0.024025, 0.043262, 0.442748, -0.952346, -2.077343, -0.955744, -4.570211, 3.48467,
+        0.76859, 1.101437, -3.783919, -0.02659, -0.183367, 0.22556, -0.22076, -0.224528,
+    ),
+    "LOGISTIC": (
+        0.5978082, 1.6151256, -1.5804666, -2.6927605, 0.6302386, 0.5796624, 1.7426707, 7.6189568,
+        0.1704605, 0.0819347, -0.8296973, 0.6080014, -0.011692, -0.2534376, 2.9975931, -0.6053461,
+    ),
+    "EXP": (
+        -0.153535, -0.147145, 1.888602, -0.420514, 1.362172, 0.364127, 1.336975, 1.562012,
+        0.083198, -0.182152, 0.453707, 0.314795, 0.170087, 0.014966, -0.081993, 0.059615,
+        0.080356, 0.040636,
+    ),
+}  # fmt: skip
+"""Where each fit starts, found by `--search`."""
+
+
+def plans() -> list[Plan]:
+    """Every chain of the library."""
+    return [
+        _bump("GELU_ERF", "t Phi(-t) at t = 2 (z + 1), zero at t = 4.", _gelu_tail_erf),
+        _bump("GELU_TANH", "t (1 - tanh(sqrt(2/pi) (t + 0.044715 t^3))) / 2 at t = 2 (z + 1), zero at t = 4.",
+              _gelu_tail_tanh),
+        _wide("SILU", "t / (1 + e^t) at t = 8 (z + 1), zero at t = 12.", _silu_tail, 0.5),
+        _wide("LOGISTIC", "1 / (1 + e^t) at t = 8 (z + 1), zero at t = 10.", _logistic_tail, 0.25),
+        Plan(
+            "EXP", "e^x at x = 8 (z - 1), -14 <= x <= 1/4.", _exp, _exp_weight, low=-0.75, high=1 + 1 / 32,
+            argument=21, forms=((21, 21), (20, 28), (29, 30), (29, 31)), fracs=(20, 20, 20, 26), start=STARTS["EXP"],
+        ),
+    ]  # fmt: skip
+
+
+def _bump(name: str, about: str, function: Callable[[Array], Array]) -> Plan:
+    return Plan(
+        name, about, function, np.ones_like, low=-1 - SLACK / 2, high=1 + SLACK / 2, zero=1.0, argument=19,
+        forms=((19, 19), (17, 25), (28, 31)), fracs=(17, 17, 18), start=STARTS[name],
+    )  # fmt: skip
+
+
+def _wide(name: str, about: str, function: Callable[[Array], Array], zero: float) -> Plan:
+    return Plan(
+        name, about, function, np.ones_like, low=-1 - SLACK / 8, high=zero + SLACK / 8, zero=zero, argument=21,
+        forms=((21, 21), (18, 27), (28, 28), (28, 31)), fracs=(18, 18, 18, 18), start=STARTS[name],
+    )  # fmt: skip
+
+
+def search(plan: Plan, seconds: float, seed: int) -> None:
+    """Print starting points whose rounded chains have smaller and smaller errors."""
+    rng = np.random.default_rng(seed)
+    z, y, w = grid(plan, 250)
+    best, smooth, began = math.inf, math.inf, time.monotonic()
+    while time.monotonic() - began < seconds:
+        model = shape(plan)
+        model.load(rng.normal(size=model.vector().size) * 0.7)
+        try:
+            if lawson(model, z, y, w, 1) > max(40 * smooth, 2e-3):
+                continue
+            smooth = min(smooth, lawson(model, z, y, w, 25))
+            start = model.vector()
+            integers = best_rounding(plan, start, 4, 150, seed=0)
+        except np.linalg.LinAlgError:
+            continue
+        found = float(np.abs((exact(plan, integers, z)[-1] - y) * w).max())
+        if found < best:
+            best = found
+            print(f"# {plan.name}: {smooth:.3g}, rounded {found:.3g}")
+            print(tuple(round(float(v), 6) for v in start), flush=True)
+
+
+def generate(trials: int, count: int, names: list[str]) -> str:
+    """The file's text."""
+    parts = [HEADER]
+    for plan in plans():
+        if plan.name in names:
+            text, error = table(plan, trials, count)
+            print(f"{plan.name}: error {error:.2e}")
+            parts.append(text)
+    parts.append(cubic("RECIPROCAL", -1.0, 1.25, 2.0**-8))
+    parts.append(cubic("RSQRT", -0.5, 1.3, 2.0**-7))
+    return "\n".join(parts)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare with the committed file")
+    parser.add_argument("--tiny", action="store_true", help="one chain, few rounds, write nothing")
+    parser.add_argument("--search", metavar="NAME", help="look for a starting point of this chain")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time for --search")
+    parser.add_argument("--seed", type=int, default=0, help="seed of --search")
+    args = parser.parse_args(argv)
+    names = [plan.name for plan in plans()]
+    if args.search:
+        if args.search.upper() not in names:
+            print(f"no chain {args.search!r}; there are {', '.join(names)}")
+            return 2
+        search(next(plan for plan in plans() if plan.name == args.search.upper()), args.seconds, args.seed)
+        return 0
+    if args.tiny:
+        generate(1, 60, names[:1])
+        return 0
+    text = generate(24, 150, names)
+    if not args.check:
+        TARGET.write_text(text, encoding="utf-8")
+        return 0
+    if TARGET.read_text(encoding="utf-8") != text:
+        print(f"{TARGET} is not what this script makes: run it without --check and commit the result")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
