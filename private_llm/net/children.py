@@ -1,22 +1,27 @@
-"""Parties as child processes of this one, over loopback sockets; they end when this process does.
+"""Parties as processes of this machine, over loopback sockets; they end when this process does.
 
-A child gets its order (one line of JSON) on standard input, which stays open as long as the parent lives. What it runs
-is named as "module:function" and called as function(config, party, transport, **extra); any result but None
-is a reason for which it failed.
+One child is started; it imports what the parties run and forks into all of them, so that the imports, which take
+seconds, are paid once. The forked parties share code only: keys, sockets and shares are made afterwards, in each.
+
+The child gets its orders (one line of JSON) on standard input, which stays open as long as the parent lives. What the
+parties run is named as "module:function" and called as function(config, party, transport, **extra); any result but
+None is a reason for which it failed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed
@@ -24,11 +29,13 @@ from private_llm.net.hub import connect, hosts_of, open_listeners
 from private_llm.net.sockets import SocketTransport
 from private_llm.net.transport import CLIENT
 
-_CHILD = "import sys; from private_llm.net.children import main; sys.exit(main())"
+_CHILD = "from private_llm.net.children import main; main()"
 _READY = b"ready\n"
-"""What a child writes to standard output once it has started."""
+"""What each party writes to standard output once it has started."""
 _EXIT_S = 5.0
-"""Seconds a child may take to end before it is killed."""
+"""Seconds the parties may take to end before they are killed."""
+
+Run = Callable[..., str | None]
 
 
 def start_children(
@@ -36,87 +43,116 @@ def start_children(
 ) -> tuple[SocketTransport, Callable[[], None]]:
     """Start all parties; the client's transport to them, and a function that ends them (idempotent).
 
-    extra must be JSON. Raises PartyFailed for a child that does not start.
+    extra must be JSON. Raises PartyFailed if they do not start.
     """
     listeners = open_listeners(config.parties)
     hosts = hosts_of(listeners)
     token = secrets.token_bytes(32)
-    children: list[subprocess.Popen[bytes]] = []
-    order = {
-        "config": config.to_dict(),
-        "hosts": hosts,
-        "token": token.hex(),
-        "entry": entry,
-        "extra": dict(extra),
-    }
+    child = _spawn(config, listeners)
     try:
-        for number, listener in enumerate(listeners):
-            children.append(_spawn(config, {**order, "party": number, "listener": listener.fileno()}))
+        order = {
+            "config": config.to_dict(),
+            "hosts": hosts,
+            "token": token.hex(),
+            "entry": entry,
+            "extra": dict(extra),
+            "listeners": [listener.fileno() for listener in listeners],
+        }
+        _hand_over(child, order, len(listeners))
+        for listener in listeners:
             listener.close()
-        for number, child in enumerate(children):
-            if child.stdout is None or child.stdout.readline() != _READY:
-                raise PartyFailed(f"party {number} did not start; its own message is on standard error")
         transport = connect(config, CLIENT, hosts=hosts, token=token)
     except BaseException:
-        _end(children)
+        _end(child)
         raise
 
     def stop() -> None:
-        _end(children)
+        _end(child)
         transport.close()
 
     return transport, stop
 
 
-def _spawn(config: PrivateConfig, order: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+def _spawn(config: PrivateConfig, listeners: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
     threads = max(1, (os.cpu_count() or 1) // config.parties)
-    child = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-c", _CHILD],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # an interrupt at the terminal is the parent's to handle
-        pass_fds=[order["listener"]],
+        pass_fds=[listener.fileno() for listener in listeners],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "OMP_NUM_THREADS": str(threads),
         },
     )
-    if child.stdin is not None:
+
+
+def _hand_over(child: subprocess.Popen[bytes], order: Mapping[str, Any], parties: int) -> None:
+    """Write the order, and wait until every party has started."""
+    if child.stdin is None or child.stdout is None:
+        raise PartyFailed("the parties' process has no pipes")
+    started = 0
+    with contextlib.suppress(BrokenPipeError):
         child.stdin.write(json.dumps(order).encode() + b"\n")
         child.stdin.flush()
-    return child
+        started = sum(child.stdout.readline() == _READY for _ in range(parties))
+    if started < parties:
+        raise PartyFailed("the parties' process did not start; its own message is on standard error")
 
 
-def _end(children: list[subprocess.Popen[bytes]]) -> None:
-    for child in children:
-        if child.stdin is not None:
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Close the pipe, which ends all parties; kill them if they do not end."""
+    if child.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
             child.stdin.close()
-    for child in children:
-        try:
-            child.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+    try:
+        child.wait(_EXIT_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # its own session holds itself and the parties it forked
+        child.wait()
+    if child.stdout is not None:
+        child.stdout.close()
 
 
 # -- in the child ---------------------------------------------------------------------------------------------
-def main() -> int:
-    """Read the order, connect, run."""
+def main() -> NoReturn:
+    """Read the order, import, fork one party for each listener, wait for all, and exit (0 if all ended well)."""
     order = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=_die_with_parent, name="parent watch", daemon=True).start()
-    config = PrivateConfig.from_dict(order["config"])
     module, _, name = order["entry"].partition(":")
-    run = getattr(importlib.import_module(module), name)
-    sys.stdout.buffer.write(_READY)
-    sys.stdout.buffer.flush()
-    listener = socket.socket(fileno=order["listener"])
-    transport = connect(
-        config, order["party"], hosts=order["hosts"], token=bytes.fromhex(order["token"]), listener=listener
-    )
-    reason = run(config, order["party"], transport, **order["extra"])
-    transport.close()
-    return 0 if reason is None else 1
+    run: Run = getattr(importlib.import_module(module), name)
+    parties = []
+    for number in range(len(order["listeners"])):
+        process = os.fork()
+        if process == 0:
+            os._exit(_be_party(order, number, run))
+        parties.append(process)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in parties]
+    os._exit(int(any(codes)))  # at once: an orderly end of the interpreter takes seconds and has nothing to do
+
+
+def _be_party(order: Mapping[str, Any], number: int, run: Run) -> int:
+    """Connect and run one party; 0 if it ended well."""
+    threading.Thread(target=_die_with_parent, name="parent watch", daemon=True).start()
+    for other, descriptor in enumerate(order["listeners"]):
+        if other != number:
+            os.close(descriptor)
+    os.write(sys.stdout.fileno(), _READY)
+    try:
+        transport = connect(
+            PrivateConfig.from_dict(order["config"]),
+            number,
+            hosts=order["hosts"],
+            token=bytes.fromhex(order["token"]),
+            listener=socket.socket(fileno=order["listeners"][number]),
+        )
+        reason = run(PrivateConfig.from_dict(order["config"]), number, transport, **order["extra"])
+        transport.close()
+    finally:
+        sys.stderr.flush()
+    return int(reason is not None)
 
 
 def _die_with_parent() -> None:

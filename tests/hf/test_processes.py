@@ -89,11 +89,15 @@ def test_same_tokens_and_costs_as_with_threads(plaintext: PreTrainedModel, priva
 def memory_holds(pid: int, patterns: dict[str, bytes]) -> set[str]:
     """Which patterns occur in the writable memory of a process."""
     found = set()
-    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-        for line in maps:
-            span, rights = line.split()[:2]
-            if not rights.startswith("rw"):
-                continue
+    spans = []
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        first, second = line.split()[:2]
+        if "-" in first and not first.endswith(":"):
+            span, writable = first, second.startswith("rw")
+        elif first == "Rss:" and writable and int(second):  # what was never touched holds nothing
+            spans.append(span)
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        for span in spans:
             start, stop = (int(part, 16) for part in span.split("-"))
             overlap = b""
             for at in range(start, stop, 1 << 24):
