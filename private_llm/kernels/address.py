@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import types
+import numpy as np
+from numba import njit, types
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 from torch import Tensor
@@ -41,3 +42,14 @@ def flat(typing_context, address, count, zero):  # type: ignore[no-untyped-def] 
         return made._getvalue()
 
     return signature, codegen
+
+
+WORD = np.uint64(0)
+"""The `zero` of words."""
+
+
+@njit(nogil=True, cache=True)
+def table(address: int, rows: int, words: int) -> np.ndarray[Any, Any]:
+    """Array [rows, words] of 64-bit words."""
+    made: np.ndarray[Any, Any] = flat(address, rows * words, WORD).reshape(rows, words)
+    return made

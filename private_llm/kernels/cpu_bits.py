@@ -1,7 +1,8 @@
 """Bitsliced kernels on the CPU: transposition, carries of comparisons, bit injection (Numba, GIL-free).
 
 Words are uint64; a row holds one bit of 64 elements per word, so one instruction works on 64 to 512
-lanes (PIGEON's bitslicing). Row orders are those of `circuits.carry`.
+lanes (PIGEON's bitslicing). Tensors come as addresses (`address`) with their row counts; row orders are
+those of `circuits.carry`.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from private_llm.kernels.address import flat, table
+
 Array = np.ndarray[Any, Any]
 
 
 @njit(nogil=True, cache=True)
-def transpose_words(x: Array, out: Array) -> None:
-    """Bit r of element 64*w+l becomes bit l of out[r, w]; x [n] unsigned (32 or 64 bits), out [rows, words].
+def transpose_words(x_at: int, n: int, zero: np.unsignedinteger[Any], out_at: int, rows: int) -> None:
+    """Bit r of element 64*w+l becomes bit l of out[r, w]; x [n] of the type of `zero`, out [rows, words].
 
     Eight blocks of 64 elements go side by side, so each step of the recursive transposition
     (Knuth 7.1.3; Usuba) is one vector instruction.
     """
-    n = x.size
-    rows, words = out.shape
+    words = (n + 63) // 64
+    x, out = flat(x_at, n, zero), table(out_at, rows, words)
     buf = np.zeros((64, 8), dtype=np.uint64)
     for w0 in range(0, words, 8):
         lanes = min(8, words - w0)
@@ -54,9 +57,11 @@ def transpose_words(x: Array, out: Array) -> None:
 
 
 @njit(nogil=True, cache=True)
-def block_monomials(s: Array, low: int, blocks: Array, out: Array) -> None:
+def block_monomials(
+    s_at: int, rows: int, low: int, blocks: Array, out_at: int, out_rows: int, words: int
+) -> None:  # fmt: skip
     """All monomials of the bits of each block of s [rows, W]; `out` is xored with them. Helper side."""
-    words = s.shape[1]
+    s, out = table(s_at, rows, words), table(out_at, out_rows, words)
     row = 0
     bit = low
     for size in blocks:
@@ -91,14 +96,16 @@ def block_monomials(s: Array, low: int, blocks: Array, out: Array) -> None:
 
 
 @njit(nogil=True, cache=True)
-def block_carries(m: Array, low: int, blocks: Array, mono: Array, first: bool, out: Array) -> None:
+def block_carries(
+    m_at: int, rows: int, low: int, blocks: Array, mono_at: int, mono_rows: int, first: bool, out_at: int, words: int
+) -> None:  # fmt: skip
     """Xor shares of (g, p) of each block from public bits m [rows, W] and shared monomials; xored into out.
 
     g2 = m2 s2 ^ (m2 ^ s2) g10 with g10 = m1 s1 ^ (m1 ^ s1) m0 s0;  p = (m2 ^ s2)(m1 ^ s1)(m0 ^ s0).
     Only the `first` evaluator adds the terms without s.
     """
-    words = m.shape[1]
     count = blocks.size
+    m, mono, out = table(m_at, rows, words), table(mono_at, mono_rows, words), table(out_at, 2 * count - 1, words)
     one = np.uint64(0xFFFFFFFFFFFFFFFF) if first else np.uint64(0)
     row = 0
     bit = low
@@ -161,13 +168,13 @@ def block_carries(m: Array, low: int, blocks: Array, mono: Array, first: bool, o
 
 
 @njit(nogil=True, cache=True)
-def join_products(lam: Array, groups: Array, count: int, out: Array) -> None:
+def join_products(lam_at: int, groups: Array, count: int, out_at: int, out_rows: int, words: int) -> None:
     """Products of masks that a level of joins needs, xored into out. Helper side.
 
     Rows of `lam`: count generates, then count-1 propagates (index j-1 for block j).
     Order per group of three: p2g1, p2p1, p2g0, p1g0, p2p1g0 (and p2p0, p1p0, p2p1p0); of two: p1g0 (p1p0).
     """
-    words = lam.shape[1]
+    lam, out = table(lam_at, 2 * count - 1, words), table(out_at, out_rows, words)
     row = 0
     base = 0
     for j in range(groups.size):
@@ -205,11 +212,15 @@ def join_products(lam: Array, groups: Array, count: int, out: Array) -> None:
 
 
 @njit(nogil=True, cache=True)
-def join_carries(b: Array, lam: Array, prod: Array, groups: Array, count: int, first: bool, out: Array) -> None:
+def join_carries(
+    b_at: int, lam_at: int, prod_at: int, prod_rows: int, groups: Array, count: int, first: bool, out_at: int,
+    words: int,
+) -> None:  # fmt: skip
     """Xor shares of the joined (g, p) from masked rows b, this evaluator's mask shares and product shares."""
-    words = b.shape[1]
     one = np.uint64(0xFFFFFFFFFFFFFFFF) if first else np.uint64(0)
     made = groups.size
+    b, lam = table(b_at, 2 * count - 1, words), table(lam_at, 2 * count - 1, words)
+    prod, out = table(prod_at, prod_rows, words), table(out_at, 2 * made - 1, words)
     row = 0
     base = 0
     for j in range(made):
@@ -281,10 +292,13 @@ def join_carries(b: Array, lam: Array, prod: Array, groups: Array, count: int, f
 
 
 @njit(nogil=True, cache=True)
-def inject_products(bits: Array, lam: Array, weighted: Array, out: Array) -> None:
+def inject_products(
+    bits_at: int, rows: int, lam_at: int, weighted: Array, out_at: int, out_rows: int, n: int,
+    zero: np.unsignedinteger[Any],
+) -> None:  # fmt: skip
     """Helper side of bit injection: out -= masks; rows s_k for all k, then s_k * lam for weighted rows. out [R, n]."""
-    n = out.shape[1]
-    rows = bits.shape[0]
+    bits, lam = table(bits_at, rows, (n + 63) // 64), flat(lam_at, n, zero)
+    out = flat(out_at, out_rows * n, zero).reshape(out_rows, n)
     one = np.uint64(1)
     extra = rows
     for k in range(rows):
@@ -300,32 +314,36 @@ def inject_products(bits: Array, lam: Array, weighted: Array, out: Array) -> Non
 
 @njit(nogil=True, cache=True)
 def inject_terms(
-    bits: Array, m: Array, mine: Array, shares: Array, weighted: Array, w: Array, c: Array, first: bool, out: Array
-) -> None:
+    bits_at: int, rows: int, m_at: int, mine_at: int, shares_at: int, share_rows: int, weighted: Array,
+    w_at: int, w_each: int, c_at: int, c_each: int, first: bool, out_at: int, n: int, zero: np.unsignedinteger[Any],
+) -> None:  # fmt: skip
     """Evaluator side: additive share of sum_k b_k (w_k x + c_k) added into out [n].
 
     b = B ^ s and x = m - λ:  b x = B m - B λ + (1-2B)(s m - s λ). Weights and constants are [rows, 1 or n].
     """
-    n = out.size
-    rows = bits.shape[0]
+    bits = table(bits_at, rows, (n + 63) // 64)
+    shares = flat(shares_at, share_rows * n, zero).reshape(share_rows, n)
+    m, mine, out = flat(m_at, n, zero), flat(mine_at, n, zero), flat(out_at, n, zero)
+    w = flat(w_at, rows * w_each, zero).reshape(rows, w_each)
+    c = flat(c_at, rows * c_each, zero).reshape(rows, c_each)
     one = np.uint64(1)
     extra = rows
-    zero = out.dtype.type(0)
+    none = out.dtype.type(0)
     unit = out.dtype.type(1)
     for k in range(rows):
-        w_step = 0 if w.shape[1] == 1 else 1
-        c_step = 0 if c.shape[1] == 1 else 1
+        w_step = 0 if w_each == 1 else 1
+        c_step = 0 if c_each == 1 else 1
         for i in range(n):
             b = (bits[k, i >> 6] >> np.uint64(i & 63)) & one
             sigma = shares[k, i]
-            known = zero - sigma if b else sigma
+            known = none - sigma if b else sigma
             if b and first:
                 known += unit
             acc = c[k, i * c_step] * known
             if weighted[k]:
                 part = sigma * m[i] - shares[extra, i]
                 if b:
-                    part = zero - part - mine[i]
+                    part = none - part - mine[i]
                     if first:
                         part += m[i]
                 acc += w[k, i * w_step] * part

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from private_llm.kernels.address import flat
+from private_llm.kernels.address import WORD, flat
 
 Array = np.ndarray[Any, Any]
 Zero = np.unsignedinteger[Any]
 
 BLOCK = 512
-WORD = np.uint64(0)
 
 
 @njit(nogil=True, cache=True)

@@ -23,15 +23,7 @@ from private_llm.kernels.shapes import packed_words as packed_words
 
 Array = np.ndarray[Any, Any]
 
-_UNSIGNED = {torch.int64: np.uint64, torch.int32: np.uint32}
 _ZERO = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
-
-
-def _np(t: Tensor) -> Array:
-    """The tensor's memory as unsigned numbers (CPU, contiguous)."""
-    if not t.is_cpu:
-        raise UnsupportedOp(f"an operand is on {t.device}, another on the CPU; want all on one device")
-    return t.numpy().view(_UNSIGNED[t.dtype])
 
 
 @cache
@@ -81,7 +73,7 @@ def transpose_bits(x: Tensor, rows: int) -> Tensor:
         return out
     x = x.contiguous().view(-1)
     if x.is_cpu:
-        cpu_bits.transpose_words(_np(x), _np(out))
+        cpu_bits.transpose_words(memory(x), x.numel(), _ZERO[x.dtype], memory(out), rows)
     else:
         _gpu("bits", "transpose_bits", x, rows, out)
     return out
@@ -90,7 +82,7 @@ def transpose_bits(x: Tensor, rows: int) -> Tensor:
 def block_monomials(s: Tensor, low: int, blocks: Array, out: Tensor) -> None:
     """All monomials of the bits of each block of s [rows, W], xored into out. Helper side."""
     if s.is_cpu:
-        cpu_bits.block_monomials(_np(s), low, blocks, _np(out))
+        cpu_bits.block_monomials(memory(s), len(s), low, blocks, memory(out), len(out), s.shape[1])
     elif not s.is_meta:
         _gpu("bits", "block_monomials", s, low, blocks, out)
 
@@ -98,7 +90,9 @@ def block_monomials(s: Tensor, low: int, blocks: Array, out: Tensor) -> None:
 def block_carries(m: Tensor, low: int, blocks: Array, mono: Tensor, first: bool, out: Tensor) -> None:
     """Shares of (generate, propagate) of each block from public bits m and shared monomials, xored into out."""
     if m.is_cpu:
-        cpu_bits.block_carries(_np(m), low, blocks, _np(mono), first, _np(out))
+        cpu_bits.block_carries(
+            memory(m), len(m), low, blocks, memory(mono), len(mono), first, memory(out), m.shape[1]
+        )  # fmt: skip
     elif not m.is_meta:
         _gpu("bits", "block_carries", m, low, blocks, mono, first, out)
 
@@ -106,7 +100,7 @@ def block_carries(m: Tensor, low: int, blocks: Array, mono: Tensor, first: bool,
 def join_products(lam: Tensor, groups: Array, count: int, out: Tensor) -> None:
     """Products of masks that a level of joins needs, xored into out. Helper side."""
     if lam.is_cpu:
-        cpu_bits.join_products(_np(lam), groups, count, _np(out))
+        cpu_bits.join_products(memory(lam), groups, count, memory(out), len(out), lam.shape[1])
     elif not lam.is_meta:
         _gpu("bits", "join_products", lam, groups, count, out)
 
@@ -116,7 +110,9 @@ def join_carries(
 ) -> None:  # fmt: skip
     """Shares of the joined (generate, propagate) from masked rows, mask shares and product shares, xored into out."""
     if b.is_cpu:
-        cpu_bits.join_carries(_np(b), _np(lam), _np(prod), groups, count, first, _np(out))
+        cpu_bits.join_carries(
+            memory(b), memory(lam), memory(prod), len(prod), groups, count, first, memory(out), b.shape[1]
+        )  # fmt: skip
     elif not b.is_meta:
         _gpu("bits", "join_carries", b, lam, prod, groups, count, first, out)
 
@@ -126,7 +122,10 @@ def inject_products(bits: Tensor, lam: Tensor, weighted: Array, out: Tensor) -> 
     if out.is_meta or not out.numel():
         return
     if bits.is_cpu:
-        cpu_bits.inject_products(_np(bits), _np(lam), weighted, _np(out))
+        n = out.shape[1]
+        cpu_bits.inject_products(
+            memory(bits), len(bits), memory(lam), weighted, memory(out), len(out), n, _ZERO[out.dtype]
+        )  # fmt: skip
     else:
         _gpu("bits", "inject_products", bits, lam, weighted, out)
 
@@ -139,7 +138,10 @@ def inject_terms(
     if out.is_meta or not out.numel():
         return
     if bits.is_cpu:
-        cpu_bits.inject_terms(_np(bits), _np(m), _np(mine), _np(shares), weighted, _np(w), _np(c), first, _np(out))
+        cpu_bits.inject_terms(
+            memory(bits), len(bits), memory(m), memory(mine), memory(shares), len(shares), weighted, memory(w),
+            w.shape[1], memory(c), c.shape[1], first, memory(out), out.numel(), _ZERO[out.dtype],
+        )  # fmt: skip
     else:
         _gpu("bits", "inject_terms", bits, m, mine, shares, weighted, w, c, first, out)
 
@@ -195,7 +197,7 @@ def chacha20(key: Tensor, nonce: Tensor, counter: int, words: int) -> Tensor:
     if out.is_meta or not words:
         return out
     if key.is_cpu:
-        cpu_prg.chacha20(_np(key), _np(nonce), counter, _np(out))
+        cpu_prg.chacha20(key.numpy(), nonce.numpy(), counter, out.numpy())
     else:
         _gpu("prg", "chacha20", key, nonce, counter, words, out)
     return out
