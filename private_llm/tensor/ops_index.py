@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import PlaintextLeak, UnsupportedOp
+from private_llm.kernels.ops import ring_matmul
 from private_llm.protocols.share import Share
 from private_llm.tensor.dispatch import TorchArg, implements
 from private_llm.tensor.fixed import Fixed
@@ -137,7 +138,9 @@ def embedding(
         same_session(input, weight)
         return SecretTensor(rows.matmul(weight.operand, weight.operand.frac))
     elements = ring_weight(input.session, weight, rows.share.parts[0].device)
-    return SecretTensor(rows.with_share(rows.share.map(lambda part: part @ elements), rows.session.frac))
+    return SecretTensor(
+        rows.with_share(rows.share.map(lambda part: ring_matmul(part, elements)), rows.session.frac)
+    )
 
 
 def _looked_up(tokens: SecretIndex, weight: Tensor) -> SecretTensor:

@@ -21,6 +21,7 @@ from private_llm.nn.norm import PrivateRMSNorm
 from private_llm.protocols.session import Session, meta_session
 from private_llm.tensor.secret import SecretTensor
 from private_llm.tensor.secret_index import SecretIndex
+from tests.harness import meta_fixed
 from tests.hf_party.parties import LOGIT_ERROR, description, error, ids, private_twin, tokens, weights_of
 from tests.tensor.secrets import fixed, noise, plain_session, secret
 
@@ -156,6 +157,35 @@ def test_every_decoder_runs_on_meta_shares_and_books_costs_by_module(name: str, 
     sent = sum(n for (scope, _, _), n in ledger.sent.items() if scope == "lm_head")
     if name != "gemma2":  # gemma2 also caps its logits
         assert sent == output + fields  # one ring element and 18 bits per logit from each party, nothing else
+
+
+def _meta_secret(session: Session, *shape: int) -> SecretTensor:
+    return SecretTensor(meta_fixed(session, shape, session.frac))
+
+
+@pytest.mark.parametrize("name", [*tiny.ENCODERS, "vit", "t5"])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_encoders_vision_and_t5_run_on_meta_shares(name: str, number: int) -> None:
+    session = meta_session(PrivateConfig(), number)
+    config, kind = description(tiny.build(name))
+    party = build_party_model(config, kind, meta_parameters(config, kind, session), session)
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[1, 5:] = 0
+    if name == "vit":
+        out = party(pixel_values=_meta_secret(session, 2, 3, 16, 16), return_dict=True).last_hidden_state
+    elif name == "t5":
+        given = {"inputs_embeds": _meta_secret(session, 2, 7, 64), "attention_mask": mask}
+        started = _meta_secret(session, 2, 3, 64)
+        out = party(
+            **given, decoder_inputs_embeds=started, past_key_values=party.new_cache(), return_dict=True
+        ).logits
+    else:
+        given = {"inputs_embeds": _meta_secret(session, 2, 7, 64), "attention_mask": mask}
+        if name == "roberta":
+            given["position_ids"] = mask.cumsum(-1) * mask + 1
+        out = party(**given, return_dict=True).last_hidden_state
+    assert out._fixed.share.parts[0].is_meta
+    assert session.protocol.ledger.cost().total > 0
 
 
 def test_the_last_bound_is_not_vacuous() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import tests.hf.tiny as tiny
+from private_llm.config import PrivateConfig
 from private_llm.net.ledger import Ledger
 from private_llm.protocols.session import Session, meta_session
 from private_llm.tensor.fixed import Fixed
@@ -89,3 +90,28 @@ def test_a_whole_model(name: str) -> None:
         shapes = [tuple(x.shape) for x in inputs]
         _program(model)(session, *[meta_fixed(session, s, f) for s, f in zip(shapes, fracs, strict=True)])
         assert _books(session.protocol.ledger) == _books(ledger)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon"])
+def test_a_whole_model_with_public_weights(name: str) -> None:
+    """An open-weight model: the same text stays secret, every linear layer is local up to its truncation."""
+    model = tiny.build(name)
+    config, kind = description(model)
+    settings = PrivateConfig(weights="public")
+
+    def run(session: Session, prompt: Fixed) -> Fixed:
+        party = build_party_model(config, kind, weights_of(model), session)
+        with torch.no_grad():
+            embeds = party.get_input_embeddings()(SecretTensor(prompt))
+            out = party(
+                inputs_embeds=embeds, attention_mask=torch.ones(1, 5, dtype=torch.long), return_dict=True
+            )
+        return out.logits.fixed
+
+    text = ids(1, 5)
+    done = run_parties(settings, run, [F.one_hot(text, VOCABULARY).double()], [0])
+    with torch.no_grad():
+        assert (done.value - model(text).logits).abs().max() <= LOGIT_ERROR
+    assert "matmul" not in {
+        tag for scope, tag in done.ledgers[1].rounds if scope.endswith(("lm_head", "dense"))
+    }
