@@ -106,8 +106,8 @@ def _gelu_tail_tanh(z: Array) -> Array:
 
 
 def _silu_tail(z: Array) -> Array:
-    t = 8 * (z + 1)
-    return t / (1 + np.exp(t))
+    t: Array = 8 * (z + 1)
+    return np.asarray(t / (1 + np.exp(t)))
 
 
 def _logistic_tail(z: Array) -> Array:
