@@ -5,6 +5,7 @@ Threads and processes on one machine protect nobody from that machine's owner; h
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,10 +45,13 @@ def start_parties(config: PrivateConfig, hub: LocalHub | None = None) -> Parties
 
 
 def choose_mode(config: PrivateConfig) -> str:
-    """What party_mode="auto" means: remote if hosts are given, else threads."""
+    """Resolve party_mode="auto": remote with hosts, distributed if a launcher started the right number of ranks."""
     if config.party_mode != "auto":
         return config.party_mode
-    return "remote" if config.hosts else "threads"
+    if config.hosts:
+        return "remote"
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    return "distributed" if ranks > 1 and ranks in (config.parties, config.parties + 1) else "threads"
 
 
 def serve_party(
