@@ -46,8 +46,9 @@ RingOption = Annotated[int, typer.Option("--ring", help="Bits of the ring: 64 or
 PartyOption = Annotated[PartyMode, typer.Option("--party-mode", help="Parties as threads or as processes.")]
 
 
-def _config(protocol: ProtocolName, ring: int, party_mode: PartyMode = PartyMode.AUTO, **more: Any) -> PrivateConfig:  # noqa: ANN401
-    values: dict[str, Any] = {"protocol": protocol.value, "ring": ring, "party_mode": party_mode.value, **more}
+def _config(protocol: ProtocolName, ring: int, mode: PartyMode = PartyMode.AUTO, **more: Any) -> PrivateConfig:  # noqa: ANN401
+    values: dict[str, Any] = {"protocol": protocol.value, "ring": ring, **more}
+    values.setdefault("party_mode", mode.value)
     if ring == 32:
         values.setdefault("frac_bits", 12)
     return PrivateConfig.from_dict({**values, "insecure": protocol is ProtocolName.PLAIN})
@@ -180,7 +181,6 @@ def estimate(
     protocol: ProtocolOption = ProtocolName.TRIO,
     ring: RingOption = 64,
     reveal: Annotated[str, typer.Option(help="What the client opens: 'logits' or 'token'.")] = "logits",
-    weights: Annotated[str, typer.Option(help="'secret' or 'public'.")] = "secret",
     bandwidth: Annotated[float, typer.Option(help="Mbit/s of each direction of a link.")] = 1000.0,
     latency: Annotated[float, typer.Option(help="One-way latency in ms.")] = 1.0,
     gmacs: Annotated[float | None, typer.Option(help="Ring GMAC/s of a party (default: this machine's core).")] = None,
@@ -188,7 +188,7 @@ def estimate(
     """What a run will cost, without weights and without hardware."""
     from private_llm.commands.estimate import estimate as run
 
-    config = _config(protocol, ring, reveal=reveal, weights=weights)
+    config = _config(protocol, ring, reveal=reveal)
     run(model, config, as_json, seq, new, batch, bandwidth, latency, gmacs)
 
 

@@ -19,6 +19,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ WORKS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "softmax": lambda x: x[0].softmax(-1),
 }
 """What CrypTen does with the same inputs."""
+_LIMIT_S = 300.0
 
 
 def crypten() -> Any:  # noqa: ANN401 - a module without types
@@ -95,10 +97,20 @@ def run_crypten(tiny: bool, repeat: int) -> list[dict[str, Any]]:
         subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    outputs = [party.communicate()[0] for party in parties]
-    rows = [json.loads(line) for line in outputs[0].splitlines() if line.startswith("{")]
-    if len(rows) != len(WORKS):  # its exit status says nothing: its threads may abort after the last row
-        raise SystemExit("CrypTen failed; its own message is above")
+    limit = threading.Timer(_LIMIT_S, lambda: [party.kill() for party in parties])
+    limit.start()
+    rows = []
+    for line in parties[0].stdout or ():
+        if line.startswith("{"):
+            rows.append(json.loads(line))
+        if len(rows) == len(WORKS):
+            break  # CrypTen's threads may abort or hang when its processes end, so they are not waited for
+    limit.cancel()
+    for party in parties:
+        party.kill()
+        party.wait()
+    if len(rows) != len(WORKS):
+        raise SystemExit(f"CrypTen failed or took more than {_LIMIT_S:g} s; its own message is above")
     return rows
 
 

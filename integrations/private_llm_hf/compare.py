@@ -41,10 +41,10 @@ class ModuleError:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All modules in the order in which they finished; `overflow` says which one left the ring, if any did."""
+    """All modules in the order in which they finished; `stopped` says why the run ended early, if it did."""
 
     modules: tuple[ModuleError, ...]
-    overflow: str | None
+    stopped: str | None
 
 
 def compare(model: PreTrainedModel, input_ids: Tensor, config: PrivateConfig) -> Comparison:
@@ -61,14 +61,14 @@ def compare(model: PreTrainedModel, input_ids: Tensor, config: PrivateConfig) ->
     facts = describe(type(model), model.config)
     private = build_party_model(facts["config"], facts["class"], weights, session)
     expected, found = _Outputs(truth), _Outputs(private)
-    overflow = None
+    stopped = None
     with torch.no_grad():
         truth(input_ids=input_ids, use_cache=False)
         embeds = truth.get_input_embeddings()(input_ids)
         try:
             private(inputs_embeds=SecretTensor(_fixed(session, embeds)), return_dict=True)
         except DomainError as refused:
-            overflow = str(refused)
+            stopped = str(refused)
     rows = []
     for name, value in found.values.items():
         right = expected.values.get(name)
@@ -76,7 +76,7 @@ def compare(model: PreTrainedModel, input_ids: Tensor, config: PrivateConfig) ->
             error = (value - right).abs()
             kind = type(truth.get_submodule(name)).__name__
             rows.append(ModuleError(name, kind, float(right.abs().max()), float(error.max()), float(error.mean())))
-    return Comparison(tuple(rows), overflow)
+    return Comparison(tuple(rows), stopped)
 
 
 class _Outputs:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, UnsupportedOp
 from private_llm.net.transport import CLIENT, MetaTransport
 from private_llm.protocols.session import PlainClient, meta_session
 from private_llm.protocols.trio.client import TrioClient
@@ -203,11 +203,16 @@ def estimate(
     """
     if sequence < 1 or new_tokens < 0 or batch < 1:
         raise ConfigError(f"estimate: got seq {sequence}, new {new_tokens}, batch {batch}; want at least 1, 0 and 1")
+    if private_config.weights != "secret":
+        raise UnsupportedOp("estimate counts secret weights; public ones have values that a meta run lacks")
     bare = skeleton(model_class, config)
     if new_tokens and not bare.can_generate():
         raise ConfigError(f"{model_class.__name__} does not generate; leave out --new")
     parties = _MetaParties(private_config, describe(model_class, config), progress)
-    generation = GenerationConfig.from_model_config(config) if bare.can_generate() else None
+    generation = None
+    if bare.can_generate():
+        generation = GenerationConfig.from_model_config(config)
+        generation.eos_token_id = None  # nothing ends early
     plan = make_plan(bare, private_config)
     model = private_class(model_class)(config, cast(Parties, parties), plan, generation)
     ids = torch.ones(batch, sequence, dtype=torch.int64)
@@ -215,8 +220,8 @@ def estimate(
     with torch.no_grad():
         if new_tokens:
             model.generate(
-                input_ids=ids, attention_mask=mask, min_new_tokens=new_tokens, max_new_tokens=new_tokens,
-                do_sample=False, num_beams=1, pad_token_id=0,
+                input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, num_beams=1,
+                pad_token_id=0,
             )  # fmt: skip
         else:
             model(input_ids=ids, attention_mask=mask)

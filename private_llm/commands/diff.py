@@ -27,14 +27,14 @@ def diff(source: str, prompt: str, config: PrivateConfig, everything: bool, as_j
                     "error_mean": row.error_mean,
                 }
             )  # fmt: skip
-        emit_json({"name": "diff", "model": source, "overflow": found.overflow})
+        emit_json({"name": "diff", "model": source, "stopped": found.stopped})
         return
     cells = [
         (row.name, row.kind, f"{row.largest:.3g}", f"{row.error_max:.1e}", f"{row.error_mean:.1e}") for row in rows
     ]
     headings = ("module", "class", "largest value", "largest error", "mean error")
     emit_table(f"{source}: {config.ring}-bit ring, {config.frac_bits} fractional bits", headings, cells)
-    if found.overflow is not None:
-        CONSOLE.print(f"[red]overflow:[/] {found.overflow}", highlight=False)
+    if found.stopped is not None:
+        CONSOLE.print(f"[red]stopped:[/] {found.stopped}", highlight=False)
     else:
         CONSOLE.print("no product left the ring", highlight=False)

@@ -1,0 +1,114 @@
+"""The estimate is the ledger of a real run: every byte on every link of every module, every round, every product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from private_llm_hf import PrivateConfig, patch
+from private_llm_hf.costs import Costs
+from private_llm_hf.estimate import by_layer, estimate, model_class_of, named_shape
+from transformers import PreTrainedModel
+
+from private_llm.errors import ConfigError, DomainError, UnsupportedOp
+from tests.hf import tiny
+
+SHAPES = ("opt-125m", "opt-6.7b", "llama-7b", "llama-13b", "bert-base", "gpt2")
+
+
+def entries(costs: Costs) -> list[dict[str, dict[object, int]]]:
+    return [
+        {"sent": dict(ledger.sent), "rounds": dict(ledger.rounds), "macs": dict(ledger.macs)}
+        for ledger in costs.ledgers
+    ]
+
+
+def real(model: PreTrainedModel, config: PrivateConfig, sequence: int, new: int) -> Costs:
+    ids = torch.randint(3, 100, (2, sequence), generator=torch.Generator().manual_seed(5))
+    private = patch(model, config)
+    try:
+        mask = torch.ones_like(ids)
+        with torch.no_grad():
+            if new:
+                private.generation_config.eos_token_id = None
+                private.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
+            else:
+                private(input_ids=ids, attention_mask=mask)
+        return private.cost()
+    finally:
+        private.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "new", "settings"),
+    [
+        ("opt", 3, {}),
+        ("llama", 3, {}),
+        ("bert", 0, {}),
+        ("llama", 2, {"reveal": "token"}),
+        ("gpt2", 0, {"adder": "ripple"}),
+    ],
+)
+def test_estimate_equals_the_ledger(name: str, new: int, settings: dict[str, str]) -> None:
+    config = PrivateConfig(timeout_s=60, **settings)
+    model = tiny.build(name)
+    found = estimate(type(model), model.config, config, sequence=7, new_tokens=new, batch=2)
+    run = real(model, config, 7, new)
+    assert entries(found.costs) == entries(run)
+    assert found.costs.bytes_total == run.bytes_total > 0
+
+
+def test_layers_add_up_and_equal_layers_cost_the_same() -> None:
+    model = tiny.build("opt")
+    found = estimate(type(model), model.config, PrivateConfig(), sequence=6)
+    layers = {layer.name: layer for layer in found.layers()}
+    assert sum(layer.bytes_total for layer in layers.values()) == found.costs.bytes_total
+    first, second = layers["model.decoder.layers.0"], layers["model.decoder.layers.1"]
+    assert (first.sent, first.rounds, first.macs) == (second.sent, second.rounds, second.macs)
+    assert [layer.name for layer in by_layer(found.costs)] == list(layers)
+
+
+def test_memory_is_that_of_two_ring_elements_a_weight_and_of_the_cache() -> None:
+    model = tiny.build("opt")
+    found = estimate(type(model), model.config, PrivateConfig(), sequence=5, new_tokens=3)
+    assert found.weight_bytes == 16 * sum(p.numel() for p in model.parameters())
+    layers, width = model.config.num_hidden_layers, model.config.hidden_size
+    assert found.cache_bytes == 2 * layers * width * (5 + 3 - 1) * 16  # keys and values, two elements of 8 bytes
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_built_in_shapes_are_the_published_ones(name: str) -> None:
+    parameters = {"opt-125m": 125e6, "opt-6.7b": 6.66e9, "llama-7b": 6.74e9, "llama-13b": 13.0e9,
+                  "bert-base": 109e6, "gpt2": 124e6}  # fmt: skip
+    found = named_shape(name)
+    assert found is not None
+    with torch.device("meta"):
+        model = found[0](found[1])
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters[name], rel=0.01)
+
+
+def test_a_large_model_is_counted_without_weights() -> None:
+    found = named_shape("llama-7b")
+    assert found is not None
+    counted = estimate(*found, PrivateConfig(), sequence=4)
+    layers = [layer for layer in counted.layers() if ".layers." in layer.name]
+    assert len(layers) == 32
+    assert len({layer.bytes_total for layer in layers}) == 1
+    # A matrix product sends at least three ring elements an output; a layer has these outputs for each of 4 tokens.
+    assert layers[0].bytes_total > 4 * (4 * 4096 + 3 * 11008) * 24
+
+
+def test_mistakes() -> None:
+    model = tiny.build("bert")
+    with pytest.raises(ConfigError, match="does not generate"):
+        estimate(type(model), model.config, PrivateConfig(), sequence=3, new_tokens=1)
+    with pytest.raises(ConfigError, match="got seq 0"):
+        estimate(type(model), model.config, PrivateConfig(), sequence=0)
+    with pytest.raises(UnsupportedOp, match="secret weights"):
+        estimate(type(model), model.config, PrivateConfig(weights="public"), sequence=3)
+    with pytest.raises(DomainError, match="64"):
+        estimate(type(model), model.config, PrivateConfig(), sequence=65)
+
+
+def test_the_class_of_a_configuration() -> None:
+    model = tiny.build("opt")
+    assert model_class_of(model.config).__name__ == "OPTForCausalLM"

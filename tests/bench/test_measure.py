@@ -1,0 +1,119 @@
+"""The harness: rows, the emulated link, errors of parties."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from private_llm.bench.catalogue import ENTRIES, NAMES, make
+from private_llm.bench.link import LinkSpeed, SlowHub
+from private_llm.bench.measure import measure
+from private_llm.bench.record import RecordingHub
+from private_llm.bench.work import Work, parse_shape
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, DomainError, PartyFailed
+from private_llm.protocols.session import Session
+from private_llm.tensor.fixed import Fixed
+
+CONFIG = PrivateConfig(timeout_s=60)
+LARGEST_ERROR = {
+    # Exact functions: rounding of the inputs (2^-19 each, times the other factor) and one unit of 2^-18.
+    "relu": 2**-18, "mul": 2**-15, "matmul": 2**-13,
+    # The aims for approximations, with the rounding of their inputs.
+    "gelu": 3e-4, "silu": 3e-4, "softmax": 5e-4, "layernorm": 5e-4, "argmax": 0.0,
+    # Layers: some ten functions one after the other, activations below about 4.
+    "opt-layer": 5e-3, "bert-layer": 5e-3, "opt-decode": 5e-3, "gpt2-forward": 1e-2, "generate": 5e-2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "generate"])
+def test_every_work_runs_and_is_right(name: str) -> None:
+    row = measure(make(name, tiny=True), CONFIG, repeat=1)
+    assert row.error_max <= LARGEST_ERROR[name]
+    assert row.shape == ENTRIES[name].tiny
+    assert row.bytes_total == sum(row.bytes_per_party.values()) > 0
+    assert row.rounds > 0
+
+
+def test_repetitions_cost_the_same() -> None:
+    one, three = (measure(make("opt-layer", tiny=True), CONFIG, repeat=r) for r in (1, 3))
+    assert (one.bytes_per_party, one.rounds) == (three.bytes_per_party, three.rounds)
+
+
+def test_inputs_are_random_reals() -> None:
+    for name in ("relu", "matmul", "softmax"):
+        work = make(name, tiny=True)
+        assert isinstance(work, Work)
+        for value in work.values():
+            assert value.dtype == torch.float64
+            assert bool((value != 0).all())
+            assert value.std() > 0.1
+        assert all(torch.equal(a, b) for a, b in zip(work.values(), work.values(), strict=True))
+
+
+def test_latency_is_felt_once_a_round() -> None:
+    slow = measure(make("relu", tiny=True), CONFIG, repeat=1, speed=LinkSpeed(1000, 20))
+    assert slow.seconds["min"] >= slow.rounds * 0.02
+    assert (slow.bandwidth_mbit, slow.latency_ms) == (1000, 20)
+
+
+def test_a_slow_link_delivers_in_order_and_late() -> None:
+    hub = SlowHub(2, 10.0, LinkSpeed(8.0, 30.0), instant="go")  # one megabyte a second
+    a, b = hub.transport(0), hub.transport(1)
+    started = time.perf_counter()
+    a.send(1, "first", torch.arange(5000))  # 40 kB take 40 ms
+    a.send(1, "second", torch.arange(2))
+    assert time.perf_counter() - started < 0.03
+    assert torch.equal(b.recv(0, "first", (5000,), torch.int64), torch.arange(5000))
+    assert time.perf_counter() - started >= 0.07
+    assert torch.equal(b.recv(0, "second", (2,), torch.int64), torch.arange(2))
+
+
+@pytest.mark.parametrize(("bandwidth", "latency"), [(0.0, 1.0), (-1.0, 1.0), (1.0, -1.0), (float("nan"), 1.0)])
+def test_impossible_links(bandwidth: float, latency: float) -> None:
+    with pytest.raises(ConfigError, match="positive bandwidth"):
+        LinkSpeed(bandwidth, latency)
+
+
+def test_a_party_that_fails_is_reported() -> None:
+    def prepare(session: Session, weights: object) -> object:
+        def run(_: Session, values: Sequence[Fixed]) -> Fixed:
+            if session.party == 1:
+                raise DomainError("this is what went wrong")
+            return values[0].mul(values[0])
+
+        return run
+
+    work = Work("broken", (4,), ((4,),), prepare, lambda values, _: values[0])  # type: ignore[arg-type]
+    with pytest.raises(PartyFailed, match="party 1, benchmark 'broken': this is what went wrong"):
+        measure(work, CONFIG, repeat=1)
+
+
+def test_waits_are_recorded() -> None:
+    hub = RecordingHub(2, 10.0)
+    a, b = hub.transport(0), hub.transport(1)
+    a.send(1, "word", torch.arange(2))
+    b.recv(0, "word", (2,), torch.int64)
+    (wait,) = hub.waits
+    assert (wait.endpoint, wait.peer, wait.tag) == (1, 0, "word")
+    assert wait.end >= wait.start
+
+
+@pytest.mark.parametrize("text", ["", "x", "3x", "0x2", "-1", "3.5", "axb"])
+def test_bad_shapes(text: str) -> None:
+    with pytest.raises(ConfigError, match="shape: got"):
+        parse_shape(text)
+
+
+def test_a_shape() -> None:
+    assert parse_shape("3X40x5") == (3, 40, 5)
+
+
+def test_counts_replace_elements_or_tokens() -> None:
+    assert make("relu", count=5).shape == (5,)
+    assert make("opt-layer", count=4, tiny=True).shape == (2, 4, 16, 2, 24)
+    with pytest.raises(ConfigError, match="n: got 0"):
+        make("relu", count=0)
