@@ -58,7 +58,10 @@ def run(function: Any, case: Case, device: str = "cpu") -> list[Tensor]:
 
 
 def matmul_cases() -> Iterator[Case]:
-    shapes = (((3, 5), (5, 4)), ((2, 9, 33), (33, 65)), ((2, 1, 4, 8), (3, 8, 5)), ((1, 67), (67, 3)), ((2, 0), (0, 3)))
+    shapes = (
+        ((3, 5), (5, 4)), ((2, 9, 33), (33, 65)), ((2, 1, 4, 8), (3, 8, 5)), ((1, 67), (67, 3)), ((2, 0), (0, 3)),
+        ((1, 40), (40, 170)), ((70, 540), (540, 21)),  # wide lines; more rows and steps than one block
+    )  # fmt: skip
     for ring in RINGS:
         for left, right in shapes:
             draw = Draw(f"matmul {left}")

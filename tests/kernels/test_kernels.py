@@ -57,6 +57,18 @@ def test_triton_kernel_equals_the_reference(case: Case) -> None:
         same(run(interpreted(case), case), expected(case))
 
 
+def test_accumulators_of_digit_products_are_added_up_before_they_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Per k at most LIMBS products of magnitude 2^14 reach one int32; chunks are exercised with a shorter one."""
+    module = pytest.importorskip("triton") and importlib.import_module("private_llm.kernels.triton_matmul")
+    assert 8 * 2**14 * module.CHUNK < 2**31
+    assert module.CHUNK % module.BK == 0
+    monkeypatch.setattr(module, "CHUNK", 2 * module.BK)
+    x = Draw("chunks").ring(RING64, 3, 5 * module.BK + 1)
+    case = Case("ring_matmul", "chunks", (x, x.mT))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    same(run(module.product, case, device), expected(case))
+
+
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_meta_tensors_get_the_shapes_of_the_results(case: Case) -> None:
     arguments = [a.to("meta") if isinstance(a, Tensor) else a for a in case.arguments]
