@@ -179,6 +179,8 @@ class Forward:
             self.secrets,
         )
         values: dict[str, Any] = {name: value.to(torch.float32) for name, value in opened.items()}
+        if "token" in values:
+            values["logits"] = _as_logits(values.pop("token"), self.config.get_text_config().vocab_size)
         if cache is not None:
             cache.rows = self.listed[0]["shape"][0]
             cache.length += length
@@ -201,6 +203,15 @@ def encode_prompt(
     message: Message = {"cache": None, "encoded": None, "encode_to": encoded.handle, "outputs": []}
     model.parties.forward({"public": call.public, "secret": call.listed, **message}, call.secrets)
     return encoded
+
+
+def _as_logits(token: Tensor, vocabulary: int) -> Tensor:
+    """Logits that say no more than the revealed arg max: 0 there, minus infinity elsewhere."""
+    index = token.to(torch.int64)
+    if bool(((index < 0) | (index >= vocabulary)).any()):
+        raise DomainError("the parties revealed a token outside the vocabulary; their shares do not fit together")
+    logits = torch.full((*token.shape, vocabulary), float("-inf"))
+    return logits.scatter_(-1, index.unsqueeze(-1), 0.0)
 
 
 def _reference(encoded: PrivateEncoderOutput) -> Message:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
+from private_llm.approx.argmax import argmax
 from private_llm.config import PrivateConfig
 from private_llm.errors import PrivateLLMError, ShareFileError, TransportError
 from private_llm.kernels.memory import tune_allocator
@@ -163,8 +164,13 @@ class Party:
         outputs = []
         for name in wanted:
             value = result.get(name)
-            if isinstance(value, SecretTensor):
-                outputs.append((name, value.fixed.at(self.session.frac)))
+            if not isinstance(value, SecretTensor):
+                continue
+            if self.config.reveal == "logits":
+                outputs.append((name, value.fixed))
+            elif name == "logits":  # and nothing else, whatever the client asks for
+                with self.transport.ledger.scope("token"):
+                    outputs.append(("token", argmax(value.fixed)))
         described = [[name, list(fixed.shape), fixed.frac] for name, fixed in outputs]
         self._answer({"class": type(result).__name__, "outputs": described})
         for _, fixed in outputs:
