@@ -36,6 +36,7 @@ ENTRIES: dict[str, Entry] = {
     "silu": Entry(functions.silu, (128, 3072), (4, 25), "rows x columns"),
     "softmax": Entry(functions.softmax, (12, 128, 128), (2, 3, 7), "heads x queries x keys"),
     "layernorm": Entry(functions.layernorm, (128, 768), (3, 16), "rows x columns"),
+    "argmax": Entry(functions.argmax, (1, 50272), (3, 21), "rows x columns"),
     "opt-layer": Entry(layers.opt_layer, _LAYER, _TINY_LAYER, _LAYER_DIMS),
     "bert-layer": Entry(layers.bert_layer, _LAYER, _TINY_LAYER, _LAYER_DIMS),
     "opt-decode": Entry(layers.opt_decode, _LAYER, _TINY_LAYER, _LAYER_DIMS.replace("tokens", "cached tokens")),

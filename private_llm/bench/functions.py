@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from private_llm.approx import activations, norms
+from private_llm.approx.argmax import argmax as fixed_argmax
 from private_llm.approx.softmax import softmax as fixed_softmax
 from private_llm.bench.work import Shape, Work
 from private_llm.protocols.session import Session
@@ -53,6 +54,13 @@ def layernorm(shape: Shape) -> Work:
         "layernorm", shape, inputs, lambda x: norms.layer_norm(x[0], x[1], x[2], 1e-5),
         lambda v: F.layer_norm(v[0], shape[-1:], v[1], v[2], 1e-5), (2.0, 1.0, 0.5),
     )  # fmt: skip
+
+
+def argmax(shape: Shape) -> Work:
+    """Index of the largest of each row, x ~ N(0, 3); exact."""
+    return _work(
+        "argmax", shape, (shape,), lambda x: fixed_argmax(x[0]), lambda v: v[0].argmax(-1).to(torch.float64), (3.0,)
+    )
 
 
 def _work(

@@ -22,17 +22,20 @@ from private_llm.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Call = Callable[[Any], Tensor]
-
 
 @dataclass(frozen=True)
 class WholeWork:
-    """A model and what is asked of it. call: from a model (private or plaintext) to logits."""
+    """A model and what is asked of it.
+
+    call: what the private model is asked; it returns its logits and the token ids that gave them. truth: logits of the
+    plaintext model, in float64, for these ids (a private text may differ where two logits are nearly equal).
+    """
 
     name: str
     shape: Shape
     build: Callable[[], PreTrainedModel]
-    call: Call
+    call: Callable[[Any], tuple[Tensor, Tensor]]
+    truth: Callable[[Any, Tensor], Tensor]
 
 
 def gpt2_forward(shape: Shape) -> WholeWork:
@@ -51,7 +54,11 @@ def gpt2_forward(shape: Shape) -> WholeWork:
         return model
 
     ids = torch.from_numpy(np.random.default_rng(4).integers(0, vocabulary, (batch, tokens)))
-    return WholeWork("gpt2-forward", shape, build, lambda model: model(input_ids=ids, use_cache=False).logits)
+
+    def call(model: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - a private model
+        return model(input_ids=ids, use_cache=False).logits, ids
+
+    return WholeWork("gpt2-forward", shape, build, call, lambda model, ids: model(input_ids=ids).logits)
 
 
 def generate(shape: Shape) -> WholeWork:
@@ -63,19 +70,25 @@ def generate(shape: Shape) -> WholeWork:
 
     def build() -> PreTrainedModel:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return model.eval()
 
-    def call(model: Any) -> Tensor:  # noqa: ANN401 - private or plaintext
+    def call(model: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - a private model
         ids = torch.from_numpy(np.random.default_rng(4).integers(4, model.config.vocab_size, (batch, prompt)))
         made = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), min_new_tokens=new, max_new_tokens=new,
             do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0,
         )  # fmt: skip
-        return torch.stack(made.logits)
+        return torch.stack(made.logits, dim=1), made.sequences
 
-    return WholeWork("generate", shape, build, call)
+    def truth(model: Any, ids: Tensor) -> Tensor:  # noqa: ANN401 - the plaintext model
+        logits: Tensor = model(input_ids=ids).logits
+        return logits[:, prompt - 1 : -1]
+
+    return WholeWork("generate", shape, build, call, truth)
 
 
 def measure_whole(
@@ -96,14 +109,14 @@ def measure_whole(
             for _ in range(repeat + 1):
                 private.cost(reset=True)
                 started = time.perf_counter()
-                logits = work.call(private)
+                logits, ids = work.call(private)
                 times.append(time.perf_counter() - started)
                 progress()
         costs = private.cost().to_dict()
     finally:
         private.close()
     with torch.no_grad():
-        truth = work.call(model.double())
+        truth = work.truth(model.double(), ids)
     return Row(
         name=work.name, protocol=config.protocol, ring=config.ring, shape=work.shape, parties=config.parties,
         seconds=spread(times[1:]), **costs, error_max=float((logits - truth).abs().max()),

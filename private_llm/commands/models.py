@@ -49,7 +49,16 @@ def plaintext_model(source: str) -> Any:  # noqa: ANN401 - a transformers model
     return _load("model", AutoModelForCausalLM, source, dtype=torch.float32).eval()
 
 
+def quiet() -> None:
+    """No progress bars of transformers beside our own."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
 def _load(what: str, auto: Any, source: str, **more: Any) -> Any:  # noqa: ANN401 - transformers' auto classes
+    quiet()
     try:
         return auto.from_pretrained(source, **more)
     except (OSError, ValueError) as error:

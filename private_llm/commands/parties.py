@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from private_llm.commands.models import quiet
 from private_llm.commands.output import CONSOLE, NOTES, emit_json, progress_bar, size
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError
@@ -17,6 +18,7 @@ def share(source: str, out: Path, config: PrivateConfig, task: str, as_json: boo
     import private_llm_hf as hf
     from private_llm_hf.auto import share_checkpoint
 
+    quiet()
     autos = dict(
         zip(
             TASKS,

@@ -46,7 +46,7 @@ def plot_costs(
             for w in waits
             if w.endpoint == party and w.end > start and w.start < end
         ]
-        bottom.broken_barh(idle, (party - 0.4, 0.8), color="#e6e6e6")
+        bottom.broken_barh(idle, (party - 0.4, 0.8), color="#e6e6e6", linewidth=0)
     bottom.set_yticks(range(parties), [f"party {party}" for party in range(parties)])
     bottom.set_xlabel("ms within the last token; grey: waiting")
     figure.savefig(path, dpi=120)
