@@ -173,7 +173,7 @@ def _bump(name: str, about: str, function: Callable[[Array], Array]) -> Plan:
 def _wide(name: str, about: str, function: Callable[[Array], Array], zero: float) -> Plan:
     return Plan(
         name, about, function, np.ones_like, low=-1 - SLACK / 8, high=zero + SLACK / 8, zero=zero, argument=21,
-        forms=((21, 21), (18, 27), (28, 28), (28, 31)), fracs=(18, 18, 18, 18), start=STARTS[name],
+        forms=((21, 21), (20, 28), (30, 30), (29, 31)), fracs=(20, 20, 20, 18), start=STARTS[name],
     )  # fmt: skip
 
 

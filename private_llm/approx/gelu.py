@@ -15,7 +15,7 @@ def gelu(x: Fixed, approximate: str = "none") -> Fixed:
     """GELU of x (any shape), for |x| < 2^20 - 2^10; 64-bit ring only.
 
     relu(x) - g(|x|): g even, here a polynomial of degree 8 in three products (bump.py). Absolute error at most
-    2e-4, both spellings; exactly x or 0 beyond 4.02. 199 bytes an element, 11 rounds (18 fractional bits).
+    2e-4, both spellings; exactly x or 0 beyond 4.02. 204 bytes an element, 11 rounds (18 fractional bits).
     """
     if approximate not in ("none", "tanh"):
         raise UnsupportedOp(f"gelu: got approximate={approximate!r}; want 'none' or 'tanh'")

@@ -14,6 +14,6 @@ def silu(x: Fixed) -> Fixed:
     """SiLU of x (any shape), for |x| < 2^20 - 2^10; 64-bit ring only.
 
     relu(x) - g(|x|) with g(t) = t / (1 + e^t), a polynomial of degree 12 in four products (bump.py). Absolute error
-    at most 2e-4; exactly x or 0 beyond 12.02. 243 bytes an element, 13 rounds (18 fractional bits).
+    at most 2e-4; exactly x or 0 beyond 12.02. 244 bytes an element, 13 rounds (18 fractional bits).
     """
     return rectified_minus(x, SILU, TOP, 3)

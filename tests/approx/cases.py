@@ -1,0 +1,108 @@
+"""Every pointwise function with its reference, its stated error, and what it costs: one table for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from private_llm.approx import activations
+from private_llm.approx import coefficients as tables
+from private_llm.approx.exp import exp
+from private_llm.net.ledger import Cost
+from private_llm.protocols.trio import cost
+from private_llm.ring.ring import Ring
+from private_llm.tensor.fixed import Fixed
+from tests.approx.tables import noise_units
+
+R = Ring(64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`error` is the docstring's bound; `ends` the domain; `thresholds` where a coarse comparison may differ.
+
+    `noise` bounds the effect of truncation, in units of the result's last place.
+    """
+
+    name: str
+    run: Callable[[Fixed], Fixed]
+    truth: Callable[[Tensor], Tensor]
+    error: float
+    ends: tuple[float, float]
+    thresholds: tuple[float, ...]
+    price: Callable[[int], Cost]
+    noise: float = 0.0
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+WIDE = (-(2.0**20) + 2**10, 2.0**20 - 2**10)
+FULL = torch.linspace(-1.008, 1.032, 4001, dtype=torch.float64)
+HALF = (-(2.0**19) + 2**9, 2.0**19 - 2**9)
+
+
+def products(n: int, *shifts: int) -> Cost:
+    """Truncated products one after the other."""
+    total = Cost()
+    for shift in shifts:
+        total = total + cost.product(R, n, shift)
+    return total
+
+
+def _bump(n: int, *shifts: int) -> Cost:
+    """Three coarse thresholds (39 bits, 26 positions), two injections of one weighted row, the chain."""
+    fold = cost.msb(n, 39, 3, low=12) + cost.inject(R, n, 1, 1, 0) + cost.inject(R, n, 1, 1, 0)
+    return fold + products(n, *shifts)
+
+
+def _logistic(n: int, bits: int, low: int) -> Cost:
+    fold = cost.msb(n, bits, 3, low=low) + cost.inject(R, n, 3, 3, 0)
+    return fold + products(n, 22, 28, 40, 41 if low == 11 else 42) + cost.inject(R, n, 1, 1, 0)
+
+
+def _exact(n: int, thresholds: int = 1) -> Cost:
+    return cost.msb(n, 39, thresholds) + cost.inject(R, n, thresholds, thresholds, 0)
+
+
+CASES = [
+    Case("relu", activations.relu, torch.relu, 0.0, WIDE, (), _exact),
+    Case("absolute", activations.absolute, torch.abs, 0.0, WIDE, (), _exact),
+    Case("hardtanh", activations.hardtanh, F.hardtanh, 0.0, WIDE, (), lambda n: _exact(n, 2)),
+    Case("gelu", activations.gelu, F.gelu, 2e-4, WIDE, (0.0, -4.0, 4.0), lambda n: _bump(n, 21, 25, 41),
+         noise_units(tables.GELU_ERF, FULL)),
+    Case(
+        "gelu_tanh", lambda x: activations.gelu(x, "tanh"), lambda x: F.gelu(x, approximate="tanh"), 2e-4, WIDE,
+        (0.0, -4.0, 4.0), lambda n: _bump(n, 21, 25, 41), noise_units(tables.GELU_TANH, FULL),
+    ),
+    Case("silu", activations.silu, F.silu, 2e-4, WIDE, (0.0, -12.0, 12.0), lambda n: _bump(n, 22, 28, 40, 42),
+         noise_units(tables.SILU, FULL[FULL <= 0.51])),
+    Case(
+        "sigmoid", activations.sigmoid, torch.sigmoid, 1e-4, WIDE, (0.0, -10.0, 10.0),
+        lambda n: _logistic(n, 39, 12), 2 * noise_units(tables.LOGISTIC, FULL[FULL <= 0.26]),
+    ),
+    Case("tanh", activations.tanh, torch.tanh, 2e-4, HALF, (0.0, -5.0, 5.0), lambda n: _logistic(n, 38, 11),
+         4 * noise_units(tables.LOGISTIC, FULL[FULL <= 0.26])),
+    Case(
+        "exp", exp, torch.exp, 6e-5, (WIDE[0], 0.25), (-14.0,),
+        lambda n: cost.msb(n, 39, 1, low=16) + cost.inject(R, n, 1, 1, 0) + products(n, 22, 28, 39, 36),
+        noise_units(tables.EXP, FULL[FULL >= -0.75]),
+    ),
+]  # fmt: skip
+
+
+def samples(case: Case, frac: int = 18) -> Tensor:
+    """A dense grid over the bend, random values over the whole domain, and the extremes; exact at `frac` bits."""
+    generator = torch.Generator().manual_seed(1)
+    low, high = case.ends
+    dense = torch.linspace(-18, 18, 24001, dtype=torch.float64)
+    near = torch.linspace(-0.1, 0.1, 1001, dtype=torch.float64)
+    sizes = 2.0 ** (torch.rand(4000, generator=generator, dtype=torch.float64) * 22 - 3)
+    signs = torch.randint(0, 2, (4000,), generator=generator) * 2 - 1
+    edges = torch.tensor([low, high, 0.0, 2.0**-frac, -(2.0**-frac), *case.thresholds, *(-t for t in case.thresholds)])
+    x = torch.cat([dense, near, sizes * signs, edges.double()]).clamp(low, high)
+    return (x * 2**frac).round() / 2**frac

@@ -1,0 +1,111 @@
+"""The committed tables: errors as stated, products inside the ring, exact zeros, and the script that wrote them."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from private_llm.approx import coefficients
+from private_llm.approx.chain import Chain
+from private_llm.approx.cubic import Cubic
+from private_llm.approx.normalise import QUARTERS, THIRDS, Cells
+from tests.approx.tables import run_table
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "fit_coefficients.py"
+
+
+def _gelu_tail(t: Tensor, approximate: str) -> Tensor:
+    return t.relu() - F.gelu(t, approximate=approximate) + torch.where(t < 0, -t, 0.0)
+
+
+TABLES = [
+    (coefficients.GELU_ERF, lambda z: _gelu_tail(2 * (z + 1), "none"), -1.0, 1.0, 1.0),
+    (coefficients.GELU_TANH, lambda z: _gelu_tail(2 * (z + 1), "tanh"), -1.0, 1.0, 1.0),
+    (coefficients.SILU, lambda z: 8 * (z + 1) * torch.sigmoid(-8 * (z + 1)), -1.0, 0.5, 0.5),
+    (coefficients.LOGISTIC, lambda z: torch.sigmoid(-8 * (z + 1)), -1.0, 0.25, 0.25),
+    (coefficients.EXP, lambda z: torch.exp(8 * (z - 1)), -0.75, 1.03125, None),
+]
+each = pytest.mark.parametrize(
+    ("chain", "truth", "low", "high", "zero"), TABLES, ids=["gelu_erf", "gelu_tanh", "silu", "logistic", "exp"]
+)
+
+
+@each
+def test_error_as_stated(chain: Chain, truth: object, low: float, high: float, zero: float | None) -> None:
+    z = torch.linspace(low, high, 200_001, dtype=torch.float64)
+    error = float((run_table(chain, z)[-1] - truth(z)).abs().max())  # type: ignore[operator]
+    assert 0.8 * chain.error <= error <= chain.error
+
+
+@each
+def test_products_stay_in_the_ring(chain: Chain, truth: object, low: float, high: float, zero: float | None) -> None:
+    slack = 2.0**-6 / (2 if chain.argument == 19 else 8)
+    z = torch.linspace(low - slack, high + slack, 20_001, dtype=torch.float64)
+    for step, value in zip(chain.steps, run_table(chain, z), strict=True):
+        assert math.log2(float(value.abs().max())) + step.left.frac + step.right.frac <= 61
+
+
+@each
+def test_vanishes_exactly(chain: Chain, truth: object, low: float, high: float, zero: float | None) -> None:
+    """In ring integers, truncation included: the first two products are exact there, and the last is 0."""
+    if zero is None:
+        return
+    raws = [round(zero * 2**chain.argument)]
+    for index, step in enumerate(chain.steps):
+        left, right = (
+            form.constant + sum(w * raw for w, raw in zip(form.weights, raws, strict=False))
+            for form in (step.left, step.right)
+        )
+        shift = step.left.frac + step.right.frac - step.frac
+        if index < 2:
+            assert left * right % 2**shift == 0
+        raws.append(left * right >> shift)
+    assert left == 0
+
+
+@pytest.mark.parametrize(
+    ("cubic", "cells", "top"), [(coefficients.RECIPROCAL, QUARTERS, 1.25), (coefficients.RSQRT, THIRDS, 1.3)]
+)
+def test_cubics_and_their_cells(cubic: Cubic, cells: Cells, top: float) -> None:
+    """The cubic is as good as stated over the cell with its slack, and every cell of an octave maps into it."""
+    y = torch.linspace(1 - cubic.slack, top * (1 + cubic.slack), 100_001, dtype=torch.float64)
+    u = y - cubic.centre
+    value = sum(c * u**k for k, c in enumerate(cubic.coefficients))
+    error = float((value * y**-cubic.power - 1).abs().max())  # type: ignore[operator]
+    assert 0.8 * cubic.error <= error <= cubic.error
+    starts = (cells.ends[-1] / 2, *cells.ends[:-1])
+    for mantissa, start, end in zip(cells.mantissas, starts, cells.ends, strict=True):
+        weight = mantissa * 2.0**-cells.bits
+        assert 1 - cubic.slack <= start * weight
+        assert end * weight <= top
+
+
+def _run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *args], capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+def test_script_runs_tiny() -> None:
+    done = _run("--tiny")
+    assert done.returncode == 0, done.stderr
+    assert "GELU_ERF: error" in done.stdout
+
+
+def test_script_refuses_an_unknown_chain() -> None:
+    done = _run("--search", "softplus")
+    assert done.returncode == 2
+    assert "there are GELU_ERF" in done.stdout
+
+
+@pytest.mark.slow
+def test_script_makes_the_committed_file() -> None:
+    done = _run("--check")
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,150 @@
+"""Pointwise functions against float64 over their whole domain, under both protocols; cost against formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from private_llm.approx import activations
+from private_llm.approx.exp import exp
+from private_llm.config import PrivateConfig
+from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.net.ledger import Cost
+from tests.approx.cases import CASES, Case, samples
+from tests.harness import PLAIN, TRIO, run_meta, run_parties
+
+ULP = 2.0**-18
+each = pytest.mark.parametrize("case", CASES, ids=repr)
+
+
+@each
+@pytest.mark.parametrize("config", [PLAIN, TRIO], ids=["plain", "trio"])
+def test_error_is_below_the_stated_bound(case: Case, config: PrivateConfig) -> None:
+    x = samples(case)
+    value = run_parties(config, lambda _, a: case.run(a), [x]).value
+    assert float((value - case.truth(x)).abs().max()) <= case.error
+
+
+@each
+def test_trio_agrees_with_plain(case: Case) -> None:
+    """Away from coarse thresholds both take the same branches, and every truncation of trio is plain's or one more."""
+    x = samples(case)
+    plain, trio = (run_parties(config, lambda _, a: case.run(a), [x]).value for config in (PLAIN, TRIO))
+    near = torch.zeros_like(x, dtype=torch.bool)
+    for threshold in case.thresholds:
+        near |= (x >= threshold) & (x < threshold + 2.0**-6)
+    if case.name == "exp":
+        near |= (x >= -14) & (x < -13.75)
+    assert float((trio - plain)[~near].abs().max()) <= case.noise * ULP
+    assert float((trio - plain).abs().max()) <= 2 * case.error
+
+
+@each
+def test_price_is_the_sum_of_its_steps_and_meta_agrees(case: Case) -> None:
+    n = 640
+    run = run_parties(TRIO, lambda _, a: case.run(a), [torch.linspace(-9, 0.2, n)])
+    assert run.cost == case.price(n)
+    assert run_meta(TRIO, lambda _, a: case.run(a), [(n,)]) == run.cost
+    assert run_meta(PLAIN, lambda _, a: case.run(a), [(n,)]) == Cost()
+
+
+@pytest.mark.parametrize(
+    ("name", "per_element", "rounds"),
+    [("relu", 57, 5), ("hardtanh", 87, 5), ("gelu", 204, 11), ("gelu_tanh", 204, 11), ("silu", 244, 13),
+     ("sigmoid", 276, 13), ("tanh", 276, 13), ("exp", 190, 12)],
+)  # fmt: skip
+def test_documented_prices(name: str, per_element: float, rounds: int) -> None:
+    case = next(case for case in CASES if case.name == name)
+    price = case.price(64_000)
+    assert price.total / 64_000 <= per_element
+    assert price.rounds == rounds
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "sigmoid", "tanh"])
+@pytest.mark.parametrize("config", [PLAIN, TRIO], ids=["plain", "trio"])
+def test_saturation_is_exact(name: str, config: PrivateConfig) -> None:
+    case = next(case for case in CASES if case.name == name)
+    top = max(case.thresholds) + 2.0**-6
+    x = torch.tensor([top, -top, 17.25, -17.25, 300.0, -300.0, 2.0**18, -(2.0**18)], dtype=torch.float64)
+    expected = torch.where(x > 0, x, 0.0) if "lu" in name else torch.where(x > 0, 1.0, -1.0 if name == "tanh" else 0.0)
+    value = run_parties(config, lambda _, a: case.run(a), [x]).value
+    assert torch.equal(value, expected)
+
+
+@each
+@pytest.mark.parametrize("frac", [14, 16, 20])
+def test_other_fractional_bits(case: Case, frac: int) -> None:
+    """The bound holds with the argument's own resolution added: slopes are at most 1.2, plus 4 units of output."""
+    x = samples(case, frac)[::7]
+    config = PrivateConfig(protocol="plain", insecure=True, frac_bits=frac)
+    result = run_parties(config, lambda _, a: case.run(a), [x])
+    assert float((result.value - case.truth(x)).abs().max()) <= case.error + 4 * 2.0**-frac
+
+
+def test_shapes_are_kept() -> None:
+    x = torch.linspace(-3, 0.2, 42, dtype=torch.float64).reshape(2, 3, 7)
+    for case in CASES:
+        assert run_parties(TRIO, lambda _, a, case=case: case.run(a), [x]).value.shape == x.shape
+
+
+def test_results_have_the_argument_s_fractional_bits() -> None:
+    for case in CASES:
+        if case.name == "exp":
+            continue
+        out = run_parties(PLAIN, lambda _, a, case=case: case.run(a).at(18), [torch.zeros(3)])
+        meta = run_meta(PLAIN, lambda _, a, case=case: _assert_frac(case.run(a), 18), [(3,)])
+        assert out.value.shape == (3,)
+        assert meta == Cost()
+
+
+def _assert_frac(x: object, frac: int) -> object:
+    assert x.frac == frac  # type: ignore[attr-defined]
+    return x
+
+
+def test_exp_decays_far_below_its_error_bound() -> None:
+    """Row sums of softmax add up many small terms: from -8 on the error is at most 2e-6, below -14 the value 1e-6."""
+    x = torch.linspace(-8, -14, 4001, dtype=torch.float64)
+    for config in (PLAIN, TRIO):
+        assert float((run_parties(config, lambda _, a: exp(a), [x]).value - x.exp()).abs().max()) <= 2e-6
+        far = run_parties(config, lambda _, a: exp(a), [torch.tensor([-14.5, -100.0, -1e6])]).value
+        assert float(far.abs().max()) <= 2e-6
+
+
+def test_clamp_bounds() -> None:
+    x = torch.linspace(-5, 5, 1001, dtype=torch.float64)
+    x = (x * 2**18).round() / 2**18
+    for low, high in [(-1.5, None), (None, 2.25), (0.5, 0.5), (-1.0, 3.0)]:
+        for config in (PLAIN, TRIO, PrivateConfig(ring=32, frac_bits=12)):
+            y = (x * 2**12).round() / 2**12
+            run = run_parties(config, lambda _, a, lo=low, hi=high: activations.clamp(a, lo, hi), [y])
+            assert torch.equal(run.value, y.clamp(low, high))
+
+
+def test_clamp_refuses_nonsense() -> None:
+    with pytest.raises(DomainError, match="no bound"):
+        run_meta(PLAIN, lambda _, a: activations.clamp(a), [(3,)])
+    with pytest.raises(DomainError, match="above"):
+        run_meta(PLAIN, lambda _, a: activations.clamp(a, 2.0, 1.0), [(3,)])
+
+
+def test_gelu_refuses_another_spelling() -> None:
+    with pytest.raises(UnsupportedOp, match="'none' or 'tanh'"):
+        run_meta(PLAIN, lambda _, a: activations.gelu(a, "sigmoid"), [(3,)])
+
+
+def test_narrow_ring_runs_what_fits_and_refuses_the_rest() -> None:
+    config = PrivateConfig(ring=32, frac_bits=12)
+    x = (torch.linspace(-400, 400, 999, dtype=torch.float64) * 2**12).round() / 2**12
+    assert torch.equal(run_parties(config, lambda _, a: activations.relu(a), [x]).value, x.relu())
+    assert torch.equal(run_parties(config, lambda _, a: activations.absolute(a), [x]).value, x.abs())
+    for case in CASES[3:]:
+        with pytest.raises(DomainError, match="64-bit ring"):
+            run_meta(config, lambda _, a, case=case: case.run(a), [(3,)])
+
+
+def test_a_debug_session_finds_no_product_out_of_range() -> None:
+    config = PrivateConfig(protocol="plain", insecure=True, debug_ranges=True)
+    for case in CASES:
+        value = run_parties(config, lambda _, a, case=case: case.run(a), [samples(case)]).value
+        assert bool(torch.isfinite(value).all())
