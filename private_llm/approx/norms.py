@@ -1,7 +1,7 @@
 """Layer norm and RMS norm, fused: mean, sum of squares, inverse root per row, and the scaling of the elements.
 
     d = x - mean                          one truncation per row (layer norm only)
-    v = sum of d^2, 30 fractional bits    one inner product per row, truncated
+    v = sum of d^2                        one inner product per row, truncated
     r = sqrt(width / (v + width eps))     rsqrt.py, per row
     y = d r weight + bias                 one product per element, one more for a secret weight
 
@@ -22,7 +22,7 @@ from private_llm.errors import DomainError
 from private_llm.tensor.fixed import Fixed
 
 SQUARE_BITS = 30
-"""Fractional bits of the sum of squares."""
+"""Most fractional bits of the sum of squares; 6 less than those of a square, so that the whole range can be scaled."""
 
 INVERSE_BITS = 24
 """Fractional bits of the inverse root."""
@@ -61,8 +61,9 @@ def _scaled(d: Fixed, weight: Fixed | Tensor | None, eps: float, frac: int | Non
         raise DomainError(f"norm: got eps={eps!r}; want a positive number (it bounds the inverse root)")
     width = d.shape[-1]
     row, column = d.view(lambda part: part.unsqueeze(-2)), d.view(lambda part: part.unsqueeze(-1))
-    square = row.matmul(column, frac=SQUARE_BITS).view(lambda part: part.squeeze(-1))
-    low, high = max(0.98 * width * eps, 2.0**-20), 2.0 ** (62 - 2 * d.frac)
+    bits = min(SQUARE_BITS, 2 * d.frac - 6)
+    square = row.matmul(column, frac=bits).view(lambda part: part.squeeze(-1))
+    low, high = max(0.98 * width * eps, 2.0 ** (10 - bits)), 2.0 ** (62 - 2 * d.frac)
     inverse = power(square + width * eps, THIRDS, RSQRT, low, high, INVERSE_BITS, gain=math.sqrt(width))
     y = d.mul(inverse, frac=frac)
     if weight is None:

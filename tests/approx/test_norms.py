@@ -1,0 +1,119 @@
+"""Layer norm and RMS norm: ordinary rows, outliers, the ends of the range, weights of every kind, cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from private_llm.approx.norms import layer_norm, rms_norm
+from private_llm.config import PrivateConfig
+from private_llm.errors import DomainError
+from tests.harness import PLAIN, TRIO, run_meta, run_parties
+
+both = pytest.mark.parametrize("config", [PLAIN, TRIO], ids=["plain", "trio"])
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def bound(truth: Tensor, gain: float = 1.0) -> float:
+    """4e-5 of the result (cubic, weight and product) and 4 units of 2^-18 times the gain."""
+    return 4e-5 * float(truth.abs().max()) + 4 * 2.0**-18 * max(1.0, gain)
+
+
+@both
+@pytest.mark.parametrize("shape", [(5, 768), (2, 3, 64), (4, 1000), (3, 2)])
+def test_layer_norm(config: PrivateConfig, shape: tuple[int, ...]) -> None:
+    width = shape[-1]
+    x, weight, bias = normal(*shape) * 3 + 1.5, normal(width, seed=1) + 1, normal(width, seed=2)
+    truth = F.layer_norm(x, (width,), weight, bias, 1e-5)
+    value = run_parties(config, lambda _, a, w, b: layer_norm(a, w, b, 1e-5), [x, weight, bias]).value
+    assert float((value - truth).abs().max()) <= bound(truth, float(weight.abs().max())) + 2.0**-17
+
+
+@both
+@pytest.mark.parametrize("shape", [(5, 768), (2, 3, 64)])
+def test_rms_norm(config: PrivateConfig, shape: tuple[int, ...]) -> None:
+    width = shape[-1]
+    x, weight = normal(*shape) * 5, normal(width, seed=1) + 1
+    truth = F.rms_norm(x, (width,), weight, 1e-6)
+    value = run_parties(config, lambda _, a, w: rms_norm(a, w, 1e-6), [x, weight]).value
+    assert float((value - truth).abs().max()) <= bound(truth, float(weight.abs().max()))
+
+
+@both
+def test_public_weights_and_none(config: PrivateConfig) -> None:
+    x, weight, bias = normal(4, 96), normal(96, seed=1), normal(96, seed=2)
+    public = run_parties(config, lambda _, a: layer_norm(a, weight, bias, 1e-5), [x]).value
+    truth = F.layer_norm(x, (96,), weight, bias, 1e-5)
+    assert float((public - truth).abs().max()) <= bound(truth) + 2.0**-17
+    bare = run_parties(config, lambda _, a: rms_norm(a, None, 1e-5), [x]).value
+    truth = F.rms_norm(x, (96,), None, 1e-5)
+    assert float((bare - truth).abs().max()) <= bound(truth)
+
+
+@both
+@pytest.mark.parametrize("scale", [1e-3, 0.03, 40.0, 290.0])
+def test_scales(config: PrivateConfig, scale: float) -> None:
+    """From rows that eps dominates to the end of the range; tiny rows have the resolution of their own entries."""
+    x = (normal(6, 768) * scale).clamp(-4000, 4000)
+    x = x * scale / x.square().mean(-1, keepdim=True).sqrt()
+    x = (x * 2**18).round() / 2**18
+    truth = F.layer_norm(x, (768,), None, None, 1e-5)
+    value = run_parties(config, lambda _, a: layer_norm(a, None, None, 1e-5), [x]).value
+    assert float((value - truth).abs().max()) <= bound(truth) + 2.0**-17 / (scale**2 + 1e-5) ** 0.5
+
+
+@both
+def test_outliers(config: PrivateConfig) -> None:
+    x = normal(3, 768)
+    x[0, 7], x[1, 100], x[2, :2] = 8000.0, -8000.0, torch.tensor([5000.0, -5000.0])
+    for run, truth in (
+        (lambda _, a: layer_norm(a, None, None, 1e-5), F.layer_norm(x, (768,), None, None, 1e-5)),
+        (lambda _, a: rms_norm(a, None, 1e-6), F.rms_norm(x, (768,), None, 1e-6)),
+    ):
+        value = run_parties(config, run, [x]).value
+        assert float((value - truth).abs().max()) <= bound(truth) + 2.0**-24 * 8000
+
+
+@both
+def test_constant_rows(config: PrivateConfig) -> None:
+    """No variance: what is left is the mean's error, 2^-20 relative and one unit, over sqrt(eps) = 1 / 316."""
+    x = torch.stack([torch.zeros(48), torch.full((48,), 7.0), torch.full((48,), -300.0)]).double()
+    value = run_parties(config, lambda _, a: layer_norm(a, None, None, 1e-5), [x]).value
+    assert float(value.abs().max()) <= 300 * 2.0**-20 / 1e-5**0.5 + 2 * 2.0**-18 / 1e-5**0.5
+    value = run_parties(config, lambda _, a: rms_norm(a, None, 1e-6), [x[:1]]).value
+    assert torch.equal(value, torch.zeros_like(value))
+
+
+@both
+def test_sixteen_fractional_bits(config: PrivateConfig) -> None:
+    settings = PrivateConfig.from_dict({**config.to_dict(), "frac_bits": 16})
+    x = normal(4, 256) * 2
+    truth = F.layer_norm(x, (256,), None, None, 1e-5)
+    value = run_parties(settings, lambda _, a: layer_norm(a, None, None, 1e-5), [x]).value
+    assert float((value - truth).abs().max()) <= 4e-5 * 4 + 6 * 2.0**-16
+
+
+def test_price() -> None:
+    """66 bytes an element and 5 kB a row with a secret weight; 18 rounds at most. Meta and ledger agree."""
+    run = run_parties(TRIO, lambda _, a, w, b: layer_norm(a, w, b, 1e-5), [normal(3, 80), normal(80), normal(80)])
+    assert run_meta(TRIO, lambda _, a, w, b: layer_norm(a, w, b, 1e-5), [(3, 80), (80,), (80,)]) == run.cost
+    many = run_meta(TRIO, lambda _, a, w, b: layer_norm(a, w, b, 1e-5), [(128, 768), (768,), (768,)])
+    assert many.total <= 128 * (768 * 64 + 5400)
+    assert many.rounds <= 18
+    bare = run_meta(TRIO, lambda _, a: rms_norm(a, None, 1e-6), [(128, 768)])
+    assert bare.total <= 128 * (768 * 33.5 + 5600)
+    assert bare.rounds <= 15
+
+
+def test_refusals() -> None:
+    with pytest.raises(DomainError, match="positive"):
+        run_meta(TRIO, lambda _, a: rms_norm(a, None, 0.0), [(2, 8)])
+    with pytest.raises(DomainError, match="64-bit ring"):
+        run_meta(PrivateConfig(ring=32, frac_bits=12), lambda _, a: layer_norm(a, None, None, 1e-5), [(2, 8)])
+    with pytest.raises(DomainError, match="truncate first"):
+        run_meta(TRIO, lambda _, a: layer_norm(a.finer(30), None, None, 1e-5), [(2, 768)])

@@ -1,0 +1,160 @@
+"""Softmax, dense and ragged: error, extremes, row patterns, cost."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from private_llm.approx.maximum import levels
+from private_llm.approx.normalise import QUARTERS, grid
+from private_llm.approx.rows import Rows
+from private_llm.approx.softmax import softmax, softmax_ragged
+from private_llm.config import PrivateConfig
+from private_llm.errors import DomainError
+from private_llm.net.ledger import Cost
+from private_llm.protocols.trio import cost
+from private_llm.ring.ring import Ring
+from tests.harness import PLAIN, TRIO, run_meta, run_parties
+
+both = pytest.mark.parametrize("config", [PLAIN, TRIO], ids=["plain", "trio"])
+BOUND = 5e-4
+R = Ring(64)
+
+
+def scores(*shape: int, seed: int = 0, spread: float = 3.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64) * spread
+
+
+def dense(config: PrivateConfig, x: Tensor) -> Tensor:
+    return run_parties(config, lambda _, a: softmax(a), [x]).value
+
+
+def causal_rows(heads: int, queries: int, keys: int) -> Rows:
+    return Rows(tuple(keys - queries + 1 + q for _ in range(heads) for q in range(queries)))
+
+
+PATTERNS = {
+    "causal": causal_rows(3, 9, 9),
+    "causal with a cache": causal_rows(2, 4, 11),
+    "one": Rows((1,)),
+    "ones": Rows((1, 1, 1)),
+    "mixed": Rows((5, 64, 1, 2, 3, 128, 7)),
+    "equal": Rows((6,) * 8),
+}
+
+
+def ragged_truth(x: Tensor, rows: Rows) -> Tensor:
+    return torch.cat([part.softmax(0) for part in x.split(list(rows.lengths)) if part.numel()])
+
+
+@both
+@pytest.mark.parametrize("shape", [(24, 128), (2, 3, 5, 7), (65, 1), (33, 2), (3, 1000)])
+def test_normal_scores(config: PrivateConfig, shape: tuple[int, ...]) -> None:
+    x = scores(*shape)
+    p = dense(config, x)
+    assert p.shape == x.shape
+    assert float((p - x.softmax(-1)).abs().max()) <= 1e-4
+    # Each term carries half a unit of truncation, the reciprocal 3e-5.
+    assert float((p.sum(-1) - 1).abs().max()) <= 4e-5 + shape[-1] * 2.0**-18
+
+
+@both
+def test_extreme_scores(config: PrivateConfig) -> None:
+    """One-hot, uniform, ties, gaps around the clip, and scores near the end of the domain."""
+    rows = [
+        [5e5] + [-5e5] * 15,
+        [-5e5] * 15 + [5e5],
+        [3.25] * 16,
+        [-5e5] * 16,
+        [100.0, 100.0] + [0.0] * 14,
+        [14.0 + k / 64 for k in range(15)] + [0.0],
+        [0.0] + [-14.0 - k / 64 for k in range(15)],
+        [k / 1024 for k in range(16)],
+    ]
+    x = torch.tensor(rows, dtype=torch.float64)
+    assert float((dense(config, x) - x.softmax(-1)).abs().max()) <= 1e-4
+
+
+@both
+def test_long_rows_with_a_heavy_tail(config: PrivateConfig) -> None:
+    """A thousandfold tail is where small absolute errors of exp add up."""
+    x = torch.cat([torch.zeros(2, 1), scores(2, 4095, spread=1.0) - 11.0], 1)
+    truth = x.softmax(-1)
+    assert float((dense(config, x) - truth).abs().max()) <= BOUND
+
+
+@both
+@pytest.mark.parametrize("rows", PATTERNS.values(), ids=PATTERNS.keys())
+def test_ragged_rows(config: PrivateConfig, rows: Rows) -> None:
+    x = scores(rows.total, seed=3)
+    run = run_parties(config, lambda _, a: softmax_ragged(a, rows), [x])
+    assert float((run.value - ragged_truth(x, rows)).abs().max()) <= 1e-4
+    lengths = torch.tensor(rows.lengths)
+    again = run_parties(PLAIN, lambda _, a: softmax_ragged(a, lengths), [x])
+    assert float((again.value - run.value).abs().max()) <= 1e-4
+    assert run_meta(config, lambda _, a: softmax_ragged(a, rows), [(rows.total,)]) == run.cost
+
+
+def test_empty_rows_count_for_nothing() -> None:
+    x = scores(5)
+    run = run_parties(TRIO, lambda _, a: softmax_ragged(a, torch.tensor([0, 3, 0, 2, 0])), [x])
+    other = run_parties(TRIO, lambda _, a: softmax_ragged(a, torch.tensor([3, 2])), [x])
+    assert run.cost == other.cost
+    assert float((run.value - ragged_truth(x, Rows((3, 2)))).abs().max()) <= 1e-4
+
+
+def price(entries: int, pairs: list[int], row_count: int, width: int) -> Cost:
+    """The module's steps, in formulas: tournament, exp, reciprocal of the row sums, product."""
+    total = Cost()
+    for pair in pairs:
+        total = total + cost.msb(pair, 40, low=12) + cost.inject(R, pair, 1, 1, 0)
+    total = total + cost.msb(entries, 39, low=16) + cost.inject(R, entries, 1, 1, 0)
+    for shift in (22, 28, 39, 36):
+        total = total + cost.product(R, entries, shift)
+    high = 1.3 * width
+    whole = math.ceil(math.log2(high))
+    thresholds, _ = grid(QUARTERS, 0.99, high)
+    count = len(thresholds)
+    total = total + cost.msb(row_count, 24 + whole + 2, count, low=15) + cost.inject(R, row_count, count, count, 0)
+    total = total + cost.truncate(R, row_count, 24 + 3 + whole - 18) + cost.poly(R, row_count, 3, 3 * 18 + 6 - 18)
+    total = total + cost.inject(R, row_count, count, count, 0)
+    return total + cost.product(R, entries, 24 + 21 + whole - 18)
+
+
+def test_price_is_the_sum_of_its_steps() -> None:
+    run = run_parties(TRIO, lambda _, a: softmax(a), [scores(7, 64)])
+    assert run.cost == price(7 * 64, [7 * 2**k for k in range(5, -1, -1)], 7, 64)
+    assert run_meta(TRIO, lambda _, a: softmax(a), [(7, 64)]) == run.cost
+
+
+def test_aims_for_a_bert_layer() -> None:
+    """12 x 128 x 128: at most 80 MB over all links (56 here), and 129 / 256 of it, plus row work, when causal."""
+    whole = run_meta(TRIO, lambda _, a: softmax(a), [(12, 128, 128)])
+    assert whole.total <= 58e6
+    assert whole.rounds == 50
+    rows = causal_rows(12, 128, 128)
+    half = run_meta(TRIO, lambda _, a: softmax_ragged(a, rows), [(rows.total,)])
+    assert half.total <= 0.53 * whole.total
+
+
+def test_refusals() -> None:
+    with pytest.raises(DomainError, match="rows of 0 entries"):
+        run_meta(TRIO, lambda _, a: softmax(a), [(3, 0)])
+    with pytest.raises(DomainError, match="want 1 to 65536"):
+        run_meta(TRIO, lambda _, a: softmax(a), [(1, 65537)])
+    with pytest.raises(DomainError, match="10 entries in sum"):
+        run_meta(TRIO, lambda _, a: softmax_ragged(a, Rows((4, 6))), [(11,)])
+    with pytest.raises(DomainError, match="negative"):
+        Rows((3, -1))
+    with pytest.raises(DomainError, match="64-bit ring"):
+        run_meta(PrivateConfig(ring=32, frac_bits=12), lambda _, a: softmax(a), [(3, 4)])
+
+
+def test_rows_are_planned_once() -> None:
+    first = levels(Rows((5, 3)))
+    assert levels(Rows((5, 3))) is first
+    assert [level.left.numel() for level in first] == [3, 2, 1]
