@@ -16,13 +16,10 @@ from private_llm_hf import inputs as check
 from private_llm_hf.architectures import architecture
 from private_llm_hf.client import Secret
 from private_llm_hf.handles import PrivateCache, PrivateEncoderOutput
-from private_llm_hf.wire import Message
+from private_llm_hf.wire import OPENED, Message
 
 if TYPE_CHECKING:
     from private_llm_hf.model import PrivateModel
-
-_OPENED = ["logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output"]
-"""Outputs that the client opens, if the architecture returns them."""
 
 _REFUSED = {
     "labels": "losses are not computed privately; take the logits and compute the loss yourself",
@@ -174,7 +171,7 @@ class Forward:
                 "cache": None if cache is None else cache.handle,
                 "encoded": None if encoded is None else _reference(encoded),
                 "encode_to": None,
-                "outputs": _OPENED,
+                "outputs": OPENED,
             },
             self.secrets,
         )

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 from private_llm.approx.argmax import argmax
 from private_llm.config import PrivateConfig
-from private_llm.errors import PrivateLLMError, ShareFileError, TransportError
+from private_llm.errors import PrivateLLMError, ShareFileError, TransportError, UnsupportedOp
 from private_llm.kernels.memory import tune_allocator
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.dealing import assemble, keys_held
@@ -35,7 +35,7 @@ from private_llm.tensor.secret_index import SecretIndex
 from private_llm_hf.costs import rows_of
 from private_llm_hf.party_model import build_party_model
 from private_llm_hf.share_files import ShareFile
-from private_llm_hf.wire import Message, recv_message, send_message
+from private_llm_hf.wire import OPENED, PUBLIC, Message, recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")
 _REPORTED = re.compile(r"party \d+: \w+: |the client stopped")
@@ -130,6 +130,9 @@ class Party:
         for handle in message["free"]:
             self.kept.pop(handle, None)
         inputs = dict(message["public"])
+        refused = sorted({*inputs} - PUBLIC) + sorted({*message["outputs"]} - {*OPENED})
+        if refused:
+            raise UnsupportedOp(f"the client asks for {', '.join(refused)}, which parties do not take or open")
         for item in message["secret"]:
             inputs.update(self._receive(model, item))
         cache = message["cache"]

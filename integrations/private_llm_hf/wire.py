@@ -19,6 +19,14 @@ from private_llm.net.transport import Transport, endpoint_name
 CONTROL = "control"
 """Ledger name of control traffic."""
 
+OPENED = ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output")
+"""Outputs that a client may ask to open, if the architecture returns them."""
+
+PUBLIC = frozenset(
+    {"attention_mask", "decoder_attention_mask", "position_ids", "token_type_ids", "use_cache", "logits_to_keep"}
+)
+"""Public arguments that a client may pass to a party's model."""
+
 _MAX_BYTES = 64 << 20
 _DTYPES = {"int64": torch.int64, "int32": torch.int32, "bool": torch.bool}
 _TENSOR = "__tensor__"

@@ -15,7 +15,7 @@ from private_llm_hf.wire import recv_message, send_message
 from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError, TransportError
+from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError, TransportError, UnsupportedOp
 from private_llm.net.local import LocalHub
 from private_llm.net.transport import CLIENT
 from tests.hf import tiny
@@ -38,6 +38,12 @@ def sabotage(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], Non
 
 def alive() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("party ")]
+
+
+@pytest.fixture(autouse=True)
+def _short_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stalled thread is not waited for."""
+    monkeypatch.setattr(launch, "_EXIT_S", 0.5)
 
 
 def expect(model: PreTrainedModel, error: type[PrivateLLMError], message: str) -> None:
@@ -221,6 +227,18 @@ def test_absurd_sizes(size: int) -> None:
     client.send(0, "control-size", torch.tensor([size]))
     with pytest.raises(TransportError, match=f"got size {size}"):
         recv_message(other, CLIENT)
+
+
+@pytest.mark.parametrize(
+    "change", [{"outputs": ["encoder_last_hidden_state"]}, {"public": {"output_hidden_states": True}}]
+)
+def test_a_client_that_asks_for_more(change: dict[str, object]) -> None:
+    """What a party opens is the party's decision: a changed client gets nothing but an error."""
+    model = patch(tiny.build("opt"), PLAIN)
+    call = {"public": {}, "secret": [], "cache": None, "encoded": None, "encode_to": None, "outputs": []}
+    with pytest.raises(UnsupportedOp, match=r"party 0: the client asks for .*, which parties do not take or open"):
+        model.parties.forward({**call, **change}, [])
+    model.close()
 
 
 def test_an_unknown_command() -> None:

@@ -96,6 +96,17 @@ def test_without_cache_in_chunks_and_by_lookup(pair: Pair) -> None:
     same(pair, input_ids=ids, attention_mask=torch.ones_like(ids), prompt_lookup_num_tokens=3, max_new_tokens=6)
 
 
+def test_embeddings_as_prompt_and_an_assistant(pair: Pair) -> None:
+    """A plaintext draft model at the client guesses tokens, the private model checks several at once."""
+    embeds = pair[0].get_input_embeddings()(PADDED).detach()
+    results = [m.generate(inputs_embeds=embeds, attention_mask=MASK, max_new_tokens=3, do_sample=False) for m in pair]
+    assert torch.equal(*results)
+    draft = tiny.build("opt", seed=5)
+    ids = PADDED[1:]
+    results = [m.generate(ids, assistant_model=draft, max_new_tokens=6, do_sample=False) for m in pair]
+    assert torch.equal(*results)
+
+
 def test_scores_and_logits_are_the_users(pair: Pair) -> None:
     kwargs = {**BATCH, "max_new_tokens": 3, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
     want, out = (model.generate(**kwargs) for model in pair)
