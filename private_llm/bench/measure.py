@@ -19,6 +19,7 @@ from private_llm.bench.whole import WholeWork, measure_whole
 from private_llm.bench.work import Work
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, PartyFailed, PrivateLLMError
+from private_llm.kernels.memory import tune_allocator
 from private_llm.net.children import start_children
 from private_llm.net.local import LocalHub
 from private_llm.net.transport import CLIENT, Transport
@@ -34,6 +35,7 @@ _GO, _STOP = 1, 0
 
 def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -> None:
     """One party: take the inputs, run on every "go", then open the last result."""
+    tune_allocator()
     torch.set_num_threads(party_threads(config.parties))
     session = join(config, party, transport)
     with torch.no_grad():
