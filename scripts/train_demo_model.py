@@ -268,6 +268,8 @@ def finish(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast, held_ou
     """Write the fp16 model, the tokenizer and the model card."""
     done = Done(**json.loads((args.checkpoint / "progress.json").read_text()))
     OPTForCausalLM.from_pretrained(args.checkpoint, dtype=torch.float16).save_pretrained(args.out)
+    for key in ("is_local", "local_files_only"):  # how a resumed run read it says nothing to its users
+        tokenizer.init_kwargs.pop(key, None)
     tokenizer.save_pretrained(args.out)
     model = OPTForCausalLM.from_pretrained(args.out, dtype=torch.float32)
     rows = [result_row(model, "pieces held out of the text", tokenizer.decode(held_out), held_out)]
@@ -332,7 +334,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dataset", nargs="+", metavar="NAME", help="a `datasets` name, and maybe the configuration's")
     add("--test", type=Path, metavar="FILE", help="unseen text for the card's perplexity")
     add("--test-name", help="how the card calls that text")
-    add("--out", type=Path, required=True, help="folder for the model, the tokenizer and the card")
+    add("--out", type=Path, default=Path("demo_model"), help="folder for the model, the tokenizer and the card")
     add("--checkpoint", type=Path, help="folder for the checkpoints (default: OUT/checkpoint)")
     add("--resume", action="store_true", help="go on from the checkpoint")
     add("--tiny", action="store_true", help="train a toy model for a few seconds")
