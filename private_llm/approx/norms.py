@@ -34,7 +34,7 @@ def layer_norm(
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, with `frac` (default: session) bits.
 
     Absolute error about 5e-5 of the normalised value plus 2^-17. 33 bytes an element without weight, 64 with a secret
-    one, 48 with a public one, and about 5 kB a row; 16 rounds without weight, 18 with a secret one.
+    one, 48 with a public one, and about 5 kB a row; 15 rounds without weight, 16 with a public, 17 with a secret one.
     """
     width = x.shape[-1]
     need_wide_ring(x, "layer_norm")

@@ -56,6 +56,12 @@ def test_argmax_of_a_vocabulary_costs_log_rounds() -> None:
     assert price.total <= 91 * 50272
 
 
+def test_meta_agrees_with_the_ledger() -> None:
+    for function in (argmax, maximum):
+        run = run_parties(TRIO, lambda _, a, f=function: f(a), [torch.randn(3, 77)])
+        assert run_meta(TRIO, lambda _, a, f=function: f(a), [(3, 77)]) == run.cost
+
+
 def test_argmax_refuses_nothing() -> None:
     with pytest.raises(DomainError, match="empty last dimension"):
         run_meta(TRIO, lambda _, a: argmax(a), [(3, 0)])

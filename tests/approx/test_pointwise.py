@@ -81,6 +81,14 @@ def test_other_fractional_bits(case: Case, frac: int) -> None:
     assert float((result.value - case.truth(x)).abs().max()) <= case.error + 4 * 2.0**-frac
 
 
+def test_the_ripple_adder_gives_the_same_functions() -> None:
+    config = PrivateConfig(adder="ripple")
+    for case in CASES[3:]:
+        x = samples(case)[::97]
+        value = run_parties(config, lambda _, a, case=case: case.run(a), [x]).value
+        assert float((value - case.truth(x)).abs().max()) <= case.error
+
+
 def test_shapes_are_kept() -> None:
     x = torch.linspace(-3, 0.2, 42, dtype=torch.float64).reshape(2, 3, 7)
     for case in CASES:
