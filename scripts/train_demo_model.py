@@ -301,6 +301,8 @@ def main(args: argparse.Namespace) -> None:
     datasets.disable_progress_bars()
     transformers.logging.disable_progress_bar()
     set_seed(args.seed)
+    if args.tiny:
+        torch.set_num_threads(1)  # on a busy machine, threads wait for each other longer than they work
     args.checkpoint = args.checkpoint or args.out / "checkpoint"
     if args.dataset:
         lines = datasets.load_dataset(*args.dataset, split="train")["text"]
