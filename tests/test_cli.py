@@ -206,3 +206,19 @@ def test_share_party_generate(run: Run, checkpoint: Path, tmp_path: Path) -> Non
             process.kill()
     (local,) = rows(run, "generate", str(checkpoint), "--prompt", "a b c", "--max-new-tokens", "3")
     assert made["private_text"] == local["private_text"]
+
+
+def test_demo_agrees_with_plaintext(run: Run, tmp_path: Path) -> None:
+    (made,) = rows(run, "demo", "--max-new-tokens", "3", "--plot", str(tmp_path / "costs.png"))
+    assert made["tokens_equal"] == made["tokens"] == 3
+    assert made["private_text"] == made["plain_text"]
+    assert (tmp_path / "costs.png").stat().st_size > 10_000
+    layers = made["layers"]
+    assert isinstance(layers, list)
+    assert sum(layer["bytes"] for layer in layers) == made["bytes_total"]
+
+
+def test_demo_prints_tables(run: Run) -> None:
+    text = run("demo", "--tiny", "--prompt", "In the spring")
+    for part in ("prompt", "private", "plaintext", "agreement", "party 0 to party 2", "lm_head", "protects nobody"):
+        assert part in text
