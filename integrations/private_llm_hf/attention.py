@@ -48,20 +48,14 @@ def private_attention(
     **_: object,
 ) -> tuple[Tensor, None]:
     """q [B, H, q, D], k and v [B, G, kv, D], all secret, to ([B, q, H, D], no attention weights)."""
-    if not (
-        isinstance(query, SecretTensor) and isinstance(key, SecretTensor) and isinstance(value, SecretTensor)
-    ):
+    if not (isinstance(query, SecretTensor) and isinstance(key, SecretTensor) and isinstance(value, SecretTensor)):
         raise UnsupportedOp(f"{type(module).__name__}: private attention needs secret query, key and value")
     if dropout:
         raise UnsupportedOp("attention dropout on secret tensors; call model.eval()")
     if attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", False):
-        raise DomainError(
-            f"{type(module).__name__} is causal but got no mask; the mask function is not registered"
-        )
+        raise DomainError(f"{type(module).__name__} is causal but got no mask; the mask function is not registered")
     if attention_mask is not None and attention_mask.dtype != torch.bool:
-        raise DomainError(
-            f"attention mask: got {attention_mask.dtype}; want a boolean mask, True where allowed"
-        )
+        raise DomainError(f"attention mask: got {attention_mask.dtype}; want a boolean mask, True where allowed")
     out = attend(
         query.raw,
         key.operand,

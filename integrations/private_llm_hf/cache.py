@@ -52,9 +52,7 @@ class _Rows:
 
     def select(self, index: Tensor) -> None:
         """Keep, repeat or reorder batch rows."""
-        self.parts = tuple(
-            part[:, :, : self.length].index_select(0, index.to(part.device)) for part in self.parts
-        )
+        self.parts = tuple(part[:, :, : self.length].index_select(0, index.to(part.device)) for part in self.parts)
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Rows:
         """Another holder of the same entries; either goes on in a buffer of its own."""
@@ -94,9 +92,7 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Nothing to prepare: the first update decides the shapes."""
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Append and return everything held. Raises UnsupportedOp for plain tensors."""
         if not (isinstance(key_states, SecretTensor) and isinstance(value_states, SecretTensor)):
             raise UnsupportedOp("a secret cache takes secret keys and values only")

@@ -109,8 +109,6 @@ def _write(path: Path, data: bytes, mode: int) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     except FileExistsError:
-        raise ConfigError(
-            f"{path} exists already; choose an empty folder (no key is ever overwritten)"
-        ) from None
+        raise ConfigError(f"{path} exists already; choose an empty folder (no key is ever overwritten)") from None
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)

@@ -61,9 +61,7 @@ class DistHub:
     a rank for the client, or ranks run on several machines without `trusted_network`.
     """
 
-    def __init__(
-        self, parties: int, timeout: float, device: str = "cpu", *, trusted_network: bool = False
-    ) -> None:
+    def __init__(self, parties: int, timeout: float, device: str = "cpu", *, trusted_network: bool = False) -> None:
         if not dist.is_available():
             raise ConfigError("this PyTorch has no torch.distributed; use party_mode 'processes'")
         self.parties, self.timeout, self.device = parties, timeout, device
@@ -204,9 +202,7 @@ class DistTransport(Transport):
             # gloo has no other way to close its connections than a receive that times out
             peer = next(rank for rank in range(dist.get_world_size()) if rank != self._hub.rank)
             with contextlib.suppress(RuntimeError):
-                self._get_tagged(
-                    peer, torch.empty(1, dtype=torch.uint8), _NO_TAG, datetime.timedelta(milliseconds=1)
-                )
+                self._get_tagged(peer, torch.empty(1, dtype=torch.uint8), _NO_TAG, datetime.timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Wait until the receivers have taken what was sent."""
@@ -322,9 +318,7 @@ class DistTransport(Transport):
 
 def _initialise(timeout: float) -> None:
     """Make the default process group from the launcher's environment."""
-    missing = [
-        name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
-    ]
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError(
             f"{', '.join(missing)} not set: start one process per party with torchrun --nproc-per-node N, or with "

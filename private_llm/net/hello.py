@@ -69,9 +69,7 @@ def answer(sock: socket.socket, me: int, token: bytes, admit: Callable[[int], No
         if frame.kind is not Kind.HELLO or len(first) != 2 + _NONCE or first[1] > 1:
             raise TransportError("the first frame is no hello")
         if first[0] != me:
-            raise TransportError(
-                f"this is {endpoint_name(me)}, not {endpoint_name(first[0])}; the hosts lists differ"
-            )
+            raise TransportError(f"this is {endpoint_name(me)}, not {endpoint_name(first[0])}; the hosts lists differ")
         admit(peer)
         check_name(sock, peer)
         nonce = secrets.token_bytes(_NONCE)
@@ -117,8 +115,6 @@ def _exactly(sock: socket.socket, count: int) -> bytes:
         if not piece and data:
             raise TransportError("the other end speaks another language; set tls at all endpoints or at none")
         if not piece:
-            raise ConnectionResetError(
-                "it closed the connection during the handshake; is tls set at one end only?"
-            )
+            raise ConnectionResetError("it closed the connection during the handshake; is tls set at one end only?")
         data += piece
     return bytes(data)

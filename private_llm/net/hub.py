@@ -52,13 +52,9 @@ def connect(
     """
     addresses = [parse_address(host) for host in hosts or config.hosts]
     if len(addresses) != config.parties:
-        raise ConfigError(
-            f"hosts: got {len(addresses)} addresses; want {config.parties} for {config.protocol!r}"
-        )
+        raise ConfigError(f"hosts: got {len(addresses)} addresses; want {config.parties} for {config.protocol!r}")
     if me != CLIENT and not 0 <= me < config.parties:
-        raise ConfigError(
-            f"endpoint: got {me}; want a party from 0 to {config.parties - 1}, or the client ({CLIENT})"
-        )
+        raise ConfigError(f"endpoint: got {me}; want a party from 0 to {config.parties - 1}, or the client ({CLIENT})")
     if config.tls is None:
         _check_plain(config, addresses, token)
     mesh = _Mesh(config, me, addresses, token)
@@ -124,9 +120,7 @@ def _listen(address: Address, *, anywhere: bool) -> socket.socket:
             return socket.create_server((place, port), family=family, backlog=_HANDSHAKES)
         except OSError as error:
             cause = error.strerror
-    raise TransportError(
-        f"cannot listen at {address[0]}:{address[1]} ({cause}); is another party running there?"
-    )
+    raise TransportError(f"cannot listen at {address[0]}:{address[1]} ({cause}); is another party running there?")
 
 
 class _Mesh:
@@ -178,9 +172,7 @@ class _Mesh:
         with self._changed:
             self._done = True
         with contextlib.suppress(OSError):
-            listener.shutdown(
-                socket.SHUT_RDWR
-            )  # wakes the accepting thread at once where the system does that
+            listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread at once where the system does that
         acceptor.join()
         listener.close()
 
@@ -284,9 +276,7 @@ class _Mesh:
 
     def _admit(self, peer: int) -> None:
         if peer not in self._called_by:
-            raise TransportError(
-                f"{endpoint_name(peer)} is not expected to connect to {endpoint_name(self._me)}"
-            )
+            raise TransportError(f"{endpoint_name(peer)} is not expected to connect to {endpoint_name(self._me)}")
 
 
 def _part(sock: socket.socket) -> None:

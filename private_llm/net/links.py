@@ -265,9 +265,7 @@ class Incoming:
         if (frame.sender, frame.session) != (self.peer, self._session):
             raise TransportError(f"from {name}: a frame of another endpoint or session")
         if frame.sequence != self._sequence:
-            raise TransportError(
-                f"from {name}: got frame {frame.sequence}; want {self._sequence} (lost or repeated)"
-            )
+            raise TransportError(f"from {name}: got frame {frame.sequence}; want {self._sequence} (lost or repeated)")
         return frame
 
     def _explain(self, head: memoryview, tag: str, dtype: torch.dtype, count: int) -> None:
@@ -275,8 +273,7 @@ class Incoming:
         got = self._checked(head)
         want = wire.Frame(Kind.DATA, self.peer, self._session, self._sequence, tag, dtype, count)
         raise TransportError(
-            f"from {endpoint_name(self.peer)}: got {got.what}; want {want.what} "
-            "(parties disagree on the computation)"
+            f"from {endpoint_name(self.peer)}: got {got.what}; want {want.what} (parties disagree on the computation)"
         )
 
     def _front_is_data(self) -> bool:

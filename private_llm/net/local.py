@@ -82,9 +82,7 @@ class LocalTransport(Transport):
                 if not link.room.wait_for(
                     lambda: link.ahead <= _MAX_AHEAD or self._hub.failure is not None, self._hub.timeout
                 ):
-                    raise self._fail(
-                        PartyFailed(f"{endpoint_name(to)} took nothing for {self._hub.timeout:g} s")
-                    )
+                    raise self._fail(PartyFailed(f"{endpoint_name(to)} took nothing for {self._hub.timeout:g} s"))
                 link.ahead += size
         self._check()
         link.items.put((tag, payload))
@@ -141,8 +139,6 @@ class LocalTransport(Transport):
 
     def _fail(self, error: TransportError) -> TransportError:
         """Stop the session because of `error`."""
-        reason = (
-            f"{endpoint_name(self.me)}: {error}; restart the session, or raise timeout_s if machines are slow"
-        )
+        reason = f"{endpoint_name(self.me)}: {error}; restart the session, or raise timeout_s if machines are slow"
         self._hub.abort(reason)
         return type(error)(self._hub.failure)

@@ -47,9 +47,7 @@ class SocketTransport(Transport):
         self._slice = min(1.0, timeout / 8)
         self._failure: str | None = None
         self._out = {peer: Outgoing(pair.out, me, peer, pair.out_session) for peer, pair in pairs.items()}
-        self._in = {
-            peer: Incoming(pair.inn, peer, pair.in_session, self._slice) for peer, pair in pairs.items()
-        }
+        self._in = {peer: Incoming(pair.inn, peer, pair.in_session, self._slice) for peer, pair in pairs.items()}
 
     @property
     def wire_bytes(self) -> int:
@@ -87,9 +85,7 @@ class SocketTransport(Transport):
         try:
             link.wait(self._glance)
         except TransportError as error:
-            raise self._fail(
-                error, frm, f"while the next request of {endpoint_name(frm)} was awaited"
-            ) from None
+            raise self._fail(error, frm, f"while the next request of {endpoint_name(frm)} was awaited") from None
 
     def abort(self, reason: str) -> None:
         """Tell all others that this endpoint stops and why."""

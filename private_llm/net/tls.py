@@ -54,9 +54,7 @@ class Credentials:
         for field in ("certificate", "key", "ca"):
             path = Path(getattr(tls, field))
             if not path.is_file():
-                raise ConfigError(
-                    f"tls.{field}: no file at {path}; private-llm certs makes a set for local use"
-                )
+                raise ConfigError(f"tls.{field}: no file at {path}; private-llm certs makes a set for local use")
         self._server = _context(tls, ssl.PROTOCOL_TLS_SERVER)
         self._server.num_tickets = 0
         self._client = _context(tls, ssl.PROTOCOL_TLS_CLIENT)
@@ -90,9 +88,7 @@ def explain(error: ssl.SSLError, who: str) -> str:
         remedy = _VERIFY_REMEDIES.get(error.verify_code, "issue certificates for all endpoints from one CA")
         return f"TLS with {who}: its certificate was refused here ({error.verify_message}): {remedy}"
     reason = error.reason or type(error).__name__
-    remedy = next(
-        (text for key, text in _REMEDIES.items() if key in reason), "check the tls settings of both ends"
-    )
+    remedy = next((text for key, text in _REMEDIES.items() if key in reason), "check the tls settings of both ends")
     side = f"{who} refused" if "ALERT" in reason else "failed"
     return f"TLS with {who}: {side} ({reason.replace('_', ' ').lower()}): {remedy}"
 
@@ -100,9 +96,7 @@ def explain(error: ssl.SSLError, who: str) -> str:
 def _context(tls: TLSConfig, protocol: int) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = (
-        False  # SAFE: `check_name` compares the certificate's name with the endpoint instead
-    )
+    context.check_hostname = False  # SAFE: `check_name` compares the certificate's name with the endpoint instead
     context.verify_mode = ssl.CERT_REQUIRED
     try:
         context.load_verify_locations(cafile=tls.ca)

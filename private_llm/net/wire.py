@@ -93,13 +93,9 @@ def tag_bytes(tag: str) -> bytes:
     return raw.ljust(TAG_BYTES, b"\0")
 
 
-def encode(
-    kind: Kind, sender: int, session: bytes, sequence: int, tag: str, dtype: torch.dtype, count: int
-) -> bytes:
+def encode(kind: Kind, sender: int, session: bytes, sequence: int, tag: str, dtype: torch.dtype, count: int) -> bytes:
     """The header of a payload of `count` elements."""
-    return _LAYOUT.pack(
-        MAGIC, WIRE_VERSION, kind, dtype_code(dtype), sender, session, sequence, count, tag_bytes(tag)
-    )
+    return _LAYOUT.pack(MAGIC, WIRE_VERSION, kind, dtype_code(dtype), sender, session, sequence, count, tag_bytes(tag))
 
 
 def decode(raw: bytes | bytearray | memoryview, maximum: int = MAX_PAYLOAD) -> Frame:

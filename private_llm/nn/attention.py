@@ -120,9 +120,7 @@ def _scores(query: Fixed, key: Fixed, scale: float, select: Tensor | None, frac:
     bits = n.bit_length() - 1
     if n != 1:  # q times n / 2^bits, which lies in [1, 2)
         query = Fixed(session, query.scale_int(n).share, query.frac + bits)
-    if (
-        query.frac > session.frac + SCALE_BITS + SLACK
-    ):  # rope already left its bits in q: one truncation for both
+    if query.frac > session.frac + SCALE_BITS + SLACK:  # rope already left its bits in q: one truncation for both
         query = query.at(session.frac)
     query = Fixed(session, query.share, query.frac - exponent - bits)
     return query.matmul(key.view(lambda part: part.transpose(-1, -2)), frac=frac, select=select)

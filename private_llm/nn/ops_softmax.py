@@ -52,9 +52,7 @@ def attention_rule(
     return SecretTensor(attend(q.raw, k.operand, v.operand, allowed, factor, bias=bias))
 
 
-def _read_mask(
-    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool
-) -> tuple[Tensor | None, Tensor | None]:
+def _read_mask(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, Tensor | None]:
     """(allowed, bias) from PyTorch's two kinds of mask; a bias of zeros is dropped."""
     if is_causal:
         square = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()

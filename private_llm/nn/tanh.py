@@ -44,9 +44,7 @@ def precise_tanh(x: Fixed) -> Fixed:
 
 def _polynomial(powers: tuple[Fixed, Fixed, Fixed], coefficients: tuple[float, ...]) -> Fixed:
     """1 + c1 z + c2 z^2 + c3 z^3 with `_BITS` more fractional bits. Local."""
-    terms = [
-        power.scale_int(round(c * (1 << _BITS))) for power, c in zip(powers, coefficients[1:], strict=True)
-    ]
+    terms = [power.scale_int(round(c * (1 << _BITS))) for power, c in zip(powers, coefficients[1:], strict=True)]
     total = terms[0] + terms[1] + terms[2]
     return Fixed(total.session, total.share, _FRAC + _BITS) + coefficients[0]
 

@@ -61,9 +61,7 @@ class Fixed:
     def finer(self, frac: int) -> Fixed:
         """The same value with more fractional bits."""
         if frac < self.frac:
-            raise DomainError(
-                f"finer: got {frac} bits; want at least {self.frac} (use `coarser`, which communicates)"
-            )
+            raise DomainError(f"finer: got {frac} bits; want at least {self.frac} (use `coarser`, which communicates)")
         if frac == self.frac:
             return self
         return self.with_share(self.proto.mul_public(self.share, 1 << (frac - self.frac)), frac)

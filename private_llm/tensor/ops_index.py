@@ -45,9 +45,7 @@ def setitem(x: Tensor, index: TorchArg, value: TorchArg) -> None:
     if not isinstance(x, SecretTensor):
         raise PlaintextLeak("x[index] = secret would write a secret into a plain tensor; keep x secret")
     if not isinstance(value, SecretTensor):
-        raise UnsupportedOp(
-            "x[index] = plain value on a secret tensor; build it with torch.where or torch.cat"
-        )
+        raise UnsupportedOp("x[index] = plain value on a secret tensor; build it with torch.where or torch.cat")
     same_session(x, value)
     mine, theirs = x.fixed, value.fixed
     parts = [part.clone() for part in mine.share.parts]
@@ -138,25 +136,19 @@ def embedding(
         same_session(input, weight)
         return SecretTensor(rows.matmul(weight.operand, weight.operand.frac))
     elements = ring_weight(input.session, weight, rows.share.parts[0].device)
-    return SecretTensor(
-        rows.with_share(rows.share.map(lambda part: ring_matmul(part, elements)), rows.session.frac)
-    )
+    return SecretTensor(rows.with_share(rows.share.map(lambda part: ring_matmul(part, elements)), rows.session.frac))
 
 
 def _looked_up(tokens: SecretIndex, weight: Tensor) -> SecretTensor:
     """Rows at secret indices: one protocol lookup."""
     session = tokens.session
     if tokens.held.domain != weight.shape[0]:
-        raise UnsupportedOp(
-            f"lookup of indices below {tokens.held.domain} in a table of {weight.shape[0]} rows"
-        )
+        raise UnsupportedOp(f"lookup of indices below {tokens.held.domain} in a table of {weight.shape[0]} rows")
     if isinstance(weight, SecretTensor):
         table, frac = weight.operand, weight.operand.frac
         share = session.protocol.lookup(tokens.held, table.share)
     else:
         frac = session.frac
-        share = session.protocol.lookup(
-            tokens.held, ring_weight(session, weight, torch.device(session.device))
-        )
+        share = session.protocol.lookup(tokens.held, ring_weight(session, weight, torch.device(session.device)))
     shape = (*tokens.shape, weight.shape[1])
     return SecretTensor(Fixed(session, share.map(lambda part: part.reshape(shape)), frac))

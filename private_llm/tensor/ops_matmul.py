@@ -21,9 +21,7 @@ def ring_weight(session: Session, weight: Tensor, device: torch.device) -> Tenso
     held: dict[object, Tensor] = weight.__dict__.setdefault("_private_ring", {})
     if key not in held:
         elements = session.ring.encode(weight, session.frac).to(device)
-        held[key] = (
-            elements.transpose(-1, -2).contiguous().transpose(-1, -2) if elements.dim() > 1 else elements
-        )
+        held[key] = elements.transpose(-1, -2).contiguous().transpose(-1, -2) if elements.dim() > 1 else elements
     return held[key]
 
 
@@ -76,17 +74,13 @@ def rmatmul(x: Tensor, y: Tensor) -> SecretTensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> SecretTensor:
     """x @ weight.T + bias: x [.., K], weight [N, K], bias [N], each secret or plain (at least one secret)."""
     if not isinstance(x, SecretTensor):
-        raise UnsupportedOp(
-            "linear of a plain input with secret weights; share the input (Session input) first"
-        )
+        raise UnsupportedOp("linear of a plain input with secret weights; share the input (Session input) first")
     value = x.operand
     if isinstance(weight, SecretTensor):
         same_session(x, weight)
         out = SecretTensor(product(value, weight.operand.view(Tensor.t)))
     else:
-        out = SecretTensor(
-            product_public(value, ring_weight(x.session, weight, value.share.parts[0].device).t())
-        )
+        out = SecretTensor(product_public(value, ring_weight(x.session, weight, value.share.parts[0].device).t()))
     return out if bias is None else plus(out, bias)
 
 
@@ -97,9 +91,7 @@ def addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float =
 
 
 @implements(torch.baddbmm, Tensor.baddbmm)
-def baddbmm(
-    bias: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
-) -> SecretTensor:
+def baddbmm(bias: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> SecretTensor:
     """Beta * bias + alpha * batch1 @ batch2; `bias` may be public (Bloom's alibi)."""
     scaled = batch1 if alpha == 1 else mul(batch1, alpha)
     return _combined(bias, matmul(scaled, batch2), beta, 1)
@@ -126,9 +118,7 @@ def conv2d(
 ) -> SecretTensor:  # fmt: skip
     """Convolution as one matrix product of windows [B, groups, positions, K] with the kernel [groups, K, O]."""
     if not isinstance(x, SecretTensor) or _pair(dilation) != (1, 1) or isinstance(padding, str):
-        raise UnsupportedOp(
-            "conv2d needs a secret input, dilation 1 and numeric padding; rules: tensor/ops_matmul.py"
-        )
+        raise UnsupportedOp("conv2d needs a secret input, dilation 1 and numeric padding; rules: tensor/ops_matmul.py")
     outputs, depth, height, width = weight.shape
     (down, right), (pad_h, pad_w) = _pair(stride), _pair(padding)
 

@@ -95,9 +95,7 @@ def mul(x: Operand, y: Operand) -> SecretTensor:
 def div(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> SecretTensor:
     """Secret / public."""
     if isinstance(y, SecretTensor) or rounding_mode is not None:
-        raise UnsupportedOp(
-            "division by a secret, or with rounding, has no private rule; add one in nn/ops_norm.py"
-        )
+        raise UnsupportedOp("division by a secret, or with rounding, has no private rule; add one in nn/ops_norm.py")
     return mul(x, 1.0 / y)
 
 
@@ -112,9 +110,7 @@ def power(x: Operand, exponent: Operand) -> SecretTensor:
     """Integer powers 1, 2, 3 of a secret."""
     if isinstance(x, SecretTensor) and exponent in (1, 2, 3):
         return x if exponent == 1 else mul(x, x) if exponent == 2 else mul(mul(x, x), x)
-    raise UnsupportedOp(
-        f"pow with exponent {exponent!r} has no private rule; want a secret to the power 1, 2 or 3"
-    )
+    raise UnsupportedOp(f"pow with exponent {exponent!r} has no private rule; want a secret to the power 1, 2 or 3")
 
 
 @implements(Tensor.add_, Tensor.__iadd__)
@@ -234,9 +230,7 @@ def clone(x: SecretTensor, **_: object) -> SecretTensor:
 
 
 @implements(torch.nn.functional.dropout, torch.dropout)
-def dropout(
-    x: SecretTensor, p: float = 0.5, training: bool = True, inplace: bool = False, **kw: bool
-) -> SecretTensor:
+def dropout(x: SecretTensor, p: float = 0.5, training: bool = True, inplace: bool = False, **kw: bool) -> SecretTensor:
     """The identity of inference."""
     if (training or kw.get("train")) and p > 0:
         raise UnsupportedOp("dropout in training mode on a secret tensor; call model.eval() first")
@@ -246,6 +240,4 @@ def dropout(
 @implements(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like)
 def like(x: SecretTensor, *_: object, **__: object) -> NoReturn:
     """Refused: a plain tensor in the shape of a secret invites writing the secret into it."""
-    raise UnsupportedOp(
-        "zeros_like/ones_like/full_like of a secret; make a public tensor from x.shape and x.device"
-    )
+    raise UnsupportedOp("zeros_like/ones_like/full_like of a secret; make a public tensor from x.shape and x.device")

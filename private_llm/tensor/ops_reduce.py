@@ -28,9 +28,7 @@ def total(
 
 
 @implements(torch.mean, Tensor.mean)
-def mean(
-    x: SecretTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> SecretTensor:
+def mean(x: SecretTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> SecretTensor:
     """Mean over dimensions."""
     summed = _total(x, dim, keepdim)
     count = x.shape.numel() // max(1, summed.shape.numel())

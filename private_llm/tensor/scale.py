@@ -29,11 +29,7 @@ _CACHED = 16
 
 def constant_bits(session: Session) -> int:
     """Bits a public factor may add before a truncation: fewer in a small ring."""
-    return (
-        CONSTANT_BITS
-        if session.ring.bits == 64
-        else min(CONSTANT_BITS, session.ring.value_bits - 2 * session.frac)
-    )
+    return CONSTANT_BITS if session.ring.bits == 64 else min(CONSTANT_BITS, session.ring.value_bits - 2 * session.frac)
 
 
 def dyadic(factor: float, bits: int) -> tuple[int, int]:
@@ -65,15 +61,11 @@ def times_public(x: SecretTensor, factor: Tensor) -> Fixed:
         return product.viewed(lambda part: part.expand(torch.broadcast_shapes(part.shape, factor.shape))).raw
     value = x.operand
     bits = 0 if not factor.is_floating_point() else constant_bits(value.session)
-    out = value.with_share(
-        value.proto.mul_public(value.share, encoded(value, factor, bits)), value.frac + bits
-    )
+    out = value.with_share(value.proto.mul_public(value.share, encoded(value, factor, bits)), value.frac + bits)
     return out if value.session.ring.bits == 64 else out.at(value.session.frac)
 
 
-_encodings: WeakKeyDictionary[Session, OrderedDict[tuple[object, ...], tuple[Tensor, Tensor]]] = (
-    WeakKeyDictionary()
-)
+_encodings: WeakKeyDictionary[Session, OrderedDict[tuple[object, ...], tuple[Tensor, Tensor]]] = WeakKeyDictionary()
 
 
 def encoded(x: Fixed, values: Tensor, bits: int) -> Tensor:
@@ -111,6 +103,4 @@ def aligned(x: SecretTensor, y: SecretTensor) -> tuple[Fixed, Fixed]:
 def same_session(x: SecretTensor, y: SecretTensor) -> None:
     """Raises DomainError if two secrets belong to different sessions."""
     if x.session is not y.session:
-        raise DomainError(
-            "two secret tensors of different sessions meet; all inputs and weights need one session"
-        )
+        raise DomainError("two secret tensors of different sessions meet; all inputs and weights need one session")

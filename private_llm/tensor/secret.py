@@ -72,9 +72,7 @@ class SecretTensor(Guarded):
     def raw(self) -> Fixed:
         """The share as it is. Raises UnsupportedOp if entries stand for minus infinity (softmax removes them)."""
         if self._hidden is not None:
-            raise UnsupportedOp(
-                "a tensor with masked (minus infinity) entries can only be reshaped or go into softmax"
-            )
+            raise UnsupportedOp("a tensor with masked (minus infinity) entries can only be reshaped or go into softmax")
         return self._fixed
 
     @property

@@ -26,9 +26,7 @@ class SecretIndex(Guarded):
         """`index` as received by `Protocol.receive_index`, arranged as `shape`."""
         size = torch.Size(shape)
         if size.numel() != index.count:
-            raise DomainError(
-                f"SecretIndex: got {index.count} indices; want {size.numel()} for shape {tuple(size)}"
-            )
+            raise DomainError(f"SecretIndex: got {index.count} indices; want {size.numel()} for shape {tuple(size)}")
         self: SecretIndex = torch.Tensor._make_wrapper_subclass(cls, size, dtype=torch.int64)
         self._index, self._session, self._shape = index, session, size
         return self
@@ -74,9 +72,7 @@ class SecretIndex(Guarded):
     ) -> TorchArg:
         """Lookup and public facts; everything else is refused."""
         if func not in _ALLOWED:
-            raise UnsupportedOp(
-                f"{op_name(func)} of secret indices; they can only be looked up (F.embedding)"
-            )
+            raise UnsupportedOp(f"{op_name(func)} of secret indices; they can only be looked up (F.embedding)")
         return dispatch(func, args, kwargs or {})
 
 

@@ -176,9 +176,7 @@ def test_encoders_vision_and_t5_run_on_meta_shares(name: str, number: int) -> No
     elif name == "t5":
         given = {"inputs_embeds": _meta_secret(session, 2, 7, 64), "attention_mask": mask}
         started = _meta_secret(session, 2, 3, 64)
-        out = party(
-            **given, decoder_inputs_embeds=started, past_key_values=party.new_cache(), return_dict=True
-        ).logits
+        out = party(**given, decoder_inputs_embeds=started, past_key_values=party.new_cache(), return_dict=True).logits
     else:
         given = {"inputs_embeds": _meta_secret(session, 2, 7, 64), "attention_mask": mask}
         if name == "roberta":

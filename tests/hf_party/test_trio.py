@@ -47,9 +47,7 @@ def _program(model: PreTrainedModel) -> Callable[..., list[Fixed]]:
 
 
 def _inputs(model: PreTrainedModel, seed: int) -> tuple[list[Tensor], list[int]]:
-    rows = [
-        F.one_hot(ids(*shape, seed=seed + n), VOCABULARY).double() for n, shape in enumerate((PROMPT, NEXT))
-    ]
+    rows = [F.one_hot(ids(*shape, seed=seed + n), VOCABULARY).double() for n, shape in enumerate((PROMPT, NEXT))]
     weights = list(weights_of(model).values())
     return [*rows, *weights], [0, 0, *([TRIO.frac_bits] * len(weights))]
 
@@ -103,15 +101,11 @@ def test_a_whole_model_with_public_weights(name: str) -> None:
         party = build_party_model(config, kind, weights_of(model), session)
         with torch.no_grad():
             embeds = party.get_input_embeddings()(SecretTensor(prompt))
-            out = party(
-                inputs_embeds=embeds, attention_mask=torch.ones(1, 5, dtype=torch.long), return_dict=True
-            )
+            out = party(inputs_embeds=embeds, attention_mask=torch.ones(1, 5, dtype=torch.long), return_dict=True)
         return out.logits.fixed
 
     text = ids(1, 5)
     done = run_parties(settings, run, [F.one_hot(text, VOCABULARY).double()], [0])
     with torch.no_grad():
         assert (done.value - model(text).logits).abs().max() <= LOGIT_ERROR
-    assert "matmul" not in {
-        tag for scope, tag in done.ledgers[1].rounds if scope.endswith(("lm_head", "dense"))
-    }
+    assert "matmul" not in {tag for scope, tag in done.ledgers[1].rounds if scope.endswith(("lm_head", "dense"))}

@@ -96,9 +96,7 @@ def test_accelerates_debug_launcher():
 
 def test_disagreement_is_an_error_everywhere():
     results = ranks("disagreement")
-    assert results[2].startswith(
-        "TransportError: party 2: from party 1: got 'mul' with 3 x int64, number 0; want"
-    )
+    assert results[2].startswith("TransportError: party 2: from party 1: got 'mul' with 3 x int64, number 0; want")
     for me in (0, 1, CLIENT):
         assert results[me] == results[2].replace("TransportError", "PartyFailed")
     assert "4242424242" not in results[2]
@@ -129,9 +127,7 @@ def test_a_reason_reaches_everybody():
 def test_without_a_launcher(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(
-        ConfigError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set: start one process"
-    ):
+    with pytest.raises(ConfigError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set: start one process"):
         DistHub(3, 5.0)
 
 

@@ -40,9 +40,7 @@ def test_addresses(text, expected):
     assert parse_address(text) == expected
 
 
-@pytest.mark.parametrize(
-    "text", ["", "host", "host:", ":1", "host:0", "host:65536", "host:-1", "host:1a", "h:\u0661"]
-)
+@pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:0", "host:65536", "host:-1", "host:1a", "h:\u0661"])
 def test_malformed_addresses(text):
     with pytest.raises(ConfigError, match="host:port"):
         parse_address(text)
@@ -83,9 +81,7 @@ def test_unknown_endpoint(me):
 def test_ports_given_as_numbers(unused_port):
     """Without inherited listeners: parties listen where `hosts` says, in whatever order they start."""
     hosts = [f"127.0.0.1:{unused_port}"]
-    config = PrivateConfig(
-        **ONE, party_mode="remote", hosts=tuple(hosts), allow_plain_loopback=True, timeout_s=10
-    )
+    config = PrivateConfig(**ONE, party_mode="remote", hosts=tuple(hosts), allow_plain_loopback=True, timeout_s=10)
 
     def serve():
         time.sleep(0.3)
@@ -107,9 +103,7 @@ def unused_port():
 
 
 def test_nobody_there(unused_port):
-    with pytest.raises(
-        TransportError, match=rf"party 0 at 127\.0\.0\.1:{unused_port} was not reached within 0\.5 s"
-    ):
+    with pytest.raises(TransportError, match=rf"party 0 at 127\.0\.0\.1:{unused_port} was not reached within 0\.5 s"):
         join(CLIENT, [f"127.0.0.1:{unused_port}"], timeout=0.5, **ONE)
 
 

@@ -188,9 +188,7 @@ def test_a_connection_that_ends_in_the_middle(cut):
     zero, peer, _ = raw_peer()
     peer.sendall(frame(bytes(2000))[:cut])
     peer.close()
-    with pytest.raises(
-        PartyFailed, match="party 1 stopped: its connection closed, while 'mul' of party 1 was awaited"
-    ):
+    with pytest.raises(PartyFailed, match="party 1 stopped: its connection closed, while 'mul' of party 1 was awaited"):
         zero.recv(1, "mul", (2000,), torch.uint8)
 
 
@@ -213,9 +211,7 @@ def test_header_on_the_wire():
     zero, _, reader = raw_peer()
     zero.send(1, "mul", torch.tensor([1, -1]))
     raw = reader.recv(1000)
-    assert raw == wire.encode(wire.Kind.DATA, 0, SESSION, 0, "mul", torch.int64, 2) + struct.pack(
-        "<qq", 1, -1
-    )
+    assert raw == wire.encode(wire.Kind.DATA, 0, SESSION, 0, "mul", torch.int64, 2) + struct.pack("<qq", 1, -1)
 
 
 def test_floats_never_travel():
@@ -236,9 +232,7 @@ def test_an_abort_reaches_everybody_with_its_reason_past_unread_data():
     def wait_for_another(t):
         t.recv(CLIENT if t.me == 2 else 2, "m", (1,), torch.int64)
 
-    results = run_threads(
-        transports, {0: fail, 1: wait_for_another, 2: wait_for_another, CLIENT: wait_for_another}
-    )
+    results = run_threads(transports, {0: fail, 1: wait_for_another, 2: wait_for_another, CLIENT: wait_for_another})
     assert {str(results[me]) for me in (1, 2, CLIENT)} == {"layer 3 overflowed"}
     assert all(isinstance(results[me], PartyFailed) for me in (1, 2, CLIENT))
 
@@ -288,8 +282,6 @@ def test_the_silent_endpoint_is_named_by_all_who_wait_for_each_other():
 def test_a_circle_of_waits_ends():
     transports = open_mesh(timeout=1.0)
     circle = {0: 1, 1: 2, 2: 0}
-    results = run_threads(
-        transports, dict.fromkeys(circle, lambda t: t.recv(circle[t.me], "m", (1,), torch.int64))
-    )
+    results = run_threads(transports, dict.fromkeys(circle, lambda t: t.recv(circle[t.me], "m", (1,), torch.int64)))
     assert {type(result) for result in results.values()} == {PartyFailed}
     assert all("was silent for 1 s" in str(result) for result in results.values())

@@ -71,9 +71,7 @@ def test_random_bytes_behind_a_right_start(tail):
         return
     limit = wire.MAX_PAYLOAD if frame.kind is Kind.DATA else wire.MAX_NOTE
     assert frame.nbytes <= limit
-    raw = wire.encode(
-        frame.kind, frame.sender, frame.session, frame.sequence, frame.tag, frame.dtype, frame.count
-    )
+    raw = wire.encode(frame.kind, frame.sender, frame.session, frame.sequence, frame.tag, frame.dtype, frame.count)
     assert raw == (b"PLLM\x01" + tail)[:64]
 
 

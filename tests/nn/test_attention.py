@@ -24,9 +24,7 @@ S = plain_session()
 BOUND = 1e-3
 
 
-def _reference(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float | None, bias: Tensor
-) -> Tensor:
+def _reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float | None, bias: Tensor) -> Tensor:
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     scores = q @ k.transpose(-1, -2) * scale
@@ -39,9 +37,7 @@ def _reference(
 MASKS = {
     "none": torch.ones(2, 1, 5, 7, dtype=torch.bool),
     "causal": torch.ones(5, 7, dtype=torch.bool).tril(2)[None, None].expand(2, 1, 5, 7),
-    "window": (torch.ones(5, 7, dtype=torch.bool).tril(2) & torch.ones(5, 7, dtype=torch.bool).triu(0))[
-        None, None
-    ],
+    "window": (torch.ones(5, 7, dtype=torch.bool).tril(2) & torch.ones(5, 7, dtype=torch.bool).triu(0))[None, None],
     "padding": torch.tensor([[False] * 3 + [True] * 4, [True] * 7])[:, None, None].expand(2, 1, 5, 7),
     "per_head": torch.ones(2, 4, 5, 7, dtype=torch.bool).tril(1) | torch.eye(5, 7, dtype=torch.bool),
     "nothing": torch.zeros(1, 1, 5, 7, dtype=torch.bool),
@@ -89,9 +85,7 @@ def test_a_query_that_rope_left_unsettled() -> None:
     rotated = (secret(S, q) * table).raw
     assert rotated.frac == S.frac + 16
     got = attend(rotated, fixed(S, k), fixed(S, v), None, 8**-0.5)
-    want = _reference(
-        q * table, k, v, torch.ones(1, 1, 3, 3, dtype=torch.bool), 8**-0.5, None, torch.zeros(1)
-    )
+    want = _reference(q * table, k, v, torch.ones(1, 1, 3, 3, dtype=torch.bool), 8**-0.5, None, torch.zeros(1))
     assert (opened(got) - want).abs().max() <= BOUND
 
 
@@ -143,9 +137,7 @@ def test_softmax_rule_with_and_without_hidden_entries() -> None:
 def test_fused_attention_of_torch() -> None:
     q, k, v = noise(2, 4, 5, 8), noise(2, 4, 5, 8, seed=1), noise(2, 4, 5, 8, seed=2)
     three = (secret(S, q), secret(S, k), secret(S, v))
-    additive = torch.zeros(2, 1, 5, 5).masked_fill(
-        torch.ones(5, 5).triu(1).bool(), torch.finfo(torch.float32).min
-    )
+    additive = torch.zeros(2, 1, 5, 5).masked_fill(torch.ones(5, 5).triu(1).bool(), torch.finfo(torch.float32).min)
     alibi = additive + noise(2, 4, 5, 5).float()
     for kwargs in (
         {"is_causal": True},
@@ -154,9 +146,7 @@ def test_fused_attention_of_torch() -> None:
         {"attn_mask": additive > -1},
         {},
     ):
-        wide = {
-            n: m.double() if isinstance(m, Tensor) and m.is_floating_point() else m for n, m in kwargs.items()
-        }
+        wide = {n: m.double() if isinstance(m, Tensor) and m.is_floating_point() else m for n, m in kwargs.items()}
         got = F.scaled_dot_product_attention(*three, **kwargs)
         want = F.scaled_dot_product_attention(q, k, v, **wide)
         assert (opened(got) - want).abs().max() <= BOUND

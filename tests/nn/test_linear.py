@@ -27,9 +27,7 @@ def _layers(make: object, bias: bool = True) -> list[nn.Linear]:
 
 
 def _want(x: Tensor, index: int, bias: bool = True) -> Tensor:
-    return F.linear(
-        x, noise(SIZES[index], 4, seed=index), noise(SIZES[index], seed=9 + index) if bias else None
-    )
+    return F.linear(x, noise(SIZES[index], 4, seed=index), noise(SIZES[index], seed=9 + index) if bias else None)
 
 
 @pytest.mark.parametrize("public", [False, True])

@@ -103,9 +103,7 @@ PRODUCTS: dict[str, tuple[Callable[..., object], float]] = {
     "linear": (lambda x, y: F.linear(x, y[0], x[0, :, 0]), 2 * UNIT),
     "addmm": (lambda x, y: torch.addmm(x[0, 0, :3], x[0], y[0].T, alpha=0.5), 2 * UNIT),
     "rope": (
-        lambda x, y: (
-            torch.cat((-x[..., 2:], x[..., :2]), -1) * torch.linspace(0, 1, 4) + x * torch.linspace(1, 0, 4)
-        ),
+        lambda x, y: torch.cat((-x[..., 2:], x[..., :2]), -1) * torch.linspace(0, 1, 4) + x * torch.linspace(1, 0, 4),
         8 * 2**-17 + UNIT,
     ),
 }
@@ -189,9 +187,7 @@ def test_a_public_tensor_that_changes_is_encoded_anew() -> None:
 
 def test_an_additive_mask_hides_instead_of_overflowing() -> None:
     x = noise(1, 1, 2, 3)
-    mask = torch.zeros(1, 1, 2, 3).masked_fill(
-        torch.tensor([[False, True, True], [False, False, True]]), -3.4e38
-    )
+    mask = torch.zeros(1, 1, 2, 3).masked_fill(torch.tensor([[False, True, True], [False, False, True]]), -3.4e38)
     out = secret(S, x) + (mask + 0.5)
     assert torch.equal(out.hidden, mask < -1)
     shown = opened(out)
