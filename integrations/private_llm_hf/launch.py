@@ -22,6 +22,8 @@ from private_llm_hf.client import Parties
 from private_llm_hf.party import run_party
 from private_llm_hf.share_files import ShareFile
 
+_FOREVER_S = 1e8
+"""Seconds that a serving party waits for its next client: three years."""
 _EXIT_S = 5.0
 """Seconds that threads may take to end."""
 
@@ -74,7 +76,7 @@ def serve_party(
     served = 0
     while sessions is None or served < sessions:
         notice(f"party {number} waits for the others at {config.hosts[number]}")
-        transport = connect(config, number)
+        transport = connect(config, number, wait_s=_FOREVER_S)
         try:
             reason = run_party(config, number, transport, held)
         finally:

@@ -38,17 +38,19 @@ def connect(
     token: bytes = b"",
     listener: socket.socket | None = None,
     device: str = "cpu",
+    wait_s: float | None = None,
 ) -> SocketTransport:
     """Connect endpoint `me` (a party number or CLIENT) with all others and return its transport.
 
     hosts: "host:port" of each party (default: config.hosts). token: secret known to the endpoints of this session
     only; without it, certificates must tell who is who. listener: this party's listening socket, for instance
-    inherited from the process that chose the port (see `open_listeners`).
+    inherited from the process that chose the port (see `open_listeners`). wait_s: seconds to wait for the others
+    (default: config.timeout_s; a party that serves waits much longer).
 
     Without config.tls the connections are plain TCP: on loopback addresses only, and only with
     config.allow_plain_loopback or (parties started on this machine, party_mode other than "remote") with a token.
     Raises ConfigError before anything is sent if the settings do not allow a safe connection, TransportError when
-    an endpoint is not reached within config.timeout_s, or refuses, or is not who it should be.
+    an endpoint is not reached within wait_s, or refuses, or is not who it should be.
     """
     addresses = [parse_address(host) for host in hosts or config.hosts]
     if len(addresses) != config.parties:
@@ -57,7 +59,7 @@ def connect(
         raise ConfigError(f"endpoint: got {me}; want a party from 0 to {config.parties - 1}, or the client ({CLIENT})")
     if config.tls is None:
         _check_plain(config, addresses, token)
-    mesh = _Mesh(config, me, addresses, token)
+    mesh = _Mesh(config, me, addresses, token, config.timeout_s if wait_s is None else wait_s)
     try:
         if listener is None and me != CLIENT:
             listener = _listen(addresses[me], anywhere=config.tls is not None)
@@ -126,10 +128,12 @@ def _listen(address: Address, *, anywhere: bool) -> socket.socket:
 class _Mesh:
     """The connections made so far."""
 
-    def __init__(self, config: PrivateConfig, me: int, addresses: Sequence[Address], token: bytes) -> None:
+    def __init__(
+        self, config: PrivateConfig, me: int, addresses: Sequence[Address], token: bytes, wait_s: float
+    ) -> None:
         self._me, self._addresses, self._token = me, addresses, token
-        self._timeout = config.timeout_s
-        self._deadline = time.monotonic() + config.timeout_s
+        self._timeout, self._wait = config.timeout_s, wait_s
+        self._deadline = time.monotonic() + wait_s
         self._credentials = Credentials(config.tls) if config.tls else None
         self._calls = [p for p in range(len(addresses)) if p < me]
         self._called_by = [] if me == CLIENT else [*range(me + 1, len(addresses)), CLIENT]
@@ -164,7 +168,7 @@ class _Mesh:
             names = ", ".join(map(endpoint_name, missing))
             refused = f"; the last caller was refused: {self._refused}" if self._refused else ""
             raise TransportError(
-                f"{names} did not connect within {self._timeout:g} s; start all endpoints with the same hosts{refused}"
+                f"{names} did not connect within {self._wait:g} s; start all endpoints with the same hosts{refused}"
             )
 
     def _stop(self, listener: socket.socket, acceptor: threading.Thread) -> None:
@@ -220,7 +224,7 @@ class _Mesh:
             time.sleep(min(pause, self._left()))
             pause = min(2 * pause, 0.5)
         raise TransportError(
-            f"{endpoint_name(peer)} at {host}:{port} was not reached within {self._timeout:g} s ({cause}); check that "
+            f"{endpoint_name(peer)} at {host}:{port} was not reached within {self._wait:g} s ({cause}); check that "
             "it runs, its address and the firewall"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -71,6 +72,15 @@ def test_generate_from_share_files_in_two_sessions(shared: Path, config: Private
             with AutoPrivateModelForCausalLM.from_pretrained(source, config) as private:
                 assert torch.equal(private.generate(**BATCH, max_new_tokens=3, do_sample=False), want)
     assert sum(line == "session 2 ended" for line in lines) == 3
+
+
+def test_parties_wait_for_their_client_longer_than_the_timeout(shared: Path, config: PrivateConfig) -> None:
+    patient = replace(config, timeout_s=2.0)
+    with running(patient, files(shared / "one")):
+        time.sleep(3.0)
+        with AutoPrivateModelForCausalLM.from_pretrained(str(shared / "one" / "client"), patient) as private:
+            time.sleep(3.0)  # and between its calls
+            assert private(BATCH["input_ids"]).logits.shape == (2, 5, 128)
 
 
 def test_a_model_owner_who_is_the_user_streams_the_weights(config: PrivateConfig) -> None:

@@ -211,7 +211,7 @@ def test_an_endpoint_may_start_again_while_the_others_wait():
 
     def call():
         config = PrivateConfig(timeout_s=10, **ONE)
-        half = hub._Mesh(config, CLIENT, [parse_address(hosts[0])], TOKEN)
+        half = hub._Mesh(config, CLIENT, [parse_address(hosts[0])], TOKEN, 10)
         half._call(0, True)
         half.close()
         join(CLIENT, hosts, timeout=10, **ONE).send(0, "m", torch.tensor([9]))
