@@ -78,6 +78,28 @@ TRUNCATION = Threat(
     setting="always on",
 )
 
+COARSE = Threat(
+    name="coarse comparisons",
+    kind="shortcut",
+    corrupt="as trio",
+    learns=(
+        ("nobody", "nothing more: the messages are those of a shorter adder"),
+        (
+            "meaning of the result",
+            "clips and maxima inside softmax, GELU, SiLU, sigmoid, tanh and reciprocals leave the lowest bits out of "
+            "the comparison: within 2^-6 above a threshold either answer is possible and depends on the masks; it is used "
+            "only where the function is continuous there, and the stated errors include it. ReLU and arg max are exact",
+        ),
+        (
+            "range",
+            "comparisons assume |x| < 2^20; a debug session (protocol='plain', debug_ranges=True) names a module that "
+            "breaks this",
+        ),
+    ),
+    source="private_llm/approx/range.py; msb in private_llm/protocols/trio/party.py",
+    setting="always on",
+)
+
 LOOKUP = Threat(
     name="token lookup by point functions",
     kind="shortcut",
@@ -167,6 +189,7 @@ ENTRIES: tuple[Threat, ...] = (
     TRIO,
     PLAIN,
     TRUNCATION,
+    COARSE,
     LOOKUP,
     SHAPES,
     STOP_TIME,
