@@ -97,7 +97,10 @@ class Party:
             if self.held is None:
                 raise ShareFileError("the client wants a model that this party holds no share file of")
             message = self.held.description
-            weights = {n: Fixed(self.session, share, self.session.frac) for n, share in self.held.weights()}
+            weights = {}
+            for name, share in self.held.weights():
+                weights[name] = Fixed(self.session, share, self.session.frac)
+                self._pulse.beat()
         else:
             weights = dict(self._receive_weights())
         self.model = build_party_model(message["config"], message["class"], weights, self.session)
@@ -114,6 +117,7 @@ class Party:
         while True:
             header = recv_message(self.transport, CLIENT)
             name = header["weight"]
+            self._pulse.beat()
             if name is None:
                 return
             shape = tuple(header["shape"])
@@ -223,9 +227,10 @@ class Pulse:
     def watch(self, model: nn.Module) -> None:
         """Beat whenever a module starts and the last beat is long ago."""
         for module in model.modules():
-            module.register_forward_pre_hook(self._beat)
+            module.register_forward_pre_hook(lambda module, inputs: self.beat())
 
-    def _beat(self, module: nn.Module, inputs: object) -> None:
+    def beat(self) -> None:
+        """There is progress: say so if the last time is long ago."""
         now = time.monotonic()
         if now - self._last > self._every:
             self._last = now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,3 +136,22 @@ def test_t5_encodes_once_and_keeps_the_result_at_the_parties(t5: tuple[PreTraine
         private(encoder_outputs=encoded, decoder_input_ids=start[:1])
     with pytest.raises(DomainError, match="want what this model's get_encoder"):
         private(encoder_outputs=model.get_encoder()(input_ids=IDS), decoder_input_ids=start)
+
+
+def test_t5_caches_can_be_copied_and_reordered(t5: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+    model, private = t5
+    start = torch.zeros(2, 2, dtype=torch.int64)
+    following = torch.tensor([[7], [9]])
+    with torch.no_grad():
+        encoded = private.get_encoder()(input_ids=IDS, attention_mask=MASK)
+        known = {"encoder_outputs": encoded, "attention_mask": MASK}
+        cache = private(**known, decoder_input_ids=start, use_cache=True).past_key_values
+        twin = copy.deepcopy(cache)
+        cache.crop(-1)
+        out = private(**known, decoder_input_ids=following, past_key_values=twin).logits
+        ids = torch.cat([start, following], dim=1)
+        want = model(input_ids=IDS, attention_mask=MASK, decoder_input_ids=ids).logits
+        assert worst(out, want[:, -1:]) < LOGIT_ERROR
+        out = private(**known, decoder_input_ids=following, past_key_values=cache).logits
+        want = model(input_ids=IDS, attention_mask=MASK, decoder_input_ids=ids[:, 1:]).logits
+        assert worst(out, want[:, -1:]) < LOGIT_ERROR

@@ -90,6 +90,16 @@ def test_a_model_owner_who_is_the_user_streams_the_weights(config: PrivateConfig
         assert torch.equal(private.generate(**BATCH, max_new_tokens=2, do_sample=False), want)
 
 
+def test_a_client_that_vanishes_frees_the_parties_for_the_next(shared: Path, config: PrivateConfig) -> None:
+    with running(config, files(shared / "one"), sessions=2) as lines:
+        source = str(shared / "one" / "client")
+        lost = AutoPrivateModelForCausalLM.from_pretrained(source, config)
+        lost.parties._transport.close()  # no farewell: as if its process had died
+        with AutoPrivateModelForCausalLM.from_pretrained(source, config) as private:
+            assert private(BATCH["input_ids"]).logits.shape == (2, 5, 128)
+    assert sum(line.startswith("session 1 ended: ") and "client" in line for line in lines) == 3
+
+
 def test_files_of_two_sharings_do_not_mix(shared: Path, config: PrivateConfig) -> None:
     mixed = [*files(shared / "one")[:2], files(shared / "two")[2]]
     with running(config, mixed), pytest.raises(ShareFileError, match="different models or different sharings"):
