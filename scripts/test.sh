@@ -13,6 +13,6 @@ bin=.venv/bin
 "$bin/ruff" format --check .
 "$bin/mypy"
 "$bin/python" -m pytest -q tests/test_ladder.py tests/test_lean_import.py
-workers="$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)"
+workers="$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)"
 [ "$workers" -gt 4 ] && workers=4
 "$bin/python" -m pytest -q -n "$workers" --dist loadfile "$@"
