@@ -193,7 +193,8 @@ def test_strangers_do_not_disturb(junk):
         return t.recv(CLIENT, "m", (1,), torch.int64).item()
 
     def call():
-        join(CLIENT, hosts, timeout=10, **ONE).send(0, "m", torch.tensor([9]))
+        kept.append(join(CLIENT, hosts, timeout=10, **ONE))
+        kept[0].send(0, "m", torch.tensor([9]))
 
     assert both(serve, call) == {0: 9, CLIENT: None}
     for sock in strangers:
@@ -204,6 +205,7 @@ def test_an_endpoint_may_start_again_while_the_others_wait():
     """A client that dies after half of its connections, and comes back."""
     listeners = open_listeners(1)
     hosts = hosts_of(listeners)
+    kept = []  # a transport that is dropped closes its sockets, perhaps before the other end has read
 
     def serve():
         t = join(0, hosts, listeners[0], timeout=10, **ONE)
@@ -214,6 +216,7 @@ def test_an_endpoint_may_start_again_while_the_others_wait():
         half = hub._Mesh(config, CLIENT, [parse_address(hosts[0])], TOKEN, 10)
         half._call(0, True)
         half.close()
-        join(CLIENT, hosts, timeout=10, **ONE).send(0, "m", torch.tensor([9]))
+        kept.append(join(CLIENT, hosts, timeout=10, **ONE))
+        kept[0].send(0, "m", torch.tensor([9]))
 
     assert both(serve, call) == {0: 9, CLIENT: None}
