@@ -206,7 +206,8 @@ def _client_folder(
         tokenizer = AutoTokenizer.from_pretrained(source, **download)
     except (OSError, ValueError):
         return  # a checkpoint without tokenizer (vision, tests)
-    tokenizer.save_pretrained(folder)
+    if tokenizer.vocab_size > 0:  # for some families transformers makes up an empty one
+        tokenizer.save_pretrained(folder)
 
 
 def describe(model_class: type[PreTrainedModel], config: PretrainedConfig) -> Message:

@@ -25,7 +25,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed, PrivateLLMError, ShareFileError, TransportError
 from private_llm.net.ledger import Ledger
 from private_llm.net.transport import Transport
-from private_llm.protocols.dealing import Dealer
+from private_llm.protocols.dealing import Dealer, pieces
 from private_llm.protocols.session import ClientEnd
 from private_llm.ring.ring import Ring
 from private_llm_hf.costs import Costs, rows_of
@@ -136,22 +136,25 @@ class Parties:
                 self._transport.send(party, "weight key", raw)
 
         def share(name: str, tensor: Tensor) -> None:
-            elements = encode_weight(name, tensor, self.ring, self.config.frac_bits)
-            for party, part in enumerate(dealer.deal(elements, name)):
-                header = {"weight": name, "shape": list(tensor.shape), "sent": part is not None}
-                send_message(self._transport, party, header)
-                if part is not None:
-                    self._transport.send(party, "weight", part.contiguous())
+            self._tell({"weight": name, "shape": list(tensor.shape)})
+            dealing = dealer.begin(name)
+            for piece in pieces(tensor):
+                elements = encode_weight(name, piece, self.ring, self.config.frac_bits)
+                for party, part in enumerate(dealing.deal(elements)):
+                    if part is not None:
+                        self._transport.send(party, "weight", part)
 
         return share
 
     def _publish(self, name: str, tensor: Tensor) -> None:
         """Public weights: everybody gets them as they are."""
-        encode_weight(name, tensor, self.ring, self.config.frac_bits)  # refuses what the ring cannot hold
-        for party in range(self.config.parties):
-            send_message(self._transport, party, {"weight": name, "shape": list(tensor.shape), "sent": True})
+        self._tell({"weight": name, "shape": list(tensor.shape)})
+        for piece in pieces(tensor):
+            encode_weight(name, piece, self.ring, self.config.frac_bits)  # refuses what the ring cannot hold
             # links carry integers, so that no plaintext float passes by mistake: this one is public, bits as they are
-            self._transport.send(party, "weight", tensor.to(torch.float32).contiguous().view(torch.int32))
+            raw = piece.to(torch.float32).contiguous().view(torch.int32)
+            for party in range(self.config.parties):
+                self._transport.send(party, "weight", raw)
 
     # -- calls --------------------------------------------------------------------------------------------------
     def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:

@@ -26,7 +26,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import PrivateLLMError, ShareFileError, TransportError, UnsupportedOp
 from private_llm.kernels.memory import tune_allocator
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.dealing import assemble, keys_held
+from private_llm.protocols.dealing import assemble, keys_held, pieces, sends_parts
 from private_llm.protocols.session import Session, join
 from private_llm.ring.prg import Seed
 from private_llm.tensor.fixed import Fixed
@@ -113,7 +113,7 @@ class Party:
         count = 0 if public else keys_held(self.config, self.number)
         raw = [self.transport.recv(CLIENT, "weight key", (32,), torch.uint8) for _ in range(count)]
         keys = [Seed(key.numpy().tobytes()) for key in raw]
-        dtype = torch.int32 if public else self.session.ring.dtype
+        ring = self.session.ring
         while True:
             header = recv_message(self.transport, CLIENT)
             name = header["weight"]
@@ -121,12 +121,18 @@ class Party:
             if name is None:
                 return
             shape = tuple(header["shape"])
-            received = self.transport.recv(CLIENT, "weight", shape, dtype) if header["sent"] else None
-            if public and received is not None:
-                yield name, received.view(torch.float32)
-            else:
-                share = assemble(self.config, self.number, keys, received, shape, name)
-                yield name, Fixed(self.session, share, self.session.frac)
+            if public:
+                yield name, self._receive_pieces(shape, torch.int32).view(torch.float32)
+                continue
+            received = self._receive_pieces(shape, ring.dtype) if sends_parts(self.config, self.number) else None
+            share = assemble(self.config, self.number, keys, received, shape, name)
+            yield name, Fixed(self.session, share, self.session.frac)
+
+    def _receive_pieces(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        whole = torch.empty(shape, dtype=dtype)
+        for piece in pieces(whole):
+            piece.copy_(self.transport.recv(CLIENT, "weight", tuple(piece.shape), dtype))
+        return whole
 
     # -- calls -----------------------------------------------------------------------------------------------
     def _forward(self, message: Message) -> None:

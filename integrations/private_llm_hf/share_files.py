@@ -26,7 +26,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ShareFileError
-from private_llm.protocols.dealing import Dealer, assemble
+from private_llm.protocols.dealing import Dealer, assemble, pieces, sends_parts
 from private_llm.protocols.share import Share
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
@@ -65,15 +65,17 @@ class ShareWriter:
                 "shapes": json.dumps(wanted.shapes),
                 "keys": json.dumps([seed.raw().hex() for seed in self._dealer.keys(party)]),
             }
-            holds_data = config.protocol == "plain" or party != 0
+            holds_data = sends_parts(config, party)
             self._files.append(_Out(path, metadata, wanted.shapes if holds_data else {}, self._ring))
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         """Share one weight. Raises DomainError with its name if the ring cannot hold it."""
-        elements = encode_weight(name, tensor, self._ring, self._config.frac_bits)
-        for out, part in zip(self._files, self._dealer.deal(elements, name), strict=True):
-            if part is not None:
-                out.write(name, part)
+        dealing = self._dealer.begin(name)
+        for piece in pieces(tensor):
+            elements = encode_weight(name, piece, self._ring, self._config.frac_bits)
+            for out, part in zip(self._files, dealing.deal(elements), strict=True):
+                if part is not None:
+                    out.append(name, part)
         self._missing.discard(name)
 
     def __enter__(self) -> ShareWriter:
@@ -93,14 +95,15 @@ class _Out:
     def __init__(self, path: Path, metadata: dict[str, str], shapes: dict[str, tuple[int, ...]], ring: Ring) -> None:
         self.path, self._partial = path, path.with_suffix(".partial")
         header: dict[str, Any] = {"__metadata__": {**metadata, "digest": _BLANK}}
-        self._offset: dict[str, int] = {}
-        self._parts: dict[str, bytes] = {}
+        self._next: dict[str, int] = {}
+        self._hashes: dict[str, hashlib.blake2b] = {}
         self._metadata = metadata
         end = 0
         for name, shape in shapes.items():
             start = end
             end += math.prod(shape) * ring.bytes
-            self._offset[name] = start
+            self._next[name] = start
+            self._hashes[name] = hashlib.blake2b(digest_size=32)
             header[name] = {
                 "dtype": "I64" if ring.bits == 64 else "I32",
                 "shape": list(shape),
@@ -115,17 +118,20 @@ class _Out:
         self._file.write(len(raw).to_bytes(8, "little") + raw)
         self._file.truncate(self._data_at + end)
 
-    def write(self, name: str, part: Tensor) -> None:
-        """Put one tensor at its place."""
-        self._parts[name] = _hash(part)
-        self._file.seek(self._data_at + self._offset[name])
-        self._file.write(part.contiguous().numpy().tobytes())
+    def append(self, name: str, part: Tensor) -> None:
+        """Put the next elements of one tensor at their place."""
+        raw = part.contiguous().numpy().data
+        self._hashes[name].update(raw)
+        self._file.seek(self._data_at + self._next[name])
+        self._file.write(raw)
+        self._next[name] += raw.nbytes
 
     def finish(self, complete: bool) -> None:
         """Fill in the digest and take the final name, or remove the partial file."""
         if complete:
             self._file.seek(self._blank_at)
-            self._file.write(_digest(self._metadata, self._parts).encode())
+            parts = {name: made.digest() for name, made in self._hashes.items()}
+            self._file.write(_digest(self._metadata, parts).encode())
         self._file.close()
         if complete:
             self._partial.replace(self.path)
@@ -134,7 +140,7 @@ class _Out:
 
 
 def _hash(part: Tensor) -> bytes:
-    return hashlib.blake2b(part.contiguous().numpy().tobytes(), digest_size=32).digest()
+    return hashlib.blake2b(part.reshape(-1).contiguous().numpy().data, digest_size=32).digest()
 
 
 def _digest(metadata: dict[str, str], parts: dict[str, bytes]) -> str:

@@ -83,8 +83,8 @@ class Collector:
                 "checkpoint does not belong to this configuration)"
             )
         if target in self._tie_sources:
-            raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-            digest = hashlib.blake2b(raw, digest_size=32).digest()
+            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            digest = hashlib.blake2b(raw.data, digest_size=32).digest()
             if self._digest.setdefault(target, digest) != digest:
                 raise PatchMismatch(
                     f"the configuration ties '{name}' to '{target}', but the checkpoint holds different values; "

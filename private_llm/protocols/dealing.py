@@ -8,13 +8,18 @@ so a label must not be used twice with one dealer. One party alone sees uniform 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ShareFileError
 from private_llm.protocols.share import Share
-from private_llm.ring.prg import Seed
+from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import Ring
+
+PIECE = 1 << 19
+"""Elements dealt at a time (4 MB of 64 bits); whole cipher blocks, so that pieces continue one stream."""
 
 _TRIO_KEYS = {0: (0, 1), 1: (0,), 2: (1,)}
 """Which of the two mask seeds each party of trio holds."""
@@ -25,24 +30,50 @@ def keys_held(config: PrivateConfig, party: int) -> int:
     return len(_TRIO_KEYS[party]) if config.protocol == "trio" else 0
 
 
+def sends_parts(config: PrivateConfig, party: int) -> bool:
+    """Whether a party receives something for every tensor, besides its seeds."""
+    return config.protocol == "plain" or party != 0
+
+
 class Dealer:
     """The owner's end: one per set of shares."""
 
     def __init__(self, config: PrivateConfig) -> None:
         self._config = config
-        self._ring = Ring(config.ring)
         self._masks = [Seed.fresh(), Seed.fresh()] if config.protocol == "trio" else []
 
     def keys(self, party: int) -> list[Seed]:
         """The seeds that `party` receives, once."""
         return [self._masks[k] for k in _TRIO_KEYS[party]] if self._masks else []
 
-    def deal(self, elements: Tensor, label: str) -> list[Tensor | None]:
-        """What each party receives for one tensor of ring elements (None: nothing, its seeds suffice)."""
-        if self._config.protocol == "plain":
-            return [elements]
-        a1, a2 = (_mask(seed, label, tuple(elements.shape), self._ring) for seed in self._masks)
-        return [None, elements + a2, elements + a1]
+    def begin(self, label: str) -> Dealing:
+        """Start with the tensor called `label`."""
+        return Dealing(Ring(self._config.ring), [seed.stream(_label(label)) for seed in self._masks])
+
+
+class Dealing:
+    """One tensor on its way into shares, piece by piece, so that a large one needs little memory."""
+
+    def __init__(self, ring: Ring, masks: list[Prg]) -> None:
+        self._ring, self._masks = ring, masks
+
+    def deal(self, piece: Tensor) -> list[Tensor | None]:
+        """What each party receives for the next elements [n] (None: nothing, its seeds suffice).
+
+        Every piece but the last has PIECE elements.
+        """
+        if not self._masks:
+            return [piece]
+        a1, a2 = (mask.elements(piece.numel(), self._ring) for mask in self._masks)
+        return [None, piece + a2, piece + a1]
+
+
+def pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements in order as 1-D views of PIECE elements; at least one, maybe empty."""
+    flat = tensor.reshape(-1)
+    yield flat[:PIECE]
+    for start in range(PIECE, flat.numel(), PIECE):
+        yield flat[start : start + PIECE]
 
 
 def assemble(
@@ -58,7 +89,7 @@ def assemble(
     if len(keys) != keys_held(config, party):
         raise ShareFileError(f"mask seeds: got {len(keys)}; want {keys_held(config, party)} for party {party}")
     masks = tuple(_mask(seed, label, shape, ring) for seed in keys)
-    if party == 0:
+    if not sends_parts(config, party):
         if received is not None:
             raise ShareFileError(f"'{label}': party 0 holds masks only, but a masked tensor came with them")
         return Share(masks)
@@ -69,7 +100,11 @@ def _mask(seed: Seed, label: str, shape: tuple[int, ...], ring: Ring) -> Tensor:
     count = 1
     for extent in shape:
         count *= extent
-    return seed.stream(f"weight/{label}").elements(count, ring).view(shape)
+    return seed.stream(_label(label)).elements(count, ring).view(shape)
+
+
+def _label(label: str) -> str:
+    return f"weight/{label}"
 
 
 def _present(received: Tensor | None, shape: tuple[int, ...], label: str) -> Tensor:

@@ -119,6 +119,18 @@ def test_a_bad_weight_leaves_no_files(tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_large_tensors_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("private_llm.protocols.dealing.PIECE", 256)
+    tiny.build("opt").save_pretrained(tmp_path / "checkpoint")
+    share_checkpoint(str(tmp_path / "checkpoint"), tmp_path, TRIO)
+    parts = [dict(ShareFile.open(share_path(tmp_path, p), TRIO, p).weights()) for p in PARTY_FILES]
+    for name, weight in tiny.build("opt").state_dict().items():
+        if name in parts[0]:
+            masked, mask = parts[1][name].parts[0], parts[0][name].parts[1]
+            assert torch.equal(masked - mask, torch.round(weight.double() * 2**18).to(torch.int64))
+    assert not (tmp_path / "client" / "tokenizer.json").exists(), "a checkpoint without tokenizer gets none"
+
+
 def test_progress_and_other_heads(tmp_path: Path) -> None:
     tiny.build("bert").save_pretrained(tmp_path / "checkpoint")
     seen: list[tuple[str, int, int]] = []

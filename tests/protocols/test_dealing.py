@@ -8,7 +8,7 @@ import torch
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ShareFileError
-from private_llm.protocols.dealing import Dealer, assemble, keys_held
+from private_llm.protocols.dealing import PIECE, Dealer, assemble, keys_held, pieces, sends_parts
 
 TRIO = PrivateConfig()
 PLAIN = PrivateConfig(protocol="plain", insecure=True)
@@ -16,13 +16,18 @@ PLAIN = PrivateConfig(protocol="plain", insecure=True)
 
 def dealt(config: PrivateConfig, elements: torch.Tensor, label: str = "w") -> list[tuple[torch.Tensor, ...]]:
     dealer = Dealer(config)
+    dealing = dealer.begin(label)
+    dealt = [dealing.deal(piece) for piece in pieces(elements)]
     shape = tuple(elements.shape)
-    pieces = dealer.deal(elements, label)
-    return [assemble(config, p, dealer.keys(p), pieces[p], shape, label).parts for p in range(config.parties)]
+    whole = [
+        torch.cat([each[p] for each in dealt]).view(shape) if sends_parts(config, p) else None
+        for p in range(config.parties)
+    ]
+    return [assemble(config, p, dealer.keys(p), whole[p], shape, label).parts for p in range(config.parties)]
 
 
 @pytest.mark.parametrize("ring", [64, 32])
-@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (2, 3, 4)])
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (2, 3, 4), (3, PIECE - 1)])
 def test_parts_add_up(ring: int, shape: tuple[int, ...]) -> None:
     config = PrivateConfig(ring=ring, frac_bits=12)
     x = torch.full(shape, -(2 ** (ring - 3)), dtype=torch.int64 if ring == 64 else torch.int32)
@@ -42,17 +47,17 @@ def test_plain_hands_over_the_elements() -> None:
 def test_masks_differ_by_label_and_by_dealer() -> None:
     x = torch.zeros(64, dtype=torch.int64)
     dealer = Dealer(TRIO)
-    one, two = (dealer.deal(x, label)[1] for label in ("a", "b"))
-    other = Dealer(TRIO).deal(x, "a")[1]
+    one, two = (dealer.begin(label).deal(x)[1] for label in ("a", "b"))
+    other = Dealer(TRIO).begin("a").deal(x)[1]
     assert not torch.equal(one, two)
     assert not torch.equal(one, other)
 
 
 def test_what_an_evaluator_receives_is_uniform() -> None:
     """Chi-square of bytes, 255 degrees of freedom, p = 1e-9, for constant elements."""
-    pieces = Dealer(TRIO).deal(torch.full((40_000,), 12345), "w")
-    assert pieces[0] is None
-    for piece in pieces[1:]:
+    dealt = Dealer(TRIO).begin("w").deal(torch.full((40_000,), 12345))
+    assert dealt[0] is None
+    for piece in dealt[1:]:
         counts = np.bincount(np.frombuffer(piece.numpy().tobytes(), np.uint8), minlength=256)
         expected = piece.numel() * 8 / 256
         assert ((counts - expected) ** 2 / expected).sum() < 378
@@ -61,7 +66,7 @@ def test_what_an_evaluator_receives_is_uniform() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     dealer = Dealer(TRIO)
     x = torch.zeros(4, dtype=torch.int64)
-    piece = dealer.deal(x, "w")[1]
+    piece = dealer.begin("w").deal(x)[1]
     with pytest.raises(ShareFileError, match="mask seeds: got 1; want 2 for party 0"):
         assemble(TRIO, 0, dealer.keys(1), None, (4,), "w")
     with pytest.raises(ShareFileError, match="party 0 holds masks only"):
