@@ -182,7 +182,7 @@ def test_strangers_do_not_disturb(junk):
     """Junk, silence and half handshakes on the port while the mesh opens."""
     listeners = open_listeners(1)
     hosts = hosts_of(listeners)
-    strangers = []
+    strangers, kept = [], []
     for _ in range(3):
         sock = socket.create_connection(listeners[0].getsockname())
         sock.sendall(junk)
@@ -193,7 +193,7 @@ def test_strangers_do_not_disturb(junk):
         return t.recv(CLIENT, "m", (1,), torch.int64).item()
 
     def call():
-        kept.append(join(CLIENT, hosts, timeout=10, **ONE))
+        kept.append(join(CLIENT, hosts, timeout=10, **ONE))  # dropped, it would close before the other end has read
         kept[0].send(0, "m", torch.tensor([9]))
 
     assert both(serve, call) == {0: 9, CLIENT: None}
@@ -205,7 +205,7 @@ def test_an_endpoint_may_start_again_while_the_others_wait():
     """A client that dies after half of its connections, and comes back."""
     listeners = open_listeners(1)
     hosts = hosts_of(listeners)
-    kept = []  # a transport that is dropped closes its sockets, perhaps before the other end has read
+    kept = []
 
     def serve():
         t = join(0, hosts, listeners[0], timeout=10, **ONE)
