@@ -5,7 +5,7 @@ evaluators know M = x + a. Party 0 works in preprocessing only: it sends to part
 with party 1 and party 2 replace all its other messages.
 
 Products. With E = a1 (b1 - b2) - a2 b1, v1 = -((x + a2) b1 + a1 (y + b2)) and v2 = (x + a1)(y + b1):
-v1 + v2 + E' = xy for E' = -E, since v1 + v2 = xy + E. E is what party 0 can compute. (PIGEON, Trio.)
+v1 + v2 = xy + E, and E is what party 0 can compute. (PIGEON, Trio.)
 
 Finishing without shift: party 0 sends g - E to party 2 (g known to party 1, who subtracts it); the
 evaluators add fresh masks z1, z2 and exchange. Pre: 1 element; online: 1 each way; 1 round.
@@ -14,7 +14,7 @@ Finishing with a shift by f bits, free of wrap errors:
   1. Let u = z + 2^(l-2), 0 <= u < 2^(l-1), and R = E + g1 + g2, uniform for each evaluator and known to
      party 0. The evaluators exchange v1 + g1 and v2 + g2 and hold w = u + R mod 2^l.
   2. w wrapped iff msb(R) = 1 and msb(w) = 0, so
-     (w >> f) - (R >> f) + 2^(l-f) msb(R) (1 - msb(w)) - 2^(l-2-f) is floor(z / 2^f) or one more... one unit off.
+     (w >> f) - (R >> f) + 2^(l-f) msb(R) (1 - msb(w)) - 2^(l-2-f) is floor(z / 2^f) or one unit more.
   3. Party 0 shares msb(R) modulo 2^f (f bits to party 2). The evaluators exchange
      (1 - msb(w)) rho_i + zeta_i mod 2^f with fresh zeta (known to party 0), f bits each way.
      The result's mask is (R >> f) + 2^(l-f)(zeta1 + zeta2), which is uniform; party 0 knows it.
@@ -85,58 +85,47 @@ class TrioArithmetic(Protocol):
         return Share((zero, zero)) if self.party == 0 else Share((c, zero))
 
     # -- finishing a product -------------------------------------------------------------------------------
-    def _finish(self, tag: str, shape: torch.Size, value: Tensor | None, error: Tensor | None, shift: int) -> Share:
-        """From additive pieces to a share: evaluators pass `value` (v_i), party 0 passes `error` (E) or None.
-
-        `error is None` must hold at party 0 exactly when no E exists, which `value`'s owner knows by `tag`.
-        """
+    def _finish(self, tag: str, shape: torch.Size, piece: Tensor | None, shift: int, helped: bool) -> Share:
+        """From additive pieces to a share. Evaluators pass v_i as `piece`, party 0 E if it helps (else None)."""
         if not 0 <= shift <= self.ring.bits - 3:
             raise DomainError(f"shift: got {shift}; want 0 to {self.ring.bits - 3} in a {self.ring.bits}-bit ring")
+        if piece is None and (helped or self.party):
+            raise DomainError(f"{tag}: party {self.party} finishes a product without its piece")
         if shift:
-            return self._finish_shifted(tag, shape, value, error, shift)
+            return self._finish_shifted(tag, shape, piece, shift)
         count = shape.numel()
+        # Party 0 and party 1 share a second mask where E needs one.
+        blind = self._draw(2 * count if helped and self.party < 2 else count)
+        z, cover = blind[:count], blind[count:]
         if self.party == 0:
-            blind = self._draw(2 * count if error is not None else count, 0)
             z2 = self._draw(count, 1)
-            if error is not None:
-                self.transport.send(2, tag, blind[count:] - error.reshape(-1))
-            return Share((blind[:count].view(shape), z2.view(shape)))
-        if value is None:
-            raise DomainError("an evaluator finishes a product without its piece")
-        masked = value.reshape(-1)
-        helped = tag in _HELPED
-        if self.party == 1:
-            blind = self._draw(2 * count if helped else count)
-            z = blind[:count]
-            masked = masked - blind[count:] if helped else masked
-        else:
-            z = self._draw(count)
-            if helped:
-                masked = masked + self.transport.recv(0, tag, (count,), self.ring.dtype)
-        masked = masked + z
+            if piece is not None:
+                self.transport.send(2, tag, cover - piece.reshape(-1))
+            return Share((z.view(shape), z2.view(shape)))
+        masked = piece.reshape(-1) + z if piece is not None else z
+        if helped and self.party == 1:
+            masked = masked - cover
+        elif helped:
+            masked = masked + self.transport.recv(0, tag, (count,), self.ring.dtype)
         theirs = self.transport.exchange(3 - self.party, tag, masked)
         return Share(((masked + theirs - z).view(shape), z.view(shape)))
 
-    def _finish_shifted(
-        self, tag: str, shape: torch.Size, value: Tensor | None, error: Tensor | None, shift: int
-    ) -> Share:
+    def _finish_shifted(self, tag: str, shape: torch.Size, piece: Tensor | None, shift: int) -> Share:
         count = shape.numel()
         packed = ops.packed_words(count, shift)
         if self.party == 0:
             (rho1, zeta1), (g1, z1) = self._draw_mixed(packed, count, 2, 0)
             (zeta2,), (g2,) = self._draw_mixed(packed, count, 1, 1)
-            e = torch.zeros_like(g2) if error is None else error.reshape(-1)
+            e = torch.zeros_like(g2) if piece is None else piece.reshape(-1)
             a1, a2, z2, rho2 = ops.trunc_helper(e, g1, g2, z1, rho1, zeta1, zeta2, shift)
             self._send_mixed(tag, rho2, z2)
             return Share((a1.view(shape), a2.view(shape)))
-        if value is None:
-            raise DomainError("an evaluator finishes a product without its piece")
         if self.party == 1:
             (rho, zeta), (g, z) = self._draw_mixed(packed, count, 2)
         else:
             (zeta,), (g,) = self._draw_mixed(packed, count, 1)
             rho, z = self._recv_mixed(tag, packed, count)
-        mine = value.reshape(-1) + g
+        mine = g if piece is None else piece.reshape(-1) + g
         theirs = self.transport.exchange(3 - self.party, tag, mine)
         w, fields = ops.trunc_open(mine, theirs, rho, zeta, shift)
         return self._close(tag, shape, w, fields, z, zeta, shift)
@@ -203,10 +192,12 @@ class TrioArithmetic(Protocol):
         """Elementwise product; bytes and rounds of one finish."""
         (x0, x1), (y0, y1) = x.parts, y.parts
         if self.party == 0:
-            error = x0 * (y0 - y1) - x1 * y0
-            return self._finish("mul", error.shape, None, error, shift)
-        piece = x0 * y0 if self.party == 2 else -(x0 * y1 + x1 * y0)
-        return self._finish("mul", piece.shape, piece, None, shift)
+            piece = x0 * (y0 - y1) - x1 * y0
+        elif self.party == 1:
+            piece = -(x0 * y1 + x1 * y0)
+        else:
+            piece = x0 * y0
+        return self._finish("mul", piece.shape, piece, shift, helped=True)
 
     def matmul(self, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
         """Matrix product; output-sized traffic. Local products: two at parties 0 and 1, one at party 2."""
@@ -220,9 +211,7 @@ class TrioArithmetic(Protocol):
         self.ledger.add_macs(piece.numel() * x.shape[-1] * (1 if self.party == 2 else 2))
         if select is not None:
             piece = piece.reshape(-1)[select.to(piece.device)]
-        if self.party == 0:
-            return self._finish("matmul", piece.shape, None, piece, shift)
-        return self._finish("matmul", piece.shape, piece, None, shift)
+        return self._finish("matmul", piece.shape, piece, shift, helped=True)
 
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
         """c(M - a) by Taylor's formula around the public M; party 0 shares a^2 (and a^3).
@@ -239,7 +228,7 @@ class TrioArithmetic(Protocol):
             blind = self._draw(extra * count, 0)
             powers = torch.cat([a * a, a * a * a] if degree == 3 else [a * a])
             self.transport.send(2, "poly", powers - blind)
-            return self._finish("poly", x.shape, None, None, shift)
+            return self._finish("poly", x.shape, None, shift, helped=False)
         if self.party == 1:
             blind = self._draw(extra * count)
         else:
@@ -253,7 +242,7 @@ class TrioArithmetic(Protocol):
             value = value - blind[count:] * c3
         if self.party == 1:
             value = value + (((m * c3 + c[2]) * m + c[1]) * m + c[0])
-        return self._finish("poly", x.shape, value, None, shift)
+        return self._finish("poly", x.shape, value, shift, helped=False)
 
     # -- edges ----------------------------------------------------------------------------------------------
     def receive_input(self, shape: tuple[int, ...]) -> Share:
@@ -285,10 +274,8 @@ class TrioArithmetic(Protocol):
             pieces.append(self._lookup_piece(keys, index.domain, table))
         piece = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         if isinstance(table, Tensor):
-            return self._finish("lookup public", piece.shape, None if self.party == 0 else piece, None, 0)
-        if self.party == 0:
-            return self._finish("lookup", piece.shape, None, piece, 0)
-        return self._finish("lookup", piece.shape, piece, None, 0)
+            return self._finish("lookup", piece.shape, piece if self.party else None, 0, helped=False)
+        return self._finish("lookup", piece.shape, piece, 0, helped=True)
 
     def _lookup_piece(self, keys: Sequence[Tensor], domain: int, table: Share | Tensor) -> Tensor:
         # Party 0 has key 0 of (0, 1) and (0, 2), party 1 key 1 of (0, 1) and key 0 of (1, 2), party 2 the rest.
@@ -310,9 +297,6 @@ class TrioArithmetic(Protocol):
             part = x.parts[0] if self.party == 1 else x.parts[1]
             self.transport.send(CLIENT, "reveal", part.contiguous())
 
-
-_HELPED = frozenset({"mul", "matmul", "lookup"})
-"""Products in which party 0 contributes an error term E."""
 
 _LOOKUP_CELLS = 1 << 22
 """Expanded entries held at once (32 MiB in a 64-bit ring)."""

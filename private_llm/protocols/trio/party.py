@@ -236,7 +236,7 @@ class Trio(TrioArithmetic):
             message = self._draw(extra * count, 0).view(extra, count)
             ops.inject_products(bits.parts[0] ^ bits.parts[1], lam, weighted, message)
             self.transport.send(2, "inject", message)
-            return self._finish("inject", shape, None, None, shift)
+            return self._finish("inject", shape, None, shift, helped=False)
         if self.party == 1:
             shares = self._draw(extra * count).view(extra, count)
         else:
@@ -248,7 +248,7 @@ class Trio(TrioArithmetic):
             mine = x.parts[1].reshape(-1).contiguous()
         w, c = self._rows(weights, rows), self._rows(constants, rows)
         ops.inject_terms(bits.parts[0].contiguous(), m, mine, shares, weighted, w, c, self.party == 1, value)
-        return self._finish("inject", shape, value, None, shift)
+        return self._finish("inject", shape, value, shift, helped=False)
 
     def _rows(self, values: Weights, rows: int) -> Tensor:
         """Public constants as [rows, 1], or [rows, count] when one of them is a tensor."""
