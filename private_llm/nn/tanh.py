@@ -5,7 +5,7 @@ Lambert's continued fraction u / (1 + u^2 / (3 + u^2 / (5 + ...))), cut at 13, i
     tanh u ~ u (135135 + 17325 u^2 + 378 u^4 + u^6) / (135135 + 62370 u^2 + 3150 u^4 + 28 u^6),
 
 so the error is relative: small scores stay as exact as if there were no cap. Written in z = u^2 / 32 its coefficients
-are numbers up to 24. `approx.tanh` is cheaper (272 bytes, 13 rounds), but is off by 1e-4 anywhere, times the cap.
+are numbers up to 24. `approx.tanh` is cheaper (276 bytes, 13 rounds), but is off by 1e-4 anywhere, times the cap.
 """
 
 from __future__ import annotations

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 import torch
 
 from private_llm.config import PrivateConfig
+from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import Share
@@ -20,24 +19,27 @@ CHI_SQUARE_255 = 378.0
 
 
 class Tap:
-    """Collects, per receiving party, the bytes of every message that `run_ring` carries after the inputs."""
+    """One recorder per party; `received` is what other parties sent it after the agreement on keys."""
 
     def __init__(self) -> None:
-        self.received: dict[int, list[bytes]] = {0: [], 1: [], 2: []}
-        self.lock = threading.Lock()
+        self.recorders: dict[int, RecordingTransport] = {}
 
     def __call__(self, transport: Transport) -> Transport:
-        inner = transport._recv
+        self.recorders[transport.me] = RecordingTransport(transport, payloads=True)
+        return self.recorders[transport.me]
 
-        def recv(frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            payload = inner(frm, tag, shape, dtype)
-            if frm != CLIENT and tag != "hello":
-                with self.lock:
-                    self.received[transport.me].append(payload.numpy().tobytes())
-            return payload
-
-        transport._recv = recv  # type: ignore[method-assign]
-        return transport
+    @property
+    def received(self) -> dict[int, list[bytes]]:
+        """Payloads by receiving party, in order."""
+        return {
+            party: [
+                message.payload.numpy().tobytes()
+                for message in recorder.messages
+                if message.direction == "received" and message.peer != CLIENT and message.tag != "hello"
+                if message.payload is not None
+            ]
+            for party, recorder in self.recorders.items()
+        }
 
 
 def program(p: Protocol, x: Share, y: Share) -> Share:
