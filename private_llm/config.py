@@ -14,13 +14,21 @@ VERSION = "0.1.0"
 """Version of the library; parties with different versions refuse each other."""
 
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "protocol": ("trio", "plain"),
+    "protocol": ("trio", "quad", "dealer", "plain"),
     "ring": (64, 32),
     "weights": ("secret", "public"),
     "reveal": ("logits", "token"),
     "adder": ("auto", "prefix", "ripple"),
+    "truncation": ("unit", "exact"),
+    "matmul": ("masked", "remask"),
     "party_mode": ("auto", "threads", "processes", "remote", "distributed"),
 }
+
+_AGREED = (
+    "protocol", "ring", "frac_bits", "weights", "reveal", "adder", "bandwidth_mbit", "latency_ms", "relu_bits",
+    "truncation", "matmul",
+)  # fmt: skip
+"""What all parties must agree upon: these settings change the order or the meaning of messages."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +47,17 @@ class TLSConfig:
 class PrivateConfig:
     """How a model is run privately.
 
-    protocol: "trio" (three parties, semi-honest, honest majority), or "plain" (no secrecy; needs insecure=True).
+    protocol: "trio" (three parties, semi-honest, honest majority), "quad" (four parties, one of them malicious: abort),
+    "dealer" (two parties and a dealer of random numbers, party 0), or "plain" (no secrecy; needs insecure=True).
     ring: bits of the ring, 64 or 32. frac_bits: fractional bits of activations and weights.
     weights: "secret" (shared by the model owner) or "public" (an open-weight model; linear layers get local).
     reveal: "logits" (the client opens logits) or "token" (the client opens only the arg max).
-    adder: circuit of comparisons: "prefix" (few rounds), "ripple" (fewest bytes), "auto".
+    adder: circuit of comparisons: "prefix" (few rounds), "ripple" (fewest bytes), "auto" (per comparison, whichever
+    is faster at `bandwidth_mbit` and `latency_ms`, the slowest link between two parties).
+    relu_bits: promise that inputs of ReLU stay below 2^(relu_bits-1-frac_bits) in magnitude (None: the default range).
+    truncation: "unit" (at most one unit in the last place too high) or "exact" (floor, by one more comparison).
+    matmul: "masked" (output-sized traffic), or for "dealer" also "remask" (both operands masked anew each time, the
+    classical way).
     party_mode: "threads" or "processes" on this machine, "remote" (addresses in `hosts`), "distributed" (one
     process per party under torchrun or Accelerate's launcher, the client last), or "auto".
     trusted_network: let "distributed" span machines although torch.distributed does not encrypt.
@@ -54,12 +68,17 @@ class PrivateConfig:
     insecure: must be True for protocol="plain".
     """
 
-    protocol: Literal["trio", "plain"] = "trio"
+    protocol: Literal["trio", "quad", "dealer", "plain"] = "trio"
     ring: Literal[64, 32] = 64
     frac_bits: int = 18
     weights: Literal["secret", "public"] = "secret"
     reveal: Literal["logits", "token"] = "logits"
     adder: Literal["auto", "prefix", "ripple"] = "auto"
+    bandwidth_mbit: float = 10_000.0
+    latency_ms: float = 0.05
+    relu_bits: int | None = None
+    truncation: Literal["unit", "exact"] = "unit"
+    matmul: Literal["masked", "remask"] = "masked"
     party_mode: Literal["auto", "threads", "processes", "remote", "distributed"] = "auto"
     hosts: tuple[str, ...] = ()
     tls: TLSConfig | None = None
@@ -80,6 +99,17 @@ class PrivateConfig:
             raise ConfigError("protocol 'plain' hides nothing; pass insecure=True to use it for tests")
         if self.debug_ranges and self.protocol != "plain":
             raise ConfigError("debug_ranges reads values, so it needs protocol='plain' (and insecure=True)")
+        if self.matmul == "remask" and self.protocol != "dealer":
+            raise ConfigError("matmul='remask' is a way of protocol='dealer'; the others mask each operand once")
+        if not (self.bandwidth_mbit > 0 and self.latency_ms >= 0):
+            raise ConfigError(
+                f"bandwidth_mbit, latency_ms: got {self.bandwidth_mbit!r}, {self.latency_ms!r}; want a positive and a "
+                "non-negative number"
+            )
+        if self.relu_bits is not None and not self.frac_bits < self.relu_bits <= self.ring:
+            raise ConfigError(
+                f"relu_bits: got {self.relu_bits}; want more than frac_bits ({self.frac_bits}), at most {self.ring}"
+            )
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s: got {self.timeout_s!r}; want a positive number of seconds")
         if self.party_mode == "remote" and len(self.hosts) != self.parties:
@@ -88,7 +118,7 @@ class PrivateConfig:
     @property
     def parties(self) -> int:
         """Number of computing parties."""
-        return {"trio": 3, "plain": 1}[self.protocol]
+        return {"trio": 3, "quad": 4, "dealer": 3, "plain": 1}[self.protocol]
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PrivateConfig:
@@ -110,5 +140,5 @@ class PrivateConfig:
 
     def agreement(self) -> bytes:
         """Digest of everything all parties must agree upon, with the library's version."""
-        shared = {k: getattr(self, k) for k in ("protocol", "ring", "frac_bits", "weights", "reveal", "adder")}
+        shared = {key: getattr(self, key) for key in _AGREED}
         return hashlib.sha256(json.dumps([VERSION, shared], sort_keys=True).encode()).digest()
