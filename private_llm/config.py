@@ -52,8 +52,8 @@ class PrivateConfig:
     ring: bits of the ring, 64 or 32. frac_bits: fractional bits of activations and weights.
     weights: "secret" (shared by the model owner) or "public" (an open-weight model; linear layers get local).
     reveal: "logits" (the client opens logits) or "token" (the client opens only the arg max).
-    adder: circuit of comparisons: "prefix" (few rounds), "ripple" (fewest bytes), "auto" (per comparison, whichever
-    is faster at `bandwidth_mbit` and `latency_ms`, the slowest link between two parties).
+    adder: circuit of comparisons: "prefix" (few rounds), "ripple" (fewest bytes), "auto" (for each comparison
+    the one that is faster on a network of `bandwidth_mbit` per party and `latency_ms`; "prefix" without a bandwidth).
     relu_bits: promise that inputs of ReLU stay below 2^(relu_bits-1-frac_bits) in magnitude (None: the default range).
     truncation: "unit" (at most one unit in the last place too high) or "exact" (floor, by one more comparison).
     matmul: "masked" (output-sized traffic), or for "dealer" also "remask" (both operands masked anew each time, the
@@ -74,7 +74,7 @@ class PrivateConfig:
     weights: Literal["secret", "public"] = "secret"
     reveal: Literal["logits", "token"] = "logits"
     adder: Literal["auto", "prefix", "ripple"] = "auto"
-    bandwidth_mbit: float = 10_000.0
+    bandwidth_mbit: float | None = None
     latency_ms: float = 0.05
     relu_bits: int | None = None
     truncation: Literal["unit", "exact"] = "unit"
@@ -101,7 +101,7 @@ class PrivateConfig:
             raise ConfigError("debug_ranges reads values, so it needs protocol='plain' (and insecure=True)")
         if self.matmul == "remask" and self.protocol != "dealer":
             raise ConfigError("matmul='remask' is a way of protocol='dealer'; the others mask each operand once")
-        if not (self.bandwidth_mbit > 0 and self.latency_ms >= 0):
+        if (self.bandwidth_mbit is not None and not self.bandwidth_mbit > 0) or not self.latency_ms >= 0:
             raise ConfigError(
                 f"bandwidth_mbit, latency_ms: got {self.bandwidth_mbit!r}, {self.latency_ms!r}; want a positive and a "
                 "non-negative number"

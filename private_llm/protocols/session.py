@@ -12,6 +12,7 @@ from torch import Tensor
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError
 from private_llm.net.transport import CLIENT, MetaTransport, Transport, endpoint_name
+from private_llm.protocols.adder import Adder
 from private_llm.protocols.plain import Plain
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import Share
@@ -84,7 +85,7 @@ def join(config: PrivateConfig, party: int, transport: Transport) -> Session:
     others = [p for p in range(config.parties) if p != party]
     seeds = _meet(config, transport, [*others, CLIENT])
     keys = receive_input_keys(transport, party)
-    return Session(config, Trio(party, transport, ring, seeds, keys, adder=config.adder))
+    return Session(config, Trio(party, transport, ring, seeds, keys, adder=_adder(config)))
 
 
 def join_as_client(config: PrivateConfig, transport: Transport) -> ClientEnd:
@@ -104,8 +105,12 @@ def meta_session(config: PrivateConfig, party: int) -> Session:
         return Session(config, Plain(party, transport, ring), device="meta")
     zero = Seed(bytes(32))
     seeds = dict.fromkeys([*range(config.parties), CLIENT], zero)
-    trio = Trio(party, transport, ring, seeds, [zero] * 2, adder=config.adder, device="meta")
+    trio = Trio(party, transport, ring, seeds, [zero] * 2, adder=_adder(config), device="meta")
     return Session(config, trio, device="meta")
+
+
+def _adder(config: PrivateConfig) -> Adder:
+    return Adder(config.adder, config.bandwidth_mbit, config.latency_ms)
 
 
 def deal(config: PrivateConfig, elements: Tensor, seed: Seed, label: str) -> list[Share]:
@@ -131,7 +136,7 @@ def _meet(config: PrivateConfig, transport: Transport, others: list[int]) -> dic
         if theirs[:32] != digest:
             raise ConfigError(
                 f"{endpoint_name(other)} runs other settings or another version; protocol, ring, frac_bits, "
-                "weights, reveal, adder and the library version must be equal at all endpoints"
+                "weights, reveal, adder and the other settings of the computation must be equal at all endpoints"
             )
         low, high = sorted([transport.me, other])
         halves = {transport.me: mine[other], other: theirs[32:]}

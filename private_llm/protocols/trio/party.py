@@ -24,8 +24,10 @@ from private_llm.circuits.carry import CarryPlan, carry_plan
 from private_llm.errors import DomainError
 from private_llm.kernels import ops
 from private_llm.net.transport import Transport
+from private_llm.protocols.adder import DEFAULT_ADDER, Adder
 from private_llm.protocols.protocol import Weights
 from private_llm.protocols.share import BitShare, Share, words_for
+from private_llm.protocols.trio import cost
 from private_llm.protocols.trio.arithmetic import TrioArithmetic
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
@@ -36,10 +38,10 @@ class Trio(TrioArithmetic):
 
     def __init__(
         self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed], input_keys: Sequence[Seed],
-        adder: str = "auto", device: str = "cpu",
+        adder: Adder = DEFAULT_ADDER, device: str = "cpu",
     ) -> None:  # fmt: skip
         super().__init__(party, transport, ring, pair_seeds, input_keys, device)
-        self.ripple = adder == "ripple"
+        self.adder = adder
 
     # -- sign bits ------------------------------------------------------------------------------------------
     def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None, low: int = 0) -> BitShare:
@@ -54,7 +56,10 @@ class Trio(TrioArithmetic):
             raise DomainError(f"msb: got bits={width}; want 2 to {self.ring.bits}")
         if not 0 <= low <= width - 2:
             raise DomainError(f"msb: got low={low}; want 0 to {width - 2} for bits={width}")
-        if self.ripple:
+        count, thresholds = x.numel(), len(offsets)
+        if self.adder.ripples(
+            lambda: cost.msb(count, width, thresholds, low), lambda: cost.msb_ripple(count, width, thresholds, low)
+        ):
             return self._msb_ripple(x, offsets, width, low)
         plan = carry_plan(width - 1 - low)
         if self.party == 0:
