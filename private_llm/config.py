@@ -26,7 +26,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 
 _AGREED = (
     "protocol", "ring", "frac_bits", "weights", "reveal", "adder", "bandwidth_mbit", "latency_ms", "relu_bits",
-    "truncation", "matmul",
+    "relu_low", "truncation", "matmul",
 )  # fmt: skip
 """What all parties must agree upon: these settings change the order or the meaning of messages."""
 
@@ -54,7 +54,8 @@ class PrivateConfig:
     reveal: "logits" (the client opens logits) or "token" (the client opens only the arg max).
     adder: circuit of comparisons: "prefix" (few rounds), "ripple" (fewest bytes), "auto" (for each comparison
     the one that is faster on a network of `bandwidth_mbit` per party and `latency_ms`; "prefix" without a bandwidth).
-    relu_bits: promise that inputs of ReLU stay below 2^(relu_bits-1-frac_bits) in magnitude (None: the default range).
+    relu_bits: key bits of ReLU: its inputs stay below 2^(relu_bits-1-frac_bits) in magnitude (None: 2^20, or the
+    whole ring). relu_low: lowest bits that ReLU ignores: inputs from 0 to 2^(relu_low-frac_bits) may become 0.
     truncation: "unit" (at most one unit in the last place too high) or "exact" (floor, by one more comparison).
     matmul: "masked" (output-sized traffic), or for "dealer" also "remask" (both operands masked anew each time, the
     classical way).
@@ -77,6 +78,7 @@ class PrivateConfig:
     bandwidth_mbit: float | None = None
     latency_ms: float = 0.05
     relu_bits: int | None = None
+    relu_low: int = 0
     truncation: Literal["unit", "exact"] = "unit"
     matmul: Literal["masked", "remask"] = "masked"
     party_mode: Literal["auto", "threads", "processes", "remote", "distributed"] = "auto"
@@ -110,6 +112,8 @@ class PrivateConfig:
             raise ConfigError(
                 f"relu_bits: got {self.relu_bits}; want more than frac_bits ({self.frac_bits}), at most {self.ring}"
             )
+        if not 0 <= self.relu_low < self.frac_bits:
+            raise ConfigError(f"relu_low: got {self.relu_low}; want 0 or more, below frac_bits ({self.frac_bits})")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s: got {self.timeout_s!r}; want a positive number of seconds")
         if self.party_mode == "remote" and len(self.hosts) != self.parties:

@@ -94,7 +94,7 @@ COARSE = Threat(
         (
             "range",
             "comparisons assume |x| < 2^20; a debug session (protocol='plain', debug_ranges=True) names a module that "
-            "breaks this",
+            "breaks this; relu_bits and relu_low narrow ReLU's range and precision further, to what their user states",
         ),
     ),
     source="private_llm/approx/range.py; msb in private_llm/protocols/trio/party.py",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from private_llm.approx.range import sign_bits
+from private_llm.approx.range import key_bits, sign_bits
 from private_llm.errors import DomainError
 from private_llm.tensor.fixed import Fixed
 
 
 def relu(x: Fixed) -> Fixed:
-    """max(x, 0) for |x| < 2^20, any shape. 57 bytes an element (18 fractional bits, 64-bit ring), 5 rounds."""
-    return x.choose(x.proto.invert(sign_bits(x, [0.0])), [1], [0.0])
+    """max(x, 0) for |x| < 2^20, any shape. 57 bytes an element (18 fractional bits, 64-bit ring), 5 rounds.
+
+    The configuration's `relu_bits` narrows the range and the price, `relu_low` lets it clear tiny positive values.
+    """
+    return x.choose(x.proto.invert(key_bits(x)), [1], [0.0])
 
 
 def absolute(x: Fixed) -> Fixed:
