@@ -11,11 +11,12 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.net.ledger import Cost, Ledger, merge
-from private_llm.net.local import LocalHub
-from private_llm.net.transport import CLIENT
-from private_llm.protocols.session import Session, join, join_as_client, meta_session
+from private_llm.net.transport import Transport
+from private_llm.protocols.session import ClientEnd, Session, meta_session
 from private_llm.protocols.share import Share
+from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
+from tests.session import run_session
 
 Function = Callable[..., "Fixed | Sequence[Fixed]"]
 
@@ -48,50 +49,35 @@ def run_parties(
 ) -> Outcome:
     """Run `fn(session, *secrets)` at every party; `fracs` are the inputs' fractional bits (default: the config's)."""
     fracs = [config.frac_bits] * len(inputs) if fracs is None else list(fracs)
-    hub = LocalHub(config.parties, timeout=60.0)
     results: list[list[Fixed]] = [[] for _ in range(config.parties)]
-    ledgers: list[Ledger | None] = [None] * config.parties
-    errors: list[BaseException] = []
-    computed = threading.Barrier(config.parties + 1)
+    ledgers = [Ledger(number) for number in range(config.parties)]
+    computed = threading.Semaphore(0)
 
-    def party(number: int) -> None:
-        transport = hub.transport(number)
+    def at_party(session: Session, transport: Transport) -> None:
+        protocol = session.protocol
+        secrets = [
+            Fixed(session, protocol.receive_input(tuple(x.shape)), frac) for x, frac in zip(inputs, fracs, strict=True)
+        ]
+        transport.ledger.reset()
         try:
-            session = join(config, number, transport)
-            secrets = [
-                Fixed(session, session.protocol.receive_input(tuple(x.shape)), frac)
-                for x, frac in zip(inputs, fracs, strict=True)
-            ]
-            transport.ledger.reset()
             out = fn(session, *secrets)
-            results[number] = [out] if isinstance(out, Fixed) else list(out)
-            ledgers[number] = _copy(transport.ledger)
-            computed.wait()
-            for result in results[number]:
-                session.protocol.reveal_to_client(result.share)
-        except BaseException as error:
-            errors.append(error)
-            computed.abort()
-            hub.abort(f"party {number}: {error}")
+            results[session.party] = [out] if isinstance(out, Fixed) else list(out)
+            ledgers[session.party] = _copy(transport.ledger)
+        finally:
+            computed.release()
+        for result in results[session.party]:
+            protocol.reveal_to_client(result.share)
 
-    threads = [threading.Thread(target=party, args=(p,), daemon=True) for p in range(config.parties)]
-    for thread in threads:
-        thread.start()
-    elements: list[Tensor] = []
-    try:
-        client = join_as_client(config, hub.transport(CLIENT))
+    def at_client(client: ClientEnd) -> list[Tensor]:
         for x, frac in zip(inputs, fracs, strict=True):
             client.share(client.ring.encode(x, frac))
-        computed.wait()
-        elements = [client.open(tuple(r.shape)) for r in results[0]]
-    except Exception as error:
-        errors.append(error)
-    for thread in threads:
-        thread.join(60.0)
-    if errors:
-        raise errors[0]
-    values = [client.ring.decode(e, r.frac) for e, r in zip(elements, results[0], strict=True)]
-    return Outcome(values, elements, [ledger for ledger in ledgers if ledger is not None])
+        for _ in range(config.parties):
+            computed.acquire(timeout=60.0)  # the shapes of the results are known when all parties have computed
+        return [client.open(tuple(result.shape)) for result in results[0]]
+
+    elements = run_session(config, at_party, at_client, timeout=60.0)
+    ring = Ring(config.ring)
+    return Outcome([ring.decode(e, r.frac) for e, r in zip(elements, results[0], strict=True)], elements, ledgers)
 
 
 def run_meta(

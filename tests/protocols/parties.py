@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,11 +10,10 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.net.ledger import Cost, Ledger, merge
-from private_llm.net.local import LocalHub
-from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.protocol import Protocol
-from private_llm.protocols.session import join, join_as_client
+from private_llm.net.transport import Transport
+from private_llm.protocols.session import ClientEnd, Session
 from private_llm.protocols.share import Index, Share
+from tests.session import run_session
 
 Program = Callable[..., Share]
 
@@ -38,48 +36,27 @@ def run_ring(
     secret_index: tuple[Tensor, int] | None = None,
 ) -> Run:
     """Share `inputs` (ring elements), run program(protocol, *shares) at every party, open a result of `shape`."""
-    hub = LocalHub(config.parties, timeout=30)
-    ledgers: list[Ledger] = [Ledger(i) for i in range(config.parties)]
-    failures: list[BaseException] = []
+    ledgers = [Ledger(number) for number in range(config.parties)]
 
-    def party(index: int) -> None:
-        try:
-            transport = wrap(hub.transport(index))
-            protocol: Protocol = join(config, index, transport).protocol
-            shares: list[Share | Index] = [protocol.receive_input(tuple(x.shape)) for x in inputs]
-            if secret_index is not None:
-                shares.append(protocol.receive_index(secret_index[0].numel(), secret_index[1]))
-            transport.ledger.reset()
-            out = program(protocol, *shares)
-            ledgers[index] = Ledger(index)
-            ledgers[index].sent.update(transport.ledger.sent)
-            ledgers[index].rounds.update(transport.ledger.rounds)
-            protocol.reveal_to_client(out)
-        except BaseException as error:
-            failures.append(error)
-            hub.abort(f"party {index}: {type(error).__name__}")
+    def at_party(session: Session, transport: Transport) -> None:
+        protocol = session.protocol
+        shares: list[Share | Index] = [protocol.receive_input(tuple(x.shape)) for x in inputs]
+        if secret_index is not None:
+            shares.append(protocol.receive_index(secret_index[0].numel(), secret_index[1]))
+        transport.ledger.reset()
+        out = program(protocol, *shares)
+        ledgers[protocol.party].sent.update(transport.ledger.sent)
+        ledgers[protocol.party].rounds.update(transport.ledger.rounds)
+        protocol.reveal_to_client(out)
 
-    threads = [threading.Thread(target=party, args=(i,), daemon=True) for i in range(config.parties)]
-    for thread in threads:
-        thread.start()
-    try:
-        client = join_as_client(config, hub.transport(CLIENT))
+    def at_client(client: ClientEnd) -> Tensor:
         for x in inputs:
             client.share(x)
         if secret_index is not None:
             client.share_index(*secret_index)
-        result = client.open(tuple(shape))
-    except Exception:
-        for thread in threads:
-            thread.join(5)
-        if failures:
-            raise failures[0] from None
-        raise
-    for thread in threads:
-        thread.join(30)
-    if failures:
-        raise failures[0]
-    return Run(result, merge(ledgers), ledgers)
+        return client.open(tuple(shape))
+
+    return Run(run_session(config, at_party, at_client, wrap), merge(ledgers), ledgers)
 
 
 def ring_values(ring: int, shape: Sequence[int], bits: int, seed: int = 0) -> Tensor:
