@@ -50,7 +50,11 @@ class BitShare:
 
     def row(self, index: int) -> BitShare:
         """One bit vector."""
-        return BitShare(tuple(part[index : index + 1] for part in self.parts), self.count)
+        return self.some(index, 1)
+
+    def some(self, start: int, rows: int) -> BitShare:
+        """Bit vectors start .. start + rows - 1."""
+        return BitShare(tuple(part[start : start + rows] for part in self.parts), self.count)
 
     def __repr__(self) -> str:
         return f"BitShare(rows={self.rows}, count={self.count})"
@@ -63,6 +67,10 @@ class Index:
     keys: tuple[Tensor, ...]
     count: int
     domain: int
+
+    def to(self, device: torch.device) -> Index:
+        """The same on another device."""
+        return Index(tuple(key.to(device) for key in self.keys), self.count, self.domain)
 
     def __repr__(self) -> str:
         return f"Index(count={self.count}, domain={self.domain})"

@@ -53,6 +53,8 @@ class TrioArithmetic(Protocol):
     ) -> None:  # fmt: skip
         super().__init__(party, transport, ring)
         self.device = device
+        # What this party does: 0 helps, 1 and 2 evaluate.
+        self.role = party
         helpers = (1, 2) if party == 0 else (0,)
         # Party 0 shares one stream with each evaluator; an evaluator has only its own.
         self._streams: list[Prg] = [pair_seeds[other].stream("trio masks") for other in helpers]

@@ -61,17 +61,22 @@ class Trio(TrioArithmetic):
             lambda: cost.msb(count, width, thresholds, low), lambda: cost.msb_ripple(count, width, thresholds, low)
         ):
             return self._msb_ripple(x, offsets, width, low)
-        plan = carry_plan(width - 1 - low)
-        if self.party == 0:
-            return self._msb_helper(x, len(offsets), width, low, plan)
-        return self._msb_evaluate(x, offsets, width, low, plan)
+        return self._msb_prefix(x, offsets, width, low, carry_plan(width - 1 - low))
+
+    def _msb_prefix(self, x: Share, offsets: Sequence[int], width: int, low: int, plan: CarryPlan) -> BitShare:
+        if self.role == 0:
+            return self._msb_helper(x, len(offsets), width, low, plan)[0]
+        return self._msb_evaluate(x, offsets, width, low, plan)[0]
 
     def _msb_rows(self, plan: CarryPlan, thresholds: int, words: int) -> tuple[int, int]:
         """Words that party 0 sends, and words each evaluator sends, in sum over the levels."""
         products = sum(plan.product_rows(level) for level in range(len(plan.levels)))
         return (plan.monomial_rows + 1 + products * thresholds) * words, plan.online_rows * thresholds * words
 
-    def _msb_helper(self, x: Share, thresholds: int, width: int, low: int, plan: CarryPlan) -> BitShare:
+    def _msb_helper(
+        self, x: Share, thresholds: int, width: int, low: int, plan: CarryPlan
+    ) -> tuple[BitShare, Tensor, Tensor]:
+        """The sign bits, the bits of s, and the masks of all rows that the evaluators open."""
         count = x.numel()
         words = words_for(count)
         lanes = thresholds * words
@@ -98,14 +103,17 @@ class Trio(TrioArithmetic):
         self.transport.send(2, "msb", message)
         out1 = lam1[at:].view(thresholds, words) ^ share_top
         out2 = lam2[at:].view(thresholds, words) ^ masked_top
-        return BitShare((out1, out2), count)
+        return BitShare((out1, out2), count), s, lam
 
-    def _msb_evaluate(self, x: Share, offsets: Sequence[int], width: int, low: int, plan: CarryPlan) -> BitShare:
+    def _msb_evaluate(
+        self, x: Share, offsets: Sequence[int], width: int, low: int, plan: CarryPlan
+    ) -> tuple[BitShare, Tensor, list[Tensor]]:
+        """The sign bits, the bits of M + c_k, and the rows opened, level by level."""
         count = x.numel()
         words, thresholds = words_for(count), len(offsets)
         lanes = thresholds * words
         pre, online = self._msb_rows(plan, thresholds, words)
-        first = self.party == 1
+        first = self.role == 1
         planes = self._threshold_planes(x, offsets, width)
         if first:
             drawn = self._draw_words(pre + online)
@@ -120,8 +128,10 @@ class Trio(TrioArithmetic):
         repeated = mono if thresholds == 1 else mono.repeat(1, thresholds)
         ops.block_carries(planes, low, _sizes(plan.blocks), repeated, first, mine)
         at, used = 0, (plan.monomial_rows + 1) * words
+        opened = []
         for level, groups in enumerate(plan.levels):
-            b = mine ^ self.transport.exchange(3 - self.party, "msb", mine)
+            b = mine ^ self.transport.exchange(3 - self.role, "msb", mine)
+            opened.append(b)
             here = lam[at : at + rows * lanes].view(rows, lanes)
             at += rows * lanes
             made = plan.product_rows(level)
@@ -131,8 +141,10 @@ class Trio(TrioArithmetic):
             mine = lam[at : at + rows * lanes].view(rows, lanes).clone()
             ops.join_carries(b, here, prod, _sizes(groups), blocks, first, mine)
             blocks = len(groups)
-        b = (mine ^ self.transport.exchange(3 - self.party, "msb", mine)).view(thresholds, words)
-        return BitShare((b ^ planes[width - 1].view(thresholds, words), lam[at:].view(thresholds, words) ^ top), count)
+        b = (mine ^ self.transport.exchange(3 - self.role, "msb", mine)).view(thresholds, words)
+        opened.append(b)
+        parts = (b ^ planes[width - 1].view(thresholds, words), lam[at:].view(thresholds, words) ^ top)
+        return BitShare(parts, count), planes, opened
 
     def _threshold_planes(self, x: Share, offsets: Sequence[int], width: int) -> Tensor:
         """Bits of M + c_k, [width, thresholds * words]: the lanes of one threshold after those of the other."""
@@ -149,13 +161,9 @@ class Trio(TrioArithmetic):
         """carry' = carry ^ (carry ^ m)(carry ^ s), one AND a position; the first carry is m0 s0."""
         words, thresholds = words_for(x.numel()), len(offsets)
         s = self._share_mask_bits(x, width)
-        if self.party == 0:
-            zero = torch.zeros((thresholds, words), dtype=torch.int64, device=self.device)
-            m = [BitShare((zero, zero), x.numel())] * width
-        else:
-            planes = self._threshold_planes(x, offsets, width).view(width, thresholds, words)
-            zero = torch.zeros_like(planes[0])
-            m = [BitShare((plane, zero), x.numel()) for plane in planes]
+        planes = None if self.role == 0 else self._threshold_planes(x, offsets, width)
+        known = self._share_known_bits(planes, width * thresholds, x.numel())
+        m = [known.some(i * thresholds, thresholds) for i in range(width)]
         s_rows = [BitShare(tuple(p.expand(thresholds, words) for p in s.row(i).parts), x.numel()) for i in range(width)]
         carry = self.and_(m[low], s_rows[low])
         for i in range(low + 1, width - 1):
@@ -165,35 +173,36 @@ class Trio(TrioArithmetic):
     def _share_mask_bits(self, x: Share, width: int) -> BitShare:
         """Bits of s = -(a1 + a2) as shares with B = 0; `width` rows from party 0 to party 2."""
         words = words_for(x.numel())
-        if self.party == 0:
+        if self.role == 0:
             bits = ops.transpose_bits(-(x.parts[0] + x.parts[1]).reshape(-1), width)
             r = self._draw_words(width * words, 0).view(width, words)
             rest = r ^ bits
             self.transport.send(2, "a2b", rest)
             return BitShare((r, rest), x.numel())
-        if self.party == 1:
+        if self.role == 1:
             own = self._draw_words(width * words).view(width, words)
         else:
             own = self.transport.recv(0, "a2b", (width, words), torch.int64)
         return BitShare((torch.zeros_like(own), own), x.numel())
 
+    def _share_known_bits(self, planes: Tensor | None, rows: int, count: int) -> BitShare:
+        """`rows` bit vectors that both evaluators know, with masks of zero; the helper passes None. Local."""
+        zero = torch.zeros((rows, words_for(count)), dtype=torch.int64, device=self.device)
+        return BitShare((zero if planes is None else planes.view(zero.shape), zero), count)
+
     def a2b(self, x: Share) -> BitShare:
         """All bits of M + s: the bits of s from party 0, then a ripple adder that keeps every sum bit."""
         width = self.ring.bits
         s = self._share_mask_bits(x, width)
-        if self.party == 0:
-            m = BitShare(tuple(torch.zeros_like(part) for part in s.parts), x.numel())
-        else:
-            planes = ops.transpose_bits((x.parts[0] + x.parts[1]).reshape(-1), width)
-            m = BitShare((planes, torch.zeros_like(planes)), x.numel())
+        planes = None if self.role == 0 else ops.transpose_bits((x.parts[0] + x.parts[1]).reshape(-1), width)
+        m = self._share_known_bits(planes, width, x.numel())
         rows = [self.xor(m.row(0), s.row(0))]
         carry = self.and_(m.row(0), s.row(0))
         for i in range(1, width):
             rows.append(self.xor(carry, self.xor(m.row(i), s.row(i))))
             if i < width - 1:
                 carry = self.xor(carry, self.and_(self.xor(carry, m.row(i)), self.xor(carry, s.row(i))))
-        parts = [torch.cat([row.parts[j] for row in rows]) for j in range(2)]
-        return BitShare((parts[0], parts[1]), x.numel())
+        return BitShare(tuple(torch.cat(parts) for parts in zip(*(row.parts for row in rows), strict=True)), x.numel())
 
     # -- gates ----------------------------------------------------------------------------------------------
     def xor(self, x: BitShare, y: BitShare) -> BitShare:
@@ -202,21 +211,21 @@ class Trio(TrioArithmetic):
 
     def invert(self, x: BitShare) -> BitShare:
         """Local: the evaluators invert B."""
-        return x if self.party == 0 else BitShare((~x.parts[0], x.parts[1]), x.count)
+        return x if self.role == 0 else BitShare((~x.parts[0], *x.parts[1:]), x.count)
 
     def and_(self, x: BitShare, y: BitShare) -> BitShare:
         """Pre 1 bit, online 1 bit each way, 1 round."""
-        (x0, x1), (y0, y1) = x.parts, y.parts
+        (x0, x1), (y0, y1) = x.parts[:2], y.parts[:2]
         shape = x0.shape
         count = x0.numel()
-        if self.party == 0:
+        if self.role == 0:
             drawn = self._draw_words(2 * count, 0)
             l2 = self._draw_words(count, 1)
             product = (x0 ^ x1) & (y0 ^ y1)
             self.transport.send(2, "and", product ^ drawn[count:].view(shape))
             return BitShare((drawn[:count].view(shape), l2.view(shape)), x.count)
         piece = (x0 & y1) ^ (y0 & x1)
-        if self.party == 1:
+        if self.role == 1:
             drawn = self._draw_words(2 * count)
             fresh = drawn[:count].view(shape)
             piece = piece ^ (x0 & y0) ^ drawn[count:].view(shape)
@@ -224,25 +233,33 @@ class Trio(TrioArithmetic):
             fresh = self._draw_words(count).view(shape)
             piece = piece ^ self.transport.recv(0, "and", tuple(shape), torch.int64)
         mine = piece ^ fresh
-        b = mine ^ self.transport.exchange(3 - self.party, "and", mine)
+        b = mine ^ self.transport.exchange(3 - self.role, "and", mine)
         return BitShare((b, fresh), x.count)
 
     # -- bits to numbers --------------------------------------------------------------------------------------
     def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
         """Pre: 1 element per row, 1 more per row with a weight; online: one finish without E."""
+        piece = self._inject_piece(bits, x, weights, constants)
+        return self._finish("inject", torch.Size((bits.count,)), piece, shift, helped=False)
+
+    def _weighted(self, x: Share | None, weights: Weights) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Which bit rows multiply x."""
+        return np.array([x is not None and not (isinstance(w, int) and w == 0) for w in weights], dtype=np.bool_)
+
+    def _inject_piece(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights) -> Tensor | None:
+        """This evaluator's additive piece of the sum (None at the helper, who sends its products)."""
         count, rows = bits.count, bits.rows
-        weighted = np.array([x is not None and not (isinstance(w, int) and w == 0) for w in weights])
+        weighted = self._weighted(x, weights)
         extra = rows + int(weighted.sum())
-        shape = torch.Size((count,))
-        if self.party == 0:
+        if self.role == 0:
             lam = torch.zeros(1, dtype=self.ring.dtype, device=self.device)
             if x is not None:
                 lam = (x.parts[0] + x.parts[1]).reshape(-1)
             message = self._draw(extra * count, 0).view(extra, count)
             ops.inject_products(bits.parts[0] ^ bits.parts[1], lam, weighted, message)
             self.transport.send(2, "inject", message)
-            return self._finish("inject", shape, None, shift, helped=False)
-        if self.party == 1:
+            return None
+        if self.role == 1:
             shares = self._draw(extra * count).view(extra, count)
         else:
             shares = self.transport.recv(0, "inject", (extra, count), self.ring.dtype)
@@ -252,8 +269,8 @@ class Trio(TrioArithmetic):
             m = (x.parts[0] + x.parts[1]).reshape(-1)
             mine = x.parts[1].reshape(-1).contiguous()
         w, c = self._rows(weights, rows), self._rows(constants, rows)
-        ops.inject_terms(bits.parts[0].contiguous(), m, mine, shares, weighted, w, c, self.party == 1, value)
-        return self._finish("inject", shape, value, shift, helped=False)
+        ops.inject_terms(bits.parts[0].contiguous(), m, mine, shares, weighted, w, c, self.role == 1, value)
+        return value
 
     def _rows(self, values: Weights, rows: int) -> Tensor:
         """Public constants as [rows, 1], or [rows, count] when one of them is a tensor."""
