@@ -131,8 +131,8 @@ EXP = Chain(
 """e^x at x = 8 (z - 1), -14 <= x <= 1/4."""
 
 RECIPROCAL = Cubic(
-    power=-1.0, centre=1.125, slack=0.00390625, error=2.42e-05,
-    coefficients=(0.888867613, -0.790174390, 0.712087043, -0.625000000),
+    power=-1.0, centre=1.09375, slack=0.00390625, error=8.22e-06,
+    coefficients=(0.914278269, -0.835918447, 0.770451219, -0.703125000),
 )
 
 RSQRT = Cubic(

@@ -38,8 +38,8 @@ class Cells:
     ends: tuple[float, ...]
 
 
-QUARTERS = Cells(3, (8, 7, 6, 5), (1.195, 1.385, 1.63, 2.0))
-"""Four cells an octave: y in [1, 1.25]."""
+FIFTHS = Cells(5, (32, 28, 24, 21, 18), (1.162, 1.342, 1.55, 1.79, 2.0))
+"""Five cells an octave: y in [1, 1.1875]."""
 
 THIRDS = Cells(4, (16, 13, 10), (1.265, 1.6, 2.0))
 """Three cells an octave: y in [1, 1.3]."""
