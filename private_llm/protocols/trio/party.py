@@ -87,7 +87,7 @@ class Trio(TrioArithmetic):
         s = ops.transpose_bits(-(x.parts[0] + x.parts[1]).reshape(-1), width)
         masked_top = message[plan.monomial_rows * words :][:words]
         share_top = masked_top.clone()
-        ops.block_monomials(s, low, _sizes(plan.blocks), message[: plan.monomial_rows * words].view(-1, words))
+        ops.block_monomials(s, low, plan_sizes(plan.blocks), message[: plan.monomial_rows * words].view(-1, words))
         masked_top.bitwise_xor_(s[width - 1])
         lam = lam1 ^ lam2
         at, sent = 0, (plan.monomial_rows + 1) * words
@@ -96,7 +96,7 @@ class Trio(TrioArithmetic):
         for level, groups in enumerate(plan.levels):
             here = lam[at : at + rows * lanes].view(rows, lanes)
             made = plan.product_rows(level)
-            ops.join_products(here, _sizes(groups), blocks, message[sent : sent + made * lanes].view(made, lanes))
+            ops.join_products(here, plan_sizes(groups), blocks, message[sent : sent + made * lanes].view(made, lanes))
             at += rows * lanes
             sent += made * lanes
             rows, blocks = plan.joined_rows(level), len(groups)
@@ -126,7 +126,7 @@ class Trio(TrioArithmetic):
         rows, blocks = plan.block_rows, len(plan.blocks)
         mine = lam[: rows * lanes].view(rows, lanes).clone()
         repeated = mono if thresholds == 1 else mono.repeat(1, thresholds)
-        ops.block_carries(planes, low, _sizes(plan.blocks), repeated, first, mine)
+        ops.block_carries(planes, low, plan_sizes(plan.blocks), repeated, first, mine)
         at, used = 0, (plan.monomial_rows + 1) * words
         opened = []
         for level, groups in enumerate(plan.levels):
@@ -139,7 +139,7 @@ class Trio(TrioArithmetic):
             used += made * lanes
             rows = plan.joined_rows(level)
             mine = lam[at : at + rows * lanes].view(rows, lanes).clone()
-            ops.join_carries(b, here, prod, _sizes(groups), blocks, first, mine)
+            ops.join_carries(b, here, prod, plan_sizes(groups), blocks, first, mine)
             blocks = len(groups)
         b = (mine ^ self.transport.exchange(3 - self.role, "msb", mine)).view(thresholds, words)
         opened.append(b)
@@ -290,7 +290,8 @@ class Trio(TrioArithmetic):
 
 
 @cache
-def _sizes(sizes: tuple[int, ...]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def plan_sizes(sizes: tuple[int, ...]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Sizes of blocks or groups as the kernels take them."""
     return np.array(sizes, dtype=np.int64)
 
 
