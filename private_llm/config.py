@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from private_llm.errors import ConfigError
@@ -13,11 +15,14 @@ from private_llm.errors import ConfigError
 VERSION = "0.1.0"
 """Version of the library; parties with different versions refuse each other."""
 
+MAX_LANES = 64
+"""Lanes that a session may have."""
+
 _CHOICES: dict[str, tuple[object, ...]] = {
     "protocol": ("trio", "quad", "dealer", "plain"),
     "ring": (64, 32),
     "weights": ("secret", "public"),
-    "reveal": ("logits", "token"),
+    "reveal": ("logits", "token", "class"),
     "adder": ("auto", "prefix", "ripple"),
     "truncation": ("unit", "exact"),
     "matmul": ("masked", "remask"),
@@ -26,9 +31,20 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 
 _AGREED = (
     "protocol", "ring", "frac_bits", "weights", "reveal", "adder", "bandwidth_mbit", "latency_ms", "relu_bits",
-    "relu_low", "truncation", "matmul",
+    "relu_low", "truncation", "matmul", "lanes", "permute",
 )  # fmt: skip
 """What all parties must agree upon: these settings change the order or the meaning of messages."""
+
+
+PLANNED = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Device maps that Accelerate makes from the memory there is."""
+
+
+def _device_name(key: str, where: object, *more: str) -> str:
+    name = f"cuda:{where}" if isinstance(where, int) and not isinstance(where, bool) and where >= 0 else str(where)
+    if name not in more and not re.fullmatch(r"cpu|cuda:\d+", name):
+        raise ConfigError(f"{key}: got device {where!r}; want a GPU's number, 'cuda:N', {', '.join(('cpu', *more))}")
+    return name
 
 
 @dataclass(frozen=True)
@@ -51,7 +67,8 @@ class PrivateConfig:
     "dealer" (two parties and a dealer of random numbers, party 0), or "plain" (no secrecy; needs insecure=True).
     ring: bits of the ring, 64 or 32. frac_bits: fractional bits of activations and weights.
     weights: "secret" (shared by the model owner) or "public" (an open-weight model; linear layers get local).
-    reveal: "logits" (the client opens logits) or "token" (the client opens only the arg max).
+    reveal: "logits" (the client opens logits), or only their arg max: "token" for models that generate, "class" for
+    classifiers.
     adder: circuit of comparisons: "prefix" (few rounds), "ripple" (fewest bytes), "auto" (for each comparison
     the one that is faster on a network of `bandwidth_mbit` per party and `latency_ms`; "prefix" without a bandwidth).
     relu_bits: key bits of ReLU: its inputs stay below 2^(relu_bits-1-frac_bits) in magnitude (None: 2^20, or the
@@ -59,12 +76,21 @@ class PrivateConfig:
     truncation: "unit" (at most one unit in the last place too high) or "exact" (floor, by one more comparison).
     matmul: "masked" (output-sized traffic), or for "dealer" also "remask" (both operands masked anew each time, the
     classical way).
+    lanes: sessions side by side that share the rows of a batch, so that one computes while another sends or waits (rows
+    beyond the batch idle). permute: another party plays each role in each lane, so that all parties and links carry
+    the same; each party then holds one weight share for each different casting (for trio min(lanes, 6) of them).
     party_mode: "threads" or "processes" on this machine, "remote" (addresses in `hosts`), "distributed" (one
     process per party under torchrun or Accelerate's launcher, the client last), or "auto".
     trusted_network: let "distributed" span machines although torch.distributed does not encrypt.
     hosts: "host:port" of each party for party_mode="remote". tls: certificates of this endpoint.
     allow_plain_loopback: permit unencrypted sockets, on loopback addresses only.
     timeout_s: seconds of silence after which a party counts as dead.
+    device: where a party's shares live: "cpu", "cuda:N", or "cuda" (GPU number party modulo the number of GPUs).
+    device_map: how a party's layers are spread, as in transformers: "auto", "balanced", "balanced_low_0",
+    "sequential", or {module name: GPU number, "cuda:N", "cpu" or "disk"} for the whole model; None: all on `device`.
+    max_memory: {device: bytes, or text like "20GB"} that the planned maps may use. offload_folder: where a party writes
+    weights that are mapped to "disk" and come from the client (with a share file it reads that file instead).
+    Devices are each party's own business: parties need not agree on them.
     debug_ranges: check that no value leaves the safe range (opens nothing to the parties' network; plain only).
     insecure: must be True for protocol="plain".
     """
@@ -73,7 +99,7 @@ class PrivateConfig:
     ring: Literal[64, 32] = 64
     frac_bits: int = 18
     weights: Literal["secret", "public"] = "secret"
-    reveal: Literal["logits", "token"] = "logits"
+    reveal: Literal["logits", "token", "class"] = "logits"
     adder: Literal["auto", "prefix", "ripple"] = "auto"
     bandwidth_mbit: float | None = None
     latency_ms: float = 0.05
@@ -81,6 +107,8 @@ class PrivateConfig:
     relu_low: int = 0
     truncation: Literal["unit", "exact"] = "unit"
     matmul: Literal["masked", "remask"] = "masked"
+    lanes: int = 1
+    permute: bool = False
     party_mode: Literal["auto", "threads", "processes", "remote", "distributed"] = "auto"
     hosts: tuple[str, ...] = ()
     tls: TLSConfig | None = None
@@ -89,6 +117,10 @@ class PrivateConfig:
     timeout_s: float = 120.0
     debug_ranges: bool = False
     insecure: bool = False
+    device: str = "cpu"
+    device_map: str | Mapping[str, int | str] | None = field(default=None, hash=False)
+    max_memory: Mapping[int | str, int | str] | None = field(default=None, hash=False)
+    offload_folder: str | None = None
 
     def __post_init__(self) -> None:
         for key, allowed in _CHOICES.items():
@@ -114,10 +146,33 @@ class PrivateConfig:
             )
         if not 0 <= self.relu_low < self.frac_bits:
             raise ConfigError(f"relu_low: got {self.relu_low}; want 0 or more, below frac_bits ({self.frac_bits})")
+        if not isinstance(self.lanes, int) or not 1 <= self.lanes <= MAX_LANES:
+            raise ConfigError(f"lanes: got {self.lanes!r}; want 1 to {MAX_LANES}")
+        if self.permute and (self.protocol not in ("trio", "quad") or self.lanes == 1):
+            raise ConfigError("permute: want protocol 'trio' or 'quad' (whose parties are equals) and lanes above 1")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s: got {self.timeout_s!r}; want a positive number of seconds")
         if self.party_mode == "remote" and len(self.hosts) != self.parties:
             raise ConfigError(f"hosts: got {len(self.hosts)} addresses; want {self.parties} for {self.protocol!r}")
+        self._check_devices()
+
+    def _check_devices(self) -> None:
+        """Device names become strings, so that a configuration survives JSON. Raises ConfigError for unknown ones."""
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", str(self.device)):
+            raise ConfigError(f"device: got {self.device!r}; want 'cpu', 'cuda' or 'cuda:N'")
+        if isinstance(self.device_map, Mapping):
+            named = {name: _device_name("device_map", where, "disk") for name, where in self.device_map.items()}
+            object.__setattr__(self, "device_map", named)
+        elif self.device_map is not None and self.device_map not in PLANNED:
+            raise ConfigError(
+                f"device_map: got {self.device_map!r}; want {', '.join(map(repr, PLANNED))} or a mapping from module "
+                "names to devices"
+            )
+        if self.max_memory is not None:
+            if self.device_map not in PLANNED:
+                raise ConfigError("max_memory is for a planned device_map ('auto', ...); a mapping says it all")
+            limits = {_device_name("max_memory", where): size for where, size in self.max_memory.items()}
+            object.__setattr__(self, "max_memory", limits)
 
     @property
     def parties(self) -> int:

@@ -86,11 +86,14 @@ def make_keys(indices: Tensor, domain: int, prg: Prg) -> tuple[Tensor, Tensor]:
 
 
 def expand(keys: Tensor, domain: int, holder: int, ring: Ring) -> Tensor:
-    """This holder's additive share of the one-hot rows [T, domain]; `holder` is 0 or 1, as in `make_keys`."""
+    """This holder's additive share of the one-hot rows [T, domain]; `holder` is 0 or 1, as in `make_keys`.
+
+    Made on the CPU, and moved to the device of the keys.
+    """
     tokens = keys.shape[0]
     if keys.is_meta:
         return torch.empty((tokens, domain), dtype=ring.dtype, device="meta")
-    words = keys.numpy().view(np.uint64)
+    words = keys.cpu().numpy().view(np.uint64)
     levels = depth(domain)
     seeds = np.ascontiguousarray(words[:, None, :2])
     control = np.full((tokens, 1), holder, dtype=np.uint64)
@@ -110,7 +113,7 @@ def expand(keys: Tensor, domain: int, holder: int, ring: Ring) -> Tensor:
     unsigned = share.numpy().view(np.uint64 if ring.bits == 64 else np.uint32)
     final = np.ascontiguousarray(words[:, 3 + 2 * levels :])
     cpu_dpf.leaves(seeds, _encrypt(_LEAF, seeds), control, final, holder == 1, unsigned)
-    return share
+    return share.to(keys.device)
 
 
 def _encrypt(cipher: Cipher[modes.ECB], blocks: Array) -> Array:

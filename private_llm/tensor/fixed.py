@@ -28,8 +28,8 @@ class Fixed:
 
     @property
     def proto(self) -> Protocol:
-        """The protocol end that computes."""
-        return self.session.protocol
+        """The protocol end that computes, on the device where this share lies."""
+        return self.session.protocol.on(self.share.parts[0].device)
 
     @property
     def shape(self) -> torch.Size:

@@ -145,10 +145,12 @@ def _looked_up(tokens: SecretIndex, weight: Tensor) -> SecretTensor:
     if tokens.held.domain != weight.shape[0]:
         raise UnsupportedOp(f"lookup of indices below {tokens.held.domain} in a table of {weight.shape[0]} rows")
     if isinstance(weight, SecretTensor):
-        table, frac = weight.operand, weight.operand.frac
-        share = session.protocol.lookup(tokens.held, table.share)
+        table = weight.operand
+        share = table.proto.lookup(tokens.held.to(table.share.parts[0].device), table.share)
+        frac = table.frac
     else:
+        where = torch.device(session.device) if session.device == "meta" else weight.device
+        share = session.protocol.on(where).lookup(tokens.held.to(where), ring_weight(session, weight, where))
         frac = session.frac
-        share = session.protocol.lookup(tokens.held, ring_weight(session, weight, torch.device(session.device)))
     shape = (*tokens.shape, weight.shape[1])
     return SecretTensor(Fixed(session, share.map(lambda part: part.reshape(shape)), frac))

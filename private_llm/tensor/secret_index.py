@@ -70,7 +70,9 @@ class SecretIndex(Guarded):
         args: Sequence[TorchArg] = (),
         kwargs: Mapping[str, TorchArg] | None = None,
     ) -> TorchArg:
-        """Lookup and public facts; everything else is refused."""
+        """Lookup and public facts; everything else is refused. The keys stay in main memory until a lookup."""
+        if func is torch.Tensor.to:
+            return args[0]
         if func not in _ALLOWED:
             raise UnsupportedOp(f"{op_name(func)} of secret indices; they can only be looked up (F.embedding)")
         return dispatch(func, args, kwargs or {})

@@ -1,0 +1,25 @@
+"""Names of devices, and which of them a party's process can use."""
+
+from __future__ import annotations
+
+import torch
+
+from private_llm.errors import ConfigError
+
+
+def device_for(name: str, party: int) -> torch.device:
+    """The device called `name` at this party; "cuda" is GPU number `party` modulo the number of GPUs here.
+
+    Raises ConfigError for a GPU that this process does not have.
+    """
+    device = torch.device(name)
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index if device.index is not None else party % max(count, 1)
+    if index >= count:
+        raise ConfigError(
+            f"device: got {name!r}; this process sees {count} GPU(s) (a PyTorch with CUDA and CUDA_VISIBLE_DEVICES "
+            "decide); use 'cpu' or a GPU that is there"
+        )
+    return torch.device("cuda", index)

@@ -1,0 +1,45 @@
+"""A transport for a party that computes on several devices: what arrives is moved to where it is needed.
+
+Links carry main memory. Which device is next is asked at every message, because the layers of a model may lie on
+different ones; the same messages are sent and counted as without this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from private_llm.net.transport import Transport
+
+
+class PlacedTransport(Transport):
+    """`inner`, with received tensors on the device that `where` names."""
+
+    def __init__(self, inner: Transport, where: Callable[[], torch.device | str]) -> None:
+        super().__init__(inner.me)
+        self.ledger = inner.ledger
+        self._inner, self._where = inner, where
+
+    def send(self, to: int, tag: str, payload: Tensor) -> None:
+        """As the inner transport, from main memory."""
+        self._inner.send(to, tag, payload.cpu() if payload.is_cuda else payload)
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        self._inner._send(to, tag, payload)
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._inner._recv(frm, tag, shape, dtype).to(self._where())
+
+    def wait(self, frm: int) -> None:
+        """As the inner transport."""
+        self._inner.wait(frm)
+
+    def abort(self, reason: str) -> None:
+        """As the inner transport."""
+        self._inner.abort(reason)
+
+    def close(self) -> None:
+        """As the inner transport."""
+        self._inner.close()

@@ -1,0 +1,164 @@
+"""Operations follow their operands: what a party draws and receives lies where the operands lie.
+
+The meta device stands for a second one, in sessions of the CPU: tensors of both devices do not mix, so anything that
+is drawn, received or made on the session's device instead of the operands' fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from private_llm.approx.argmax import argmax
+from private_llm.approx.softmax import softmax
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
+from private_llm.kernels.devices import device_for
+from private_llm.net.placed import PlacedTransport
+from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.session import Session
+from private_llm.protocols.share import Share
+from private_llm.protocols.trio.party import Trio
+from private_llm.ring.dpf import expand, key_words
+from private_llm.ring.prg import Seed
+from private_llm.ring.ring import RING64
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SecretTensor
+from private_llm.tensor.secret_index import SecretIndex
+from tests.tensor.secrets import plain_session, secret
+
+META = torch.device("meta")
+_TO = Tensor.to
+
+
+class Zeros(Transport):
+    """Peers that say nothing but zeros, in main memory as real links do."""
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        pass
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def wait(self, frm: int) -> None:
+        pass
+
+
+def party(number: int) -> Session:
+    """One party of a session of the CPU whose received tensors follow the operands."""
+    transport = Zeros(number)
+    seeds = {other: Seed(bytes([other % 256]) * 32) for other in (0, 1, 2, CLIENT)}
+    end = Trio(number, transport, RING64, seeds, [Seed(bytes(32))] * 2)
+    end.transport = PlacedTransport(transport, lambda: end.device)
+    return Session(PrivateConfig(device_map={"": "cpu"}), end)
+
+
+def held(session: Session, device: torch.device | str, *shape: int) -> Fixed:
+    part = torch.zeros(shape, dtype=torch.int64, device=device)
+    return Fixed(session, Share((part, part)), session.frac)
+
+
+OPERATIONS: dict[str, Callable[[Fixed], Fixed]] = {
+    "mul": lambda x: x * x,
+    "mul without truncation": lambda x: x.mul(x, 2 * x.frac),
+    "scale": lambda x: x * 0.3,
+    "matmul": lambda x: x.matmul(x),
+    "poly": lambda x: x.poly([1.0, 2.0, 3.0]),
+    "cube": lambda x: x.poly([1.0, 2.0, 3.0, 4.0], bits=4),
+    "compare": lambda x: x.choose(x.below([0.0, 1.0]), [1, 2], [0.0, 1.0]),
+    "softmax": softmax,
+    "argmax": argmax,
+}
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_results_lie_where_the_operands_lie(operation: Callable[[Fixed], Fixed], number: int) -> None:
+    here = party(number)
+    for device in (torch.device("cpu"), META):
+        made = operation(held(here, device, 4, 4))
+        assert {part.device for part in made.share.parts} == {device}
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_bits_lie_where_the_operands_lie(number: int) -> None:
+    here = party(number)
+    x = held(here, META, 5)
+    bits = x.proto.a2b(x.share)
+    both = x.proto.and_(x.proto.invert(bits), bits)
+    assert {part.device for part in (*bits.parts, *both.parts)} == {META}
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("public", [False, True])
+def test_a_lookup_happens_where_the_table_lies(number: int, public: bool) -> None:
+    here = party(number)
+    index = here.protocol.on(torch.device("cpu")).receive_index(3, 10)
+    assert {key.device.type for key in index.keys} == {"cpu"}
+    ids = SecretIndex(here, index, (3,))
+    table = torch.zeros(10, 4, device=META) if public else SecretTensor(held(here, META, 10, 4))
+    rows = F.embedding(ids.to(META), table)
+    assert isinstance(rows, SecretTensor)
+    assert {part.device for part in rows.fixed.share.parts} == {META}
+
+
+def test_rows_of_a_point_function_come_back_to_the_device_of_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`expand` computes in main memory; a stand-in for another device sees where the result goes."""
+    moved: list[object] = []
+
+    def to(self: Tensor, *where: object) -> Tensor:
+        moved.append(where)
+        return self
+
+    monkeypatch.setattr(Tensor, "to", to)
+    expand(torch.zeros(2, key_words(10), dtype=torch.int64), 10, 0, RING64)
+    assert moved == [(torch.device("cpu"),)]
+
+
+def test_a_secret_moves_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = secret(plain_session(), torch.ones(2, 3))
+    assert x.to("cpu") is x
+    moved: list[object] = []
+    part = x.fixed.share.parts[0]
+
+    def to(self: Tensor, *where: object) -> Tensor:
+        moved.append((self is part, *where))
+        return self
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "to", to)
+        SecretTensor.__torch_function__(_TO, (), (x, torch.device("cuda:1")))
+    assert moved == [(True, torch.device("cuda:1"))]
+
+
+def test_indices_stay_until_they_are_looked_up() -> None:
+    here = party(0)
+    ids = SecretIndex(here, here.protocol.receive_index(2, 5), (2,))
+    assert ids.to("cuda:3") is ids
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device_for("cpu", 2) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [device_for("cuda", number).index for number in range(4)] == [0, 1, 0, 1]
+    assert device_for("cuda:1", 0).index == 1
+    with pytest.raises(ConfigError, match="sees 2 GPU"):
+        device_for("cuda:2", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="sees 0 GPU"):
+        device_for("cuda", 0)
+
+
+def test_every_protocol_says_where_it_computes() -> None:
+    """`Fixed.proto` is the one way to the protocol, and it names the operand's device."""
+    here = party(1)
+    x = held(here, META, 1)
+    assert isinstance(x.proto, Protocol)
+    assert here.protocol.device == META
+    assert held(here, "cpu", 1).proto.device == torch.device("cpu")
