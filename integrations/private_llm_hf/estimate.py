@@ -24,8 +24,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, UnsupportedOp
 from private_llm.net.transport import CLIENT, MetaTransport
-from private_llm.protocols.session import PlainClient, meta_session
-from private_llm.protocols.trio.client import TrioClient
+from private_llm.protocols.session import client_end, meta_session
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
@@ -143,7 +142,7 @@ class _MetaParties:
         self.ring = Ring(config.ring)
         self.parties = [_MetaParty(config, number, description) for number in range(config.parties)]
         transport = MetaTransport(CLIENT)
-        self._end = TrioClient(transport, self.ring) if config.protocol == "trio" else PlainClient(transport, self.ring)
+        self._end = client_end(config, transport)
         transport.ledger.reset()
         self._ledger = transport.ledger
         self._numbers = itertools.count(1)

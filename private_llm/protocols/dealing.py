@@ -1,9 +1,9 @@
 """How a model owner hands out shares of many tensors with little to send or store: masks are seeds.
 
-For trio, [x] = x + a1 + a2 as in `trio.client`: party 0 gets the two mask seeds and nothing per tensor, party 1 the
-first seed and x + a2, party 2 the second seed and x + a1. A mask is the stream of its seed under the tensor's label,
-so a label must not be used twice with one dealer. One party alone sees uniform numbers (AES-CTR), as with
-`session.deal`, which this equals bit for bit up to the choice of masks.
+For trio and dealer, [x] = x + a1 + a2 as in `trio.client`: party 0 gets the two mask seeds and nothing per tensor,
+party 1 the first seed and x + a2, party 2 the second seed and x + a1. A mask is the stream of its seed under the
+tensor's label, so a label must not be used twice with one dealer. One party alone sees uniform numbers (AES-CTR), as
+with `session.deal`, which this equals bit for bit up to the choice of masks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from private_llm.ring.ring import Ring
 PIECE = 1 << 19
 """Elements dealt at a time (4 MB of 64 bits); whole cipher blocks, so that pieces continue one stream."""
 
+_MASKED = ("trio", "dealer")
+"""Protocols of masked shares."""
+
 _TRIO_KEYS = {0: (0, 1), 1: (0,), 2: (1,)}
 """Which of the two mask seeds each party of trio holds."""
 
 
 def keys_held(config: PrivateConfig, party: int) -> int:
     """How many mask seeds a party receives."""
-    return len(_TRIO_KEYS[party]) if config.protocol == "trio" else 0
+    return len(_TRIO_KEYS[party]) if config.protocol in _MASKED else 0
 
 
 def sends_parts(config: PrivateConfig, party: int) -> bool:
@@ -40,7 +43,7 @@ class Dealer:
 
     def __init__(self, config: PrivateConfig) -> None:
         self._config = config
-        self._masks = [Seed.fresh(), Seed.fresh()] if config.protocol == "trio" else []
+        self._masks = [Seed.fresh(), Seed.fresh()] if config.protocol in _MASKED else []
 
     def keys(self, party: int) -> list[Seed]:
         """The seeds that `party` receives, once."""

@@ -13,6 +13,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError
 from private_llm.net.transport import CLIENT, MetaTransport, Transport, endpoint_name
 from private_llm.protocols.adder import Adder
+from private_llm.protocols.dealer.party import TwoPartyDealer
 from private_llm.protocols.plain import Plain
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import Share
@@ -85,16 +86,29 @@ def join(config: PrivateConfig, party: int, transport: Transport) -> Session:
     others = [p for p in range(config.parties) if p != party]
     seeds = _meet(config, transport, [*others, CLIENT])
     keys = receive_input_keys(transport, party)
-    return Session(config, Trio(party, transport, ring, seeds, keys, adder=_adder(config)))
+    return Session(config, _masked(config, party, transport, seeds, keys))
+
+
+def _masked(config: PrivateConfig, party: int, transport: Transport, seeds: dict[int, Seed], keys: list[Seed]) -> Trio:
+    """One endpoint of a protocol of masked shares."""
+    ring, adder = Ring(config.ring), _adder(config)
+    if config.protocol == "dealer":
+        return TwoPartyDealer(party, transport, ring, seeds, keys, adder, remask=config.matmul == "remask")
+    return Trio(party, transport, ring, seeds, keys, adder)
 
 
 def join_as_client(config: PrivateConfig, transport: Transport) -> ClientEnd:
     """The client's end of a session, after agreeing with every party."""
-    ring = Ring(config.ring)
     _meet(config, transport, list(range(config.parties)))
+    return client_end(config, transport)
+
+
+def client_end(config: PrivateConfig, transport: Transport) -> ClientEnd:
+    """The client's end once all have agreed (or for counting costs on a `MetaTransport`)."""
+    ring = Ring(config.ring)
     if config.protocol == "plain":
         return PlainClient(transport, ring)
-    return TrioClient(transport, ring)
+    return TrioClient(transport, ring, one_hot=config.protocol == "dealer")
 
 
 def meta_session(config: PrivateConfig, party: int) -> Session:
@@ -105,8 +119,9 @@ def meta_session(config: PrivateConfig, party: int) -> Session:
         return Session(config, Plain(party, transport, ring), device="meta")
     zero = Seed(bytes(32))
     seeds = dict.fromkeys([*range(config.parties), CLIENT], zero)
-    trio = Trio(party, transport, ring, seeds, [zero] * 2, adder=_adder(config), device="meta")
-    return Session(config, trio, device="meta")
+    end = _masked(config, party, transport, seeds, [zero] * 2)
+    end.device = "meta"
+    return Session(config, end, device="meta")
 
 
 def _adder(config: PrivateConfig) -> Adder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -62,15 +62,19 @@ class BitShare:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """This party's hold on secret indices into a public-length table: keys, or the indices under `plain`."""
+    """This party's hold on secret indices into a public-length table.
+
+    `keys`: of point functions, or the parts of shared one-hot rows [count, domain], or the indices under `plain`.
+    """
 
     keys: tuple[Tensor, ...]
     count: int
     domain: int
+    one_hot: bool = False
 
     def to(self, device: torch.device) -> Index:
         """The same on another device."""
-        return Index(tuple(key.to(device) for key in self.keys), self.count, self.domain)
+        return replace(self, keys=tuple(key.to(device) for key in self.keys))
 
     def __repr__(self) -> str:
         return f"Index(count={self.count}, domain={self.domain})"

@@ -8,12 +8,13 @@ import torch
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
+from private_llm.protocols.dealer import cost as dealer_cost
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio import cost
 from private_llm.ring.ring import Ring
 from tests.protocols.parties import Run, ring_values, run_ring
 
-PROTOCOLS = ["plain", "trio"]
+PROTOCOLS = ["plain", "trio", "dealer"]
 RINGS = [64, 32]
 SIZES = [1, 64, 1001]
 every = pytest.mark.parametrize(("protocol", "ring"), [(p, r) for p in PROTOCOLS for r in RINGS])
@@ -134,10 +135,10 @@ def test_sign_bits_without_the_low_positions(protocol: str, ring: int, bits: int
     x[:3] = torch.tensor([-1, min(1 << low, (1 << (bits - 1)) - 1), (1 << low) - (1 << (bits - 1))])
     program = lambda p, a: p.inject(p.msb(a, [0], bits=bits, low=low), None, [0], [1])  # noqa: E731
     run = run_ring(config(protocol, ring, adder=adder), [x], program, (800,))
-    sure = (x < 0) | (x >= 1 << low) if protocol == "trio" else torch.ones_like(x, dtype=torch.bool)
+    sure = (x < 0) | (x >= 1 << low) if protocol != "plain" else torch.ones_like(x, dtype=torch.bool)
     assert torch.equal(run.result[sure].long(), (x < 0).long()[sure])
     assert torch.equal(run.result.long() >> 1, torch.zeros(800, dtype=torch.long))
-    if protocol == "trio":
+    if protocol != "plain":
         comparison = cost.msb(800, bits, low=low) if adder == "prefix" else cost.msb_ripple(800, bits, low=low)
         assert run.cost == comparison + cost.inject(Ring(ring), 800, 1, 0, 0)
 
@@ -166,7 +167,7 @@ def test_relu_price_per_element(protocol: str, ring: int) -> None:
     program = lambda p, a: p.inject(p.invert(p.msb(a)), a, [1], [0])  # noqa: E731
     run = run_ring(config(protocol, ring), [x], program, (n,))
     check(run, x.clamp(min=0), cost.msb(n, ring) + cost.inject(Ring(ring), n, 1, 1, 0), protocol)
-    if protocol == "trio":
+    if protocol in ("trio", "dealer"):
         assert run.cost.total / n <= {64: 74, 32: 37}[ring]
         assert run.cost.rounds == 5
 
@@ -192,7 +193,8 @@ def test_lookup_of_secret_indices(protocol: str, ring: int, public: bool) -> Non
     indices = torch.tensor([0, 36, 5, 5, 17])
     program = lambda p, t, i: p.lookup(i, table if public else t)  # noqa: E731
     run = run_ring(config(protocol, ring), [table], program, (5, 6), secret_index=(indices, 37))
-    check(run, table[indices], cost.lookup(Ring(ring), 5, 6, public), protocol)
+    price = dealer_cost.lookup if protocol == "dealer" else cost.lookup
+    check(run, table[indices], price(Ring(ring), 5, 6, public), protocol)
 
 
 def test_lookup_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,12 +26,13 @@ bit depends on R: the functionality is truncation with an error of one unit (thr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from private_llm.errors import DomainError
+from private_llm.errors import DomainError, ProtocolAbort
 from private_llm.kernels import ops
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.protocol import Protocol
@@ -46,6 +47,8 @@ class TrioArithmetic(Protocol):
 
     name = "trio"
     parties = 3
+    one_hot = False
+    """Whether the client shares indices as one-hot rows, which need nothing of party 0 but masks."""
 
     def __init__(
         self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed], input_keys: Sequence[Seed],
@@ -57,8 +60,29 @@ class TrioArithmetic(Protocol):
         self.role = party
         helpers = (1, 2) if party == 0 else (0,)
         # Party 0 shares one stream with each evaluator; an evaluator has only its own.
-        self._streams: list[Prg] = [pair_seeds[other].stream("trio masks") for other in helpers]
-        self._inputs: list[Prg] = [key.stream("client input") for key in input_keys]
+        self._seeds = [pair_seeds[other] for other in helpers]
+        self._keys = list(input_keys)
+        self._stretches: set[str] = set()
+        self._streams: list[Prg] = [seed.stream("trio masks") for seed in self._seeds]
+        self._inputs: list[Prg] = [key.stream("client input") for key in self._keys]
+
+    @contextmanager
+    def stretch(self, label: str) -> Iterator[None]:
+        """Inside, masks come from streams of their own and indices are one-hot, so that party 0 may run ahead.
+
+        Raises ProtocolAbort for a label that this session has used: masks must never repeat.
+        """
+        if label in self._stretches:
+            raise ProtocolAbort(f"the masks of '{label}' were used before; masks must never repeat")
+        self._stretches.add(label)
+        kept = self._streams, self._inputs, self.one_hot
+        self._streams = [seed.stream(f"trio masks/{label}") for seed in self._seeds]
+        self._inputs = [key.stream(f"client input/{label}") for key in self._keys]
+        self.one_hot = True
+        try:
+            yield
+        finally:
+            self._streams, self._inputs, self.one_hot = kept
 
     def _draw(self, count: int, which: int = 0) -> Tensor:
         return self._streams[which].elements(count, self.ring, self.device)
@@ -257,7 +281,12 @@ class TrioArithmetic(Protocol):
         return Share((masked, masks[0]))
 
     def receive_index(self, count: int, domain: int) -> Index:
-        """Two keys of a distributed point function from the client, 16 log2(domain) + 24 bytes an index each."""
+        """Two keys of a distributed point function from the client, 16 log2(domain) + 24 bytes an index each.
+
+        With `one_hot` instead rows of `domain` shared elements, as `receive_input`.
+        """
+        if self.one_hot:
+            return Index(self.receive_input((count, domain)).parts, count, domain, one_hot=True)
         shape = (2, count, key_words(domain))
         keys = self.transport.recv(CLIENT, "index", shape, torch.int64)
         return Index((keys[0], keys[1]), count, domain)
@@ -268,7 +297,10 @@ class TrioArithmetic(Protocol):
         Every component of W = M - a1 - a2 is known to two parties, who hold the two keys of one point
         function for it: (0, 1) for a1, (0, 2) for a2, (1, 2) for M. Each sums its expanded shares times
         the component: three additive pieces, which `_finish` turns into a share (party 0's as E).
+        One-hot rows times the table cost the same; with a public table they are local.
         """
+        if index.one_hot:
+            return self._lookup_rows(Share(index.keys), table)
         chunk = max(1, _LOOKUP_CELLS // index.domain)
         pieces = []
         for start in range(0, index.count, chunk):
@@ -278,6 +310,12 @@ class TrioArithmetic(Protocol):
         if isinstance(table, Tensor):
             return self._finish("lookup", piece.shape, piece if self.party else None, 0, helped=False)
         return self._finish("lookup", piece.shape, piece, 0, helped=True)
+
+    def _lookup_rows(self, rows: Share, table: Share | Tensor) -> Share:
+        if isinstance(table, Tensor):
+            return rows.map(lambda part: ops.ring_matmul(part, table))
+        with self.ledger.op("lookup"):
+            return TrioArithmetic.matmul(self, rows, table)  # the table is masked once, whatever a subclass does
 
     def _lookup_piece(self, keys: Sequence[Tensor], domain: int, table: Share | Tensor) -> Tensor:
         # Party 0 has key 0 of (0, 1) and (0, 2), party 1 key 1 of (0, 1) and key 0 of (1, 2), party 2 the rest.

@@ -9,9 +9,13 @@ element each; the parties learn nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
+from private_llm.errors import DomainError
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.share import Share
 from private_llm.ring.dpf import make_keys
@@ -20,17 +24,28 @@ from private_llm.ring.ring import Ring
 
 
 class TrioClient:
-    """The client's end."""
+    """The client's end. `one_hot`: see `TrioArithmetic`."""
 
-    def __init__(self, transport: Transport, ring: Ring) -> None:
-        self.transport, self.ring = transport, ring
-        keys = [Seed.fresh(), Seed.fresh()]
+    def __init__(self, transport: Transport, ring: Ring, one_hot: bool = False) -> None:
+        self.transport, self.ring, self._one_hot = transport, ring, one_hot
+        self._keys = keys = [Seed.fresh(), Seed.fresh()]
         for key, parties in zip(keys, ((0, 1), (0, 2)), strict=True):
             for party in parties:
                 payload = torch.frombuffer(bytearray(key.raw()), dtype=torch.uint8)
                 transport.send(party, "input key", payload)
         self._roots = Seed.fresh().stream("index keys")
         self._masks = [key.stream("client input") for key in keys]
+
+    @contextmanager
+    def stretch(self, label: str) -> Iterator[None]:
+        """As `TrioArithmetic.stretch`, which sees to it that no label is used twice."""
+        kept = self._masks, self._one_hot
+        self._masks = [key.stream(f"client input/{label}") for key in self._keys]
+        self._one_hot = True
+        try:
+            yield
+        finally:
+            self._masks, self._one_hot = kept
 
     def share(self, elements: Tensor) -> None:
         """Share ring elements with the parties, who call `receive_input` with the same shape."""
@@ -41,8 +56,12 @@ class TrioClient:
     def share_index(self, indices: Tensor, domain: int) -> None:
         """Share int64 indices [T] below `domain`; the parties call `receive_index(T, domain)`.
 
-        Three pairs of keys, one pair for each two parties (see `TrioArithmetic.lookup`), drawn from OS entropy.
+        Three pairs of keys, one pair for each two parties (see `TrioArithmetic.lookup`), drawn from OS entropy;
+        or one-hot rows [T, domain]. Raises DomainError for an index outside the domain.
         """
+        if self._one_hot:
+            self.share(one_hot(indices, domain, self.ring))
+            return
         pairs = [make_keys(indices, domain, self._roots) for _ in range(3)]  # (0, 1), (0, 2), (1, 2)
         held = [(pairs[0][0], pairs[1][0]), (pairs[0][1], pairs[2][0]), (pairs[1][1], pairs[2][1])]
         for party, keys in enumerate(held):
@@ -53,6 +72,16 @@ class TrioClient:
         masked = self.transport.recv(1, "reveal", shape, self.ring.dtype)
         mask = self.transport.recv(2, "reveal", shape, self.ring.dtype)
         return masked - mask
+
+
+def one_hot(indices: Tensor, domain: int, ring: Ring) -> Tensor:
+    """Rows [T, domain] of ring elements: 1 at the index, 0 elsewhere."""
+    if indices.device.type == "meta":
+        return torch.empty((indices.numel(), domain), dtype=ring.dtype, device="meta")
+    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < domain:
+        raise DomainError(f"an index lies outside 0 .. {domain - 1}")
+    rows = torch.zeros((indices.numel(), domain), dtype=ring.dtype)
+    return rows.scatter_(1, indices.reshape(-1, 1), 1)
 
 
 def receive_input_keys(transport: Transport, party: int) -> list[Seed]:

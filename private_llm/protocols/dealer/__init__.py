@@ -1,0 +1,1 @@
+"""Two parties and a dealer of correlated randomness."""
