@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.errors import DomainError
 from private_llm.net.local import LocalHub
 from private_llm.protocols.plain import Plain
 from private_llm.protocols.session import Session
@@ -24,8 +24,9 @@ from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.auto import describe
+from private_llm_hf.layout import Layout
 from private_llm_hf.party_model import build_party_model
-from private_llm_hf.weights import WeightList, encode_weight, skeleton, stream_loaded
+from private_llm_hf.weights import encode_weight, stream_loaded
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,8 @@ class Comparison:
 def compare(model: PreTrainedModel, input_ids: Tensor, config: PrivateConfig) -> Comparison:
     """Run `input_ids` [B, S] through both. ring and frac_bits come from `config`; its protocol is not used.
 
-    Raises UnsupportedOp for encoder-decoder models and whatever patching raises.
+    An encoder-decoder model reads them in both stacks, the decoder after its start token. Raises what patching raises.
     """
-    if model.config.is_encoder_decoder:
-        raise UnsupportedOp("diff compares models of one stack; encoder-decoder models are not supported")
     config = replace(config, protocol="plain", insecure=True, debug_ranges=True, party_mode="auto", hosts=())
     truth = copy.deepcopy(model).to(torch.float64).eval()
     session = _session(config)
@@ -63,10 +62,14 @@ def compare(model: PreTrainedModel, input_ids: Tensor, config: PrivateConfig) ->
     expected, found = _Outputs(truth), _Outputs(private)
     stopped = None
     with torch.no_grad():
-        truth(input_ids=input_ids, use_cache=False)
-        embeds = truth.get_input_embeddings()(input_ids)
+        tokens = _tokens(truth, input_ids)
+        truth(**tokens, use_cache=False)
+        embeds = {
+            name.replace("input_ids", "inputs_embeds"): SecretTensor(_fixed(session, _embedding(truth, name)(ids)))
+            for name, ids in tokens.items()
+        }
         try:
-            private(inputs_embeds=SecretTensor(_fixed(session, embeds)), return_dict=True)
+            private(**embeds, return_dict=True)
         except DomainError as refused:
             stopped = str(refused)
     rows = []
@@ -77,6 +80,20 @@ def compare(model: PreTrainedModel, input_ids: Tensor, config: PrivateConfig) ->
             kind = type(truth.get_submodule(name)).__name__
             rows.append(ModuleError(name, kind, float(right.abs().max()), float(error.max()), float(error.mean())))
     return Comparison(tuple(rows), stopped)
+
+
+def _tokens(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Tensor]:
+    """Token ids by the argument that takes them."""
+    if not model.config.is_encoder_decoder:
+        return {"input_ids": input_ids}
+    start = input_ids.new_full((len(input_ids), 1), model.config.decoder_start_token_id)
+    return {"input_ids": input_ids, "decoder_input_ids": torch.cat([start, input_ids[:, :-1]], 1)}
+
+
+def _embedding(model: PreTrainedModel, argument: str) -> nn.Module:
+    owner = model.get_decoder() if argument.startswith("decoder_") else model
+    found: nn.Module = owner.get_input_embeddings()
+    return found
 
 
 class _Outputs:
@@ -127,7 +144,8 @@ def _weights(model: PreTrainedModel, session: Session) -> list[tuple[str, Fixed]
         elements = encode_weight(name, value, session.ring, session.frac)
         made.append((name, Fixed(session, Share((elements,)), session.frac)))
 
-    stream_loaded(model, WeightList.of(skeleton(type(model), model.config)), take)
+    layout = Layout.of(type(model), model.config)
+    stream_loaded(model, layout.source, layout.folding(take))
     return made
 
 
