@@ -9,6 +9,7 @@ from private_llm_hf.auto import (
     AutoPrivateModelForSequenceClassification,
     patch,
 )
+from private_llm_hf.network import Network
 
 __all__ = [
     "AutoPrivateModel",
@@ -16,6 +17,7 @@ __all__ = [
     "AutoPrivateModelForImageClassification",
     "AutoPrivateModelForSeq2SeqLM",
     "AutoPrivateModelForSequenceClassification",
+    "Network",
     "PrivateConfig",
     "TLSConfig",
     "patch",

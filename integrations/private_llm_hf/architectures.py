@@ -20,10 +20,12 @@ class Architecture:
 
     kind: which stacks it has. positions: "limited" by max_position_embeddings, "after padding" (counted from
     pad_token_id + 1 over unmasked tokens, as RoBERTa does) or "unlimited" (relative positions).
+    images: "sized" as config.image_size says, or "any" size that the layers can take.
     """
 
     kind: Literal["decoder", "encoder", "encoder-decoder", "vision"]
     positions: Literal["limited", "after padding", "unlimited"] = "limited"
+    images: Literal["sized", "any"] = "sized"
 
     @property
     def caches(self) -> bool:
@@ -62,6 +64,13 @@ def module_rules() -> tuple[ModuleRule, ...]:
     """Rules by class name, first match wins."""
     rules = _read("modules.json")
     return tuple(ModuleRule(re.compile(f"(?:{names})$"), r["becomes"], r["public"]) for names, r in rules.items())
+
+
+@functools.cache
+def table(section: str) -> dict[str, Any]:
+    """A section of replacements.json: what of a family is done in another way."""
+    found: dict[str, Any] = _read("replacements.json")[section]
+    return found
 
 
 def _read(name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
@@ -19,10 +19,12 @@ from private_llm.errors import ConfigError, PatchMismatch, ShareFileError
 from private_llm.net.local import LocalHub
 from private_llm_hf.architectures import architecture
 from private_llm_hf.launch import start_parties
+from private_llm_hf.layout import Layout
 from private_llm_hf.model import private_class
+from private_llm_hf.network import Network
 from private_llm_hf.plan import make_plan
 from private_llm_hf.share_files import ShareWriter
-from private_llm_hf.weights import Sink, WeightList, skeleton, stream_checkpoint, stream_loaded
+from private_llm_hf.weights import Sink, WeightList, stream_checkpoint, stream_loaded
 from private_llm_hf.wire import Message
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -101,17 +103,20 @@ class AutoPrivateModel(_AutoPrivate):
 
 
 def patch(
-    model: PreTrainedModel, private_config: PrivateConfig | None = None, hub: LocalHub | None = None
+    model: nn.Module, private_config: PrivateConfig | None = None, hub: LocalHub | None = None
 ) -> PreTrainedModel:
     """Share a model that is already loaded; the original stays as it is.
 
-    hub: see `start_parties`.
-    Raises PatchMismatch for a model that is not transformers' own or holds modules without a rule.
+    A module that is not a transformers model (an `nn.Sequential`, a network of one's own) becomes a `Network`: the
+    result is called with images and returns logits. hub: see `start_parties`.
+    Raises PatchMismatch for a transformers model class of somebody else's, and for modules without a rule.
     """
     private_config = _checked(private_config)
+    if not isinstance(model, nn.Module):
+        raise PatchMismatch(f"patch: got {type(model).__name__}; want a transformers model or a torch.nn.Module")
     if not isinstance(model, PreTrainedModel):
-        raise PatchMismatch(f"patch: got {type(model).__name__}; want a transformers PreTrainedModel")
-    if getattr(transformers, type(model).__name__, None) is not type(model):
+        model = Network.of(model)
+    if type(model) not in (Network, getattr(transformers, type(model).__name__, None)):
         raise PatchMismatch(
             f"patch: {type(model).__name__} is not a model class of transformers, so the parties cannot build it"
         )
@@ -132,17 +137,16 @@ def _open(
     hub: LocalHub | None = None,
 ) -> PreTrainedModel:
     """Plan, start parties, share the weights, and make the client's object."""
-    bare = skeleton(model_class, config)
-    plan = make_plan(bare, private_config)
-    if private_config.reveal == "token" and not bare.can_generate():
-        raise ConfigError(f"reveal='token' is for models that generate; {model_class.__name__} does not")
+    layout = Layout.of(model_class, config)
+    plan = make_plan(layout.model, private_config)
+    check_reveal(layout.model, private_config)
     parties = start_parties(private_config, hub)
     try:
         description = describe(model_class, config)
         held = parties.held_model()
         if held is None:
             with parties.loading(description) as sink:
-                weights(WeightList.of(bare), sink)
+                weights(layout.source, layout.folding(sink))
         elif held == description["model"]:
             parties.use_held()
         else:
@@ -176,9 +180,9 @@ def share_checkpoint(
     config = AutoConfig.from_pretrained(source, **hf_kwargs)
     architecture(config)
     model_class = _model_class(auto.auto_class, config)
-    bare = skeleton(model_class, config)
-    make_plan(bare, private_config)
-    wanted = WeightList.of(bare)
+    layout = Layout.of(model_class, config)
+    make_plan(layout.model, private_config)
+    wanted = layout.shared
     target = Path(folder)
     with ShareWriter(target, private_config, describe(model_class, config), wanted) as writer:
         done = itertools.count(1)
@@ -188,7 +192,7 @@ def share_checkpoint(
             if progress is not None:
                 progress(name, next(done), len(wanted.shapes))
 
-        stream_checkpoint(model_class, source, config, wanted, sink, **hf_kwargs)
+        stream_checkpoint(model_class, source, config, layout.source, layout.folding(sink), **hf_kwargs)
     _client_folder(source, target / "client", config, model_class, dict(hf_kwargs))
     return writer.paths
 
@@ -216,6 +220,15 @@ def describe(model_class: type[PreTrainedModel], config: PretrainedConfig) -> Me
     facts = {"class": model_class.__name__, "config": values}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return {**facts, "model": digest}
+
+
+def check_reveal(model: PreTrainedModel, private_config: PrivateConfig) -> None:
+    """Raises ConfigError if what the client wants to open does not exist for this model."""
+    name = type(model).__name__
+    if private_config.reveal == "token" and not model.can_generate():
+        raise ConfigError(f"reveal='token' is for models that generate; {name} does not")
+    if private_config.reveal == "class" and not (isinstance(model, Network) or name.endswith("Classification")):
+        raise ConfigError(f"reveal='class' is for classifiers; {name} is none")
 
 
 def _checked(private_config: PrivateConfig | None) -> PrivateConfig:

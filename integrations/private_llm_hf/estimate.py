@@ -31,11 +31,11 @@ from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.auto import describe
 from private_llm_hf.client import Parties, Secret
 from private_llm_hf.costs import Costs, rows_of
+from private_llm_hf.layout import Layout
 from private_llm_hf.model import private_class
 from private_llm_hf.party import Party
 from private_llm_hf.party_model import build_party_model, meta_parameters
 from private_llm_hf.plan import make_plan
-from private_llm_hf.weights import skeleton
 from private_llm_hf.wire import Message
 
 
@@ -204,7 +204,7 @@ def estimate(
         raise ConfigError(f"estimate: got seq {sequence}, new {new_tokens}, batch {batch}; want at least 1, 0 and 1")
     if private_config.weights != "secret":
         raise UnsupportedOp("estimate counts secret weights; public ones have values that a meta run lacks")
-    bare = skeleton(model_class, config)
+    bare = Layout.of(model_class, config).model
     if new_tokens and not bare.can_generate():
         raise ConfigError(f"{model_class.__name__} does not generate; leave out --new")
     parties = _MetaParties(private_config, describe(model_class, config), progress)

@@ -105,6 +105,7 @@ class Forward:
             return rows, length
         if name == "pixel_values":
             value = check.check_pixels(name, value, self.config)
+            self.model.fit(value.shape)
             length = 0
         else:
             value = check.check_embeds(name, value, self.config)
@@ -178,6 +179,8 @@ class Forward:
         values: dict[str, Any] = {name: value.to(torch.float32) for name, value in opened.items()}
         if "token" in values:
             values["logits"] = _as_logits(values.pop("token"), self.config.get_text_config().vocab_size)
+        if "class" in values:
+            values["logits"] = _as_logits(values.pop("class"), self.model.classes(self.listed[0]["shape"]))
         if cache is not None:
             cache.rows = self.listed[0]["shape"][0]
             cache.length += length
@@ -202,12 +205,12 @@ def encode_prompt(
     return encoded
 
 
-def _as_logits(token: Tensor, vocabulary: int) -> Tensor:
+def _as_logits(index: Tensor, count: int) -> Tensor:
     """Logits that say no more than the revealed arg max: 0 there, minus infinity elsewhere."""
-    index = token.to(torch.int64)
-    if bool(((index < 0) | (index >= vocabulary)).any()):
-        raise DomainError("the parties revealed a token outside the vocabulary; their shares do not fit together")
-    logits = torch.full((*token.shape, vocabulary), float("-inf"))
+    index = index.to(torch.int64)
+    if bool(((index < 0) | (index >= count)).any()):
+        raise DomainError("the parties revealed an index out of range; their shares do not fit together")
+    logits = torch.full((*index.shape, count), float("-inf"))
     return logits.scatter_(-1, index.unsqueeze(-1), 0.0)
 
 

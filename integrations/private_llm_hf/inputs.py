@@ -109,10 +109,14 @@ def check_embeds(name: str, embeds: object, config: PretrainedConfig) -> Tensor:
 
 
 def check_pixels(name: str, pixels: object, config: PretrainedConfig) -> Tensor:
-    """Images [B, C, H, W] as floats."""
+    """Images [B, C, H, W] as floats; where sizes are the layers' business only the batch is checked here."""
     if not isinstance(pixels, Tensor) or not pixels.is_floating_point():
         got = pixels.dtype if isinstance(pixels, Tensor) else type(pixels).__name__
         raise DomainError(f"{name}: got {got}; want a floating-point tensor [batch, channels, height, width]")
+    if architecture(config).images == "any":
+        if pixels.ndim < 2 or pixels.numel() == 0:
+            raise DomainError(f"{name}: got shape {tuple(pixels.shape)}; want [batch, channels, height, width]")
+        return pixels.cpu()
     size = config.image_size
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     want = (config.num_channels, height, width)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,12 +18,14 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from private_llm.errors import ConfigError, PlaintextLeak, UnsupportedOp
+from private_llm.errors import ConfigError, DomainError, PlaintextLeak, UnsupportedOp
+from private_llm_hf.architectures import architecture
 from private_llm_hf.client import Parties
 from private_llm_hf.costs import Costs
 from private_llm_hf.forward import Forward, encode_prompt
 from private_llm_hf.handles import PrivateCache
 from private_llm_hf.plan import Plan
+from private_llm_hf.weights import skeleton
 
 
 class PrivateModel:
@@ -44,10 +47,30 @@ class PrivateModel:
         self.parties = parties
         self.plan = plan
         self.accepts = frozenset(inspect.signature(self.original_class.forward).parameters)
+        self._outputs: dict[tuple[int, ...], tuple[int, ...]] = {}
         if generation_config is not None:
             self.generation_config = generation_config
         weakref.finalize(self, parties.close)
         self.training = False
+
+    # -- images of any size ---------------------------------------------------------------------------------
+    def fit(self, shape: torch.Size) -> None:
+        """Raises DomainError if images of this shape cannot go through the layers (tried without values, once)."""
+        if architecture(self.config).images == "any" and tuple(shape) not in self._outputs:
+            try:
+                with torch.no_grad():
+                    made = skeleton(self.original_class, self.config)(
+                        torch.empty(shape, device="meta"), return_dict=True
+                    )
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                raise DomainError(
+                    f"pixel_values: images of shape {tuple(shape)} do not fit {self.original_class.__name__}: {error}"
+                ) from None
+            self._outputs[tuple(shape)] = tuple(made[0].shape)
+
+    def classes(self, shape: Sequence[int]) -> int:
+        """How many classes there are."""
+        return int(self._outputs.get(tuple(shape), (self.config.num_labels,))[-1])
 
     # -- what a user asks -----------------------------------------------------------------------------------
     def explain(self) -> Plan:
@@ -192,6 +215,7 @@ def private_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 def _make_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
     signature = inspect.signature(original.forward)
+    finish = getattr(original, "finish", lambda output, config: output)
 
     def forward(self: PrivateModel, *args: object, **kwargs: object) -> ModelOutput | tuple[object, ...]:
         bound = signature.bind(self, *args, **kwargs)
@@ -200,7 +224,7 @@ def _make_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         for name, parameter in signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 given.update(given.pop(name, {}))
-        return Forward(self, given).run()
+        return finish(Forward(self, given).run(), self.config)
 
     # generate() asks forward for its arguments, so it must answer like the original
     forward.__signature__ = signature  # type: ignore[attr-defined]

@@ -182,8 +182,8 @@ class Party:
             if self.config.reveal == "logits":
                 outputs.append((name, value.fixed))
             elif name == "logits":  # and nothing else, whatever the client asks for
-                with self.transport.ledger.scope("token"):
-                    outputs.append(("token", argmax(value.fixed)))
+                with self.transport.ledger.scope(self.config.reveal):
+                    outputs.append((self.config.reveal, argmax(value.fixed)))
         described = [[name, list(fixed.shape), fixed.frac] for name, fixed in outputs]
         self._answer({"class": type(result).__name__, "outputs": described})
         for _, fixed in outputs:

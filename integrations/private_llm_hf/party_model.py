@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from importlib import resources
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
@@ -32,8 +29,11 @@ from private_llm.protocols.share import Share
 from private_llm.tensor.dispatch import TorchArg
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
+from private_llm_hf.architectures import table
 from private_llm_hf.attention import register
+from private_llm_hf.batch_norm import fold_batch_norms
 from private_llm_hf.cache import SecretCache, SecretEncoderDecoderCache
+from private_llm_hf.layout import model_class
 from private_llm_hf.plan import make_plan
 
 Weights = Mapping[str, Fixed | SecretTensor | Tensor]
@@ -77,14 +77,13 @@ def new_cache(model: PreTrainedModel) -> SecretCache | SecretEncoderDecoderCache
 
 # -- the bare tree ---------------------------------------------------------------------------------------------
 def empty_model(config: Mapping[str, Any], class_name: str) -> PreTrainedModel:
-    """The module tree without weights and with real (public) buffers."""
-    cls = getattr(transformers, class_name, None)
-    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
-        raise PatchMismatch(f"model class: got {class_name!r}; want a PreTrainedModel of transformers")
+    """The module tree without weights and with real (public) buffers; batch norms are folded away."""
+    cls = model_class(class_name)
     register()
     with _WithoutWeights():
         model = cls(party_config(config))
     model.tie_weights()
+    fold_batch_norms(model)
     return model
 
 
@@ -115,24 +114,17 @@ def party_config(config: Mapping[str, Any]) -> PretrainedConfig:
     return settings
 
 
-@functools.cache
-def _table(section: str) -> dict[str, Any]:
-    text = resources.files("private_llm_hf").joinpath("models", "replacements.json").read_text()
-    found: dict[str, Any] = json.loads(text)[section]
-    return found
-
-
 def _attention(model_type: str) -> str:
     """`private_llm`, or for families that bypass the attention registry the spelling that our op table serves."""
-    table = _table("attention")
-    found: str = table.get(model_type, table["_"])
+    spellings = table("attention")
+    found: str = spellings.get(model_type, spellings["_"])
     return found
 
 
 # -- replacing ----------------------------------------------------------------------------------------------
 def _match(section: str, module: nn.Module) -> Any:  # noqa: ANN401 - a JSON value
     name = type(module).__name__
-    return next((facts for names, facts in _table(section).items() if re.fullmatch(names, name)), None)
+    return next((facts for names, facts in table(section).items() if re.fullmatch(names, name)), None)
 
 
 def replacement(module: nn.Module) -> nn.Module | None:
@@ -158,7 +150,7 @@ def _share_inputs(model: nn.Module, ledger: Ledger) -> None:
     """Let siblings that read the same tensor (query, key, value; gate, up) be one product."""
     for path, parent in model.named_modules():
         children = dict(parent.named_children())
-        for names, where in _table("same_input").items():
+        for names, where in table("same_input").items():
             found = [children[name] for name in names.split() if name in children]
             if len(found) == len(names.split()) and re.fullmatch(where, path) and can_share(found):
                 group = SharedInput(found, f"{path}.{'+'.join(names.split())}", ledger)

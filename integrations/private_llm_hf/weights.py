@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -27,6 +28,9 @@ from private_llm.ring.ring import Ring
 
 Sink = Callable[[str, Tensor], None]
 """Takes one named plaintext tensor; must not keep it."""
+
+STATISTICS = ("running_mean", "running_var")
+"""Buffers of batch norms that count as weights."""
 
 _METHOD = "private-llm-share"
 
@@ -48,10 +52,16 @@ class WeightList:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> WeightList:
-        """All parameters of `model`, tied ones once. Raises PatchMismatch for weights that are not parameters."""
+        """All parameters of `model`, tied ones once, and the statistics of batch norms.
+
+        Raises PatchMismatch for other weights that are not parameters.
+        """
         tied = dict(model.get_expanded_tied_weights_keys(all_submodels=True))
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False) if n not in tied}
         values = model.state_dict()
+        norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+        statistics = [n for norm in norms for n in (f"{norm}.{s}" for s in STATISTICS) if n in values]
+        shapes |= {n: tuple(values[n].shape) for n in statistics}
         buffers = [n for n in values if n not in shapes and n not in tied and values[n].is_floating_point()]
         if buffers:
             raise PatchMismatch(f"{type(model).__name__}: no rule for buffers that hold weights: {', '.join(buffers)}")

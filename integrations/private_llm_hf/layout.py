@@ -1,0 +1,47 @@
+"""A model's structure as its owner and the parties agree on it: before and after batch norms are folded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel
+
+from private_llm.errors import PatchMismatch
+from private_llm_hf.batch_norm import Fold, Folder, fold_batch_norms
+from private_llm_hf.network import Network
+from private_llm_hf.weights import Sink, WeightList, skeleton
+
+
+def model_class(name: str) -> type[PreTrainedModel]:
+    """A model class by name: transformers' own, or `Network`. Raises PatchMismatch."""
+    found = Network if name == Network.__name__ else getattr(transformers, name, None)
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+        raise PatchMismatch(f"model class: got {name!r}; want a PreTrainedModel of transformers")
+    return found
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is known of a model without its weights.
+
+    model: the tree that the parties build. source: the weights that a checkpoint holds. shared: those that the parties
+    get, which differ where norms are folded.
+    """
+
+    model: PreTrainedModel
+    source: WeightList
+    shared: WeightList
+    folds: tuple[Fold, ...]
+
+    @classmethod
+    def of(cls, model_class: type[PreTrainedModel], config: PretrainedConfig) -> Layout:
+        """From class and configuration alone. Raises PatchMismatch for weights without a rule."""
+        model = skeleton(model_class, config)
+        source = WeightList.of(model)
+        folds = fold_batch_norms(model)
+        return cls(model, source, WeightList.of(model), folds)
+
+    def folding(self, sink: Sink) -> Sink:
+        """A sink for the tensors of a checkpoint that passes on what the parties get."""
+        return Folder(self.folds, set(self.source.shapes), sink)
