@@ -18,6 +18,9 @@ from private_llm.kernels import ops, shapes
 SCHEMAS = (
     "ring_matmul(Tensor x, Tensor y) -> Tensor",
     "ring_matmul_pair(Tensor x0, Tensor y0, Tensor x1, Tensor y1) -> Tensor",
+    "ring_conv2d(Tensor x, Tensor w, int[2] stride, int[2] padding, int[2] dilation, int groups) -> Tensor",
+    "ring_conv2d_pair(Tensor x0, Tensor w0, Tensor x1, Tensor w1, int[2] stride, int[2] padding,"
+    " int[2] dilation, int groups) -> Tensor",
     "transpose_bits(Tensor x, int rows) -> Tensor",
     "block_monomials(Tensor s, int low, int[] blocks, Tensor(a!) out) -> ()",
     "block_carries(Tensor m, int low, int[] blocks, Tensor mono, bool first, Tensor(a!) out) -> ()",

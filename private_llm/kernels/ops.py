@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
-from private_llm.kernels import cpu_bits, cpu_prg, cpu_trunc, matmul, shapes
+from private_llm.kernels import conv, cpu_bits, cpu_prg, cpu_trunc, matmul, shapes
 from private_llm.kernels.address import memory
+from private_llm.kernels.shapes import Pair
 from private_llm.kernels.shapes import packed_words as packed_words
 
 Array = np.ndarray[Any, Any]
@@ -63,6 +64,30 @@ def ring_matmul_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
     if x0.is_meta:
         return shapes.ring_matmul_pair(x0, y0, x1, y1)
     made: Tensor = _gpu("matmul", "product", x1, y1, _gpu("matmul", "product", x0, y0))
+    return made
+
+
+def ring_conv2d(x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> Tensor:
+    """torch's conv2d of x [B, C, H, W] and w [O, C / groups, kh, kw] modulo the ring size; CPU: one thread."""
+    if x.is_cpu:
+        return conv.product(x, w, stride, padding, dilation, groups)
+    if x.is_meta:
+        return shapes.ring_conv2d(x, w, stride, padding, dilation, groups)
+    made: Tensor = _gpu("conv", "product", x, w, stride, padding, dilation, groups)
+    return made
+
+
+def ring_conv2d_pair(
+    x0: Tensor, w0: Tensor, x1: Tensor, w1: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int
+) -> Tensor:  # fmt: skip
+    """x0 * w0 + x1 * w1, both of one shape, as in `ring_conv2d`."""
+    shapes.check_pair(x0, w0, x1, w1)
+    how = (stride, padding, dilation, groups)
+    if x0.is_cpu:
+        return conv.product(x1, w1, *how, conv.product(x0, w0, *how))
+    if x0.is_meta:
+        return shapes.ring_conv2d_pair(x0, w0, x1, w1, *how)
+    made: Tensor = _gpu("conv", "product", x1, w1, *how, _gpu("conv", "product", x0, w0, *how))
     return made
 
 

@@ -54,6 +54,34 @@ def ring_matmul_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
     return ring_matmul(x0, y0) + ring_matmul(x1, y1)
 
 
+def ring_conv2d(
+    x: Tensor, w: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
+) -> Tensor:  # fmt: skip
+    """Each output is the sum over one window, entry times weight."""
+    (down, right), (top, left), (gap_h, gap_w) = stride, padding, dilation
+    depth, reach_h, reach_w = w.shape[1], gap_h * (w.shape[2] - 1) + 1, gap_w * (w.shape[3] - 1) + 1
+    wide = torch.nn.functional.pad(x, (left, left, top, top))
+    lines = []
+    for r in range(0, wide.shape[2] - reach_h + 1, down):
+        line = []
+        for c in range(0, wide.shape[3] - reach_w + 1, right):
+            window = wide[:, :, r : r + reach_h : gap_h, c : c + reach_w : gap_w]
+            blocks = zip(window.split(depth, 1), w.chunk(groups), strict=True)
+            line.append(torch.cat([(b.unsqueeze(1) * k).sum((2, 3, 4), dtype=x.dtype) for b, k in blocks], 1))
+        lines.append(torch.stack(line, -1))
+    return torch.stack(lines, -2)
+
+
+def ring_conv2d_pair(
+    x0: Tensor, w0: Tensor, x1: Tensor, w1: Tensor, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], groups: int,
+) -> Tensor:  # fmt: skip
+    """x0 * w0 + x1 * w1."""
+    return ring_conv2d(x0, w0, stride, padding, dilation, groups) + ring_conv2d(
+        x1, w1, stride, padding, dilation, groups
+    )
+
+
 # -- rows of bits ---------------------------------------------------------------------------------------------
 
 

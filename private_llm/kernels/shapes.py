@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
 
 RING = (torch.int64, torch.int32)
+
+Size = Sequence[int]
+Pair = Sequence[int]
 
 
 def packed_words(count: int, f: int) -> int:
@@ -27,7 +32,7 @@ def check_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> None:
     """Raise DomainError unless both products have one shape."""
     if x0.shape != x1.shape or y0.shape != y1.shape:
         shapes = f"{tuple(x0.shape)} {tuple(y0.shape)} and {tuple(x1.shape)} {tuple(y1.shape)}"
-        raise DomainError(f"ring_matmul_pair: got {shapes}; want two products of one shape")
+        raise DomainError(f"a pair of products: got {shapes}; want two products of one shape")
 
 
 def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
@@ -41,6 +46,43 @@ def ring_matmul_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
     """[..., M, N]."""
     check_pair(x0, y0, x1, y1)
     return ring_matmul(x0, y0)
+
+
+def conv2d_size(
+    x: Size, w: Size, stride: Pair, padding: Pair, dilation: Pair, groups: int
+) -> tuple[int, int, int, int]:  # fmt: skip
+    """(B, O, rows, columns) of a convolution of sizes x [B, C, H, W] and w [O, C / groups, kh, kw]."""
+    if len(x) != 4 or len(w) != 4 or groups < 1 or x[1] != groups * w[1] or w[0] % groups:
+        raise DomainError(
+            f"ring_conv2d: got {tuple(x)}, {tuple(w)} and {groups} groups; "
+            "want [B, C, H, W] and [O, C / groups, kh, kw]"
+        )
+    if min(stride) < 1 or min(dilation) < 1 or min(padding) < 0:
+        raise DomainError(f"ring_conv2d: got stride {stride}, padding {padding}, dilation {dilation}; want positive")
+    spans = [x[2 + i] + 2 * padding[i] - dilation[i] * (w[2 + i] - 1) - 1 for i in range(2)]
+    if min(spans) < 0:
+        raise DomainError(f"ring_conv2d: windows of {tuple(w[2:])} do not fit {tuple(x[2:])} with padding {padding}")
+    return x[0], w[0], spans[0] // stride[0] + 1, spans[1] // stride[1] + 1
+
+
+def check_conv2d(x: Tensor, w: Tensor) -> None:
+    """Raise DomainError unless both are ring tensors of one dtype."""
+    if x.dtype != w.dtype or x.dtype not in RING:
+        raise DomainError(f"ring_conv2d: got {x.dtype} and {w.dtype}; want int64 or int32, both the same")
+
+
+def ring_conv2d(x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> Tensor:
+    """[B, O, rows, columns]."""
+    check_conv2d(x, w)
+    return x.new_empty(conv2d_size(x.shape, w.shape, stride, padding, dilation, groups))
+
+
+def ring_conv2d_pair(
+    x0: Tensor, w0: Tensor, x1: Tensor, w1: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int
+) -> Tensor:  # fmt: skip
+    """[B, O, rows, columns]."""
+    check_pair(x0, w0, x1, w1)
+    return ring_conv2d(x0, w0, stride, padding, dilation, groups)
 
 
 def transpose_bits(x: Tensor, rows: int) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
+from private_llm.kernels.forms import Form
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.protocol import Protocol, Weights
 from private_llm.protocols.share import BitShare, Index, Share, words_for
@@ -58,11 +59,11 @@ class Plain(Protocol):
             self._check_range("a product", x.parts[0].double() * y.parts[0].double())
         return self.truncate(Share((x.parts[0] * y.parts[0],)), shift)
 
-    def matmul(self, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
-        """floor(x @ y / 2^shift), optionally at selected outputs only."""
+    def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
+        """floor(B(x, y) / 2^shift), optionally at selected outputs only."""
         if self.debug_ranges:
-            self._check_range("a matrix product", torch.matmul(x.parts[0].double(), y.parts[0].double()))
-        out = torch.matmul(x.parts[0], y.parts[0])
+            self._check_range(f"a {form.tag}", form.real(x.parts[0].double(), y.parts[0].double()))
+        out = form.product(x.parts[0], y.parts[0])
         if select is not None:
             out = out.reshape(-1)[select]
         return self.truncate(Share((out,)), shift)

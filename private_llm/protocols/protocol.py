@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from private_llm.kernels.forms import Conv2d, Form, Matmul
 from private_llm.net.ledger import Ledger
 from private_llm.net.transport import Transport
 from private_llm.protocols.share import BitShare, Index, Share
@@ -73,12 +74,20 @@ class Protocol(ABC):
         """Elementwise product with broadcasting, divided by 2^shift."""
 
     @abstractmethod
-    def matmul(self, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
-        """torch.matmul of x [..., M, K] and y [..., K, N], divided by 2^shift.
+    def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
+        """B(x, y) of a bilinear form, divided by 2^shift; traffic of one finish of the output's size.
 
         With `select` (int64, flat positions in the output) only those outputs are made, as a 1-D share;
         nothing is sent for the others.
         """
+
+    def matmul(self, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
+        """torch.matmul of x [..., M, K] and y [..., K, N], divided by 2^shift; `select` as in `bilinear`."""
+        return self.bilinear(Matmul(), x, y, shift, select)
+
+    def conv2d(self, x: Share, w: Share, conv: Conv2d, shift: int = 0) -> Share:
+        """Convolution of x [B, C, H, W] with w [O, C / groups, kh, kw], divided by 2^shift."""
+        return self.bilinear(conv, x, w, shift)
 
     @abstractmethod
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:

@@ -72,6 +72,29 @@ def matmul_cases() -> Iterator[Case]:
             yield Case("ring_matmul_pair", note, (x, y, draw.ring(ring, *left), draw.ring(ring, *right)))
 
 
+def conv_cases() -> Iterator[Case]:
+    layouts = (
+        # x [B, C, H, W], w [O, C / groups, kh, kw], stride, padding, dilation, groups
+        ((1, 1, 1, 1), (1, 1, 1, 1), (1, 1), (0, 0), (1, 1), 1),
+        ((2, 3, 9, 7), (5, 3, 3, 3), (1, 1), (1, 1), (1, 1), 1),
+        ((1, 3, 19, 23), (7, 3, 5, 4), (2, 3), (2, 1), (1, 2), 1),
+        ((2, 4, 5, 33), (6, 2, 3, 2), (1, 2), (0, 3), (2, 1), 2),
+        ((3, 6, 7, 18), (6, 1, 3, 3), (1, 1), (1, 1), (1, 1), 6),
+        ((1, 5, 11, 10), (10, 1, 3, 5), (2, 2), (1, 2), (1, 2), 5),
+        ((2, 70, 4, 4), (9, 70, 1, 1), (1, 1), (0, 0), (1, 1), 1),
+        ((1, 2, 3, 70), (1, 2, 3, 3), (1, 1), (4, 5), (1, 1), 1),  # windows that see padding only
+        ((0, 2, 5, 5), (4, 2, 3, 3), (1, 1), (0, 0), (1, 1), 1),
+    )
+    for ring in RINGS:
+        for left, right, *how in layouts:
+            draw = Draw(f"conv {left}")
+            x, w = draw.ring(ring, *left), draw.ring(ring, *right)
+            note = f"{ring.bits}-{left}-{right}-{how[-1]}".replace(" ", "")
+            yield Case("ring_conv2d", note, (x, w, *how))
+            yield Case("ring_conv2d", note + "-turned", (x.mT.contiguous().mT, w.mT.contiguous().mT, *how))
+            yield Case("ring_conv2d_pair", note, (x, w, draw.ring(ring, *left), draw.ring(ring, *right), *how))
+
+
 def bit_cases() -> Iterator[Case]:
     for ring in RINGS:
         for n, rows in ((1, ring.bits), (63, 5), (1030, ring.bits)):
@@ -136,7 +159,7 @@ def stream_cases() -> Iterator[Case]:
         yield Case("chacha20", f"{counter}-{words}", (key, nonce, counter, words))
 
 
-ALL = [*matmul_cases(), *bit_cases(), *trunc_cases(), *stream_cases()]
+ALL = [*matmul_cases(), *conv_cases(), *bit_cases(), *trunc_cases(), *stream_cases()]
 
 
 def expected(case: Case) -> list[Tensor]:

@@ -32,10 +32,11 @@ def test_cpu_kernel_equals_the_reference(case: Case) -> None:
 
 def interpreted(case: Case) -> Any:
     """The Triton kernel behind `ops.<op>`, called as ops calls it, but on CPU tensors."""
-    module = importlib.import_module(f"private_llm.kernels.triton_{FAMILIES[case.op.split('_')[0]]}")
+    family = "conv" if case.op.startswith("ring_conv2d") else FAMILIES[case.op.split("_")[0]]
+    module = importlib.import_module(f"private_llm.kernels.triton_{family}")
 
-    def pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
-        out: Tensor = module.product(x1, y1, module.product(x0, y0))
+    def pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, *how: Any) -> Tensor:
+        out: Tensor = module.product(x1, y1, *how, module.product(x0, y0, *how))
         return out
 
     def into_results(*arguments: Any) -> Any:
@@ -43,7 +44,7 @@ def interpreted(case: Case) -> Any:
         getattr(module, case.op)(*arguments, *([made] if isinstance(made, Tensor) else made))
         return made
 
-    if case.op.startswith("ring_matmul"):
+    if case.op.startswith("ring_"):
         return pair if case.op.endswith("pair") else module.product
     return getattr(module, case.op) if case.changes else into_results
 

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, ProtocolAbort
 from private_llm.kernels import ops
+from private_llm.kernels.forms import Form
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import Index, Share
@@ -225,19 +226,19 @@ class TrioArithmetic(Protocol):
             piece = x0 * y0
         return self._finish("mul", piece.shape, piece, shift, helped=True)
 
-    def matmul(self, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
-        """Matrix product; output-sized traffic. Local products: two at parties 0 and 1, one at party 2."""
+    def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
+        """Output-sized traffic. Local products: two at parties 0 and 1, one at party 2."""
         (x0, x1), (y0, y1) = x.parts, y.parts
-        if self.party == 0:
-            piece = ops.ring_matmul_pair(x0 - x1, y0, -x0, y1)
-        elif self.party == 1:
-            piece = ops.ring_matmul_pair(-x0, y1, -x1, y0)
+        if self.role == 0:
+            piece = form.pair(x0 - x1, y0, -x0, y1)
+        elif self.role == 1:
+            piece = form.pair(-x0, y1, -x1, y0)
         else:
-            piece = ops.ring_matmul(x0, y0)
-        self.ledger.add_macs(piece.numel() * x.shape[-1] * (1 if self.party == 2 else 2))
+            piece = form.product(x0, y0)
+        self.ledger.add_macs(form.macs(x.shape, y.shape) * (1 if self.role == 2 else 2))
         if select is not None:
             piece = piece.reshape(-1)[select.to(piece.device)]
-        return self._finish("matmul", piece.shape, piece, shift, helped=True)
+        return self._finish(form.tag, piece.shape, piece, shift, helped=True)
 
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
         """c(M - a) by Taylor's formula around the public M; party 0 shares a^2 (and a^3).

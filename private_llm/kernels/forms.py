@@ -1,0 +1,94 @@
+"""Bilinear forms: what a protocol can multiply in one step, whatever the inner size.
+
+A protocol needs of a form only that it is linear in each operand: it multiplies shares, adds what each party
+holds, and finishes an output-sized result. A new layer that is linear in its input and in its weight is a
+new form here; no protocol changes.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from private_llm.kernels import ops, shapes
+from private_llm.kernels.shapes import Size
+
+
+class Form(ABC):
+    """B(x, y), linear in x and in y, over tensors of ring elements (int32 or int64; any device, meta included)."""
+
+    tag: str
+    """Name under which the ledger books its messages."""
+
+    @abstractmethod
+    def product(self, x: Tensor, y: Tensor) -> Tensor:
+        """B(x, y) modulo the ring size."""
+
+    @abstractmethod
+    def pair(self, x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
+        """B(x0, y0) + B(x1, y1), both of one shape, without a temporary of an operand's size."""
+
+    @abstractmethod
+    def real(self, x: Tensor, y: Tensor) -> Tensor:
+        """B(x, y) of floating-point tensors."""
+
+    @abstractmethod
+    def macs(self, x_shape: Size, y_shape: Size) -> int:
+        """Multiply-adds of one product."""
+
+
+@dataclass(frozen=True)
+class Matmul(Form):
+    """torch.matmul of x [..., M, K] and y [..., K, N]."""
+
+    tag = "matmul"
+
+    def product(self, x: Tensor, y: Tensor) -> Tensor:
+        """X y."""
+        return ops.ring_matmul(x, y)
+
+    def pair(self, x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
+        """x0 y0 + x1 y1."""
+        return ops.ring_matmul_pair(x0, y0, x1, y1)
+
+    def real(self, x: Tensor, y: Tensor) -> Tensor:
+        """X y."""
+        return torch.matmul(x, y)
+
+    def macs(self, x_shape: Size, y_shape: Size) -> int:
+        """Outputs times K."""
+        batch = torch.broadcast_shapes(x_shape[:-2], y_shape[:-2])
+        return int(math.prod(batch) * x_shape[-2] * x_shape[-1] * y_shape[-1])
+
+
+@dataclass(frozen=True)
+class Conv2d(Form):
+    """torch's conv2d of x [B, C, H, W] and w [O, C / groups, kh, kw]; sizes are (down, right), padding is zeros."""
+
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+
+    tag = "conv2d"
+
+    def product(self, x: Tensor, y: Tensor) -> Tensor:
+        """X * w."""
+        return ops.ring_conv2d(x, y, self.stride, self.padding, self.dilation, self.groups)
+
+    def pair(self, x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
+        """x0 * w0 + x1 * w1."""
+        return ops.ring_conv2d_pair(x0, y0, x1, y1, self.stride, self.padding, self.dilation, self.groups)
+
+    def real(self, x: Tensor, y: Tensor) -> Tensor:
+        """X * w."""
+        return torch.nn.functional.conv2d(x, y, None, self.stride, self.padding, self.dilation, self.groups)
+
+    def macs(self, x_shape: Size, y_shape: Size) -> int:
+        """Outputs times the products of a window."""
+        made = shapes.conv2d_size(x_shape, y_shape, self.stride, self.padding, self.dilation, self.groups)
+        return math.prod(made) * math.prod(y_shape[1:])
