@@ -7,6 +7,7 @@ cross each other cost one latency, as on a real full-duplex wire.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -48,8 +49,20 @@ class SlowHub(LocalHub):
     def __init__(self, parties: int, timeout: float, speed: LinkSpeed, instant: str) -> None:
         super().__init__(parties, timeout)
         self.speed, self.instant = speed, instant
+        self.free = dict.fromkeys(self.links, 0.0)  # the lanes of a session share the wires
+        self.wires = threading.Lock()
+
+    def clear(self) -> None:
+        """New links; a new lane sends over the same wires."""
+        super().clear()
         self.due: dict[tuple[int, int], deque[float]] = {link: deque() for link in self.links}
-        self.free = dict.fromkeys(self.links, 0.0)
+
+    def occupy(self, link: tuple[int, int], count: int) -> float:
+        """Queue `count` bytes on a wire: when the last of them has left."""
+        with self.wires:
+            sent = max(time.perf_counter(), self.free[link]) + self.speed.seconds(count)
+            self.free[link] = sent
+        return sent
 
     def transport(self, me: int) -> LocalTransport:
         """The transport of endpoint `me`."""
@@ -69,9 +82,7 @@ class _SlowTransport(LocalTransport):
             self._slow.due[link].append(0.0)
             super()._send(to, tag, payload)
             return
-        sent = max(time.perf_counter(), self._slow.free[link])
-        sent += self._slow.speed.seconds(payload.numel() * payload.element_size())
-        self._slow.free[link] = sent
+        sent = self._slow.occupy(link, payload.numel() * payload.element_size())
         self._slow.due[link].append(sent + self._slow.speed.latency)
         super()._send(to, tag, payload)
 

@@ -1,6 +1,7 @@
 """The handshake of one connection: both ends prove that they belong to this session and say who they are.
 
-    1. connector -> acceptor   hello: to whom, which way the connection will carry data, nonce n1
+    1. connector -> acceptor   hello: to whom, which way the connection will carry data, lane,
+                               how many lanes there are, nonce n1
     2. acceptor  -> connector  nonce n2, HMAC(token, "acceptor" | 1 | n2)
     3. connector -> acceptor   HMAC(token, "connector" | 1 | n2)
     4. acceptor  -> connector  empty: accepted
@@ -39,15 +40,19 @@ class Greeted:
     peer: int
     inbound: bool
     session: bytes
+    lane: int = 0
 
 
-def greet(sock: socket.socket, me: int, peer: int, inbound: bool, token: bytes) -> Greeted:
-    """The connector's side. Raises TransportError when refused or when the peer does not know the token.
+def greet(
+    sock: socket.socket, me: int, peer: int, inbound: bool, token: bytes, lane: int = 0, lanes: int = 1
+) -> Greeted:
+    """The connector's side, for lane number `lane` of `lanes`.
 
+    Raises TransportError when refused or when the peer does not know the token;
     OSError (TimeoutError among them) means that the connection broke.
     """
     check_name(sock, peer)
-    first = bytes([peer, inbound]) + secrets.token_bytes(_NONCE)
+    first = bytes([peer, inbound, lane, lanes]) + secrets.token_bytes(_NONCE)
     _put(sock, me, 0, first)
     reply = _expect(sock, peer, 0, _NONCE + _PROOF)
     seen = bytes([me]) + first + reply[:_NONCE]
@@ -58,19 +63,21 @@ def greet(sock: socket.socket, me: int, peer: int, inbound: bool, token: bytes) 
         )
     _put(sock, me, 1, _proof(token, b"connector", seen))
     _expect(sock, peer, 1, 0)
-    return Greeted(peer, inbound, _proof(token, b"session", seen)[:8])
+    return Greeted(peer, inbound, _proof(token, b"session", seen)[:8], lane)
 
 
-def answer(sock: socket.socket, me: int, token: bytes, admit: Callable[[int], None]) -> Greeted:
-    """The acceptor's side; `admit(endpoint)` raises TransportError for an endpoint that has no business here."""
+def answer(sock: socket.socket, me: int, token: bytes, admit: Callable[[int, int], None]) -> Greeted:
+    """The acceptor's side; `admit(endpoint, lanes)` raises TransportError for one that has no business here."""
     try:
         frame, first = _get(sock)
         peer = frame.sender
-        if frame.kind is not Kind.HELLO or len(first) != 2 + _NONCE or first[1] > 1:
+        if frame.kind is not Kind.HELLO or len(first) != 4 + _NONCE or first[1] > 1:
             raise TransportError("the first frame is no hello")
         if first[0] != me:
             raise TransportError(f"this is {endpoint_name(me)}, not {endpoint_name(first[0])}; the hosts lists differ")
-        admit(peer)
+        admit(peer, first[3])
+        if first[2] >= first[3]:
+            raise TransportError("the hello names a lane that does not exist")
         check_name(sock, peer)
         nonce = secrets.token_bytes(_NONCE)
         seen = bytes([peer]) + first + nonce
@@ -82,7 +89,7 @@ def answer(sock: socket.socket, me: int, token: bytes, admit: Callable[[int], No
         _put(sock, me, 0, str(error).encode()[: wire.MAX_NOTE], Kind.ABORT)
         raise
     _put(sock, me, 1, b"")
-    return Greeted(peer, bool(first[1]), _proof(token, b"session", seen)[:8])
+    return Greeted(peer, bool(first[1]), _proof(token, b"session", seen)[:8], first[2])
 
 
 def _proof(token: bytes, role: bytes, seen: bytes) -> bytes:

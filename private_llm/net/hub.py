@@ -1,7 +1,7 @@
 """Open the full mesh of connections between the parties and the client.
 
 Of two parties the one with the higher number connects to the other; the client, which may sit behind a
-firewall, connects to all parties. Each pair makes two connections, one per direction (see `links.py`).
+firewall, connects to all parties. Each pair makes two connections a lane, one per direction (see `links.py`).
 """
 
 from __future__ import annotations
@@ -63,10 +63,13 @@ def connect(
     try:
         if listener is None and me != CLIENT:
             listener = _listen(addresses[me], anywhere=config.tls is not None)
-        return SocketTransport(me, mesh.open(listener), config.timeout_s, device)
+        lanes = [SocketTransport(me, pairs, config.timeout_s, device) for pairs in mesh.open(listener)]
     except BaseException:
         mesh.close()
         raise
+    for lane in lanes:
+        lane.join(lanes)
+    return lanes[0]
 
 
 def open_listeners(parties: int) -> list[socket.socket]:
@@ -132,38 +135,40 @@ class _Mesh:
         self, config: PrivateConfig, me: int, addresses: Sequence[Address], token: bytes, wait_s: float
     ) -> None:
         self._me, self._addresses, self._token = me, addresses, token
-        self._timeout, self._wait = config.timeout_s, wait_s
+        self._timeout, self._wait, self._lanes = config.timeout_s, wait_s, config.lanes
         self._deadline = time.monotonic() + wait_s
         self._credentials = Credentials(config.tls) if config.tls else None
         self._calls = [p for p in range(len(addresses)) if p < me]
         self._called_by = [] if me == CLIENT else [*range(me + 1, len(addresses)), CLIENT]
-        self._made: dict[tuple[int, bool], tuple[socket.socket, bytes]] = {}
+        self._made: dict[tuple[int, bool, int], tuple[socket.socket, bytes]] = {}
         self._refused = ""
         self._changed = threading.Condition()
         self._slots = threading.BoundedSemaphore(_HANDSHAKES)
         self._done = False
 
-    def open(self, listener: socket.socket | None) -> dict[int, Pair]:
-        """Make all connections, or raise TransportError; the listener is closed."""
+    def open(self, listener: socket.socket | None) -> list[dict[int, Pair]]:
+        """Make the connections of all lanes, or raise TransportError; the listener is closed."""
         with contextlib.ExitStack() as stack:
             if listener is not None:
                 acceptor = threading.Thread(target=self._accept, args=(listener,), name="accept", daemon=True)
                 acceptor.start()
                 stack.callback(self._stop, listener, acceptor)
             for peer in self._calls:
-                for inbound in (True, False):
-                    self._call(peer, inbound)
+                for lane in range(self._lanes):
+                    for inbound in (True, False):
+                        self._call(peer, inbound, lane)
             self._await_calls()
-        peers = {peer for peer, _ in self._made}
-        return {p: Pair(*self._made[(p, True)], *self._made[(p, False)]) for p in peers}
+        made, peers = self._made, {peer for peer, _, _ in self._made}
+        return [{p: Pair(*made[(p, True, k)], *made[(p, False, k)]) for p in peers} for k in range(self._lanes)]
 
     def _await_calls(self) -> None:
         """Wait for those who call this endpoint."""
-        wanted = [(peer, sends) for peer in self._called_by for sends in (True, False)]
+        lanes = range(self._lanes)
+        wanted = [(peer, sends, lane) for peer in self._called_by for sends in (True, False) for lane in lanes]
         with self._changed:
             self._changed.wait_for(lambda: all(key in self._made for key in wanted), self._left())
             self._done = True
-            missing = sorted({peer for peer, sends in wanted if (peer, sends) not in self._made})
+            missing = sorted({key[0] for key in wanted if key not in self._made})
         if missing:
             names = ", ".join(map(endpoint_name, missing))
             refused = f"; the last caller was refused: {self._refused}" if self._refused else ""
@@ -196,14 +201,15 @@ class _Mesh:
             if self._done:
                 sock.close()
                 return
-            old = self._made.pop((greeted.peer, sends), None)
+            key = (greeted.peer, sends, greeted.lane)
+            old = self._made.pop(key, None)
             if old is not None:
                 old[0].close()
-            self._made[(greeted.peer, sends)] = (sock, greeted.session)
+            self._made[key] = (sock, greeted.session)
             self._changed.notify_all()
 
     # -- calling ----------------------------------------------------------------------------------------
-    def _call(self, peer: int, inbound: bool) -> None:
+    def _call(self, peer: int, inbound: bool, lane: int) -> None:
         """Connect to `peer`, again and again until the time is up; a refusal is final."""
         host, port = self._addresses[peer]
         pause, cause = 0.02, "no answer"
@@ -211,7 +217,8 @@ class _Mesh:
             try:
                 plain = socket.create_connection((host, port), timeout=min(_HELLO_S, self._left() + 0.01))
                 with self._handshake(plain, server=False) as sock:
-                    self._keep(sock, greet(sock, self._me, peer, inbound, self._token), sends=inbound)
+                    greeted = greet(sock, self._me, peer, inbound, self._token, lane, self._lanes)
+                    self._keep(sock, greeted, sends=inbound)
                 return
             except ssl.SSLEOFError:
                 cause = "it closed the connection during the TLS handshake"
@@ -278,9 +285,13 @@ class _Mesh:
         finally:
             self._slots.release()
 
-    def _admit(self, peer: int) -> None:
+    def _admit(self, peer: int, lanes: int) -> None:
         if peer not in self._called_by:
             raise TransportError(f"{endpoint_name(peer)} is not expected to connect to {endpoint_name(self._me)}")
+        if lanes != self._lanes:
+            raise TransportError(
+                f"lanes: got {lanes} at {endpoint_name(peer)}; want {self._lanes}, as at {endpoint_name(self._me)}"
+            )
 
 
 def _part(sock: socket.socket) -> None:

@@ -5,6 +5,7 @@ For tests, notebooks and one-machine runs. It protects nobody from the owner of 
 
 from __future__ import annotations
 
+import copy
 import math
 import queue
 import threading
@@ -33,25 +34,55 @@ class _Link:
         self.room = threading.Condition()
 
 
+class _Lanes:
+    """The hubs of all lanes of one session, and why it ended."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.hubs: dict[int, LocalHub] = {}
+        self.failure: str | None = None
+
+
 class LocalHub:
     """Creates the transports of all endpoints of one session."""
 
     def __init__(self, parties: int, timeout: float = 60.0) -> None:
         self.endpoints = [*range(parties), CLIENT]
         self.timeout = timeout
-        self.failure: str | None = None
+        self._lanes = _Lanes()
+        self._lanes.hubs[0] = self
+        self.clear()
+
+    def clear(self) -> None:
+        """New links, for this lane alone."""
         self.waiting: dict[int, int] = {}
         self.links = {(a, b): _Link() for a in self.endpoints for b in self.endpoints if a != b}
+
+    @property
+    def failure(self) -> str | None:
+        """Why the session ended, in whichever lane."""
+        return self._lanes.failure
+
+    def lane(self, number: int) -> LocalHub:
+        """The hub of another lane of the same session."""
+        with self._lanes.lock:
+            if number not in self._lanes.hubs:
+                twin = copy.copy(self)
+                twin.clear()
+                self._lanes.hubs[number] = twin
+            return self._lanes.hubs[number]
 
     def transport(self, me: int) -> LocalTransport:
         """The transport of endpoint `me`."""
         return LocalTransport(self, me)
 
     def abort(self, reason: str) -> None:
-        """Wake every waiting endpoint with PartyFailed."""
-        if self.failure is None:
-            self.failure = reason
-        for link in self.links.values():
+        """Wake every waiting endpoint of every lane with PartyFailed."""
+        with self._lanes.lock:
+            if self._lanes.failure is None:
+                self._lanes.failure = reason
+            hubs = list(self._lanes.hubs.values())
+        for link in [link for hub in hubs for link in hub.links.values()]:
             link.items.put(None)
             with link.room:
                 link.room.notify_all()
@@ -109,6 +140,10 @@ class LocalTransport(Transport):
         if link.peeked is None:
             link.peeked = link.items.get()
         self._check()
+
+    def lane(self, number: int) -> LocalTransport:
+        """The transport of the same endpoint in another lane."""
+        return self if self._hub.lane(number) is self._hub else self._hub.lane(number).transport(self.me)
 
     def abort(self, reason: str) -> None:
         """Stop the whole session."""

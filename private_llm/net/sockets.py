@@ -8,7 +8,8 @@
 - whoever fails first sends its reason to all others, which raise PartyFailed with the same reason.
 
 The ledger counts payload bytes; `wire_bytes` also counts headers and notes (not the overhead of TLS).
-A transport belongs to one thread; only `abort` may be called from another.
+A transport belongs to one thread; only `abort` may be called from another. Lanes have connections of their own, so
+that none waits behind the frames of another; the end of one lane is the end of all.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 import torch
 from torch import Tensor
 
-from private_llm.errors import PartyFailed, TransportError
+from private_llm.errors import ConfigError, PartyFailed, TransportError
 from private_llm.net.links import Incoming, Outgoing
 from private_llm.net.transport import Transport, endpoint_name
 from private_llm.net.wire import Kind
@@ -46,13 +47,24 @@ class SocketTransport(Transport):
         self.device = device
         self._slice = min(1.0, timeout / 8)
         self._failure: str | None = None
+        self._lanes = [self]
         self._out = {peer: Outgoing(pair.out, me, peer, pair.out_session) for peer, pair in pairs.items()}
         self._in = {peer: Incoming(pair.inn, peer, pair.in_session, self._slice) for peer, pair in pairs.items()}
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes sent to all peers, headers and notes included, TLS overhead excluded."""
-        return sum(link.wire_bytes for link in self._out.values())
+        """Bytes sent to all peers in all lanes, headers and notes included, TLS overhead excluded."""
+        return sum(link.wire_bytes for lane in self._lanes for link in lane._out.values())
+
+    def join(self, lanes: list[SocketTransport]) -> None:
+        """Be one of the lanes of this endpoint, which are given in order, this one among them."""
+        self._lanes = lanes
+
+    def lane(self, number: int) -> SocketTransport:
+        """The links of another lane."""
+        if not 0 <= number < len(self._lanes):
+            raise ConfigError(f"lane: got {number}; these links were made for lanes={len(self._lanes)}")
+        return self._lanes[number]
 
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
         payload = payload.contiguous()
@@ -89,13 +101,21 @@ class SocketTransport(Transport):
 
     def abort(self, reason: str) -> None:
         """Tell all others that this endpoint stops and why."""
+        for lane in self._lanes:
+            lane._abort(reason)
+
+    def _abort(self, reason: str) -> None:
         if self._failure is None:
             self._failure = reason
             for link in self._out.values():
                 link.abort(reason)
 
     def close(self) -> None:
-        """Write what is queued, say goodbye and close all connections."""
+        """Write what is queued, say goodbye and close all connections, of all lanes."""
+        for lane in self._lanes:
+            lane._close()
+
+    def _close(self) -> None:
         deadline = time.monotonic() + (self.timeout if self._failure is None else self._slice)
         for link in self._out.values():
             link.close(max(0.0, deadline - time.monotonic()))
@@ -110,7 +130,9 @@ class SocketTransport(Transport):
             raise PartyFailed(self._failure)
 
     def _fail(self, error: TransportError, peer: int, what: str) -> TransportError:
-        """Stop the session because of `error`, unless somebody else's reason has arrived."""
+        """Stop the session because of `error`, unless it has stopped, or somebody else's reason has arrived."""
+        if self._failure is not None:
+            return PartyFailed(self._failure)
         told = self._told(peer)
         reason = told or str(error)
         if told is None and not self._in[peer].aborted:
@@ -141,6 +163,7 @@ class SocketTransport(Transport):
         waits for the silent endpoint itself gives up first. Nothing is passed on when the wait leads back to
         this endpoint: a circle ends after the timeout.
         """
+        self._check()
         self._glance(link)
         root = link.waits_for
         if silence <= self._slice and root != self.me:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from private_llm.errors import ConfigError
 from private_llm.net.ledger import Ledger
 from private_llm.net.wire import dtype_code
 
@@ -60,6 +61,20 @@ class Transport(ABC):
     @abstractmethod
     def wait(self, frm: int) -> None:
         """Block, however long, until a frame from `frm` is there (it stays); PartyFailed if the session stops."""
+
+    def lane(self, number: int) -> Transport:
+        """This endpoint's links of lane `number`, with a ledger of their own; lane 0 is this transport.
+
+        Every lane belongs to one thread, and the end of one is the end of all. Raises ConfigError if these links
+        carry one lane only.
+        """
+        if number:
+            raise ConfigError("lanes: these links carry one; want lanes=1, or party_mode threads, processes or remote")
+        return self
+
+    def name_of(self, endpoint: int) -> str:
+        """How the machine behind an endpoint number is called."""
+        return endpoint_name(endpoint)
 
     def abort(self, reason: str) -> None:  # noqa: B027 - optional
         """Tell all others that this endpoint stops and why; they raise PartyFailed with the reason."""

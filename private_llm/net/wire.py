@@ -27,7 +27,7 @@ import torch
 from private_llm.errors import ConfigError, DomainError, TransportError
 
 MAGIC = b"PLLM"
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 HEADER_BYTES = 64
 TAG_BYTES = 32
 MAX_PAYLOAD = 1 << 34

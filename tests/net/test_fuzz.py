@@ -63,7 +63,7 @@ def test_an_acceptor_reads_arbitrary_bytes(stream):
         far.shutdown(socket.SHUT_WR)
         near.settimeout(5)
         with pytest.raises((TransportError, ConnectionResetError)):
-            answer(near, 0, b"token", lambda peer: None)
+            answer(near, 0, b"token", lambda peer, lane: None)
 
 
 @settings(max_examples=100, deadline=None)

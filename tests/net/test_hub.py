@@ -152,7 +152,7 @@ def test_the_token_does_not_travel():
         with pytest.raises(TransportError):
             join(CLIENT, hosts_of([squatter]), **ONE)
         thread.join()
-    assert len(seen) == 64 + 34
+    assert len(seen) == 64 + 36
     assert TOKEN not in seen
 
 
@@ -214,7 +214,7 @@ def test_an_endpoint_may_start_again_while_the_others_wait():
     def call():
         config = PrivateConfig(timeout_s=10, **ONE)
         half = hub._Mesh(config, CLIENT, [parse_address(hosts[0])], TOKEN, 10)
-        half._call(0, True)
+        half._call(0, True, 0)
         half.close()
         kept.append(join(CLIENT, hosts, timeout=10, **ONE))
         kept[0].send(0, "m", torch.tensor([9]))

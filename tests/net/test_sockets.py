@@ -173,7 +173,7 @@ def test_out_of_order_tags():
         (frame(kind=wire.Kind.HELLO), "out of place"),
         (frame(kind=wire.Kind.WAITING), "out of place"),
         (frame(count=2**63), "oversized"),
-        (frame()[:4] + b"\x02" + frame()[5:], "wire version: got 2; want 1"),
+        (frame()[:4] + b"\x01" + frame()[5:], "wire version: got 1; want 2"),
     ],
 )
 def test_malformed_frames(raw, message):

@@ -1,0 +1,85 @@
+"""Lanes: independent sessions side by side, so that one computes while another sends or waits.
+
+Each lane has links, keys and mask streams of its own. With `permute`, a lane also has its own casting: party p plays
+the role casting[p] of the protocol. The first n castings are the rotations of the parties, so that after n lanes every
+party has played every role once and has computed, sent and received the same; after all n! castings every link has
+carried the same in both directions.
+
+Security: what a party sees in one lane is masked by streams of that lane alone, and weights are dealt anew, with masks
+of their own, for every casting (in one dealing a party that played two roles would hold what two parties may not hold
+together). So a party that sees several lanes sees independent uniform values, as with several sessions one after the
+other.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import torch
+from torch import Tensor
+
+from private_llm.net.transport import CLIENT, Transport
+
+Casting = tuple[int, ...]
+"""The role of each party, by its number."""
+
+
+@functools.cache
+def castings(parties: int) -> tuple[Casting, ...]:
+    """All castings: for each order of the roles 1.. behind role 0, its rotations."""
+    found = []
+    for rest in itertools.permutations(range(1, parties)):
+        order = (0, *rest)
+        found += [tuple(order[(party - turn) % parties] for party in range(parties)) for turn in range(parties)]
+    return tuple(found)
+
+
+def casting(parties: int, lane: int, permute: bool) -> Casting:
+    """Who plays which role in a lane: with `permute` another casting in each, until all were used."""
+    every = castings(parties)
+    return every[lane % len(every)] if permute else tuple(range(parties))
+
+
+class CastTransport(Transport):
+    """Links addressed by role: `inner`, whose ledger it shares, knows parties."""
+
+    def __init__(self, inner: Transport, cast: Casting) -> None:
+        roles = {**dict(enumerate(cast)), CLIENT: CLIENT}
+        super().__init__(roles[inner.me])
+        self.ledger = inner.ledger
+        self._inner = inner
+        self._party = {role: party for party, role in roles.items()}
+
+    def send(self, to: int, tag: str, payload: Tensor) -> None:
+        """Send to the party that plays the role `to`; booked under the parties' own numbers."""
+        self._inner.send(self._party[to], tag, payload)
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        self._inner._send(self._party[to], tag, payload)
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._inner._recv(self._party[frm], tag, shape, dtype)
+
+    def wait(self, frm: int) -> None:
+        """Block until a frame from that role's party is there."""
+        self._inner.wait(self._party[frm])
+
+    def name_of(self, endpoint: int) -> str:
+        """The party that plays this role."""
+        return self._inner.name_of(self._party[endpoint])
+
+    def abort(self, reason: str) -> None:
+        """Pass the reason on."""
+        self._inner.abort(reason)
+
+    def close(self) -> None:
+        """Close the inner transport."""
+        self._inner.close()
+
+
+def lane_links(transport: Transport, parties: int, lane: int, permute: bool) -> Transport:
+    """The links of one lane, addressed by role."""
+    cast = casting(parties, lane, permute)
+    links = transport.lane(lane)
+    return links if cast == tuple(range(parties)) else CastTransport(links, cast)
