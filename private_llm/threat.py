@@ -47,6 +47,73 @@ TRIO = Threat(
     setting="protocol='trio' (default)",
 )
 
+DEALER = Threat(
+    name="dealer",
+    kind="protocol",
+    corrupt="any one of the two parties and the dealer, semi-honest; the dealer colludes with neither party",
+    learns=(
+        (
+            "the dealer",
+            "shapes and the public shortcuts below; masks, which it knows by design; nothing that depends on weights, "
+            "prompt or output ever reaches it (token lookups use one-hot rows, not the keys that trio's party 0 gets)",
+        ),
+        ("party 1 or party 2", "shapes, the public shortcuts below; uniformly random ring elements and bits"),
+        ("the two parties together, or the dealer with one of them", "everything: weights, prompt and output"),
+        ("an endpoint that deviates", "may change results unnoticed; privacy and correctness are then not promised"),
+        ("the client", "what it asked for: logits, or tokens with reveal='token'"),
+        ("a wiretapper", "frame sizes and times if links are TLS; on unencrypted links possibly everything"),
+    ),
+    source=(
+        "Multiplication with the help of a dealer: Beaver (CRYPTO 1991); function-dependent masks: ASTRA and Trio, "
+        "whose party 0 is this dealer. The dealer is a process of its own: where one of two computing parties deals "
+        "(the 'trusted first party' of other libraries), that party knows all masks and sees all masked values, hence "
+        "all data."
+    ),
+    setting="protocol='dealer'",
+)
+
+PRODUCT_MASKS = Threat(
+    name="masks of products",
+    kind="shortcut",
+    corrupt="as the protocol",
+    learns=(
+        ("nobody", "nothing more, either way"),
+        (
+            "matmul='masked'",
+            "a value keeps its mask as long as it lives; a weight is masked once, at load, and only the output is "
+            "sent. That is no less private: both parties see weight + mask once, and each product hides its cross "
+            "terms of masks behind a fresh mask. It asks more of the dealer: the mask of a weight must stay secret for "
+            "the session's life, so whoever learns the seed later can open the weight",
+        ),
+        (
+            "matmul='remask'",
+            "both operands get fresh masks before each product and are opened under them: the classical way (Beaver; "
+            "CrypTen, Comet), with traffic of the operands' size; kept to compare with systems that work so. Tables of "
+            "token embeddings are masked once in both ways",
+        ),
+    ),
+    source="argument in private_llm/protocols/trio/arithmetic.py and private_llm/protocols/dealer/party.py; a test "
+    "checks that what each party receives is uniform in both ways",
+    setting="matmul='masked' (default), or matmul='remask' with protocol='dealer'",
+)
+
+PREPROCESSED = Threat(
+    name="preprocessing to disk",
+    kind="shortcut",
+    corrupt="as the protocol",
+    learns=(
+        ("party 0 or the dealer", "the planned shapes, before the data; afterwards not even when calls happen"),
+        (
+            "who reads party 2's disk",
+            "sizes only: the file is encrypted and authenticated under a key that lives in that party's memory",
+        ),
+    ),
+    source="masks of each planned call come from streams of their own, used once: a second use is refused by every "
+    "party (TrioArithmetic.stretch) and by the file, which is deleted when read; "
+    "private_llm/net/tape.py",
+    setting="model.preprocess(...), with protocol='trio' or 'dealer'",
+)
+
 PLAIN = Threat(
     name="plain",
     kind="protocol",
@@ -75,7 +142,7 @@ TRUNCATION = Threat(
         "party 0's mask R alone; it is stated as part of the functionality. Derivation: header of "
         "private_llm/protocols/trio/arithmetic.py."
     ),
-    setting="always on",
+    setting="truncation='unit' (default); truncation='exact' corrects the unit by one more comparison",
 )
 
 COARSE = Threat(
@@ -112,7 +179,7 @@ LOOKUP = Threat(
         "distributed point functions of Boyle, Gilboa, Ishai (CCS 2016), figure 1; their combination with the three "
         "replicated components of a table is argued in TrioArithmetic.lookup"
     ),
-    setting="always on for token ids",
+    setting="always on for token ids under trio; dealer and preprocessed calls share one-hot rows instead",
 )
 
 SHAPES = Threat(
@@ -188,9 +255,12 @@ ONE_MACHINE = Threat(
 
 ENTRIES: tuple[Threat, ...] = (
     TRIO,
+    DEALER,
     PLAIN,
     TRUNCATION,
     COARSE,
+    PRODUCT_MASKS,
+    PREPROCESSED,
     LOOKUP,
     SHAPES,
     STOP_TIME,
