@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Self
 
+import torch
 from torch import Tensor
 
 from private_llm.kernels.forms import Conv2d, Form, Matmul
@@ -33,6 +35,12 @@ class Protocol(ABC):
         self.party = party
         self.transport = transport
         self.ring = ring
+        self.device: torch.device | str = "cpu"
+
+    def on(self, device: torch.device | str) -> Self:
+        """This end, drawing and receiving on `device` from now on: where the operands of the next operation lie."""
+        self.device = device
+        return self
 
     @property
     def ledger(self) -> Ledger:

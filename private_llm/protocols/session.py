@@ -11,9 +11,13 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError
+from private_llm.kernels.devices import device_for
+from private_llm.net.placed import PlacedTransport
+from private_llm.net.roles import named
 from private_llm.net.transport import CLIENT, MetaTransport, Transport, endpoint_name
 from private_llm.protocols.adder import Adder
 from private_llm.protocols.dealer.party import TwoPartyDealer
+from private_llm.protocols.exact import Exact
 from private_llm.protocols.plain import Plain
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import Share
@@ -25,7 +29,10 @@ from private_llm.ring.ring import Ring
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """Everything an operation of one party needs; `device` is "meta" when only costs are counted."""
+    """Everything an operation of one party needs.
+
+    `device` is where inputs arrive, "meta" when only costs are counted.
+    """
 
     config: PrivateConfig
     protocol: Protocol
@@ -77,16 +84,16 @@ ClientEnd = PlainClient | TrioClient
 def join(config: PrivateConfig, party: int, transport: Transport) -> Session:
     """Agree with all other endpoints on settings and keys, and return this party's session.
 
-    Raises ConfigError when another endpoint runs other settings or another version.
+    Raises ConfigError when another endpoint runs other settings or another version, or a device is not here.
     """
-    ring = Ring(config.ring)
+    ring, device = Ring(config.ring), device_for(config.device, party)
     if config.protocol == "plain":
         _meet(config, transport, [CLIENT])
-        return Session(config, Plain(party, transport, ring, config.debug_ranges))
+        return _placed(config, Plain(party, transport, ring, config.debug_ranges), device)
     others = [p for p in range(config.parties) if p != party]
     seeds = _meet(config, transport, [*others, CLIENT])
     keys = receive_input_keys(transport, party)
-    return Session(config, _masked(config, party, transport, seeds, keys))
+    return _placed(config, _masked(config, party, transport, seeds, keys), device)
 
 
 def _masked(config: PrivateConfig, party: int, transport: Transport, seeds: dict[int, Seed], keys: list[Seed]) -> Trio:
@@ -95,6 +102,18 @@ def _masked(config: PrivateConfig, party: int, transport: Transport, seeds: dict
     if config.protocol == "dealer":
         return TwoPartyDealer(party, transport, ring, seeds, keys, adder, remask=config.matmul == "remask")
     return Trio(party, transport, ring, seeds, keys, adder)
+
+
+def _placed(config: PrivateConfig, protocol: Protocol, device: torch.device) -> Session:
+    """The session of a protocol end whose values may lie on several devices."""
+    if device.type != "cpu" or config.device_map is not None:
+        protocol.transport = PlacedTransport(protocol.transport, lambda: protocol.device)
+    return Session(config, _dividing(config, protocol).on(device), str(device))
+
+
+def _dividing(config: PrivateConfig, protocol: Protocol) -> Protocol:
+    """The protocol with the kind of truncation that was asked for (`plain` is exact by itself)."""
+    return Exact(protocol) if config.truncation == "exact" and config.protocol != "plain" else protocol
 
 
 def join_as_client(config: PrivateConfig, transport: Transport) -> ClientEnd:
@@ -120,8 +139,7 @@ def meta_session(config: PrivateConfig, party: int) -> Session:
     zero = Seed(bytes(32))
     seeds = dict.fromkeys([*range(config.parties), CLIENT], zero)
     end = _masked(config, party, transport, seeds, [zero] * 2)
-    end.device = "meta"
-    return Session(config, end, device="meta")
+    return Session(config, _dividing(config, end).on("meta"), device="meta")
 
 
 def _adder(config: PrivateConfig) -> Adder:
@@ -150,7 +168,7 @@ def _meet(config: PrivateConfig, transport: Transport, others: list[int]) -> dic
         theirs = bytes(transport.recv(other, "hello", (64,), torch.uint8).numpy().tobytes())
         if theirs[:32] != digest:
             raise ConfigError(
-                f"{endpoint_name(other)} runs other settings or another version; protocol, ring, frac_bits, "
+                f"{named(config, endpoint_name(other))} runs other settings or another version; protocol, ring, frac_bits, "
                 "weights, reveal, adder and the other settings of the computation must be equal at all endpoints"
             )
         low, high = sorted([transport.me, other])
