@@ -26,7 +26,7 @@ bit depends on R: the functionality is truncation with an error of one unit (thr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -34,13 +34,16 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, ProtocolAbort
 from private_llm.kernels import ops
-from private_llm.kernels.forms import Form
+from private_llm.kernels.forms import Form, Matmul
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import Index, Share
 from private_llm.ring.dpf import expand, key_words
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import Ring
+
+Receive = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
+"""Receives the next message of one party: tag, shape, dtype."""
 
 
 class TrioArithmetic(Protocol):
@@ -57,10 +60,8 @@ class TrioArithmetic(Protocol):
     ) -> None:  # fmt: skip
         super().__init__(party, transport, ring)
         self.device = device
-        # What this party does: 0 helps, 1 and 2 evaluate.
-        self.role = party
-        helpers = (1, 2) if party == 0 else (0,)
-        # Party 0 shares one stream with each evaluator; an evaluator has only its own.
+        # The helper shares one stream with each evaluator; an evaluator has only its own.
+        helpers = (1, 2) if self.role == 0 else (0,)
         self._seeds = [pair_seeds[other] for other in helpers]
         self._keys = list(input_keys)
         self._stretches: set[str] = set()
@@ -85,6 +86,11 @@ class TrioArithmetic(Protocol):
         finally:
             self._streams, self._inputs, self.one_hot = kept
 
+    @property
+    def role(self) -> int:
+        """What this party does: 0 helps, 1 and 2 evaluate."""
+        return self.party
+
     def _draw(self, count: int, which: int = 0) -> Tensor:
         return self._streams[which].elements(count, self.ring, self.device)
 
@@ -101,7 +107,7 @@ class TrioArithmetic(Protocol):
             c = c.to(self.ring.dtype)
         else:
             c = self.ring.constant(c)
-        if self.party == 0:
+        if self.role == 0:
             return x
         return Share((x.parts[0] + c, x.parts[1]))
 
@@ -109,82 +115,92 @@ class TrioArithmetic(Protocol):
         """Masks of zero: known to all."""
         c = c.to(self.ring.dtype)
         zero = torch.zeros_like(c)
-        return Share((zero, zero)) if self.party == 0 else Share((c, zero))
+        return Share((zero, zero)) if self.role == 0 else Share((c, zero))
 
     # -- finishing a product -------------------------------------------------------------------------------
     def _finish(self, tag: str, shape: torch.Size, piece: Tensor | None, shift: int, helped: bool) -> Share:
         """From additive pieces to a share. Evaluators pass v_i as `piece`, party 0 E if it helps (else None)."""
-        if not 0 <= shift <= self.ring.bits - 3:
-            raise DomainError(f"shift: got {shift}; want 0 to {self.ring.bits - 3} in a {self.ring.bits}-bit ring")
-        if piece is None and (helped or self.party):
-            raise DomainError(f"{tag}: party {self.party} finishes a product without its piece")
         if shift:
-            return self._finish_shifted(tag, shape, piece, shift)
+            return self._finish_shifted(tag, shape, piece, shift)[0]
+        self._require_piece(tag, piece, helped)
         count = shape.numel()
         # Party 0 and party 1 share a second mask where E needs one.
-        blind = self._draw(2 * count if helped and self.party < 2 else count)
+        blind = self._draw(2 * count if helped and self.role < 2 else count)
         z, cover = blind[:count], blind[count:]
-        if self.party == 0:
+        if self.role == 0:
             z2 = self._draw(count, 1)
             if piece is not None:
                 self.transport.send(2, tag, cover - piece.reshape(-1))
             return Share((z.view(shape), z2.view(shape)))
         masked = piece.reshape(-1) + z if piece is not None else z
-        if helped and self.party == 1:
+        if helped and self.role == 1:
             masked = masked - cover
         elif helped:
             masked = masked + self.transport.recv(0, tag, (count,), self.ring.dtype)
-        theirs = self.transport.exchange(3 - self.party, tag, masked)
+        theirs = self.transport.exchange(3 - self.role, tag, masked)
         return Share(((masked + theirs - z).view(shape), z.view(shape)))
 
-    def _finish_shifted(self, tag: str, shape: torch.Size, piece: Tensor | None, shift: int) -> Share:
+    def _require_piece(self, tag: str, piece: Tensor | None, helped: bool) -> None:
+        if piece is None and (helped or self.role):
+            raise DomainError(f"{tag}: party {self.party} finishes a product without its piece")
+
+    def _finish_shifted(
+        self, tag: str, shape: torch.Size, piece: Tensor | None, shift: int
+    ) -> tuple[Share, tuple[Tensor, ...]]:
+        """The share, and what was opened: w at an evaluator, the summands of R at the helper."""
+        if not 0 < shift <= self.ring.bits - 3:
+            raise DomainError(f"shift: got {shift}; want 0 to {self.ring.bits - 3} in a {self.ring.bits}-bit ring")
+        self._require_piece(tag, piece, helped=False)
         count = shape.numel()
         packed = ops.packed_words(count, shift)
-        if self.party == 0:
+        if self.role == 0:
             (rho1, zeta1), (g1, z1) = self._draw_mixed(packed, count, 2, 0)
             (zeta2,), (g2,) = self._draw_mixed(packed, count, 1, 1)
             e = torch.zeros_like(g2) if piece is None else piece.reshape(-1)
             a1, a2, z2, rho2 = ops.trunc_helper(e, g1, g2, z1, rho1, zeta1, zeta2, shift)
-            self._send_mixed(tag, rho2, z2)
-            return Share((a1.view(shape), a2.view(shape)))
-        if self.party == 1:
+            for message in self._mixed(rho2, z2):
+                self.transport.send(2, tag, message)
+            return Share((a1.view(shape), a2.view(shape))), (e, g1, g2)
+        if self.role == 1:
             (rho, zeta), (g, z) = self._draw_mixed(packed, count, 2)
         else:
             (zeta,), (g,) = self._draw_mixed(packed, count, 1)
-            rho, z = self._recv_mixed(tag, packed, count)
+            rho, z = self._recv_mixed(self._from_helper, tag, packed, count)
         mine = g if piece is None else piece.reshape(-1) + g
-        theirs = self.transport.exchange(3 - self.party, tag, mine)
+        theirs = self.transport.exchange(3 - self.role, tag, mine)
         w, fields = ops.trunc_open(mine, theirs, rho, zeta, shift)
-        return self._close(tag, shape, w, fields, z, zeta, shift)
+        return self._close(tag, shape, w, fields, z, zeta, shift), (w,)
 
     def _close(
         self, tag: str, shape: torch.Size, w: Tensor, fields: Tensor, z: Tensor, zeta: Tensor, shift: int
     ) -> Share:
-        their_fields = self.transport.exchange(3 - self.party, tag, fields)
+        their_fields = self.transport.exchange(3 - self.role, tag, fields)
         half, own = ops.trunc_close(w, fields, their_fields, z, zeta, shift)
         return Share((half.view(shape), own.view(shape)))
 
     def truncate(self, x: Share, shift: int) -> Share:
         """Division of a held value: M plays w and the known mask plays R; 1 round, f bits each way."""
-        if shift == 0:
-            return x
+        return self._truncate(x, shift)[0] if shift else x
+
+    def _truncate(self, x: Share, shift: int) -> tuple[Share, tuple[Tensor, ...]]:
         count = x.numel()
         packed = ops.packed_words(count, shift)
-        first, second = (part.reshape(-1).contiguous() for part in x.parts)
-        if self.party == 0:
+        first, second = (part.reshape(-1).contiguous() for part in x.parts[:2])
+        if self.role == 0:
             (rho1, zeta1), (z1,) = self._draw_mixed(packed, count, 2, 0, elements=1)
             zeta2 = self._draw_words(packed, 1)
             zero = torch.zeros_like(z1)
             a1, a2, z2, rho2 = ops.trunc_helper(zero, first, second, z1, rho1, zeta1, zeta2, shift)
-            self._send_mixed("truncate", rho2, z2)
-            return Share((a1.view(x.shape), a2.view(x.shape)))
-        if self.party == 1:
+            for message in self._mixed(rho2, z2):
+                self.transport.send(2, "truncate", message)
+            return Share((a1.view(x.shape), a2.view(x.shape))), (first, second)
+        if self.role == 1:
             (rho, zeta), (z,) = self._draw_mixed(packed, count, 2, elements=1)
         else:
             zeta = self._draw_words(packed)
-            rho, z = self._recv_mixed("truncate", packed, count)
+            rho, z = self._recv_mixed(self._from_helper, "truncate", packed, count)
         w, fields = ops.trunc_open(first, second, rho, zeta, shift)
-        return self._close("truncate", x.shape, w, fields, z, zeta, shift)
+        return self._close("truncate", x.shape, w, fields, z, zeta, shift), (w,)
 
     # -- words and ring elements in one draw, one message ---------------------------------------------------
     def _draw_mixed(
@@ -198,29 +214,29 @@ class TrioArithmetic(Protocol):
         rest = drawn[words * step :].split(count) if count else [drawn[:0]] * elements
         return list(fields), list(rest)
 
-    def _send_mixed(self, tag: str, packed: Tensor, elements: Tensor) -> None:
-        """Party 0 to party 2; small arrays travel as one message."""
-        if elements.numel() <= _JOINED:
-            self.transport.send(2, tag, torch.cat([packed.view(self.ring.dtype), elements]))
-        else:
-            self.transport.send(2, tag, packed)
-            self.transport.send(2, tag, elements)
+    def _mixed(self, packed: Tensor, elements: Tensor) -> tuple[Tensor, ...]:
+        """The messages that carry words and ring elements; small arrays travel as one message."""
+        if elements.numel() > _JOINED:
+            return packed, elements
+        return (torch.cat([packed.view(self.ring.dtype), elements]),)
 
-    def _recv_mixed(self, tag: str, packed: int, count: int) -> tuple[Tensor, Tensor]:
+    def _recv_mixed(self, recv: Receive, tag: str, packed: int, count: int) -> tuple[Tensor, Tensor]:
         if count > _JOINED:
-            words = self.transport.recv(0, tag, (packed,), torch.int64)
-            return words, self.transport.recv(0, tag, (count,), self.ring.dtype)
+            return recv(tag, (packed,), torch.int64), recv(tag, (count,), self.ring.dtype)
         step = packed * 8 // self.ring.bytes
-        joined = self.transport.recv(0, tag, (step + count,), self.ring.dtype)
+        joined = recv(tag, (step + count,), self.ring.dtype)
         return joined[:step].view(torch.int64), joined[step:]
+
+    def _from_helper(self, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.transport.recv(0, tag, shape, dtype)
 
     # -- products ------------------------------------------------------------------------------------------
     def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
         """Elementwise product; bytes and rounds of one finish."""
         (x0, x1), (y0, y1) = x.parts, y.parts
-        if self.party == 0:
+        if self.role == 0:
             piece = x0 * (y0 - y1) - x1 * y0
-        elif self.party == 1:
+        elif self.role == 1:
             piece = -(x0 * y1 + x1 * y0)
         else:
             piece = x0 * y0
@@ -245,38 +261,44 @@ class TrioArithmetic(Protocol):
 
         Pre: 1 (degree 2) or 2 (degree 3) elements more than a product without E; online as a product.
         """
-        degree = len(coefficients) - 1
-        if degree not in (2, 3):
-            raise DomainError(f"poly: got degree {degree}; want 2 or 3")
+        return self._finish("poly", x.shape, self._poly_piece(x, coefficients), shift, helped=False)
+
+    def _poly_piece(self, x: Share, coefficients: Sequence[int]) -> Tensor | None:
+        """An evaluator's piece of the value; the helper shares the powers of a and has none."""
+        extra = len(coefficients) - 2
+        if extra not in (1, 2):
+            raise DomainError(f"poly: got degree {extra + 1}; want 2 or 3")
         count = x.numel()
-        extra = degree - 1
-        if self.party == 0:
-            a = (x.parts[0] + x.parts[1]).reshape(-1)
-            blind = self._draw(extra * count, 0)
-            powers = torch.cat([a * a, a * a * a] if degree == 3 else [a * a])
-            self.transport.send(2, "poly", powers - blind)
-            return self._finish("poly", x.shape, None, shift, helped=False)
-        if self.party == 1:
-            blind = self._draw(extra * count)
+        both = (x.parts[0] + x.parts[1]).reshape(-1)
+        if self.role == 0:
+            self.transport.send(2, "poly", powers(both, extra) - self._draw(extra * count))
+            return None
+        if self.role == 1:
+            shares = self._draw(extra * count)
         else:
-            blind = self.transport.recv(0, "poly", (extra * count,), self.ring.dtype)
-        m = (x.parts[0] + x.parts[1]).reshape(-1)
-        mine = x.parts[1].reshape(-1)
+            shares = self.transport.recv(0, "poly", (extra * count,), self.ring.dtype)
+        return self._poly_terms(both, x.parts[1].reshape(-1), shares, coefficients, self.role == 1)
+
+    def _poly_terms(
+        self, m: Tensor, mine: Tensor, shares: Tensor, coefficients: Sequence[int], first: bool
+    ) -> Tensor:  # fmt: skip
+        """A piece of c(m - a), from m and additive shares of a and of its powers; `first` adds c(m)."""
+        count = m.numel()
         c = [self.ring.constant(v) for v in coefficients]
-        c3 = c[3] if degree == 3 else 0
-        value = blind[:count] * (m * (3 * c3) + c[2]) - mine * ((m * (3 * c3) + 2 * c[2]) * m + c[1])
-        if degree == 3:
-            value = value - blind[count:] * c3
-        if self.party == 1:
+        c3 = c[3] if len(c) == 4 else 0
+        value = shares[:count] * (m * (3 * c3) + c[2]) - mine * ((m * (3 * c3) + 2 * c[2]) * m + c[1])
+        if c3:
+            value = value - shares[count:] * c3
+        if first:
             value = value + (((m * c3 + c[2]) * m + c[1]) * m + c[0])
-        return self._finish("poly", x.shape, value, shift, helped=False)
+        return value
 
     # -- edges ----------------------------------------------------------------------------------------------
     def receive_input(self, shape: tuple[int, ...]) -> Share:
         """1 element from the client to each evaluator, 1 round; party 0 receives nothing."""
         count = torch.Size(shape).numel()
         masks = [stream.elements(count, self.ring, self.device).view(shape) for stream in self._inputs]
-        if self.party == 0:
+        if self.role == 0:
             return Share((masks[0], masks[1]))
         masked = self.transport.recv(CLIENT, "input", shape, self.ring.dtype)
         return Share((masked, masks[0]))
@@ -309,34 +331,42 @@ class TrioArithmetic(Protocol):
             pieces.append(self._lookup_piece(keys, index.domain, table))
         piece = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         if isinstance(table, Tensor):
-            return self._finish("lookup", piece.shape, piece if self.party else None, 0, helped=False)
+            return self._finish("lookup", piece.shape, piece if self.role else None, 0, helped=False)
         return self._finish("lookup", piece.shape, piece, 0, helped=True)
 
     def _lookup_rows(self, rows: Share, table: Share | Tensor) -> Share:
         if isinstance(table, Tensor):
             return rows.map(lambda part: ops.ring_matmul(part, table))
         with self.ledger.op("lookup"):
-            return TrioArithmetic.matmul(self, rows, table)  # the table is masked once, whatever a subclass does
+            return TrioArithmetic.bilinear(
+                self, Matmul(), rows, table
+            )  # the table is masked once, whatever a subclass does
 
     def _lookup_piece(self, keys: Sequence[Tensor], domain: int, table: Share | Tensor) -> Tensor:
         # Party 0 has key 0 of (0, 1) and (0, 2), party 1 key 1 of (0, 1) and key 0 of (1, 2), party 2 the rest.
         if isinstance(table, Tensor):
-            if self.party == 0:
+            if self.role == 0:
                 return torch.empty((keys[0].shape[0], table.shape[1]), dtype=self.ring.dtype, device=self.device)
-            return ops.ring_matmul(expand(keys[1], domain, self.party - 1, self.ring), table)
+            return ops.ring_matmul(expand(keys[1], domain, self.role - 1, self.ring), table)
         self.ledger.add_macs(2 * keys[0].shape[0] * table.numel())
-        first = expand(keys[0], domain, 0 if self.party == 0 else 1, self.ring)
-        if self.party == 0:
+        first = expand(keys[0], domain, 0 if self.role == 0 else 1, self.ring)
+        if self.role == 0:
             second = expand(keys[1], domain, 0, self.ring)
             return ops.ring_matmul_pair(first, table.parts[0], second, table.parts[1])
-        second = expand(keys[1], domain, self.party - 1, self.ring)
+        second = expand(keys[1], domain, self.role - 1, self.ring)
         return ops.ring_matmul_pair(second, table.parts[0], second - first, table.parts[1])
 
     def reveal_to_client(self, x: Share) -> None:
         """Party 1 sends x + a2, party 2 sends a2: 1 element each."""
-        if self.party:
-            part = x.parts[0] if self.party == 1 else x.parts[1]
+        if self.role:
+            part = x.parts[0] if self.role == 1 else x.parts[1]
             self.transport.send(CLIENT, "reveal", part.contiguous())
+
+
+def powers(a: Tensor, extra: int) -> Tensor:
+    """a^2, or with extra=2 a^2 and then a^3."""
+    square = a * a
+    return torch.cat([square, square * a]) if extra == 2 else square
 
 
 _LOOKUP_CELLS = 1 << 22
