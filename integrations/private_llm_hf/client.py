@@ -24,6 +24,7 @@ from private_llm import errors
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed, PrivateLLMError, ShareFileError, TransportError
 from private_llm.net.ledger import Ledger
+from private_llm.net.roles import named
 from private_llm.net.transport import Transport
 from private_llm.protocols.dealing import Dealer, pieces
 from private_llm.protocols.session import ClientEnd
@@ -35,7 +36,7 @@ from private_llm_hf.wire import Message, recv_message, send_message
 Secret = Tensor | tuple[Tensor, int]
 """Ring elements, or token ids (int64) and the size of their vocabulary."""
 
-_REMOTE = re.compile(r"(party \d+): (\w+): (.*)", re.DOTALL)
+_REMOTE = re.compile(r"(party \d+|the dealer): (\w+): (.*)", re.DOTALL)
 
 
 class Parties:
@@ -64,7 +65,7 @@ class Parties:
                 yield
                 finished = True
             except TransportError as error:
-                raise _remote_error(error) from None
+                raise _remote_error(type(error)(named(self.config, str(error)))) from None
             finally:
                 if not finished:
                     self._end_session("an earlier call failed or was interrupted")

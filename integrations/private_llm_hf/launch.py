@@ -16,6 +16,7 @@ from private_llm.errors import ConfigError
 from private_llm.net.children import start_children
 from private_llm.net.hub import connect
 from private_llm.net.local import LocalHub
+from private_llm.net.roles import named, named_errors
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.session import join_as_client
 from private_llm_hf.client import Parties
@@ -33,7 +34,11 @@ def start_parties(config: PrivateConfig, hub: LocalHub | None = None) -> Parties
 
     hub carries the frames of parties that are threads (default: a new `LocalHub`); for measuring and recording.
     """
-    mode = choose_mode(config)
+    with named_errors(config):
+        return _start(config, choose_mode(config), hub)
+
+
+def _start(config: PrivateConfig, mode: str, hub: LocalHub | None) -> Parties:
     if hub is not None and mode != "threads":
         raise ConfigError(f"hub: got one for party_mode={mode!r}; only parties that are threads use a hub")
     if mode == "threads":
@@ -75,8 +80,9 @@ def serve_party(
     held = None if share_file is None else ShareFile.open(share_file, config, number)
     served = 0
     while sessions is None or served < sessions:
-        notice(f"party {number} waits for the others at {config.hosts[number]}")
-        transport = connect(config, number, wait_s=_FOREVER_S)
+        notice(named(config, f"party {number} waits for the others at {config.hosts[number]}"))
+        with named_errors(config):
+            transport = connect(config, number, wait_s=_FOREVER_S)
         try:
             reason = run_party(config, number, transport, held)
         finally:
@@ -114,6 +120,11 @@ def _start_distributed(config: PrivateConfig) -> Parties:
     from private_llm.net.distributed import DistHub  # torch.distributed is slow to import and rarely wanted
 
     hub = DistHub(config.parties, config.timeout_s, trusted_network=config.trusted_network)
+    if config.protocol == "dealer" and hub.rank_of(CLIENT) == hub.rank_of(0):
+        hub.close()
+        raise ConfigError(
+            "ranks: got 3, which would put the client into the dealer's process; want 4 (dealer, two parties, client)"
+        )
     if CLIENT not in hub.endpoints:
         reason = run_party(config, hub.rank, hub.transport(hub.rank))
         hub.close()

@@ -25,6 +25,7 @@ from private_llm.approx.argmax import argmax
 from private_llm.config import PrivateConfig
 from private_llm.errors import PrivateLLMError, ShareFileError, TransportError, UnsupportedOp
 from private_llm.kernels.memory import tune_allocator
+from private_llm.net.roles import named
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.dealing import assemble, keys_held, pieces, sends_parts
 from private_llm.protocols.session import Session, join
@@ -38,7 +39,7 @@ from private_llm_hf.share_files import ShareFile
 from private_llm_hf.wire import OPENED, PUBLIC, Message, recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")
-_REPORTED = re.compile(r"party \d+: \w+: |the client stopped")
+_REPORTED = re.compile(r"(party \d+|the dealer): \w+: |the client stopped")
 _FOREIGN = (
     ArithmeticError,
     AttributeError,
@@ -260,5 +261,6 @@ def run_party(config: PrivateConfig, number: int, transport: Transport, held: Sh
         reason = f"party {number}: {type(error).__name__}: in {Path(where.filename).name}, line {where.lineno}"
     else:
         return None
+    reason = named(config, reason)
     transport.abort(reason)
     return reason

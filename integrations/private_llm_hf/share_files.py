@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ShareFileError
+from private_llm.net.roles import named
 from private_llm.protocols.dealing import Dealer, assemble, pieces, sends_parts
 from private_llm.protocols.share import Share
 from private_llm.ring.prg import Seed
@@ -139,8 +141,41 @@ class _Out:
             self._partial.unlink()
 
 
-def _hash(part: Tensor) -> bytes:
-    return hashlib.blake2b(part.reshape(-1).contiguous().numpy().data, digest_size=32).digest()
+def _extents(path: Path) -> dict[str, tuple[int, int]]:
+    """Where each tensor of a safetensors file begins and how long it is, in bytes."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    places = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    return {name: (8 + size + start, end - start) for name, (start, end) in places.items()}
+
+
+def _hash(path: Path, start: int, size: int) -> bytes:
+    made = hashlib.blake2b(digest_size=32)
+    with path.open("rb") as file:
+        file.seek(start)
+        while size:
+            piece = file.read(min(size, _CHUNK))
+            made.update(piece)
+            size -= len(piece)
+    return made.digest()
+
+
+def read_tensor(path: Path, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor from byte `start` of a file on, in memory of its own (mapped pages would count as this process's).
+
+    Raises ShareFileError if the file ends too early.
+    """
+    out = torch.empty(shape, dtype=dtype)
+    room = memoryview(out.view(-1).numpy()).cast("B")
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while room:
+            count = file.readinto(room)
+            if not count:
+                raise ShareFileError(f"{path.name} became shorter while it was in use; copy it again")
+            room = room[count:]
+    return out
 
 
 def _digest(metadata: dict[str, str], parts: dict[str, bytes]) -> str:
@@ -152,7 +187,7 @@ def _digest(metadata: dict[str, str], parts: dict[str, bytes]) -> str:
 
 @dataclass(frozen=True)
 class ShareFile:
-    """A checked share file of one party; weights are mapped from disk when asked for."""
+    """A checked share file of one party; weights are read when they are asked for."""
 
     path: Path
     config: PrivateConfig
@@ -161,6 +196,7 @@ class ShareFile:
     dealing: str
     shapes: dict[str, tuple[int, ...]]
     keys: tuple[Seed, ...]
+    extents: dict[str, tuple[int, int]]
 
     @classmethod
     def open(cls, path: Path, config: PrivateConfig, party: int) -> ShareFile:
@@ -168,17 +204,19 @@ class ShareFile:
         if not path.is_file():
             raise ShareFileError(f"{path.name}: no such file; make share files with `private-llm share`")
         try:
-            with safe_open(path, framework="pt") as stored:
+            with safe_open(path, framework="pt") as stored:  # checks the header; mapped data would count as memory
                 metadata = stored.metadata() or {}
-                if metadata.get("format") != FORMAT:
-                    raise ShareFileError(f"{path.name}: got format {metadata.get('format')!r}; want {FORMAT!r}")
-                parts = {name: _hash(stored.get_tensor(name)) for name in stored.keys()}  # noqa: SIM118
+            if metadata.get("format") != FORMAT:
+                raise ShareFileError(f"{path.name}: got format {metadata.get('format')!r}; want {FORMAT!r}")
+            extents = _extents(path)
+            parts = {name: _hash(path, *extent) for name, extent in extents.items()}
         except (SafetensorError, OSError) as error:
             raise ShareFileError(f"{path.name} is damaged or no share file: {type(error).__name__}") from None
         if _digest(metadata, parts) != metadata.get("digest"):
             raise ShareFileError(f"{path.name} is damaged: its data does not match its digest; copy it again")
         if metadata["party"] != str(party):
-            raise ShareFileError(f"{path.name} belongs to party {metadata['party']}; this is party {party}")
+            text = f"{path.name} belongs to party {metadata['party']}; this is party {party}"
+            raise ShareFileError(named(config, text))
         settings = json.loads(metadata["agreement"])
         here = {key: getattr(config, key) for key in _AGREE}
         wrong = [f"{key}={settings[key]!r} (here {here[key]!r})" for key in _AGREE if settings[key] != here[key]]
@@ -186,12 +224,17 @@ class ShareFile:
             raise ShareFileError(f"{path.name} was made for other settings: {', '.join(wrong)}")
         shapes = {name: tuple(shape) for name, shape in json.loads(metadata["shapes"]).items()}
         keys = tuple(Seed(bytes.fromhex(raw)) for raw in json.loads(metadata["keys"]))
-        return cls(path, config, party, json.loads(metadata["description"]), metadata["dealing"], shapes, keys)
+        description = json.loads(metadata["description"])
+        return cls(path, config, party, description, metadata["dealing"], shapes, keys, extents)
+
+    def weight(self, name: str) -> Share:
+        """This party's share of one weight: what the file holds of it is read, masks are made from their seeds."""
+        shape, received = self.shapes[name], None
+        if name in self.extents:
+            received = read_tensor(self.path, self.extents[name][0], shape, Ring(self.config.ring).dtype)
+        return assemble(self.config, self.party, list(self.keys), received, shape, name)
 
     def weights(self) -> Iterator[tuple[str, Share]]:
-        """All shares, one after the other; masked tensors stay mapped to the file."""
-        with safe_open(self.path, framework="pt") as stored:
-            names = set(stored.keys())
-            for name, shape in self.shapes.items():
-                received = stored.get_tensor(name) if name in names else None
-                yield name, assemble(self.config, self.party, list(self.keys), received, shape, name)
+        """All shares, one after the other."""
+        for name in self.shapes:
+            yield name, self.weight(name)

@@ -39,7 +39,7 @@ def generate(
     made = run(source, tokenizer, prompt, config, new_tokens, as_json, sampling)
     text = tokenizer.decode(made.ids, skip_special_tokens=True)
     if as_json:
-        emit_json({"model": source, "prompt": prompt, "private_text": text, **figures(made)})
+        emit_json({"model": source, "prompt": prompt, "private_text": text, **figures(made, config)})
         return
     CONSOLE.print(text, markup=False, highlight=False)
     CONSOLE.print(_one_line(made), style="dim", highlight=False)
@@ -62,11 +62,11 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
         from private_llm.commands.plot import plot_costs
 
         waits = hub.waits if hub is not None else ()
-        plot_costs(layers, waits, config.parties, made.clock.last, plot)
+        plot_costs(layers, waits, config, made.clock.last, plot)
     if as_json:
         facts = {"name": "demo", "prompt": prompt, "private_text": texts[0], "plain_text": texts[1]}
         parts = [{"name": layer.name, "bytes": layer.bytes_total, "rounds": layer.rounds} for layer in layers]
-        emit_json({**facts, "tokens_equal": equal, "tokens": total, **figures(made), "layers": parts})
+        emit_json({**facts, "tokens_equal": equal, "tokens": total, **figures(made, config), "layers": parts})
         return
     CONSOLE.print(f"[bold]prompt   [/] {prompt}", highlight=False)
     CONSOLE.print(f"[bold]private  [/] {texts[0]}", highlight=False)
@@ -76,7 +76,7 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
         gap = margin(plain, reference[: start + equal])
         note = f"; at the first difference the plaintext model's two best logits are {gap:.4f} apart"
     CONSOLE.print(f"[bold]agreement[/] {equal} of {total} tokens{note}\n", highlight=False)
-    emit_table("bytes by link", ("link", "bytes"), [(name, size(n)) for name, n in by_link(made.costs).items()])
+    emit_table("bytes by link", ("link", "bytes"), [(name, size(n)) for name, n in by_link(made.costs, config).items()])
     rows = [(layer.name, size(layer.bytes_total), layer.rounds) for layer in layers]
     emit_table("cost by layer, all tokens", ("layer", "bytes", "rounds"), rows)
     CONSOLE.print(_one_line(made), highlight=False)
@@ -121,12 +121,12 @@ def _recording(config: PrivateConfig, plot: Path | None) -> RecordingHub | None:
     return RecordingHub(config.parties, config.timeout_s) if config.party_mode in ("auto", "threads") else None
 
 
-def figures(made: Made) -> dict[str, Any]:
+def figures(made: Made, config: PrivateConfig) -> dict[str, Any]:
     """Times and costs for JSON."""
     new = len(made.ids) - len(made.prompt)
     return {
         "new_tokens": new, "seconds_first_token": made.clock.first, "seconds_per_token": made.clock.each,
-        **made.costs.to_dict(), "bytes_by_link": by_link(made.costs), "machine": machine(),
+        **made.costs.to_dict(), "bytes_by_link": by_link(made.costs, config), "machine": machine(),
     }  # fmt: skip
 
 

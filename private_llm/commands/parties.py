@@ -8,6 +8,7 @@ from private_llm.commands.models import quiet
 from private_llm.commands.output import CONSOLE, NOTES, emit_json, progress_bar, size
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError
+from private_llm.net.roles import named
 
 TASKS = ("causal-lm", "seq2seq", "classification", "features", "image")
 """What a shared checkpoint will be used for: which of transformers' auto classes loads it."""
@@ -46,7 +47,8 @@ def share(source: str, out: Path, config: PrivateConfig, task: str, as_json: boo
         emit_json({"name": "share", "files": {str(path): path.stat().st_size for path in paths}})
         return
     for party, path in enumerate(paths):
-        CONSOLE.print(f"for party {party} alone: {path} ({size(path.stat().st_size)})", highlight=False)
+        holder = named(config, f"party {party}")
+        CONSOLE.print(f"for {holder} alone: {path} ({size(path.stat().st_size)})", highlight=False)
     CONSOLE.print(f"for users: {out / 'client'} (configuration and tokenizer, no weights)", highlight=False)
 
 

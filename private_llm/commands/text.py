@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from private_llm.config import PrivateConfig
+from private_llm.net.roles import named
 from private_llm.net.transport import CLIENT
 
 if TYPE_CHECKING:
@@ -65,10 +67,10 @@ def margin(model: Any, ids: Tensor) -> float:  # noqa: ANN401 - a transformers m
     return float(top[0] - top[1])
 
 
-def by_link(costs: Costs) -> dict[str, int]:
+def by_link(costs: Costs, config: PrivateConfig) -> dict[str, int]:
     """Bytes by link, in words."""
     links = sorted(costs.cost.sent.items())
-    return {f"{_who(frm)} to {_who(to)}": count for (frm, to), count in links if count}
+    return {named(config, f"{_who(frm)} to {_who(to)}"): count for (frm, to), count in links if count}
 
 
 def _who(endpoint: int) -> str:

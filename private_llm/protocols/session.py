@@ -168,8 +168,9 @@ def _meet(config: PrivateConfig, transport: Transport, others: list[int]) -> dic
         theirs = bytes(transport.recv(other, "hello", (64,), torch.uint8).numpy().tobytes())
         if theirs[:32] != digest:
             raise ConfigError(
-                f"{named(config, endpoint_name(other))} runs other settings or another version; protocol, ring, frac_bits, "
-                "weights, reveal, adder and the other settings of the computation must be equal at all endpoints"
+                f"{named(config, endpoint_name(other))} runs other settings or another version; protocol, ring, "
+                "frac_bits, weights, reveal, adder and the other settings of the computation must be equal at all "
+                "endpoints"
             )
         low, high = sorted([transport.me, other])
         halves = {transport.me: mine[other], other: theirs[32:]}

@@ -19,7 +19,7 @@ from private_llm import PrivateConfig
 from private_llm_hf import AutoPrivateModelForCausalLM
 
 torch.set_num_threads(1)
-config = PrivateConfig(party_mode="distributed", timeout_s=60)
+config = PrivateConfig(protocol=sys.argv[2], party_mode="distributed", timeout_s=60)
 model = AutoPrivateModelForCausalLM.from_pretrained(sys.argv[1], config)
 tokens = model.generate(input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
 print("tokens", tokens[0].tolist(), flush=True)
@@ -27,8 +27,8 @@ model.close()
 """
 
 
-@pytest.mark.parametrize("ranks", [4, 3])
-def test_generate_under_torchrun(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("protocol", "ranks"), [("trio", 4), ("trio", 3), ("dealer", 4)])
+def test_generate_under_torchrun(tmp_path: Path, protocol: str, ranks: int) -> None:
     """Four ranks: client apart; three: client beside party 0. Only the client prints: the plaintext tokens."""
     torch.manual_seed(0)
     config = OPTConfig(
@@ -42,7 +42,7 @@ def test_generate_under_torchrun(tmp_path: Path, ranks: int) -> None:
     script.write_text(SCRIPT, encoding="utf-8")
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(script),
-        str(tmp_path / "model"),
+        str(tmp_path / "model"), protocol,
     ]  # fmt: skip
     path = os.pathsep.join([str(ROOT), str(ROOT / "integrations")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

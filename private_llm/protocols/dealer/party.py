@@ -26,6 +26,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from private_llm.kernels.forms import Form
 from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder
 from private_llm.protocols.share import Share
@@ -51,9 +52,9 @@ class TwoPartyDealer(Trio):
         """As Trio's, with `remask` after one round of |x| + |y| elements each way."""
         return super().mul(*self._operands(x, y), shift)
 
-    def matmul(self, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
+    def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
         """As Trio's, with `remask` after one round of |x| + |y| elements each way."""
-        return super().matmul(*self._operands(x, y), shift, select)
+        return super().bilinear(form, *self._operands(x, y), shift, select)
 
     def _operands(self, x: Share, y: Share) -> tuple[Share, Share]:
         """Both operands under fresh masks, if the products of this session want that."""

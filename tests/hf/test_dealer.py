@@ -1,0 +1,126 @@
+"""The HuggingFace door under `dealer`: two parties and a dealer give the plaintext model's results everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
+from private_llm_hf.auto import share_checkpoint
+from private_llm_hf.estimate import estimate
+from private_llm_hf.share_files import ShareFile, share_path
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from private_llm.commands.models import demo_model
+from private_llm.errors import ConfigError, PartyFailed, ShareFileError, TransportError
+from private_llm.net.local import LocalHub
+from tests.hf import tiny
+from tests.hf.compare import BATCH, LOGIT_ERROR, MASK, worst
+from tests.hf.test_remote import free_ports, running
+
+DEALER = PrivateConfig(protocol="dealer", timeout_s=60)
+GREEDY = {"max_new_tokens": 4, "do_sample": False}
+
+
+@pytest.mark.parametrize("matmul", ["masked", "remask"])
+@pytest.mark.parametrize("name", ["opt", "llama", "t5"])
+def test_generate(name: str, matmul: str) -> None:
+    model = tiny.build(name)
+    with patch(model, replace(DEALER, matmul=matmul)) as private, torch.no_grad():
+        assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
+        if name != "t5":
+            assert worst(private(**BATCH).logits, model(**BATCH).logits, MASK) < LOGIT_ERROR
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_encoders(name: str) -> None:
+    model = tiny.build(name)
+    pixels = torch.linspace(-2, 2, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
+    inputs = {"pixel_values": pixels} if name == "vit" else {"input_ids": BATCH["input_ids"].flip(1)}
+    with patch(model, DEALER) as private, torch.no_grad():
+        assert worst(private(**inputs).last_hidden_state, model(**inputs).last_hidden_state) < LOGIT_ERROR
+
+
+def test_the_bundled_model_continues_a_prompt_as_in_plaintext() -> None:
+    source = demo_model()
+    prompt = AutoTokenizer.from_pretrained(source)("The sea was", return_tensors="pt")
+    how = {"max_new_tokens": 4, "do_sample": False}
+    want = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).generate(**prompt, **how)
+    with AutoPrivateModelForCausalLM.from_pretrained(source, DEALER) as private:
+        assert torch.equal(private.generate(**prompt, **how), want)
+
+
+def test_public_weights_and_token_reveal() -> None:
+    model = tiny.build("opt")
+    with patch(model, replace(DEALER, weights="public", reveal="token")) as private:
+        assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
+
+
+def test_the_dealer_is_a_process_of_its_own() -> None:
+    model = tiny.build("opt")
+    with patch(model, replace(DEALER, party_mode="processes")) as private:
+        assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
+
+
+def test_estimate_equals_the_ledger_of_a_run() -> None:
+    for matmul in ("masked", "remask"):
+        config = replace(DEALER, matmul=matmul)
+        model = tiny.build("opt")
+        with patch(model, config) as private:
+            private(torch.ones(1, 6, dtype=torch.int64))
+            real = private.cost()
+        assert estimate(type(model), model.config, config, sequence=6).costs.cost == real.cost
+
+
+def test_remote_hosts_with_share_files(tmp_path: Path) -> None:
+    model = tiny.build("llama")
+    model.save_pretrained(tmp_path / "checkpoint")
+    config = replace(DEALER, party_mode="remote", hosts=free_ports(3), allow_plain_loopback=True, timeout_s=30)
+    share_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "shares", config)
+    files: list[Path | None] = [share_path(tmp_path / "shares", endpoint) for endpoint in range(3)]
+    source = str(tmp_path / "shares" / "client")
+    with running(config, files) as lines, AutoPrivateModelForCausalLM.from_pretrained(source, config) as private:
+        assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
+        private.close()
+    assert any(line.startswith("the dealer waits for the others at ") for line in lines)
+    assert not any("party 0" in line for line in lines)
+    with pytest.raises(ShareFileError, match="belongs to party 1; this is the dealer"):
+        ShareFile.open(share_path(tmp_path / "shares", 1), config, 0)
+    assert (tmp_path / "shares" / "party0.safetensors").stat().st_size < 10_000, "the dealer holds seeds, no weights"
+
+
+# -- what users read ------------------------------------------------------------------------------------------
+def test_a_dealer_that_stops_is_called_the_dealer() -> None:
+    hub = LocalHub(3, timeout=20)
+    with patch(tiny.build("opt"), DEALER, hub) as private:
+        hub.transport(0).abort("party 0: PartyFailed: its machine was switched off")
+        with pytest.raises(PartyFailed, match=r"^the dealer: its machine was switched off$"):
+            private(**BATCH)
+
+
+def test_a_silent_dealer_is_called_the_dealer() -> None:
+    from private_llm_hf.launch import start_parties
+
+    config = replace(DEALER, party_mode="remote", hosts=free_ports(3), allow_plain_loopback=True, timeout_s=0.5)
+    with pytest.raises(TransportError, match=r"^the dealer at .* was not reached within 0.5 s"):
+        start_parties(config)
+
+
+def test_three_ranks_would_put_the_client_into_the_dealer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from private_llm_hf import launch
+
+    class Hub:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.closed = False
+
+        def rank_of(self, endpoint: int) -> int:
+            return 0 if endpoint in (0, 255) else endpoint
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr("private_llm.net.distributed.DistHub", Hub)
+    with pytest.raises(ConfigError, match="client into the dealer's process; want 4"):
+        launch.start_parties(replace(DEALER, party_mode="distributed"))
