@@ -174,7 +174,7 @@ def certs(
 
 @app.command()
 def estimate(
-    model: Annotated[str, typer.Argument(help="opt-125m, opt-6.7b, llama-7b, llama-13b, bert-base, gpt2, or a model.")],
+    model: Annotated[str, typer.Argument(help="A built-in shape (opt-125m, llama-7b, vgg16-cifar10, ...) or a model.")],
     seq: Annotated[int, typer.Option("--seq", help="Tokens of the prompt.")] = 128,
     new: Annotated[int, typer.Option("--new", help="Tokens to generate; 0: one forward.")] = 0,
     batch: Annotated[int, typer.Option(help="Rows.")] = 1,
@@ -185,12 +185,15 @@ def estimate(
     bandwidth: Annotated[float, typer.Option(help="Mbit/s of each direction of a link.")] = 1000.0,
     latency: Annotated[float, typer.Option(help="One-way latency in ms.")] = 1.0,
     gmacs: Annotated[float | None, typer.Option(help="Ring GMAC/s of a party (default: this machine's core).")] = None,
+    image: Annotated[
+        str | None, typer.Option(help="Images: channels x height x width, for instance 3x224x224.")
+    ] = None,
 ) -> None:
     """What a run will cost, without weights and without hardware."""
     from private_llm.commands.estimate import estimate as run
 
     config = _config(protocol, ring, reveal=reveal)
-    run(model, config, as_json, seq, new, batch, bandwidth, latency, gmacs)
+    run(model, config, as_json, seq, new, batch, bandwidth, latency, gmacs, image)
 
 
 @app.command()

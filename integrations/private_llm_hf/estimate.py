@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, cast
@@ -28,11 +28,14 @@ from private_llm.protocols.session import client_end, meta_session
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
+from private_llm_hf.architectures import architecture
 from private_llm_hf.auto import describe
 from private_llm_hf.client import Parties, Secret
 from private_llm_hf.costs import Costs, rows_of
 from private_llm_hf.layout import Layout
 from private_llm_hf.model import private_class
+from private_llm_hf.network import Network, NetworkConfig
+from private_llm_hf.networks import BUILDERS
 from private_llm_hf.party import Party
 from private_llm_hf.party_model import build_party_model, meta_parameters
 from private_llm_hf.plan import make_plan
@@ -194,9 +197,11 @@ def estimate(
     new_tokens: int = 0,
     batch: int = 1,
     progress: Callable[[], None] = lambda: None,
+    image: Sequence[int] | None = None,
 ) -> Estimate:
     """Cost of one forward over `sequence` tokens, or of generating `new_tokens` after a prompt of that length.
 
+    Models of images take a batch of them instead, each of shape `image` (default: what the configuration says).
     Loading the weights is not counted. progress is called after each forward. Raises ConfigError for sizes below 1 and
     whatever the run itself would raise (DomainError for too long sequences, PatchMismatch for unknown modules).
     """
@@ -217,7 +222,9 @@ def estimate(
     ids = torch.ones(batch, sequence, dtype=torch.int64)
     mask = torch.ones_like(ids)
     with torch.no_grad():
-        if new_tokens:
+        if architecture(config).kind == "vision":
+            model(torch.zeros(batch, *(image or image_shape(config))))
+        elif new_tokens:
             model.generate(
                 input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, num_beams=1,
                 pad_token_id=0,
@@ -228,8 +235,22 @@ def estimate(
     return Estimate(parties.costs(), first.weight_bytes(), max(p.cache_bytes() for p in parties.parties))
 
 
+def image_shape(config: PretrainedConfig) -> tuple[int, ...]:
+    """Channels, height and width of a model's images. Raises ConfigError where the configuration does not say."""
+    if isinstance(config, NetworkConfig):
+        if config.image_shape is None:
+            raise ConfigError("this network does not say what images it takes; give channels x height x width")
+        return tuple(config.image_shape)
+    size = getattr(config, "image_size", 224)
+    return (config.num_channels, *(size if isinstance(size, list | tuple) else (size, size)))
+
+
 def named_shape(name: str) -> tuple[type[PreTrainedModel], PretrainedConfig] | None:
-    """Class and configuration of a built-in shape (models/shapes.json), or None."""
+    """Class and configuration of a built-in shape (models/shapes.json, networks.py), or None."""
+    if name in BUILDERS:
+        build, image = BUILDERS[name]
+        with torch.device("meta"):
+            return Network, Network.of(build(), image).config
     shapes = json.loads(resources.files("private_llm_hf").joinpath("models", "shapes.json").read_text())
     if name not in shapes:
         return None
@@ -241,7 +262,7 @@ def named_shape(name: str) -> tuple[type[PreTrainedModel], PretrainedConfig] | N
 def model_class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class a configuration names, or the one that generates with it, or the bare model."""
     for name in getattr(config, "architectures", None) or ():
-        found = getattr(transformers, name, None)
+        found = Network if name == Network.__name__ else getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM, transformers.AutoModel):

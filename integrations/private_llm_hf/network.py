@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -209,10 +209,11 @@ def build_module(facts: dict[str, Any]) -> nn.Module:
 
 # -- running ------------------------------------------------------------------------------------------------------
 class NetworkConfig(PretrainedConfig):  # type: ignore[misc]
-    """The configuration of a network: its description."""
+    """The configuration of a network: its description, and [channels, height, width] of its images if known."""
 
     model_type = "network"
     network: dict[str, Any] | None = None
+    image_shape: list[int] | None = None
 
 
 class Network(PreTrainedModel):  # type: ignore[misc]
@@ -235,13 +236,17 @@ class Network(PreTrainedModel):  # type: ignore[misc]
         self.post_init()
 
     @classmethod
-    def of(cls, module: nn.Module) -> Network:
-        """The network of a module, sharing its weights. Raises PatchMismatch for what has no rule, listing names."""
+    def of(cls, module: nn.Module, image_shape: Sequence[int] | None = None) -> Network:
+        """The network of a module, sharing its weights. Raises PatchMismatch for what has no rule, listing names.
+
+        image_shape: channels, height and width, for those who want to know (estimates); any that fits can be used.
+        """
         from private_llm_hf.tracing import describe_module  # tracing needs the lists above
 
         description, modules = describe_module(module)
+        shape = None if image_shape is None else list(image_shape)
         with torch.device("meta"):
-            made = cls(NetworkConfig(network=description, architectures=[cls.__name__]))
+            made = cls(NetworkConfig(network=description, image_shape=shape, architectures=[cls.__name__]))
         for name, original in modules.items():
             copy = made.get_submodule(name)
             copy._parameters.update(original._parameters)

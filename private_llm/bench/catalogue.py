@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from private_llm.bench import functions, layers, whole
+from private_llm.bench import cnn, functions, layers, whole
 from private_llm.bench.whole import WholeWork
 from private_llm.bench.work import Shape, Work
 from private_llm.errors import ConfigError
@@ -27,6 +27,7 @@ class Entry:
 _MILLION = 1_000_000
 _LAYER = (1, 128, 768, 12, 3072)
 _TINY_LAYER = (2, 5, 16, 2, 24)
+_IMAGE_DIMS = "batch x channels x height x width"
 _LAYER_DIMS = "batch x tokens x hidden x heads x feed-forward"
 ENTRIES: dict[str, Entry] = {
     "relu": Entry(functions.relu, (_MILLION,), (1000,), "elements"),
@@ -45,6 +46,9 @@ ENTRIES: dict[str, Entry] = {
         "batch x tokens x hidden x heads x layers x vocabulary",
     ),
     "generate": Entry(whole.generate, (1, 16, 32), (1, 4, 2), "batch x prompt tokens x new tokens"),
+    "lenet": Entry(cnn.lenet, (16, 1, 28, 28), (1, 1, 28, 28), _IMAGE_DIMS),
+    "alexnet": Entry(cnn.alexnet, (16, 3, 32, 32), (1, 3, 32, 32), _IMAGE_DIMS),
+    "vgg16": Entry(cnn.vgg16, (16, 3, 32, 32), (1, 3, 32, 32), _IMAGE_DIMS),
 }  # fmt: skip
 NAMES = tuple(ENTRIES)
 

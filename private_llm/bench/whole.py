@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from private_llm.bench.link import LinkSpeed, SlowHub
 from private_llm.bench.rows import Row, party_threads, spread
@@ -33,7 +33,7 @@ class WholeWork:
 
     name: str
     shape: Shape
-    build: Callable[[], PreTrainedModel]
+    build: Callable[[], nn.Module]
     call: Callable[[Any], tuple[Tensor, Tensor]]
     truth: Callable[[Any, Tensor], Tensor]
 

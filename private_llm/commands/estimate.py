@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from private_llm.bench.link import LinkSpeed
+from private_llm.bench.work import parse_shape
 from private_llm.commands.models import shape_of
 from private_llm.commands.output import duration, emit_json, emit_table, progress_bar, size
 from private_llm.config import PrivateConfig
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
 
 def estimate(
     model: str, config: PrivateConfig, as_json: bool, sequence: int, new_tokens: int, batch: int,
-    bandwidth: float, latency: float, gmacs: float | None,
+    bandwidth: float, latency: float, gmacs: float | None, image: str | None = None,
 ) -> None:  # fmt: skip
     """Count the costs on meta tensors and print them per layer."""
+    from private_llm_hf.architectures import architecture
     from private_llm_hf.estimate import estimate as run
 
     speed = LinkSpeed(bandwidth, latency)
@@ -32,8 +34,11 @@ def estimate(
         raise ConfigError(f"gmacs: got {gmacs:g}; want a positive number")
     with progress_bar(max(1, new_tokens), quiet=as_json) as step:
         found = run(
-            model_class, model_config, config, sequence, new_tokens, batch, progress=lambda: step("counting forwards")
-        )
+            model_class, model_config, config, sequence, new_tokens, batch,
+            lambda: step("counting forwards"), None if image is None else parse_shape(image),
+        )  # fmt: skip
+    if architecture(model_config).kind == "vision":
+        sequence = 0
     if as_json:
         emit_json(_summary(model, found, config, sequence, new_tokens, batch, speed, gmacs))
         return
@@ -75,7 +80,8 @@ def _tables(
         one = layers[0]
         rows.append((name, len(layers), size(one.bytes_total), one.rounds, f"{macs / 1e9:.2f} G", duration(seconds[0])))
     sequence, new_tokens, batch = sizes
-    work = f"{new_tokens} tokens after {sequence}" if new_tokens else f"one forward of {sequence} tokens"
+    forward = f"one forward of {sequence} tokens" if sequence else "images"
+    work = f"{new_tokens} tokens after {sequence}" if new_tokens else forward
     headings = ("layer", "times", "bytes each", "rounds each", "multiply-adds each", "time each")
     caption = f"{speed.bandwidth_mbit:g} Mbit/s, {speed.latency_ms:g} ms one way, {gmacs:.1f} GMAC/s per party"
     emit_table(f"{model}: {work}, batch {batch}, {config.protocol}", headings, rows, caption)

@@ -1,0 +1,113 @@
+"""Image networks of the literature as plain `nn.Sequential`, in the shapes that PIGEON's engine was measured with.
+
+Sources: LeCun et al. 1998 (LeNet-5; with ReLU and average pooling as there), Krizhevsky et al. 2012 (AlexNet, cut to
+CIFAR size), Simonyan and Zisserman 2015 (VGG-16), He et al. 2016 (residual blocks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+
+def lenet5(classes: int = 10) -> nn.Sequential:
+    """Images [B, 1, 28, 28]; 6,508 ReLU an image."""
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Conv2d(6, 16, 5), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, classes),
+    )  # fmt: skip
+
+
+def alexnet(classes: int = 10) -> nn.Sequential:
+    """Images [B, 3, 32, 32]; 126,976 ReLU an image."""
+    return nn.Sequential(
+        nn.Conv2d(3, 56, 3, padding=1), nn.ReLU(), nn.AvgPool2d(3, 2, 1),
+        nn.Conv2d(56, 128, 5, padding=2), nn.ReLU(), nn.AvgPool2d(3, 2, 1),
+        nn.Conv2d(128, 192, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(192, 192, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(192, 128, 3, padding=1), nn.ReLU(), nn.AvgPool2d(3, 2, 1),
+        nn.Flatten(),
+        nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, classes),
+    )  # fmt: skip
+
+
+def vgg16(classes: int = 10, width: int = 64) -> nn.Sequential:
+    """Images [B, 3, 32, 32], average pooling, 512-256-256 head; 276,992 ReLU an image with the usual width."""
+    top = 8 * width
+    return nn.Sequential(
+        *_vgg_features(width, nn.AvgPool2d),
+        nn.Flatten(),
+        nn.Linear(top, top // 2), nn.ReLU(), nn.Linear(top // 2, top // 2), nn.ReLU(), nn.Linear(top // 2, classes),
+    )  # fmt: skip
+
+
+def vgg16_imagenet(classes: int = 1000, width: int = 64, size: int = 224) -> nn.Sequential:
+    """Images [B, 3, size, size], size a multiple of 32; max pooling, 4096-4096 head, as published."""
+    top, hidden = 8 * width * (size // 32) ** 2, 64 * width
+    return nn.Sequential(
+        *_vgg_features(width, nn.MaxPool2d),
+        nn.Flatten(),
+        nn.Linear(top, hidden), nn.ReLU(), nn.Dropout(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Dropout(),
+        nn.Linear(hidden, classes),
+    )  # fmt: skip
+
+
+def _vgg_features(width: int, pool: type[nn.Module]) -> Sequence[nn.Module]:
+    layers: list[nn.Module] = []
+    channels = 3
+    for factor, depth in ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3)):
+        for _ in range(depth):
+            layers += [nn.Conv2d(channels, factor * width, 3, padding=1), nn.ReLU()]
+            channels = factor * width
+        layers.append(pool(kernel_size=2))
+    return layers
+
+
+def small_lenet(classes: int = 10) -> nn.Sequential:
+    """LeNet's pattern for images [B, 1, 8, 8], with batch norms."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, classes),
+    )  # fmt: skip
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions and the input, or its projection, added."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
+        )
+        self.second = nn.Sequential(nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs))
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        self.last = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, inputs, H, W] to [B, outputs, H/stride, W/stride]."""
+        made: Tensor = self.last(self.second(self.first(x)) + self.shortcut(x))
+        return made
+
+
+def small_resnet(channels: int = 1, classes: int = 10, width: int = 16) -> nn.Sequential:
+    """Three residual blocks after a stem, for images [B, channels, H, W] of any size from 4 x 4."""
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+        ResidualBlock(width, width, 1), ResidualBlock(width, 2 * width, 2), ResidualBlock(2 * width, 4 * width, 2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, classes),
+    )  # fmt: skip
+
+
+BUILDERS = {
+    "lenet5": (lenet5, (1, 28, 28)),
+    "alexnet": (alexnet, (3, 32, 32)),
+    "vgg16-cifar10": (vgg16, (3, 32, 32)),
+    "vgg16-imagenet": (vgg16_imagenet, (3, 224, 224)),
+}
+"""Networks by name with the image shape they are made for."""
