@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LADDER = (
     "errors", "config", "threat", "kernels", "ring", "circuits", "net", "protocols", "tensor", "approx", "oblivious",
-    "nn", "bench", "commands", "cli",
+    "nn", "sharded", "attacks", "bench", "commands", "cli",
 )  # fmt: skip
 OUTSIDE_RUNG = {"bench", "commands", "cli"}
 """Rooms at the bottom may use the HuggingFace integration, inside functions only: private_llm is importable alone."""

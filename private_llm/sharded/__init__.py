@@ -1,0 +1,1 @@
+"""Cascade: token-sharded inference. Statistical protection, declared so everywhere; no part of the secret sharing."""

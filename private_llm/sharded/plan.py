@@ -1,0 +1,115 @@
+"""Which node sees which tokens: (c, delta)-sharding with m-split query shards (Cascade, sections 6 and 6.4).
+
+Positions are dealt in clusters of c to alpha CompNodes in turn (delta = alpha c), for ever: a position's node never
+depends on the length of the text, so that no decode step closes a gap. Each CompNode's clusters are cut into m
+blocks of neighbouring positions; block x of CompNode i is query shard j = i m + x, beta = alpha m in all. AttnNode
+(j, k), j <= k, holds the queries, keys and values of shards j and k; it stands for (j, k) and (k, j) of the paper,
+which hold the same tokens.
+
+The paper takes every c-th position into a block; neighbouring positions are stronger at equal cost, because what
+a CompNode hears of one foreign block is then about c / m tokens at once (see `audit`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from private_llm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """alpha CompNodes, clusters of c positions, m query shards for each CompNode.
+
+    rho: the vocab-matching threshold: an attacker is taken to search fewer than V^rho candidates, V the vocabulary.
+    accept_weak_plan: use the plan although its audit says that fewer suffice.
+    """
+
+    alpha: int = 8
+    c: int = 8
+    m: int = 2
+    rho: int = 3
+    accept_weak_plan: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "c", "m", "rho"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"plan.{name}: got {value!r}; want a positive integer")
+        if self.c % self.m:
+            raise ConfigError(f"plan.m: got {self.m} blocks for clusters of {self.c}; want a divisor of c")
+
+    @property
+    def delta(self) -> int:
+        """Positions from one cluster of a CompNode to its next."""
+        return self.alpha * self.c
+
+    @property
+    def beta(self) -> int:
+        """Query shards."""
+        return self.alpha * self.m
+
+    @property
+    def block(self) -> int:
+        """Neighbouring positions of a query shard."""
+        return self.c // self.m
+
+    @property
+    def attn_nodes(self) -> int:
+        """AttnNodes, symmetric ones merged."""
+        return self.beta * (self.beta + 1) // 2
+
+    @property
+    def nodes(self) -> int:
+        """CompNodes and AttnNodes: endpoints 0 .. alpha - 1, and the rest."""
+        return self.alpha + self.attn_nodes
+
+    # -- who holds what -------------------------------------------------------------------------------------
+    def comp_of(self, position: int) -> int:
+        """The CompNode of a position (counted from 0)."""
+        return position // self.c % self.alpha
+
+    def shard_of(self, position: int) -> int:
+        """The query shard of a position."""
+        return self.comp_of(position) * self.m + position % self.c // self.block
+
+    def owner(self, shard: int) -> int:
+        """The CompNode that a query shard belongs to."""
+        return shard // self.m
+
+    def rows_of_comp(self, comp: int, start: int, stop: int) -> list[int]:
+        """Positions of a CompNode in start .. stop - 1, ascending."""
+        return [p for p in range(start, stop) if self.comp_of(p) == comp]
+
+    def rows_of_shard(self, shard: int, start: int, stop: int) -> list[int]:
+        """Positions of a query shard in start .. stop - 1, ascending."""
+        return [p for p in range(start, stop) if self.shard_of(p) == shard]
+
+    # -- endpoints --------------------------------------------------------------------------------------------
+    def attn_endpoint(self, j: int, k: int) -> int:
+        """Endpoint number of the AttnNode of shards j and k, in either order."""
+        low, high = sorted((j, k))
+        return self.alpha + low * self.beta - low * (low - 1) // 2 + high - low
+
+    def attn_shards(self, endpoint: int) -> tuple[int, int]:
+        """The shards (j, k), j <= k, of an AttnNode's endpoint."""
+        left = endpoint - self.alpha
+        for j in range(self.beta):
+            if left < self.beta - j:
+                return j, j + left
+            left -= self.beta - j
+        raise ConfigError(f"endpoint: got {endpoint}; want {self.alpha} to {self.nodes - 1} for an AttnNode")
+
+    def describe(self, endpoint: int) -> str:
+        """How a node is called in messages."""
+        if endpoint < self.alpha:
+            return f"CompNode {endpoint}"
+        j, k = self.attn_shards(endpoint)
+        return f"AttnNode ({j}, {k})"
+
+    def held(self, endpoint: int, length: int) -> frozenset[int]:
+        """Positions below `length` whose hidden states, or their projections, a node sees."""
+        if endpoint < self.alpha:
+            return frozenset(self.rows_of_comp(endpoint, 0, length))
+        pair = self.attn_shards(endpoint)
+        return frozenset(p for p in range(length) if self.shard_of(p) in pair)
