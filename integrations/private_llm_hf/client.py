@@ -114,7 +114,7 @@ class Parties:
     def use_held(self) -> None:
         """Let the parties build the model from their share files."""
         with self._call():
-            self._tell({"do": "load", "held": True})
+            self._tell({"do": "load", "held": True, "like": None})
             self._answers()
             self._transport.ledger.reset()
 
@@ -122,7 +122,7 @@ class Parties:
     def loading(self, description: Message) -> Iterator[Sink]:
         """Share a model with the parties: pass every weight to the yielded sink, then they build the model."""
         with self._call():
-            self._tell({"do": "load", "held": False, **description})
+            self._tell({"do": "load", "held": False, "like": None, **description})
             yield self._publish if self.config.weights == "public" else self._dealing()
             self._tell({"weight": None})
             self._answers()
@@ -164,18 +164,26 @@ class Parties:
         secrets: the inputs listed in call["secret"], in that order: ring elements, or token ids with their vocabulary.
         """
         with self._call():
-            self._tell({"do": "forward", "free": self._take_unused(), **call})
-            for secret in secrets:
-                if isinstance(secret, Tensor):
-                    self._end.share(secret)
-                else:
-                    self._end.share_index(*secret)
-            answer = self._answers()
-            opened = {}
-            for name, shape, frac in answer["outputs"]:
-                elements = self._end.open(tuple(shape))
-                opened[name] = self.ring.decode(elements, frac)
-            return str(answer["class"]), opened
+            self.ask(call, secrets)
+            return self.opened()
+
+    def ask(self, call: Message, secrets: list[Secret]) -> None:
+        """The first half of `forward`: command and inputs."""
+        self._tell({"do": "forward", "free": self._take_unused(), **call})
+        for secret in secrets:
+            if isinstance(secret, Tensor):
+                self._end.share(secret)
+            else:
+                self._end.share_index(*secret)
+
+    def opened(self) -> tuple[str, dict[str, Tensor]]:
+        """The second half: what comes back."""
+        answer = self._answers()
+        opened = {}
+        for name, shape, frac in answer["outputs"]:
+            elements = self._end.open(tuple(shape))
+            opened[name] = self.ring.decode(elements, frac)
+        return str(answer["class"]), opened
 
     def command(self, message: Message) -> None:
         """A command without an answer (cache management); an error surfaces at the next call."""
@@ -186,6 +194,9 @@ class Parties:
     def new_handle(self) -> int:
         """A number for something that the parties keep."""
         return next(self._handles)
+
+    def keep_together(self, handle: int, rows: int) -> None:
+        """Batch rows come in groups of `rows` that a cache may reorder among themselves (beams of one prompt)."""
 
     def release(self, handle: int) -> None:
         """Forget a handle with the next call (callable from a finalizer: sends nothing itself)."""

@@ -84,5 +84,5 @@ class Costs:
         per_party: dict[str, int] = {}
         for ledger in self.ledgers:
             name = "client" if ledger.party == 255 else str(ledger.party)
-            per_party[name] = ledger.cost().total
+            per_party[name] = per_party.get(name, 0) + ledger.cost().total
         return {"bytes_total": self.bytes_total, "bytes_per_party": per_party, "rounds": self.rounds}

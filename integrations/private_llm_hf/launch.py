@@ -18,8 +18,8 @@ from private_llm.net.hub import connect
 from private_llm.net.local import LocalHub
 from private_llm.net.roles import named, named_errors
 from private_llm.net.transport import CLIENT
-from private_llm.protocols.session import join_as_client
 from private_llm_hf.client import Parties
+from private_llm_hf.lanes import join_lanes
 from private_llm_hf.party import run_party
 from private_llm_hf.share_files import ShareFile
 
@@ -48,7 +48,7 @@ def _start(config: PrivateConfig, mode: str, hub: LocalHub | None) -> Parties:
     if mode == "distributed":
         return _start_distributed(config)
     transport = connect(config, CLIENT)
-    return Parties(config, transport, join_as_client(config, transport), transport.close)
+    return join_lanes(config, transport, transport.close)
 
 
 def choose_mode(config: PrivateConfig) -> str:
@@ -108,7 +108,7 @@ def _start_threads(config: PrivateConfig, hub: LocalHub) -> Parties:
             if thread is not threading.current_thread():
                 thread.join(timeout=_EXIT_S)
 
-    return Parties(config, transport, join_as_client(config, transport), shutdown)
+    return join_lanes(config, transport, shutdown)
 
 
 def _start_distributed(config: PrivateConfig) -> Parties:
@@ -119,6 +119,8 @@ def _start_distributed(config: PrivateConfig) -> Parties:
     """
     from private_llm.net.distributed import DistHub  # torch.distributed is slow to import and rarely wanted
 
+    if config.lanes > 1:
+        raise ConfigError("lanes: torch.distributed carries one; want lanes=1, or another party_mode")
     hub = DistHub(config.parties, config.timeout_s, trusted_network=config.trusted_network)
     if config.protocol == "dealer" and hub.rank_of(CLIENT) == hub.rank_of(0):
         hub.close()
@@ -144,14 +146,14 @@ def _start_distributed(config: PrivateConfig) -> Parties:
         transport.close()
         hub.close()
 
-    return Parties(config, transport, join_as_client(config, transport), shutdown)
+    return join_lanes(config, transport, shutdown)
 
 
 def _start_processes(config: PrivateConfig) -> Parties:
     """Parties as child processes over loopback sockets; they end when this process does."""
     transport, stop = start_children(config, "private_llm_hf.party:run_party", {})
     try:
-        return Parties(config, transport, join_as_client(config, transport), stop)
+        return join_lanes(config, transport, stop)
     except BaseException:
         stop()
         raise

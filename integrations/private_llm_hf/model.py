@@ -127,7 +127,8 @@ class PrivateModel:
         if given is not None:
             given._is_user_defined = True
         elif generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = PrivateCache(self.parties, 0)
+            cache = model_kwargs["past_key_values"] = PrivateCache(self.parties, 0)
+            self.parties.keep_together(cache.handle, generation_config.num_beams or 1)
 
     def _get_logits_processor(
         self, generation_config: GenerationConfig, *args: object, **kwargs: object

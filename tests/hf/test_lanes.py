@@ -1,0 +1,173 @@
+"""A batch spread over lanes: the same answers, the same bytes, every party and link used alike; clear limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from private_llm_hf import party, patch
+from transformers import PreTrainedModel
+
+from private_llm.errors import ConfigError, DomainError, PartyFailed, UnsupportedOp
+from private_llm.net.lanes import castings
+from private_llm.net.transport import CLIENT
+from tests.hf import tiny
+from tests.hf.compare import LOGIT_ERROR, PADDED, worst
+from tests.hf.conftest import TRIO
+
+IDS = torch.tensor([[5, 6, 7, 8], [9, 8, 7, 6], [50, 40, 30, 20], [3, 99, 4, 77]])
+PLACES = [(lane, number) for lane in range(2) for number in range(3)]
+
+
+@pytest.fixture(scope="module")
+def plaintext() -> PreTrainedModel:
+    return tiny.build("opt")
+
+
+@pytest.fixture(scope="module")
+def two(plaintext: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    with patch(plaintext, replace(TRIO, lanes=2)) as model:
+        yield model
+
+
+@pytest.mark.parametrize("lanes", [2, 3, 6])
+def test_every_row_gets_its_answer(plaintext: PreTrainedModel, lanes: int) -> None:
+    with patch(plaintext, replace(TRIO, lanes=lanes, permute=True)) as model:
+        assert worst(model(IDS).logits, plaintext(IDS).logits) < LOGIT_ERROR
+        assert worst(model(IDS[:1]).logits, plaintext(IDS[:1]).logits) < LOGIT_ERROR
+
+
+def test_bytes_and_rounds_are_those_of_one_lane(plaintext: PreTrainedModel, two: PreTrainedModel) -> None:
+    """Packed bits travel in words of 64 elements; here every lane has a multiple of 64 positions."""
+    ids = torch.arange(8 * 16).view(8, 16) % 120 + 3
+    with patch(plaintext, TRIO) as model:
+        model.cost(reset=True)
+        model(ids, use_cache=False)
+        one = model.cost()
+    two.cost(reset=True)
+    two(ids, use_cache=False)
+    both = two.cost()
+    assert both.cost == one.cost
+    assert both.by_op() == one.by_op()
+
+
+def test_all_castings_use_all_links_alike(plaintext: PreTrainedModel) -> None:
+    rows = IDS.repeat(2, 1)[:6]
+    with patch(plaintext, replace(TRIO, lanes=len(castings(3)), permute=True)) as model:
+        model.cost(reset=True)
+        model(rows, use_cache=False)
+        sent = model.cost().cost.sent
+    assert len({count for (a, b), count in sent.items() if CLIENT not in (a, b)}) == 1
+    assert len({count for (a, b), count in sent.items() if CLIENT in (a, b)}) == 2  # to the client, from the client
+
+
+def test_generation_keeps_every_row_in_its_lane(plaintext: PreTrainedModel, two: PreTrainedModel) -> None:
+    how = {"max_new_tokens": 4, "pad_token_id": 0}
+    assert torch.equal(two.generate(IDS, do_sample=False, **how), plaintext.generate(IDS, do_sample=False, **how))
+    batch = {"input_ids": PADDED, "attention_mask": (PADDED != 0).long()}
+    assert torch.equal(two.generate(**batch, do_sample=False, **how), plaintext.generate(**batch, **how))
+    assert torch.equal(two.generate(IDS[:1], do_sample=False, **how), plaintext.generate(IDS[:1], **how))
+
+
+def test_beams_of_a_prompt_share_a_lane(plaintext: PreTrainedModel, two: PreTrainedModel) -> None:
+    how = {"max_new_tokens": 4, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+    for rows in (IDS, IDS[:3]):
+        assert torch.equal(two.generate(rows, **how), plaintext.generate(rows, **how))
+
+
+def test_an_encoder_output_stays_where_it_was_made() -> None:
+    plain = tiny.build("t5")
+    how = {"max_new_tokens": 4, "do_sample": False}
+    with patch(plain, replace(TRIO, lanes=2)) as model:
+        assert torch.equal(model.generate(IDS, **how), plain.generate(IDS, **how))
+        assert torch.equal(model.generate(IDS, num_beams=2, **how), plain.generate(IDS, num_beams=2, **how))
+
+
+def test_a_row_cannot_change_its_lane(two: PreTrainedModel) -> None:
+    cache = two(IDS, use_cache=True).past_key_values
+    with pytest.raises(UnsupportedOp, match="would move to another lane"):
+        cache.reorder_cache(torch.tensor([2, 1, 0, 3]))
+    cache.reorder_cache(torch.tensor([1, 0, 3, 3]))
+    two(IDS[:, :1], past_key_values=cache)
+    cache.reset()
+    with pytest.raises(DomainError, match="rows"):
+        two(IDS[:3, :1], past_key_values=two(IDS, use_cache=True).past_key_values)
+    two(IDS[:3], past_key_values=cache)
+
+
+def parties_of(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], party.Party]:
+    """Every lane of every party that loads a model from now on, by lane and party."""
+    found: dict[tuple[int, int], party.Party] = {}
+    original = party.Party._load
+
+    def load(self: party.Party, message: dict[str, object]) -> None:
+        original(self, message)
+        lane = next(lane for lane, other in self.lanes.items() if other is self)
+        found[lane, self.number] = self
+
+    monkeypatch.setattr(party.Party, "_load", load)
+    return found
+
+
+def weight(member: party.Party) -> tuple[torch.Tensor, ...]:
+    return member._ready().model.decoder.layers[0].fc1.weight.fixed.share.parts
+
+
+def test_lanes_of_one_casting_hold_one_share_others_have_masks_of_their_own(
+    plaintext: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = parties_of(monkeypatch)
+    with patch(plaintext, replace(TRIO, lanes=2)):
+        for number in range(3):
+            pairs = zip(weight(found[0, number]), weight(found[1, number]), strict=True)
+            assert all(a.data_ptr() == b.data_ptr() for a, b in pairs)
+    with patch(plaintext, replace(TRIO, lanes=2, permute=True)):
+        held = [part for place in PLACES for part in weight(found[place])]
+        assert [found[place].role for place in PLACES] == [0, 1, 2, 2, 0, 1]
+        for number in range(3):
+            # what one party holds in both lanes never adds up to the weight, nor to another of its parts
+            mine = [*weight(found[0, number]), *weight(found[1, number])]
+            assert all(not torch.equal(a, b) for i, a in enumerate(mine) for b in mine[:i])
+        distinct = {tuple(part.reshape(-1)[:4].tolist()) for part in held}
+        assert len(distinct) == 2 * 4  # in each lane two masks and two masked values
+
+
+def test_each_lane_has_keys_of_its_own(plaintext: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = parties_of(monkeypatch)
+    with patch(plaintext, replace(TRIO, lanes=2)):
+        drawn = {tuple(found[lane, 0].session.protocol._draw(4).tolist()) for lane in range(2)}
+        assert len(drawn) == 2
+
+
+def test_a_failure_in_one_lane_ends_all(plaintext: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = party.Party._forward
+
+    def forward(self: party.Party, message: dict[str, object]) -> None:
+        if self.number == 2 and self.lanes[1] is self:
+            raise DomainError("something outside the domain")
+        original(self, message)
+
+    monkeypatch.setattr(party.Party, "_forward", forward)
+    model = patch(plaintext, replace(TRIO, lanes=2))
+    with pytest.raises(DomainError, match="party 2: something outside the domain"):
+        model(IDS)
+    with pytest.raises(PartyFailed, match="this session is over"):
+        model(IDS)
+
+
+@pytest.mark.slow
+def test_processes_answer_alike(plaintext: PreTrainedModel) -> None:
+    with patch(plaintext, replace(TRIO, lanes=3, permute=True, party_mode="processes")) as model:
+        assert worst(model(IDS).logits, plaintext(IDS).logits) < LOGIT_ERROR
+
+
+def test_public_weights_come_once(plaintext: PreTrainedModel) -> None:
+    with patch(plaintext, replace(TRIO, lanes=3, permute=True, weights="public")) as model:
+        assert worst(model(IDS).logits, plaintext(IDS).logits) < LOGIT_ERROR
+
+
+def test_distributed_carries_one_lane(plaintext: PreTrainedModel) -> None:
+    with pytest.raises(ConfigError, match=r"lanes: torch.distributed carries one"):
+        patch(plaintext, replace(TRIO, lanes=2, party_mode="distributed"))
