@@ -1,9 +1,9 @@
 """How a model owner hands out shares of many tensors with little to send or store: masks are seeds.
 
-For trio and dealer, [x] = x + a1 + a2 as in `trio.client`: party 0 gets the two mask seeds and nothing per tensor,
-party 1 the first seed and x + a2, party 2 the second seed and x + a1. A mask is the stream of its seed under the
-tensor's label, so a label must not be used twice with one dealer. One party alone sees uniform numbers (AES-CTR), as
-with `session.deal`, which this equals bit for bit up to the choice of masks.
+A tensor is masked by the sum of two masks (three for quad, see `trio.client` and `quad.client`). A party gets the seeds
+of the masks that it may know, and x + the one mask that it lacks; whoever may know all masks gets nothing per tensor.
+A mask is the stream of its seed under the tensor's label, so a label must not be used twice with one dealer. One party
+alone sees uniform numbers (AES-CTR), as with `session.deal`, which this equals bit for bit up to the choice of masks.
 """
 
 from __future__ import annotations
@@ -21,21 +21,26 @@ from private_llm.ring.ring import Ring
 PIECE = 1 << 19
 """Elements dealt at a time (4 MB of 64 bits); whole cipher blocks, so that pieces continue one stream."""
 
-_MASKED = ("trio", "dealer")
-"""Protocols of masked shares."""
+_TRIO = ((0, 1), (0,), (1,))
+_HELD: dict[str, tuple[tuple[int, ...], ...]] = {
+    "plain": ((),), "trio": _TRIO, "dealer": _TRIO, "quad": ((0, 1), (0, 2), (1, 2), (0, 1, 2)),
+}  # fmt: skip
+"""Which mask seeds each party holds."""
 
-_TRIO_KEYS = {0: (0, 1), 1: (0,), 2: (1,)}
-"""Which of the two mask seeds each party of trio holds."""
+
+def _masks(config: PrivateConfig) -> int:
+    """How many masks a tensor has."""
+    return max(map(len, _HELD[config.protocol]))
 
 
 def keys_held(config: PrivateConfig, party: int) -> int:
     """How many mask seeds a party receives."""
-    return len(_TRIO_KEYS[party]) if config.protocol in _MASKED else 0
+    return len(_HELD[config.protocol][party])
 
 
 def sends_parts(config: PrivateConfig, party: int) -> bool:
     """Whether a party receives something for every tensor, besides its seeds."""
-    return config.protocol == "plain" or party != 0
+    return config.protocol == "plain" or keys_held(config, party) < _masks(config)
 
 
 class Dealer:
@@ -43,22 +48,22 @@ class Dealer:
 
     def __init__(self, config: PrivateConfig) -> None:
         self._config = config
-        self._masks = [Seed.fresh(), Seed.fresh()] if config.protocol in _MASKED else []
+        self._masks = [Seed.fresh() for _ in range(_masks(config))]
 
     def keys(self, party: int) -> list[Seed]:
         """The seeds that `party` receives, once."""
-        return [self._masks[k] for k in _TRIO_KEYS[party]] if self._masks else []
+        return [self._masks[k] for k in _HELD[self._config.protocol][party]]
 
     def begin(self, label: str) -> Dealing:
         """Start with the tensor called `label`."""
-        return Dealing(Ring(self._config.ring), [seed.stream(_label(label)) for seed in self._masks])
+        return Dealing(self._config, [seed.stream(_label(label)) for seed in self._masks])
 
 
 class Dealing:
     """One tensor on its way into shares, piece by piece, so that a large one needs little memory."""
 
-    def __init__(self, ring: Ring, masks: list[Prg]) -> None:
-        self._ring, self._masks = ring, masks
+    def __init__(self, config: PrivateConfig, masks: list[Prg]) -> None:
+        self._ring, self._held, self._masks = Ring(config.ring), _HELD[config.protocol], masks
 
     def deal(self, piece: Tensor) -> list[Tensor | None]:
         """What each party receives for the next elements [n] (None: nothing, its seeds suffice).
@@ -67,8 +72,9 @@ class Dealing:
         """
         if not self._masks:
             return [piece]
-        a1, a2 = (mask.elements(piece.numel(), self._ring) for mask in self._masks)
-        return [None, piece + a2, piece + a1]
+        masks = {k: mask.elements(piece.numel(), self._ring) for k, mask in enumerate(self._masks)}
+        lacking = [masks.keys() - held for held in self._held]
+        return [piece + masks[min(lacks)] if lacks else None for lacks in lacking]
 
 
 def pieces(tensor: Tensor) -> Iterator[Tensor]:
@@ -94,9 +100,10 @@ def assemble(
     masks = tuple(_mask(seed, label, shape, ring) for seed in keys)
     if not sends_parts(config, party):
         if received is not None:
-            raise ShareFileError(f"'{label}': party 0 holds masks only, but a masked tensor came with them")
+            raise ShareFileError(f"'{label}': party {party} holds masks only, but a masked tensor came with them")
         return Share(masks)
-    return Share((_present(received, shape, label), *masks))
+    part = _present(received, shape, label)
+    return Share((*masks, part) if config.protocol == "quad" and party == 0 else (part, *masks))
 
 
 def _mask(seed: Seed, label: str, shape: tuple[int, ...], ring: Ring) -> Tensor:

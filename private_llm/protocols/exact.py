@@ -9,13 +9,14 @@ about 57 bytes an element (trio, 64 bits). It removes the rounding's dependence 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from private_llm.kernels.forms import Form
-from private_llm.protocols.protocol import Protocol, Weights
+from private_llm.protocols.protocol import Links, Protocol, Weights
 from private_llm.protocols.share import BitShare, Index, Share
 
 
@@ -30,6 +31,10 @@ class Exact(Protocol):
         """Draw and receive on `device` from now on."""
         self._inner.on(device)
         return super().on(device)
+
+    def stretch(self, label: str, links: Links = lambda transport: transport) -> AbstractContextManager[None]:
+        """As the inner protocol."""
+        return self._inner.stretch(label, links)
 
     # -- divisions ---------------------------------------------------------------------------------------
     def truncate(self, x: Share, shift: int) -> Share:

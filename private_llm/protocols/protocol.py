@@ -9,12 +9,14 @@ Every method states its price through `cost`, which the common test suite compar
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from private_llm.errors import UnsupportedOp
 from private_llm.kernels.forms import Conv2d, Form, Matmul
 from private_llm.net.ledger import Ledger
 from private_llm.net.transport import Transport
@@ -23,6 +25,10 @@ from private_llm.ring.ring import Ring
 
 Weights = Sequence[int | Tensor]
 """Public ring constants: one per bit row, an int or a tensor broadcastable to the shape."""
+
+
+Links = Callable[[Transport], Transport]
+"""What puts something between a protocol and its links."""
 
 
 class Protocol(ABC):
@@ -41,6 +47,13 @@ class Protocol(ABC):
         """This end, drawing and receiving on `device` from now on: where the operands of the next operation lie."""
         self.device = device
         return self
+
+    def stretch(self, label: str, links: Links = lambda transport: transport) -> AbstractContextManager[None]:
+        """Inside, masks are drawn apart (once for each `label`), over `links`: party 0 may run ahead of the data.
+
+        Raises UnsupportedOp for a protocol without separate preprocessing.
+        """
+        raise UnsupportedOp(f"protocol '{self.name}' has no separate preprocessing; want 'trio' or 'dealer'")
 
     @property
     def ledger(self) -> Ledger:

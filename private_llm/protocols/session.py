@@ -17,9 +17,13 @@ from private_llm.net.roles import named
 from private_llm.net.transport import CLIENT, MetaTransport, Transport, endpoint_name
 from private_llm.protocols.adder import Adder
 from private_llm.protocols.dealer.party import TwoPartyDealer
+from private_llm.protocols.dealing import keys_held
 from private_llm.protocols.exact import Exact
 from private_llm.protocols.plain import Plain
 from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.quad.bits import Quad
+from private_llm.protocols.quad.client import QuadClient, deal_quad
+from private_llm.protocols.quad.views import GROUPS, meet_groups
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio.client import TrioClient, deal_trio, receive_input_keys
 from private_llm.protocols.trio.party import Trio
@@ -92,13 +96,19 @@ def join(config: PrivateConfig, party: int, transport: Transport) -> Session:
         return _placed(config, Plain(party, transport, ring, config.debug_ranges), device)
     others = [p for p in range(config.parties) if p != party]
     seeds = _meet(config, transport, [*others, CLIENT])
-    keys = receive_input_keys(transport, party)
-    return _placed(config, _masked(config, party, transport, seeds, keys), device)
+    keys = receive_input_keys(transport, keys_held(config, party))
+    groups = meet_groups(transport, party, keys) if config.protocol == "quad" else []
+    return _placed(config, _masked(config, party, transport, seeds, keys, groups), device)
 
 
-def _masked(config: PrivateConfig, party: int, transport: Transport, seeds: dict[int, Seed], keys: list[Seed]) -> Trio:
+def _masked(
+    config: PrivateConfig, party: int, transport: Transport, seeds: dict[int, Seed], keys: list[Seed],
+    groups: list[Seed | None],
+) -> Trio:  # fmt: skip
     """One endpoint of a protocol of masked shares."""
     ring, adder = Ring(config.ring), _adder(config)
+    if config.protocol == "quad":
+        return Quad(party, transport, ring, seeds, groups, keys, adder)
     if config.protocol == "dealer":
         return TwoPartyDealer(party, transport, ring, seeds, keys, adder, remask=config.matmul == "remask")
     return Trio(party, transport, ring, seeds, keys, adder)
@@ -127,6 +137,8 @@ def client_end(config: PrivateConfig, transport: Transport) -> ClientEnd:
     ring = Ring(config.ring)
     if config.protocol == "plain":
         return PlainClient(transport, ring)
+    if config.protocol == "quad":
+        return QuadClient(transport, ring)
     return TrioClient(transport, ring, one_hot=config.protocol == "dealer")
 
 
@@ -138,7 +150,8 @@ def meta_session(config: PrivateConfig, party: int) -> Session:
         return Session(config, Plain(party, transport, ring), device="meta")
     zero = Seed(bytes(32))
     seeds = dict.fromkeys([*range(config.parties), CLIENT], zero)
-    end = _masked(config, party, transport, seeds, [zero] * 2)
+    groups = [zero if party in group else None for group in GROUPS]
+    end = _masked(config, party, transport, seeds, [zero] * keys_held(config, party), groups)
     return Session(config, _dividing(config, end).on("meta"), device="meta")
 
 
@@ -150,6 +163,8 @@ def deal(config: PrivateConfig, elements: Tensor, seed: Seed, label: str) -> lis
     """Split ring elements into one share per party; masks come from `seed` under `label` (use each label once)."""
     if config.protocol == "plain":
         return [Share((elements,))]
+    if config.protocol == "quad":
+        return deal_quad(elements, Ring(config.ring), seed, label)
     return deal_trio(elements, Ring(config.ring), seed, label)
 
 

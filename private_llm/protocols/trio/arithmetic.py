@@ -36,7 +36,7 @@ from private_llm.errors import DomainError, ProtocolAbort
 from private_llm.kernels import ops
 from private_llm.kernels.forms import Form, Matmul
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.protocol import Links, Protocol
 from private_llm.protocols.share import Index, Share
 from private_llm.ring.dpf import expand, key_words
 from private_llm.ring.prg import Prg, Seed
@@ -69,7 +69,7 @@ class TrioArithmetic(Protocol):
         self._inputs: list[Prg] = [key.stream("client input") for key in self._keys]
 
     @contextmanager
-    def stretch(self, label: str) -> Iterator[None]:
+    def stretch(self, label: str, links: Links = lambda transport: transport) -> Iterator[None]:
         """Inside, masks come from streams of their own and indices are one-hot, so that party 0 may run ahead.
 
         Raises ProtocolAbort for a label that this session has used: masks must never repeat.
@@ -77,14 +77,14 @@ class TrioArithmetic(Protocol):
         if label in self._stretches:
             raise ProtocolAbort(f"the masks of '{label}' were used before; masks must never repeat")
         self._stretches.add(label)
-        kept = self._streams, self._inputs, self.one_hot
+        kept = self._streams, self._inputs, self.one_hot, self.transport
         self._streams = [seed.stream(f"trio masks/{label}") for seed in self._seeds]
         self._inputs = [key.stream(f"client input/{label}") for key in self._keys]
-        self.one_hot = True
+        self.one_hot, self.transport = True, links(self.transport)
         try:
             yield
         finally:
-            self._streams, self._inputs, self.one_hot = kept
+            self._streams, self._inputs, self.one_hot, self.transport = kept
 
     @property
     def role(self) -> int:
@@ -324,23 +324,23 @@ class TrioArithmetic(Protocol):
         """
         if index.one_hot:
             return self._lookup_rows(Share(index.keys), table)
-        chunk = max(1, _LOOKUP_CELLS // index.domain)
-        pieces = []
-        for start in range(0, index.count, chunk):
-            keys = [key[start : start + chunk] for key in index.keys]
-            pieces.append(self._lookup_piece(keys, index.domain, table))
-        piece = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        piece = self._in_chunks(index, lambda keys: self._lookup_piece(keys, index.domain, table))
         if isinstance(table, Tensor):
             return self._finish("lookup", piece.shape, piece if self.role else None, 0, helped=False)
         return self._finish("lookup", piece.shape, piece, 0, helped=True)
+
+    def _in_chunks(self, index: Index, piece: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        """What `piece` makes of the keys, a limited number of expanded entries at a time."""
+        chunk = max(1, _LOOKUP_CELLS // index.domain)
+        pieces = [piece([key[at : at + chunk] for key in index.keys]) for at in range(0, index.count, chunk)]
+        return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     def _lookup_rows(self, rows: Share, table: Share | Tensor) -> Share:
         if isinstance(table, Tensor):
             return rows.map(lambda part: ops.ring_matmul(part, table))
         with self.ledger.op("lookup"):
-            return TrioArithmetic.bilinear(
-                self, Matmul(), rows, table
-            )  # the table is masked once, whatever a subclass does
+            # The table is masked once, whatever a subclass does.
+            return TrioArithmetic.bilinear(self, Matmul(), rows, table)
 
     def _lookup_piece(self, keys: Sequence[Tensor], domain: int, table: Share | Tensor) -> Tensor:
         # Party 0 has key 0 of (0, 1) and (0, 2), party 1 key 1 of (0, 1) and key 0 of (1, 2), party 2 the rest.

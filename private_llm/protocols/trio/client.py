@@ -26,10 +26,13 @@ from private_llm.ring.ring import Ring
 class TrioClient:
     """The client's end. `one_hot`: see `TrioArithmetic`."""
 
+    mask_holders: tuple[tuple[int, ...], ...] = ((0, 1), (0, 2))
+    """Who knows the masks a1 and a2 of inputs."""
+
     def __init__(self, transport: Transport, ring: Ring, one_hot: bool = False) -> None:
         self.transport, self.ring, self._one_hot = transport, ring, one_hot
-        self._keys = keys = [Seed.fresh(), Seed.fresh()]
-        for key, parties in zip(keys, ((0, 1), (0, 2)), strict=True):
+        self._keys = keys = [Seed.fresh() for _ in self.mask_holders]
+        for key, parties in zip(keys, self.mask_holders, strict=True):
             for party in parties:
                 payload = torch.frombuffer(bytearray(key.raw()), dtype=torch.uint8)
                 transport.send(party, "input key", payload)
@@ -84,9 +87,8 @@ def one_hot(indices: Tensor, domain: int, ring: Ring) -> Tensor:
     return rows.scatter_(1, indices.reshape(-1, 1), 1)
 
 
-def receive_input_keys(transport: Transport, party: int) -> list[Seed]:
-    """The client's mask keys that this party shares: both for party 0, one for the others."""
-    count = 2 if party == 0 else 1
+def receive_input_keys(transport: Transport, count: int) -> list[Seed]:
+    """The client's mask keys that this party shares: in trio both for party 0, one for the others."""
     return [
         Seed(bytes(transport.recv(CLIENT, "input key", (32,), torch.uint8).numpy().tobytes())) for _ in range(count)
     ]

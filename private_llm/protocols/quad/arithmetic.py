@@ -1,0 +1,316 @@
+"""Quad's arithmetic: Trio's main run between parties 1 and 2, and its mirror between parties 0 and 3 as the check.
+
+Masks a1 (known to parties 0, 1, 3), a2 (0, 2, 3), u (1, 2, 3); a = a1 + a2, X = x + a, V = X + u.
+    P0: (a1, a2, x + u)   P1: (x + a2, a1, u)   P2: (x + a1, a2, u)   P3: (a1, a2, u)
+Every party lacks one of the three masks, and V is known to parties 0, 1 and 2. The first two parts are Trio's share
+with party 0 and party 3 both as helper.
+
+Main run. Trio's code. Helper messages are sent by party 3; party 0 makes the same bytes (views, roles). What
+parties 1 and 2 tell each other is checked by the mirror.
+
+Mirror of a product. xy = XY - Xb - Ya + ab, and with p = x + u: Xb + Ya = p_x b + a p_y + 2ab - u_x b - a u_y, so
+    m0 = -(p_x b + a p_y) - ab at party 0,   m3 = u_x b + a u_y at party 3,   m0 + m3 = xy - XY.
+  without shift: parties 1, 2, 3 draw t and the new u. Party 2 tells party 0 XY + t (party 1 records the same), party
+    3 sends m3 - t + u; party 0 holds z + u, and records V = z + u + a with each of parties 1 and 2. 5 elements in all.
+  with shift: party 3 sends m3 + q, and w - XY + q is recorded (nothing of XY is sent). Then z = floor of the opened w
+    needs beta = 1 - msb(w), known to parties 1 and 2, times msb(R), known to parties 0 and 3: the main run's small
+    exchange, mirrored. Party 2 tells party 0 (w >> f) + t1 and beta - t2 (f bits), party 3 sends msb(R) t2 + t3 (f
+    bits); party 0 gets z + u, u = t1 + 2^(l-f) t3. V is recorded, which covers the exchange. 5 (l + f) bits in all.
+  polynomials, lookups: the main run with (X, a) and (-a, -X) swapped: what is X - a for Trio is (-a) - (-X) here,
+    parties 0 and 3 know -a, and -X has the additive shares -(p + a) and u.
+
+Why one liar is always seen. The first lie of a party, whatever the secrets are:
+  party 1 to party 2 by d: an opened value at party 2 is off by d, that of party 0 is right, their records differ;
+  party 2 to party 1: likewise with party 1; party 2 to party 0: party 1 has recorded the right bytes;
+  party 3 to party 2: party 0 has recorded the right bytes; party 3 to party 0: coefficient 1, so party 0's record is
+  off by d against both. Party 0 sends nothing in a run. `verify` compares the records before anything is opened.
+What each receives is uniform: party 0 (XY + t, w >> f + t1, beta - t2: masked by streams of 1, 2, 3; party 3's: by u,
+q, t3), parties 1 and 2 as in Trio, party 3 nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import ProtocolAbort
+from private_llm.kernels import ops
+from private_llm.kernels.forms import Form, Matmul
+from private_llm.net.transport import CLIENT
+from private_llm.protocols.quad.client import digest, unmask
+from private_llm.protocols.quad.records import QuadRecords
+from private_llm.protocols.quad.views import as_tensor
+from private_llm.protocols.share import Index, Share
+from private_llm.protocols.trio.arithmetic import powers
+from private_llm.ring.dpf import expand, key_words
+
+
+class QuadArithmetic(QuadRecords):
+    """One party's arithmetic and its edges."""
+
+    # -- local ---------------------------------------------------------------------------------------------------
+    def add_public(self, x: Share, c: int | Tensor) -> Share:
+        """Parties 0, 1 and 2 add c to their masked component."""
+        if isinstance(c, Tensor):
+            shape = torch.broadcast_shapes(x.shape, c.shape)
+            if shape != x.shape:
+                x = x.map(lambda part: part.expand(shape))
+            c = c.to(self.ring.dtype)
+        else:
+            c = self.ring.constant(c)
+        a, b, third = x.parts
+        if self.party == 0:
+            return Share((a, b, third + c))
+        return x if self.party == 3 else Share((a + c, b, third))
+
+    def public(self, c: Tensor) -> Share:
+        """Masks of zero: known to all."""
+        c = c.to(self.ring.dtype)
+        zero = torch.zeros_like(c)
+        return Share({0: (zero, zero, c), 3: (zero, zero, zero)}.get(self.party, (c, zero, zero)))
+
+    # -- finishing a product, checked ------------------------------------------------------------------------------
+    def _finish_checked(
+        self, tag: str, shape: torch.Size, piece: Tensor | None, mirror: Tensor | None, shift: int, helped: bool,
+        known: Tensor | None = None,
+    ) -> Share:  # fmt: skip
+        """`_finish` of Trio and its check.
+
+        mirror: at parties 0 and 3 additive pieces of the result before the shift, less `known`, which parties 1 and 2
+        hold if `helped` (and nobody otherwise).
+        """
+        if shift:
+            return self._finish_checked_shift(tag, shape, piece, mirror, shift, known)
+        main = self._finish(tag, shape, piece, 0, helped)
+        count = shape.numel()
+        if self.party == 0:
+            part = self._piece(tag, (count,), self.ring.dtype) + _flat(mirror)
+            if helped:
+                part += self._told(tag, (count,), self.ring.dtype)
+            return self._with_part(main, part)
+        drawn = self._joint(2 * count if helped else count)
+        u, t = drawn[:count], drawn[count:]
+        if self.party == 3:
+            message = _flat(mirror) + u
+            self._tell_piece(tag, message - t if helped else message)
+            return Share((*main.parts, u.view(shape)))
+        if helped:
+            self._tell(tag, _flat(known) + t)
+        return self._with_part(main, u)
+
+    def _with_part(self, main: Share, part: Tensor) -> Share:
+        """The third component of parties 0, 1 and 2, with V recorded."""
+        made = Share((*main.parts, part.view(main.shape)))
+        self._confirm(made.parts[0] + made.parts[1] + made.parts[2])
+        return made
+
+    def _finish_checked_shift(
+        self, tag: str, shape: torch.Size, piece: Tensor | None, mirror: Tensor | None, shift: int, known: Tensor | None
+    ) -> Share:  # fmt: skip
+        main, opened = self._finish_shifted(tag, shape, piece, shift)
+        count = shape.numel()
+        if self.role == 0:
+            opened = (_sum(opened),)
+        if self.party == 0:
+            quarter = 1 << (self.ring.bits - 2)
+            self._confirm(self._piece(tag, (count,), self.ring.dtype) + _flat(mirror) + opened[0] + quarter)
+        else:
+            q = self._joint(count)
+            if self.party == 3:
+                self._tell_piece(tag, _flat(mirror) + q)
+            else:
+                self._confirm(opened[0] + q if known is None else opened[0] + q - _flat(known))
+        return self._check_shift(tag, main, opened[0], shift)
+
+    def truncate(self, x: Share, shift: int) -> Share:
+        """Division of a held value: X plays w and the mask R; 1 round."""
+        if not shift:
+            return x
+        main, opened = self._truncate(x, shift)
+        return self._check_shift("truncate", main, opened[0] if self.role else _sum(opened), shift)
+
+    def _check_shift(self, tag: str, main: Share, opened: Tensor, shift: int) -> Share:
+        """The mirror of Trio's small exchange; `opened` is w at parties 1 and 2, R at parties 0 and 3.
+
+        With ~w as the helper's R and ~R as the evaluators' w, the kernels of the main run give party 0 z + u.
+        """
+        count = main.numel()
+        packed = ops.packed_words(count, shift)
+        none, no_fields = torch.zeros_like(opened), torch.zeros(packed, dtype=torch.int64, device=opened.device)
+        turned = ~opened
+        if self.role:
+            (t2, t3), (t1,) = self._draw_mixed(packed, count, 2, -1, elements=1)
+            u, _, high, beta = ops.trunc_helper(turned, none, none, t1, t2, t3, no_fields, shift)
+            for message in self._mixed(beta, high):
+                self._tell(tag, message)
+            return self._with_part(main, u)
+        turned -= 1 << (self.ring.bits - 2)
+        if self.party == 3:
+            (t2, t3), (t1,) = self._draw_mixed(packed, count, 2, -1, elements=1)
+            w, fields = ops.trunc_open(turned, none, t2, t3, shift)
+            self._tell_piece(tag, fields)
+            u = ops.trunc_close(w, fields, no_fields, t1, t3, shift)[1]
+            return Share((*main.parts, u.view(main.shape)))
+        beta, high = self._recv_mixed(self._told, tag, packed, count)
+        w, fields = ops.trunc_open(turned, none, beta, no_fields, shift)
+        theirs = self._piece(tag, (packed,), torch.int64)
+        return self._with_part(main, ops.trunc_close(w, fields, theirs, high, no_fields, shift)[0])
+
+    # -- products ------------------------------------------------------------------------------------------------
+    def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
+        """Elementwise product; 5 elements in all without shift, 5 (l + f) bits with a shift by f."""
+        return self._multiply(_Elementwise(), x, y, shift)
+
+    def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
+        """Output-sized traffic as `mul`. Local products: three at every party."""
+        self.ledger.add_macs(form.macs(x.shape, y.shape) * 3)
+        return self._multiply(form, x, y, shift, select)
+
+    def _multiply(self, form: Form, x: Share, y: Share, shift: int, select: Tensor | None = None) -> Share:
+        (x0, x1, x2), (y0, y1, y2) = x.parts, y.parts
+        mirror = known = None
+        if self.role == 0:
+            a, b = x0 + x1, y0 + y1
+            piece = -form.product(a, b)
+            mirror = form.pair(x2, b, a, y2)
+            if self.party == 0:
+                mirror = piece - mirror
+        else:
+            big_x, big_y = x0 + x1, y0 + y1
+            known = form.product(big_x, big_y)
+            piece = form.pair(big_x, y1, x1, big_y)
+            piece = known - piece if self.party == 2 else -piece
+        if select is not None:
+            piece = _selected(piece, select)
+            mirror, known = (None if made is None else _selected(made, select) for made in (mirror, known))
+        return self._finish_checked(form.tag, piece.shape, piece, mirror, shift, True, known)
+
+    def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
+        """Trio's Taylor step and its mirror around -a: degree - 1 elements from party 2, then the check."""
+        piece = self._poly_piece(x, coefficients)
+        mirror = self._poly_mirror(x, coefficients)
+        return self._finish_checked("poly", x.shape, piece, mirror, shift, helped=False)
+
+    def _poly_mirror(self, x: Share, coefficients: Sequence[int]) -> Tensor | None:
+        extra, count = len(coefficients) - 2, x.numel()
+        both, third = (x.parts[0] + x.parts[1]).reshape(-1), x.parts[2].reshape(-1)
+        if self.role:
+            self._tell("poly", powers(-both, extra) - self._joint(extra * count))
+            return None
+        if self.party == 0:
+            shares, mine = self._told("poly", (extra * count,), self.ring.dtype), -(both + third)
+        else:
+            shares, mine = self._joint(extra * count), third
+        return self._poly_terms(-both, mine, shares, coefficients, self.party == 0)
+
+    # -- edges -----------------------------------------------------------------------------------------------------
+    def receive_input(self, shape: tuple[int, ...]) -> Share:
+        """V from the client to parties 0, 1 and 2, who record it: 1 element each, 1 round; party 3 receives nothing."""
+        count = torch.Size(shape).numel()
+        masks = [stream.elements(count, self.ring, self.device).view(shape) for stream in self._inputs]
+        if self.party == 3:
+            return Share(tuple(masks))
+        value = self.transport.recv(CLIENT, "input", shape, self.ring.dtype)
+        self._confirm(value)
+        return unmask(self.party, value, masks)
+
+    def receive_index(self, count: int, domain: int) -> Index:
+        """Four keys of point functions from the client (Trio's two, and two for the mirror), or one-hot rows."""
+        if self.one_hot:
+            return super().receive_index(count, domain)
+        keys = self.transport.recv(CLIENT, "index", (4, count, key_words(domain)), torch.int64)
+        return Index(tuple(keys), count, domain)
+
+    def lookup(self, index: Index, table: Share | Tensor) -> Share:
+        """Rows of a table at secret indices: Trio's lookup and its mirror, 5 elements an output (4 if public).
+
+        The mirror takes W = V - u - a: point functions for a at parties (3, 0), for u at (3, {1, 2}), for V at
+        (0, {1, 2}), where parties 1 and 2 hold the same key. With a public table those for a suffice.
+        """
+        if index.one_hot:
+            return self._lookup_rows(Share(index.keys), table)
+        piece = self._in_chunks(index, lambda keys: self._lookup_piece(keys, index.domain, table))
+        mirror = self._in_chunks(index, lambda keys: self._lookup_mirror(keys[2:], index.domain, table))
+        if isinstance(table, Tensor):
+            main, check = (None, mirror) if self.role == 0 else (piece, None)
+            return self._finish_checked("lookup", piece.shape, main, check, 0, helped=False)
+        return self._finish_checked("lookup", piece.shape, piece, mirror, 0, True, mirror)
+
+    def _lookup_rows(self, rows: Share, table: Share | Tensor) -> Share:
+        if isinstance(table, Tensor):
+            return rows.map(lambda part: ops.ring_matmul(part, table))
+        with self.ledger.op("lookup"):
+            return self.bilinear(Matmul(), rows, table)
+
+    def _lookup_mirror(self, keys: Sequence[Tensor], domain: int, table: Share | Tensor) -> Tensor:
+        """Pieces of the rows at parties 0 (keys a, V) and 3 (a, u), and the rest at 1 and 2 (u, V)."""
+        if isinstance(table, Tensor):
+            if self.role:
+                return torch.empty((keys[0].shape[0], table.shape[1]), dtype=self.ring.dtype, device=self.device)
+            return ops.ring_matmul(expand(keys[0], domain, 1 if self.party == 0 else 0, self.ring), table)
+        self.ledger.add_macs(2 * keys[0].shape[0] * table.numel())
+        first, second = (
+            expand(key, domain, holder, self.ring) for key, holder in zip(keys, self._holders, strict=True)
+        )
+        a, b, third = table.parts
+        if self.role:
+            return ops.ring_matmul_pair(-first, third, second, a + b + third)
+        both = a + b
+        if self.party == 3:
+            return -ops.ring_matmul_pair(first, both, second, third)
+        return ops.ring_matmul_pair(second - first, both, second, third)
+
+    @property
+    def _holders(self) -> tuple[int, int]:
+        """Which end of the mirror's two point functions this party holds."""
+        return {0: (1, 0), 3: (0, 0)}.get(self.party, (1, 1))
+
+    def reveal_to_client(self, x: Share) -> None:
+        """After `verify`: party 1 sends X and party 2 its digest, party 0 sends a and party 3 its digest."""
+        self.verify()
+        value = (x.parts[0] + x.parts[1]).contiguous()
+        if self.party in (0, 1):
+            self.transport.send(CLIENT, "reveal", value)
+        else:
+            self.transport.send(CLIENT, "reveal digest", as_tensor(digest(value)))
+
+
+@dataclass(frozen=True)
+class _Elementwise(Form):
+    """x y, broadcasting."""
+
+    tag = "mul"
+
+    def product(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+    def pair(self, x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
+        return torch.addcmul(x0 * y0, x1, y1)
+
+    def real(self, x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+    def macs(self, x_shape: Sequence[int], y_shape: Sequence[int]) -> int:
+        return math.prod(torch.broadcast_shapes(tuple(x_shape), tuple(y_shape)))
+
+
+def _selected(piece: Tensor, select: Tensor) -> Tensor:
+    return piece.reshape(-1)[select.to(piece.device)]
+
+
+def _flat(piece: Tensor | None) -> Tensor:
+    """A piece that must be there, as one row."""
+    if piece is None:
+        raise ProtocolAbort("a party finishes a product without its piece of the check")
+    return piece.reshape(-1)
+
+
+def _sum(summands: Sequence[Tensor]) -> Tensor:
+    total = summands[0] + summands[1]
+    for more in summands[2:]:
+        total += more
+    return total

@@ -1,0 +1,95 @@
+"""Quad's edges: how a client shares inputs and opens outputs, and how a model owner splits weights.
+
+A secret x has three masks: a1 from a key of client and parties 0, 1, 3, a2 of parties 0, 2, 3, u of parties 1, 2, 3.
+Inputs: the client sends V = x + a1 + a2 + u to parties 0, 1 and 2; each takes off the two masks that it knows.
+Outputs: party 1 sends X = x + a, party 0 sends a = a1 + a2; party 2 and party 3, who know the same, send digests. One
+liar among them makes a digest differ from its tensor, and the client raises ProtocolAbort.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from cryptography.hazmat.primitives.constant_time import bytes_eq
+from torch import Tensor
+
+from private_llm.errors import ProtocolAbort
+from private_llm.protocols.quad.views import GROUPS, as_bytes
+from private_llm.protocols.share import Share
+from private_llm.protocols.trio.client import TrioClient, one_hot
+from private_llm.ring.dpf import make_keys
+from private_llm.ring.prg import Seed
+from private_llm.ring.ring import Ring
+
+DIGEST_BYTES = 32
+
+
+class QuadClient(TrioClient):
+    """The client's end."""
+
+    mask_holders = GROUPS
+
+    def share(self, elements: Tensor) -> None:
+        """Share ring elements with the parties, who call `receive_input` with the same shape."""
+        a1, a2, u = (mask.elements(elements.numel(), self.ring).view(elements.shape) for mask in self._masks)
+        value = (elements + a1 + a2 + u).contiguous()
+        for party in (0, 1, 2):
+            self.transport.send(party, "input", value)
+
+    def share_index(self, indices: Tensor, domain: int) -> None:
+        """Share int64 indices [T] below `domain`; the parties call `receive_index(T, domain)`.
+
+        Six pairs of keys, one for each component of the main run and of its mirror (see `QuadArithmetic.lookup`).
+        """
+        if self._one_hot:
+            self.share(one_hot(indices, domain, self.ring))
+            return
+        a1, a2, x, a, u, v = (make_keys(indices, domain, self._roots) for _ in range(6))
+        held = (
+            (a1[0], a2[0], a[1], v[0]),
+            (a1[1], x[0], u[1], v[1]),
+            (a2[1], x[1], u[1], v[1]),
+            (a1[0], a2[0], a[0], u[0]),
+        )
+        for party, keys in enumerate(held):
+            self.transport.send(party, "index", torch.stack(keys))
+
+    def open(self, shape: tuple[int, ...]) -> Tensor:
+        """Ring elements of `shape` that the parties reveal right now. Raises ProtocolAbort if one of them lies."""
+        opened = []
+        for sender, witness in ((1, 2), (0, 3)):
+            value = self.transport.recv(sender, "reveal", shape, self.ring.dtype)
+            wanted = self.transport.recv(witness, "reveal digest", (DIGEST_BYTES,), torch.uint8)
+            if not (value.is_meta or bytes_eq(as_bytes(wanted), digest(value))):
+                raise ProtocolAbort("parties opened different results: one of them deviates; do not use this session")
+            opened.append(value)
+        return opened[0] - opened[1]
+
+
+def digest(value: Tensor) -> bytes:
+    """32 bytes that stand for a tensor."""
+    if value.is_meta:
+        return bytes(DIGEST_BYTES)
+    data = value.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data.data, digest_size=DIGEST_BYTES, person=b"pllm-reveal").digest()
+
+
+def unmask(party: int, value: Tensor, masks: Sequence[Tensor]) -> Share:
+    """A share from V and the two masks that party 0, 1 or 2 knows, in the order a1, a2, u."""
+    part = value - masks[0]
+    part -= masks[1]
+    return Share((*masks, part) if party == 0 else (part, *masks))
+
+
+def deal_quad(elements: Tensor, ring: Ring, seed: Seed, label: str) -> list[Share]:
+    """One share per party with masks drawn from `seed` under `label`; a label must never be used twice."""
+    if elements.device.type == "meta":
+        return [Share((torch.empty_like(elements),) * 3) for _ in range(4)]
+    a1, a2, u = (
+        seed.stream(f"{label}/mask {k}").elements(elements.numel(), ring).view(elements.shape) for k in (1, 2, 3)
+    )
+    value = elements + a1 + a2 + u
+    known = ((a1, a2), (a1, u), (a2, u))
+    return [*(unmask(party, value, masks) for party, masks in enumerate(known)), Share((a1, a2, u))]

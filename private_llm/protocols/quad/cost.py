@@ -1,0 +1,112 @@
+"""What every primitive of Quad sends and waits for, as formulas of public shapes.
+
+The main run is Trio's, with party 3 sending what Trio's party 0 sends. The mirror adds what party 2 tells party 0
+(the evaluators' products, as many rows as the helper's) and what party 3 tells it (one row per opened row).
+No round is added: nobody waits for party 0.
+"""
+
+from __future__ import annotations
+
+from private_llm.circuits.carry import carry_plan
+from private_llm.kernels.ops import packed_words
+from private_llm.net.ledger import Cost
+from private_llm.net.transport import CLIENT
+from private_llm.protocols.quad.client import DIGEST_BYTES
+from private_llm.protocols.quad.views import TAG_BYTES
+from private_llm.protocols.share import words_for
+from private_llm.protocols.trio import cost as trio
+from private_llm.ring.dpf import key_words
+from private_llm.ring.ring import Ring
+
+
+def main_run(cost: Cost) -> Cost:
+    """Trio's price with party 3 as the helper that sends."""
+    return Cost({(3 if a == 0 else a, b): count for (a, b), count in cost.sent.items()}, cost.rounds)
+
+
+def finish(ring: Ring, count: int, shift: int, helped: bool) -> Cost:
+    """From additive pieces to a checked share of `count` outputs: 5 (e + f bits) each in all, or 5 e, or 4 e."""
+    plain, packed = count * ring.bytes, 8 * packed_words(count, shift)
+    main = main_run(trio.finish(ring, count, shift, helped))
+    if shift:
+        return main + Cost({(2, 0): plain + packed, (3, 0): plain + packed})
+    return main + Cost({(2, 0): plain if helped else 0, (3, 0): plain})
+
+
+def product(ring: Ring, count: int, shift: int) -> Cost:
+    """`mul` and `bilinear` with `count` outputs, whatever the inner size."""
+    return finish(ring, count, shift, helped=True)
+
+
+def truncate(ring: Ring, count: int, shift: int) -> Cost:
+    """Truncation of a held value: e + f bits to each of parties 2 and 0, f bits each way and from party 3 to 0."""
+    if shift == 0:
+        return Cost()
+    packed = 8 * packed_words(count, shift)
+    return main_run(trio.truncate(ring, count, shift)) + Cost({(2, 0): count * ring.bytes + packed, (3, 0): packed})
+
+
+def poly(ring: Ring, count: int, degree: int, shift: int) -> Cost:
+    """One-step polynomial: degree - 1 elements to each of parties 2 and 0, then one finish."""
+    powers = (degree - 1) * count * ring.bytes
+    return Cost({(3, 2): powers, (2, 0): powers}) + finish(ring, count, shift, helped=False)
+
+
+def msb(count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
+    """Sign bits (prefix adder): the mirror shares the monomials for every threshold, not once."""
+    plan = carry_plan(bits - 1 - low)
+    lanes = 8 * words_for(count) * thresholds
+    products = sum(plan.product_rows(level) for level in range(len(plan.levels)))
+    told = (plan.monomial_rows + products + 1) * lanes
+    return main_run(trio.msb(count, bits, thresholds, low)) + Cost({(2, 0): told, (3, 0): plan.online_rows * lanes})
+
+
+def gate(count: int, rows: int = 1) -> Cost:
+    """One AND: 1 bit pre, 1 each way, and 2 to party 0."""
+    word = 8 * words_for(count) * rows
+    return main_run(trio.gate(count, rows)) + Cost({(2, 0): word, (3, 0): word})
+
+
+def msb_ripple(count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
+    """The ripple adder: `bits` mask bits to party 2, as many bits of M per threshold to party 0, then the gates."""
+    row = 8 * words_for(count)
+    shared = Cost({(3, 2): row * bits, (2, 0): row * bits * thresholds})
+    return shared + gate(count, thresholds).times(bits - 1 - low)
+
+
+def a2b(ring: Ring, count: int) -> Cost:
+    """All bits: the ripple adder."""
+    return msb_ripple(count, ring.bits)
+
+
+def inject(ring: Ring, count: int, rows: int, weighted: int, shift: int) -> Cost:
+    """sum of bit_k (w_k x + c_k): 1 element per row and per weighted row to parties 2 and 0, then one finish."""
+    products = (rows + weighted) * count * ring.bytes
+    return Cost({(3, 2): products, (2, 0): products}) + finish(ring, count, shift, helped=False)
+
+
+def verify() -> Cost:
+    """Two tags to party 0, one verdict to each other party; 2 rounds, whatever was computed."""
+    return Cost({(1, 0): TAG_BYTES, (2, 0): TAG_BYTES, (0, 1): 1, (0, 2): 1, (0, 3): 1}, 2)
+
+
+def input_from_client(ring: Ring, count: int) -> Cost:
+    """The client sends one element to each of parties 0, 1 and 2."""
+    return Cost({(CLIENT, party): count * ring.bytes for party in (0, 1, 2)})
+
+
+def reveal_to_client(ring: Ring, count: int) -> Cost:
+    """`verify`, then one element each from parties 0 and 1 and a digest each from 2 and 3."""
+    size = count * ring.bytes
+    opened = {(0, CLIENT): size, (1, CLIENT): size, (2, CLIENT): DIGEST_BYTES, (3, CLIENT): DIGEST_BYTES}
+    return verify() + Cost(opened)
+
+
+def index_from_client(count: int, domain: int) -> Cost:
+    """Four point-function keys for each party."""
+    return Cost({(CLIENT, party): 4 * 8 * count * key_words(domain) for party in range(4)})
+
+
+def lookup(ring: Ring, count: int, width: int, public: bool = False) -> Cost:
+    """Rows of a table at secret indices: one finish, whatever the length of the table."""
+    return finish(ring, count * width, 0, helped=not public)

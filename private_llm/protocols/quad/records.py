@@ -1,0 +1,103 @@
+"""One party of Quad: its streams, what it tells party 0, what it records, and the verification of the records.
+
+Party 0 runs behind the others: it receives, recomputes and records, and sends nothing before `verify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import ProtocolAbort
+from private_llm.net.transport import Transport
+from private_llm.protocols.adder import DEFAULT_ADDER, Adder
+from private_llm.protocols.quad.roles import RoleTransport, member
+from private_llm.protocols.quad.views import TAG_BYTES, View, as_bytes, as_tensor, same
+from private_llm.protocols.trio.party import Trio
+from private_llm.ring.prg import Seed
+from private_llm.ring.ring import Ring
+
+_VIEWS: dict[int, tuple[int, ...]] = {0: (1, 2), 1: (0,), 2: (0,), 3: ()}
+"""With whom each party records what both must hold."""
+
+
+class QuadRecords(Trio):
+    """Trio's code in its role, with records."""
+
+    name = "quad"
+    parties = 4
+
+    def __init__(
+        self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed],
+        group_seeds: Sequence[Seed | None], input_keys: Sequence[Seed], adder: Adder = DEFAULT_ADDER,
+        device: str = "cpu",
+    ) -> None:  # fmt: skip
+        self._views = {other: View(pair_seeds[other]) for other in _VIEWS[party]}
+        first, second, joint = group_seeds
+        helper = {1: first, 2: second, 0: first if party == 1 else second}
+        masks = {role: seed for role, seed in helper.items() if seed is not None}
+        super().__init__(party, RoleTransport(transport, party, self._views), ring, masks, input_keys, adder, device)
+        if joint is not None:
+            self._seeds.append(joint)
+            self._streams.append(joint.stream("trio masks"))
+
+    @property
+    def role(self) -> int:
+        """Parties 0 and 3 help, 1 and 2 evaluate."""
+        return self.party % 3
+
+    def _joint(self, count: int) -> Tensor:
+        """Ring elements of the stream of parties 1, 2 and 3."""
+        return self._draw(count, -1)
+
+    def _joint_words(self, count: int) -> Tensor:
+        return self._draw_words(count, -1)
+
+    def _tell(self, tag: str, payload: Tensor) -> None:
+        """Parties 1 and 2, who both know it, to party 0: party 2 sends, party 1 records."""
+        if self.party == 2:
+            self.transport.send(member(0), tag, payload)
+        else:
+            self._views[0].absorb(payload)
+
+    def _told(self, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Party 0: what party 2 tells, recorded with party 1."""
+        payload = self.transport.recv(member(2), tag, shape, dtype)
+        self._views[1].absorb(payload)
+        return payload
+
+    def _tell_piece(self, tag: str, payload: Tensor) -> None:
+        """Party 3's piece to party 0: it enters a recorded value with coefficient 1, so nothing else is recorded."""
+        self.transport.send(member(0), tag, payload)
+
+    def _piece(self, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.transport.recv(member(3), tag, shape, dtype)
+
+    def _confirm(self, value: Tensor) -> None:
+        """Record a value that parties 0, 1 and 2 must hold alike."""
+        for view in self._views.values():
+            view.absorb(value)
+
+    def verify(self) -> None:
+        """Compare all records since the last call: 16 bytes each from parties 1 and 2, one byte to each; 2 rounds.
+
+        Raises ProtocolAbort at every honest party if any party has deviated.
+        """
+        if self.party == 0:
+            tags = [self.transport.recv(member(other), "verify", (TAG_BYTES,), torch.uint8) for other in (1, 2)]
+            honest = same(tags, [self._views[other].close() for other in (1, 2)])
+            for other in (1, 2, 3):
+                self.transport.send(member(other), "verify", as_tensor(bytes([honest])))
+        else:
+            for view in self._views.values():
+                self.transport.send(member(0), "verify", as_tensor(view.close()))
+            for _ in range(2):
+                self.ledger.add_round("verify")
+            answer = self.transport.recv(member(0), "verify", (1,), torch.uint8)
+            honest = answer.is_meta or as_bytes(answer) == b"\1"
+        if not honest:
+            raise ProtocolAbort(
+                "a party deviated from the protocol; nothing was opened; end the session and find out why"
+            )
