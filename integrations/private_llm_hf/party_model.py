@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
@@ -34,28 +34,33 @@ from private_llm_hf.attention import register
 from private_llm_hf.batch_norm import fold_batch_norms
 from private_llm_hf.cache import SecretCache, SecretEncoderDecoderCache
 from private_llm_hf.layout import model_class
+from private_llm_hf.placement import Placement, Value
 from private_llm_hf.plan import make_plan
 
-Weights = Mapping[str, Fixed | SecretTensor | Tensor]
+Weights = Mapping[str, Value]
 
 
 def build_party_model(
-    config: Mapping[str, Any], class_name: str, parameters: Weights, session: Session
-) -> PreTrainedModel:
+    config: Mapping[str, Any], class_name: str, parameters: Weights, session: Session,
+    progress: Callable[[], None] = lambda: None,
+) -> PreTrainedModel:  # fmt: skip
     """A model of transformers' class `class_name` whose parameters are this party's shares.
 
     `parameters` maps the model's own parameter names (tied ones once, under the name they are tied to) to shares.
-    The result also has `new_cache()`. Raises PatchMismatch for modules without a rule and for missing,
-    surplus or misshapen weights.
+    Modules lie where the session's device_map says. `progress` is called after each weight. The result also has
+    `new_cache()`. Raises PatchMismatch for modules without a rule and for missing, surplus or misshapen weights,
+    ConfigError for a device_map that does not fit.
     """
     model = empty_model(config, class_name)
     make_plan(model, session.config)
     _replace_modules(model)
-    _set_parameters(model, parameters)
-    _check_complete(model, session)
+    placement = Placement(model, session)
+    _set_parameters(model, parameters, placement, progress)
+    _check_complete(model, session, placement.on_disk)
     model.new_cache = functools.partial(new_cache, model)
-    _share_inputs(model, session.protocol.ledger)
+    _share_inputs(model, session.protocol.ledger, placement)
     _book_by_module(model, session.protocol.ledger)
+    placement.attach(model)
     return model.eval()
 
 
@@ -146,20 +151,23 @@ def _replace_modules(model: nn.Module) -> None:
                 setattr(parent, name, made)
 
 
-def _share_inputs(model: nn.Module, ledger: Ledger) -> None:
+def _share_inputs(model: nn.Module, ledger: Ledger, placement: Placement) -> None:
     """Let siblings that read the same tensor (query, key, value; gate, up) be one product."""
     for path, parent in model.named_modules():
         children = dict(parent.named_children())
         for names, where in table("same_input").items():
             found = [children[name] for name in names.split() if name in children]
             if len(found) == len(names.split()) and re.fullmatch(where, path) and can_share(found):
-                group = SharedInput(found, f"{path}.{'+'.join(names.split())}", ledger)
+                read = placement.reader([f"{path}.{name}" for name in names.split()], found)
+                group = SharedInput(found, f"{path}.{'+'.join(names.split())}", ledger, read)
                 for index, layer in enumerate(found):
                     layer.forward = functools.partial(group.piece, index)
 
 
 # -- weights ------------------------------------------------------------------------------------------------
-def _set_parameters(model: PreTrainedModel, parameters: Weights) -> None:
+def _set_parameters(
+    model: PreTrainedModel, parameters: Weights, placement: Placement, progress: Callable[[], None]
+) -> None:
     """Set every parameter; a tied one may come under any of its names."""
     groups: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
@@ -177,9 +185,8 @@ def _set_parameters(model: PreTrainedModel, parameters: Weights) -> None:
             raise PatchMismatch(
                 f"weight '{name}': got {tuple(value.shape)}; want {tuple(getattr(wanted, 'shape', ()))}"
             )
-        ready = _parameter(value)
-        for _, module, own in places:
-            module._parameters[own] = ready
+        placement.settle(places, value)
+        progress()
     surplus = sorted(set(parameters) - used)
     if missing or surplus:
         raise PatchMismatch(
@@ -188,14 +195,11 @@ def _set_parameters(model: PreTrainedModel, parameters: Weights) -> None:
         )
 
 
-def _parameter(value: Fixed | SecretTensor | Tensor) -> nn.Parameter:
-    return nn.Parameter(SecretTensor(value) if isinstance(value, Fixed) else value, requires_grad=False)
-
-
-def _check_complete(model: PreTrainedModel, session: Session) -> None:
-    left = [name for name, p in model.named_parameters() if p.device.type == "meta"]
+def _check_complete(model: PreTrainedModel, session: Session, on_disk: set[str]) -> None:
+    held = [(name, p) for name, p in model.named_parameters() if name not in on_disk]
+    left = [name for name, p in held if p.device.type == "meta"]
     if session.config.weights == "secret":
-        left += [name for name, p in model.named_parameters() if not isinstance(p, SecretTensor)]
+        left += [name for name, p in held if not isinstance(p, SecretTensor)]
     left += [name for name, b in model.named_buffers() if b.device.type == "meta"]
     if left:
         raise PatchMismatch(

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -32,6 +31,7 @@ from private_llm.protocols.dealing import Dealer, assemble, pieces, sends_parts
 from private_llm.protocols.share import Share
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
+from private_llm_hf.stored import read_tensor
 from private_llm_hf.weights import WeightList, encode_weight
 from private_llm_hf.wire import Message
 
@@ -161,23 +161,6 @@ def _hash(path: Path, start: int, size: int) -> bytes:
     return made.digest()
 
 
-def read_tensor(path: Path, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor from byte `start` of a file on, in memory of its own (mapped pages would count as this process's).
-
-    Raises ShareFileError if the file ends too early.
-    """
-    out = torch.empty(shape, dtype=dtype)
-    room = memoryview(out.view(-1).numpy()).cast("B")
-    with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        while room:
-            count = file.readinto(room)
-            if not count:
-                raise ShareFileError(f"{path.name} became shorter while it was in use; copy it again")
-            room = room[count:]
-    return out
-
-
 def _digest(metadata: dict[str, str], parts: dict[str, bytes]) -> str:
     """Over all metadata but the digest itself, and every tensor."""
     stated = json.dumps({key: value for key, value in metadata.items() if key != "digest"}, sort_keys=True)
@@ -231,7 +214,8 @@ class ShareFile:
         """This party's share of one weight: what the file holds of it is read, masks are made from their seeds."""
         shape, received = self.shapes[name], None
         if name in self.extents:
-            received = read_tensor(self.path, self.extents[name][0], shape, Ring(self.config.ring).dtype)
+            with self.path.open("rb") as file:
+                received = read_tensor(file.fileno(), self.extents[name][0], shape, Ring(self.config.ring).dtype)
         return assemble(self.config, self.party, list(self.keys), received, shape, name)
 
     def weights(self) -> Iterator[tuple[str, Share]]:

@@ -1,12 +1,12 @@
 """Linear layers that read the same input as one product: query, key and value; gate and up.
 
 The bytes are those of the separate products, the rounds those of one. Weights are laid one below the other, each
-layer's weight stays a view of its rows.
+layer's weight stays a view of its rows; or they are read for each product and not kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from private_llm.net.ledger import Ledger
 from private_llm.tensor.secret import SecretTensor
+
+Read = Callable[[nn.Module], tuple[Tensor, Tensor | None]]
+"""Gives a layer's weight and bias."""
 
 
 class SharedInput:
@@ -23,15 +26,18 @@ class SharedInput:
     the group computed anew, so the result never depends on the order of calls.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear], name: str, ledger: Ledger) -> None:
+    def __init__(self, layers: Sequence[nn.Linear], name: str, ledger: Ledger, read: Read | None = None) -> None:
+        """With `read`, which gives a layer's weight and bias, nothing is kept: each product reads anew."""
         self._name, self._ledger = name, ledger
         self._sizes = [layer.weight.shape[0] for layer in layers]
-        weights: list[Tensor] = [layer.weight for layer in layers]
-        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        self._weight = torch.cat(weights)
-        self._bias = torch.cat(biases) if biases else None
-        for layer, rows in zip(layers, self._weight.split(self._sizes), strict=True):
-            layer.weight = nn.Parameter(rows, requires_grad=False)
+        self._weights: Callable[[], tuple[Tensor, Tensor | None]]
+        if read is None:
+            kept = _joined([(layer.weight, layer.bias) for layer in layers])
+            for layer, rows in zip(layers, kept[0].split(self._sizes), strict=True):
+                layer.weight = nn.Parameter(rows, requires_grad=False)
+            self._weights = lambda: kept
+        else:
+            self._weights = lambda: _joined([read(layer) for layer in layers])
         self._source: tuple[Tensor, object] | None = None
         self._pieces: list[Tensor | None] = []
 
@@ -40,7 +46,7 @@ class SharedInput:
         found = self._pieces[index] if self._source is not None and self._made_from(x) else None
         if found is None:
             with self._ledger.scope(self._name):
-                made = F.linear(x, self._weight, self._bias).split(self._sizes, dim=-1)
+                made = F.linear(x, *self._weights()).split(self._sizes, dim=-1)
             self._pieces, self._source = list(made), (x, _content(x))
             found = made[index]
         self._pieces[index] = None
@@ -50,6 +56,11 @@ class SharedInput:
 
     def _made_from(self, x: Tensor) -> bool:
         return self._source is not None and self._source[0] is x and self._source[1] is _content(x)
+
+
+def _joined(layers: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    biases = [bias for _, bias in layers if bias is not None]
+    return torch.cat([weight for weight, _ in layers]), torch.cat(biases) if biases else None
 
 
 def _content(x: Tensor) -> object:
