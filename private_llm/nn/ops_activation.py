@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from private_llm.approx.activations import gelu, relu, sigmoid, silu
+from private_llm.approx.activations import clamp, gelu, relu, sigmoid, silu
 from private_llm.errors import UnsupportedOp
 from private_llm.nn.tanh import precise_tanh
 from private_llm.tensor.dispatch import implements
@@ -35,6 +35,19 @@ _register(relu, F.relu, torch.relu, Tensor.relu)
 _register(silu, F.silu)
 _register(sigmoid, torch.sigmoid, Tensor.sigmoid, F.sigmoid)
 _register(precise_tanh, torch.tanh, Tensor.tanh, F.tanh)
+
+
+@implements(F.hardtanh)
+def hardtanh_rule(x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> SecretTensor:
+    """min(max(x, min_val), max_val)."""
+    made = SecretTensor(clamp(_settled(x, "hardtanh"), min_val, max_val))
+    return x.rebind(made) if inplace and isinstance(x, SecretTensor) else made
+
+
+@implements(F.relu6)
+def relu6_rule(x: Tensor, inplace: bool = False) -> SecretTensor:
+    """min(max(x, 0), 6)."""
+    return hardtanh_rule(x, 0.0, 6.0, inplace)
 
 
 @implements(F.gelu)

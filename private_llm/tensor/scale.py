@@ -32,6 +32,11 @@ def constant_bits(session: Session) -> int:
     return CONSTANT_BITS if session.ring.bits == 64 else min(CONSTANT_BITS, session.ring.value_bits - 2 * session.frac)
 
 
+def mean_bits(session: Session) -> int:
+    """Bits of the 1/n of a mean: as many as a weight has, because the n of the sum cancels."""
+    return max(constant_bits(session), min(CONSTANT_BITS, session.frac))
+
+
 def dyadic(factor: float, bits: int) -> tuple[int, int]:
     """(n, e) with factor ~ n * 2^e, n odd (or 0) and below 2^bits: relative error at most 2^-bits."""
     if not math.isfinite(factor):
@@ -43,9 +48,9 @@ def dyadic(factor: float, bits: int) -> tuple[int, int]:
     return (n, exponent) if n else (0, 0)
 
 
-def times_scalar(x: SecretTensor, factor: float) -> Fixed:
-    """x * factor, truncating at most what an earlier product left over."""
-    n, exponent = dyadic(factor, constant_bits(x.session))
+def times_scalar(x: SecretTensor, factor: float, bits: int | None = None) -> Fixed:
+    """x * factor, held with `bits` bits (default: `constant_bits`), truncating at most what an earlier product left."""
+    n, exponent = dyadic(factor, constant_bits(x.session) if bits is None else bits)
     value = x.raw if abs(n) == 1 else x.operand
     if exponent > 0:
         n, exponent = n << exponent, 0
@@ -54,13 +59,19 @@ def times_scalar(x: SecretTensor, factor: float) -> Fixed:
     return Fixed(value.session, value.share, value.frac - exponent) if exponent else value
 
 
-def times_public(x: SecretTensor, factor: Tensor) -> Fixed:
-    """x * public tensor (rope tables, masks), broadcasting; integers and booleans are exact."""
+def times_public(x: SecretTensor, factor: Tensor, bits: int | None = None) -> Fixed:
+    """x * public tensor (rope tables, masks), broadcasting; integers and booleans are exact.
+
+    bits: of a real factor (default: `constant_bits`).
+    """
     if factor.numel() == 1 and factor.dim() <= x.ndim:
-        product = SecretTensor(times_scalar(x, float(factor)))
+        product = SecretTensor(times_scalar(x, float(factor), bits))
         return product.viewed(lambda part: part.expand(torch.broadcast_shapes(part.shape, factor.shape))).raw
     value = x.operand
-    bits = 0 if not factor.is_floating_point() else constant_bits(value.session)
+    if not factor.is_floating_point():
+        bits = 0
+    elif bits is None:
+        bits = constant_bits(value.session)
     out = value.with_share(value.proto.mul_public(value.share, encoded(value, factor, bits)), value.frac + bits)
     return out if value.session.ring.bits == 64 else out.at(value.session.frac)
 

@@ -1,0 +1,80 @@
+"""Pooling of secret images [B, C, H, W] or [C, H, W]."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from private_llm.approx.pool import Pair, Span, adaptive_spans, max_pool2d, spans, window_sums
+from private_llm.errors import DomainError
+from private_llm.tensor.dispatch import TorchArg, implements
+from private_llm.tensor.scale import mean_bits, times_public, times_scalar
+from private_llm.tensor.secret import SecretTensor
+
+
+def _pair(value: TorchArg) -> Pair:
+    return (value, value) if isinstance(value, int) else (value[0], value[-1])
+
+
+def _check(name: str, x: SecretTensor, kernel: Pair, padding: Pair) -> None:
+    """PyTorch's own conditions."""
+    if x.ndim not in (3, 4):
+        raise DomainError(f"{name}: got shape {tuple(x.shape)}; want [batch, channels, height, width]")
+    if any(2 * pad > size for pad, size in zip(padding, kernel, strict=True)):
+        raise DomainError(f"{name}: got padding {padding}; want at most half of the window {kernel}")
+
+
+@implements(torch.max_pool2d, F.max_pool2d)
+def max_pool2d_rule(
+    x: SecretTensor, kernel_size: TorchArg, stride: TorchArg = None, padding: TorchArg = 0, dilation: TorchArg = 1,
+    ceil_mode: bool = False,
+) -> SecretTensor:  # fmt: skip
+    """Maxima over windows."""
+    kernel = _pair(kernel_size)
+    _check("max_pool2d", x, kernel, _pair(padding))
+    step = kernel if stride is None or stride == [] else _pair(stride)
+    return SecretTensor(max_pool2d(x.fixed, kernel, step, _pair(padding), _pair(dilation), ceil_mode))
+
+
+@implements(F.avg_pool2d)
+def avg_pool2d_rule(
+    x: SecretTensor, kernel_size: TorchArg, stride: TorchArg = None, padding: TorchArg = 0, ceil_mode: bool = False,
+    count_include_pad: bool = True, divisor_override: int | None = None,
+) -> SecretTensor:  # fmt: skip
+    """Means over windows; local, and truncated with the next product (a power of two never is)."""
+    kernel, pads = _pair(kernel_size), _pair(padding)
+    _check("avg_pool2d", x, kernel, pads)
+    step = kernel if stride is None or stride == [] else _pair(stride)
+    rows, columns = (spans(x.shape[dim], kernel[dim], step[dim], pads[dim], ceil_mode) for dim in (-2, -1))
+    total = SecretTensor(window_sums(x.raw, rows, columns))
+    if divisor_override is not None:
+        return SecretTensor(times_scalar(total, 1.0 / divisor_override, mean_bits(x.session)))
+    outside = pads if count_include_pad else (0, 0)
+    return _means(total, _lengths(rows, x.shape[-2], outside[0]), _lengths(columns, x.shape[-1], outside[1]))
+
+
+@implements(F.adaptive_avg_pool2d)
+def adaptive_avg_pool2d_rule(x: SecretTensor, output_size: TorchArg) -> SecretTensor:
+    """Means over as many windows as asked for; local, and truncated with the next product."""
+    _check("adaptive_avg_pool2d", x, (1, 1), (0, 0))
+    wanted = (output_size, output_size) if output_size is None or isinstance(output_size, int) else output_size
+    rows, columns = (
+        adaptive_spans(x.shape[dim], x.shape[dim] if count is None else count)
+        for dim, count in zip((-2, -1), wanted, strict=True)
+    )
+    total = SecretTensor(window_sums(x.raw, rows, columns))
+    return _means(total, _lengths(rows, x.shape[-2]), _lengths(columns, x.shape[-1]))
+
+
+def _lengths(windows: list[Span], size: int, padding: int = 0) -> list[int]:
+    """How many entries count in each window."""
+    return [min(stop, size + padding) - max(start, -padding) for start, stop in windows]
+
+
+def _means(total: SecretTensor, tall: list[int], wide: list[int]) -> SecretTensor:
+    """Sums divided by the (public) sizes of their windows."""
+    bits = mean_bits(total.session)
+    if len({*tall}) == len({*wide}) == 1:
+        return SecretTensor(times_scalar(total, 1.0 / (tall[0] * wide[0]), bits))
+    sizes = torch.outer(torch.tensor(tall), torch.tensor(wide))
+    return SecretTensor(times_public(total, 1.0 / sizes.to(torch.float64), bits))
