@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from private_llm.approx.pool import Pair, Span, adaptive_spans, max_pool2d, spans, window_sums
-from private_llm.errors import DomainError
+from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.tensor.dispatch import TorchArg, implements
 from private_llm.tensor.scale import mean_bits, times_public, times_scalar
 from private_llm.tensor.secret import SecretTensor
@@ -27,9 +27,11 @@ def _check(name: str, x: SecretTensor, kernel: Pair, padding: Pair) -> None:
 @implements(torch.max_pool2d, F.max_pool2d)
 def max_pool2d_rule(
     x: SecretTensor, kernel_size: TorchArg, stride: TorchArg = None, padding: TorchArg = 0, dilation: TorchArg = 1,
-    ceil_mode: bool = False,
+    ceil_mode: bool = False, return_indices: bool = False,
 ) -> SecretTensor:  # fmt: skip
     """Maxima over windows."""
+    if return_indices:
+        raise UnsupportedOp("max_pool2d with return_indices: where a maximum was stays secret")
     kernel = _pair(kernel_size)
     _check("max_pool2d", x, kernel, _pair(padding))
     step = kernel if stride is None or stride == [] else _pair(stride)
