@@ -29,6 +29,7 @@ class ProtocolName(str, Enum):
     """Protocols on offer."""
 
     TRIO = "trio"
+    QUAD = "quad"
     DEALER = "dealer"
     PLAIN = "plain"
 

@@ -47,6 +47,33 @@ TRIO = Threat(
     setting="protocol='trio' (default)",
 )
 
+QUAD = Threat(
+    name="quad",
+    kind="protocol",
+    corrupt=(
+        "any one of the four parties, malicious (it may send anything at any time). Security with abort: the others "
+        "notice before anything is opened, and the client gets the right result or none"
+    ),
+    learns=(
+        ("party 0, 1 or 2", "shapes, the public shortcuts below; uniformly random ring elements, bits and point keys"),
+        ("party 3", "shapes, the public shortcuts below; of values it receives only keys of point functions"),
+        ("a party that deviates", "that the session ends, which it knew beforehand: there is one verdict, which never "
+         "says what differed. Any party can end the session, or refuse to take part"),
+        ("two parties together", "everything: weights, prompt and output"),
+        ("the client", "as in trio. Client and model owner are trusted to share what they own properly: inputs and "
+         "keys that do not fit together are noticed, malformed keys of point functions are not"),
+        ("a wiretapper", "as in trio"),
+    ),
+    source=(
+        "Trio with a second helper: the Quad protocol of PIGEON (Harth-Kitzerow, Wang, Carle). Its comparisons run here "
+        "before every opening, on one-time authentication tags, with fresh keys and a single verdict. The check of each "
+        "step (Trio's run mirrored between the two holders of the masks) is written here; the argument that a first "
+        "lie makes two honest records differ, whatever the secrets are, is in the headers of "
+        "private_llm/protocols/quad/; tests alter messages of every step and party. No outside review yet."
+    ),
+    setting="protocol='quad'",
+)  # fmt: skip
+
 DEALER = Threat(
     name="dealer",
     kind="protocol",
@@ -255,6 +282,7 @@ ONE_MACHINE = Threat(
 
 ENTRIES: tuple[Threat, ...] = (
     TRIO,
+    QUAD,
     DEALER,
     PLAIN,
     TRUNCATION,
