@@ -8,7 +8,7 @@ from torch import Tensor
 from private_llm.errors import PlaintextLeak, UnsupportedOp
 from private_llm.kernels.ops import ring_matmul
 from private_llm.protocols.session import Session
-from private_llm.tensor.dispatch import TorchArg, implements
+from private_llm.tensor.dispatch import implements
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.ops_pointwise import Operand, mul, plus
 from private_llm.tensor.scale import same_session
@@ -21,7 +21,7 @@ def ring_weight(session: Session, weight: Tensor, device: torch.device) -> Tenso
     held: dict[object, Tensor] = weight.__dict__.setdefault("_private_ring", {})
     if key not in held:
         elements = session.ring.encode(weight, session.frac).to(device)
-        held[key] = elements.transpose(-1, -2).contiguous().transpose(-1, -2) if elements.dim() > 1 else elements
+        held[key] = elements.mT.contiguous().mT if elements.dim() in (2, 3) else elements
     return held[key]
 
 
@@ -104,43 +104,3 @@ def _combined(bias: Operand, made: SecretTensor, beta: float, alpha: float) -> S
     if beta != 1:
         bias = mul(bias, beta) if isinstance(bias, SecretTensor) else bias * beta
     return plus(made, bias)
-
-
-# -- convolution ---------------------------------------------------------------------------------------------
-def _pair(value: TorchArg) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (value[0], value[-1])
-
-
-@implements(torch.conv2d, torch.nn.functional.conv2d)
-def conv2d(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: TorchArg = 1, padding: TorchArg = 0,
-    dilation: TorchArg = 1, groups: int = 1,
-) -> SecretTensor:  # fmt: skip
-    """Convolution as one matrix product of windows [B, groups, positions, K] with the kernel [groups, K, O]."""
-    if not isinstance(x, SecretTensor) or _pair(dilation) != (1, 1) or isinstance(padding, str):
-        raise UnsupportedOp("conv2d needs a secret input, dilation 1 and numeric padding; rules: tensor/ops_matmul.py")
-    outputs, depth, height, width = weight.shape
-    (down, right), (pad_h, pad_w) = _pair(stride), _pair(padding)
-
-    def windows(part: Tensor) -> Tensor:
-        if pad_h or pad_w:
-            part = torch.nn.functional.pad(part, (pad_w, pad_w, pad_h, pad_h))
-        cut = part.unfold(2, height, down).unfold(3, width, right)  # [B, C, h, w, kh, kw]
-        batch, _, rows, columns = cut.shape[:4]
-        cut = cut.reshape(batch, groups, depth, rows, columns, height * width).permute(0, 1, 3, 4, 2, 5)
-        return cut.reshape(batch, groups, rows * columns, depth * height * width)
-
-    def kernel(part: Tensor) -> Tensor:
-        return part.reshape(groups, outputs // groups, depth * height * width).transpose(-1, -2)
-
-    cut = x.operand.view(windows)
-    if isinstance(weight, SecretTensor):
-        same_session(x, weight)
-        made = product(cut, weight.operand.view(kernel))
-    else:
-        held = ring_weight(x.session, weight, cut.share.parts[0].device)
-        made = product_public(cut, kernel(held))
-    rows = (x.shape[2] + 2 * pad_h - height) // down + 1
-    shape = (x.shape[0], outputs, rows, -1)
-    out = SecretTensor(made.view(lambda part: part.transpose(-1, -2).reshape(shape)))
-    return out if bias is None else plus(out, bias.view(1, -1, 1, 1))

@@ -125,16 +125,6 @@ def test_a_public_alibi_takes_a_secret_product() -> None:
     assert (opened(got) - (alibi + 0.5 * q @ k)).abs().max() <= 2 * UNIT
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("public", [False, True])
-def test_convolution(groups: int, public: bool) -> None:
-    x, weight, bias = noise(2, 4, 7, 6), noise(6, 4 // groups, 3, 2, seed=1), noise(6, seed=2)
-    want = F.conv2d(x, weight, bias, stride=2, padding=1, groups=groups)
-    w, b = (weight, bias) if public else (secret(S, weight), secret(S, bias))
-    got = F.conv2d(secret(S, x), w, b, stride=2, padding=1, groups=groups)
-    assert (opened(got) - want).abs().max() <= 2 * UNIT
-
-
 def test_public_weights_multiply_locally_and_are_encoded_once() -> None:
     x, weight, bias = noise(2, 3, 4), noise(5, 4, seed=1), noise(5, seed=2)
     parameter = torch.nn.Parameter(weight.float(), requires_grad=False)

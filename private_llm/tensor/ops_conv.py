@@ -1,0 +1,94 @@
+"""Convolutions: one bilinear form each, so one truncation and the traffic of the output. Public weights: local."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from private_llm.errors import UnsupportedOp
+from private_llm.kernels.forms import Conv2d
+from private_llm.tensor.dispatch import TorchArg, implements
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.ops_matmul import ring_weight
+from private_llm.tensor.ops_pointwise import plus
+from private_llm.tensor.scale import same_session
+from private_llm.tensor.secret import SecretTensor
+
+Pair = tuple[int, int]
+
+
+def pair(value: TorchArg) -> Pair:
+    """An argument of PyTorch's that is one size for both directions, or one for each."""
+    return (int(value), int(value)) if isinstance(value, int) else (int(value[0]), int(value[-1]))
+
+
+def _same(kernel: Pair, dilation: Pair) -> tuple[Pair, Pair]:
+    """Zeros before and behind each dimension for padding="same": where they differ, PyTorch puts more behind."""
+    total = [gap * (size - 1) for gap, size in zip(dilation, kernel, strict=True)]
+    return (total[0] // 2, total[1] // 2), (total[0] - total[0] // 2, total[1] - total[1] // 2)
+
+
+def _padded(x: Fixed, weight: Tensor, form: Conv2d, padding: TorchArg) -> tuple[Fixed, Conv2d]:
+    """The form with its padding; where that differs on opposite sides, the input gets its zeros here."""
+    if not isinstance(padding, str):
+        return x, replace(form, padding=pair(padding))
+    if padding not in ("same", "valid"):
+        raise UnsupportedOp(f"conv2d: got padding {padding!r}; want numbers, 'same' or 'valid'")
+    if padding == "valid":
+        return x, form
+    if form.stride != (1, 1):
+        raise UnsupportedOp(f"conv2d: padding='same' with stride {form.stride}; want stride 1")
+    before, behind = _same((weight.shape[-2], weight.shape[-1]), form.dilation)
+    if before == behind:
+        return x, replace(form, padding=before)
+    around = (before[1], behind[1], before[0], behind[0])
+    return x.view(lambda part: F.pad(part, around)), form
+
+
+def _convolved(x: Fixed, weight: Tensor, form: Conv2d) -> Fixed:
+    """x [B, C, H, W] with weight [O, C / groups, kh, kw], truncated to the session's fractional bits."""
+    out = x.session.frac
+    if isinstance(weight, SecretTensor):
+        w = weight.operand
+        return x.with_share(x.proto.conv2d(x.share, w.share, form, x.frac + w.frac - out), out)
+    held = ring_weight(x.session, weight, x.share.parts[0].device)
+    share = x.share.map(lambda part: form.product(part, held))
+    x.proto.ledger.add_macs(form.macs(x.shape, held.shape) * len(share.parts))
+    return x.with_share(share, x.frac + out).at(out)
+
+
+@implements(torch.conv2d, F.conv2d)
+def conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: TorchArg = 1, padding: TorchArg = 0,
+    dilation: TorchArg = 1, groups: int = 1,
+) -> SecretTensor:  # fmt: skip
+    """Convolution of x [B, C, H, W] or [C, H, W], secret, with weight [O, C / groups, kh, kw], secret or plain.
+
+    Bytes and rounds of one truncated product of the output's size. `bias` [O] secret, plain or none.
+    """
+    if not isinstance(x, SecretTensor):
+        raise UnsupportedOp("conv2d of a plain input with secret weights; share the input (Session input) first")
+    if isinstance(weight, SecretTensor):
+        same_session(x, weight)
+    value = x.operand if x.ndim == 4 else x.operand.view(lambda part: part.unsqueeze(0))
+    form = Conv2d(stride=pair(stride), dilation=pair(dilation), groups=groups)
+    value, form = _padded(value, weight, form, padding)
+    made = _convolved(value, weight, form)
+    out = SecretTensor(made if x.ndim == 4 else made.view(lambda part: part.squeeze(0)))
+    return out if bias is None else plus(out, bias.view(-1, 1, 1))
+
+
+@implements(torch.conv1d, F.conv1d)
+def conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: TorchArg = 1, padding: TorchArg = 0,
+    dilation: TorchArg = 1, groups: int = 1,
+) -> SecretTensor:  # fmt: skip
+    """Convolution of x [B, C, L] or [C, L] with weight [O, C / groups, k]: a `conv2d` of images of height 1."""
+    if not isinstance(padding, str):
+        padding = (0, pair(padding)[1])
+    form = (1, pair(stride)[1]), padding, (1, pair(dilation)[1]), groups
+    flat = conv2d(x.unsqueeze(-2), weight.unsqueeze(-2), bias, *form)
+    return SecretTensor(flat.raw.view(lambda part: part.squeeze(-2)))
