@@ -67,8 +67,8 @@ QUAD = Threat(
     source=(
         "Trio with a second helper: the Quad protocol of PIGEON (Harth-Kitzerow, Wang, Carle). Its comparisons run "
         "here before every opening, on one-time authentication tags, with fresh keys and a single verdict. The check "
-        "of each step (Trio's run mirrored between the two holders of the masks) is written here; the argument that a first "
-        "lie makes two honest records differ, whatever the secrets are, is in the headers of "
+        "of each step (Trio's run mirrored between the two holders of the masks) is written here; the argument that a "
+        "first lie makes two honest records differ, whatever the secrets are, is in the headers of "
         "private_llm/protocols/quad/; tests alter messages of every step and party. No outside review yet."
     ),
     setting="protocol='quad'",
