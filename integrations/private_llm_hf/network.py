@@ -297,7 +297,7 @@ class Network(PreTrainedModel):  # type: ignore[misc]
         steps = self._description["steps"]
         users: dict[int, list[int]] = {}
         for place, step in enumerate(steps, 1):
-            for source in _references([step["args"], list(step.get("options", {}).values())]):
+            for source in references(step):
                 users.setdefault(source, []).append(place)
         runs = [step.get("module") for step in steps]
         found = {}
@@ -315,9 +315,14 @@ def _filled(value: Any, values: list[Any]) -> Any:  # noqa: ANN401 - JSON in, te
     return values[value["value"]] if isinstance(value, dict) else value
 
 
-def _references(value: object) -> list[int]:
+def references(step: dict[str, Any]) -> list[int]:
+    """The earlier values that a step takes."""
+    return _named([step["args"], list(step.get("options", {}).values())])
+
+
+def _named(value: object) -> list[int]:
     if isinstance(value, list):
-        return [found for item in value for found in _references(item)]
+        return [found for item in value for found in _named(item)]
     return [value["value"]] if isinstance(value, dict) else []
 
 
@@ -325,7 +330,7 @@ def _last_uses(steps: list[Any]) -> dict[int, list[int]]:
     """Values that are not needed after a step."""
     last: dict[int, int] = {}
     for place, step in enumerate(steps, 1):
-        for source in _references([step["args"], list(step.get("options", {}).values())]):
+        for source in references(step):
             last[source] = place
     done: dict[int, list[int]] = {}
     for source, place in last.items():

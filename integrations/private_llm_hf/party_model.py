@@ -149,6 +149,18 @@ def _replace_modules(model: nn.Module) -> None:
             made = replacement(child)
             if made is not None:
                 setattr(parent, name, made)
+        places = _match("pool_first", parent)
+        if places is not None:
+            _pool_first(parent, *places.split())
+
+
+def _pool_first(parent: nn.Module, relu: str, pool: str) -> None:
+    """Let a max pool go before the ReLU that it follows: the same function, with fewer comparisons."""
+    held = [parent.get_submodule(name) for name in (relu, pool)]
+    if isinstance(held[0], nn.ReLU) and isinstance(held[1], nn.MaxPool2d):
+        for name, module in zip((pool, relu), held, strict=True):
+            path, _, own = name.rpartition(".")
+            setattr(parent.get_submodule(path), own, module)
 
 
 def _share_inputs(model: nn.Module, ledger: Ledger, placement: Placement) -> None:
