@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from private_llm.errors import ConfigError
-from private_llm.sharded.plan import ShardingPlan
+from private_llm.sharding import ShardingPlan
 
 PERIODS = 4
 """Periods of delta positions that are examined; the pattern repeats from the second on."""

@@ -6,7 +6,7 @@ import pytest
 
 from private_llm.errors import ConfigError
 from private_llm.sharded.audit import audit, refuse_weak
-from private_llm.sharded.plan import ShardingPlan
+from private_llm.sharding import ShardingPlan
 
 PLANS = [ShardingPlan(3, 2, 1), ShardingPlan(3, 2, 2), ShardingPlan(4, 6, 2), ShardingPlan(1, 1, 1)]
 

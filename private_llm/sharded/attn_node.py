@@ -1,0 +1,102 @@
+"""An AttnNode: the attention of two query shards on each other (Cascade, Algorithm 4), with its part of the KV cache.
+
+It sees queries, keys and values of its two shards and nothing else; it has no weights. Of a step it computes what
+the step's new rows need: with one new token only the beta AttnNodes of that token's shard do anything.
+
+Sends for each layer, to the owner of query shard j: out and lse of the new rows of j over the keys of shard k,
+(value_dim + 1) x heads x rows x 4 bytes, and the same with j and k exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import TransportError
+from private_llm.net.transport import Transport
+from private_llm.sharded.attention import attend
+from private_llm.sharded.facts import AttentionCall, Step, allowed
+from private_llm.sharded.wire import recv_floats, send_floats
+from private_llm.sharding import ShardingPlan
+
+Kept = dict[tuple[int, int], tuple[Tensor, Tensor]]
+"""Keys and values by (layer, shard)."""
+
+_New = tuple[list[int], Tensor]
+"""Positions and queries of a step's new rows."""
+
+
+class AttnNode:
+    """One endpoint's attention."""
+
+    def __init__(self, plan: ShardingPlan, transport: Transport, calls: Sequence[AttentionCall]) -> None:
+        self._plan, self._transport, self._calls = plan, transport, calls
+        self.shards = plan.attn_shards(transport.me)
+        self._kept: dict[int, Kept] = {}
+
+    def run(self, step: Step) -> None:
+        """All layers of one forward."""
+        kept: Kept = {} if step.handle is None else self._kept.setdefault(step.handle, {})
+        for layer, call in enumerate(self._calls):
+            queries: dict[int, _New] = {}
+            for shard in sorted(set(self.shards)):
+                rows = self._plan.rows_of_shard(shard, step.past, step.total)
+                if rows:
+                    queries[shard] = rows, self._receive(kept, layer, shard, call, step, len(rows))
+            j, k = self.shards
+            for shard, other in ((j, k), (k, j)) if j != k else ((j, k),):
+                if shard in queries:
+                    self._answer(kept.get((layer, other)), call, step, shard, queries[shard], other)
+
+    def _receive(self, kept: Kept, layer: int, shard: int, call: AttentionCall, step: Step, rows: int) -> Tensor:
+        """The new rows of one shard: keys and values go to the cache, queries come back."""
+        shapes = [
+            (step.batch, call.heads, rows, call.dim),
+            (step.batch, call.groups, rows, call.dim),
+            (step.batch, call.groups, rows, call.value_dim),
+        ]
+        q, k, v = recv_floats(self._transport, self._plan.owner(shard), "rows", shapes)
+        before = kept.get((layer, shard))
+        if before is not None:
+            k, v = torch.cat([before[0], k], 2), torch.cat([before[1], v], 2)
+        kept[layer, shard] = k, v
+        return q
+
+    def _answer(
+        self, held: tuple[Tensor, Tensor] | None, call: AttentionCall, step: Step, shard: int, new: _New, other: int
+    ) -> None:
+        """Attention of the new rows of `shard` over the keys and values `held` of shard `other`, to the rows' owner."""
+        if held is None:
+            return  # that shard has no tokens yet
+        rows, q = new
+        keys = self._plan.rows_of_shard(other, 0, step.total)
+        if held[0].shape[2] != len(keys):
+            raise TransportError(f"a step at position {step.past} does not continue the cache of this node")
+        out, lse = attend(q, *held, allowed(call, step, rows, keys), call.scale, call.softcap)
+        send_floats(self._transport, self._plan.owner(shard), "partial", [out, lse])
+
+    # -- the cache ------------------------------------------------------------------------------------------
+    def free(self, handle: int) -> None:
+        """Forget a cache."""
+        self._kept.pop(handle, None)
+
+    def copy(self, handle: int, to: int) -> None:
+        """A second cache that starts where the first one is."""
+        self._kept[to] = dict(self._kept.get(handle, {}))
+
+    def select(self, handle: int, rows: Tensor) -> None:
+        """Keep these rows of the batch, in this order."""
+        kept = self._kept.get(handle, {})
+        for place, (k, v) in kept.items():
+            kept[place] = k[rows], v[rows]
+
+    def crop(self, handle: int, length: int) -> None:
+        """Forget positions from `length` on."""
+        kept = self._kept.get(handle, {})
+        for layer, shard in list(kept):
+            rows = len(self._plan.rows_of_shard(shard, 0, length))
+            k, v = kept.pop((layer, shard))
+            if rows:
+                kept[layer, shard] = k[:, :, :rows], v[:, :, :rows]

@@ -1,0 +1,89 @@
+"""A CompNode's side of attention: rows out to the AttnNodes, partial results back, combined (Algorithms 2 and 5).
+
+Sends for each layer, to the beta AttnNodes of each of its query shards: queries, keys and values of its new rows,
+(heads x dim + groups x (dim + value_dim)) x rows x 4 bytes each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from private_llm.errors import DomainError
+from private_llm.net.transport import Transport
+from private_llm.sharded.attention import combine
+from private_llm.sharded.facts import AttentionCall, Step
+from private_llm.sharded.wire import recv_floats, send_floats
+from private_llm.sharding import ShardingPlan
+
+
+class Exchange:
+    """One CompNode's attention, call after call."""
+
+    def __init__(self, plan: ShardingPlan, transport: Transport, calls: Sequence[AttentionCall]) -> None:
+        self._plan, self._transport, self._calls = plan, transport, calls
+        self._step: Step | None = None
+        self._next = 0
+        self._local: dict[int, list[int]] = {}
+        self._filled: list[int] = []
+
+    def begin(self, step: Step) -> list[int]:
+        """A forward starts: this node's new positions, ascending."""
+        me = self._transport.me
+        rows = self._plan.rows_of_comp(me, step.past, step.total)
+        self._step, self._next = step, 0
+        self._local = {}
+        for index, position in enumerate(rows):
+            self._local.setdefault(self._plan.shard_of(position), []).append(index)
+        self._filled = [s for s in range(self._plan.beta) if self._plan.rows_of_shard(s, 0, step.total)]
+        return rows
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B, H, n, D], k [B, G, n, D], v [B, G, n, E] of this node's rows to attention over all tokens [B, H, n, E].
+
+        Raises DomainError if the model makes another attention call than the nodes agreed upon.
+        """
+        step, call = self._current(q, k, v)
+        for shard, index in self._local.items():
+            rows = [tensor[:, :, index] for tensor in (q, k, v)]
+            for other in range(self._plan.beta):
+                send_floats(self._transport, self._plan.attn_endpoint(shard, other), "rows", rows)
+        self._transport.ledger.add_round("attention")
+        out = q.new_empty(*q.shape[:3], call.value_dim)
+        for shard, index in self._local.items():
+            shapes = [(step.batch, call.heads, len(index), call.value_dim), (step.batch, call.heads, len(index))]
+            pieces = [
+                recv_floats(self._transport, self._plan.attn_endpoint(shard, other), "partial", shapes)
+                for other in self._filled
+            ]
+            out[:, :, index] = combine([(part, lse) for part, lse in pieces])
+        return out
+
+    def end(self) -> None:
+        """The forward is done. Raises DomainError if it made fewer attention calls than agreed upon."""
+        if self._next != len(self._calls):
+            raise DomainError(f"the model made {self._next} attention calls; want {len(self._calls)}")
+        self._step = None
+
+    def _current(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Step, AttentionCall]:
+        if self._step is None or self._next >= len(self._calls):
+            raise DomainError("an attention call outside a forward that the nodes agreed upon")
+        call = self._calls[self._next]
+        self._next += 1
+        found = (q.shape[1], k.shape[1], q.shape[3], v.shape[3])
+        if found != (call.heads, call.groups, call.dim, call.value_dim):
+            raise DomainError(f"attention call {self._next}: got heads, groups, sizes {found}; want those of {call}")
+        return self._step, call
+
+
+def layer_bytes(plan: ShardingPlan, calls: Sequence[AttentionCall], batch: int, length: int) -> int:
+    """Bytes of one forward over `length` tokens between the nodes, all layers: beta F (row + (value_dim + 1) heads) N.
+
+    The paper's equation (1) has (value_dim + 2) heads, for a maximum and a sum where one log-sum-exp goes here; shards
+    without tokens, in a text shorter than delta, send nothing back.
+    """
+    filled = sum(1 for shard in range(plan.beta) if plan.rows_of_shard(shard, 0, length))
+    return sum(
+        4 * batch * length * (plan.beta * call.row + filled * call.heads * (call.value_dim + 1)) for call in calls
+    )
