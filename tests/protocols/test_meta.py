@@ -49,15 +49,16 @@ PROGRAMS = [relu, thresholds, products, matrices, cubic, decomposition]
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("ring", [64, 32])
 @pytest.mark.parametrize("adder", ["prefix", "ripple"])
-def test_meta_run_equals_real_ledger(program: Program, ring: int, adder: str) -> None:
-    config = PrivateConfig.from_dict({"ring": ring, "frac_bits": 12, "adder": adder})
+@pytest.mark.parametrize("protocol", ["trio", "quad"])
+def test_meta_run_equals_real_ledger(program: Program, ring: int, adder: str, protocol: str) -> None:
+    config = PrivateConfig.from_dict({"protocol": protocol, "ring": ring, "frac_bits": 12, "adder": adder})
     x, y = ring_values(ring, (100,), 10, 1), ring_values(ring, (100,), 10, 2)
     real = run_ring(config, [x, y], program, (100,))
     ledgers = []
-    for party in range(3):
+    for party in range(config.parties):
         session = meta_session(config, party)
         meta = torch.empty(100, dtype=session.ring.dtype, device="meta")
-        out = program(session.protocol, Share((meta, meta)), Share((meta, meta)))
+        out = program(session.protocol, *[Share((meta,) * (config.parties - 1))] * 2)
         assert out.shape == (100,)
         assert out.parts[0].is_meta
         ledgers.append(session.protocol.ledger)
@@ -67,8 +68,9 @@ def test_meta_run_equals_real_ledger(program: Program, ring: int, adder: str) ->
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_cost_does_not_depend_on_the_secrets(program: Program) -> None:
-    config = PrivateConfig(frac_bits=12)
+@pytest.mark.parametrize("protocol", ["trio", "quad"])
+def test_cost_does_not_depend_on_the_secrets(program: Program, protocol: str) -> None:
+    config = PrivateConfig.from_dict({"protocol": protocol, "frac_bits": 12})
     zeros = torch.zeros(100, dtype=torch.int64)
     wild = ring_values(64, (100,), 24, 3)
     quiet = run_ring(config, [zeros, zeros], program, (100,))

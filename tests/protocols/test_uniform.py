@@ -16,6 +16,11 @@ from tests.protocols.parties import run_ring
 N = 4096
 CHI_SQUARE_255 = 378.0
 """Bound of a chi-square statistic with 255 degrees of freedom at p = 1e-9."""
+SETUP = ("hello", "group key", "group digest", "verify")
+"""Messages that carry keys, digests and verdicts, not values."""
+HEARERS = {"trio": (1, 2), "quad": (0, 1, 2)}
+"""Who receives anything while it computes: Trio's party 0 and Quad's party 3 only send."""
+every = pytest.mark.parametrize("protocol", list(HEARERS))
 
 
 class Tap:
@@ -35,7 +40,7 @@ class Tap:
             party: [
                 message.payload.numpy().tobytes()
                 for message in recorder.messages
-                if message.direction == "received" and message.peer != CLIENT and message.tag != "hello"
+                if message.direction == "received" and message.peer != CLIENT and message.tag not in SETUP
                 if message.payload is not None
             ]
             for party, recorder in self.recorders.items()
@@ -57,21 +62,30 @@ def chi_square(data: bytes) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
+@every
 @pytest.mark.parametrize("secret", ["zeros", "ones", "structured"])
-def test_every_party_receives_uniform_bytes(secret: str) -> None:
+def test_every_party_receives_uniform_bytes(secret: str, protocol: str) -> None:
     values = {
         "zeros": torch.zeros(N, dtype=torch.int64),
         "ones": torch.full((N,), 1 << 18, dtype=torch.int64),
         "structured": torch.arange(N, dtype=torch.int64) << 8,
     }[secret]
     tap = Tap()
-    run_ring(PrivateConfig(), [values, values], program, (N,), wrap=tap)
-    assert tap.received[0] == []  # party 0 works in preprocessing only and hears from nobody
-    for party in (1, 2):
-        messages = tap.received[party]
+    run_ring(PrivateConfig.from_dict({"protocol": protocol}), [values, values], program, (N,), wrap=tap)
+    for party, messages in tap.received.items():
+        if party not in HEARERS[protocol]:
+            assert messages == []
+            continue
         assert len(messages) == len(set(messages))
         assert max(chi_square(message) for message in messages if len(message) >= 8192) < CHI_SQUARE_255
         assert chi_square(b"".join(messages)) < CHI_SQUARE_255
+
+
+def test_quad_talks_over_five_links() -> None:
+    """Party 3 only sends; party 0 only receives."""
+    values = torch.zeros(N, dtype=torch.int64)
+    run = run_ring(PrivateConfig(protocol="quad"), [values, values], program, (N,))
+    assert set(run.cost.sent) == {(3, 2), (3, 0), (2, 0), (1, 2), (2, 1)}
 
 
 def test_party_zero_is_the_only_one_that_party_two_hears_in_preprocessing() -> None:
@@ -81,13 +95,15 @@ def test_party_zero_is_the_only_one_that_party_two_hears_in_preprocessing() -> N
     assert set(run.cost.sent) == {(0, 2), (1, 2), (2, 1)}
 
 
-def test_two_runs_of_the_same_secrets_share_no_message() -> None:
+@every
+def test_two_runs_of_the_same_secrets_share_no_message(protocol: str) -> None:
     """Fresh keys per session: a replayed mask would reveal differences of secrets."""
     values = torch.full((N,), 5, dtype=torch.int64)
     first, second = Tap(), Tap()
     for tap in (first, second):
-        run_ring(PrivateConfig(), [values, values], program, (N,), wrap=tap)
-    for party in (1, 2):
+        run_ring(PrivateConfig.from_dict({"protocol": protocol}), [values, values], program, (N,), wrap=tap)
+    for party in HEARERS[protocol]:
+        assert first.received[party]
         assert not set(first.received[party]) & set(second.received[party])
 
 

@@ -70,7 +70,7 @@ class Quad(QuadArithmetic):
         lanes = planes.shape[1]
         monomials, told, confirmed = self._check_rows(plan, lanes)
         rows, u = self._joint_words(told + confirmed).split([told, confirmed])
-        top = rows[told - lanes :] ^ u[confirmed - lanes :]
+        top: Tensor = rows[told - lanes :] ^ u[confirmed - lanes :]
         ops.block_monomials(planes, low, plan_sizes(plan.blocks), rows[:monomials].view(-1, lanes))
         at, blocks = monomials, len(plan.blocks)
         for level, groups in enumerate(plan.levels):
@@ -79,7 +79,7 @@ class Quad(QuadArithmetic):
             at, blocks = end, len(groups)
         rows[at:].bitwise_xor_(planes[-1])
         self._tell("msb", rows)
-        self._confirm(torch.cat([rows.view(-1) for rows in opened]) ^ u)
+        self._confirm(torch.cat([w.view(-1) for w in opened]) ^ u)
         return top
 
     def _msb_check_masks(self, s: Tensor, lam: Tensor, low: int, plan: CarryPlan) -> Tensor:
