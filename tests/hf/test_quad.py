@@ -1,0 +1,140 @@
+"""The HuggingFace door under `quad`: four parties give the plaintext model's results, and stop when one lies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
+from private_llm_hf.auto import share_checkpoint
+from private_llm_hf.estimate import estimate
+from private_llm_hf.share_files import ShareFile, share_path
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from private_llm.commands.models import demo_model
+from private_llm.errors import PartyFailed, ProtocolAbort
+from private_llm.net.local import LocalHub
+from private_llm.net.record import RecordingTransport
+from private_llm.net.transport import Transport
+from tests.hf import tiny
+from tests.hf.compare import BATCH, LOGIT_ERROR, MASK, worst
+from tests.hf.test_remote import free_ports, running
+
+QUAD = PrivateConfig(protocol="quad", timeout_s=60)
+GREEDY = {"max_new_tokens": 4, "do_sample": False}
+
+
+@pytest.mark.parametrize("name", ["opt", "llama", "bloom", "gemma3_text", "t5"])
+def test_generate(name: str) -> None:
+    model = tiny.build(name)
+    with patch(model, QUAD) as private, torch.no_grad():
+        assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
+        if name != "t5":
+            assert worst(private(**BATCH).logits, model(**BATCH).logits, MASK) < LOGIT_ERROR
+
+
+@pytest.mark.parametrize("name", ["bert", "vit"])
+def test_encoders(name: str) -> None:
+    model = tiny.build(name)
+    pixels = torch.linspace(-2, 2, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
+    inputs = {"pixel_values": pixels} if name == "vit" else {"input_ids": BATCH["input_ids"].flip(1)}
+    with patch(model, QUAD) as private, torch.no_grad():
+        assert worst(private(**inputs).last_hidden_state, model(**inputs).last_hidden_state) < LOGIT_ERROR
+
+
+def test_the_bundled_model_continues_a_prompt_as_in_plaintext() -> None:
+    source = demo_model()
+    prompt = AutoTokenizer.from_pretrained(source)("The sea was", return_tensors="pt")
+    want = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).generate(**prompt, **GREEDY)
+    with AutoPrivateModelForCausalLM.from_pretrained(source, QUAD) as private:
+        assert torch.equal(private.generate(**prompt, **GREEDY), want)
+
+
+def test_public_weights_and_token_reveal() -> None:
+    model = tiny.build("opt")
+    with patch(model, replace(QUAD, weights="public", reveal="token")) as private:
+        assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
+
+
+def test_parties_as_processes() -> None:
+    model = tiny.build("opt")
+    with patch(model, replace(QUAD, party_mode="processes")) as private:
+        assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
+
+
+def test_exact_truncation() -> None:
+    model = tiny.build("opt")
+    with patch(model, replace(QUAD, truncation="exact")) as private, torch.no_grad():
+        assert worst(private(**BATCH).logits, model(**BATCH).logits, MASK) < LOGIT_ERROR
+
+
+def test_estimate_equals_the_ledger_of_a_run() -> None:
+    model = tiny.build("opt")
+    with patch(model, QUAD) as private:
+        private(torch.ones(1, 6, dtype=torch.int64))
+        real = private.cost()
+    assert estimate(type(model), model.config, QUAD, sequence=6).costs.cost == real.cost
+
+
+def test_remote_hosts_with_share_files(tmp_path: Path) -> None:
+    model = tiny.build("llama")
+    model.save_pretrained(tmp_path / "checkpoint")
+    config = replace(QUAD, party_mode="remote", hosts=free_ports(4), allow_plain_loopback=True, timeout_s=30)
+    share_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "shares", config)
+    files: list[Path | None] = [share_path(tmp_path / "shares", party) for party in range(4)]
+    source = str(tmp_path / "shares" / "client")
+    with running(config, files), AutoPrivateModelForCausalLM.from_pretrained(source, config) as private:
+        assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
+        private.close()
+
+
+def test_the_four_share_files_add_up_to_the_weights(tmp_path: Path) -> None:
+    model = tiny.build("llama")
+    model.save_pretrained(tmp_path / "checkpoint")
+    share_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "shares", QUAD)
+    held = [dict(ShareFile.open(share_path(tmp_path / "shares", p), QUAD, p).weights()) for p in range(4)]
+    for name, weight in model.state_dict().items():
+        (a1, a2, third), (x1, b1, u1), (x2, b2, u2), (c1, c2, c3) = (each[name].parts for each in held)
+        encoded = torch.round(weight.double() * 2**18).to(torch.int64)
+        assert all(torch.equal(*pair) for pair in ((a1, b1), (a1, c1), (a2, b2), (a2, c2), (u1, u2), (u1, c3)))
+        assert all(torch.equal(masked, encoded) for masked in (third - u1, x1 - a2, x2 - a1))
+    assert share_path(tmp_path / "shares", 3).stat().st_size < 10_000, "party 3 holds seeds, no weights"
+
+
+class LyingHub(LocalHub):
+    """One bit of one message is altered: the `count`-th that `liar` sends under `tag`."""
+
+    def __init__(self, liar: int, tag: str, count: int) -> None:
+        super().__init__(4, timeout=20)
+        self.liar, self.tag, self.left = liar, tag, count
+
+    def transport(self, me: int) -> Transport:  # type: ignore[override]
+        inner = super().transport(me)
+        return RecordingTransport(inner, alter=self._alter) if me == self.liar else inner
+
+    def _alter(self, number: int, tag: str, payload: torch.Tensor) -> torch.Tensor:
+        self.left -= tag == self.tag
+        if tag != self.tag or self.left:
+            return payload
+        changed = payload.clone()
+        flat = changed.view(-1)
+        flat[flat.numel() // 2] ^= 1
+        return changed
+
+
+LIES = [
+    (1, "matmul", 3), (1, "msb", 1), (1, "inject", 2), (1, "verify", 1), (1, "reveal", 1), (2, "matmul", 4),
+    (2, "mul", 1), (2, "lookup", 1), (2, "reveal digest", 1), (3, "matmul", 2), (3, "matmul", 3), (3, "msb", 1),
+    (3, "inject", 1),    (3, "reveal digest", 1), (0, "reveal", 1), (0, "verify", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("liar", "tag", "count"), LIES)
+def test_a_lie_ends_the_session_before_the_client_has_a_result(liar: int, tag: str, count: int) -> None:
+    model = tiny.build("opt")
+    hub = LyingHub(liar, tag, count)
+    with patch(model, QUAD, hub) as private, pytest.raises((PartyFailed, ProtocolAbort)):
+        private(**BATCH)
+    assert hub.left <= 0, "the lie was told"
