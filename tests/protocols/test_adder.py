@@ -46,6 +46,15 @@ def test_a_comparison_pays_for_the_chosen_adder(n: int, latency_ms: float, rippl
     assert torch.equal(run.result, (x < 0).long())
 
 
+@pytest.mark.parametrize(("protocol", "ripples"), [("trio", False), ("quad", True)])
+def test_a_protocol_decides_by_its_own_prices(protocol: str, ripples: bool) -> None:
+    """Four thresholds: quad sends the monomials once for each, so it saves more by rippling."""
+    config = PrivateConfig.from_dict({"protocol": protocol, "bandwidth_mbit": 1, "latency_ms": 0.2})
+    x = ring_values(64, (200,), 30)
+    run = run_ring(config, [x], lambda p, a: p.inject(p.msb(a, [0, 1, 2, 3], 32), None, [0] * 4, [1] * 4), (200,))
+    assert run.cost.rounds == (31 if ripples else 4) + 1
+
+
 @pytest.mark.parametrize("wrong", [{"bandwidth_mbit": 0.0}, {"latency_ms": -1.0}, {"bandwidth_mbit": -5.0}])
 def test_a_network_that_cannot_exist_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="bandwidth_mbit, latency_ms: got"):

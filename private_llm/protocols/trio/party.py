@@ -56,12 +56,15 @@ class Trio(TrioArithmetic):
             raise DomainError(f"msb: got bits={width}; want 2 to {self.ring.bits}")
         if not 0 <= low <= width - 2:
             raise DomainError(f"msb: got low={low}; want 0 to {width - 2} for bits={width}")
-        count, thresholds = x.numel(), len(offsets)
-        if self.adder.ripples(
-            lambda: cost.msb(count, width, thresholds, low), lambda: cost.msb_ripple(count, width, thresholds, low)
-        ):
+        if self._ripples(x.numel(), width, len(offsets), low):
             return self._msb_ripple(x, offsets, width, low)
         return self._msb_prefix(x, offsets, width, low, carry_plan(width - 1 - low))
+
+    def _ripples(self, count: int, width: int, thresholds: int, low: int) -> bool:
+        """Whether this comparison takes the ripple adder, by the prices of this protocol."""
+        return self.adder.ripples(
+            lambda: cost.msb(count, width, thresholds, low), lambda: cost.msb_ripple(count, width, thresholds, low)
+        )
 
     def _msb_prefix(self, x: Share, offsets: Sequence[int], width: int, low: int, plan: CarryPlan) -> BitShare:
         if self.role == 0:
