@@ -6,7 +6,7 @@ keep (caches, encoder outputs) stays in the lane of its rows, so rows may be reo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -45,9 +45,9 @@ class Lanes(Parties):
         self._rows: dict[int, Rows] = {}
         self._groups: dict[int, int] = {}
 
-    def _tell(self, message: Message) -> None:
+    def _tell(self, message: Message, parties: Iterable[int] | None = None) -> None:
         for lane in self._lanes:
-            lane._tell(message)
+            lane._tell(message, parties)
 
     # -- weights --------------------------------------------------------------------------------------------
     def held_model(self) -> str | None:
@@ -175,7 +175,11 @@ class Lanes(Parties):
     def costs(self, reset: bool = False) -> Costs:
         """All lanes together: bytes add up, rounds are those of the lane that waited most."""
         with self._call():
-            return Costs(tuple(ledger for lane in self._lanes for ledger in lane.costs(reset).ledgers))
+            each = [lane.costs(reset) for lane in self._lanes]
+        return Costs(
+            tuple(ledger for costs in each for ledger in costs.ledgers),
+            tuple(ledger for costs in each for ledger in costs.helpers),
+        )
 
 
 def _part(

@@ -33,6 +33,7 @@ ENTRIES: dict[str, Entry] = {
     "relu": Entry(functions.relu, (_MILLION,), (1000,), "elements"),
     "mul": Entry(functions.mul, (_MILLION,), (1000,), "elements"),
     "matmul": Entry(functions.matmul, (128, 768, 3072), (8, 16, 12), "M x K x N"),
+    "matmuls": Entry(functions.matmuls, (8, 128, 20), (2, 9, 3), "matrices side by side x size x times"),
     "gelu": Entry(functions.gelu, (128, 3072), (4, 25), "rows x columns"),
     "silu": Entry(functions.silu, (128, 3072), (4, 25), "rows x columns"),
     "softmax": Entry(functions.softmax, (12, 128, 128), (2, 3, 7), "heads x queries x keys"),

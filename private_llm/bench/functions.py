@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,22 @@ def mul(shape: Shape) -> Work:
 def matmul(shape: Shape) -> Work:
     """[M, K] x [K, N], both secret, truncated; the shape is M x K x N."""
     m, k, n = shape
-    return _work("matmul", shape, ((m, k), (k, n)), lambda x: x[0].matmul(x[1]), lambda v: v[0] @ v[1], (1.0,))
+    return replace(
+        _work("matmul", shape, ((m, k), (k, n)), lambda x: x[0].matmul(x[1]), lambda v: v[0] @ v[1], (1.0,)), rows=False
+    )
+
+
+def matmuls(shape: Shape) -> Work:
+    """`times` products after each other of `lanes` pairs of square matrices side by side; lanes x size x times."""
+    lanes, size, times = shape
+
+    def run(x: Sequence[Fixed]) -> Fixed:
+        for _ in range(times - 1):
+            x[0].matmul(x[1])
+        return x[0].matmul(x[1])
+
+    inputs = ((lanes, size, size),) * 2
+    return _work("matmuls", shape, inputs, run, lambda v: v[0] @ v[1], (0.5,))
 
 
 def relu(shape: Shape) -> Work:
@@ -50,10 +66,10 @@ def softmax(shape: Shape) -> Work:
 def layernorm(shape: Shape) -> Work:
     """Layer norm over the last dimension with secret gain and bias, x ~ N(0, 2)."""
     inputs = (shape, shape[-1:], shape[-1:])
-    return _work(
+    return replace(_work(
         "layernorm", shape, inputs, lambda x: norms.layer_norm(x[0], x[1], x[2], 1e-5),
         lambda v: F.layer_norm(v[0], shape[-1:], v[1], v[2], 1e-5), (2.0, 1.0, 0.5),
-    )  # fmt: skip
+    ), rows=False)  # fmt: skip
 
 
 def argmax(shape: Shape) -> Work:
@@ -67,12 +83,14 @@ def _work(
     name: str, shape: Shape, inputs: tuple[Shape, ...], run: Callable[[Sequence[Fixed]], Fixed],
     truth: Callable[[Sequence[Tensor]], Tensor], spread: tuple[float, ...], uniform: bool = False,
 ) -> Work:  # fmt: skip
-    """A work without weights."""
+    """A work without weights, on rows."""
 
     def work(session: Session, values: Sequence[Fixed]) -> Fixed:
         return run(values)
 
-    return Work(name, shape, inputs, lambda session, _: work, lambda values, _: truth(values), spread, uniform)
+    return Work(
+        name, shape, inputs, lambda session, _: work, lambda values, _: truth(values), spread, uniform, rows=True
+    )
 
 
 def _wide(name: str, shape: Shape, run: Callable[[Fixed], Fixed], truth: Callable[[Tensor], Tensor]) -> Work:

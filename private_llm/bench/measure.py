@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, PartyFailed, PrivateLLMError
 from private_llm.kernels.memory import tune_allocator
 from private_llm.net.children import start_children
+from private_llm.net.lanes import lane_links
+from private_llm.net.ledger import Cost
 from private_llm.net.local import LocalHub
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.session import ClientEnd, Session, deal, join, join_as_client
@@ -33,29 +36,62 @@ _CONTROL = "bench"
 _GO, _STOP = 1, 0
 
 
+class _Lane:
+    """One lane of a party: its session, its inputs, its last result."""
+
+    def __init__(self, work: Work, config: PrivateConfig, transport: Transport, number: int) -> None:
+        links = lane_links(transport, config.parties, number, config.permute)
+        self.session = join(config, links.me, links)
+        with torch.no_grad():
+            self._run = work.prepare(self.session, dict(_receive_weights(work, self.session, links)))
+        parts = zip(work.inputs, work.share_of(number, config.lanes), strict=True)
+        shapes = [(len(range(shape[0])[rows]), *shape[1:]) for shape, rows in parts]
+        taken = [self.session.protocol.receive_input(shape) for shape in shapes]
+        self._inputs = [Fixed(self.session, share, self.session.frac) for share in taken]
+        self._links = links
+        self.result: Fixed | None = None
+
+    @property
+    def cost(self) -> Cost:
+        """What this party sent and waited for in this lane in the last run."""
+        return self._links.ledger.cost()
+
+    def run(self) -> None:
+        """Compute once; parties that could have cheated prove that they have not."""
+        self._links.ledger.reset()
+        with torch.no_grad():
+            self.result = self._run(self.session, self._inputs)
+            self.session.protocol.verify()
+
+    def reveal(self, describe: bool) -> None:
+        """Open the last result towards the client, who is told its shape if `describe`."""
+        if self.result is None:
+            raise DomainError("a benchmark needs at least one run")
+        if describe:
+            described = torch.tensor([self.result.frac, *self.result.shape])
+            self._links.send(CLIENT, _CONTROL, torch.tensor([described.numel()]))
+            self._links.send(CLIENT, _CONTROL, described)
+        self.session.protocol.reveal_to_client(self.result.share)
+
+
 def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -> None:
     """One party: take the inputs, run on every "go", then open the last result."""
     tune_allocator()
     torch.set_num_threads(party_threads(config.parties))
-    session = join(config, party, transport)
-    with torch.no_grad():
-        run = work.prepare(session, dict(_receive_weights(work, session, transport)))
-        taken = [session.protocol.receive_input(shape) for shape in work.inputs]
-        inputs = [Fixed(session, share, session.frac) for share in taken]
-        result = None
+    lanes = [_Lane(work, config, transport, number) for number in range(config.lanes)]
+    with ThreadPoolExecutor(len(lanes), f"party {party} lane") as pool:
         while int(transport.recv(CLIENT, _CONTROL, (1,), torch.int64)) == _GO:
-            transport.ledger.reset()
-            result = run(session, inputs)
-            cost = transport.ledger.cost()
-            sent = [cost.sent.get((party, to), 0) for to in (*range(config.parties), CLIENT)]
-            transport.send(CLIENT, _CONTROL, torch.tensor([*sent, cost.rounds]))
-        if result is None:
-            raise DomainError("a benchmark needs at least one run")
-        described = torch.tensor([result.frac, *result.shape])
-        if party == 0:
-            transport.send(CLIENT, _CONTROL, torch.tensor([described.numel()]))
-            transport.send(CLIENT, _CONTROL, described)
-        session.protocol.reveal_to_client(result.share)
+            if len(lanes) == 1:
+                lanes[0].run()  # on this thread: switching costs more than a small work
+            else:
+                list(pool.map(_Lane.run, lanes))
+            costs = [lane.cost for lane in lanes]
+            sent = [sum(cost.sent.get((party, to), 0) for cost in costs) for to in (*range(config.parties), CLIENT)]
+            ahead = sum(lane.cost.total for lane in lanes if lane.session.party == config.helper)
+            rounds = max(cost.rounds for cost in costs)
+            transport.send(CLIENT, _CONTROL, torch.tensor([*sent, ahead, rounds]))
+    for lane in lanes:
+        lane.reveal(describe=lane.session.party == 0)
 
 
 def measure(
@@ -105,27 +141,31 @@ def _measure(
 ) -> Row:  # fmt: skip
     """The client's part."""
     ring = Ring(config.ring)
-    end = join_as_client(config, transport)
-    weights = work.weight_values()
-    _send_weights(weights, config, transport)
-    values = work.values()
-    for value in values:
-        end.share(ring.encode(value, config.frac_bits))
+    weights, values = work.weight_values(), work.values()
+    ends = []
+    for number in range(config.lanes):
+        links = lane_links(transport, config.parties, number, config.permute)
+        end = join_as_client(config, links)
+        _send_weights(weights, config, links)
+        for value, rows in zip(values, work.share_of(number, config.lanes), strict=True):
+            end.share(ring.encode(value[rows], config.frac_bits))
+        ends.append(end)
     times, reports = [], torch.empty(0)
     for _ in range(repeat + 1):
         seconds, reports = _one_run(transport, config.parties)
         times.append(seconds)
         progress()
-    result = _open(transport, end, ring, config.parties)
+    result = _open(transport, ends, ring, config.parties)
     with torch.no_grad():
         truth = work.truth(values, weights)
-    sent = {str(party): int(reports[party, :-1].sum()) for party in range(config.parties)}
+    sent = {str(party): int(reports[party, :-2].sum()) for party in range(config.parties)}
     return Row(
         name=work.name, protocol=config.protocol, ring=config.ring, shape=work.shape, parties=config.parties,
         seconds=spread(times[1:]), bytes_total=sum(sent.values()), bytes_per_party=sent,
         rounds=int(reports[:, -1].max()), error_max=float((result - truth).abs().max()),
         threads=party_threads(config.parties), party_mode=mode, repeat=repeat,
         bandwidth_mbit=speed.bandwidth_mbit if speed else None, latency_ms=speed.latency_ms if speed else None,
+        bytes_preprocessing=int(reports[:, -2].sum()), lanes=config.lanes, permute=config.permute,
     )  # fmt: skip
 
 
@@ -164,23 +204,26 @@ def _send_weights(weights: Mapping[str, Tensor], config: PrivateConfig, transpor
 
 def _receive_weights(work: Work, session: Session, transport: Transport) -> Iterator[tuple[str, Fixed]]:
     for name, shape in work.weights.items():
-        count = 1 if session.config.protocol == "plain" else 2
+        count = len(session.protocol.public(torch.zeros(1, dtype=session.ring.dtype)).parts)
         parts = [transport.recv(CLIENT, "weight", shape, session.ring.dtype) for _ in range(count)]
         yield name, Fixed(session, Share(tuple(parts)), session.frac)
 
 
 def _one_run(transport: Transport, parties: int) -> tuple[float, Tensor]:
-    """Seconds of one run and every party's report: bytes by receiver, then rounds."""
+    """Seconds of one run and every party's report: bytes by receiver, those sent ahead, rounds."""
     started = time.perf_counter()
     for party in range(parties):
         transport.send(party, _CONTROL, torch.tensor([_GO]))
-    reports = [transport.recv(party, _CONTROL, (parties + 2,), torch.int64) for party in range(parties)]
+    reports = [transport.recv(party, _CONTROL, (parties + 3,), torch.int64) for party in range(parties)]
     return time.perf_counter() - started, torch.stack(reports)
 
 
-def _open(transport: Transport, end: ClientEnd, ring: Ring, parties: int) -> Tensor:
+def _open(transport: Transport, ends: Sequence[ClientEnd], ring: Ring, parties: int) -> Tensor:
     for party in range(parties):
         transport.send(party, _CONTROL, torch.tensor([_STOP]))
-    length = int(transport.recv(0, _CONTROL, (1,), torch.int64))
-    frac, *shape = transport.recv(0, _CONTROL, (length,), torch.int64).tolist()
-    return ring.decode(end.open(tuple(shape)), frac)
+    opened = []
+    for end in ends:
+        length = int(end.transport.recv(0, _CONTROL, (1,), torch.int64))
+        frac, *shape = end.transport.recv(0, _CONTROL, (length,), torch.int64).tolist()
+        opened.append(ring.decode(end.open(tuple(shape)), frac))
+    return torch.cat(opened)

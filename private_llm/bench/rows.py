@@ -20,7 +20,8 @@ class Row:
     """One result; `to_dict` is the JSON object.
 
     seconds: min, median and max over the repetitions (a warm-up run comes before them).
-    bytes_total: over all links, in one run. bytes_per_party: what each endpoint sent, "client" included.
+    bytes_total: over all links, in one run. bytes_preprocessing: those of them that depend on shapes alone (what the
+    helping party sends). bytes_per_party: what each endpoint sent, "client" included.
     rounds: exchanges that follow each other. error_max: largest absolute error against float64 on the same input.
     """
 
@@ -39,6 +40,9 @@ class Row:
     repeat: int
     bandwidth_mbit: float | None = None
     latency_ms: float | None = None
+    bytes_preprocessing: int = 0
+    lanes: int = 1
+    permute: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """The row with the machine and the versions it was taken with."""

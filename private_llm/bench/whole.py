@@ -113,13 +113,15 @@ def measure_whole(
                 times.append(time.perf_counter() - started)
                 progress()
         costs = private.cost().to_dict()
+        sent = {key: costs[key] for key in ("bytes_total", "bytes_preprocessing", "bytes_per_party", "rounds")}
     finally:
         private.close()
     with torch.no_grad():
         truth = work.truth(model.double(), ids)
     return Row(
         name=work.name, protocol=config.protocol, ring=config.ring, shape=work.shape, parties=config.parties,
-        seconds=spread(times[1:]), **costs, error_max=float((logits - truth).abs().max()),
+        seconds=spread(times[1:]), **sent, error_max=float((logits - truth).abs().max()),
         threads=party_threads(config.parties), party_mode=mode, repeat=repeat,
         bandwidth_mbit=speed.bandwidth_mbit if speed else None, latency_ms=speed.latency_ms if speed else None,
+        lanes=config.lanes, permute=config.permute,
     )  # fmt: skip

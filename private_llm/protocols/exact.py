@@ -103,6 +103,10 @@ class Exact(Protocol):
         """As the inner protocol."""
         return self._inner.lookup(index, table)
 
+    def verify(self) -> None:
+        """As the inner protocol."""
+        self._inner.verify()
+
     def reveal_to_client(self, x: Share) -> None:
         """As the inner protocol."""
         self._inner.reveal_to_client(x)

@@ -163,6 +163,9 @@ class Protocol(ABC):
     def lookup(self, index: Index, table: Share | Tensor) -> Share:
         """Rows of `table` [domain, D] at the secret indices: [count, D]. A plain table holds public ring elements."""
 
+    def verify(self) -> None:  # noqa: B027 - semi-honest protocols trust that nobody deviates
+        """Make sure that no party has deviated so far; openings do it first. Raises ProtocolAbort."""
+
     @abstractmethod
     def reveal_to_client(self, x: Share) -> None:
         """Send the client what it needs to open x; the parties learn nothing."""

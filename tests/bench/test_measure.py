@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from private_llm.tensor.fixed import Fixed
 CONFIG = PrivateConfig(timeout_s=60)
 LARGEST_ERROR = {
     # Exact functions: rounding of the inputs (2^-19 each, times the other factor) and one unit of 2^-18.
-    "relu": 2**-18, "mul": 2**-15, "matmul": 2**-13,
+    "relu": 2**-18, "mul": 2**-15, "matmul": 2**-13, "matmuls": 2**-14,
     # The aims for approximations, with the rounding of their inputs.
     "gelu": 3e-4, "silu": 3e-4, "softmax": 5e-4, "layernorm": 5e-4, "argmax": 0.0,
     # Layers: some ten functions one after the other, activations below about 4.
@@ -41,6 +42,26 @@ def test_every_work_runs_and_is_right(name: str) -> None:
 def test_repetitions_cost_the_same() -> None:
     one, three = (measure(make("opt-layer", tiny=True), CONFIG, repeat=r) for r in (1, 3))
     assert (one.bytes_per_party, one.rounds) == (three.bytes_per_party, three.rounds)
+
+
+@pytest.mark.parametrize("protocol", ["trio", "quad"])
+def test_lanes_share_the_rows(protocol: str) -> None:
+    """The same values; the same bytes, as every lane has a multiple of 64 elements, and as few rounds."""
+    config = replace(CONFIG, protocol=protocol)
+    one = measure(make("relu", (4 * 3 * 64,)), config, repeat=1)
+    many = measure(make("relu", (4 * 3 * 64,)), replace(config, lanes=3, permute=True), repeat=1)
+    assert many.error_max <= LARGEST_ERROR["relu"]
+    checks = 35 * 2 if protocol == "quad" else 0  # two digests and three verdicts in each further lane
+    assert (many.bytes_total, many.rounds) == (one.bytes_total + checks, one.rounds)
+    if protocol == "trio":
+        assert len(set(many.bytes_per_party.values())) == 1
+    assert (many.lanes, many.permute) == (3, True)
+
+
+@pytest.mark.parametrize("name", ["matmul", "layernorm", "opt-layer"])
+def test_works_that_are_not_rows_refuse_lanes(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be spread over lanes=2"):
+        measure(make(name, tiny=True), replace(CONFIG, lanes=2), repeat=1)
 
 
 def test_inputs_are_random_reals() -> None:
