@@ -90,7 +90,8 @@ class PrivateConfig:
     "sequential", or {module name: GPU number, "cuda:N", "cpu" or "disk"} for the whole model; None: all on `device`.
     max_memory: {device: bytes, or text like "20GB"} that the planned maps may use. offload_folder: where a party writes
     weights that are mapped to "disk" and come from the client (with a share file it reads that file instead).
-    Devices are each party's own business: parties need not agree on them.
+    tape_folder: where party 2 keeps what `model.preprocess` stores (default: the system's temporary folder).
+    Devices and folders are each party's own business: parties need not agree on them.
     debug_ranges: check that no value leaves the safe range (opens nothing to the parties' network; plain only).
     insecure: must be True for protocol="plain".
     """
@@ -121,6 +122,7 @@ class PrivateConfig:
     device_map: str | Mapping[str, int | str] | None = field(default=None, hash=False)
     max_memory: Mapping[int | str, int | str] | None = field(default=None, hash=False)
     offload_folder: str | None = None
+    tape_folder: str | None = None
 
     def __post_init__(self) -> None:
         for key, allowed in _CHOICES.items():
@@ -178,6 +180,11 @@ class PrivateConfig:
     def parties(self) -> int:
         """Number of computing parties."""
         return {"trio": 3, "quad": 4, "dealer": 3, "plain": 1}[self.protocol]
+
+    @property
+    def helper(self) -> int | None:
+        """The role that works in preprocessing only, or None."""
+        return {"trio": 0, "quad": 3, "dealer": 0, "plain": None}[self.protocol]
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PrivateConfig:

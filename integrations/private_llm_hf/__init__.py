@@ -10,6 +10,7 @@ from private_llm_hf.auto import (
     patch,
 )
 from private_llm_hf.network import Network
+from private_llm_hf.preprocess import ForwardPlan, GeneratePlan
 
 __all__ = [
     "AutoPrivateModel",
@@ -17,6 +18,8 @@ __all__ = [
     "AutoPrivateModelForImageClassification",
     "AutoPrivateModelForSeq2SeqLM",
     "AutoPrivateModelForSequenceClassification",
+    "ForwardPlan",
+    "GeneratePlan",
     "Network",
     "PrivateConfig",
     "TLSConfig",

@@ -14,27 +14,32 @@ import itertools
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
 
 from private_llm import errors
 from private_llm.config import PrivateConfig
-from private_llm.errors import PartyFailed, PrivateLLMError, ShareFileError, TransportError
+from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError, ShareFileError, TransportError
 from private_llm.net.ledger import Ledger
 from private_llm.net.roles import named
 from private_llm.net.transport import Transport
 from private_llm.protocols.dealing import Dealer, pieces
 from private_llm.protocols.session import ClientEnd
+from private_llm.protocols.trio.client import TrioClient
 from private_llm.ring.ring import Ring
 from private_llm_hf.costs import Costs, rows_of
+from private_llm_hf.schedule import Schedule, handles_of
 from private_llm_hf.weights import Sink, encode_weight
 from private_llm_hf.wire import Message, recv_message, send_message
 
 Secret = Tensor | tuple[Tensor, int]
 """Ring elements, or token ids (int64) and the size of their vocabulary."""
+
+EVALUATORS = (1, 2)
+"""Who computes when party 0 (or the dealer) has run ahead."""
 
 _REMOTE = re.compile(r"(party \d+|the dealer): (\w+): (.*)", re.DOTALL)
 
@@ -52,6 +57,9 @@ class Parties:
         self._handles = itertools.count(1)
         self._unused: deque[int] = deque()
         self._over: str | None = None
+        self._plans = itertools.count(1)
+        self._schedule: Schedule | None = None
+        self._filled: dict[bool, set[int]] = {False: set(), True: set()}  # handles, by whether they follow a plan
 
     # -- one call at a time ---------------------------------------------------------------------------------
     @contextmanager
@@ -76,8 +84,8 @@ class Parties:
             self._transport.abort(f"the client stopped: {reason}")
             self._shutdown()
 
-    def _tell(self, message: Message) -> None:
-        for party in range(self.config.parties):
+    def _tell(self, message: Message, parties: Iterable[int] | None = None) -> None:
+        for party in range(self.config.parties) if parties is None else parties:
             send_message(self._transport, party, message)
 
     def _answer(self, party: int) -> Message:
@@ -87,9 +95,9 @@ class Parties:
             answer = recv_message(self._transport, party)
         return answer
 
-    def _answers(self) -> Message:
-        """The answer of every party; all must be equal."""
-        answers = [self._answer(party) for party in range(self.config.parties)]
+    def _answers(self, parties: Iterable[int] | None = None) -> Message:
+        """The answer of every party, or of these; all must be equal."""
+        answers = [self._answer(party) for party in (range(self.config.parties) if parties is None else parties)]
         if any(answer != answers[0] for answer in answers[1:]):
             raise TransportError("the parties gave different answers: they do not run the same model or version")
         return answers[0]
@@ -163,22 +171,32 @@ class Parties:
 
         secrets: the inputs listed in call["secret"], in that order: ring elements, or token ids with their vocabulary.
         """
-        with self._call():
-            self.ask(call, secrets)
-            return self.opened()
+        with self._lock:
+            place = self._place({"do": "forward", **call})
+            with self._call():
+                if place is None:
+                    self.ask(call, secrets)
+                    return self.opened()
+                self._tell({"do": "forward", "free": [], "at": place, **call}, EVALUATORS)
+                with self._apart(place):
+                    self._share(secrets)
+                return self.opened(EVALUATORS)
 
     def ask(self, call: Message, secrets: list[Secret]) -> None:
         """The first half of `forward`: command and inputs."""
         self._tell({"do": "forward", "free": self._take_unused(), **call})
+        self._share(secrets)
+
+    def _share(self, secrets: list[Secret]) -> None:
         for secret in secrets:
             if isinstance(secret, Tensor):
                 self._end.share(secret)
             else:
                 self._end.share_index(*secret)
 
-    def opened(self) -> tuple[str, dict[str, Tensor]]:
+    def opened(self, parties: Iterable[int] | None = None) -> tuple[str, dict[str, Tensor]]:
         """The second half: what comes back."""
-        answer = self._answers()
+        answer = self._answers(parties)
         opened = {}
         for name, shape, frac in answer["outputs"]:
             elements = self._end.open(tuple(shape))
@@ -187,8 +205,56 @@ class Parties:
 
     def command(self, message: Message) -> None:
         """A command without an answer (cache management); an error surfaces at the next call."""
+        with self._lock:
+            place = self._place(message)
+            with self._call():
+                self._tell(message if place is None else {**message, "at": place}, place and EVALUATORS)
+
+    # -- preprocessing ------------------------------------------------------------------------------------------
+    def preprocess(self, entries: list[Message]) -> int:
+        """Let party 0 run ahead for these requests (none: forget what was preprocessed); bytes that party 2 stored.
+
+        Raises ConfigError where preprocessing cannot be apart.
+        """
+        if self.config.lanes > 1 or not isinstance(self._end, TrioClient) or self.config.helper != 0:
+            raise ConfigError("preprocess: want protocol 'trio' or 'dealer', and one lane")
         with self._call():
-            self._tell(message)
+            self._drop_schedule()
+            schedule = Schedule(next(self._plans), entries)
+            message: Message = {"do": "preprocess", "plan": schedule.number, "calls": entries}
+            self._tell({**message, "free": self._take_unused()})
+            answers = [self._answer(party) for party in range(self.config.parties)]
+            self._schedule = schedule if entries else None
+            return sum(int(answer["stored"]) for answer in answers)
+
+    def _place(self, message: Message) -> tuple[int, int] | None:
+        """Where a request stands in the schedule; None without one. Raises DomainError if it is not the next."""
+        schedule, handles = self._schedule, handles_of(message)
+        if schedule is not None:
+            place = (schedule.number, schedule.take(message, self._filled[False] | self._filled[True]))
+            self._filled[True].update(handles)
+            if schedule.finished:
+                self._drop_schedule()
+            return place
+        if not self._filled[True].isdisjoint(handles):
+            raise DomainError(
+                "this cache was filled by preprocessed calls and ends with them; plan more new tokens in "
+                "model.preprocess(...), or start again without past_key_values"
+            )
+        self._filled[False].update(handles)
+        return None
+
+    def _drop_schedule(self) -> None:
+        """Forget it; party 0 frees what it computed ahead with the next request that it hears of."""
+        if self._schedule is not None:
+            self._unused.extend(self._schedule.planned_handles)
+            self._schedule = None
+
+    def _apart(self, place: tuple[int, int]) -> AbstractContextManager[None]:
+        """Masks of a preprocessed call."""
+        if not isinstance(self._end, TrioClient):
+            raise ConfigError("preprocess: want protocol 'trio' or 'dealer'")
+        return self._end.stretch("plan {} call {}".format(*place))
 
     # -- handles ------------------------------------------------------------------------------------------------
     def new_handle(self) -> int:
@@ -201,6 +267,8 @@ class Parties:
     def release(self, handle: int) -> None:
         """Forget a handle with the next call (callable from a finalizer: sends nothing itself)."""
         self._unused.append(handle)
+        for filled in self._filled.values():
+            filled.discard(handle)
 
     def _take_unused(self) -> list[int]:
         unused = []
@@ -218,7 +286,7 @@ class Parties:
             rows.append(rows_of(mine))
             if reset:
                 mine.reset()
-            return Costs.from_rows(rows)
+            return Costs.from_rows(rows, self.config.helper)
 
     def close(self) -> None:
         """Stop the parties. Idempotent."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from private_llm.net.ledger import Cost, Ledger, merge
-from private_llm_hf.wire import CONTROL
+from private_llm.net.ledger import CONTROL, Cost, Ledger, merge
 
 Rows = dict[str, Any]
 
@@ -26,10 +25,12 @@ class Costs:
     """The ledgers of all endpoints of a session."""
 
     ledgers: tuple[Ledger, ...]
+    helpers: tuple[Ledger, ...] = ()
+    """Those of them whose parties work in preprocessing only."""
 
     @classmethod
-    def from_rows(cls, rows: list[Rows]) -> Costs:
-        """Rebuild ledgers from their rows."""
+    def from_rows(cls, rows: list[Rows], helper: int | None = None) -> Costs:
+        """Rebuild ledgers from their rows; row number `helper` is of the party that works in preprocessing only."""
         ledgers = []
         for row in rows:
             ledger = Ledger(row["party"])
@@ -40,12 +41,23 @@ class Costs:
             for scope, n in row["macs"]:
                 ledger.macs[scope] += n
             ledgers.append(ledger)
-        return cls(tuple(ledgers))
+        return cls(tuple(ledgers), () if helper is None else (ledgers[helper],))
 
     @property
     def cost(self) -> Cost:
         """Bytes by link and the rounds of the party that waited most."""
         return merge(list(self.ledgers))
+
+    @property
+    def preprocessing(self) -> Cost:
+        """What the helping party (or the dealer) sent: it depends on shapes alone and may be sent ahead; no rounds."""
+        return Cost(merge(list(self.helpers)).sent)
+
+    @property
+    def online(self) -> Cost:
+        """Everything that needs the data."""
+        helped = {id(ledger) for ledger in self.helpers}
+        return Cost(merge([ledger for ledger in self.ledgers if id(ledger) not in helped]).sent, self.rounds)
 
     @property
     def bytes_total(self) -> int:
@@ -85,4 +97,7 @@ class Costs:
         for ledger in self.ledgers:
             name = "client" if ledger.party == 255 else str(ledger.party)
             per_party[name] = per_party.get(name, 0) + ledger.cost().total
-        return {"bytes_total": self.bytes_total, "bytes_per_party": per_party, "rounds": self.rounds}
+        return {
+            "bytes_total": self.bytes_total, "bytes_preprocessing": self.preprocessing.total,
+            "bytes_online": self.online.total, "bytes_per_party": per_party, "rounds": self.rounds,
+        }  # fmt: skip

@@ -180,7 +180,7 @@ class _MetaParties:
 
     def costs(self, reset: bool = False) -> Costs:
         """Everything since the start."""
-        return Costs.from_rows([rows_of(ledger) for ledger in self._ledgers()])
+        return Costs.from_rows([rows_of(ledger) for ledger in self._ledgers()], self.config.helper)
 
     def _ledgers(self) -> list[Any]:
         return [*(party.transport.ledger for party in self.parties), self._ledger]

@@ -25,6 +25,7 @@ from private_llm_hf.costs import Costs
 from private_llm_hf.forward import Forward, encode_prompt
 from private_llm_hf.handles import PrivateCache
 from private_llm_hf.plan import Plan
+from private_llm_hf.preprocess import AnyPlan, Preprocessed, rehearse
 from private_llm_hf.weights import skeleton
 
 
@@ -78,6 +79,19 @@ class PrivateModel:
         console = Console()
         Console(width=max(console.width, 140)).print(self.plan)
         return self.plan
+
+    def preprocess(self, *plans: AnyPlan) -> Preprocessed:
+        """Let party 0 (or the dealer) do its part of future calls now; online it is then silent.
+
+            model.preprocess(GeneratePlan(prompt=12, new_tokens=32))
+            model.generate(**inputs, max_new_tokens=32)       # 12 tokens of prompt
+
+        Party 2 stores what it receives, encrypted, in `PrivateConfig.tape_folder`, until it is used (once) or the
+        session ends. Then the planned calls must come in their order; any other raises DomainError. When all were made
+        the session is as before. A new plan, or none, throws away what is left. Protocols 'trio' and 'dealer'.
+        """
+        entries = rehearse(self, plans)
+        return Preprocessed(len(entries), self.parties.preprocess(entries))
 
     def cost(self, reset: bool = False) -> Costs:
         """Bytes, rounds and multiply-adds of all calls since the last reset, by link, module and operation."""

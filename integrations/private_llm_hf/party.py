@@ -7,12 +7,15 @@ and text (never a value) go to all endpoints, who stop as well.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 import re
+import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from private_llm.approx.argmax import argmax
 from private_llm.config import PrivateConfig
 from private_llm.errors import PrivateLLMError, ShareFileError, TransportError, UnsupportedOp
 from private_llm.kernels.memory import tune_allocator
+from private_llm.net.lanes import lane_links
 from private_llm.net.roles import named
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.dealing import assemble, keys_held, pieces, sends_parts
@@ -36,6 +40,8 @@ from private_llm.tensor.secret_index import SecretIndex
 from private_llm_hf.costs import rows_of
 from private_llm_hf.party_model import build_party_model
 from private_llm_hf.share_files import ShareFile
+from private_llm_hf.stored import OffloadFile, Stored
+from private_llm_hf.tapes import Tapes
 from private_llm_hf.wire import OPENED, PUBLIC, Message, recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")
@@ -56,12 +62,24 @@ _FOREIGN = (
 class Party:
     """One party's end of a model: built by a "load" command, run by "forward" commands."""
 
-    def __init__(self, config: PrivateConfig, number: int, transport: Transport, held: ShareFile | None) -> None:
-        self.config, self.number, self.transport, self.held = config, number, transport, held
-        self.session: Session = join(config, number, transport)
+    def __init__(
+        self, config: PrivateConfig, number: int, transport: Transport, held: ShareFile | None,
+        lanes: dict[int, Party] | None = None, lane: int = 0,
+    ) -> None:  # fmt: skip
+        """lanes: where the lanes of one party find each other; this one enters itself as number `lane`."""
+        links = lane_links(transport, config.parties, lane, config.permute)
+        self.config, self.number, self.transport, self.held = config, number, links, held
+        self.role = links.me
+        self.lanes = {} if lanes is None else lanes
+        self.lanes[lane] = self
+        self.session: Session = join(config, self.role, links)
         self.model: PreTrainedModel | None = None
+        self.stored: dict[str, Stored] = {}
+        self.description: Message = {}
         self.kept: dict[int, Any] = {}
-        self._pulse = Pulse(transport, config.timeout_s / 4)
+        self._pulse = Pulse(links, config.timeout_s / 4)
+        self.tapes = Tapes(self.session, links, self._run_ahead, self._pulse.beat)
+        self._ahead = False
 
     def serve(self) -> None:
         """Answer commands until the client stops. Raises what ended the session otherwise."""
@@ -71,7 +89,12 @@ class Party:
             "forward": self._forward,
             "cache": self._cache,
             "costs": self._costs,
+            "preprocess": self._preprocess,
         }
+        with closing(self.tapes):
+            self._serve(commands)
+
+    def _serve(self, commands: dict[str, Callable[[Message], None]]) -> None:
         while True:
             self.transport.wait(CLIENT)
             message = recv_message(self.transport, CLIENT)
@@ -81,11 +104,13 @@ class Party:
             if name not in commands:
                 raise TransportError(f"unknown command {name!r}: client and party run different versions")
             self._pulse.start()
-            with torch.no_grad():
+            at = message.get("at")
+            with torch.no_grad(), nullcontext() if at is None else self.tapes.following(at):
                 commands[name](message)
 
     def _answer(self, message: Message) -> None:
-        send_message(self.transport, CLIENT, message)
+        if not self._ahead:
+            send_message(self.transport, CLIENT, message)
 
     def _hello(self, _: Message) -> None:
         held = self.held
@@ -93,41 +118,76 @@ class Party:
 
     # -- the model --------------------------------------------------------------------------------------------
     def _load(self, message: Message) -> None:
-        weights: dict[str, Fixed | Tensor]
+        weights: dict[str, Fixed | Tensor | Stored]
         if message["held"]:
             if self.held is None:
                 raise ShareFileError("the client wants a model that this party holds no share file of")
             message = self.held.description
-            weights = {}
-            for name, share in self.held.weights():
-                weights[name] = Fixed(self.session, share, self.session.frac)
-                self._pulse.beat()
+            weights = {
+                name: Stored(shape, functools.partial(self._from_file, self.held, name))
+                for name, shape in self.held.shapes.items()
+            }
+        elif message["like"] is not None:
+            other = self.lanes[message["like"]]
+            message, weights = other.description, self._weights_of(other)
         else:
             weights = dict(self._receive_weights())
-        self.model = build_party_model(message["config"], message["class"], weights, self.session)
+        self.description = message
+        self.model = build_party_model(message["config"], message["class"], weights, self.session, self._pulse.beat)
+        self.stored = {name: value for name, value in weights.items() if isinstance(value, Stored)}
         self._pulse.watch(self.model)
         self.transport.ledger.reset()
         self._answer({"loaded": True})
 
-    def _receive_weights(self) -> Iterator[tuple[str, Fixed | Tensor]]:
+    def _from_file(self, held: ShareFile, name: str) -> Fixed:
+        return Fixed(self.session, held.weight(name), self.session.frac)
+
+    def _weights_of(self, other: Party) -> dict[str, Fixed | Tensor | Stored]:
+        """The shares of another lane with the same casting: the same memory or file, used in this lane's session."""
+        held = dict(other._ready().named_parameters())
+        if any(value.is_meta for value in held.values()):  # some weights stay on disk
+            return {n: Stored(v.shape, functools.partial(self._stored_of, v)) for n, v in other.stored.items()}
+        return {name: self._mine(value) for name, value in held.items()}
+
+    def _stored_of(self, value: Stored) -> Fixed | Tensor:
+        return self._mine(value.read())
+
+    def _mine(self, value: Fixed | Tensor) -> Fixed | Tensor:
+        if isinstance(value, SecretTensor):
+            value = value.fixed
+        return Fixed(self.session, value.share, value.frac) if isinstance(value, Fixed) else value.detach()
+
+    def _receive_weights(self) -> Iterator[tuple[str, Fixed | Tensor | Stored]]:
         public = self.config.weights == "public"
-        count = 0 if public else keys_held(self.config, self.number)
+        count = 0 if public else keys_held(self.config, self.role)
         raw = [self.transport.recv(CLIENT, "weight key", (32,), torch.uint8) for _ in range(count)]
         keys = [Seed(key.numpy().tobytes()) for key in raw]
-        ring = self.session.ring
+        offload = None if self.config.offload_folder is None else OffloadFile(self.config.offload_folder)
         while True:
             header = recv_message(self.transport, CLIENT)
             name = header["weight"]
             self._pulse.beat()
             if name is None:
                 return
-            shape = tuple(header["shape"])
+            shape, received = tuple(header["shape"]), None
             if public:
-                yield name, self._receive_pieces(shape, torch.int32).view(torch.float32)
+                received = self._receive_pieces(shape, torch.int32).view(torch.float32)
+            elif sends_parts(self.config, self.role):
+                received = self._receive_pieces(shape, self.session.ring.dtype)
+            made = functools.partial(self._weight, keys, shape, name)
+            if offload is None:
+                yield name, made(received)
                 continue
-            received = self._receive_pieces(shape, ring.dtype) if sends_parts(self.config, self.number) else None
-            share = assemble(self.config, self.number, keys, received, shape, name)
-            yield name, Fixed(self.session, share, self.session.frac)
+            if received is not None:
+                offload.write(name, received)
+            yield name, Stored(shape, functools.partial(_read, made, offload, name))
+
+    def _weight(self, keys: list[Seed], shape: tuple[int, ...], name: str, received: Tensor | None) -> Fixed | Tensor:
+        """One weight from what the client sent for it; masks come from their seeds."""
+        if self.config.weights == "public" and received is not None:
+            return received
+        share = assemble(self.config, self.role, keys, received, shape, name)
+        return Fixed(self.session, share, self.session.frac)
 
     def _receive_pieces(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         whole = torch.empty(shape, dtype=dtype)
@@ -136,10 +196,26 @@ class Party:
         return whole
 
     # -- calls -----------------------------------------------------------------------------------------------
-    def _forward(self, message: Message) -> None:
-        model = self._ready()
+    def _preprocess(self, message: Message) -> None:
+        self._free(message)
+        self._answer(self.tapes.prepare(message))
+
+    def _run_ahead(self, request: Message) -> None:
+        """Compute a planned request without an answer: the client comes later."""
+        run = {"forward": self._forward, "cache": self._cache}[request["do"]]
+        self._ahead = True
+        try:
+            run({"free": [], **request})
+        finally:
+            self._ahead = False
+
+    def _free(self, message: Message) -> None:
         for handle in message["free"]:
             self.kept.pop(handle, None)
+
+    def _forward(self, message: Message) -> None:
+        model = self._ready()
+        self._free(message)
         inputs = dict(message["public"])
         refused = sorted({*inputs} - PUBLIC) + sorted({*message["outputs"]} - {*OPENED})
         if refused:
@@ -163,13 +239,13 @@ class Party:
 
     def _receive(self, model: PreTrainedModel, item: Message) -> dict[str, Tensor]:
         """One secret input: token ids arrive as index shares and become embeddings, values come as they are."""
-        shape = tuple(item["shape"])
-        name = item["name"]
+        shape, name = tuple(item["shape"]), item["name"]
+        protocol = self.session.protocol.on(torch.device(self.session.device))
         if item["kind"] == "values":
-            share = self.session.protocol.receive_input(shape)
+            share = protocol.receive_input(shape)
             return {name: SecretTensor(Fixed(self.session, share, self.session.frac))}
         owner = model.get_decoder() if name.startswith("decoder_") else model
-        index = self.session.protocol.receive_index(math.prod(shape), item["vocabulary"])
+        index = protocol.receive_index(math.prod(shape), item["vocabulary"])
         ids = SecretIndex(self.session, index, shape)
         return {name.replace("input_ids", "inputs_embeds"): owner.get_input_embeddings()(ids)}
 
@@ -220,6 +296,10 @@ class Party:
             self.transport.ledger.reset()
 
 
+def _read(made: Callable[[Tensor | None], Fixed | Tensor], offload: OffloadFile, name: str) -> Fixed | Tensor:
+    return made(offload.read(name))
+
+
 class Pulse:
     """Tells the client "still computing" while a long call makes progress, so that silence means a dead party."""
 
@@ -247,8 +327,31 @@ class Pulse:
 def run_party(config: PrivateConfig, number: int, transport: Transport, held: ShareFile | None = None) -> str | None:
     """Serve one client until it stops. Returns None, or why the session ended (which all others were told)."""
     tune_allocator()
+    lanes: dict[int, Party] = {}
+    reasons: list[str] = []
+
+    def run(lane: int) -> None:
+        reason = _run_lane(config, number, transport, held, lanes, lane)
+        if reason is not None:
+            reasons.append(reason)
+
+    others = [
+        threading.Thread(target=run, args=(lane,), name=f"party {number} lane {lane}", daemon=True)
+        for lane in range(1, config.lanes)
+    ]
+    for thread in others:
+        thread.start()
+    run(0)
+    for thread in others:
+        thread.join()
+    return reasons[0] if reasons else None
+
+
+def _run_lane(
+    config: PrivateConfig, number: int, transport: Transport, held: ShareFile | None, lanes: dict[int, Party], lane: int
+) -> str | None:
     try:
-        Party(config, number, transport, held).serve()
+        Party(config, number, transport, held, lanes, lane).serve()
     except PrivateLLMError as error:
         reason = f"party {number}: {type(error).__name__}: {error}"
         if isinstance(error, TransportError) and _REPORTED.search(str(error)):

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import TransportError
+from private_llm.net.ledger import CONTROL
 from private_llm.net.transport import Transport, endpoint_name
-
-CONTROL = "control"
-"""Ledger name of control traffic."""
 
 OPENED = ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output")
 """Outputs that a client may ask to open, if the architecture returns them."""
@@ -36,7 +34,7 @@ Message = dict[str, Any]
 
 def send_message(transport: Transport, to: int, message: Message) -> None:
     """Send one message."""
-    raw = json.dumps(message, default=_pack, allow_nan=False, separators=(",", ":")).encode()
+    raw = json.dumps(message, default=packed, allow_nan=False, separators=(",", ":")).encode()
     if len(raw) > _MAX_BYTES:
         raise TransportError(f"control message: got {len(raw)} bytes; want at most {_MAX_BYTES}")
     with transport.ledger.op(CONTROL):
@@ -61,7 +59,8 @@ def recv_message(transport: Transport, frm: int) -> Message:
     return message
 
 
-def _pack(value: object) -> object:
+def packed(value: object) -> object:
+    """How JSON carries a public integer tensor. Raises TypeError for anything else."""
     if not isinstance(value, Tensor):
         raise TypeError(f"a control message holds JSON and integer tensors, not {type(value).__name__}")
     name = str(value.dtype).removeprefix("torch.")

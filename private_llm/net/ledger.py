@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+CONTROL = "control"
+"""Name under which messages are booked that carry no part of the protocol: commands, announcements."""
+
 
 @dataclass(frozen=True)
 class Cost:

@@ -1,0 +1,221 @@
+"""Preprocessing on disk: what party 0 (or the dealer) sends is stored by party 2 and read back when data are there.
+
+  1. Party 0 runs planned calls ahead through an `AheadTransport`: each message is announced by a wire header, so that
+     party 2, which does not compute yet, knows what comes; a BYE header ends a call.
+  2. Party 2 writes the messages to a `Tape`: wire headers, each followed by the payload, AES-128-GCM encrypted in
+     pieces under a key that never leaves this process (nonce = number of the piece, header authenticated). What lies on
+     the disk says nothing and cannot be altered unnoticed, and a file that a crash left behind opens nothing.
+  3. Online, a `TapeTransport` hands the messages to the protocol as if party 0 had just sent them.
+
+A tape is read once, front to back, and deleted when it ends; there is no way back, because masks must never repeat.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from torch import Tensor
+
+from private_llm.errors import ConfigError, ProtocolAbort, ShareFileError, TransportError
+from private_llm.net import wire
+from private_llm.net.ledger import CONTROL
+from private_llm.net.transport import Transport
+from private_llm.net.wire import HEADER_BYTES, Frame, Kind
+
+HELPER, KEEPER = 0, 2
+"""Who sends preprocessing, and who stores it."""
+ANNOUNCED = "tape frame"
+_PIECE = 1 << 24
+"""Bytes encrypted at a time."""
+_SEAL = 16
+"""Bytes that authentication adds to a piece."""
+
+
+class Tape:
+    """One encrypted file of messages, in calls: written, rewound once, read once."""
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        """A new file in `folder` (default: the system's place for temporary files), readable by its owner only."""
+        try:
+            descriptor, name = tempfile.mkstemp(".tape", "private-llm-", folder)
+        except OSError as error:
+            raise ConfigError(f"tape folder {str(folder)!r}: {error.strerror}; name one that can be written") from None
+        self.path = Path(name)
+        self._file = os.fdopen(descriptor, "w+b")
+        self._cipher = AESGCM(AESGCM.generate_key(128))
+        self._session = secrets.token_bytes(8)
+        self._buffer = bytearray()
+        self._messages = self._pieces = 0
+        self._reading = False
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file so far."""
+        return self._file.tell() if not self._reading else self.path.stat().st_size
+
+    # -- writing ----------------------------------------------------------------------------------------------
+    def append(self, tag: str, payload: Tensor) -> None:
+        """Store one message."""
+        raw = payload.reshape(-1).contiguous().view(torch.uint8).numpy()
+        header = self._header(Kind.DATA, tag, payload.dtype, payload.numel())
+        self._write(header)
+        for start in range(0, len(raw), _PIECE):
+            piece = raw[start : start + _PIECE]
+            sealed = self._space(len(piece) + _SEAL)
+            self._cipher.encrypt_into(self._nonce(), piece.data, header, sealed)
+            self._write(sealed)
+
+    def end_call(self) -> None:
+        """What was appended since the last end belongs to one call."""
+        self._write(self._header(Kind.BYE, "", torch.uint8, 0))
+
+    def rewind(self) -> None:
+        """From now on, read. Raises ProtocolAbort the second time."""
+        if self._reading:
+            raise ProtocolAbort("a tape may be read once only: masks must never repeat")
+        self._reading = True
+        self._messages = self._pieces = 0
+        self._file.flush()
+        self._file.seek(0)
+
+    # -- reading ----------------------------------------------------------------------------------------------
+    def next(self, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The next message, which must be as stated.
+
+        Raises TransportError for another message, ShareFileError if the file is damaged.
+        """
+        out = torch.empty(shape, dtype=dtype)
+        header = self._expect(Frame(Kind.DATA, HELPER, self._session, self._messages, tag, dtype, out.numel()))
+        raw = out.view(-1).view(torch.uint8).numpy()
+        for start in range(0, len(raw), _PIECE):
+            piece = raw[start : start + _PIECE]
+            sealed = self._space(len(piece) + _SEAL)
+            try:
+                whole = self._file.readinto(sealed) == len(sealed)
+                self._cipher.decrypt_into(self._nonce(), sealed, header, piece.data)
+            except InvalidTag:
+                whole = False
+            if not whole:
+                raise ShareFileError(f"{self.path.name} is damaged; preprocess again (and check the disk)")
+        return out
+
+    def finish_call(self) -> None:
+        """The call must be at its end."""
+        self._expect(Frame(Kind.BYE, HELPER, self._session, self._messages, "", torch.uint8, 0))
+
+    def close(self) -> None:
+        """Delete the file. Idempotent."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+    def _header(self, kind: Kind, tag: str, dtype: torch.dtype, count: int) -> bytes:
+        header = wire.encode(kind, HELPER, self._session, self._messages, tag, dtype, count)
+        self._messages += 1
+        return header
+
+    def _expect(self, want: Frame) -> bytes:
+        header = self._file.read(HEADER_BYTES)
+        self._messages += 1
+        try:
+            got = wire.decode(header)
+        except TransportError:
+            raise ShareFileError(f"{self.path.name} is damaged or cut off; preprocess again") from None
+        if got != want:
+            raise TransportError(
+                f"tape: got {got.what}; want {want.what} (the preprocessing was made for another computation)"
+            )
+        return header
+
+    def _write(self, data: bytes | memoryview) -> None:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            raise ShareFileError(f"{self.path.name}: cannot be written ({error.strerror}); make room") from None
+
+    def _nonce(self) -> bytes:
+        self._pieces += 1
+        return self._pieces.to_bytes(12, "big")
+
+    def _space(self, count: int) -> memoryview:
+        if len(self._buffer) < count:
+            self._buffer = bytearray(count)
+        return memoryview(self._buffer)[:count]
+
+    def __repr__(self) -> str:
+        return f"Tape({self.path.name})"
+
+
+class AheadTransport(Transport):
+    """Party 0's links while it runs ahead: every message is announced to its receiver."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner.me)
+        self.ledger = inner.ledger
+        self._inner = inner
+
+    def send(self, to: int, tag: str, payload: Tensor) -> None:
+        """Announce and send."""
+        self._announce(to, wire.encode(Kind.DATA, self.me, bytes(8), 0, tag, payload.dtype, payload.numel()))
+        self._inner.send(to, tag, payload)
+
+    def end_call(self) -> None:
+        """Tell party 2 that this call has no more messages."""
+        self._announce(KEEPER, wire.encode(Kind.BYE, self.me, bytes(8), 0, "", torch.uint8, 0))
+
+    def _announce(self, to: int, header: bytes) -> None:
+        self.ledger.sent[("", CONTROL, to)] += len(header)
+        self._inner._send(to, ANNOUNCED, torch.frombuffer(bytearray(header), dtype=torch.uint8))
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        self._inner._send(to, tag, payload)
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        raise TransportError(f"'{tag}' was awaited while preprocessing, when there is nothing to hear")
+
+    def wait(self, frm: int) -> None:
+        """Nothing comes."""
+        raise TransportError("preprocessing waits for nobody")
+
+
+class TapeTransport(Transport):
+    """Party 2's links while it works from a tape: party 0's messages come from there."""
+
+    def __init__(self, inner: Transport, tape: Tape, where: Callable[[], torch.device | str]) -> None:
+        super().__init__(inner.me)
+        self.ledger = inner.ledger
+        self._inner, self._tape, self._where = inner, tape, where
+
+    def send(self, to: int, tag: str, payload: Tensor) -> None:
+        """As the inner transport."""
+        self._inner.send(to, tag, payload)
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        self._inner._send(to, tag, payload)
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if frm == HELPER:
+            return self._tape.next(tag, shape, dtype).to(self._where())
+        return self._inner._recv(frm, tag, shape, dtype)
+
+    def wait(self, frm: int) -> None:
+        """As the inner transport."""
+        self._inner.wait(frm)
+
+
+def store_call(transport: Transport, tape: Tape, beat: Callable[[], None]) -> None:
+    """At party 2: write the messages of one call to the tape as they come; `beat` is called for each."""
+    while True:
+        raw = transport.recv(HELPER, ANNOUNCED, (HEADER_BYTES,), torch.uint8)
+        frame = wire.decode(raw.cpu().numpy().tobytes())
+        if frame.kind is Kind.BYE:
+            tape.end_call()
+            return
+        tape.append(frame.tag, transport.recv(HELPER, frame.tag, (frame.count,), frame.dtype).cpu())
+        beat()

@@ -1,0 +1,163 @@
+"""Tapes: what is stored comes back once, in order; the file says nothing, and damage is noticed."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from private_llm.errors import ConfigError, ProtocolAbort, ShareFileError, TransportError
+from private_llm.net import tape as module
+from private_llm.net.ledger import CONTROL
+from private_llm.net.local import LocalHub
+from private_llm.net.tape import AheadTransport, Tape, TapeTransport, store_call
+
+MESSAGES = [
+    ("mul", torch.arange(-5, 6)),
+    ("msb", torch.arange(7, dtype=torch.int32).view(7, 1)),
+    ("empty", torch.empty(0, dtype=torch.int64)),
+    ("bytes", torch.arange(200, dtype=torch.uint8)),
+]
+
+
+def written(folder: Path) -> Tape:
+    """Two calls with the messages above."""
+    tape = Tape(folder)
+    for _ in range(2):
+        for tag, payload in MESSAGES:
+            tape.append(tag, payload)
+        tape.end_call()
+    return tape
+
+
+def read_call(tape: Tape) -> None:
+    for tag, payload in MESSAGES:
+        assert torch.equal(tape.next(tag, tuple(payload.shape), payload.dtype), payload)
+    tape.finish_call()
+
+
+def read_all(tape: Tape) -> None:
+    read_call(tape)
+    read_call(tape)
+
+
+@pytest.mark.parametrize("piece", [16, 64, 1 << 24])
+def test_messages_come_back(tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIECE", piece)
+    tape = written(tmp_path)
+    tape.rewind()
+    read_call(tape)
+    read_call(tape)
+    tape.close()
+    tape.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tape_is_read_once(tmp_path: Path) -> None:
+    tape = written(tmp_path)
+    tape.rewind()
+    with pytest.raises(ProtocolAbort, match="read once only: masks must never repeat"):
+        tape.rewind()
+    tape.close()
+
+
+def test_the_file_is_its_owner_s_and_looks_random(tmp_path: Path) -> None:
+    """Chi-square of bytes, 255 degrees of freedom, p = 1e-9, for a constant message; two tapes differ."""
+    contents = []
+    for _ in range(2):
+        tape = Tape(tmp_path)
+        tape.append("mul", torch.zeros(40_000, dtype=torch.int64))
+        tape.rewind()
+        assert stat.S_IMODE(tape.path.stat().st_mode) == 0o600
+        contents.append(tape.path.read_bytes()[64:])
+        tape.close()
+    assert len(contents[0]) == 40_000 * 8 + 16
+    counts = np.bincount(np.frombuffer(contents[0], np.uint8), minlength=256)
+    expected = len(contents[0]) / 256
+    assert ((counts - expected) ** 2 / expected).sum() < 378
+    assert contents[0] != contents[1]
+
+
+@pytest.mark.parametrize("where", [0, 40, 63, 64, 90, -100, -1])
+def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path, where: int) -> None:
+    tape = written(tmp_path)
+    tape.rewind()
+    data = bytearray(tape.path.read_bytes())
+    data[where] ^= 1
+    tape.path.write_bytes(data)
+    with pytest.raises((ShareFileError, TransportError)):
+        read_all(tape)
+    tape.close()
+
+
+@pytest.mark.parametrize("left", [0, 30, 64, 100])
+def test_a_cut_file_is_noticed(tmp_path: Path, left: int) -> None:
+    tape = written(tmp_path)
+    tape.rewind()
+    with tape.path.open("r+b") as file:
+        file.truncate(left)
+    with pytest.raises(ShareFileError, match="damaged"):
+        read_call(tape)
+    tape.close()
+
+
+@pytest.mark.parametrize(
+    ("tag", "shape", "dtype"),
+    [("and", (11,), torch.int64), ("mul", (10,), torch.int64), ("mul", (11,), torch.int32)],
+)
+def test_another_computation_is_noticed(tmp_path: Path, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tape = written(tmp_path)
+    tape.rewind()
+    with pytest.raises(TransportError, match="preprocessing was made for another computation"):
+        tape.next(tag, shape, dtype)
+    tape.close()
+
+
+def test_a_call_that_leaves_messages_is_noticed(tmp_path: Path) -> None:
+    tape = written(tmp_path)
+    tape.rewind()
+    tape.next("mul", (11,), torch.int64)
+    with pytest.raises(TransportError, match="another computation"):
+        tape.finish_call()
+    tape.close()
+
+
+def test_a_folder_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match="tape folder '/nowhere/at/all': No such file"):
+        Tape("/nowhere/at/all")
+
+
+def test_party_zero_runs_ahead_and_party_two_reads_later(tmp_path: Path) -> None:
+    hub = LocalHub(3, timeout=5)
+    helper, keeper, other = (hub.transport(party) for party in (0, 2, 1))
+    ahead = AheadTransport(helper)
+    for tag, payload in MESSAGES:
+        ahead.send(2, tag, payload)
+    ahead.end_call()
+    tape = Tape(tmp_path)
+    beats: list[int] = []
+    store_call(keeper, tape, lambda: beats.append(1))
+    tape.rewind()
+    assert len(beats) == len(MESSAGES)
+    links = TapeTransport(keeper, tape, lambda: "cpu")
+    for tag, payload in MESSAGES:
+        assert torch.equal(links.recv(0, tag, tuple(payload.shape), payload.dtype), payload)
+    other.send(2, "mul", MESSAGES[0][1])
+    assert torch.equal(links.recv(1, "mul", (11,), torch.int64), MESSAGES[0][1])
+    # what is booked: the messages as ever, announcements apart
+    size = sum(payload.numel() * payload.element_size() for _, payload in MESSAGES)
+    booked = {tag: n for (_, tag, to), n in helper.ledger.sent.items() if to == 2}
+    assert booked.pop(CONTROL) == 64 * (len(MESSAGES) + 1)
+    assert sum(booked.values()) == size
+    tape.close()
+
+
+def test_nothing_is_heard_while_running_ahead() -> None:
+    ahead = AheadTransport(LocalHub(3, timeout=1).transport(0))
+    with pytest.raises(TransportError, match="there is nothing to hear"):
+        ahead.recv(255, "input", (1,), torch.int64)
+    with pytest.raises(TransportError, match="waits for nobody"):
+        ahead.wait(1)
