@@ -74,3 +74,13 @@ def test_what_does_not_fit_is_refused() -> None:
     for wrong in (None, torch.zeros(5, dtype=torch.int64)):
         with pytest.raises(ShareFileError, match=r"want a share of shape \(4,\)"):
             assemble(TRIO, 1, dealer.keys(1), wrong, (4,), "w")
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, PIECE - 1)])
+def test_four_parties_get_the_masks_they_may_know_and_one_masked_tensor(shape: tuple[int, ...]) -> None:
+    config = PrivateConfig(protocol="quad")
+    x = torch.full(shape, -(2**61), dtype=torch.int64)
+    (a1, a2, third), (x1, b1, u1), (x2, b2, u2), (c1, c2, c3) = dealt(config, x)
+    assert all(torch.equal(*same) for same in ((a1, b1), (a1, c1), (a2, b2), (a2, c2), (u1, u2), (u1, c3)))
+    assert all(torch.equal(masked, x) for masked in (third - u1, x1 - a2, x2 - a1))
+    assert [sends_parts(config, party) for party in range(4)] == [True, True, True, False]
