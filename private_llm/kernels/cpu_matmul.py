@@ -189,7 +189,7 @@ def dot_product(
 
 
 @njit(nogil=True, cache=True)
-def _rows_times_panel(
+def rows_times_panel(
     xs: Array, x_at: int, x_pitch: int, rows: int, ys: Array, y_at: int, y_pitch: int, steps: int, outs: Array,
     out_at: int, out_pitch: int,
 ) -> None:  # fmt: skip
@@ -225,7 +225,7 @@ def row_product(
                         _row_wide(xs, x_at, 0, ys, y_at, columns, steps, outs, out_at, 0)
                         n += 4 * width
                     else:
-                        _rows_times_panel(xs, x_at, inner, count, ys, y_at, columns, steps, outs, out_at, columns)
+                        rows_times_panel(xs, x_at, inner, count, ys, y_at, columns, steps, outs, out_at, columns)
                         n += width
                 left = columns - n
                 if left:
@@ -233,7 +233,7 @@ def row_product(
                     for i in range(steps):
                         for j in range(left):
                             y_edge[i * width + j] = ys[(batch * inner + k + i) * columns + n + j]
-                    _rows_times_panel(xs, x_at, inner, count, y_edge, 0, width, steps, out_edge, 0, width)
+                    rows_times_panel(xs, x_at, inner, count, y_edge, 0, width, steps, out_edge, 0, width)
                     for i in range(count):
                         for j in range(left):
                             outs[(batch * rows + m + i) * columns + n + j] += out_edge[i * width + j]
