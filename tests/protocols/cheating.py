@@ -56,10 +56,16 @@ class Outcome:
         sent = self.sent(party)
         return [n for n in range(self.started[party], self.ended[party]) if not tags or sent[n].tag in tags]
 
-    def caught(self, cheater: int) -> bool:
+    def stopped(self, cheater: int) -> bool:
         """Whether nobody opened a result and an honest endpoint said why it stopped."""
         honest = [error for endpoint, error in self.errors.items() if endpoint != cheater]
         return self.result is None and any(isinstance(error, ProtocolAbort | TransportError) for error in honest)
+
+    def caught(self, cheater: int) -> bool:
+        """Stopped by an honest party, before any of them sent the client anything."""
+        honest = [party for party in self.recorders if party != cheater]
+        silent = not any(message.tag.startswith("reveal") for party in honest for message in self.sent(party))
+        return silent and self.stopped(cheater) and any(party in self.errors for party in honest)
 
 
 def play(

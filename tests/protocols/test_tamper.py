@@ -163,7 +163,7 @@ def test_every_message_of_keys_verdict_and_opening(broad: Outcome, cheater: int)
         for bit in (3, 8 * broad.sent(cheater)[number].nbytes - 1):
             outcome = lie(cheater, flip(number, bit))
             if number >= broad.ended[cheater]:
-                assert outcome.caught(cheater), (number, bit)
+                assert outcome.stopped(cheater), (number, bit)
             elif outcome.result is not None:
                 assert int((outcome.result - broad.result).abs().max()) <= UNITS  # type: ignore[operator]
 
@@ -193,7 +193,7 @@ def test_a_silent_party_stops_everybody(broad: Outcome, cheater: int) -> None:
             return payload
 
         outcome = lie(cheater, stop, timeout=0.7)
-        assert outcome.caught(cheater)
+        assert outcome.stopped(cheater)
         assert isinstance(outcome.errors[CLIENT], PartyFailed)
 
 
