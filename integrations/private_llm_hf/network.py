@@ -225,6 +225,7 @@ class Network(PreTrainedModel):  # type: ignore[misc]
 
     config_class = NetworkConfig
     main_input_name = "pixel_values"
+    base_model_prefix = "entire_network"  # with an empty one, loading takes "11.weight" for "1.weight"
 
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__(config)
@@ -260,14 +261,14 @@ class Network(PreTrainedModel):  # type: ignore[misc]
     def _place(self, name: str, module: nn.Module) -> None:
         *path, last = name.split(".")
         parent: nn.Module = self
-        try:
-            for part in path:
-                if part not in parent._modules:
-                    parent.add_module(part, nn.ModuleDict())
-                parent = parent.get_submodule(part)
-            parent.add_module(last, module)
-        except KeyError:
-            raise PatchMismatch(f"module name {name!r} is taken by PyTorch or transformers; rename it") from None
+        for part in (*path, last):
+            if hasattr(type(parent), part) or part in parent.__dict__:
+                raise PatchMismatch(f"module name {name!r} is taken by PyTorch or transformers; rename it")
+        for part in path:
+            if part not in parent._modules:
+                parent.add_module(part, nn.ModuleDict())
+            parent = parent.get_submodule(part)
+        parent.add_module(last, module)
 
     def forward(self, pixel_values: Tensor, return_dict: bool = False) -> Tensor | ImageClassifierOutputWithNoAttention:
         """Images [B, ...] to the network's own output; with return_dict logits, without the head."""

@@ -103,14 +103,14 @@ class _Describer:
         result: object = None
         for node in self._nodes:
             if node.op == "placeholder":
-                if self._value:
-                    self._unmatched += [] if node.args else [f"input {node.target}"]
-                    continue
+                if self._value and not node.args:
+                    self._unmatched.append(f"input {node.target}")
                 self._value[node] = 0
             elif node.op == "output":
                 result = node.args[0]
             elif node.op == "get_attr":
                 self._unmatched.append(f"{node.target} (weight used outside a module)")
+                self._value[node] = 0
             elif node.op == "call_module":
                 self._call_module(node)
             else:

@@ -90,7 +90,8 @@ def lively(model: nn.Module) -> nn.Module:
                 parameter.normal_(0.0, 0.1)
         for module in model.modules():
             if isinstance(module, _BatchNorm):
-                module.weight.uniform_(0.5, 1.5)
+                if module.weight is not None:
+                    module.weight.uniform_(0.5, 1.5)
                 module.running_mean.normal_(0.0, 0.3)
                 module.running_var.uniform_(0.5, 2.0)
     return model.eval()
