@@ -45,6 +45,7 @@ class PartyMode(str, Enum):
 Json = Annotated[bool, typer.Option("--json", help="Print figures as JSON, one object per line.")]
 ProtocolOption = Annotated[ProtocolName, typer.Option("--protocol", help="'plain' hides nothing (for comparison).")]
 RingOption = Annotated[int, typer.Option("--ring", help="Bits of the ring: 64 or 32.")]
+MatmulOption = Annotated[str, typer.Option(help="'masked', or under 'dealer' 'remask': operand-sized traffic.")]
 PartyOption = Annotated[PartyMode, typer.Option("--party-mode", help="Parties as threads or as processes.")]
 
 
@@ -112,16 +113,18 @@ def generate(
     allow_plain_loopback: LoopbackOption = False,
     temperature: Annotated[float, typer.Option(help="Above 0: sample. 0: greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="With a temperature: nucleus sampling.")] = 1.0,
+    preprocess: Annotated[bool, typer.Option("--preprocess", help="What needs no data first, apart.")] = False,
+    matmul: MatmulOption = "masked",
 ) -> None:
     """Private generate() of any supported model."""
     from private_llm.commands.generate import generate as run
 
     remote = _remote(hosts, tls, "client", allow_plain_loopback)
-    config = _config(protocol, ring, party_mode, reveal=reveal, weights=weights, **remote)
+    config = _config(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **remote)
     sampling: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         sampling.update(temperature=temperature, top_p=top_p)
-    run(model, prompt, config, new_tokens, as_json, sampling)
+    run(model, prompt, config, new_tokens, as_json, sampling, preprocess)
 
 
 @app.command()
@@ -149,6 +152,8 @@ def party(
     protocol: ProtocolOption = ProtocolName.TRIO,
     ring: RingOption = 64,
     reveal: Annotated[str, typer.Option(help="As the client's.")] = "logits",
+    matmul: MatmulOption = "masked",
+    tape_folder: Annotated[str | None, typer.Option(help="Where party 2 keeps what it preprocesses.")] = None,
     sessions: Annotated[int | None, typer.Option(help="Stop after this many sessions (default: never).")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds of silence after which another endpoint is dead.")] = 120.0,
 ) -> None:
@@ -158,7 +163,8 @@ def party(
     if not hosts:
         raise ConfigError("hosts: got none; want host:port of every party, in order, the same at all endpoints")
     remote = _remote(hosts, tls, f"party{index}", allow_plain_loopback)
-    run(index, _config(protocol, ring, reveal=reveal, timeout_s=timeout, **remote), shares, sessions)
+    config = _config(protocol, ring, reveal=reveal, matmul=matmul, tape_folder=tape_folder, timeout_s=timeout, **remote)
+    run(index, config, shares, sessions)
 
 
 @app.command()
@@ -189,11 +195,12 @@ def estimate(
     image: Annotated[
         str | None, typer.Option(help="Images: channels x height x width, for instance 3x224x224.")
     ] = None,
+    matmul: MatmulOption = "masked",
 ) -> None:
     """What a run will cost, without weights and without hardware."""
     from private_llm.commands.estimate import estimate as run
 
-    config = _config(protocol, ring, reveal=reveal)
+    config = _config(protocol, ring, reveal=reveal, matmul=matmul)
     run(model, config, as_json, seq, new, batch, bandwidth, latency, gmacs, image)
 
 
@@ -216,23 +223,39 @@ def diff(
 
 @app.command()
 def bench(
-    names: Annotated[list[str] | None, typer.Argument(help="Which works (default: all).")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Which works (default: all); 'pigeon': PIGEON's whole table.")
+    ] = None,
     as_json: Json = False,
-    protocol: ProtocolOption = ProtocolName.TRIO,
+    protocol: Annotated[
+        ProtocolName | None, typer.Option("--protocol", help="Default: trio; for pigeon both trio and quad.")
+    ] = None,
     ring: RingOption = 64,
     n: Annotated[int | None, typer.Option("--n", help="First size of the shape (elements, tokens).")] = None,
     repeat: Annotated[int, typer.Option(help="Timed repetitions after one warm-up.")] = 5,
     shape: Annotated[str | None, typer.Option(help="Sizes joined by 'x', for instance 128x768x3072.")] = None,
     party_mode: PartyOption = PartyMode.THREADS,
+    lanes: Annotated[int, typer.Option(help="Sessions side by side that share the rows of a work.")] = 1,
+    permute: Annotated[bool, typer.Option("--permute", help="Another party plays each role in each lane.")] = False,
     bandwidth: Annotated[float | None, typer.Option(help="Emulated Mbit/s of each direction of a link.")] = None,
     latency: Annotated[float | None, typer.Option(help="Emulated one-way latency in ms.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Picture (.png, .svg): what each party did; for pigeon the table.")
+    ] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Smallest shapes: does everything run?")] = False,
 ) -> None:
-    """Measure operations and layers: time, bytes, rounds and error against float64."""
+    """Measure operations, layers and models: time, bytes, rounds and error against float64."""
+    from private_llm.commands.bench import PIGEON, bench_pigeon
     from private_llm.commands.bench import bench as run
 
-    config = _config(protocol, ring, party_mode)
-    run(names or (), config, as_json, repeat, shape, n, bandwidth, latency, tiny)
+    config = _config(protocol or ProtocolName.TRIO, ring, party_mode, lanes=lanes, permute=permute)
+    if names and PIGEON in names:
+        given = [n, shape, bandwidth, latency]
+        if len(names) > 1 or ring != 64 or any(value is not None for value in given):
+            raise ConfigError("pigeon is a table of its own: give no other name, ring, shape or link with it")
+        bench_pigeon([protocol.value] if protocol else ["trio", "quad"], config, as_json, repeat, tiny, plot)
+        return
+    run(names or (), config, as_json, repeat, shape, n, bandwidth, latency, tiny, plot)
 
 
 @app.command()

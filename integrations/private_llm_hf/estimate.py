@@ -175,6 +175,9 @@ class _MetaParties:
         """As `Parties.new_handle`."""
         return next(self._numbers)
 
+    def keep_together(self, handle: int, rows: int) -> None:
+        """One lane holds all rows."""
+
     def release(self, handle: int) -> None:
         """Kept until the end, so that memory can be read off."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from private_llm.bench.whole import WholeWork
 from private_llm.bench.work import Shape
+
+if TYPE_CHECKING:
+    from private_llm_hf import ForwardPlan
 
 
 def lenet(shape: Shape) -> WholeWork:
@@ -57,7 +60,12 @@ def _network(name: str, shape: Shape, make: Callable[[], nn.Module]) -> WholeWor
         logits: Tensor = model(asked.double())
         return logits
 
-    return WholeWork(name, shape, build, call, truth)
+    def plan() -> ForwardPlan:
+        from private_llm_hf import ForwardPlan
+
+        return ForwardPlan({"pixel_values": shape})
+
+    return WholeWork(name, shape, build, call, truth, plan)
 
 
 def _deviation(weight: Tensor) -> float:

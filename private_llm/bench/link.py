@@ -48,7 +48,7 @@ class SlowHub(LocalHub):
 
     def __init__(self, parties: int, timeout: float, speed: LinkSpeed, instant: str) -> None:
         super().__init__(parties, timeout)
-        self.speed, self.instant = speed, instant
+        self.speed, self.instant = speed, frozenset([instant])
         self.free = dict.fromkeys(self.links, 0.0)  # the lanes of a session share the wires
         self.wires = threading.Lock()
 
@@ -57,19 +57,19 @@ class SlowHub(LocalHub):
         super().clear()
         self.due: dict[tuple[int, int], deque[float]] = {link: deque() for link in self.links}
 
-    def occupy(self, link: tuple[int, int], count: int) -> float:
+    def occupy(self, link: tuple[int, int], tag: str, count: int) -> float:
         """Queue `count` bytes on a wire: when the last of them has left."""
         with self.wires:
             sent = max(time.perf_counter(), self.free[link]) + self.speed.seconds(count)
             self.free[link] = sent
         return sent
 
-    def transport(self, me: int) -> LocalTransport:
+    def transport(self, me: int) -> SlowTransport:
         """The transport of endpoint `me`."""
-        return _SlowTransport(self, me)
+        return SlowTransport(self, me)
 
 
-class _SlowTransport(LocalTransport):
+class SlowTransport(LocalTransport):
     """Notes at sending when a frame is due, and sleeps until then at receiving."""
 
     def __init__(self, hub: SlowHub, me: int) -> None:
@@ -78,11 +78,11 @@ class _SlowTransport(LocalTransport):
 
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
         link = (self.me, to)
-        if tag == self._slow.instant:
+        if tag in self._slow.instant:
             self._slow.due[link].append(0.0)
             super()._send(to, tag, payload)
             return
-        sent = self._slow.occupy(link, payload.numel() * payload.element_size())
+        sent = self._slow.occupy(link, tag, payload.numel() * payload.element_size())
         self._slow.due[link].append(sent + self._slow.speed.latency)
         super()._send(to, tag, payload)
 

@@ -32,7 +32,8 @@ from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 
-_CONTROL = "bench"
+CONTROL = "bench"
+"""Tag of the signals that start and stop runs."""
 _GO, _STOP = 1, 0
 
 
@@ -43,7 +44,7 @@ class _Lane:
         links = lane_links(transport, config.parties, number, config.permute)
         self.session = join(config, links.me, links)
         with torch.no_grad():
-            self._run = work.prepare(self.session, dict(_receive_weights(work, self.session, links)))
+            self._run = work.prepare(self.session, dict(receive_weights(work, self.session, links)))
         parts = zip(work.inputs, work.share_of(number, config.lanes), strict=True)
         shapes = [(len(range(shape[0])[rows]), *shape[1:]) for shape, rows in parts]
         taken = [self.session.protocol.receive_input(shape) for shape in shapes]
@@ -69,8 +70,8 @@ class _Lane:
             raise DomainError("a benchmark needs at least one run")
         if describe:
             described = torch.tensor([self.result.frac, *self.result.shape])
-            self._links.send(CLIENT, _CONTROL, torch.tensor([described.numel()]))
-            self._links.send(CLIENT, _CONTROL, described)
+            self._links.send(CLIENT, CONTROL, torch.tensor([described.numel()]))
+            self._links.send(CLIENT, CONTROL, described)
         self.session.protocol.reveal_to_client(self.result.share)
 
 
@@ -80,7 +81,7 @@ def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -
     torch.set_num_threads(party_threads(config.parties))
     lanes = [_Lane(work, config, transport, number) for number in range(config.lanes)]
     with ThreadPoolExecutor(len(lanes), f"party {party} lane") as pool:
-        while int(transport.recv(CLIENT, _CONTROL, (1,), torch.int64)) == _GO:
+        while int(transport.recv(CLIENT, CONTROL, (1,), torch.int64)) == _GO:
             if len(lanes) == 1:
                 lanes[0].run()  # on this thread: switching costs more than a small work
             else:
@@ -89,38 +90,41 @@ def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -
             sent = [sum(cost.sent.get((party, to), 0) for cost in costs) for to in (*range(config.parties), CLIENT)]
             ahead = sum(lane.cost.total for lane in lanes if lane.session.party == config.helper)
             rounds = max(cost.rounds for cost in costs)
-            transport.send(CLIENT, _CONTROL, torch.tensor([*sent, ahead, rounds]))
+            transport.send(CLIENT, CONTROL, torch.tensor([*sent, ahead, rounds]))
     for lane in lanes:
         lane.reveal(describe=lane.session.party == 0)
 
 
 def measure(
     work: Work | WholeWork, config: PrivateConfig, repeat: int = 5, speed: LinkSpeed | None = None,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[], None] = lambda: None, hub: LocalHub | None = None,
 ) -> Row:  # fmt: skip
     """Run `work` once to warm up and `repeat` times with the clock on, parties as config.party_mode says.
 
-    progress is called after each run. Raises what a party raised (PartyFailed for anything unforeseen).
+    progress is called after each run. hub: carries the frames of parties that are threads, at its own speed.
+    Raises what a party raised (PartyFailed for anything unforeseen).
     """
     if isinstance(work, WholeWork):
-        return measure_whole(work, config, repeat, speed, progress)
+        return measure_whole(work, config, repeat, speed, progress, hub)
     mode = "threads" if config.party_mode == "auto" else config.party_mode
     transport: Transport
     if mode == "processes":
         facts = {"name": work.name, "shape": list(work.shape)}
         transport, stop = start_children(config, "private_llm.bench.measure:serve_named", facts)
     else:
-        transport, stop = _start_threads(work, config, speed)
+        transport, stop = _start_threads(work, config, speed, hub)
     try:
         return _measure(work, config, mode, repeat, speed, transport, progress)
     finally:
         stop()
 
 
-def _start_threads(work: Work, config: PrivateConfig, speed: LinkSpeed | None) -> tuple[Transport, Callable[[], None]]:
-    hub = LocalHub(config.parties, config.timeout_s)
-    if speed is not None:
-        hub = SlowHub(config.parties, config.timeout_s, speed, _CONTROL)
+def _start_threads(
+    work: Work, config: PrivateConfig, speed: LinkSpeed | None, given: LocalHub | None
+) -> tuple[Transport, Callable[[], None]]:
+    hub = given or LocalHub(config.parties, config.timeout_s)
+    if speed is not None and given is None:
+        hub = SlowHub(config.parties, config.timeout_s, speed, CONTROL)
     threads = [
         threading.Thread(target=_guarded, args=(work, config, i, hub.transport(i)), name=f"party {i}", daemon=True)
         for i in range(config.parties)
@@ -146,7 +150,7 @@ def _measure(
     for number in range(config.lanes):
         links = lane_links(transport, config.parties, number, config.permute)
         end = join_as_client(config, links)
-        _send_weights(weights, config, links)
+        send_weights(weights, config, links)
         for value, rows in zip(values, work.share_of(number, config.lanes), strict=True):
             end.share(ring.encode(value[rows], config.frac_bits))
         ends.append(end)
@@ -193,7 +197,7 @@ def _guarded(work: Work, config: PrivateConfig, party: int, transport: Transport
             transport.abort(f"party {party} stopped in benchmark '{work.name}'; its traceback says why")
 
 
-def _send_weights(weights: Mapping[str, Tensor], config: PrivateConfig, transport: Transport) -> None:
+def send_weights(weights: Mapping[str, Tensor], config: PrivateConfig, transport: Transport) -> None:
     """As the model owner: one share of every weight to every party."""
     ring, seed = Ring(config.ring), Seed.fresh()
     for name, value in weights.items():
@@ -202,7 +206,8 @@ def _send_weights(weights: Mapping[str, Tensor], config: PrivateConfig, transpor
                 transport.send(party, "weight", part.contiguous())
 
 
-def _receive_weights(work: Work, session: Session, transport: Transport) -> Iterator[tuple[str, Fixed]]:
+def receive_weights(work: Work, session: Session, transport: Transport) -> Iterator[tuple[str, Fixed]]:
+    """As a party: this party's shares of them."""
     for name, shape in work.weights.items():
         count = len(session.protocol.public(torch.zeros(1, dtype=session.ring.dtype)).parts)
         parts = [transport.recv(CLIENT, "weight", shape, session.ring.dtype) for _ in range(count)]
@@ -213,17 +218,17 @@ def _one_run(transport: Transport, parties: int) -> tuple[float, Tensor]:
     """Seconds of one run and every party's report: bytes by receiver, those sent ahead, rounds."""
     started = time.perf_counter()
     for party in range(parties):
-        transport.send(party, _CONTROL, torch.tensor([_GO]))
-    reports = [transport.recv(party, _CONTROL, (parties + 3,), torch.int64) for party in range(parties)]
+        transport.send(party, CONTROL, torch.tensor([_GO]))
+    reports = [transport.recv(party, CONTROL, (parties + 3,), torch.int64) for party in range(parties)]
     return time.perf_counter() - started, torch.stack(reports)
 
 
 def _open(transport: Transport, ends: Sequence[ClientEnd], ring: Ring, parties: int) -> Tensor:
     for party in range(parties):
-        transport.send(party, _CONTROL, torch.tensor([_STOP]))
+        transport.send(party, CONTROL, torch.tensor([_STOP]))
     opened = []
     for end in ends:
-        length = int(end.transport.recv(0, _CONTROL, (1,), torch.int64))
-        frac, *shape = end.transport.recv(0, _CONTROL, (length,), torch.int64).tolist()
+        length = int(end.transport.recv(0, CONTROL, (1,), torch.int64))
+        frac, *shape = end.transport.recv(0, CONTROL, (length,), torch.int64).tolist()
         opened.append(ring.decode(end.open(tuple(shape)), frac))
     return torch.cat(opened)

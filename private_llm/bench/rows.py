@@ -21,7 +21,8 @@ class Row:
 
     seconds: min, median and max over the repetitions (a warm-up run comes before them).
     bytes_total: over all links, in one run. bytes_preprocessing: those of them that depend on shapes alone (what the
-    helping party sends). bytes_per_party: what each endpoint sent, "client" included.
+    helping party sends). seconds_preprocessing: if these were sent apart, before: then `seconds` are the online phase.
+    bytes_per_party: what each endpoint sent, "client" included.
     rounds: exchanges that follow each other. error_max: largest absolute error against float64 on the same input.
     """
 
@@ -41,6 +42,7 @@ class Row:
     bandwidth_mbit: float | None = None
     latency_ms: float | None = None
     bytes_preprocessing: int = 0
+    seconds_preprocessing: dict[str, float] | None = None
     lanes: int = 1
     permute: bool = False
 

@@ -18,8 +18,10 @@ from private_llm.bench.rows import Row, party_threads, spread
 from private_llm.bench.work import Shape, random_weights
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
+from private_llm.net.local import LocalHub
 
 if TYPE_CHECKING:
+    from private_llm_hf import ForwardPlan, GeneratePlan
     from transformers import PreTrainedModel
 
 
@@ -36,6 +38,8 @@ class WholeWork:
     build: Callable[[], nn.Module]
     call: Callable[[Any], tuple[Tensor, Tensor]]
     truth: Callable[[Any, Tensor], Tensor]
+    plan: Callable[[], ForwardPlan | GeneratePlan] | None = None
+    """Makes the plan by which `call` can be preprocessed."""
 
 
 def gpt2_forward(shape: Shape) -> WholeWork:
@@ -58,7 +62,12 @@ def gpt2_forward(shape: Shape) -> WholeWork:
     def call(model: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - a private model
         return model(input_ids=ids, use_cache=False).logits, ids
 
-    return WholeWork("gpt2-forward", shape, build, call, lambda model, ids: model(input_ids=ids).logits)
+    def plan() -> ForwardPlan:
+        from private_llm_hf import ForwardPlan
+
+        return ForwardPlan({"input_ids": (batch, tokens), "use_cache": False})
+
+    return WholeWork("gpt2-forward", shape, build, call, lambda model, ids: model(input_ids=ids).logits, plan)
 
 
 def generate(shape: Shape) -> WholeWork:
@@ -88,19 +97,24 @@ def generate(shape: Shape) -> WholeWork:
         logits: Tensor = model(input_ids=ids).logits
         return logits[:, prompt - 1 : -1]
 
-    return WholeWork("generate", shape, build, call, truth)
+    def plan() -> GeneratePlan:
+        from private_llm_hf import GeneratePlan
+
+        return GeneratePlan(prompt=prompt, new_tokens=new, batch=batch)
+
+    return WholeWork("generate", shape, build, call, truth, plan)
 
 
 def measure_whole(
-    work: WholeWork, config: PrivateConfig, repeat: int, speed: LinkSpeed | None, progress: Callable[[], None]
-) -> Row:
+    work: WholeWork, config: PrivateConfig, repeat: int, speed: LinkSpeed | None, progress: Callable[[], None],
+    hub: LocalHub | None = None,
+) -> Row:  # fmt: skip
     """Share the model, then one warm-up call and `repeat` timed ones; the client's share and opening are inside."""
     from private_llm_hf import patch
 
     mode = "threads" if config.party_mode == "auto" else config.party_mode
     model = work.build()
-    hub = None
-    if speed is not None:
+    if speed is not None and hub is None:
         hub = SlowHub(config.parties, config.timeout_s, speed, instant="control")
     private: Any = patch(model, config, hub)
     try:

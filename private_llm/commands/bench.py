@@ -1,25 +1,36 @@
-"""`private-llm bench`: run named works and print one row each."""
+"""`private-llm bench`: run named works and print one row each; "pigeon" stands for PIGEON's table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from private_llm.bench.catalogue import NAMES, make
 from private_llm.bench.link import LinkSpeed
 from private_llm.bench.measure import measure
+from private_llm.bench.pigeon import Job, jobs
+from private_llm.bench.record import RecordingHub
 from private_llm.bench.rows import Row, machine
 from private_llm.bench.work import parse_shape
 from private_llm.commands.output import duration, emit_json, emit_table, progress_bar, size
+from private_llm.commands.plot_bench import check_name, plot_table, plot_timeline
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
+
+PIGEON = "pigeon"
+_THREADS = ("auto", "threads")
 
 
 def bench(
     names: Sequence[str], config: PrivateConfig, as_json: bool, repeat: int, shape: str | None, count: int | None,
-    bandwidth: float | None, latency: float | None, tiny: bool,
+    bandwidth: float | None, latency: float | None, tiny: bool, plot: Path | None = None,
 ) -> None:  # fmt: skip
-    """Measure each name and print its row as soon as it is there (JSON) or all in a table."""
+    """Measure each name and print its row as soon as it is there (JSON) or all in a table.
+
+    plot: a picture of what each party did in the last run of the only work that is named.
+    """
     if repeat < 1:
         raise ConfigError(f"repeat: got {repeat}; want at least 1")
     if shape is not None and count is not None:
@@ -29,17 +40,78 @@ def bench(
         if config.party_mode == "processes":
             raise ConfigError("--bandwidth and --latency shape the links of --party-mode threads only")
         speed = LinkSpeed(1e6 if bandwidth is None else bandwidth, latency or 0.0)
+    if plot is not None:
+        check_name(plot)
+        if len(names) != 1 or config.party_mode not in _THREADS:
+            raise ConfigError("--plot shows one work, with --party-mode threads: name one")
     chosen = list(names) or list(NAMES)
     sizes = parse_shape(shape) if shape else None
     works = [make(name, sizes, count, tiny) for name in chosen]
-    rows = []
+    recorder = (
+        None if plot is None else RecordingHub(config.parties, config.timeout_s, *(() if speed is None else (speed,)))
+    )
+    rows, clock = [], _Clock()
     with progress_bar(len(works) * (repeat + 1), quiet=as_json) as step:
         for work in works:
-            rows.append(measure(work, config, repeat, speed, partial(step, work.name)))
+            rows.append(measure(work, config, repeat, speed, clock.then(step, work.name), recorder))
             if as_json:
                 emit_json(rows[-1].to_dict())
+    if recorder is not None and plot is not None:
+        plot_timeline(recorder, config, _title(rows[0]), clock.last, plot)
     if not as_json:
         _table(rows)
+
+
+def bench_pigeon(
+    protocols: Sequence[str], config: PrivateConfig, as_json: bool, repeat: int, tiny: bool, plot: Path | None
+) -> None:
+    """PIGEON's whole table: each work under each protocol, beside the aims and the figures of its C++ engine."""
+    if repeat < 1:
+        raise ConfigError(f"repeat: got {repeat}; want at least 1")
+    if plot is not None:
+        check_name(plot)
+    todo = list(jobs(config, [name for name in ("trio", "quad") if name in protocols], tiny))
+    if not todo:
+        raise ConfigError(f"pigeon: got protocol {', '.join(protocols)}; want trio or quad")
+    rows = []
+    with progress_bar(len(todo) * (repeat + 1), quiet=as_json) as step:
+        for job in todo:
+            name = f"{job.protocol} {job.line.label}"
+            row = measure(job.work, job.config, repeat, None, _Clock().then(step, name))
+            rows.append((job, row))
+            if as_json:
+                emit_json(job.to_dict(row))
+    if plot is not None:
+        plot_table([job.to_dict(row) for job, row in rows], plot)
+    if not as_json:
+        _pigeon_table(rows)
+
+
+class _Clock:
+    """When runs ended."""
+
+    def __init__(self) -> None:
+        self._ends = [time.perf_counter()]
+
+    def then(self, step: Callable[[str], Any], name: str) -> Callable[[], None]:
+        """What to call after each run."""
+
+        def ended() -> None:
+            self._ends.append(time.perf_counter())
+            step(name)
+
+        return ended
+
+    @property
+    def last(self) -> tuple[float, float]:
+        """Start and end of the last run."""
+        return self._ends[-2], self._ends[-1]
+
+
+def _title(row: Row) -> str:
+    lanes = f", {row.lanes} lanes" if row.lanes > 1 else ""
+    link = f", {row.bandwidth_mbit:g} Mbit/s, {row.latency_ms:g} ms" if row.bandwidth_mbit is not None else ""
+    return f"{row.name} {'x'.join(map(str, row.shape))}, {row.protocol}, {row.ring} bits{lanes}{link}"
 
 
 def _table(rows: Sequence[Row]) -> None:
@@ -53,4 +125,24 @@ def _table(rows: Sequence[Row]) -> None:
     first = rows[0]
     title = f"{first.protocol}, {first.ring}-bit ring, {first.parties} parties ({first.party_mode})"
     headings = ("work", "shape", "median", "min", "bytes, all links", "rounds", "largest error")
+    emit_table(title, headings, cells, caption=machine())
+
+
+def _pigeon_table(rows: Sequence[tuple[Job, Row]]) -> None:
+    cells = []
+    for job, row in rows:
+        aim, reference = job.line.aim[job.protocol], job.line.reference[job.protocol]
+        times = " ".join(f"{row.seconds[which]:.3f}" for which in ("min", "median", "max"))
+        sizes = [f"{row.bytes_total / 1e6:.1f}"]
+        sizes += ["-" if figure.megabytes is None else f"{figure.megabytes:.1f}" for figure in (aim, reference)]
+        work = f"{job.line.label}, {row.ring} bits"
+        cells.append((
+            work, row.protocol, times, f"{aim.seconds:.2f}", f"{reference.seconds:.3f}", *sizes, row.rounds,
+            f"{row.error_max:.0e}",
+        ))  # fmt: skip
+    first = rows[0][1]
+    headings = ("work", "protocol", "s: min med max", "aim", "C++", "MB", "aim", "C++", "rounds", "error")
+    title = f"PIGEON's works, parties as {first.party_mode}"
+    if any(job.work.shape != job.line.shape for job, _ in rows):
+        title += "; tiny shapes, not those of the labels"
     emit_table(title, headings, cells, caption=machine())

@@ -49,6 +49,7 @@ class LocalHub:
     def __init__(self, parties: int, timeout: float = 60.0) -> None:
         self.endpoints = [*range(parties), CLIENT]
         self.timeout = timeout
+        self.number = 0
         self._lanes = _Lanes()
         self._lanes.hubs[0] = self
         self.clear()
@@ -68,6 +69,7 @@ class LocalHub:
         with self._lanes.lock:
             if number not in self._lanes.hubs:
                 twin = copy.copy(self)
+                twin.number = number
                 twin.clear()
                 self._lanes.hubs[number] = twin
             return self._lanes.hubs[number]

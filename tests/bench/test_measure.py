@@ -27,6 +27,8 @@ LARGEST_ERROR = {
     "gelu": 3e-4, "silu": 3e-4, "softmax": 5e-4, "layernorm": 5e-4, "argmax": 0.0,
     # Layers: some ten functions one after the other, activations below about 4.
     "opt-layer": 5e-3, "bert-layer": 5e-3, "opt-decode": 5e-3, "gpt2-forward": 1e-2, "generate": 5e-2,
+    # Up to 16 layers of products and ReLU, activations below about 8.
+    "lenet": 5e-3, "alexnet": 5e-3, "vgg16": 5e-3,
 }  # fmt: skip
 
 

@@ -1,0 +1,120 @@
+"""PIGEON's own works, with what its C++ engine takes for them and what this library aims at.
+
+REFERENCE: HPMPC (commit 29c3c54, g++ 12.2 -Ofast -march=native, 512-bit vectors, one process per party, parallel-prefix
+adder, preprocessing merged with the online phase), median of three runs on two cores of a 2.6 GHz Xeon with AVX-512 and
+VAES, the machine that docs/benchmarks.md names; the better of two quiet series where there are two. Its figures are for
+dummy weights, 5 fractional bits, truncation that may wrap, constant seeds, and Quad's check after the outputs are
+opened; Quad's with one instruction repaired that made it ten times slower on this processor. Bytes are over all links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from private_llm.bench.catalogue import make
+from private_llm.bench.rows import Row
+from private_llm.bench.whole import WholeWork
+from private_llm.bench.work import Shape, Work
+from private_llm.config import PrivateConfig
+
+Party = Literal["trio", "quad"]
+PROTOCOLS: tuple[Party, ...] = ("trio", "quad")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Seconds and megabytes (10^6 bytes over all links) of one work; None: nobody said."""
+
+    seconds: float
+    megabytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table: a work of the catalogue in a ring of 64 or 32 bits, and both columns of figures.
+
+    work, shape: as in the catalogue.
+    """
+
+    label: str
+    work: str
+    shape: Shape
+    ring: Literal[64, 32]
+    reference: dict[Party, Figure]
+    aim: dict[Party, Figure]
+
+
+def _both(trio: Figure, quad: Figure) -> dict[Party, Figure]:
+    return {"trio": trio, "quad": quad}
+
+
+_IMAGES, _DIGITS = (16, 3, 32, 32), (16, 1, 28, 28)
+LINES: tuple[Line, ...] = (
+    Line(
+        "2^20 ReLU", "relu", (1 << 20,), 64,
+        _both(Figure(0.174, 113.1), Figure(0.490, 194.1)), _both(Figure(0.17, 95.0), Figure(0.45, 175.0)),
+    ),
+    Line(
+        "2^20 ReLU", "relu", (1 << 20,), 32,
+        _both(Figure(0.097, 54.8), Figure(0.269, 94.1)), _both(Figure(0.10, 48.0), Figure(0.25)),
+    ),
+    Line(
+        "matmul 128^3 x 20, 8 side by side", "matmuls", (8, 128, 20), 64,
+        _both(Figure(0.294, 62.9), Figure(0.656, 104.9)), _both(Figure(0.15), Figure(0.35)),
+    ),
+    Line(
+        "matmul 128^3 x 20, 16 side by side", "matmuls", (16, 128, 20), 32,
+        _both(Figure(0.290, 62.9), Figure(0.596, 104.9)), _both(Figure(0.10), Figure(0.20)),
+    ),
+    Line(
+        "LeNet-5, 28 x 28, batch 16", "lenet", _DIGITS, 32,
+        _both(Figure(0.0353, 6.8), Figure(0.0695, 11.7)), _both(Figure(0.05), Figure(0.10)),
+    ),
+    Line(
+        "AlexNet, CIFAR, batch 16", "alexnet", _IMAGES, 32,
+        _both(Figure(1.103, 132.2), Figure(2.048, 226.1)), _both(Figure(0.5), Figure(1.0)),
+    ),
+    Line(
+        "VGG-16, CIFAR, batch 16", "vgg16", _IMAGES, 32,
+        _both(Figure(2.288, 286.9), Figure(4.599, 490.4)), _both(Figure(1.1), Figure(2.2)),
+    ),
+)  # fmt: skip
+"""Shapes as the reference ran them: "lanes" are independent matrices side by side. Aims: from the project's plan."""
+
+_FRACTION = {64: 18, 32: 12}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A line under one protocol, ready to be measured."""
+
+    line: Line
+    protocol: Party
+    work: Work | WholeWork
+    config: PrivateConfig
+
+    def to_dict(self, row: Row) -> dict[str, Any]:
+        """The row as JSON, with the figures that it is compared with."""
+        aim, reference = self.line.aim[self.protocol], self.line.reference[self.protocol]
+        return {
+            **row.to_dict(), "name": f"pigeon-{row.name}", "label": self.line.label,
+            "aim_seconds": aim.seconds, "aim_bytes": _bytes(aim),
+            "reference_seconds": reference.seconds, "reference_bytes": _bytes(reference),
+        }  # fmt: skip
+
+
+def jobs(config: PrivateConfig, protocols: Sequence[Party] = PROTOCOLS, tiny: bool = False) -> Iterator[Job]:
+    """Every line under every protocol, with the other settings of `config`; comparisons cover the whole ring."""
+    for protocol in protocols:
+        for line in LINES:
+            settings = replace(
+                config, protocol=protocol, insecure=False, ring=line.ring, frac_bits=_FRACTION[line.ring],
+                relu_bits=line.ring, adder="prefix",
+            )  # fmt: skip
+            yield Job(line, protocol, make(line.work, None if tiny else line.shape, tiny=tiny), settings)
+
+
+def _bytes(figure: Figure) -> int | None:
+    return None if figure.megabytes is None else round(figure.megabytes * 1e6)

@@ -1,0 +1,104 @@
+"""The pictures of `private-llm bench --plot`: what each party did in one run; PIGEON's works beside their figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from private_llm.bench.record import RecordingHub
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
+from private_llm.net.roles import named
+
+_COMPUTES, _SENDS, _WAITS = "#4c72b0", "#dd8452", "#e6e6e6"
+_OURS, _AIM, _REFERENCE = "#4c72b0", "#55a868", "#b0b0b0"
+_ENDINGS = (".png", ".svg", ".pdf")
+
+Span = tuple[float, float]
+
+
+def check_name(path: Path) -> None:
+    """Raises ConfigError for a file name that says no kind of picture."""
+    if path.suffix not in _ENDINGS:
+        raise ConfigError(f"plot: got {path.name!r}; want a name that ends in {', '.join(_ENDINGS)}")
+
+
+def plot_timeline(hub: RecordingHub, config: PrivateConfig, title: str, span: Span, path: Path) -> None:
+    """One band for each lane of each party: computing or waiting; below it what was on the party's wires."""
+    pyplot = _pyplot()
+    lanes = config.lanes
+    figure, axes = pyplot.subplots(figsize=(11, 1.5 + config.parties * (0.5 + 0.3 * lanes)), layout="constrained")
+    height = 0.7 / lanes
+    for party in range(config.parties):
+        for lane in range(lanes):
+            place = (party + 0.02 + height * lane, 0.9 * height)
+            waits = [(w.start, w.end) for w in hub.waits if (w.endpoint, w.lane) == (party, lane)]
+            axes.broken_barh([(0.0, _ms(span[1] - span[0]))], place, color=_COMPUTES, linewidth=0)
+            axes.broken_barh(list(_within(waits, span)), place, color=_WAITS, linewidth=0)
+        sent = [(s.start, s.end) for s in hub.sent if s.endpoint == party]
+        axes.broken_barh(list(_within(sent, span)), (party + 0.76, 0.14), color=_SENDS, linewidth=0)
+    names = [named(config, f"party {party}") for party in range(config.parties)]
+    axes.set_yticks([party + 0.4 for party in range(config.parties)], names)
+    axes.set_xlim(0, _ms(span[1] - span[0]))
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.set_title(title)
+    marks = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in (_COMPUTES, _WAITS, _SENDS)]
+    figure.legend(marks, ["computes", "waits", "its wires are busy"], loc="outside lower right", ncols=3)
+    _save(figure, path)
+
+
+def plot_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Seconds and megabytes of each row, with aim and C++ reference (rows as `pigeon.Job.to_dict` makes them)."""
+    pyplot = _pyplot()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 1.5 + 0.55 * len(rows)), layout="constrained")
+    labels = [f"{row['label']}, {row['ring']} bits, {row['protocol']}" for row in rows]
+    columns = {
+        "here": ([row["seconds"]["median"] for row in rows], [row["bytes_total"] for row in rows], _OURS),
+        "aim": ([row["aim_seconds"] for row in rows], [row["aim_bytes"] for row in rows], _AIM),
+        "C++ reference": (
+            [row["reference_seconds"] for row in rows], [row["reference_bytes"] for row in rows], _REFERENCE,
+        ),
+    }  # fmt: skip
+    for place, (name, (seconds, sizes, colour)) in enumerate(columns.items()):
+        spots = [index + 0.27 * (place - 1) for index in range(len(rows))]
+        left.barh(spots, seconds, height=0.25, color=colour, label=name)
+        right.barh(spots, [0 if size is None else size / 1e6 for size in sizes], height=0.25, color=colour)
+    lowest = [row["seconds"]["min"] for row in rows]
+    spread = [[m - low for m, low in zip(columns["here"][0], lowest, strict=True)],
+              [row["seconds"]["max"] - row["seconds"]["median"] for row in rows]]  # fmt: skip
+    left.errorbar(columns["here"][0], [i - 0.27 for i in range(len(rows))], xerr=spread, fmt="none", ecolor="black")
+    for axes, unit in ((left, "seconds"), (right, "MB over all links")):
+        axes.set_xscale("log")
+        axes.set_xlabel(unit)
+        axes.set_yticks(range(len(rows)), labels if axes is left else [""] * len(rows))
+        axes.invert_yaxis()
+    figure.legend(loc="outside lower right", ncols=3)
+    _save(figure, path)
+
+
+def _within(spans: Sequence[Span], bounds: Span) -> Iterator[tuple[float, float]]:
+    """(start, length) in ms after the start of `bounds`, of what lies inside."""
+    for start, end in spans:
+        low, high = max(start, bounds[0]), min(end, bounds[1])
+        if high > low:
+            yield _ms(low - bounds[0]), _ms(high - low)
+
+
+def _ms(seconds: float) -> float:
+    return seconds * 1e3
+
+
+def _pyplot() -> Any:  # noqa: ANN401 - matplotlib is not typed, and imported only here
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path) -> None:  # noqa: ANN401 - see above
+    figure.savefig(path, dpi=120)
+    _pyplot().close(figure)

@@ -1,0 +1,59 @@
+"""PIGEON's table: every line can be measured, costs what its protocol says, and stands beside the published figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from private_llm.bench.pigeon import LINES, jobs
+from private_llm.cli import app
+from private_llm.config import PrivateConfig
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_all_lines_of_both_protocols() -> None:
+    todo = list(jobs(PrivateConfig(), tiny=False))
+    assert [job.protocol for job in todo] == ["trio"] * len(LINES) + ["quad"] * len(LINES)
+    assert [job.work.shape for job in todo] == [line.shape for line in LINES] * 2
+    assert {job.config.relu_bits for job in todo} == {32, 64}  # comparisons over the whole ring, as the reference's
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol", ["trio", "quad"])
+def test_rows_carry_the_figures_they_are_compared_with(protocol: str, tmp_path: Path) -> None:
+    picture = tmp_path / "table.svg"
+    how = ("--tiny", "--repeat", "1", "--json", "--protocol", protocol, "--plot", str(picture))
+    rows = [json.loads(line) for line in run("pigeon", *how).splitlines()]
+    assert [(row["name"], row["ring"]) for row in rows] == [(f"pigeon-{line.work}", line.ring) for line in LINES]
+    for row, line in zip(rows, LINES, strict=True):
+        assert row["protocol"] == protocol
+        assert row["reference_seconds"] > 0 < row["aim_seconds"]
+        assert row["bytes_total"] == sum(row["bytes_per_party"].values()) > row["bytes_preprocessing"] > 0
+        assert row["error_max"] < 2e-2, line
+    assert "<svg" in picture.read_text()
+
+
+@pytest.mark.parametrize("wrong", [("pigeon", "relu"), ("pigeon", "--n", "3"), ("pigeon", "--protocol", "plain")])
+def test_pigeon_is_a_table_of_its_own(wrong: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, ["bench", "--tiny", *wrong])
+    assert result.exit_code != 0
+    assert "pigeon" in str(result.exception)
+
+
+def test_a_picture_of_one_run(tmp_path: Path) -> None:
+    picture = tmp_path / "run.svg"
+    run("relu", "--tiny", "--repeat", "1", "--lanes", "2", "--bandwidth", "1000", "--plot", str(picture))
+    text = picture.read_text()
+    assert "<svg" in text
+    result = CliRunner().invoke(app, ["bench", "relu", "mul", "--tiny", "--plot", str(picture)])
+    assert "--plot shows one work" in str(result.exception)
+    result = CliRunner().invoke(app, ["bench", "relu", "--tiny", "--plot", "picture.txt"])
+    assert "want a name that ends in" in str(result.exception)
