@@ -1,0 +1,99 @@
+"""A whole model with four parties, one of whom alters one message of its answer: the user gets an error, no logits."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import transformers as tr
+from private_llm_hf import patch
+from torch import Tensor
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import PartyFailed, ProtocolAbort, TransportError
+from private_llm.net.local import LocalHub, LocalTransport
+from private_llm.net.record import Alter, RecordingTransport
+from private_llm.net.transport import Transport
+from tests.protocols.cheating import Liar
+
+QUAD = PrivateConfig(protocol="quad", timeout_s=20)
+IDS = torch.tensor([[5, 6, 7]])
+KEYS = ("hello", "group key", "group digest")
+
+
+@pytest.fixture(scope="module")
+def model() -> tr.OPTForCausalLM:
+    """One layer, 16 wide: 0.2 s a session."""
+    torch.manual_seed(0)
+    config = tr.OPTConfig(
+        hidden_size=16, num_hidden_layers=1, vocab_size=32, num_attention_heads=2, ffn_dim=16, word_embed_proj_dim=16,
+        max_position_embeddings=16, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    made = tr.OPTForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.3)
+    return made
+
+
+def flipped(tag: str, number: int, bit: int) -> Alter:
+    """Flip a bit of the number-th message named `tag`."""
+    seen: Counter[str] = Counter()
+
+    def alter(index: int, name: str, payload: Tensor) -> Tensor:
+        seen[name] += 1
+        if name != tag or seen[name] != number + 1:
+            return payload
+        changed = payload.clone(memory_format=torch.contiguous_format)
+        octets = changed.view(-1).view(torch.uint8)
+        octets[bit // 8 % octets.numel()] ^= 1 << bit % 8
+        return changed
+
+    return alter
+
+
+def listen(monkeypatch: pytest.MonkeyPatch, cheater: int = -1, alter: Alter | None = None) -> dict[int, Transport]:
+    """Put a recorder around every party's links, around the cheater's one that lies."""
+    original, ends = LocalHub.transport, {}
+
+    def transport(self: LocalHub, me: int) -> Transport:
+        inner: LocalTransport = original(self, me)
+        ends[me] = Liar(inner, alter=alter) if me == cheater else RecordingTransport(inner)
+        return ends[me]
+
+    monkeypatch.setattr(LocalHub, "transport", transport)
+    return ends
+
+
+def test_an_honest_run_gives_the_logits(model: tr.OPTForCausalLM) -> None:
+    private = patch(model, QUAD)
+    with torch.no_grad():
+        assert float((private(IDS).logits - model(IDS).logits).abs().max()) < 2e-3
+    tokens = private.generate(IDS, max_new_tokens=3, do_sample=False)
+    assert torch.equal(tokens, model.generate(IDS, max_new_tokens=3, do_sample=False))
+    private.close()
+
+
+@pytest.mark.parametrize("cheater", range(4))
+def test_a_message_of_every_kind(model: tr.OPTForCausalLM, cheater: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first and the last message of each name that a party sends, one bit each."""
+    with monkeypatch.context() as patched:
+        ends = listen(patched)
+        private = patch(model, QUAD)
+        private(IDS)
+        private.close()
+    sent = Counter(message.tag for message in ends[cheater].messages if message.direction == "sent")  # type: ignore[attr-defined]
+    kinds = {tag: count for tag, count in sent.items() if tag not in KEYS and not tag.startswith("control")}
+    assert set(kinds) >= ({"verify", "reveal"} if cheater == 0 else {"matmul", "mul", "msb", "poly", "truncate"})
+    for tag, count in kinds.items():
+        for number in {0, count - 1}:
+            with monkeypatch.context() as patched:
+                listen(patched, cheater, flipped(tag, number, 5))
+                private = patch(model, QUAD)
+                with pytest.raises((ProtocolAbort, TransportError)):
+                    private(IDS)
+                with pytest.raises(PartyFailed, match="this session is over"):
+                    private(IDS)
+                private.close()
