@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from private_llm.errors import ConfigError
+from private_llm.sharding import ShardingPlan
 
 VERSION = "0.1.0"
 """Version of the library; parties with different versions refuse each other."""
@@ -19,7 +20,7 @@ MAX_LANES = 64
 """Lanes that a session may have."""
 
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "protocol": ("trio", "quad", "dealer", "plain"),
+    "protocol": ("trio", "quad", "dealer", "cascade", "plain"),
     "ring": (64, 32),
     "weights": ("secret", "public"),
     "reveal": ("logits", "token", "class"),
@@ -31,7 +32,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 
 _AGREED = (
     "protocol", "ring", "frac_bits", "weights", "reveal", "adder", "bandwidth_mbit", "latency_ms", "relu_bits",
-    "relu_low", "truncation", "matmul", "lanes", "permute",
+    "relu_low", "truncation", "matmul", "lanes", "permute", "plan",
 )  # fmt: skip
 """What all parties must agree upon: these settings change the order or the meaning of messages."""
 
@@ -64,7 +65,8 @@ class PrivateConfig:
     """How a model is run privately.
 
     protocol: "trio" (three parties, semi-honest, honest majority), "quad" (four parties, one of them malicious: abort),
-    "dealer" (two parties and a dealer of random numbers, party 0), or "plain" (no secrecy; needs insecure=True).
+    "dealer" (two parties and a dealer of random numbers, party 0), "cascade" (token sharding: statistical protection
+    only, public weights, nodes as in `plan`), or "plain" (no secrecy; needs insecure=True).
     ring: bits of the ring, 64 or 32. frac_bits: fractional bits of activations and weights.
     weights: "secret" (shared by the model owner) or "public" (an open-weight model; linear layers get local).
     reveal: "logits" (the client opens logits), or only their arg max: "token" for models that generate, "class" for
@@ -93,10 +95,10 @@ class PrivateConfig:
     tape_folder: where party 2 keeps what `model.preprocess` stores (default: the system's temporary folder).
     Devices and folders are each party's own business: parties need not agree on them.
     debug_ranges: check that no value leaves the safe range (opens nothing to the parties' network; plain only).
-    insecure: must be True for protocol="plain".
+    insecure: must be True for protocol="plain". plan: which node sees which tokens (protocol="cascade" only).
     """
 
-    protocol: Literal["trio", "quad", "dealer", "plain"] = "trio"
+    protocol: Literal["trio", "quad", "dealer", "cascade", "plain"] = "trio"
     ring: Literal[64, 32] = 64
     frac_bits: int = 18
     weights: Literal["secret", "public"] = "secret"
@@ -118,6 +120,7 @@ class PrivateConfig:
     timeout_s: float = 120.0
     debug_ranges: bool = False
     insecure: bool = False
+    plan: ShardingPlan | None = None
     device: str = "cpu"
     device_map: str | Mapping[str, int | str] | None = field(default=None, hash=False)
     max_memory: Mapping[int | str, int | str] | None = field(default=None, hash=False)
@@ -128,6 +131,7 @@ class PrivateConfig:
         for key, allowed in _CHOICES.items():
             if getattr(self, key) not in allowed:
                 raise ConfigError(f"{key}: got {getattr(self, key)!r}; want one of {', '.join(map(repr, allowed))}")
+        self._check_plan()
         top = 20 if self.ring == 64 else 13
         if not 4 <= self.frac_bits <= top:
             raise ConfigError(f"frac_bits: got {self.frac_bits}; want 4 to {top} in a {self.ring}-bit ring")
@@ -176,15 +180,30 @@ class PrivateConfig:
             limits = {_device_name("max_memory", where): size for where, size in self.max_memory.items()}
             object.__setattr__(self, "max_memory", limits)
 
+    def _check_plan(self) -> None:
+        if self.protocol != "cascade":
+            if self.plan is not None:
+                raise ConfigError(f"plan: got one for protocol={self.protocol!r}; sharding plans are for 'cascade'")
+            return
+        if self.reveal != "logits" or self.lanes != 1 or self.permute:
+            raise ConfigError(
+                "protocol='cascade' returns logits to the client, in one lane: leave reveal, lanes, permute"
+            )
+        # Its nodes hold the model in the clear: nobody may read "secret" off the configuration.
+        object.__setattr__(self, "weights", "public")
+        object.__setattr__(self, "plan", self.plan or ShardingPlan())
+
     @property
     def parties(self) -> int:
-        """Number of computing parties."""
+        """Number of computing parties (of a sharding plan: nodes)."""
+        if self.plan is not None:
+            return self.plan.nodes
         return {"trio": 3, "quad": 4, "dealer": 3, "plain": 1}[self.protocol]
 
     @property
     def helper(self) -> int | None:
         """The role that works in preprocessing only, or None."""
-        return {"trio": 0, "quad": 3, "dealer": 0, "plain": None}[self.protocol]
+        return {"trio": 0, "quad": 3, "dealer": 0}.get(self.protocol)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PrivateConfig:
@@ -196,6 +215,8 @@ class PrivateConfig:
         values = dict(values)
         if isinstance(values.get("tls"), dict):
             values["tls"] = TLSConfig(**values["tls"])
+        if isinstance(values.get("plan"), dict):
+            values["plan"] = ShardingPlan(**values["plan"])
         if "hosts" in values:
             values["hosts"] = tuple(values["hosts"])
         return cls(**values)
@@ -206,5 +227,6 @@ class PrivateConfig:
 
     def agreement(self) -> bytes:
         """Digest of everything all parties must agree upon, with the library's version."""
-        shared = {key: getattr(self, key) for key in _AGREED}
+        values = self.to_dict()
+        shared = {key: values[key] for key in _AGREED}
         return hashlib.sha256(json.dumps([VERSION, shared], sort_keys=True).encode()).digest()

@@ -150,6 +150,38 @@ PLAIN = Threat(
     setting="protocol='plain', refused without insecure=True",
 )
 
+CASCADE = Threat(
+    name="cascade",
+    kind="protocol",
+    corrupt="any one node, semi-honest; statistical, not cryptographic: what a node sees it sees in the clear",
+    learns=(
+        (
+            "every CompNode",
+            "the model, the tokens of its own positions outright, and what their hidden states and the partial attention "
+            "results say about other tokens: how much is a question of the plan (its audit) and of the text",
+        ),
+        (
+            "every AttnNode",
+            "queries, keys and values of its two query shards; at layer 0 their tokens follow from them",
+        ),
+        (
+            "nodes together",
+            "the union of their positions; where gaps between known positions are below rho, everything in between "
+            "(plan audit with colluding=...); all CompNodes together: everything",
+        ),
+        ("a learner", "tokens that context gives away: no plan hides what the neighbouring tokens imply"),
+        ("a node that deviates", "may change results unnoticed"),
+        ("the client", "logits"),
+        ("a wiretapper", "frame sizes and times if links are TLS; on unencrypted links what the link's nodes see"),
+    ),
+    source=(
+        "Cascade (Thomas, Zahran, Choi, Potti, Goldblum, Pal): token sharding, vocab-matching, Theorem 6.2. Blocks of "
+        "neighbouring positions and the audit of partial results shard by shard are ours: with the paper's split into "
+        "single positions a CompNode sees one foreign token at a time, which the theorem's attack then reads off"
+    ),
+    setting="protocol='cascade' (weights are public; choose another where every token must stay hidden)",
+)
+
 TRUNCATION = Threat(
     name="truncation by one unit",
     kind="shortcut",
@@ -284,6 +316,7 @@ ENTRIES: tuple[Threat, ...] = (
     TRIO,
     QUAD,
     DEALER,
+    CASCADE,
     PLAIN,
     TRUNCATION,
     COARSE,

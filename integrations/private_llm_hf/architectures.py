@@ -73,6 +73,12 @@ def table(section: str) -> dict[str, Any]:
     return found
 
 
+def positions_by_mask() -> frozenset[str]:
+    """Model types that number positions by unmasked tokens unless they are given numbers."""
+    found: list[str] = _read("replacements.json")["positions_by_mask"]
+    return frozenset(found)
+
+
 def _read(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(resources.files("private_llm_hf").joinpath("models", name).read_text())
     return found

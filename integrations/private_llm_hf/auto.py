@@ -18,6 +18,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PatchMismatch, ShareFileError
 from private_llm.net.local import LocalHub
 from private_llm_hf.architectures import architecture
+from private_llm_hf.cascade_client import check_sharding
 from private_llm_hf.launch import start_parties
 from private_llm_hf.layout import Layout
 from private_llm_hf.model import private_class
@@ -140,6 +141,8 @@ def _open(
     layout = Layout.of(model_class, config)
     plan = make_plan(layout.model, private_config)
     check_reveal(layout.model, private_config)
+    if private_config.plan is not None:
+        check_sharding(model_class, config, private_config.plan)
     parties = start_parties(private_config, hub)
     try:
         description = describe(model_class, config)

@@ -17,6 +17,7 @@ from private_llm.errors import ConfigError, DomainError, TransportError, Unsuppo
 from private_llm.net.lanes import Casting, casting, lane_links
 from private_llm.net.transport import Transport
 from private_llm.protocols.session import join_as_client
+from private_llm_hf.cascade_client import join_nodes
 from private_llm_hf.client import Parties, Secret
 from private_llm_hf.costs import Costs
 from private_llm_hf.weights import Sink
@@ -28,6 +29,8 @@ Rows = list[int]
 
 def join_lanes(config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> Parties:
     """The client's end of all lanes of a session."""
+    if config.protocol == "cascade":
+        return join_nodes(config, transport, shutdown)
     lanes = []
     for lane in range(config.lanes):
         links = lane_links(transport, config.parties, lane, config.permute)
