@@ -22,7 +22,7 @@ BLOCK = 512
 
 
 @njit(nogil=True, cache=True)
-def _unpack(words: Array, start: int, count: int, f: int, out: Array) -> None:
+def unpack(words: Array, start: int, count: int, f: int, out: Array) -> None:
     """Fields of elements start .. start+count-1 (a full block, or the tail) into out [512]."""
     mask = np.uint64((1 << f) - 1)
     base = (start >> 9) * 8 * f
@@ -51,8 +51,8 @@ def _unpack(words: Array, start: int, count: int, f: int, out: Array) -> None:
 
 
 @njit(nogil=True, cache=True)
-def _pack(fields: Array, start: int, count: int, f: int, words: Array) -> None:
-    """The inverse of `_unpack` into zeroed words; fields must be below 2^f."""
+def pack(fields: Array, start: int, count: int, f: int, words: Array) -> None:
+    """The inverse of `unpack` into zeroed words; fields must be below 2^f."""
     base = (start >> 9) * 8 * f
     if count == BLOCK:
         for r in range(64):
@@ -98,9 +98,9 @@ def helper(
     two_f = np.empty(BLOCK, dtype=np.uint64)
     for start in range(0, n, BLOCK):
         count = min(BLOCK, n - start)
-        _unpack(rho, start, count, f, r_f)
-        _unpack(zetas1, start, count, f, one_f)
-        _unpack(zetas2, start, count, f, two_f)
+        unpack(rho, start, count, f, r_f)
+        unpack(zetas1, start, count, f, one_f)
+        unpack(zetas2, start, count, f, two_f)
         for j in range(count):
             i = start + j
             r = kind(errors[i] + first[i] + second[i])  # Numba widens 32-bit sums
@@ -109,7 +109,7 @@ def helper(
             r_f[j] = (np.uint64(r >> top) - r_f[j]) & mask
             out1[i] = mask1[i] + (kind(one_f[j]) << up)
             out2[i] = rest + (kind(two_f[j]) << up)
-        _pack(r_f, start, count, f, packed)
+        pack(r_f, start, count, f, packed)
 
 
 @njit(nogil=True, cache=True)
@@ -127,15 +127,15 @@ def opened(mine: int, theirs: int, rho: int, zeta: int, f: int, n: int, zero: Ze
     z_f = np.empty(BLOCK, dtype=np.uint64)
     for start in range(0, n, BLOCK):
         count = min(BLOCK, n - start)
-        _unpack(rhos, start, count, f, r_f)
-        _unpack(zetas, start, count, f, z_f)
+        unpack(rhos, start, count, f, r_f)
+        unpack(zetas, start, count, f, z_f)
         for j in range(count):
             i = start + j
             value = kind(first[i] + second[i] + offset)
             out[i] = value
             wraps = np.uint64(1) - np.uint64(value >> top)
             z_f[j] = (z_f[j] + wraps * r_f[j]) & mask
-        _pack(z_f, start, count, f, fields)
+        pack(z_f, start, count, f, fields)
 
 
 @njit(nogil=True, cache=True)
@@ -156,9 +156,9 @@ def closed(
     z_f = np.empty(BLOCK, dtype=np.uint64)
     for start in range(0, n, BLOCK):
         count = min(BLOCK, n - start)
-        _unpack(first, start, count, f, m_f)
-        _unpack(second, start, count, f, t_f)
-        _unpack(zetas, start, count, f, z_f)
+        unpack(first, start, count, f, m_f)
+        unpack(second, start, count, f, t_f)
+        unpack(zetas, start, count, f, z_f)
         for j in range(count):
             i = start + j
             a = kind(masks[i] + (kind(z_f[j]) << up))

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ProtocolAbort
-from private_llm.kernels import ops
+from private_llm.kernels import checks, ops
 from private_llm.kernels.forms import Form, Matmul
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.quad.client import digest, unmask
@@ -113,17 +113,19 @@ class QuadArithmetic(QuadRecords):
     ) -> Share:  # fmt: skip
         main, opened = self._finish_shifted(tag, shape, piece, shift)
         count = shape.numel()
-        if self.role == 0:
-            opened = (_sum(opened),)
         if self.party == 0:
-            quarter = 1 << (self.ring.bits - 2)
-            self._confirm(self._piece(tag, (count,), self.ring.dtype) + _flat(mirror) + opened[0] + quarter)
-        else:
-            q = self._joint(count)
-            if self.party == 3:
-                self._tell_piece(tag, _flat(mirror) + q)
-            else:
-                self._confirm(opened[0] + q if known is None else opened[0] + q - _flat(known))
+            r, value = checks.opening(self._piece(tag, (count,), self.ring.dtype), _flat(mirror), _three(opened))
+            self._confirm(value)
+            return self._check_shift(tag, main, r, shift)
+        q = self._joint(count)
+        if self.party == 3:
+            q += _flat(mirror)
+            self._tell_piece(tag, q)
+            return self._check_shift(tag, main, _sum(opened), shift)
+        q += opened[0]
+        if known is not None:
+            q -= _flat(known)
+        self._confirm(q)
         return self._check_shift(tag, main, opened[0], shift)
 
     def truncate(self, x: Share, shift: int) -> Share:
@@ -136,29 +138,27 @@ class QuadArithmetic(QuadRecords):
     def _check_shift(self, tag: str, main: Share, opened: Tensor, shift: int) -> Share:
         """The mirror of Trio's small exchange; `opened` is w at parties 1 and 2, R at parties 0 and 3.
 
-        With ~w as the helper's R and ~R as the evaluators' w, the kernels of the main run give party 0 z + u.
+        With ~w as the helper's R and ~R as the evaluators' w, it is the main run's; `checks` says what each computes.
         """
         count = main.numel()
         packed = ops.packed_words(count, shift)
-        none, no_fields = torch.zeros_like(opened), torch.zeros(packed, dtype=torch.int64, device=opened.device)
-        turned = ~opened
-        if self.role:
-            (t2, t3), (t1,) = self._draw_mixed(packed, count, 2, -1, elements=1)
-            u, _, high, beta = ops.trunc_helper(turned, none, none, t1, t2, t3, no_fields, shift)
+        first, second = (half.view(-1) for half in main.parts)
+        if self.party == 0:
+            beta, high = self._recv_mixed(self._told, tag, packed, count)
+            theirs = self._piece(tag, (packed,), torch.int64)
+            third, value = checks.part(opened, beta, theirs, high, first, second, shift)
+            self._confirm(value)
+            return Share((*main.parts, third.view(main.shape)))
+        (t2, t3), (t1,) = self._draw_mixed(packed, count, 2, -1, elements=1)
+        if self.party == 3:
+            fields, u = checks.piece(opened, t1, t2, t3, shift)
+            self._tell_piece(tag, fields)
+        else:
+            u, high, beta, value = checks.told(opened, t1, t2, t3, first, second, shift)
             for message in self._mixed(beta, high):
                 self._tell(tag, message)
-            return self._with_part(main, u)
-        turned -= 1 << (self.ring.bits - 2)
-        if self.party == 3:
-            (t2, t3), (t1,) = self._draw_mixed(packed, count, 2, -1, elements=1)
-            w, fields = ops.trunc_open(turned, none, t2, t3, shift)
-            self._tell_piece(tag, fields)
-            u = ops.trunc_close(w, fields, no_fields, t1, t3, shift)[1]
-            return Share((*main.parts, u.view(main.shape)))
-        beta, high = self._recv_mixed(self._told, tag, packed, count)
-        w, fields = ops.trunc_open(turned, none, beta, no_fields, shift)
-        theirs = self._piece(tag, (packed,), torch.int64)
-        return self._with_part(main, ops.trunc_close(w, fields, theirs, high, no_fields, shift)[0])
+            self._confirm(value)
+        return Share((*main.parts, u.view(main.shape)))
 
     # -- products ------------------------------------------------------------------------------------------------
     def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
@@ -307,6 +307,11 @@ def _flat(piece: Tensor | None) -> Tensor:
     if piece is None:
         raise ProtocolAbort("a party finishes a product without its piece of the check")
     return piece.reshape(-1)
+
+
+def _three(summands: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    e, g1, g2 = summands
+    return e.contiguous(), g1, g2
 
 
 def _sum(summands: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,71 @@
+"""The fused steps of a checked truncation equal their compositions of plain kernels, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from private_llm.kernels import checks
+from private_llm.kernels.ops import packed_words
+from private_llm.ring.prg import Seed
+from private_llm.ring.ring import Ring
+
+cases = pytest.mark.parametrize(
+    ("bits", "n", "f"),
+    [(64, 1, 1), (64, 511, 18), (64, 1537, 13), (64, 600, 61), (32, 1, 12), (32, 1025, 12), (32, 9, 29)],
+)
+
+
+def drawn(bits: int, n: int, f: int, elements: int, fields: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Uniform ring elements, with extremes, and uniform fields whose unused bits are zero."""
+    prg, ring = Seed(bytes(range(32))).stream("cases"), Ring(bits)
+    rows = [prg.elements(n, ring) for _ in range(elements)]
+    rows[0][: min(n, 2)] = torch.tensor([-1, 0])[: min(n, 2)].to(ring.dtype)
+    words = [prg.words(packed_words(n, f)) for _ in range(fields)]
+    for each in words:
+        if n * f % 64:
+            each[-1] &= (1 << (n * f % 64)) - 1
+    return rows, words
+
+
+def equal(made: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> bool:
+    return len(made) == len(wanted) and all(torch.equal(*pair) for pair in zip(made, wanted, strict=True))
+
+
+@cases
+def test_what_party_0_is_told(bits: int, n: int, f: int) -> None:
+    (w, t1, half, own), (t2, t3) = drawn(bits, n, f, 4, 2)
+    operands = (w, t1, t2, t3, half, own, f)
+    assert equal(checks.told(*operands), checks.told(*operands, composed=True))
+
+
+@cases
+def test_the_piece_of_party_3(bits: int, n: int, f: int) -> None:
+    (r, t1), (t2, t3) = drawn(bits, n, f, 2, 2)
+    assert equal(checks.piece(r, t1, t2, t3, f), checks.piece(r, t1, t2, t3, f, composed=True))
+
+
+@cases
+def test_the_part_of_party_0(bits: int, n: int, f: int) -> None:
+    (r, high, a1, a2), (beta, theirs) = drawn(bits, n, f, 4, 2)
+    operands = (r, beta, theirs, high, a1, a2, f)
+    assert equal(checks.part(*operands), checks.part(*operands, composed=True))
+
+
+@pytest.mark.parametrize("bits", [64, 32])
+def test_the_opening(bits: int) -> None:
+    (first, second, e, g1, g2), _ = drawn(bits, 77, 1, 5, 0)
+    r, value = checks.opening(first, second, (e, g1, g2))
+    assert torch.equal(r, e + g1 + g2)
+    assert torch.equal(value, first + second + r + (1 << (bits - 2)))
+
+
+def test_meta_tensors_give_shapes() -> None:
+    row, fields = torch.empty(100, dtype=torch.int32, device="meta"), torch.empty(19, dtype=torch.int64, device="meta")
+    made = [
+        *checks.opening(row, row, (row, row, row)), *checks.told(row, row, fields, fields, row, row, 12),
+        *checks.piece(row, row, fields, fields, 12), *checks.part(row, fields, fields, row, row, row, 12),
+    ]  # fmt: skip
+    assert all(each.is_meta for each in made)
+    assert {tuple(each.shape) for each in made} == {(100,), (19,)}
