@@ -1,19 +1,88 @@
-"""Ring matrix products of CPU tensors: batches, broadcasting, and the choice of kernel by the layout of y."""
+"""Ring matrix products of CPU tensors: batches, broadcasting, threads, and the choice of kernel.
+
+Every layout of y has two kernels, in register tiles (`cpu_matmul`, any processor) and in byte tiles (`cpu_amx`).
+"""
 
 from __future__ import annotations
 
 import math
+import threading
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from private_llm.kernels import cpu_matmul, shapes
+from private_llm.kernels import cpu_amx, cpu_matmul, parallel, shapes
 from private_llm.kernels.address import memory
 
-_ZERO = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
+_ZERO: dict[torch.dtype, np.unsignedinteger[Any]] = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
 _SHORTEST_DOT = 8
 """Below this inner size, lanes along k stay empty: y is copied into rows of columns instead."""
+_TILED_SIDE, _TILED_MACS = 16, 1 << 15
+"""From 16 rows, 16 columns and 2^15 multiply-adds (32^3) on, byte tiles are faster."""
+_RATE, _BYTES = 2e10, 1e10
+"""Multiply-adds and bytes of y in a second, to guess how many threads are worth their start."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """out += x y by address: x [B, M, K], out [B, M, N], y [B, K, N] or, if turned, [B, N, K]; all contiguous."""
+
+    x: int
+    y: int
+    out: int
+    stacks: int
+    rows: int
+    inner: int
+    columns: int
+    turned: bool
+    zero: np.unsignedinteger[Any]
+
+    def run(self) -> None:
+        """In one thread."""
+        sizes = (self.stacks, self.rows, self.inner, self.columns)
+        if cpu_amx.usable() and tiled(self.rows, self.inner, self.columns):
+            desk = _desk()
+            cpu_amx.product(self.x, self.y, self.out, *sizes, self.turned, desk.address, self.zero)
+        else:
+            multiply = cpu_matmul.dot_product if self.turned else cpu_matmul.row_product
+            multiply(self.x, self.y, self.out, *sizes, self.zero)
+
+    def part(self, first: int, last: int) -> _Task:
+        """The products number first .. last - 1."""
+        size = self.zero.itemsize
+        return replace(
+            self, stacks=last - first, x=self.x + first * self.rows * self.inner * size,
+            y=self.y + first * self.inner * self.columns * size, out=self.out + first * self.rows * self.columns * size,
+        )  # fmt: skip
+
+    def run_part(self, first: int, last: int) -> None:
+        """The products number first .. last - 1."""
+        self.part(first, last).run()
+
+    def run_rows(self, first: int, last: int) -> None:
+        """Rows first .. last - 1 of a single product."""
+        size = self.zero.itemsize
+        x, out = self.x + first * self.inner * size, self.out + first * self.columns * size
+        replace(self, rows=last - first, x=x, out=out).run()
+
+
+def tiled(rows: int, inner: int, columns: int) -> bool:
+    """Whether byte tiles multiply these sizes faster than register tiles, where the processor has them."""
+    return min(rows, columns) >= _TILED_SIDE and rows * inner * columns >= _TILED_MACS
+
+
+_local = threading.local()
+
+
+def _desk() -> cpu_amx.Desk:
+    """This thread's scratch memory for byte tiles."""
+    desk: cpu_amx.Desk | None = getattr(_local, "desk", None)
+    if desk is None:
+        desk = _local.desk = cpu_amx.Desk(cpu_amx.PRODUCT_BYTES)
+    return desk
 
 
 def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
@@ -31,10 +100,47 @@ def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
     out = torch.zeros((*batch, rows, columns), dtype=x.dtype) if onto is None else onto
     if not (inner and out.numel()):
         return out
-    if y.stride(-2) == 1 and inner >= _SHORTEST_DOT:
-        multiply, y = cpu_matmul.dot_product, y.mT.contiguous()
-    else:
-        multiply, y = cpu_matmul.row_product, y.contiguous()
+    turned = y.stride(-2) == 1 and inner >= _SHORTEST_DOT
+    y = y.mT.contiguous() if turned else y.contiguous()
     x = x.contiguous()
-    multiply(memory(x), memory(y), memory(out), stacks, rows_each, inner, columns, _ZERO[x.dtype])
+    _spread(_task(x, y, out, stacks, rows_each, turned), x, y, out)
     return out
+
+
+def _task(x: Tensor, y: Tensor, out: Tensor, stacks: int, rows: int, turned: bool) -> _Task:
+    inner, columns = x.shape[-1], out.shape[-1]
+    return _Task(memory(x), memory(y), memory(out), stacks, rows, inner, columns, turned, _ZERO[x.dtype])
+
+
+def _spread(task: _Task, x: Tensor, y: Tensor, out: Tensor) -> None:
+    """Run the task on as many threads as are worth it: each takes some products, some rows, or a part of y."""
+    seconds = max(task.stacks * task.rows * task.inner * task.columns / _RATE, y.numel() * y.element_size() / _BYTES)
+    pieces = parallel.threads(seconds)
+    if pieces == 1:
+        task.run()
+    elif task.stacks >= pieces:
+        parallel.each(task.run_part, parallel.cuts(task.stacks, pieces))
+    elif task.rows >= _TILED_SIDE * pieces:
+        for stack in range(task.stacks):
+            one = task.part(stack, stack + 1)
+            parallel.each(one.run_rows, parallel.cuts(task.rows, pieces, _TILED_SIDE))
+    elif task.stacks == 1:
+        _spread_matrix(x.view(task.rows, task.inner), y, out.view(task.rows, task.columns), task.turned, pieces)
+    else:
+        task.run()
+
+
+def _spread_matrix(x: Tensor, y: Tensor, out: Tensor, turned: bool, pieces: int) -> None:
+    """Few rows of x: each thread reads its own lines of y, so makes some columns (turned), or a part of all sums."""
+    ranges = parallel.cuts(len(y), pieces, _TILED_SIDE)
+    places = out.split([last - first for first, last in ranges], dim=1) if turned else [out] * len(ranges)
+    made = [torch.zeros_like(place, memory_format=torch.contiguous_format) for place in places]
+    numbers = {first: number for number, (first, _) in enumerate(ranges)}
+
+    def part(first: int, last: int) -> None:
+        lines = x if turned else x[:, first:last].contiguous()
+        _task(lines, y[first:last], made[numbers[first]], 1, len(x), turned).run()
+
+    parallel.each(part, ranges)
+    for place, sums in zip(places, made, strict=True):
+        place += sums

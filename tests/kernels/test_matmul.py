@@ -1,0 +1,110 @@
+"""Every CPU kernel of ring products, and every way to spread one over threads, against plain torch, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from private_llm.kernels import cpu_amx, matmul, parallel, reference
+from private_llm.ring.ring import RING32, RING64, Ring
+from tests.kernels.cases import Case, Draw, matmul_cases, run
+
+CASES = list(matmul_cases())
+SIZES = ((1, 1, 1), (1, 300, 40), (16, 16, 16), (17, 15, 33), (130, 257, 65), (5, 530, 16), (40, 31, 7))
+needs_tiles = pytest.mark.skipif(not cpu_amx.usable(), reason="this processor has no byte tiles (AMX)")
+
+
+def expected(case: Case) -> list[Tensor]:
+    return run(getattr(reference, case.op), case)
+
+
+def made(case: Case) -> list[Tensor]:
+    def pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
+        return matmul.product(x1, y1, matmul.product(x0, y0))
+
+    return run(pair if case.op.endswith("pair") else matmul.product, case)
+
+
+@pytest.fixture(params=(1, 3), ids="{}-threads".format)
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Any amount of work is worth a thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    monkeypatch.setattr(parallel, "LEAST_S", 1e-30)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_register_tiles(case: Case, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_amx, "usable", lambda: False)
+    assert all(map(torch.equal, made(case), expected(case)))
+
+
+@needs_tiles
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_byte_tiles(case: Case, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "tiled", lambda *_: True)
+    assert all(map(torch.equal, made(case), expected(case)))
+
+
+@needs_tiles
+@pytest.mark.parametrize("ring", [RING64, RING32], ids=str)
+@pytest.mark.parametrize("turned", [False, True], ids=("rows", "turned"))
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_byte_tiles_at_edges(
+    size: tuple[int, int, int], turned: bool, ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "tiled", lambda *_: True)
+    rows, inner, columns = size
+    draw = Draw(f"edges {size}")
+    x, y, onto = draw.ring(ring, rows, inner), draw.ring(ring, inner, columns), draw.ring(ring, rows, columns)
+    y = y.mT.contiguous().mT if turned else y
+    want = onto + reference.ring_matmul(x, y)
+    assert torch.equal(matmul.product(x, y, onto), want)
+
+
+@needs_tiles
+@pytest.mark.parametrize("ring", [RING64, RING32], ids=str)
+@pytest.mark.parametrize("fill", [-1, "least", 0x0101010101010101], ids=str)
+def test_largest_sums_of_bytes(ring: Ring, fill: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of all ones make the largest sums: with too long blocks, those of the low bytes would wrap."""
+    monkeypatch.setattr(matmul, "tiled", lambda *_: True)
+    value = torch.iinfo(ring.dtype).min if fill == "least" else int(fill) & (2**31 - 1) if fill != -1 else -1
+    x, y = (torch.full((17, 40000), value, dtype=ring.dtype) for _ in range(2))
+    y[:, ::3] = -1
+    assert torch.equal(matmul.product(x, y.mT), reference.ring_matmul(x, y.mT))
+
+
+@pytest.mark.parametrize("ring", [RING64, RING32], ids=str)
+def test_threads_of_one_process_do_not_share_scratch(ring: Ring) -> None:
+    draw = Draw("side by side")
+    pairs = [(draw.ring(ring, 40, 300), draw.ring(ring, 300, 70)) for _ in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda pair: [matmul.product(*pair) for _ in range(20)], pairs))
+    for (x, y), found in zip(pairs, results, strict=True):
+        want = reference.ring_matmul(x, y)
+        assert all(torch.equal(one, want) for one in found)
+
+
+def test_cuts_cover_everything_once_at_multiples() -> None:
+    for total in (1, 5, 16, 17, 100):
+        for pieces in (1, 2, 3, 8):
+            for step in (1, 16):
+                ranges = parallel.cuts(total, pieces, step)
+                assert [i for first, last in ranges for i in range(first, last)] == list(range(total))
+                assert len(ranges) <= pieces
+                assert all(first % step == 0 and last > first for first, last in ranges)
+
+
+def test_a_failing_piece_is_heard() -> None:
+    def work(first: int, last: int) -> None:
+        if first:
+            raise ArithmeticError(f"{first} to {last}")
+
+    with pytest.raises(ArithmeticError, match="2 to 4"):
+        parallel.each(work, [(0, 2), (2, 4)])
