@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from private_llm.approx.pool import Pair, Span, adaptive_spans, max_pool2d, spans, window_sums
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.tensor.dispatch import TorchArg, implements
-from private_llm.tensor.scale import mean_bits, times_public, times_scalar
+from private_llm.tensor.scale import divided
 from private_llm.tensor.secret import SecretTensor
 
 
@@ -50,7 +50,7 @@ def avg_pool2d_rule(
     rows, columns = (spans(x.shape[dim], kernel[dim], step[dim], pads[dim], ceil_mode) for dim in (-2, -1))
     total = SecretTensor(window_sums(x.raw, rows, columns))
     if divisor_override is not None:
-        return SecretTensor(times_scalar(total, 1.0 / divisor_override, mean_bits(x.session)))
+        return SecretTensor(divided(total, divisor_override))
     outside = pads if count_include_pad else (0, 0)
     return _means(total, _lengths(rows, x.shape[-2], outside[0]), _lengths(columns, x.shape[-1], outside[1]))
 
@@ -75,8 +75,6 @@ def _lengths(windows: list[Span], size: int, padding: int = 0) -> list[int]:
 
 def _means(total: SecretTensor, tall: list[int], wide: list[int]) -> SecretTensor:
     """Sums divided by the (public) sizes of their windows."""
-    bits = mean_bits(total.session)
     if len({*tall}) == len({*wide}) == 1:
-        return SecretTensor(times_scalar(total, 1.0 / (tall[0] * wide[0]), bits))
-    sizes = torch.outer(torch.tensor(tall), torch.tensor(wide))
-    return SecretTensor(times_public(total, 1.0 / sizes.to(torch.float64), bits))
+        return SecretTensor(divided(total, tall[0] * wide[0]))
+    return SecretTensor(divided(total, torch.outer(torch.tensor(tall), torch.tensor(wide))))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from private_llm.approx.chain import need_wide_ring
 from private_llm.approx.range import coarse_bits
 from private_llm.approx.reciprocal import reciprocal
 from private_llm.protocols.share import Share
@@ -32,6 +33,7 @@ def precise_tanh(x: Fixed) -> Fixed:
     Error at most 4e-5 |tanh x| + 2^-18 for |x| < 3.5 (the reciprocal's 2.4e-5, the coefficients' 2^-17), 1.1e-4 beyond
     (the quotient's own). Cost: a coarse comparison, an injection, five products, two truncations at once, a reciprocal.
     """
+    need_wide_ring(x, "tanh")
     u = x.choose(coarse_bits(x, [TOP, -TOP]), [1, -1], [-TOP, -TOP]) + TOP
     square = u.mul(u, frac=_FRAC - 5)
     z = square.with_share(square.share, _FRAC)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from private_llm.tensor.dispatch import implements
-from private_llm.tensor.scale import mean_bits, times_scalar
+from private_llm.tensor.scale import divided
 from private_llm.tensor.secret import SecretTensor
 
 Dims = int | Sequence[int] | None
@@ -32,4 +32,4 @@ def mean(x: SecretTensor, dim: Dims = None, keepdim: bool = False, *, dtype: tor
     """Mean over dimensions."""
     summed = _total(x, dim, keepdim)
     count = x.shape.numel() // max(1, summed.shape.numel())
-    return SecretTensor(times_scalar(summed, 1.0 / count, mean_bits(x.session)))
+    return SecretTensor(divided(summed, max(1, count)))

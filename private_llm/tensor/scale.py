@@ -28,13 +28,8 @@ _CACHED = 16
 
 
 def constant_bits(session: Session) -> int:
-    """Bits a public factor may add before a truncation: fewer in a small ring."""
-    return CONSTANT_BITS if session.ring.bits == 64 else min(CONSTANT_BITS, session.ring.value_bits - 2 * session.frac)
-
-
-def mean_bits(session: Session) -> int:
-    """Bits of the 1/n of a mean: as many as a weight has, because the n of the sum cancels."""
-    return max(constant_bits(session), min(CONSTANT_BITS, session.frac))
+    """Bits a public tensor's entries have behind the point: in a small ring as many as a weight."""
+    return CONSTANT_BITS if session.ring.bits == 64 else session.frac
 
 
 def dyadic(factor: float, bits: int) -> tuple[int, int]:
@@ -48,9 +43,18 @@ def dyadic(factor: float, bits: int) -> tuple[int, int]:
     return (n, exponent) if n else (0, 0)
 
 
-def times_scalar(x: SecretTensor, factor: float, bits: int | None = None) -> Fixed:
-    """x * factor, held with `bits` bits (default: `constant_bits`), truncating at most what an earlier product left."""
-    n, exponent = dyadic(factor, constant_bits(x.session) if bits is None else bits)
+def _scalar(session: Session, factor: float) -> tuple[int, int]:
+    """(n, e) with factor ~ n * 2^e; in a small ring n has no more bits behind the point than a weight."""
+    _, exponent = math.frexp(factor) if math.isfinite(factor) else (0.0, 0)
+    n, e = dyadic(factor, CONSTANT_BITS)
+    if session.ring.bits == 64 or abs(n) == 1:
+        return n, e
+    return dyadic(factor, max(1, session.frac + exponent))
+
+
+def times_scalar(x: SecretTensor, factor: float) -> Fixed:
+    """x * factor, truncating at most what an earlier product left over."""
+    n, exponent = _scalar(x.session, factor)
     value = x.raw if abs(n) == 1 else x.operand
     if exponent > 0:
         n, exponent = n << exponent, 0
@@ -59,21 +63,34 @@ def times_scalar(x: SecretTensor, factor: float, bits: int | None = None) -> Fix
     return Fixed(value.session, value.share, value.frac - exponent) if exponent else value
 
 
-def times_public(x: SecretTensor, factor: Tensor, bits: int | None = None) -> Fixed:
-    """x * public tensor (rope tables, masks), broadcasting; integers and booleans are exact.
-
-    bits: of a real factor (default: `constant_bits`).
-    """
+def times_public(x: SecretTensor, factor: Tensor) -> Fixed:
+    """x * public tensor (rope tables, masks), broadcasting; integers and booleans are exact."""
     if factor.numel() == 1 and factor.dim() <= x.ndim:
-        product = SecretTensor(times_scalar(x, float(factor), bits))
+        product = SecretTensor(times_scalar(x, float(factor)))
         return product.viewed(lambda part: part.expand(torch.broadcast_shapes(part.shape, factor.shape))).raw
     value = x.operand
-    if not factor.is_floating_point():
-        bits = 0
-    elif bits is None:
-        bits = constant_bits(value.session)
+    bits = 0 if not factor.is_floating_point() else constant_bits(value.session)
     out = value.with_share(value.proto.mul_public(value.share, encoded(value, factor, bits)), value.frac + bits)
     return out if value.session.ring.bits == 64 else out.at(value.session.frac)
+
+
+def divided(x: SecretTensor, counts: int | Tensor) -> Fixed:
+    """Sums x to means, x / counts; counts are positive, a tensor of integers broadcasts.
+
+    1 / count has `frac` bits behind the point in a small ring, which is coarse for large counts. There the sums are
+    first divided by a power of two (one more truncation), so that a factor near 1 remains: relative error 2^-9 or less.
+    """
+    session = x.session
+    largest = int(counts.max()) if isinstance(counts, Tensor) else counts
+    octave = largest.bit_length() - 1
+    exact = isinstance(counts, int) and counts == 1 << octave
+    if session.ring.bits == 64 or exact or largest < 1 << max(0, session.frac - 8):
+        octave = 0
+    elif octave:
+        x = SecretTensor(Fixed(session, x.raw.share, x.raw.frac + octave).at(session.frac))
+    if isinstance(counts, Tensor):
+        return times_public(x, (1 << octave) / counts.to(torch.float64))
+    return times_scalar(x, (1 << octave) / counts)
 
 
 _encodings: WeakKeyDictionary[Session, OrderedDict[tuple[object, ...], tuple[Tensor, Tensor]]] = WeakKeyDictionary()

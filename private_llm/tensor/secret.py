@@ -19,7 +19,8 @@ from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.guard import Guarded
 
 SLACK = 6
-"""Fractional bits above the session's that every rule accepts without truncating first."""
+"""Fractional bits above the session's that rules accept without truncating first: none in a 32-bit ring, whose
+products have no bit to spare."""
 
 _CPU = torch.device("cpu")
 
@@ -66,7 +67,8 @@ class SecretTensor(Guarded):
     def operand(self) -> Fixed:
         """The share with at most `SLACK` fractional bits more than the session's: an operand of a product."""
         x = self.raw
-        return x if x.frac <= x.session.frac + SLACK else self.fixed
+        slack = SLACK if x.session.ring.bits == 64 else 0
+        return x if x.frac <= x.session.frac + slack else self.fixed
 
     @property
     def raw(self) -> Fixed:
