@@ -47,18 +47,20 @@ def test_every_network_in_the_small_ring(name: str) -> None:
 
 
 @pytest.mark.parametrize("ring", [64, 32])
+@pytest.mark.parametrize("protocol", ["trio", "quad", "dealer"])
 @pytest.mark.parametrize("name", ["resnet-basic", "mobilenet_v2", "lenet5", "vgg16", "vgg16-imagenet", "mixed"])
-def test_under_trio(name: str, ring: int) -> None:
+def test_under_every_protocol(name: str, protocol: str, ring: int) -> None:
     model, pixels = images.build(name)
-    with patch(model, config(TRIO, ring)) as private:
+    with patch(model, config(TRIO, ring, protocol=protocol)) as private:
         assert worst(images.logits(private, pixels), images.logits(model, pixels)) < ERROR[ring]
         costs = private.cost()
     assert sum(sent for sent, _ in costs.by_module().values()) == costs.bytes_total > 0
 
 
-def test_convnext_under_trio() -> None:
+@pytest.mark.parametrize("protocol", ["trio", "quad", "dealer"])
+def test_convnext_under_every_protocol(protocol: str) -> None:
     model, pixels = images.build("convnext")
-    with patch(model, TRIO) as private:
+    with patch(model, config(TRIO, 64, protocol=protocol)) as private:
         assert worst(images.logits(private, pixels), images.logits(model, pixels)) < ERROR[64]
 
 

@@ -36,7 +36,8 @@ def plain() -> Network:
     replace(TRIO, **SMALL, weights="public"),
     replace(TRIO, **SMALL, relu_bits=18),
     replace(TRIO, reveal="class"),
-], ids=["32-bit", "32-bit public weights", "32-bit key bits", "64-bit"])  # fmt: skip
+    replace(TRIO, **SMALL, protocol="quad", reveal="class"),
+], ids=["32-bit", "32-bit public weights", "32-bit key bits", "64-bit", "32-bit four parties"])  # fmt: skip
 def test_private_accuracy(plain: Network, config: PrivateConfig) -> None:
     images, labels = digits(held_out=True)
     with AutoPrivateModelForImageClassification.from_pretrained(digits_model(), config) as private:
