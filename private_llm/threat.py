@@ -157,8 +157,8 @@ CASCADE = Threat(
     learns=(
         (
             "every CompNode",
-            "the model, the tokens of its own positions outright, and what their hidden states and partial attention results "
-            "say about other tokens: how much is a question of the plan (its audit) and of the text",
+            "the model, the tokens of its own positions outright, and what their hidden states and partial attention "
+            "results say about other tokens: how much is a question of the plan (its audit) and of the text",
         ),
         (
             "every AttnNode",
