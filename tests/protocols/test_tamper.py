@@ -7,6 +7,7 @@ what is seen here is what the honest parties find out by themselves.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import pytest
@@ -19,6 +20,7 @@ from private_llm.kernels.forms import Conv2d
 from private_llm.net.record import Alter, flip
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.quad.arithmetic import QuadArithmetic
 from private_llm.protocols.share import Share
 from tests.protocols.cheating import Mislabels, Outcome, Program, added, play, replaced, replayed
 from tests.protocols.parties import ring_values
@@ -213,25 +215,47 @@ def test_one_flipped_bit_of_a_lookup(public: bool) -> None:
 # -- no selective failure: whether a lie is noticed never depends on what is hidden ------------------------------------
 
 
-def exhausted(program: Program, values: list[Tensor], tags: tuple[str, ...], ring: int, bits: list[int]) -> int:
-    """Try every message of `tags` of every party, for every input; the number of sessions that were caught."""
-    settings, caught = config(ring, adder="prefix"), 0
-    for value in values:
-        reference = play(settings, [value], program, (1,))
-        assert reference.errors == {}
-        for cheater in PARTIES:
-            for number, bit in itertools.product(reference.steps(cheater, tags), bits):
+def exhausted(
+    program: Program, values: list[Tensor], tags: tuple[str, ...], bits: Callable[[int], Iterable[int]],
+    cheaters: Iterable[int] = SPEAKERS,
+) -> int:  # fmt: skip
+    """Flip the bits that `bits` names for a message's length, in every message of `tags`, for every input, one by one.
+
+    Returns the number of sessions; each must be caught.
+    """
+    settings, caught = config(32 if values[0].dtype == torch.int32 else 64, adder="prefix"), 0
+    reference = play(settings, [values[0]], program, (1,))
+    assert reference.errors == {}
+    for value, cheater in itertools.product(values, cheaters):
+        for number in reference.steps(cheater, tags):
+            for bit in bits(reference.sent(cheater)[number].nbytes):
                 outcome = play(settings, [value], program, (1,), cheater, flip(number, bit))
                 assert outcome.caught(cheater), (int(value), cheater, number, bit)
                 caught += 1
     return caught
 
 
-def test_every_sign_of_four_bits_notices_every_lie() -> None:
-    """One block: 16 values, the lowest lane of each of the rows that travel (others hold no element)."""
-    values = [torch.tensor([v]) for v in range(-8, 8)]
-    tried = exhausted(lambda p, x: _bit(p, p.msb(x, bits=4)), values, ("msb",), 64, [0])
-    assert tried == 16 * 5
+def _rows(nbytes: int) -> range:
+    """The lane of the only element in each row of words."""
+    return range(0, 8 * nbytes, 64)
+
+
+def test_every_sign_of_three_bits_notices_every_lie() -> None:
+    """One block of two positions: 3 monomials and the top bit each to parties 2 and 0, one row otherwise."""
+    values = [torch.tensor([v]) for v in range(-4, 4)]
+    assert exhausted(lambda p, x: _bit(p, p.msb(x, bits=3)), values, ("msb",), _rows) == 8 * (4 + 4 + 1 + 1 + 1)
+
+
+def test_every_sign_of_five_bits_notices_every_lie_of_the_helper() -> None:
+    """Blocks of one and three positions and a join: 8 monomials, 1 product, the top bit; 3 + 1 rows opened."""
+    values = [torch.tensor([v]) for v in range(-16, 16)]
+    assert exhausted(lambda p, x: _bit(p, p.msb(x, bits=5)), values, ("msb",), _rows, [3]) == 32 * (10 + 4)
+
+
+def test_every_division_notices_every_lie() -> None:
+    """Both bits of the fields that carry wraps, and the low bits of elements."""
+    values = [torch.tensor([v]) for v in range(-3, 4)]
+    assert exhausted(lambda p, x: p.truncate(x, 2), values, ("truncate",), lambda nbytes: (0, 1)) == 7 * 5 * 2
 
 
 @pytest.mark.parametrize("ring", RINGS)
@@ -240,12 +264,36 @@ def test_every_chosen_number_notices_every_lie(ring: int) -> None:
     dtype = torch.int64 if ring == 64 else torch.int32
     values = [torch.tensor([v], dtype=dtype) for v in (-2, -1, 0, 1)]
     program = lambda p, x: p.inject(p.msb(x, bits=4), x, [2], [4])  # noqa: E731
-    assert exhausted(program, values, ("inject",), ring, [0, ring - 1]) == 4 * 5 * 2
+    assert exhausted(program, values, ("inject",), lambda nbytes: (0, 8 * nbytes - 1)) == 4 * 5 * 2
 
 
 def test_every_product_notices_every_lie() -> None:
     values = [torch.tensor([v]) for v in (-1, 0, 1, 2)]
-    assert exhausted(lambda p, x: p.mul(x, p.mul_public(x, 2)), values, ("mul",), 64, [0, 63]) == 4 * 5 * 2
+    program = lambda p, x: p.mul(x, p.mul_public(x, 2))  # noqa: E731
+    assert exhausted(program, values, ("mul",), lambda nbytes: (0, 63)) == 4 * 5 * 2
+
+
+@pytest.mark.parametrize("case", [CASES[8], CASES[12], CASES[15]], ids=str)
+def test_a_lie_of_party_three_is_itself_the_difference_of_records(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What party 0 records differs from what party 1 records by the very error, whatever it meets on its way."""
+    records: dict[int, list[Tensor]] = {}
+    original = QuadArithmetic._confirm
+
+    def confirm(self: QuadArithmetic, value: Tensor) -> None:
+        records.setdefault(self.party, []).append(value.reshape(-1).clone())
+        original(self, value)
+
+    monkeypatch.setattr(QuadArithmetic, "_confirm", confirm)
+    reference = honest(case, 64)
+    for number in [n for n in reference.steps(3, case.tags) if reference.sent(3)[n].peer == 0]:
+        records.clear()
+        words = reference.sent(3)[number].nbytes // 8
+        play(config(64), inputs(64), case.program, (N,), 3, flip(number, 64 * (words // 3) + 7))
+        first = next(n for n, (a, b) in enumerate(zip(records[0], records[1], strict=False)) if not torch.equal(a, b))
+        error = records[0][first] - records[1][first]
+        place = words // 3
+        assert abs(int(error[place])) == 1 << 7
+        assert not error[:place].any()
 
 
 def test_the_verdict_does_not_tell_a_cheater_whether_its_guess_was_right() -> None:
