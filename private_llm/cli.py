@@ -243,19 +243,21 @@ def bench(
         Path | None, typer.Option(help="Picture (.png, .svg): what each party did; for pigeon the table.")
     ] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Smallest shapes: does everything run?")] = False,
+    preprocess: Annotated[bool, typer.Option("--preprocess", help="Preprocessing first, timed apart.")] = False,
+    matmul: MatmulOption = "masked",
 ) -> None:
     """Measure operations, layers and models: time, bytes, rounds and error against float64."""
     from private_llm.commands.bench import PIGEON, bench_pigeon
     from private_llm.commands.bench import bench as run
 
-    config = _config(protocol or ProtocolName.TRIO, ring, party_mode, lanes=lanes, permute=permute)
+    config = _config(protocol or ProtocolName.TRIO, ring, party_mode, lanes=lanes, permute=permute, matmul=matmul)
     if names and PIGEON in names:
         given = [n, shape, bandwidth, latency]
-        if len(names) > 1 or ring != 64 or any(value is not None for value in given):
+        if len(names) > 1 or ring != 64 or preprocess or any(value is not None for value in given):
             raise ConfigError("pigeon is a table of its own: give no other name, ring, shape or link with it")
         bench_pigeon([protocol.value] if protocol else ["trio", "quad"], config, as_json, repeat, tiny, plot)
         return
-    run(names or (), config, as_json, repeat, shape, n, bandwidth, latency, tiny, plot)
+    run(names or (), config, as_json, repeat, shape, n, bandwidth, latency, tiny, plot, preprocess)
 
 
 @app.command()

@@ -163,6 +163,20 @@ def test_generate(run: Run, checkpoint: Path) -> None:
     assert sum(by_link.values()) == made["bytes_total"]
 
 
+@pytest.mark.parametrize("protocol", ["trio", "dealer"])
+def test_generate_with_preprocessing_apart(run: Run, checkpoint: Path, protocol: str) -> None:
+    ask = ["generate", str(checkpoint), "--prompt", "a b c", "--max-new-tokens", "3", "--protocol", protocol]
+    (apart,), (merged,) = rows(run, *ask, "--preprocess"), rows(run, *ask)
+    assert apart["private_text"] == merged["private_text"]
+    assert isinstance(apart["seconds_preprocessing"], float)
+    assert merged["seconds_preprocessing"] is None
+    assert apart["bytes_preprocessing"] == merged["bytes_preprocessing"]
+    by_link = apart["bytes_by_link"]
+    assert isinstance(by_link, dict)
+    helper = "the dealer" if protocol == "dealer" else "party 0"
+    assert by_link[f"{helper} to party 2"] == apart["bytes_preprocessing"]
+
+
 def test_diff_shows_small_errors(run: Run, checkpoint: Path) -> None:
     made = rows(run, "diff", str(checkpoint), "--prompt", "a b c", "--all")
     assert made[-1]["stopped"] is None

@@ -26,6 +26,7 @@ from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLM
 from private_llm.net.ledger import Ledger
 from private_llm.net.roles import named
 from private_llm.net.transport import Transport
+from private_llm.protocols.ahead import stretch_label
 from private_llm.protocols.dealing import Dealer, pieces
 from private_llm.protocols.session import ClientEnd
 from private_llm.protocols.trio.client import TrioClient
@@ -254,7 +255,7 @@ class Parties:
         """Masks of a preprocessed call."""
         if not isinstance(self._end, TrioClient):
             raise ConfigError("preprocess: want protocol 'trio' or 'dealer'")
-        return self._end.stretch("plan {} call {}".format(*place))
+        return self._end.stretch(stretch_label(*place))
 
     # -- handles ------------------------------------------------------------------------------------------------
     def new_handle(self) -> int:

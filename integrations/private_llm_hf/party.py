@@ -31,6 +31,7 @@ from private_llm.kernels.memory import tune_allocator
 from private_llm.net.lanes import lane_links
 from private_llm.net.roles import named
 from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocols.ahead import Ahead
 from private_llm.protocols.dealing import assemble, keys_held, pieces, sends_parts
 from private_llm.protocols.session import Session, join
 from private_llm.ring.prg import Seed
@@ -41,7 +42,6 @@ from private_llm_hf.costs import rows_of
 from private_llm_hf.party_model import build_party_model
 from private_llm_hf.share_files import ShareFile
 from private_llm_hf.stored import OffloadFile, Stored
-from private_llm_hf.tapes import Tapes
 from private_llm_hf.wire import OPENED, PUBLIC, Message, recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")
@@ -78,8 +78,8 @@ class Party:
         self.description: Message = {}
         self.kept: dict[int, Any] = {}
         self._pulse = Pulse(links, config.timeout_s / 4)
-        self.tapes = Tapes(self.session, links, self._run_ahead, self._pulse.beat)
-        self._ahead = False
+        self.ahead = Ahead(self.session, self._run_ahead, self._pulse.beat)
+        self._silent = False
 
     def serve(self) -> None:
         """Answer commands until the client stops. Raises what ended the session otherwise."""
@@ -91,7 +91,7 @@ class Party:
             "costs": self._costs,
             "preprocess": self._preprocess,
         }
-        with closing(self.tapes):
+        with closing(self.ahead):
             self._serve(commands)
 
     def _serve(self, commands: dict[str, Callable[[Message], None]]) -> None:
@@ -105,11 +105,11 @@ class Party:
                 raise TransportError(f"unknown command {name!r}: client and party run different versions")
             self._pulse.start()
             at = message.get("at")
-            with torch.no_grad(), nullcontext() if at is None else self.tapes.following(at):
+            with torch.no_grad(), nullcontext() if at is None else self.ahead.following(*at):
                 commands[name](message)
 
     def _answer(self, message: Message) -> None:
-        if not self._ahead:
+        if not self._silent:
             send_message(self.transport, CLIENT, message)
 
     def _hello(self, _: Message) -> None:
@@ -198,16 +198,16 @@ class Party:
     # -- calls -----------------------------------------------------------------------------------------------
     def _preprocess(self, message: Message) -> None:
         self._free(message)
-        self._answer(self.tapes.prepare(message))
+        self._answer({"stored": self.ahead.prepare(message["plan"], message["calls"])})
 
     def _run_ahead(self, request: Message) -> None:
         """Compute a planned request without an answer: the client comes later."""
         run = {"forward": self._forward, "cache": self._cache}[request["do"]]
-        self._ahead = True
+        self._silent = True
         try:
             run({"free": [], **request})
         finally:
-            self._ahead = False
+            self._silent = False
 
     def _free(self, message: Message) -> None:
         for handle in message["free"]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from private_llm.bench.apart import measure_apart
 from private_llm.bench.catalogue import NAMES, make
 from private_llm.bench.link import LinkSpeed
 from private_llm.bench.measure import measure
@@ -26,10 +27,12 @@ _THREADS = ("auto", "threads")
 def bench(
     names: Sequence[str], config: PrivateConfig, as_json: bool, repeat: int, shape: str | None, count: int | None,
     bandwidth: float | None, latency: float | None, tiny: bool, plot: Path | None = None,
+    preprocess: bool = False,
 ) -> None:  # fmt: skip
     """Measure each name and print its row as soon as it is there (JSON) or all in a table.
 
-    plot: a picture of what each party did in the last run of the only work that is named.
+    plot: a picture of what each party did in the last run of the only work that is named. preprocess: time
+    preprocessing and online phase apart.
     """
     if repeat < 1:
         raise ConfigError(f"repeat: got {repeat}; want at least 1")
@@ -42,6 +45,8 @@ def bench(
         speed = LinkSpeed(1e6 if bandwidth is None else bandwidth, latency or 0.0)
     if plot is not None:
         check_name(plot)
+        if preprocess:
+            raise ConfigError("--plot shows runs in one go: leave out --preprocess")
         if len(names) != 1 or config.party_mode not in _THREADS:
             raise ConfigError("--plot shows one work, with --party-mode threads: name one")
     chosen = list(names) or list(NAMES)
@@ -53,7 +58,11 @@ def bench(
     rows, clock = [], _Clock()
     with progress_bar(len(works) * (repeat + 1), quiet=as_json) as step:
         for work in works:
-            rows.append(measure(work, config, repeat, speed, clock.then(step, work.name), recorder))
+            then = clock.then(step, work.name)
+            if preprocess:
+                rows.append(measure_apart(work, config, repeat, speed, then))
+            else:
+                rows.append(measure(work, config, repeat, speed, then, recorder))
             if as_json:
                 emit_json(rows[-1].to_dict())
     if recorder is not None and plot is not None:
@@ -125,7 +134,15 @@ def _table(rows: Sequence[Row]) -> None:
     first = rows[0]
     title = f"{first.protocol}, {first.ring}-bit ring, {first.parties} parties ({first.party_mode})"
     headings = ("work", "shape", "median", "min", "bytes, all links", "rounds", "largest error")
-    emit_table(title, headings, cells, caption=machine())
+    if first.seconds_preprocessing is None:
+        emit_table(title, headings, cells, caption=machine())
+        return
+    times = [row.seconds_preprocessing or row.seconds for row in rows]
+    before = [(duration(each["median"]), size(row.bytes_preprocessing)) for each, row in zip(times, rows, strict=True)]
+    emit_table(
+        f"{title}; median and min of the online phase", (*headings, "preprocessing, median", "its bytes"),
+        [(*cell, *more) for cell, more in zip(cells, before, strict=True)], caption=machine(),
+    )  # fmt: skip
 
 
 def _pigeon_table(rows: Sequence[tuple[Job, Row]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,14 +30,17 @@ class Made:
     ids: Tensor
     clock: TokenClock
     costs: Costs
+    preprocessed: float | None = None
+    """Seconds of preprocessing, if it was apart."""
 
 
 def generate(
-    source: str, prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, sampling: dict[str, Any]
-) -> None:
+    source: str, prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, sampling: dict[str, Any],
+    preprocess: bool = False,
+) -> None:  # fmt: skip
     """Generate privately and print the text as soon as it is complete, with its cost."""
     tokenizer = tokenizer_of(source)
-    made = run(source, tokenizer, prompt, config, new_tokens, as_json, sampling)
+    made = run(source, tokenizer, prompt, config, new_tokens, as_json, sampling, preprocess=preprocess)
     text = tokenizer.decode(made.ids, skip_special_tokens=True)
     if as_json:
         emit_json({"model": source, "prompt": prompt, "private_text": text, **figures(made, config)})
@@ -88,10 +92,10 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
 
 def run(
     source: str, tokenizer: Any, prompt: str, config: PrivateConfig, new_tokens: int, quiet: bool,  # noqa: ANN401
-    sampling: dict[str, Any], loaded: Any = None, hub: LocalHub | None = None,  # noqa: ANN401
+    sampling: dict[str, Any], loaded: Any = None, hub: LocalHub | None = None, preprocess: bool = False,  # noqa: ANN401
 ) -> Made:  # fmt: skip
     """Share the model (`loaded`, or the checkpoint `source`), generate, and collect times and costs."""
-    from private_llm_hf import AutoPrivateModelForCausalLM, patch
+    from private_llm_hf import AutoPrivateModelForCausalLM, GeneratePlan, patch
 
     if new_tokens < 1:
         raise ConfigError(f"max-new-tokens: got {new_tokens}; want at least 1")
@@ -103,13 +107,19 @@ def run(
         else:
             model = patch(loaded, config, hub)
         try:
+            spent = None
+            if preprocess:
+                step("preprocessing", 0)
+                started = time.perf_counter()
+                model.preprocess(GeneratePlan(prompt=inputs["input_ids"].shape[1], new_tokens=new_tokens))
+                spent = time.perf_counter() - started
             step("private prompt", 0)
             clock = TokenClock(step)
             ids = model.generate(**inputs, max_new_tokens=new_tokens, streamer=clock, **sampling)[0]
             costs: Costs = model.cost()
         finally:
             model.close()
-    return Made(inputs["input_ids"][0], ids, clock, costs)
+    return Made(inputs["input_ids"][0], ids, clock, costs, spent)
 
 
 def _recording(config: PrivateConfig, plot: Path | None) -> RecordingHub | None:
@@ -126,6 +136,7 @@ def figures(made: Made, config: PrivateConfig) -> dict[str, Any]:
     new = len(made.ids) - len(made.prompt)
     return {
         "new_tokens": new, "seconds_first_token": made.clock.first, "seconds_per_token": made.clock.each,
+        "seconds_preprocessing": made.preprocessed,
         **made.costs.to_dict(), "bytes_by_link": by_link(made.costs, config), "machine": machine(),
     }  # fmt: skip
 
@@ -140,7 +151,9 @@ def _inputs(tokenizer: Any, prompt: str) -> Any:  # noqa: ANN401 - transformers'
 
 def _one_line(made: Made) -> str:
     new = len(made.ids) - len(made.prompt)
+    ahead = made.costs.preprocessing.total
+    apart = "" if made.preprocessed is None else f"preprocessed in {duration(made.preprocessed)}; "
     return (
-        f"{new} tokens, first after {duration(made.clock.first)}, then {duration(made.clock.each)} each; "
-        f"{size(made.costs.bytes_total)} over all links, {made.costs.rounds} rounds"
+        f"{apart}{new} tokens, first after {duration(made.clock.first)}, then {duration(made.clock.each)} each; "
+        f"{size(made.costs.bytes_total)} over all links ({size(ahead)} of it preprocessing), {made.costs.rounds} rounds"
     )

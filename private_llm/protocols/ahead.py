@@ -1,0 +1,101 @@
+"""One party's side of preprocessing apart from the online phase: party 0 (or the dealer) computes planned requests
+ahead, party 2 stores what it receives, and later both computing parties follow the plan while party 0 is silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+from private_llm.errors import ProtocolAbort
+from private_llm.net.tape import HELPER, KEEPER, AheadTransport, Tape, TapeTransport, store_call
+from private_llm.net.transport import Transport
+from private_llm.protocols.session import Session
+
+Request = TypeVar("Request")
+
+
+class Ahead(Generic[Request]):
+    """The plan that is being prepared or followed; there is one at a time."""
+
+    def __init__(
+        self, session: Session, run: Callable[[Request], None], beat: Callable[[], None] = lambda: None
+    ) -> None:
+        """run: computes one request and answers nobody. beat: called whenever there is progress."""
+        self._session, self._links, self._run, self._beat = session, session.protocol.transport, run, beat
+        self._tape: Tape | None = None
+        self._plan = self._calls = self._next = 0
+
+    def prepare(self, plan: int, requests: Sequence[Request]) -> int:
+        """Compute ahead, or store, every request of a new plan (numbers rise); what is left of an older one is lost.
+
+        Returns bytes stored. Raises ProtocolAbort for a plan that was prepared before.
+        """
+        self.close()
+        if plan <= self._plan:
+            raise ProtocolAbort(f"plan {plan} was prepared before; masks must never repeat")
+        self._plan, self._calls, self._next = plan, len(requests), 0
+        if self._session.party == HELPER:
+            for number, request in enumerate(requests):
+                self._compute(number, request)
+        elif self._session.party == KEEPER and requests:
+            return self._store()
+        return 0
+
+    def _compute(self, number: int, request: Request) -> None:
+        links: list[AheadTransport] = []
+
+        def announcing(transport: Transport) -> Transport:
+            links.append(AheadTransport(transport))
+            return links[0]
+
+        with self._session.protocol.stretch(self._label(number), announcing):
+            self._run(request)
+        links[0].end_call()
+
+    def _store(self) -> int:
+        self._tape = tape = Tape(self._session.config.tape_folder)
+        for _ in range(self._calls):
+            store_call(self._links, tape, self._beat)
+        stored = tape.nbytes
+        tape.rewind()
+        return stored
+
+    @contextmanager
+    def following(self, plan: int, number: int) -> Iterator[None]:
+        """Inside a computing party runs request `number` of `plan`, with party 0's part from the tape.
+
+        Raises ProtocolAbort for any request but the next: masks must never repeat.
+        """
+        if (plan, number) != (self._plan, self._next) or self._next >= self._calls:
+            raise ProtocolAbort(
+                f"request {number} of plan {plan}: want request {self._next} of plan {self._plan}; what was "
+                "preprocessed is used in order and once, because masks must never repeat"
+            )
+        protocol, tape = self._session.protocol, self._tape
+        self._next += 1
+
+        def reading(transport: Transport) -> Transport:
+            return transport if tape is None else TapeTransport(transport, tape, lambda: protocol.device)
+
+        with protocol.stretch(self._label(number), reading):
+            yield
+        if tape is not None:
+            tape.finish_call()
+        if self._next == self._calls:
+            self.close()
+
+    def close(self) -> None:
+        """Delete what is left. Idempotent."""
+        if self._tape is not None:
+            self._tape.close()
+            self._tape = None
+        self._calls = 0
+
+    def _label(self, number: int) -> str:
+        return stretch_label(self._plan, number)
+
+
+def stretch_label(plan: int, number: int) -> str:
+    """What the masks of a planned request are drawn under, at the parties and at the client."""
+    return f"plan {plan} call {number}"

@@ -1,0 +1,56 @@
+"""Benchmarks with preprocessing apart: the same result and bytes as in one go, each phase timed and booked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from private_llm.bench.apart import measure_apart
+from private_llm.bench.catalogue import make
+from private_llm.bench.link import LinkSpeed
+from private_llm.bench.measure import measure
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
+from tests.bench.test_measure import LARGEST_ERROR
+
+TRIO = PrivateConfig(timeout_s=60)
+DEALER = PrivateConfig(protocol="dealer", timeout_s=60)
+
+
+@pytest.mark.parametrize("config", [TRIO, DEALER, replace(DEALER, matmul="remask")], ids=["trio", "dealer", "remask"])
+@pytest.mark.parametrize("name", ["relu", "opt-layer", "gpt2-forward", "lenet"])
+def test_both_phases_cost_what_one_costs(name: str, config: PrivateConfig) -> None:
+    work = make(name, tiny=True)
+    apart, merged = measure_apart(work, config, repeat=1), measure(work, config, repeat=1)
+    assert apart.error_max <= LARGEST_ERROR[name]
+    assert apart.bytes_preprocessing == merged.bytes_preprocessing == apart.bytes_per_party["0"] > 0
+    assert apart.rounds == merged.rounds
+    if name != "gpt2-forward" or config is not TRIO:  # whose token lookups in one go need other messages
+        assert apart.bytes_per_party == merged.bytes_per_party
+    assert apart.seconds_preprocessing is not None
+    assert apart.seconds_preprocessing["min"] > 0
+    assert merged.seconds_preprocessing is None
+
+
+def test_emulated_links_slow_both_phases() -> None:
+    """10 ms one way: preprocessing crosses a link once, the five rounds of ReLU five times."""
+    row = measure_apart(make("relu", tiny=True), TRIO, repeat=1, speed=LinkSpeed(1000.0, 10.0))
+    assert row.seconds_preprocessing is not None
+    assert row.seconds_preprocessing["min"] >= 0.01
+    assert row.seconds["min"] >= 0.05
+    assert row.latency_ms == 10.0
+
+
+@pytest.mark.slow
+def test_parties_as_processes() -> None:
+    row = measure_apart(make("relu", tiny=True), replace(DEALER, party_mode="processes"), repeat=1)
+    assert row.error_max <= LARGEST_ERROR["relu"]
+
+
+@pytest.mark.parametrize(
+    "config", [PrivateConfig(protocol="plain", insecure=True), PrivateConfig(protocol="quad"), replace(TRIO, lanes=2)]
+)
+def test_where_there_is_nothing_to_separate(config: PrivateConfig) -> None:
+    with pytest.raises(ConfigError, match="want protocol 'trio' or 'dealer', and one lane"):
+        measure_apart(make("relu", tiny=True), config, repeat=1)
