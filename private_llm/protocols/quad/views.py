@@ -1,8 +1,9 @@
 """What two parties must agree upon, as one running tag; the keys of groups of three; the verdict.
 
 View (0, i), i = 1, 2, is the sequence of all bytes that parties 0 and i must both hold. Each absorbs its own copy into
-a Poly1305 tag whose key is used once, drawn from a stream that only the two share. Different sequences of L bytes get
-equal tags with probability at most L / 2^102 (8 ceil(L / 16) / 2^106), for whoever lacks the key.
+a GMAC tag (a polynomial over GF(2^128), NIST SP 800-38D) whose key is used once, drawn from a stream that only the two
+share. Different sequences of L bytes get equal tags with probability at most (L / 16 + 2) / 2^128, for whoever lacks
+the key.
 
 Verdict: parties 1 and 2 send their tags to party 0; party 0 compares and tells all others the one answer. Why party 0
 alone: in a run it sends nothing, so if it is the cheater there is nothing to find; and if another party is, its first
@@ -24,8 +25,8 @@ import secrets
 from collections.abc import Sequence
 
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.constant_time import bytes_eq
-from cryptography.hazmat.primitives.poly1305 import Poly1305
 from torch import Tensor
 
 from private_llm.errors import ProtocolAbort
@@ -33,6 +34,9 @@ from private_llm.net.transport import Transport
 from private_llm.ring.prg import Seed
 
 TAG_BYTES = 16
+
+_AT_ONCE = 1 << 30
+"""Bytes that the cipher takes in one call."""
 
 GROUPS = ((0, 1, 3), (0, 2, 3), (1, 2, 3))
 """Who shares the streams of masks a1, a2 and u."""
@@ -46,21 +50,21 @@ class View:
         self._begin()
 
     def _begin(self) -> None:
-        self._tag = Poly1305(self._keys.words(4).numpy().tobytes())
-        self._length = 0
+        key = self._keys.words(2).numpy().tobytes()
+        self._tag = Cipher(algorithms.AES(key), modes.GCM(bytes(12))).encryptor()
 
     def absorb(self, payload: Tensor) -> None:
         """Add the bytes of an integer tensor, in the order of its elements. A meta tensor has none."""
         if payload.is_meta or not payload.numel():
             return
-        flat = payload.detach().contiguous().view(-1).cpu().view(torch.uint8).numpy()
-        self._tag.update(flat.data)
-        self._length += flat.size
+        data = payload.detach().contiguous().view(-1).cpu().view(torch.uint8).numpy().data
+        for start in range(0, len(data), _AT_ONCE):
+            self._tag.authenticate_additional_data(data[start : start + _AT_ONCE])
 
     def close(self) -> bytes:
         """The tag of everything since the last close, and of its length; the next key begins."""
-        self._tag.update(self._length.to_bytes(8, "little"))
-        tag = self._tag.finalize()
+        self._tag.finalize()
+        tag = self._tag.tag
         self._begin()
         return tag
 
