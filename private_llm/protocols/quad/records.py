@@ -35,6 +35,7 @@ class QuadRecords(Trio):
         device: str = "cpu",
     ) -> None:  # fmt: skip
         self._views = {other: View(pair_seeds[other]) for other in _VIEWS[party]}
+        self._deviation = False
         first, second, joint = group_seeds
         helper = {1: first, 2: second, 0: first if party == 1 else second}
         masks = {role: seed for role, seed in helper.items() if seed is not None}
@@ -83,8 +84,11 @@ class QuadRecords(Trio):
     def verify(self) -> None:
         """Compare all records since the last call: 16 bytes each from parties 1 and 2, one byte to each; 2 rounds.
 
-        Raises ProtocolAbort at every honest party if any party has deviated.
+        Raises ProtocolAbort at every honest party if any party has deviated, then and at every later call: what was
+        computed stays wrong, though later records may agree.
         """
+        if self._deviation:
+            raise ProtocolAbort("a party deviated earlier in this session; nothing more is opened; start a new session")
         if self.party == 0:
             tags = [self.transport.recv(member(other), "verify", (TAG_BYTES,), torch.uint8) for other in (1, 2)]
             honest = same(tags, [self._views[other].close() for other in (1, 2)])
@@ -98,6 +102,7 @@ class QuadRecords(Trio):
             answer = self.transport.recv(member(0), "verify", (1,), torch.uint8)
             honest = answer.is_meta or as_bytes(answer) == b"\1"
         if not honest:
+            self._deviation = True
             raise ProtocolAbort(
                 "a party deviated from the protocol; nothing was opened; end the session and find out why"
             )
