@@ -128,6 +128,32 @@ def generate(
 
 
 @app.command()
+def classify(
+    model: Annotated[str, typer.Argument(help="Model folder or hub id (default: the bundled network).")] = "",
+    images: Annotated[list[Path] | None, typer.Argument(help="Image files (default: digits never trained on).")] = None,
+    count: Annotated[int, typer.Option(help="How many of the bundled digits.")] = 100,
+    as_json: Json = False,
+    protocol: ProtocolOption = ProtocolName.TRIO,
+    ring: Annotated[int, typer.Option("--ring", help="Bits of the ring; layer norms and GELU need 64.")] = 32,
+    reveal: Annotated[str, typer.Option(help="What the client opens: 'class' or 'logits'.")] = "class",
+    weights: Annotated[str, typer.Option(help="'secret', or 'public' for open-weight models.")] = "secret",
+    party_mode: PartyOption = PartyMode.AUTO,
+    hosts: HostsOption = None,
+    tls: TlsOption = None,
+    allow_plain_loopback: LoopbackOption = False,
+) -> None:
+    """Private image classification, beside the plaintext model's answers."""
+    from private_llm.commands.classify import classify as run
+
+    more = _remote(hosts, tls, "client", allow_plain_loopback)
+    if ring == 32:
+        more["frac_bits"] = 10
+    run(
+        model, images or [], count, _config(protocol, ring, party_mode, reveal=reveal, weights=weights, **more), as_json
+    )
+
+
+@app.command()
 def share(
     checkpoint: Annotated[str, typer.Argument(help="Model folder or hub id.")],
     out: Annotated[Path, typer.Option("--out", help="Folder for one share file per party.")],

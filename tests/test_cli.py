@@ -19,7 +19,7 @@ from private_llm.bench.rows import Row
 from private_llm.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("demo", "generate", "share", "party", "certs", "estimate", "bench", "diff", "doctor")
+COMMANDS = ("demo", "generate", "classify", "share", "party", "certs", "estimate", "bench", "diff", "doctor")
 
 Run = Callable[..., str]
 

@@ -1,0 +1,125 @@
+"""`private-llm classify`: images through a private classifier, beside the plaintext model's answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from private_llm.commands.models import quiet
+from private_llm.commands.output import CONSOLE, duration, emit_json, emit_table, progress_bar, size
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SHOWN = 10
+"""Rows of the table for people; JSON has all."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images with names, and what they show if that is known."""
+
+    names: list[str]
+    pixels: Tensor
+    labels: Tensor | None
+
+
+def classify(source: str, files: Sequence[Path], count: int, config: PrivateConfig, as_json: bool) -> None:
+    """Classify image files, or `count` held-out digits with the bundled network, and compare with plaintext."""
+    import torch
+    from private_llm_hf import AutoPrivateModelForImageClassification
+    from private_llm_hf.digits import digits_model
+    from private_llm_hf.network import NetworkConfig
+    from transformers import AutoModelForImageClassification
+
+    quiet()
+    if bool(source) != bool(files):
+        raise ConfigError("classify: give a model and image files, or neither (the bundled network and its digits)")
+    source = source or digits_model()
+    try:
+        plain = AutoModelForImageClassification.from_pretrained(source, dtype=torch.float32).eval()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model of {source!r}: {str(error).strip().splitlines()[0]}") from None
+    batch = _read(source, plain.config, files) if files else _digits(count)
+    with progress_bar(2, quiet=as_json) as step, torch.no_grad():
+        step("sharing the weights", 0)
+        with AutoPrivateModelForImageClassification.from_pretrained(source, config) as model:
+            step("classifying")
+            started = time.perf_counter()
+            found = _classes(model(batch.pixels))
+            seconds = time.perf_counter() - started
+            costs = model.cost()
+        step("comparing")
+        wanted = _classes(plain(batch.pixels))
+    facts: dict[str, Any] = {
+        "name": "classify", "model": source, "protocol": config.protocol, "ring": config.ring,
+        "images": len(batch.names), "equal": int((found == wanted).sum()), "seconds": seconds, **costs.to_dict(),
+    }  # fmt: skip
+    if batch.labels is not None:
+        facts["accuracy_private"] = 100.0 * float((found == batch.labels).double().mean())
+        facts["accuracy_plain"] = 100.0 * float((wanted == batch.labels).double().mean())
+    labels = {} if isinstance(plain.config, NetworkConfig) else plain.config.id2label
+    called = [str(labels.get(index, index)) for index in found.tolist()]
+    if as_json:
+        emit_json({**facts, "classes": dict(zip(batch.names, found.tolist(), strict=True))})
+        return
+    _table(batch, called, facts)
+
+
+def _table(batch: Batch, called: list[str], facts: dict[str, Any]) -> None:
+    rows = list(zip(batch.names, called, strict=True))
+    emit_table("private classes", ("image", "class"), rows[:_SHOWN])
+    count = facts["images"]
+    CONSOLE.print(f"{facts['equal']} of {count} as in plaintext", highlight=False)
+    if batch.labels is not None:
+        accuracy = f"{facts['accuracy_private']:.2f} % right; plaintext {facts['accuracy_plain']:.2f} %"
+        CONSOLE.print(accuracy, highlight=False)
+    each = f"{duration(facts['seconds'])}, {size(facts['bytes_total'])}, {facts['rounds']} rounds for {count} images"
+    CONSOLE.print(each, style="dim", highlight=False)
+
+
+def _classes(output: Any) -> Tensor:  # noqa: ANN401 - logits, or a transformers output that holds them
+    logits: Tensor = getattr(output, "logits", output)
+    return logits.argmax(-1)
+
+
+def _digits(count: int) -> Batch:
+    from private_llm_hf.digits import digits
+
+    pixels, labels = (part[:count] for part in digits(held_out=True))
+    if count < 1:
+        raise ConfigError(f"count: got {count}; want at least 1")
+    return Batch([f"digit {index}, a {label}" for index, label in enumerate(labels.tolist())], pixels, labels)
+
+
+def _read(source: str, config: Any, files: Sequence[Path]) -> Batch:  # noqa: ANN401 - a transformers configuration
+    """Image files as the model's own processor prepares them; a plain network gets values from 0 to 1."""
+    import numpy as np
+    import torch
+    from PIL import Image, UnidentifiedImageError
+    from private_llm_hf.estimate import image_shape
+    from private_llm_hf.network import NetworkConfig
+
+    try:
+        pictures = [Image.open(path) for path in files]
+    except (OSError, UnidentifiedImageError) as error:
+        raise ConfigError(f"images: {error}") from None
+    names = [path.name for path in files]
+    if not isinstance(config, NetworkConfig):
+        from transformers import AutoImageProcessor
+
+        processor = AutoImageProcessor.from_pretrained(source)
+        prepared = processor(images=[picture.convert("RGB") for picture in pictures], return_tensors="pt")
+        return Batch(names, prepared["pixel_values"], None)
+    channels, height, width = image_shape(config)
+    mode = {1: "L", 3: "RGB"}.get(channels)
+    if mode is None:
+        raise ConfigError(f"images: this network takes {channels} channels; files have 1 or 3")
+    values = [np.array(picture.convert(mode).resize((width, height)), dtype=np.float32) / 255 for picture in pictures]
+    pixels = torch.from_numpy(np.stack(values)).reshape(-1, height, width, channels).permute(0, 3, 1, 2)
+    return Batch(names, pixels, None)

@@ -1,0 +1,76 @@
+"""`private-llm classify`: bundled digits, image files, JSON, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers as tr
+from PIL import Image
+from private_llm_hf import Network
+from private_llm_hf.digits import digits, digits_model
+
+from private_llm.commands.classify import classify
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
+from tests.hf import images
+
+SMALL = PrivateConfig(ring=32, frac_bits=10, reveal="class", timeout_s=60)
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, object]:
+    classify(*arguments, as_json=True)  # type: ignore[arg-type]
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_bundled_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, "", [], 40, SMALL)
+    assert found["images"] == found["equal"] == len(found["classes"]) == 40  # type: ignore[arg-type]
+    assert found["accuracy_private"] == found["accuracy_plain"] > 90.0
+    assert found["bytes_total"] > 0
+
+
+def test_people_get_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    classify("", [], 12, SMALL, False)
+    out = capsys.readouterr().out
+    assert "12 of 12 as in plaintext" in out
+    assert "% right; plaintext" in out
+    assert "rounds for 12 images" in out
+
+
+def test_image_files_of_a_plain_network(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pixels, labels = digits(held_out=True)
+    files = []
+    for index in (2, 3, 8):
+        files.append(tmp_path / f"{index}.png")
+        Image.fromarray((pixels[index, 0].numpy() * 255).round().astype(np.uint8)).save(files[-1])
+    found = told(capsys, digits_model(), files, 0, SMALL)
+    assert found["classes"] == {f"{index}.png": int(labels[index]) for index in (2, 3, 8)}
+
+
+def test_image_files_of_a_transformers_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model, _ = images.build("resnet-basic")
+    model.save_pretrained(tmp_path)
+    tr.ConvNextImageProcessor(size={"shortest_edge": 16}, crop_pct=1.0).save_pretrained(tmp_path)
+    Image.fromarray(np.arange(20 * 20 * 3, dtype=np.uint8).reshape(20, 20, 3)).save(tmp_path / "image.png")
+    found = told(capsys, str(tmp_path), [tmp_path / "image.png"], 0, SMALL)
+    assert found["equal"] == found["images"] == 1
+    assert "accuracy_plain" not in found
+
+
+def test_what_it_refuses(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give a model and image files, or neither"):
+        classify("model", [], 1, SMALL, True)
+    with pytest.raises(ConfigError, match="model of 'nowhere'"):
+        classify("nowhere", [tmp_path / "a.png"], 1, SMALL, True)
+    with pytest.raises(ConfigError, match="images: "):
+        classify(digits_model(), [tmp_path / "a.png"], 1, SMALL, True)
+    with pytest.raises(ConfigError, match="count: got 0"):
+        classify("", [], 0, SMALL, True)
+    Network.of(images.Mixed(), (2, 8, 8)).save_pretrained(tmp_path / "mixed")
+    Image.fromarray(np.zeros((8, 8), dtype=np.uint8)).save(tmp_path / "a.png")
+    with pytest.raises(ConfigError, match="takes 2 channels; files have 1 or 3"):
+        classify(str(tmp_path / "mixed"), [tmp_path / "a.png"], 1, SMALL, True)
