@@ -21,6 +21,7 @@ SCHEMAS = (
     "ring_conv2d(Tensor x, Tensor w, int[2] stride, int[2] padding, int[2] dilation, int groups) -> Tensor",
     "ring_conv2d_pair(Tensor x0, Tensor w0, Tensor x1, Tensor w1, int[2] stride, int[2] padding,"
     " int[2] dilation, int groups) -> Tensor",
+    "gather_rows(Tensor table, Tensor index) -> Tensor",
     "transpose_bits(Tensor x, int rows) -> Tensor",
     "block_monomials(Tensor s, int low, int[] blocks, Tensor(a!) out) -> ()",
     "block_carries(Tensor m, int low, int[] blocks, Tensor mono, bool first, Tensor(a!) out) -> ()",

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from private_llm.errors import UnsupportedOp
+from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels import conv, cpu_bits, cpu_prg, cpu_trunc, matmul, shapes
 from private_llm.kernels.address import memory
 from private_llm.kernels.shapes import Pair
@@ -89,6 +89,19 @@ def ring_conv2d_pair(
         return shapes.ring_conv2d_pair(x0, w0, x1, w1, *how)
     made: Tensor = _gpu("conv", "product", x1, w1, *how, _gpu("conv", "product", x0, w0, *how))
     return made
+
+
+def gather_rows(table: Tensor, index: Tensor) -> Tensor:
+    """Rows of table [R, W] at public numbers index [n], on the table's device. Raises DomainError outside 0 .. R-1."""
+    out = shapes.gather_rows(table, index)
+    if out.is_meta or not out.numel():
+        return out
+    if int(index.min()) < 0 or int(index.max()) >= table.shape[0]:
+        raise DomainError(f"gather_rows: a number lies outside 0 .. {table.shape[0] - 1}")
+    if table.is_cpu:
+        return table.index_select(0, index.cpu())
+    _gpu("gather", "gather_rows", table.contiguous(), index.to(table.device), out)
+    return out
 
 
 def transpose_bits(x: Tensor, rows: int) -> Tensor:

@@ -320,3 +320,8 @@ def chacha20(key: Tensor, nonce: Tensor, counter: int, words: int) -> Tensor:
                 mixed = x[turned] ^ x[left]
                 x[turned] = ((mixed << places) | (mixed >> (32 - places))) & low
     return ((torch.stack(x, 1) + start) & low).reshape(-1)[:words].to(torch.int32)
+
+
+def gather_rows(table: Tensor, index: Tensor) -> Tensor:
+    """Rows of table [R, W] at index [n]: [n, W]."""
+    return table[index]

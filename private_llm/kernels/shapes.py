@@ -121,5 +121,15 @@ def chacha20(key: Tensor, nonce: Tensor, counter: int, words: int) -> Tensor:
     return torch.empty(words, dtype=torch.int32, device=key.device)
 
 
+def gather_rows(table: Tensor, index: Tensor) -> Tensor:
+    """[n, W]."""
+    if table.dim() != 2 or index.dim() != 1 or index.dtype != torch.int64:
+        raise DomainError(
+            f"gather_rows: got a table {tuple(table.shape)} and {index.dtype} numbers {tuple(index.shape)}; want "
+            "[rows, width] and int64 [n]"
+        )
+    return table.new_empty((index.shape[0], table.shape[1]))
+
+
 def nothing(*arguments: object) -> None:
     """Operations that only change an argument allocate nothing."""

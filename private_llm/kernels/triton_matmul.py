@@ -14,9 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from private_llm.kernels import shapes
+from private_llm.kernels.triton_tuning import Tile, Tuner, size_range
 
-BM, BN, BK, WARPS = 64, 64, 32, 8
-"""Tile and warps: compiled for compute capability 9.0, the largest tile whose eight accumulators hardly spill."""
+TUNER = Tuner(
+    (Tile(64, 64), Tile(64, 64, stages=3), Tile(64, 32), Tile(32, 64), Tile(16, 64, warps=4), Tile(128, 64),
+     Tile(128, 128, warps=16))
+)  # fmt: skip
+"""Tiles to try. Compiled for compute capability 9.0, the digits of 64 bits spill 1 KB a thread in the first, nothing in
+64 x 32, 32 x 64 and 16 x 64, and 4 to 6 KB in the last two, which suit 32 bits (no spills up to 64 x 64)."""
 CHUNK = 8192
 """k steps between two additions of the accumulators: 8 * 2^14 * 8192 = 2^30."""
 
@@ -40,6 +45,23 @@ def _digit_products(accs, b_x, b_y, LIMBS: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit
+def _no_products(BM: tl.constexpr, BN: tl.constexpr, LIMBS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN202
+    b_zero = tl.zeros((BM, BN), dtype=tl.int32)
+    accs = ()
+    for _ in tl.static_range(LIMBS):
+        accs = accs + (b_zero,)  # type: ignore[assignment]  # noqa: RUF005
+    return accs
+
+
+@triton.jit
+def _add_up(b_out, accs, LIMBS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """b_out + sum over s of accs[s] 256^s."""
+    for s in tl.static_range(LIMBS):
+        b_out += accs[s].to(b_out.dtype) << (8 * s)
+    return b_out
+
+
+@triton.jit
 def matmul_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     x, y, out, M, N, K, x_batch, x_row, x_col, y_batch, y_row, y_col,  # noqa: ANN001
     LIMBS: tl.constexpr, SHIFT: tl.constexpr, ADD: tl.constexpr, CHUNK: tl.constexpr,
@@ -54,10 +76,7 @@ def matmul_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     p_y = y + i_b * y_batch + o_n[None, :] * y_col
     b_out = tl.zeros((BM, BN), dtype=out.dtype.element_ty)
     for i_chunk in range(0, K, CHUNK):
-        b_zero = tl.zeros((BM, BN), dtype=tl.int32)
-        accs = ()
-        for _ in tl.static_range(LIMBS):
-            accs = accs + (b_zero,)  # type: ignore[assignment]  # noqa: RUF005
+        accs = _no_products(BM, BN, LIMBS)
         for i_k in range(i_chunk, min(i_chunk + CHUNK, K), BK):
             o_k = (i_k + tl.arange(0, BK)).to(tl.int64)
             m_k = o_k < K
@@ -65,8 +84,7 @@ def matmul_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
             b_x = tl.load(p_x + o_k[None, :] * x_col, mask=m_m[:, None] & m_k[None, :], other=0) + SHIFT
             b_y = tl.load(p_y + o_k[:, None] * y_row, mask=m_k[:, None] & m_n[None, :], other=0) + SHIFT
             accs = _digit_products(accs, b_x, b_y, LIMBS)
-        for s in tl.static_range(LIMBS):
-            b_out += accs[s].to(b_out.dtype) << (8 * s)
+        b_out = _add_up(b_out, accs, LIMBS)
     p_out = out + i_b * M * N + o_m[:, None] * N + o_n[None, :]
     m_out = m_m[:, None] & m_n[None, :]
     if ADD:
@@ -90,11 +108,22 @@ def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
     else:
         left, right = _stack(x, batch), _stack(y, batch)
     limbs = x.element_size()
-    shift = int.from_bytes(bytes([0x80] * limbs), "little", signed=True)
-    grid = (triton.cdiv(left.shape[1], BM), triton.cdiv(columns, BN), left.shape[0])
-    matmul_kernel[grid](
-        left, right, out, left.shape[1], columns, inner, *left.stride(), *right.stride(),
-        LIMBS=limbs, SHIFT=shift, ADD=onto is not None, CHUNK=CHUNK, BM=BM, BN=BN, BK=BK,
-        num_warps=WARPS, num_stages=2,
-    )  # fmt: skip
+
+    def launch(tile: Tile, into: Tensor, add: bool) -> None:
+        grid = (triton.cdiv(left.shape[1], tile.rows), triton.cdiv(columns, tile.columns), left.shape[0])
+        matmul_kernel[grid](
+            left, right, into, left.shape[1], columns, inner, *left.stride(), *right.stride(),
+            LIMBS=limbs, SHIFT=digit_shift(limbs), ADD=add, CHUNK=CHUNK, **tile.constants,
+        )  # fmt: skip
+
+    tile = TUNER.tiles[0]
+    if out.is_cuda:
+        key = (out.device, limbs, size_range(left.shape[0], left.shape[1], inner, columns))
+        tile = TUNER.best(key, lambda tried: launch(tried, torch.empty_like(out), False))
+    launch(tile, out, onto is not None)
     return out
+
+
+def digit_shift(limbs: int) -> int:
+    """0x80..80 as a signed ring element."""
+    return int.from_bytes(bytes([0x80] * limbs), "little", signed=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import PlaintextLeak, UnsupportedOp
-from private_llm.kernels.ops import ring_matmul
+from private_llm.kernels.ops import gather_rows, ring_matmul
 from private_llm.protocols.share import Share
 from private_llm.tensor.dispatch import TorchArg, implements
 from private_llm.tensor.fixed import Fixed
@@ -125,7 +125,8 @@ def embedding(
     if not isinstance(input, SecretTensor):
         if not isinstance(weight, SecretTensor):
             raise PlaintextLeak("embedding of two plain tensors reached the private table")
-        return weight.viewed(lambda part: torch.nn.functional.embedding(input.to(part.device), part))
+        flat, shape = input.reshape(-1).long(), (*input.shape, weight.shape[1])
+        return weight.viewed(lambda part: gather_rows(part, flat).view(shape))
     rows = input.raw
     if rows.frac != 0 or rows.shape[-1] != weight.shape[0]:
         raise UnsupportedOp(

@@ -152,6 +152,13 @@ def trunc_cases() -> Iterator[Case]:
                 yield Case("trunc_close", note, (a, *fields[:2], b, fields[2], f))
 
 
+def gather_cases() -> Iterator[Case]:
+    for ring in RINGS:
+        for rows, width, picked in ((1, 1, [0]), (7, 1031, [6, 0, 6, 3]), (50, 3, list(range(49, -1, -1))), (3, 5, [])):
+            index = torch.tensor(picked, dtype=torch.int64)
+            yield Case("gather_rows", f"{ring.bits}-{rows}-{width}", (Draw("rows").ring(ring, rows, width), index))
+
+
 def stream_cases() -> Iterator[Case]:
     draw = Draw("stream")
     key, nonce = draw.ring(RING32, 8), draw.ring(RING32, 3)
@@ -159,7 +166,7 @@ def stream_cases() -> Iterator[Case]:
         yield Case("chacha20", f"{counter}-{words}", (key, nonce, counter, words))
 
 
-ALL = [*matmul_cases(), *conv_cases(), *bit_cases(), *trunc_cases(), *stream_cases()]
+ALL = [*matmul_cases(), *conv_cases(), *bit_cases(), *trunc_cases(), *gather_cases(), *stream_cases()]
 
 
 def expected(case: Case) -> list[Tensor]:

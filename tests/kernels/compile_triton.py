@@ -8,7 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from private_llm.kernels import triton_bits, triton_matmul, triton_prg, triton_trunc
+from private_llm.kernels import triton_bits, triton_conv, triton_gather, triton_matmul, triton_prg, triton_trunc
 
 TARGET = GPUTarget("cuda", 90, 32)
 WORDS, TABLE = "*i64", "*i32"
@@ -40,16 +40,11 @@ def main() -> None:
         build(triton_bits.inject_products_kernel, table | pointers(ring, "lam out"), {"BN": 512})
         terms = table | pointers(ring, "m mine shares s_lam w c out")
         build(triton_bits.inject_terms_kernel, terms, {"W_EACH": 0, "C_EACH": 1, "FIRST": True, "BN": 512})
-        digits = {
-            "LIMBS": bits // 8,
-            "SHIFT": -128,
-            "ADD": True,
-            "CHUNK": triton_matmul.CHUNK,
-            "BM": 16,
-            "BN": 16,
-            "BK": 32,
-        }
-        build(triton_matmul.matmul_kernel, pointers(ring, "x y out"), digits, num_warps=2, num_stages=1)
+        digits = {"LIMBS": bits // 8, "SHIFT": -128, "ADD": True, "CHUNK": triton_matmul.CHUNK}
+        tile = digits | {"BM": 16, "BN": 16, "BK": 32}
+        build(triton_matmul.matmul_kernel, pointers(ring, "x y out"), tile, num_warps=2, num_stages=1)
+        build(triton_conv.conv_kernel, pointers(ring, "x w out"), tile | {"KH": 3, "KW": 2}, num_warps=2, num_stages=1)
+        build(triton_gather.gather_kernel, pointers(ring, "table out") | {"index": WORDS}, {"BW": triton_gather.WORDS})
     rows = pointers(TABLE, "factors rows") | pointers(WORDS, "x m mono b lam prod out")
     for kernel in (
         triton_bits.row_products_kernel, triton_bits.block_carries_kernel, triton_bits.join_carries_kernel

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels import ops, shapes
-from private_llm.ring.ring import RING64
+from private_llm.ring.ring import RING32, RING64
 from tests.kernels.cases import ALL, Case, Draw, expected, run
 
 FAMILIES = {"ring": "matmul", "transpose": "bits", "block": "bits", "join": "bits", "inject": "bits"}
-FAMILIES |= {"trunc": "trunc", "chacha20": "prg"}
+FAMILIES |= {"trunc": "trunc", "chacha20": "prg", "gather": "gather"}
 
 
 def same(made: list[Tensor], want: list[Tensor]) -> None:
@@ -61,13 +61,35 @@ def test_triton_kernel_equals_the_reference(case: Case) -> None:
 def test_accumulators_of_digit_products_are_added_up_before_they_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Per k at most LIMBS products of magnitude 2^14 reach one int32; chunks are exercised with a shorter one."""
     module = pytest.importorskip("triton") and importlib.import_module("private_llm.kernels.triton_matmul")
+    convolution = importlib.import_module("private_llm.kernels.triton_conv")
     assert 8 * 2**14 * module.CHUNK < 2**31
-    assert module.CHUNK % module.BK == 0
-    monkeypatch.setattr(module, "CHUNK", 2 * module.BK)
-    x = Draw("chunks").ring(RING64, 3, 5 * module.BK + 1)
-    case = Case("ring_matmul", "chunks", (x, x.mT))
+    assert all(module.CHUNK % tile.inner == 0 for tile in module.TUNER.tiles)
+    monkeypatch.setattr(module, "CHUNK", 64)
+    x = Draw("chunks").ring(RING64, 3, 5 * 32 + 1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    case = Case("ring_matmul", "chunks", (x, x.mT))
     same(run(module.product, case, device), expected(case))
+    images = Draw("chunks").ring(RING64, 2, 17, 3, 3)
+    case = Case("ring_conv2d", "chunks", (images, images, (1, 1), (1, 1), (1, 1), 1))
+    same(run(convolution.product, case, device), expected(case))
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_every_tile_gives_the_same_result(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    modules = [importlib.import_module(f"private_llm.kernels.triton_{name}") for name in ("matmul", "conv")]
+    tiles = modules[0].TUNER.tiles
+    assert len(tiles) == 7
+    for module in modules:
+        monkeypatch.setattr(module, "TUNER", type(module.TUNER)([tiles[number]]))
+    device, draw = "cuda" if torch.cuda.is_available() else "cpu", Draw("tiles")
+    images, w = draw.ring(RING32, 2, 2, 5, 4), draw.ring(RING32, 3, 2, 2, 3)
+    cases = (
+        Case("ring_matmul", "tiles", (draw.ring(RING32, 18, 33), draw.ring(RING32, 33, 67))),
+        Case("ring_conv2d", "tiles", (images, w, (1, 1), (1, 1), (1, 1), 1)),
+    )
+    for module, case in zip(modules, cases, strict=True):
+        same(run(module.product, case, device), expected(case))
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)
@@ -105,6 +127,19 @@ def test_products_of_floats_and_unequal_pairs_are_refused() -> None:
         ops.ring_matmul(x.float(), x.float())
     with pytest.raises(DomainError, match="one shape"):
         ops.ring_matmul_pair(x, x, x[:1], x)
+
+
+@pytest.mark.parametrize("index", [[3], [-1, 0]])
+def test_rows_that_are_not_there_are_refused(index: list[int]) -> None:
+    with pytest.raises(DomainError, match=r"outside 0 \.\. 2"):
+        ops.gather_rows(Draw("rows").ring(RING64, 3, 2), torch.tensor(index))
+
+
+def test_rows_of_other_shapes_are_refused() -> None:
+    table = Draw("rows").ring(RING64, 3, 2)
+    for wrong in (torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)):
+        with pytest.raises(DomainError, match="want"):
+            ops.gather_rows(table, wrong)
 
 
 def test_streams_beyond_the_block_counter_are_refused() -> None:

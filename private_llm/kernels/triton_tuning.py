@@ -1,0 +1,60 @@
+"""Which tile of a product is fastest, tried out once for each range of sizes on each GPU.
+
+Sizes are ranged by powers of two: decoding makes new sizes at every step, and trying out costs more than a product.
+Results do not depend on the tile, so parties need not choose alike.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from triton.runtime.errors import OutOfResources
+from triton.testing import do_bench
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Outputs (BM x BN) of one program, steps of the inner dimension at a time, warps, and loads under way."""
+
+    rows: int
+    columns: int
+    inner: int = 32
+    warps: int = 8
+    stages: int = 2
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """As a kernel takes them."""
+        return {
+            "BM": self.rows, "BN": self.columns, "BK": self.inner, "num_warps": self.warps, "num_stages": self.stages
+        }  # fmt: skip
+
+
+def size_range(*sizes: int) -> tuple[int, ...]:
+    """The power of two that holds each size."""
+    return tuple(max(size - 1, 0).bit_length() for size in sizes)
+
+
+class Tuner:
+    """Remembers the fastest of `tiles` for each key; the first one is used where nothing can be measured."""
+
+    def __init__(self, tiles: Sequence[Tile], measure: Callable[[Callable[[], None]], float] = do_bench) -> None:
+        self.tiles = tuple(tiles)
+        self._measure = measure
+        self._best: dict[object, Tile] = {}
+        self._lock = threading.Lock()
+
+    def best(self, key: object, launch: Callable[[Tile], None]) -> Tile:
+        """The tile for `key`; `launch` must be harmless to repeat. Tiles that do not fit the GPU are passed over."""
+        with self._lock:  # parties may be threads
+            if key not in self._best:
+                self._best[key] = min(self.tiles, key=lambda tile: self._seconds(tile, launch))
+            return self._best[key]
+
+    def _seconds(self, tile: Tile, launch: Callable[[Tile], None]) -> float:
+        try:
+            return self._measure(lambda: launch(tile))
+        except OutOfResources:
+            return float("inf")
