@@ -22,24 +22,33 @@ def transpose_words(x_at: int, n: int, zero: np.unsignedinteger[Any], out_at: in
     """Bit r of element 64*w+l becomes bit l of out[r, w]; x [n] of the type of `zero`, out [rows, words].
 
     Eight blocks of 64 elements go side by side, so each step of the recursive transposition
-    (Knuth 7.1.3; Usuba) is one vector instruction.
+    (Knuth 7.1.3; Usuba) is one vector instruction. Elements of 32 bits begin with the first step done: two
+    of them, 32 apart, share a word.
     """
     words = (n + 63) // 64
     x, out = flat(x_at, n, zero), table(out_at, rows, words)
     buf = np.zeros((64, 8), dtype=np.uint64)
+    half = x.itemsize == 4
     for w0 in range(0, words, 8):
         lanes = min(8, words - w0)
-        for lane in range(8):
+        if n - 64 * w0 < 512:
+            buf[:] = 0
+        for lane in range(lanes):
             base = (w0 + lane) * 64
-            for r in range(64):
-                i = base + r
-                buf[r, lane] = np.uint64(x[i]) if (lane < lanes and i < n) else np.uint64(0)
-        width = 32
-        mask = np.uint64(0x00000000FFFFFFFF)
+            count = min(64, n - base)
+            if half:
+                for r in range(min(32, count)):
+                    buf[r, lane] = np.uint64(x[base + r])
+                for r in range(32, count):
+                    buf[r - 32, lane] |= np.uint64(x[base + r]) << np.uint64(32)
+            else:
+                for r in range(count):
+                    buf[r, lane] = np.uint64(x[base + r])
+        width = 16 if half else 32
+        mask = np.uint64(0x0000FFFF0000FFFF) if half else np.uint64(0x00000000FFFFFFFF)
         while width:
             shift = np.uint64(width)
-            k = 0
-            while k < 64:
+            for k in range(0, 32 if half else 64, 2 * width):
                 for row in range(k, k + width):
                     for lane in range(8):
                         a = buf[row, lane]
@@ -47,7 +56,6 @@ def transpose_words(x_at: int, n: int, zero: np.unsignedinteger[Any], out_at: in
                         t = ((a >> shift) ^ b) & mask
                         buf[row + width, lane] = b ^ t
                         buf[row, lane] = a ^ (t << shift)
-                k += 2 * width
             width >>= 1
             if width:
                 mask ^= mask << np.uint64(width)
@@ -292,24 +300,37 @@ def join_carries(
 
 
 @njit(nogil=True, cache=True)
+def _spread(word: np.uint64, ones: Array) -> None:
+    """All ones in the elements whose bit of `word` is set, zeros in the others: conditions without branches."""
+    for i in range(64):
+        ones[i] = ones.dtype.type(0) - ones.dtype.type((word >> np.uint64(i)) & np.uint64(1))
+
+
+@njit(nogil=True, cache=True)
 def inject_products(
     bits_at: int, rows: int, lam_at: int, weighted: Array, out_at: int, out_rows: int, n: int,
     zero: np.unsignedinteger[Any],
 ) -> None:  # fmt: skip
     """Helper side of bit injection: out -= masks; rows s_k for all k, then s_k * lam for weighted rows. out [R, n]."""
-    bits, lam = table(bits_at, rows, (n + 63) // 64), flat(lam_at, n, zero)
+    words = (n + 63) // 64
+    bits, lams = table(bits_at, rows, words), flat(lam_at, n, zero)
     out = flat(out_at, out_rows * n, zero).reshape(out_rows, n)
-    one = np.uint64(1)
-    extra = rows
-    for k in range(rows):
-        for i in range(n):
-            s = (bits[k, i >> 6] >> np.uint64(i & 63)) & one
-            out[k, i] = out.dtype.type(s) - out[k, i]
-        if weighted[k]:
-            for i in range(n):
-                s = (bits[k, i >> 6] >> np.uint64(i & 63)) & one
-                out[extra, i] = (lam[i] if s else out.dtype.type(0)) - out[extra, i]
-            extra += 1
+    ones = np.empty(64, dtype=out.dtype)
+    none = out.dtype.type(0)
+    for word in range(words):
+        start, stop = 64 * word, min(64 * word + 64, n)
+        lam = lams[start:stop]
+        extra = rows
+        for k in range(rows):
+            _spread(bits[k, word], ones)
+            line = out[k, start:stop]
+            for i in range(stop - start):
+                line[i] = none - ones[i] - line[i]
+            if weighted[k]:
+                line = out[extra, start:stop]
+                for i in range(stop - start):
+                    line[i] = (lam[i] & ones[i]) - line[i]
+                extra += 1
 
 
 @njit(nogil=True, cache=True)
@@ -321,32 +342,40 @@ def inject_terms(
 
     b = B ^ s and x = m - λ:  b x = B m - B λ + (1-2B)(s m - s λ). Weights and constants are [rows, 1 or n].
     """
-    bits = table(bits_at, rows, (n + 63) // 64)
+    words = (n + 63) // 64
+    bits = table(bits_at, rows, words)
     shares = flat(shares_at, share_rows * n, zero).reshape(share_rows, n)
-    m, mine, out = flat(m_at, n, zero), flat(mine_at, n, zero), flat(out_at, n, zero)
+    ms, mines, outs = flat(m_at, n, zero), flat(mine_at, n, zero), flat(out_at, n, zero)
     w = flat(w_at, rows * w_each, zero).reshape(rows, w_each)
     c = flat(c_at, rows * c_each, zero).reshape(rows, c_each)
-    one = np.uint64(1)
-    extra = rows
-    none = out.dtype.type(0)
-    unit = out.dtype.type(1)
-    for k in range(rows):
-        w_step = 0 if w_each == 1 else 1
-        c_step = 0 if c_each == 1 else 1
-        for i in range(n):
-            b = (bits[k, i >> 6] >> np.uint64(i & 63)) & one
-            sigma = shares[k, i]
-            known = none - sigma if b else sigma
-            if b and first:
-                known += unit
-            acc = c[k, i * c_step] * known
+    same_w, same_c = _lines(w), _lines(c)
+    ones = np.empty(64, dtype=outs.dtype)
+    none = outs.dtype.type(0)
+    known = none - outs.dtype.type(1) if first else none  # terms without shares count once
+    for word in range(words):
+        start, stop = 64 * word, min(64 * word + 64, n)
+        m, mine, out = ms[start:stop], mines[start:stop], outs[start:stop]
+        extra = rows
+        for k in range(rows):
+            _spread(bits[k, word], ones)
+            sigma = shares[k, start:stop]
+            constant = same_c[k] if c_each == 1 else c[k, start:stop]
+            for i in range(stop - start):
+                out[i] += constant[i] * ((sigma[i] ^ ones[i]) - ones[i] - (ones[i] & known))
             if weighted[k]:
-                part = sigma * m[i] - shares[extra, i]
-                if b:
-                    part = none - part - mine[i]
-                    if first:
-                        part += m[i]
-                acc += w[k, i * w_step] * part
-            out[i] += acc
-        if weighted[k]:
-            extra += 1
+                rest = shares[extra, start:stop]
+                weight = same_w[k] if w_each == 1 else w[k, start:stop]
+                for i in range(stop - start):
+                    part = sigma[i] * m[i] - rest[i]
+                    part = (part ^ ones[i]) - ones[i] + (ones[i] & ((m[i] & known) - mine[i]))
+                    out[i] += weight[i] * part
+                extra += 1
+
+
+@njit(nogil=True, cache=True)
+def _lines(factors: Array) -> Array:
+    """The first factor of each row, 64 times."""
+    made = np.empty((factors.shape[0], 64), dtype=factors.dtype)
+    for k in range(factors.shape[0]):
+        made[k, :] = factors[k, 0]
+    return made
