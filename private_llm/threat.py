@@ -35,7 +35,7 @@ TRIO = Threat(
         ("party 1 or party 2", "shapes, the public shortcuts below; uniformly random ring elements and bits"),
         ("two parties together", "everything: weights, prompt and output"),
         ("a party that deviates", "may change results unnoticed; privacy and correctness are then not promised"),
-        ("the client", "what it asked for: logits, or tokens with reveal='token'"),
+        ("the client", "what it asked for: logits, or only tokens or classes"),
         ("a wiretapper", "frame sizes and times if links are TLS; on unencrypted links possibly everything"),
     ),
     source=(
@@ -87,7 +87,7 @@ DEALER = Threat(
         ("party 1 or party 2", "shapes, the public shortcuts below; uniformly random ring elements and bits"),
         ("the two parties together, or the dealer with one of them", "everything: weights, prompt and output"),
         ("an endpoint that deviates", "may change results unnoticed; privacy and correctness are then not promised"),
-        ("the client", "what it asked for: logits, or tokens with reveal='token'"),
+        ("the client", "what it asked for: logits, or only tokens or classes"),
         ("a wiretapper", "frame sizes and times if links are TLS; on unencrypted links possibly everything"),
     ),
     source=(
@@ -246,8 +246,9 @@ SHAPES = Threat(
     kind="shortcut",
     corrupt="as the protocol",
     learns=(
-        ("every party, and whoever sees the traffic", "the architecture and its configuration, batch size, prompt "
-         "length, attention mask and positions, which beams survive (indices only)"),
+        ("every party, and whoever sees the traffic", "the architecture and its configuration (of a plain network: "
+         "its layers, their sizes and names), batch size, size of images, prompt length, attention mask and "
+         "positions, which beams survive (indices only)"),
     ),
     source=(
         "order, size and rounds of all messages are functions of these public facts alone; a test runs two different "
@@ -283,16 +284,17 @@ REVEAL_LOGITS = Threat(
 )  # fmt: skip
 
 REVEAL_TOKEN = Threat(
-    name="only tokens at the client",
+    name="only tokens or classes at the client",
     kind="shortcut",
     corrupt="as the protocol",
     learns=(
-        ("the client", "the arg max of each step and nothing else of the logits; sampling is then not possible"),
+        ("the client", "the arg max of each step, or of each image, and nothing else of the logits; sampling is then "
+         "not possible"),
         ("the parties", "nothing"),
     ),
     source="secure arg max under the same protocol",
-    setting="reveal='token'",
-)
+    setting="reveal='token' for models that generate, reveal='class' for classifiers",
+)  # fmt: skip
 
 PUBLIC_WEIGHTS = Threat(
     name="public weights",
