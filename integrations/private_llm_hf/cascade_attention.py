@@ -47,7 +47,7 @@ def register() -> None:
 def listen(model: nn.Module, listener: Listener) -> None:
     """Send this model's attention calls to `listener`."""
     for module in model.modules():
-        module._cascade_listener = listener
+        module.__dict__["_cascade_listener"] = listener
 
 
 def _mask(*_: object, mask_function: MaskRule, device: torch.device | str = "cpu", **__: object) -> Tensor:
