@@ -5,7 +5,7 @@ counts (channel, window row, window column) and positions run through all images
 over positions are blocked; a tile of windows is copied from the (zero-padded) images straight into the layout that
 the inner product reads, stays in the first-level cache, and meets all rows of the weights:
 
-- `tile_product`, on the register tiles of cpu_matmul.py;
+- `tile_product`, on the register tiles of cpu_matmul.py; on byte tiles see cpu_conv_amx.py;
 - `depthwise`, where every channel is a group of its own: no sum over channels, so no windows at all.
 """
 
@@ -21,75 +21,58 @@ from private_llm.kernels.address import flat
 
 Array = np.ndarray[Any, Any]
 
-_LANES = 16
+LANES = 16
+"""Windows side by side."""
 
 
 @njit(nogil=True, cache=True)
-def _places(first: int, width: int, plan: Array, places: Array) -> None:
+def places(first: int, width: int, plan: Array, found: Array) -> None:
     """Where the windows of the flat positions first .. first + width - 1 begin in the padded images."""
     columns, image, volume, line, down, right = plan[0], plan[1], plan[2], plan[3], plan[4], plan[5]
-    places[:] = 0
+    found[:] = 0
     for n in range(width):
         batch, rest = (first + n) // image, (first + n) % image
-        places[n] = batch * volume + rest // columns * down * line + rest % columns * right
+        found[n] = batch * volume + rest // columns * down * line + rest % columns * right
 
 
 @njit(nogil=True, cache=True)
-def _offsets(first: int, steps: int, plan: Array, offsets: Array) -> None:
+def entries(first: int, steps: int, plan: Array, found: Array) -> None:
     """Where the entries first .. first + steps - 1 of a window lie, counted from its first one."""
     line, plane, height, width, gap_h, gap_w = plan[3], plan[6], plan[7], plan[8], plan[9], plan[10]
     for k in range(steps):
         channel, rest = (first + k) // (height * width), (first + k) % (height * width)
-        offsets[k] = channel * plane + rest // width * gap_h * line + rest % width * gap_w
+        found[k] = channel * plane + rest // width * gap_h * line + rest % width * gap_w
 
 
 @njit(nogil=True, cache=True)
-def _copy(xs: Array, at: int, packed: Array, to: int, high: int) -> None:
-    """16 neighbours into a line of 32-bit words, high halves of longer elements `high` words later."""
-    if xs.itemsize == packed.itemsize:
-        for n in range(_LANES):
-            packed[to + n] = xs[at + n]
-    else:
-        for n in range(_LANES):
-            packed[to + n] = np.uint32(xs[at + n])
-        for n in range(_LANES):
-            packed[to + high + n] = np.uint32(xs[at + n] >> xs.dtype.type(32))
-
-
-@njit(nogil=True, cache=True)
-def _gather(xs: Array, places: Array, first: int, offset: int, packed: Array, to: int, high: int) -> None:
-    """The same of 16 scattered entries."""
-    if xs.itemsize == packed.itemsize:
-        for n in range(_LANES):
-            packed[to + n] = xs[places[first + n] + offset]
-    else:
-        for n in range(_LANES):
-            x = xs[places[first + n] + offset]
-            packed[to + n] = np.uint32(x)
-            packed[to + high + n] = np.uint32(x >> xs.dtype.type(32))
+def neighbours(places: Array, first: int) -> bool:
+    """Whether 16 windows begin one after the other."""
+    follow = True
+    for n in range(1, LANES):
+        follow = follow and places[first + n] == places[first] + n
+    return follow
 
 
 @njit(nogil=True, cache=True)
 def _windows(
-    xs: Array, at: int, places: Array, width: int, offsets: Array, steps: int, packed: Array, block: int, line: int,
-    high: int,
-) -> None:  # fmt: skip
-    """Entries of `width` windows: 16 windows stand side by side, `line` words before the next entry's, blocks apart."""
-    for c in range((width + _LANES - 1) // _LANES):
-        first = c * _LANES
-        neighbours = True
-        for n in range(1, _LANES):
-            neighbours = neighbours and places[first + n] == places[first] + n
-        if neighbours:
+    xs: Array, at: int, places: Array, width: int, offsets: Array, steps: int, tile: Array, pitch: int
+) -> None:
+    """Entries of `width` windows, and of those beside them up to a multiple of 16, as lines of a tile."""
+    for first in range(0, width, LANES):
+        if neighbours(places, first):
             for k in range(steps):
-                _copy(xs, at + places[first] + offsets[k], packed, c * block + k * line, high)
+                start, to = at + places[first] + offsets[k], k * pitch + first
+                for n in range(LANES):
+                    tile[to + n] = xs[start + n]
         else:
             for k in range(steps):
-                _gather(xs, places, first, at + offsets[k], packed, c * block + k * line, high)
+                start, to = at + offsets[k], k * pitch + first
+                for n in range(LANES):
+                    tile[to + n] = xs[start + places[first + n]]
 
 
 @njit(nogil=True, cache=True)
-def _spread(tile: Array, pitch: int, rows: int, first: int, width: int, outs: Array, at: int, plan: Array) -> None:
+def spread(tile: Array, pitch: int, rows: int, first: int, width: int, outs: Array, at: int, plan: Array) -> None:
     """outs += tile, for positions that may belong to several images; outs [B, outputs, image]."""
     image, outputs = plan[1], plan[11]
     n = 0
@@ -105,32 +88,33 @@ def _spread(tile: Array, pitch: int, rows: int, first: int, width: int, outs: Ar
 
 @njit(nogil=True, cache=True)
 def tile_product(
-    x: int, w: int, out: int, plan: Array, groups: int, inner: int, positions: int, zero: np.unsignedinteger[Any]
-) -> None:
-    """out += x * w modulo the word size: padded x, w [O, inner], out [B, O, image]; for the plan see `conv.product`."""
-    image, volume, outputs = plan[1], plan[2], plan[11]
+    x: int, w: int, out: int, plan: Array, groups: int, outputs: int, inner: int, positions: int,
+    zero: np.unsignedinteger[Any],
+) -> None:  # fmt: skip
+    """out += x * w modulo the word size by address: padded x, w [outputs, inner]; `plan` see `conv.product`."""
+    image, volume, made = plan[1], plan[2], plan[11]
     xs = flat(x, positions // image * volume, zero)
-    ws, outs = flat(w, outputs * inner, zero), flat(out, positions * outputs, zero)
+    ws, outs = flat(w, outputs * inner, zero), flat(out, positions * made, zero)
     each, block = outputs // groups, 4 * cpu_matmul.ROW_STEPS
     panel = cpu_matmul.VECTORS * cpu_matmul.VECTOR_BITS // (8 * xs.itemsize)
-    pitch = max(_LANES, panel)
+    pitch = max(LANES, panel)
     tile = np.empty(block * pitch, dtype=xs.dtype)
     edge = np.empty(each * pitch, dtype=xs.dtype)
-    places, offsets = np.empty(pitch, dtype=np.int64), np.empty(inner, dtype=np.int64)
-    _offsets(0, inner, plan, offsets)
+    spots, offsets = np.empty(pitch, dtype=np.int64), np.empty(inner, dtype=np.int64)
+    entries(0, inner, plan, offsets)
     for n in range(0, positions, pitch):
         width = min(pitch, positions - n)
-        _places(n, width, plan, places)
+        places(n, width, plan, spots)
         for o in range(0, outputs, each):
             edge[:] = 0
             for k in range(0, inner, block):
                 steps = min(block, inner - k)
-                _windows(xs, o // each * plan[12], places, width, offsets[k:], steps, tile, _LANES, pitch, 0)
+                _windows(xs, o // each * plan[12], spots, width, offsets[k:], steps, tile, pitch)
                 for v in range(0, width, panel):
                     cpu_matmul.rows_times_panel(
                         ws, o * inner + k, inner, each, tile, v, pitch, steps, edge, v, pitch
                     )  # fmt: skip
-            _spread(edge, pitch, each, n, width, outs, o * image, plan)
+            spread(edge, pitch, each, n, width, outs, o * image, plan)
 
 
 @njit(nogil=True, cache=True)

@@ -22,7 +22,7 @@ _SHORTEST_DOT = 8
 """Below this inner size, lanes along k stay empty: y is copied into rows of columns instead."""
 _TILED_SIDE, _TILED_MACS = 16, 1 << 15
 """From 16 rows, 16 columns and 2^15 multiply-adds (32^3) on, byte tiles are faster."""
-_RATE, _BYTES = 2e10, 1e10
+RATE, _BYTES = 2e10, 1e10
 """Multiply-adds and bytes of y in a second, to guess how many threads are worth their start."""
 
 
@@ -44,8 +44,7 @@ class _Task:
         """In one thread."""
         sizes = (self.stacks, self.rows, self.inner, self.columns)
         if cpu_amx.usable() and tiled(self.rows, self.inner, self.columns):
-            desk = _desk()
-            cpu_amx.product(self.x, self.y, self.out, *sizes, self.turned, desk.address, self.zero)
+            cpu_amx.product(self.x, self.y, self.out, *sizes, self.turned, desk().address, self.zero)
         else:
             multiply = cpu_matmul.dot_product if self.turned else cpu_matmul.row_product
             multiply(self.x, self.y, self.out, *sizes, self.zero)
@@ -77,12 +76,12 @@ def tiled(rows: int, inner: int, columns: int) -> bool:
 _local = threading.local()
 
 
-def _desk() -> cpu_amx.Desk:
+def desk() -> cpu_amx.Desk:
     """This thread's scratch memory for byte tiles."""
-    desk: cpu_amx.Desk | None = getattr(_local, "desk", None)
-    if desk is None:
-        desk = _local.desk = cpu_amx.Desk(cpu_amx.PRODUCT_BYTES)
-    return desk
+    held: cpu_amx.Desk | None = getattr(_local, "desk", None)
+    if held is None:
+        held = _local.desk = cpu_amx.Desk(cpu_amx.PRODUCT_BYTES)
+    return held
 
 
 def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
@@ -114,7 +113,7 @@ def _task(x: Tensor, y: Tensor, out: Tensor, stacks: int, rows: int, turned: boo
 
 def _spread(task: _Task, x: Tensor, y: Tensor, out: Tensor) -> None:
     """Run the task on as many threads as are worth it: each takes some products, some rows, or a part of y."""
-    seconds = max(task.stacks * task.rows * task.inner * task.columns / _RATE, y.numel() * y.element_size() / _BYTES)
+    seconds = max(task.stacks * task.rows * task.inner * task.columns / RATE, y.numel() * y.element_size() / _BYTES)
     pieces = parallel.threads(seconds)
     if pieces == 1:
         task.run()

@@ -1,0 +1,85 @@
+"""Ring convolutions on byte tiles (cpu_amx.py): windows are copied straight into the tiles of the right operand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from private_llm.kernels.address import flat
+from private_llm.kernels.amx_tiles import TILE_BYTES, copy_line
+from private_llm.kernels.cpu_amx import (
+    BLOCK_BYTES,
+    DESK_BYTES,
+    ROWS_IN_CACHE,
+    begin,
+    end,
+    pack_left,
+    panel,
+    right_bytes,
+)  # fmt: skip
+from private_llm.kernels.cpu_conv import LANES, entries, neighbours, places, spread
+
+Array = np.ndarray[Any, Any]
+
+PANEL = 32
+"""Windows at a time."""
+
+
+@njit(nogil=True, cache=True)
+def _windows(
+    x: int, spots: Array, width: int, offsets: Array, steps: int, packed: int, edge: Array,
+    zero: np.unsignedinteger[Any],
+) -> None:  # fmt: skip
+    """Entries of `width` windows as tiles [width / 16][half][steps / 16][16, 16] at `packed`."""
+    size = edge.itemsize
+    run = (steps + LANES - 1) // LANES * TILE_BYTES
+    for first in range(0, width, LANES):
+        to = packed + first // LANES * (size // 4) * run
+        if neighbours(spots, first):
+            start = x + spots[first] * size
+            for k in range(steps):
+                copy_line(start + offsets[k] * size, to + 64 * k, run, zero)
+        else:
+            for k in range(steps):
+                xs = flat(x + offsets[k] * size, 1, zero)
+                for n in range(LANES):
+                    edge[n] = xs[spots[first + n]]
+                copy_line(edge.ctypes.data, to + 64 * k, run, zero)
+
+
+@njit(nogil=True, cache=True)
+def product(
+    x: int, w: int, out: int, plan: Array, groups: int, outputs: int, inner: int, positions: int, desk: int,
+    zero: np.unsignedinteger[Any],
+) -> None:  # fmt: skip
+    """The same as `cpu_conv.tile_product`; `desk` as for `cpu_amx.product`."""
+    image, made = plan[1], plan[11]
+    outs = flat(out, positions * made, zero)
+    size, each = outs.itemsize, outputs // groups
+    block = BLOCK_BYTES // size
+    right = desk + DESK_BYTES
+    left = right + right_bytes(min(inner, block), PANEL, size)
+    spots, offsets = np.empty(PANEL, dtype=np.int64), np.empty(block, dtype=np.int64)
+    line, edge = np.empty(LANES, dtype=outs.dtype), np.empty(ROWS_IN_CACHE * PANEL, dtype=outs.dtype)
+    begin(each, desk)
+    for o in range(0, outputs, each):
+        for m in range(o, o + each, ROWS_IN_CACHE):
+            rows = min(ROWS_IN_CACHE, o + each - m)
+            for k in range(0, inner, block):
+                steps = min(block, inner - k)
+                pack_left(w + (m * inner + k) * size, inner * size, rows, steps, left, desk, zero)
+                entries(k, steps, plan, offsets)
+                for n in range(0, positions, PANEL):
+                    width = min(PANEL, positions - n)
+                    places(n, width, plan, spots)
+                    _windows(x + o // each * plan[12] * size, spots, width, offsets, steps, right, line, zero)
+                    if n // image == (n + width - 1) // image:
+                        to = out + ((n // image * made + m) * image + n % image) * size
+                        panel(left, right, rows, steps, width, to, image * size, desk, zero)
+                    else:
+                        edge[:] = 0
+                        panel(left, right, rows, steps, width, edge.ctypes.data, PANEL * size, desk, zero)
+                        spread(edge, PANEL, rows, n, width, outs, m * image, plan)
+    end()
