@@ -55,14 +55,14 @@ def test_all_states_give_the_text_away(model: PreTrainedModel, ids: Tensor, ever
     assert max(found.distances) < 1e-2
 
 
-@pytest.mark.parametrize("layer", [1, 4])
+@pytest.mark.parametrize("layer", [1, 3])
 def test_permuted_states_give_the_text_away(
     model: PreTrainedModel, ids: Tensor, everything: Tensor, layer: int
 ) -> None:
     states = StatesAfter(model, layer)
-    rows = states.of(ids[:6])
-    shuffled = rows[torch.tensor([3, 0, 5, 1, 4, 2])]
-    assert list(match_permuted(shuffled, states, everything).tokens) == ids[:6].tolist()
+    rows = states.of(ids[:4])
+    shuffled = rows[torch.tensor([3, 0, 1, 2])]
+    assert list(match_permuted(shuffled, states, everything).tokens) == ids[:4].tolist()
 
 
 def test_a_plan_with_small_gaps_gives_the_text_away(model: PreTrainedModel, ids: Tensor) -> None:
