@@ -61,19 +61,19 @@ def pack(fields: Array, start: int, count: int, f: int, words: Array) -> None:
             off = at & 63
             low = np.uint64(off)
             for lane in range(8):
-                words[word + lane] |= fields[r * 8 + lane] << low
+                words[word + lane] |= np.uint64(fields[r * 8 + lane]) << low
             if off + f > 64:
                 high = np.uint64(64 - off)
                 for lane in range(8):
-                    words[word + 8 + lane] |= fields[r * 8 + lane] >> high
+                    words[word + 8 + lane] |= np.uint64(fields[r * 8 + lane]) >> high
         return
     for i in range(count):
         at = i * f
         word = base + (at >> 6)
         off = at & 63
-        words[word] |= fields[i] << np.uint64(off)
+        words[word] |= np.uint64(fields[i]) << np.uint64(off)
         if off + f > 64:
-            words[word + 1] |= fields[i] >> np.uint64(64 - off)
+            words[word + 1] |= np.uint64(fields[i]) >> np.uint64(64 - off)
 
 
 @njit(nogil=True, cache=True)
@@ -87,28 +87,35 @@ def helper(
     words = (n * f + 63) // 64
     rho, zetas1, zetas2 = flat(rho1, words, WORD), flat(zeta1, words, WORD), flat(zeta2, words, WORD)
     packed = flat(rho2, words, WORD)
-    mask = np.uint64((1 << f) - 1)
     kind = errors.dtype.type
+    mask = kind((1 << f) - 1)
     bits = errors.itemsize * 8
     up = kind(bits - f)
     down = kind(f)
     top = kind(bits - 1)
-    r_f = np.empty(BLOCK, dtype=np.uint64)
-    one_f = np.empty(BLOCK, dtype=np.uint64)
-    two_f = np.empty(BLOCK, dtype=np.uint64)
+    r_f = np.empty(BLOCK, dtype=kind)
+    one_f = np.empty(BLOCK, dtype=kind)
+    two_f = np.empty(BLOCK, dtype=kind)
     for start in range(0, n, BLOCK):
         count = min(BLOCK, n - start)
         unpack(rho, start, count, f, r_f)
         unpack(zetas1, start, count, f, one_f)
         unpack(zetas2, start, count, f, two_f)
+        stop = start + count
+        error_b, first_b, second_b, mask_b = (
+            errors[start:stop],
+            first[start:stop],
+            second[start:stop],
+            mask1[start:stop],
+        )
+        out1_b, out2_b, rest_b = out1[start:stop], out2[start:stop], rests[start:stop]
         for j in range(count):
-            i = start + j
-            r = kind(errors[i] + first[i] + second[i])  # Numba widens 32-bit sums
-            rest = kind((r >> down) - mask1[i])
-            rests[i] = rest
-            r_f[j] = (np.uint64(r >> top) - r_f[j]) & mask
-            out1[i] = mask1[i] + (kind(one_f[j]) << up)
-            out2[i] = rest + (kind(two_f[j]) << up)
+            r = kind(error_b[j] + first_b[j] + second_b[j])  # Numba widens 32-bit sums
+            rest = kind((r >> down) - mask_b[j])
+            rest_b[j] = rest
+            r_f[j] = kind((r >> top) - r_f[j]) & mask
+            out1_b[j] = mask_b[j] + kind(one_f[j] << up)
+            out2_b[j] = rest + kind(two_f[j] << up)
         pack(r_f, start, count, f, packed)
 
 
@@ -118,23 +125,24 @@ def opened(mine: int, theirs: int, rho: int, zeta: int, f: int, n: int, zero: Ze
     first, second, out = flat(mine, n, zero), flat(theirs, n, zero), flat(w, n, zero)
     words = (n * f + 63) // 64
     rhos, zetas, fields = flat(rho, words, WORD), flat(zeta, words, WORD), flat(packed, words, WORD)
-    mask = np.uint64((1 << f) - 1)
     kind = out.dtype.type
+    mask = kind((1 << f) - 1)
     bits = out.itemsize * 8
     offset = kind(1) << kind(bits - 2)
     top = kind(bits - 1)
-    r_f = np.empty(BLOCK, dtype=np.uint64)
-    z_f = np.empty(BLOCK, dtype=np.uint64)
+    r_f = np.empty(BLOCK, dtype=kind)
+    z_f = np.empty(BLOCK, dtype=kind)
     for start in range(0, n, BLOCK):
         count = min(BLOCK, n - start)
         unpack(rhos, start, count, f, r_f)
         unpack(zetas, start, count, f, z_f)
+        stop = start + count
+        first_b, second_b, out_b = first[start:stop], second[start:stop], out[start:stop]
         for j in range(count):
-            i = start + j
-            value = kind(first[i] + second[i] + offset)
-            out[i] = value
-            wraps = np.uint64(1) - np.uint64(value >> top)
-            z_f[j] = (z_f[j] + wraps * r_f[j]) & mask
+            value = kind(first_b[j] + second_b[j] + offset)
+            out_b[j] = value
+            wraps = kind(kind(1) - (value >> top))
+            z_f[j] = kind(z_f[j] + wraps * r_f[j]) & mask
         pack(z_f, start, count, f, fields)
 
 
@@ -151,16 +159,17 @@ def closed(
     up = kind(bits - f)
     down = kind(f)
     offset = kind(1) << kind(bits - 2 - f)
-    m_f = np.empty(BLOCK, dtype=np.uint64)
-    t_f = np.empty(BLOCK, dtype=np.uint64)
-    z_f = np.empty(BLOCK, dtype=np.uint64)
+    m_f = np.empty(BLOCK, dtype=kind)
+    t_f = np.empty(BLOCK, dtype=kind)
+    z_f = np.empty(BLOCK, dtype=kind)
     for start in range(0, n, BLOCK):
         count = min(BLOCK, n - start)
         unpack(first, start, count, f, m_f)
         unpack(second, start, count, f, t_f)
         unpack(zetas, start, count, f, z_f)
+        stop = start + count
+        value_b, mask_b, half_b, own_b = values[start:stop], masks[start:stop], halves[start:stop], owns[start:stop]
         for j in range(count):
-            i = start + j
-            a = kind(masks[i] + (kind(z_f[j]) << up))
-            owns[i] = a
-            halves[i] = (values[i] >> down) + (kind(m_f[j] + t_f[j]) << up) - offset - a
+            a = kind(mask_b[j] + (kind(z_f[j]) << up))
+            own_b[j] = a
+            half_b[j] = (value_b[j] >> down) + kind(kind(m_f[j] + t_f[j]) << up) - offset - a
