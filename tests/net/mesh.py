@@ -12,18 +12,19 @@ TOKEN = b"a token of one test session"
 ENDPOINTS = [0, 1, 2, CLIENT]
 
 
-def open_mesh(timeout=20.0, tls=None):
-    """SocketTransports of three parties and the client, by endpoint, all in this process."""
-    listeners = open_listeners(3)
+def open_mesh(timeout=20.0, tls=None, protocol="trio"):
+    """SocketTransports of all parties of a protocol and the client, by endpoint, all in this process."""
+    parties = PrivateConfig(protocol=protocol).parties
+    listeners, endpoints = open_listeners(parties), [*range(parties), CLIENT]
     hosts = hosts_of(listeners)
 
     def one(me):
-        config = PrivateConfig(timeout_s=timeout, tls=tls and tls[me])
+        config = PrivateConfig(protocol=protocol, timeout_s=timeout, tls=tls and tls[me])
         listener = None if me == CLIENT else listeners[me]
         return connect(config, me, hosts=hosts, token=TOKEN, listener=listener)
 
-    with ThreadPoolExecutor(4) as pool:
-        return dict(zip(ENDPOINTS, pool.map(one, ENDPOINTS), strict=True))
+    with ThreadPoolExecutor(len(endpoints)) as pool:
+        return dict(zip(endpoints, pool.map(one, endpoints), strict=True))
 
 
 def run_threads(transports, work, join_s=60):
