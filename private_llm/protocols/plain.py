@@ -68,6 +68,13 @@ class Plain(Protocol):
             out = out.reshape(-1)[select]
         return self.truncate(Share((out,)), shift)
 
+    def bilinear_public(self, form: Form, x: Share, c: Tensor, shift: int = 0, left: bool = False) -> Share:
+        """floor(B(x, c) / 2^shift), or of B(c, x)."""
+        if self.debug_ranges:
+            pair = (c.double(), x.parts[0].double()) if left else (x.parts[0].double(), c.double())
+            self._check_range(f"a {form.tag}", form.real(*pair))
+        return super().bilinear_public(form, x, c, shift, left)
+
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
         """Horner's rule in the ring."""
         value = x.parts[0]

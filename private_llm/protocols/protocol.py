@@ -110,6 +110,13 @@ class Protocol(ABC):
         """Convolution of x [B, C, H, W] with w [O, C / groups, kh, kw], divided by 2^shift."""
         return self.bilinear(conv, x, w, shift)
 
+    def bilinear_public(self, form: Form, x: Share, c: Tensor, shift: int = 0, left: bool = False) -> Share:
+        """B(x, c), or B(c, x) if `left`, for public ring elements c, divided by 2^shift: local but for a truncation."""
+        made = x.map(lambda part: form.product(c, part) if left else form.product(part, c))
+        macs = form.macs(c.shape, x.shape) if left else form.macs(x.shape, c.shape)
+        self.ledger.add_macs(macs * len(x.parts))
+        return self.truncate(made, shift)
+
     @abstractmethod
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
         """c0 + c1 x + c2 x^2 (+ c3 x^3) with public ring coefficients (degree 2 or 3), in one step, divided by 2^shift.

@@ -55,9 +55,7 @@ def _convolved(x: Fixed, weight: Tensor, form: Conv2d) -> Fixed:
         w = weight.operand
         return x.with_share(x.proto.conv2d(x.share, w.share, form, x.frac + w.frac - out), out)
     held = ring_weight(x.session, weight, x.share.parts[0].device)
-    share = x.share.map(lambda part: form.product(part, held))
-    x.proto.ledger.add_macs(form.macs(x.shape, held.shape) * len(share.parts))
-    return x.with_share(share, x.frac + out).at(out)
+    return x.with_share(x.proto.bilinear_public(form, x.share, held, x.frac), out)
 
 
 @implements(torch.conv2d, F.conv2d)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import PlaintextLeak, UnsupportedOp
-from private_llm.kernels.ops import ring_matmul
+from private_llm.kernels.forms import Matmul
 from private_llm.protocols.session import Session
 from private_llm.tensor.dispatch import implements
 from private_llm.tensor.fixed import Fixed
@@ -32,10 +32,7 @@ def product(x: Fixed, y: Fixed) -> Fixed:
 
 def product_public(x: Fixed, y: Tensor, left: bool = False) -> Fixed:
     """x @ y (or y @ x) for ring elements y with the session's fractional bits: local, then one truncation."""
-    share = x.share.map(lambda part: ring_matmul(y, part) if left else ring_matmul(part, y))
-    inner = x.shape[-2] if left else x.shape[-1]
-    x.proto.ledger.add_macs(share.numel() * inner * len(share.parts))
-    return x.with_share(share, x.frac + x.session.frac).at(x.session.frac)
+    return x.with_share(x.proto.bilinear_public(Matmul(), x.share, y, x.frac, left), x.session.frac)
 
 
 @implements(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)

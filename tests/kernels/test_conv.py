@@ -38,7 +38,8 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 @pytest.mark.parametrize("ring", RINGS, ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_both_kinds_of_tiles(ring: Ring, size: tuple[Any, ...], tiles: str) -> None:
-    left, right, *how = size
+    left, right, stride, padding, dilation, groups = size
+    how = (stride, padding, dilation, groups)
     draw = Draw(f"tiles {left}")
     x, w = draw.ring(ring, *left), draw.ring(ring, *right)
     want = ring_conv2d(x, w, *how)
@@ -47,7 +48,7 @@ def test_both_kinds_of_tiles(ring: Ring, size: tuple[Any, ...], tiles: str) -> N
     assert torch.equal(conv.product(x, w, *how, onto.clone()), want + onto)
 
 
-@pytest.mark.parametrize("case", conv_cases(), ids=str)
+@pytest.mark.parametrize("case", list(conv_cases()), ids=str)
 def test_small_cases_on_both(case: Case, tiles: str) -> None:
     assert all(map(torch.equal, run(getattr(ops, case.op), case), expected(case)))
 

@@ -9,14 +9,23 @@ import torch
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError
+from private_llm.kernels.forms import Conv2d, Matmul
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import Share
 from tests.protocols.parties import run_ring
+
+
+def _image(x: Share) -> Share:
+    return x.map(lambda part: part.view(1, 1, 2, 2))
+
 
 PRODUCTS: list[Callable[[Protocol, Share], Share]] = [
     lambda p, x: p.mul(x, x, 18),
     lambda p, x: p.matmul(x, x, 18),
     lambda p, x: p.poly(x, [0, 0, 1], 18),
+    lambda p, x: p.conv2d(_image(x), _image(x), Conv2d(padding=(1, 1)), 18).map(lambda part: part[0, 0, :2, :2]),
+    lambda p, x: p.bilinear_public(Matmul(), x, x.parts[0], 18),
+    lambda p, x: p.bilinear_public(Matmul(), x, x.parts[0], 18, left=True),
 ]
 
 
@@ -30,8 +39,24 @@ def test_overflow_names_the_module(product: Callable[[Protocol, Share], Share]) 
 
     small = torch.full((2, 2), 1 << 20)
     run_ring(config, [small], program, (2, 2))
-    with pytest.raises(DomainError, match=r"module 'model.layers.3.fc1' reaches 2\^6[23]"):
+    with pytest.raises(DomainError, match=r"module 'model.layers.3.fc1' reaches 2\^6[234]"):
         run_ring(config, [torch.full((2, 2), 1 << 31)], program, (2, 2))
+
+
+def test_a_small_ring_overflows_earlier() -> None:
+    config = PrivateConfig(protocol="plain", insecure=True, debug_ranges=True, ring=32, frac_bits=12)
+
+    def program(p: Protocol, x: Share) -> Share:
+        with p.ledger.scope("features.3"):
+            return p.conv2d(x, x, Conv2d(), 12)
+
+    for value, fits in ((16383, True), (16384, False)):  # four products of 2^28 reach 2^30
+        image = torch.full((1, 1, 2, 2), value, dtype=torch.int32)
+        if fits:
+            assert run_ring(config, [image], program, (1, 1, 1, 1)).result.item() == (4 * value**2) >> 12
+            continue
+        with pytest.raises(DomainError, match=r"a conv2d in module 'features.3' reaches 2\^30.0; a 32-bit ring holds"):
+            run_ring(config, [image], program, (1, 1, 1, 1))
 
 
 def test_a_broken_promise_of_range_names_the_module() -> None:
