@@ -23,12 +23,12 @@ def told(
     masks_out, highs, values = flat(u, n, zero), flat(high, n, zero), flat(value, n, zero)
     words = (n * f + 63) // 64
     second, third, packed = flat(t2, words, WORD), flat(t3, words, WORD), flat(beta, words, WORD)
-    mask = np.uint64((1 << f) - 1)
     kind = opened.dtype.type
+    mask = kind((1 << f) - 1)
     bits = opened.itemsize * 8
     up, down, top = kind(bits - f), kind(f), kind(bits - 1)
-    t_f = np.empty(BLOCK, dtype=np.uint64)
-    s_f = np.empty(BLOCK, dtype=np.uint64)
+    t_f = np.empty(BLOCK, dtype=kind)
+    s_f = np.empty(BLOCK, dtype=kind)
     for start in range(0, n, BLOCK):
         count = min(BLOCK, n - start)
         unpack(second, start, count, f, t_f)
@@ -36,9 +36,9 @@ def told(
         for j in range(count):
             i = start + j
             turned = kind(~opened[i])
-            t_f[j] = (np.uint64(turned >> top) - t_f[j]) & mask
+            t_f[j] = kind((turned >> top) - t_f[j]) & mask
             highs[i] = kind((turned >> down) - masks[i])
-            made = kind(masks[i] + (kind(s_f[j]) << up))
+            made = kind(masks[i] + kind(s_f[j] << up))
             masks_out[i] = made
             values[i] = halves[i] + owns[i] + made
         pack(t_f, start, count, f, packed)
@@ -52,20 +52,20 @@ def piece(
     masked, masks, masks_out = flat(r, n, zero), flat(t1, n, zero), flat(u, n, zero)
     words = (n * f + 63) // 64
     second, third, packed = flat(t2, words, WORD), flat(t3, words, WORD), flat(fields, words, WORD)
-    mask = np.uint64((1 << f) - 1)
     kind = masked.dtype.type
+    mask = kind((1 << f) - 1)
     bits = masked.itemsize * 8
     up, top = kind(bits - f), kind(bits - 1)
-    t_f = np.empty(BLOCK, dtype=np.uint64)
-    s_f = np.empty(BLOCK, dtype=np.uint64)
+    t_f = np.empty(BLOCK, dtype=kind)
+    s_f = np.empty(BLOCK, dtype=kind)
     for start in range(0, n, BLOCK):
         count = min(BLOCK, n - start)
         unpack(second, start, count, f, t_f)
         unpack(third, start, count, f, s_f)
         for j in range(count):
             i = start + j
-            masks_out[i] = masks[i] + (kind(s_f[j]) << up)
-            t_f[j] = (np.uint64(masked[i] >> top) * t_f[j] + s_f[j]) & mask
+            masks_out[i] = masks[i] + kind(s_f[j] << up)
+            t_f[j] = kind((masked[i] >> top) * t_f[j] + s_f[j]) & mask
         pack(t_f, start, count, f, packed)
 
 
@@ -82,17 +82,17 @@ def part(
     bits = masked.itemsize * 8
     up, down, top = kind(bits - f), kind(f), kind(bits - 1)
     offset = kind(1) << kind(bits - 2 - f)
-    b_f = np.empty(BLOCK, dtype=np.uint64)
-    t_f = np.empty(BLOCK, dtype=np.uint64)
+    b_f = np.empty(BLOCK, dtype=kind)
+    t_f = np.empty(BLOCK, dtype=kind)
     for start in range(0, n, BLOCK):
         count = min(BLOCK, n - start)
         unpack(known, start, count, f, b_f)
         unpack(told_fields, start, count, f, t_f)
         for j in range(count):
             i = start + j
-            field = np.uint64(masked[i] >> top) * b_f[j] + t_f[j]
+            field = kind((masked[i] >> top) * b_f[j] + t_f[j])
             turned = kind(~masked[i])
-            own = kind((turned >> down) + (kind(field) << up) - offset - highs[i])
+            own = kind((turned >> down) + kind(field << up) - offset - highs[i])
             parts[i] = own
             values[i] = own + first[i] + second[i]
 
