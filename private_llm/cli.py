@@ -15,6 +15,7 @@ import typer
 
 from private_llm.config import VERSION, PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError
+from private_llm.sharding import ShardingPlan
 
 app = typer.Typer(
     name="private-llm",
@@ -31,6 +32,7 @@ class ProtocolName(str, Enum):
     TRIO = "trio"
     QUAD = "quad"
     DEALER = "dealer"
+    CASCADE = "cascade"
     PLAIN = "plain"
 
 
@@ -49,12 +51,34 @@ MatmulOption = Annotated[str, typer.Option(help="'masked', or under 'dealer' 're
 PartyOption = Annotated[PartyMode, typer.Option("--party-mode", help="Parties as threads or as processes.")]
 
 
+FracOption = Annotated[int | None, typer.Option("--frac-bits", help="Fractional bits (default: 18; 12 in 32 bits).")]
+
+
+def _bits(frac_bits: int | None) -> dict[str, Any]:
+    return {} if frac_bits is None else {"frac_bits": frac_bits}
+
+
 def _config(protocol: ProtocolName, ring: int, mode: PartyMode = PartyMode.AUTO, **more: Any) -> PrivateConfig:  # noqa: ANN401
     values: dict[str, Any] = {"protocol": protocol.value, "ring": ring, **more}
     values.setdefault("party_mode", mode.value)
     if ring == 32:
         values.setdefault("frac_bits", 12)
     return PrivateConfig.from_dict({**values, "insecure": protocol is ProtocolName.PLAIN})
+
+
+PlanOption = Annotated[str, typer.Option("--plan", help="Under 'cascade': alpha,c,m[,rho], for instance 8,8,2.")]
+WeakOption = Annotated[bool, typer.Option("--accept-weak-plan", help="Use a plan that its audit calls weak.")]
+
+
+def _plan(text: str, weak: bool = False) -> dict[str, Any]:
+    """Settings of a sharding plan."""
+    if not text:
+        return {}
+    parts = text.split(",")
+    if len(parts) not in (3, 4) or not all(part.strip().isdigit() for part in parts):
+        raise ConfigError(f"plan: got {text!r}; want alpha,c,m or alpha,c,m,rho, for instance 8,8,2")
+    names = ("alpha", "c", "m", "rho")
+    return {"plan": {**dict(zip(names, map(int, parts), strict=False)), "accept_weak_plan": weak}}
 
 
 PromptOption = Annotated[str, typer.Option("--prompt", help="Text to continue.")]
@@ -87,14 +111,16 @@ def demo(
     protocol: ProtocolOption = ProtocolName.TRIO,
     ring: RingOption = 64,
     party_mode: PartyOption = PartyMode.AUTO,
+    plan: PlanOption = "",
+    accept_weak_plan: WeakOption = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="Only a few tokens.")] = False,
 ) -> None:
     """Private generate() of the bundled model, beside the plaintext model's text."""
     from private_llm.commands.generate import demo as run
     from private_llm.commands.models import DEMO_PROMPT
 
-    run(prompt or DEMO_PROMPT, _config(protocol, ring, party_mode), min(new_tokens, 4) if tiny else new_tokens,
-        as_json, plot)  # fmt: skip
+    config = _config(protocol, ring, party_mode, **_plan(plan, accept_weak_plan))
+    run(prompt or DEMO_PROMPT, config, min(new_tokens, 4) if tiny else new_tokens, as_json, plot)
 
 
 @app.command()
@@ -115,16 +141,30 @@ def generate(
     top_p: Annotated[float, typer.Option(help="With a temperature: nucleus sampling.")] = 1.0,
     preprocess: Annotated[bool, typer.Option("--preprocess", help="What needs no data first, apart.")] = False,
     matmul: MatmulOption = "masked",
+    plan: PlanOption = "",
+    accept_weak_plan: WeakOption = False,
 ) -> None:
     """Private generate() of any supported model."""
     from private_llm.commands.generate import generate as run
 
-    remote = _remote(hosts, tls, "client", allow_plain_loopback)
-    config = _config(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **remote)
+    more = {**_remote(hosts, tls, "client", allow_plain_loopback), **_plan(plan, accept_weak_plan)}
+    config = _config(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **more)
     sampling: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         sampling.update(temperature=temperature, top_p=top_p)
     run(model, prompt, config, new_tokens, as_json, sampling, preprocess)
+
+
+@app.command()
+def audit(
+    plan: Annotated[str, typer.Argument(help="alpha,c,m[,rho], for instance 8,8,2.")],
+    colluding: Annotated[str, typer.Option(help="Endpoint numbers of nodes that share what they see: 0,1.")] = "",
+    as_json: Json = False,
+) -> None:
+    """What a sharding plan (protocol 'cascade') protects: gaps, cost of the cheapest attack, verdict."""
+    from private_llm.commands.audit import audit as run
+
+    run(ShardingPlan(**_plan(plan)["plan"]), [int(node) for node in colluding.split(",") if node], as_json)
 
 
 @app.command()
@@ -141,13 +181,13 @@ def classify(
     hosts: HostsOption = None,
     tls: TlsOption = None,
     allow_plain_loopback: LoopbackOption = False,
+    frac_bits: Annotated[int | None, typer.Option(help="Fractional bits (default: 10 in 32 bits, else 18).")] = None,
 ) -> None:
     """Private image classification, beside the plaintext model's answers."""
     from private_llm.commands.classify import classify as run
 
     more = _remote(hosts, tls, "client", allow_plain_loopback)
-    if ring == 32:
-        more["frac_bits"] = 10
+    more |= _bits(10 if ring == 32 and frac_bits is None else frac_bits)
     run(
         model, images or [], count, _config(protocol, ring, party_mode, reveal=reveal, weights=weights, **more), as_json
     )
@@ -161,11 +201,12 @@ def share(
     protocol: ProtocolOption = ProtocolName.TRIO,
     ring: RingOption = 64,
     as_json: Json = False,
+    frac_bits: FracOption = None,
 ) -> None:
     """As the model owner: split a checkpoint into one share file per party, tensor by tensor."""
     from private_llm.commands.parties import share as run
 
-    run(checkpoint, out, _config(protocol, ring), task, as_json)
+    run(checkpoint, out, _config(protocol, ring, **_bits(frac_bits)), task, as_json)
 
 
 @app.command()
@@ -182,13 +223,22 @@ def party(
     tape_folder: Annotated[str | None, typer.Option(help="Where party 2 keeps what it preprocesses.")] = None,
     sessions: Annotated[int | None, typer.Option(help="Stop after this many sessions (default: never).")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds of silence after which another endpoint is dead.")] = 120.0,
+    device: Annotated[str, typer.Option(help="Where shares live: 'cpu', 'cuda:N', or 'cuda'.")] = "cpu",
+    device_map: Annotated[
+        str, typer.Option(help="'auto', 'disk' (read layers as they run), or JSON {module: device}.")
+    ] = "",
+    max_memory: Annotated[str, typer.Option(help="JSON {device: size} for a planned --device-map.")] = "",
+    offload_folder: Annotated[str | None, typer.Option(help="Disk for weights that come from the client.")] = None,
+    frac_bits: FracOption = None,
 ) -> None:
     """Be one party: wait for the others and for clients, one session after the other."""
+    from private_llm.commands.parties import devices
     from private_llm.commands.parties import party as run
 
     if not hosts:
         raise ConfigError("hosts: got none; want host:port of every party, in order, the same at all endpoints")
     remote = _remote(hosts, tls, f"party{index}", allow_plain_loopback)
+    remote |= devices(device, device_map, max_memory, offload_folder) | _bits(frac_bits)
     config = _config(protocol, ring, reveal=reveal, matmul=matmul, tape_folder=tape_folder, timeout_s=timeout, **remote)
     run(index, config, shares, sessions)
 

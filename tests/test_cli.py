@@ -19,7 +19,7 @@ from private_llm.bench.rows import Row
 from private_llm.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("demo", "generate", "classify", "share", "party", "certs", "estimate", "bench", "diff", "doctor")
+COMMANDS = ("demo", "generate", "classify", "audit", "share", "party", "certs", "estimate", "bench", "diff", "doctor")
 
 Run = Callable[..., str]
 
@@ -236,3 +236,21 @@ def test_demo_prints_tables(run: Run) -> None:
     text = run("demo", "--tiny", "--prompt", "In the spring")
     for part in ("prompt", "private", "plaintext", "agreement", "party 0 to party 2", "lm_head", "protects nobody"):
         assert part in text
+
+
+def test_audit_of_a_plan(run: Run) -> None:
+    assert "verdict: sound" in run("audit", "8,8,2")
+    (found,) = rows(run, "audit", "8,8,4")
+    assert found["sound"] is False
+    assert found["nodes"] == 536
+    (pair,) = rows(run, "audit", "4,4,1,3", "--colluding", "0,1")
+    assert pair["findings"] == [
+        {"nodes": "CompNode 0 + CompNode 1", "held": 32, "hidden_gap": 9, "attention_gap": 4}
+    ]  # fmt: skip
+    assert "want alpha,c,m" in run("audit", "8,8", code=2)
+
+
+def test_demo_by_token_sharding(run: Run) -> None:
+    (found,) = rows(run, "demo", "--protocol", "cascade", "--plan", "3,3,1", "--tiny")
+    assert found["private_text"] == found["plain_text"]
+    assert "gives tokens away" in run("demo", "--protocol", "cascade", "--plan", "3,1,1", "--tiny", code=2)

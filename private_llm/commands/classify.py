@@ -30,22 +30,28 @@ class Batch:
 
 
 def classify(source: str, files: Sequence[Path], count: int, config: PrivateConfig, as_json: bool) -> None:
-    """Classify image files, or `count` held-out digits with the bundled network, and compare with plaintext."""
+    """Classify image files, or `count` held-out digits with the bundled network.
+
+    The plaintext model answers too, unless the parties are hosts of their own: who asks them has no weights.
+    """
     import torch
     from private_llm_hf import AutoPrivateModelForImageClassification
     from private_llm_hf.digits import digits_model
     from private_llm_hf.network import NetworkConfig
-    from transformers import AutoModelForImageClassification
+    from transformers import AutoConfig, AutoModelForImageClassification
 
     quiet()
     if bool(source) != bool(files):
         raise ConfigError("classify: give a model and image files, or neither (the bundled network and its digits)")
     source = source or digits_model()
     try:
-        plain = AutoModelForImageClassification.from_pretrained(source, dtype=torch.float32).eval()
+        known = AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model of {source!r}: {str(error).strip().splitlines()[0]}") from None
-    batch = _read(source, plain.config, files) if files else _digits(count)
+    plain = (
+        None if config.hosts else AutoModelForImageClassification.from_pretrained(source, dtype=torch.float32).eval()
+    )
+    batch = _read(source, known, files) if files else _digits(count)
     with progress_bar(2, quiet=as_json) as step, torch.no_grad():
         step("sharing the weights", 0)
         with AutoPrivateModelForImageClassification.from_pretrained(source, config) as model:
@@ -55,15 +61,17 @@ def classify(source: str, files: Sequence[Path], count: int, config: PrivateConf
             seconds = time.perf_counter() - started
             costs = model.cost()
         step("comparing")
-        wanted = _classes(plain(batch.pixels))
+        wanted = None if plain is None else _classes(plain(batch.pixels))
     facts: dict[str, Any] = {
         "name": "classify", "model": source, "protocol": config.protocol, "ring": config.ring,
-        "images": len(batch.names), "equal": int((found == wanted).sum()), "seconds": seconds, **costs.to_dict(),
+        "images": len(batch.names), "seconds": seconds, **costs.to_dict(),
     }  # fmt: skip
+    if wanted is not None:
+        facts["equal"] = int((found == wanted).sum())
     if batch.labels is not None:
-        facts["accuracy_private"] = 100.0 * float((found == batch.labels).double().mean())
-        facts["accuracy_plain"] = 100.0 * float((wanted == batch.labels).double().mean())
-    labels = {} if isinstance(plain.config, NetworkConfig) else plain.config.id2label
+        answers = {"accuracy_private": found, **({} if wanted is None else {"accuracy_plain": wanted})}
+        facts |= {name: 100.0 * float((made == batch.labels).double().mean()) for name, made in answers.items()}
+    labels = {} if isinstance(known, NetworkConfig) else known.id2label
     called = [str(labels.get(index, index)) for index in found.tolist()]
     if as_json:
         emit_json({**facts, "classes": dict(zip(batch.names, found.tolist(), strict=True))})
@@ -75,8 +83,9 @@ def _table(batch: Batch, called: list[str], facts: dict[str, Any]) -> None:
     rows = list(zip(batch.names, called, strict=True))
     emit_table("private classes", ("image", "class"), rows[:_SHOWN])
     count = facts["images"]
-    CONSOLE.print(f"{facts['equal']} of {count} as in plaintext", highlight=False)
-    if batch.labels is not None:
+    if "equal" in facts:
+        CONSOLE.print(f"{facts['equal']} of {count} as in plaintext", highlight=False)
+    if "accuracy_plain" in facts:
         accuracy = f"{facts['accuracy_private']:.2f} % right; plaintext {facts['accuracy_plain']:.2f} %"
         CONSOLE.print(accuracy, highlight=False)
     each = f"{duration(facts['seconds'])}, {size(facts['bytes_total'])}, {facts['rounds']} rounds for {count} images"

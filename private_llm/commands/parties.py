@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 from private_llm.commands.models import quiet
 from private_llm.commands.output import CONSOLE, NOTES, emit_json, progress_bar, size
@@ -57,6 +60,30 @@ def party(number: int, config: PrivateConfig, share_file: Path | None, sessions:
     from private_llm_hf.launch import serve_party
 
     serve_party(config, number, share_file, sessions, notice=lambda line: NOTES.print(line, highlight=False))
+
+
+def devices(device: str, device_map: str, max_memory: str, offload_folder: str | None) -> dict[str, Any]:
+    """Settings of where a party's layers lie, from text. Raises ConfigError for JSON that is none."""
+    whole = re.fullmatch(r"disk|cpu|cuda:\d+", device_map)
+    return {
+        "device": device,
+        "device_map": {"": device_map} if whole else _mapping("device-map", device_map) or device_map or None,
+        "max_memory": _mapping("max-memory", max_memory),
+        "offload_folder": offload_folder,
+    }
+
+
+def _mapping(option: str, text: str) -> dict[str, Any] | None:
+    """The JSON object in an option, None if it is something else and not a device map's name."""
+    if not text or (option == "device-map" and not text.startswith("{")):
+        return None
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--{option}: {error}; want a JSON object") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--{option}: got {text!r}; want a JSON object")
+    return found
 
 
 def certs(out: Path, parties: int, days: float) -> None:

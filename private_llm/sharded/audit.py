@@ -71,7 +71,8 @@ class Audit:
 def audit(plan: ShardingPlan, rho: int | None = None, colluding: Sequence[int] | None = None) -> Audit:
     """Examine every node alone, or one set of colluding nodes (endpoint numbers), as if all text were unknown to them.
 
-    Nodes of one kind with equal findings are listed once. Raises ConfigError for a node that the plan does not have.
+    Single nodes are listed by kind, with the worst that one of them can do. Raises ConfigError for a node that the
+    plan does not have.
     """
     rho = plan.rho if rho is None else rho
     length = PERIODS * plan.delta
@@ -81,11 +82,20 @@ def audit(plan: ShardingPlan, rho: int | None = None, colluding: Sequence[int] |
             raise ConfigError(f"colluding: got {list(colluding)}; want endpoints from 0 to {plan.nodes - 1}")
         name = " + ".join(plan.describe(node) for node in colluding)
         return Audit(plan, rho, length, (_examine(plan, list(colluding), name, rho, length),))
-    findings: dict[tuple[object, ...], Finding] = {}
-    for node in range(plan.nodes):
-        found = _examine(plan, [node], plan.describe(node), rho, length)
-        findings.setdefault((node < plan.alpha, found.hidden_gap, found.attention_gap), found)
-    return Audit(plan, rho, length, tuple(findings.values()))
+    kinds = {"CompNode": range(plan.alpha), "AttnNode": range(plan.alpha, plan.nodes)}
+    findings = (
+        _worst(f"any one {kind} of {len(nodes)}", [_examine(plan, [node], kind, rho, length) for node in nodes])
+        for kind, nodes in kinds.items()
+    )
+    return Audit(plan, rho, length, tuple(findings))
+
+
+def _worst(name: str, findings: Sequence[Finding]) -> Finding:
+    """The most tokens held and the cheapest gains among nodes of one kind."""
+    hidden = [finding.hidden_gap for finding in findings if finding.hidden_gap is not None]
+    attention = [finding.attention_gap for finding in findings if finding.attention_gap is not None]
+    held = max(finding.held for finding in findings)
+    return Finding(name, held, min(hidden, default=None), min(attention, default=None))
 
 
 def refuse_weak(plan: ShardingPlan) -> None:

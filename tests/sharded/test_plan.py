@@ -117,7 +117,9 @@ def test_every_node_is_examined_and_the_default_is_sound() -> None:
     assert audit(ShardingPlan()).sound
     report = audit(ShardingPlan(8, 8, 4))
     assert not report.sound  # blocks of two tokens: V^2 by Theorem 6.2, though the paper recommends m = 4
-    assert any(f.attention_gap == 2 and f.nodes.startswith("CompNode") for f in report.findings)
+    comp, attn = report.findings
+    assert (comp.nodes, comp.hidden_gap, comp.attention_gap) == ("any one CompNode of 8", 9, 2)
+    assert (attn.nodes, attn.hidden_gap, attn.attention_gap) == ("any one AttnNode of 528", 3, None)
 
 
 def test_weak_plans_need_consent() -> None:
