@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import transformers as tr
 from PIL import Image
-from private_llm_hf import Network
+from private_llm_hf import AutoPrivateModelForImageClassification, Network
+from private_llm_hf.auto import share_checkpoint
 from private_llm_hf.digits import digits, digits_model
 
 from private_llm.commands.classify import classify
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from tests.hf import images
+from tests.hf.test_remote import free_ports, running
 
 SMALL = PrivateConfig(ring=32, frac_bits=10, reveal="class", timeout_s=60)
 
@@ -59,6 +62,28 @@ def test_image_files_of_a_transformers_model(capsys: pytest.CaptureFixture[str],
     found = told(capsys, str(tmp_path), [tmp_path / "image.png"], 0, SMALL)
     assert found["equal"] == found["images"] == 1
     assert "accuracy_plain" not in found
+
+
+@pytest.mark.parametrize("name", ["small-resnet", "resnet-basic"])
+def test_parties_on_hosts_answer_a_user_without_weights(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The owner shares, parties serve, the user has the client folder only."""
+    model, _ = images.build(name)
+    if name == "small-resnet":
+        model = Network.of(model, (1, 8, 8))
+    else:
+        tr.ConvNextImageProcessor(size={"shortest_edge": 16}, crop_pct=1.0).save_pretrained(tmp_path / "checkpoint")
+    model.save_pretrained(tmp_path / "checkpoint")
+    auto = AutoPrivateModelForImageClassification
+    paths = share_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "shares", SMALL, auto=auto)
+    remote = replace(SMALL, party_mode="remote", hosts=free_ports(3), allow_plain_loopback=True, timeout_s=30)
+    picture = tmp_path / "image.png"
+    Image.fromarray(np.arange(20 * 20 * 3, dtype=np.uint8).reshape(20, 20, 3)).save(picture)
+    with running(remote, list(paths)):
+        found = told(capsys, str(tmp_path / "shares" / "client"), [picture], 0, remote)
+    assert "equal" not in found
+    assert found["classes"] == told(capsys, str(tmp_path / "checkpoint"), [picture], 0, SMALL)["classes"]
 
 
 def test_what_it_refuses(tmp_path: Path) -> None:

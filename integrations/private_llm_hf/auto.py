@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -11,7 +12,14 @@ from typing import Any
 
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from private_llm.config import PrivateConfig
@@ -209,10 +217,14 @@ def _client_folder(
     generation = _generation_config(model_class, source, config, download)
     if generation is not None:
         generation.save_pretrained(folder)
+    if architecture(config).kind == "vision":
+        with contextlib.suppress(OSError, ValueError):  # plain networks and tests have none
+            AutoImageProcessor.from_pretrained(source, **download).save_pretrained(folder)
+        return
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **download)
     except (OSError, ValueError):
-        return  # a checkpoint without tokenizer (vision, tests)
+        return  # a checkpoint without tokenizer
     if tokenizer.vocab_size > 0:  # for some families transformers makes up an empty one
         tokenizer.save_pretrained(folder)
 
