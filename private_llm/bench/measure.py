@@ -22,6 +22,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, PartyFailed, PrivateLLMError
 from private_llm.kernels.memory import tune_allocator
 from private_llm.net.children import start_children
+from private_llm.net.hub import connect
 from private_llm.net.lanes import lane_links
 from private_llm.net.ledger import Cost
 from private_llm.net.local import LocalHub
@@ -101,7 +102,8 @@ def measure(
 ) -> Row:  # fmt: skip
     """Run `work` once to warm up and `repeat` times with the clock on, parties as config.party_mode says.
 
-    progress is called after each run. hub: carries the frames of parties that are threads, at its own speed.
+    With party_mode="remote" every party must run `serve` with the same work. progress is called after each run.
+    hub: carries the frames of parties that are threads, at its own speed.
     Raises what a party raised (PartyFailed for anything unforeseen).
     """
     if isinstance(work, WholeWork):
@@ -111,6 +113,9 @@ def measure(
     if mode == "processes":
         facts = {"name": work.name, "shape": list(work.shape)}
         transport, stop = start_children(config, "private_llm.bench.measure:serve_named", facts)
+    elif mode == "remote":
+        transport = connect(config, CLIENT)
+        stop = transport.close
     else:
         transport, stop = _start_threads(work, config, speed, hub)
     try:
@@ -169,7 +174,9 @@ def _measure(
         rounds=int(reports[:, -1].max()), error_max=float((result - truth).abs().max()),
         threads=party_threads(config.parties), party_mode=mode, repeat=repeat,
         bandwidth_mbit=speed.bandwidth_mbit if speed else None, latency_ms=speed.latency_ms if speed else None,
-        bytes_preprocessing=int(reports[:, -2].sum()), lanes=config.lanes, permute=config.permute,
+        bytes_preprocessing=int(reports[:, -2].sum()),
+        bytes_received={str(party): int(reports[:, party].sum()) for party in range(config.parties)},
+        lanes=config.lanes, permute=config.permute,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ class Row:
     seconds: min, median and max over the repetitions (a warm-up run comes before them).
     bytes_total: over all links, in one run. bytes_preprocessing: those of them that depend on shapes alone (what the
     helping party sends). seconds_preprocessing: if these were sent apart, before: then `seconds` are the online phase.
-    bytes_per_party: what each endpoint sent, "client" included.
+    bytes_per_party: what each endpoint sent, "client" included. bytes_received: what each party received.
     rounds: exchanges that follow each other. error_max: largest absolute error against float64 on the same input.
     """
 
@@ -43,6 +43,7 @@ class Row:
     latency_ms: float | None = None
     bytes_preprocessing: int = 0
     seconds_preprocessing: dict[str, float] | None = None
+    bytes_received: dict[str, int] = field(default_factory=dict)
     lanes: int = 1
     permute: bool = False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -126,7 +126,8 @@ def measure_whole(
                 logits, ids = work.call(private)
                 times.append(time.perf_counter() - started)
                 progress()
-        costs = private.cost().to_dict()
+        made = private.cost()
+        costs = made.to_dict()
         sent = {key: costs[key] for key in ("bytes_total", "bytes_preprocessing", "bytes_per_party", "rounds")}
     finally:
         private.close()
@@ -137,5 +138,10 @@ def measure_whole(
         seconds=spread(times[1:]), **sent, error_max=float((logits - truth).abs().max()),
         threads=party_threads(config.parties), party_mode=mode, repeat=repeat,
         bandwidth_mbit=speed.bandwidth_mbit if speed else None, latency_ms=speed.latency_ms if speed else None,
+        bytes_received={str(party): _received(made.cost.sent, party) for party in range(config.parties)},
         lanes=config.lanes, permute=config.permute,
     )  # fmt: skip
+
+
+def _received(sent: Mapping[tuple[int, int], int], party: int) -> int:
+    return sum(count for (_, to), count in sent.items() if to == party)

@@ -1,0 +1,308 @@
+"""How well the parties fill a real network of limited speed: bytes / bandwidth / time.
+
+Parties are processes that talk TCP inside network namespaces of their own, whose links Linux slows down (`tc tbf`):
+
+--topology loopback   one namespace; all parties and the client share one loopback device of --rate Mbit/s.
+                      Saturation: all bytes of a run / rate / time (PIGEON's definition, the device as the network).
+--topology switch     a namespace for each party and for the client, joined by a switch, with mutual TLS; every
+                      machine sends and receives at most --rate Mbit/s at the same time. Saturation: the mean over
+                      the parties; and for the busiest direction of a party, which bounds a run.
+
+python scripts/bench_network.py                     ReLU of 2^20 and VGG-16 (batch 16, 32 bits) at 1 Gbit/s
+python scripts/bench_network.py --lanes 1 2 6       the same with several numbers of lanes (above 1: permuted roles)
+python scripts/bench_network.py --write             measure what docs/benchmarks.md shows, and write it there
+python scripts/bench_network.py --tiny              smallest shapes: does everything run?
+
+Needs Linux, root (or the right to make network namespaces), `ip` and `tc` (iproute2). Nothing outside the namespaces is
+changed, and they go away with the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = ROOT / "docs" / "network.jsonl"
+PAGE = ROOT / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- network -->", "<!-- /network -->"
+
+CLIENT_HOST = 200
+"""Last byte of the client's address; parties have 1, 2, 3, ..."""
+PORT = 7100
+WORKS = {
+    "relu-64": ("relu", (1 << 20,), 64),
+    "relu-32": ("relu", (1 << 20,), 32),
+    "vgg16": ("vgg16", (16, 3, 32, 32), 32),
+}
+TINY = {"relu-64": ("relu", (4096,), 64), "relu-32": ("relu", (4096,), 32), "vgg16": ("lenet", (3, 1, 28, 28), 32)}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One measurement."""
+
+    work: str
+    protocol: str
+    lanes: int
+    rate: float
+    topology: str
+    repeat: int
+    tiny: bool
+
+    def config(self) -> dict[str, Any]:
+        """Settings of all endpoints, as `PrivateConfig.from_dict` takes them."""
+        _, _, ring = (TINY if self.tiny else WORKS)[self.work]
+        return {
+            "protocol": self.protocol, "ring": ring, "frac_bits": 18 if ring == 64 else 12, "relu_bits": ring,
+            "adder": "prefix", "lanes": self.lanes, "permute": self.lanes > 1, "timeout_s": 60.0,
+        }  # fmt: skip
+
+
+# -- the network -----------------------------------------------------------------------------------------------
+def missing_rights() -> str:
+    """Why namespaces cannot be made here, or an empty string."""
+    for tool in ("ip", "tc", "unshare"):
+        if shutil.which(tool) is None:
+            return f"the program '{tool}' is not installed (iproute2 and util-linux have them)"
+    tried = subprocess.run(
+        ["unshare", "-n", "sh", "-c", f"ip link set lo up && {shaped('lo', 1000.0)}"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if tried.returncode:
+        return f"this user may not make or shape network namespaces ({tried.stderr.strip()}); run it as root"
+    return ""
+
+
+def shaped(device: str, rate: float) -> str:
+    """The shell command that limits what leaves a device."""
+    return f"tc qdisc add dev {device} root tbf rate {rate:g}mbit burst 512kb latency 200ms"
+
+
+def loopback_command(plan: Plan, command: Sequence[str]) -> list[str]:
+    """Run `command` in a namespace whose loopback device is slow."""
+    setup = f"ip link set lo up && {shaped('lo', plan.rate)}" if plan.rate else "ip link set lo up"
+    return ["unshare", "-n", "sh", "-c", f'{setup} && exec "$@"', "sh", *command]
+
+
+@contextmanager
+def switch(parties: int, rate: float) -> Iterator[dict[int, str]]:
+    """Namespaces joined by a bridge, one per endpoint (the client's number is CLIENT_HOST): their names."""
+    tag = f"pllm{os.getpid()}"
+    names = {number: f"{tag}-{number}" for number in [*range(parties), CLIENT_HOST]}
+    with ExitStack() as stack:
+        hub = f"{tag}-hub"
+        for name in (hub, *names.values()):
+            _run(f"ip netns add {name}")
+            stack.callback(_run, f"ip netns del {name}")
+        _run(f"ip -n {hub} link add bridge type bridge && ip -n {hub} link set bridge up")
+        for number, name in names.items():
+            port = f"port{number}"
+            _run(f"ip -n {hub} link add {port} type veth peer name eth0 netns {name}")
+            _run(f"ip -n {hub} link set {port} master bridge up && ip -n {name} link set eth0 up")
+            _run(f"ip -n {name} link set lo up && ip -n {name} addr add {_address(number)}/24 dev eth0")
+            if rate:  # what a machine receives is what leaves its port at the switch
+                _run(f"ip netns exec {hub} {shaped(port, rate)} && ip netns exec {name} {shaped('eth0', rate)}")
+        yield names
+
+
+def _address(number: int) -> str:
+    return f"10.77.0.{number + 1}"
+
+
+def _run(command: str) -> None:
+    subprocess.run(command, shell=True, check=True)
+
+
+# -- endpoints -------------------------------------------------------------------------------------------------
+def make_work(plan: Plan) -> Any:  # noqa: ANN401 - a Work or a WholeWork
+    """The work of a plan."""
+    from private_llm.bench.catalogue import make
+
+    name, shape, _ = (TINY if plan.tiny else WORKS)[plan.work]
+    return make(name, shape)
+
+
+def serve(plan: Plan, party: int, folder: Path) -> None:
+    """Be one party of the switched network."""
+    from private_llm_hf.launch import serve_party
+
+    from private_llm.bench.measure import serve as serve_work
+    from private_llm.bench.whole import WholeWork
+    from private_llm.net.hub import connect
+
+    config, work = remote_config(plan, f"party{party}", folder), make_work(plan)
+    if isinstance(work, WholeWork):
+        serve_party(config, party, sessions=1)
+        return
+    transport = connect(config, party, wait_s=60.0)
+    try:
+        serve_work(work, config, party, transport)
+    finally:
+        transport.close()
+
+
+def remote_config(plan: Plan, endpoint: str, folder: Path) -> Any:  # noqa: ANN401 - a PrivateConfig
+    """Settings of one endpoint of the switched network."""
+    from private_llm.config import PrivateConfig
+
+    count = PrivateConfig.from_dict(plan.config()).parties
+    return PrivateConfig.from_dict({
+        **plan.config(), "party_mode": "remote", "hosts": [f"{_address(party)}:{PORT}" for party in range(count)],
+        "tls": {"certificate": str(folder / f"{endpoint}.pem"), "key": str(folder / f"{endpoint}.key"),
+                "ca": str(folder / "ca.pem")},
+    })  # fmt: skip
+
+
+def measured(plan: Plan, config: Any) -> dict[str, Any]:  # noqa: ANN401 - a PrivateConfig
+    """As the client: the row, and what saturates the network."""
+    from private_llm.bench.measure import measure
+
+    row = measure(make_work(plan), config, plan.repeat).to_dict()
+    seconds, sent = row["seconds"]["median"], row["bytes_total"]
+    made = {**row, "work": plan.work, "rate_mbit": plan.rate, "topology": plan.topology}
+    if plan.rate:
+        every = sent if plan.topology == "loopback" else sent / row["parties"]
+        made["saturation"] = every * 8 / (plan.rate * 1e6) / seconds
+        if plan.topology == "switch":
+            busiest = max(*row["bytes_per_party"].values(), *row["bytes_received"].values())
+            made["saturation_busiest"] = busiest * 8 / (plan.rate * 1e6) / seconds
+    return made
+
+
+# -- from outside ------------------------------------------------------------------------------------------------
+def run_plan(plan: Plan) -> dict[str, Any]:
+    """Set up the network, run, tear it down."""
+    text = json.dumps(asdict(plan))
+    command = [sys.executable, str(Path(__file__).resolve()), "--plan", text]
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "integrations")]), "OMP_NUM_THREADS": "1"
+    }  # fmt: skip
+    if plan.topology == "loopback":
+        return _figures(loopback_command(plan, [*command, "--endpoint", "all"]), environment)
+    from private_llm.config import PrivateConfig
+    from private_llm.net.certificates import make_certificates
+
+    count = PrivateConfig.from_dict(plan.config()).parties
+    with tempfile.TemporaryDirectory() as folder, switch(count, plan.rate) as names, ExitStack() as stack:
+        make_certificates(Path(folder), count, 1.0)
+        for party in range(count):
+            place = ["ip", "netns", "exec", names[party], *command, "--folder", folder, "--endpoint", str(party)]
+            process = subprocess.Popen(place, env=environment, stdout=subprocess.DEVNULL)
+            stack.callback(_ended, process)
+        client = ["ip", "netns", "exec", names[CLIENT_HOST], *command, "--folder", folder, "--endpoint", "client"]
+        return _figures(client, environment)
+
+
+def _ended(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a party, which ends with the client's session; stop it if it does not."""
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait()
+
+
+def _figures(command: Sequence[str], environment: dict[str, str]) -> dict[str, Any]:
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def be_endpoint(plan: Plan, endpoint: str, folder: Path) -> None:
+    """What runs inside a namespace."""
+    from private_llm.config import PrivateConfig
+
+    if endpoint == "all":
+        print(json.dumps(measured(plan, PrivateConfig.from_dict({**plan.config(), "party_mode": "processes"}))))
+    elif endpoint == "client":
+        print(json.dumps(measured(plan, remote_config(plan, "client", folder))))
+    else:
+        serve(plan, int(endpoint), folder)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "| work | protocol | network | lanes | median | bytes, all links | saturation |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        rate = f"{row['topology']}, {row['rate_mbit']:g} Mbit/s" if row["rate_mbit"] else "unlimited"
+        full = f"{row['saturation']:.0%}" if row["rate_mbit"] else "-"
+        if "saturation_busiest" in row:
+            full += f" (busiest direction {row['saturation_busiest']:.0%})"
+        lines.append(
+            f"| {row['work']} | {row['protocol']} | {rate} | {row['lanes']}{', permuted' * row['permute']} "
+            f"| {row['seconds']['median']:.3f} s | {row['bytes_total'] / 1e6:.1f} MB | {full} |"
+        )
+    return "\n".join([*lines, "", f"Parties as processes; {rows[0]['machine']}."])
+
+
+def write(rows: Sequence[dict[str, Any]]) -> None:
+    """Keep the rows and put their table into the documentation."""
+    ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}\n{table(rows)}\n{END}{rest.partition(END)[2]}")
+
+
+def plans(options: argparse.Namespace) -> Iterator[Plan]:
+    """Every combination that was asked for."""
+    for topology, rate, protocol, work, lanes in itertools.product(
+        options.topology, options.rate, options.protocol, options.works, options.lanes
+    ):
+        yield Plan(work, protocol, lanes, rate, topology, options.repeat, options.tiny)
+
+
+def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--rate", type=float, nargs="+", default=[1000.0], help="Mbit/s; 0: as fast as the machine")
+    parser.add_argument("--works", nargs="+", default=["relu-64", "vgg16"], choices=list(WORKS))
+    parser.add_argument("--protocol", nargs="+", default=["trio"], choices=["trio", "quad"])
+    parser.add_argument("--lanes", type=int, nargs="+", default=[1, 6])
+    parser.add_argument("--topology", nargs="+", default=["loopback", "switch"], choices=["loopback", "switch"])
+    parser.add_argument("--repeat", type=int, default=5)
+    for hidden in ("--plan", "--endpoint", "--folder"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.tiny:
+        options.works, options.lanes, options.repeat = ["relu-64"], [3], 1
+    return options
+
+
+def main() -> int:
+    """Parse, set up, measure, print."""
+    options = options_of()
+    if options.plan:
+        be_endpoint(Plan(**json.loads(options.plan)), options.endpoint, Path(options.folder or "."))
+        return 0
+    lacking = missing_rights()
+    if lacking:
+        print(f"bench_network: {lacking}. Without them, `private-llm bench NAME --bandwidth 1000` emulates the links.")
+        return 0 if options.tiny else 1
+    rows = []
+    for plan in plans(options):
+        rows.append(run_plan(plan))
+        print(json.dumps(rows[-1]), flush=True)
+    print(table(rows))
+    if options.write and not options.tiny:
+        write(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
