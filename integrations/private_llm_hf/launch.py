@@ -11,8 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
+from private_llm.kernels.parallel import threads_per_party
 from private_llm.net.children import start_children
 from private_llm.net.hub import connect
 from private_llm.net.local import LocalHub
@@ -93,6 +96,8 @@ def serve_party(
 
 def _start_threads(config: PrivateConfig, hub: LocalHub) -> Parties:
     """Parties as daemon threads: they end with the session or with this process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads_per_party(config.parties, config.lanes))  # of the process, until the session ends
     threads = [
         threading.Thread(
             target=run_party, args=(config, number, hub.transport(number)), name=f"party {number}", daemon=True
@@ -107,6 +112,7 @@ def _start_threads(config: PrivateConfig, hub: LocalHub) -> Parties:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=_EXIT_S)
+        torch.set_num_threads(before)
 
     return join_lanes(config, transport, shutdown)
 

@@ -24,11 +24,21 @@ LEAST_S = 200e-6
 @cache
 def _workers() -> ThreadPoolExecutor:
     """One pool for all parties and lanes of this process; callers compute too, so cores - 1 would do for one."""
-    return ThreadPoolExecutor(max(1, os.cpu_count() or 1), "kernel")
+    return ThreadPoolExecutor(usable_cores(), "kernel")
 
 
 if hasattr(os, "register_at_fork"):  # a forked child has no such threads
     os.register_at_fork(after_in_child=_workers.cache_clear)
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_per_party(parties: int, lanes: int = 1) -> int:
+    """Threads for each party of one machine: its cores shared among those that compute at once (two of Trio's)."""
+    return max(1, usable_cores() // (min(2, parties) * lanes))
 
 
 def threads(seconds: float) -> int:
