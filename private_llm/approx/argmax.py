@@ -22,6 +22,11 @@ def argmax(x: Fixed) -> Fixed:
     Exact, in rings of 32 and 64 bits. 90 bytes per entry (18 fractional bits, 64-bit ring), ceil(log2 n) levels of 5
     rounds: 80 for a vocabulary of 50,272. Raises DomainError for n = 0.
     """
+    return first_maximum(x)[1]
+
+
+def first_maximum(x: Fixed) -> tuple[Fixed, Fixed]:
+    """The maximum over the last dimension and its index, as `argmax` and at its cost."""
     width = x.shape[-1]
     if width < 1:
         raise DomainError("argmax: got an empty last dimension; want at least one entry")
@@ -30,7 +35,8 @@ def argmax(x: Fixed) -> Fixed:
     index = x.with_share(x.proto.public(counting), 0)
     while x.shape[-1] > 1:
         x, index = _level(x, index)
-    return index.view(lambda part: part.reshape(part.shape[:-1]))
+    rows = x.shape[:-1]
+    return x.view(lambda part: part.reshape(rows)), index.view(lambda part: part.reshape(rows))
 
 
 def _level(x: Fixed, index: Fixed) -> tuple[Fixed, Fixed]:

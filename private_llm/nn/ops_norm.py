@@ -1,4 +1,4 @@
-"""Norms: `F.layer_norm` and `F.rms_norm` on secrets."""
+"""Norms: `F.layer_norm`, `F.rms_norm` and `F.batch_norm` on secrets."""
 
 from __future__ import annotations
 
@@ -54,3 +54,27 @@ def rms_norm_function(
     """x / rms(x) * weight over the last dimension."""
     _last_only(x, normalized_shape, "rms_norm")
     return rms_norm_rule(x, weight, torch.finfo(torch.float32).eps if eps is None else eps)
+
+
+@implements(torch.nn.functional.batch_norm, torch.batch_norm)
+def batch_norm(
+    x: SecretTensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+    bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """(x - mean) / sqrt(var + eps) * weight + bias per channel (dimension 1), by running statistics.
+
+    One product an element; `patch()` folds the norm into the layer before it, which costs nothing. Mean, weight and
+    bias may be secret, the variance is public.
+    """
+    if training or running_mean is None or running_var is None:
+        raise UnsupportedOp("batch_norm by the batch's own statistics; call model.eval() on a norm that tracks them")
+    if isinstance(running_var, SecretTensor):
+        raise UnsupportedOp(
+            "batch_norm with a secret variance; fold the norm before sharing, as patch() does: "
+            "factor = weight / sqrt(var + eps), then x * factor + (bias - mean * factor)"
+        )
+    factor: Tensor = torch.rsqrt(running_var.detach().to(torch.float64) + eps)
+    gain = factor if weight is None else weight * factor
+    shift = running_mean * -gain if bias is None else bias - running_mean * gain
+    shape = (-1, *[1] * (x.ndim - 2))
+    return x * gain.reshape(shape) + shift.reshape(shape)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import private_llm.nn  # noqa: F401 - completes the table of operations
 from private_llm.errors import DomainError
 from private_llm.protocols.session import Session
 from private_llm.tensor.secret import SecretTensor

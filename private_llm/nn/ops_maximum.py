@@ -1,0 +1,67 @@
+"""Maxima of secrets and where they are: `amax`, `max`, `argmax`, `topk` of one; indices are secret numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from private_llm.approx.argmax import first_maximum
+from private_llm.approx.maximum import maximum
+from private_llm.errors import UnsupportedOp
+from private_llm.tensor.dispatch import TorchArg, implements
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SecretTensor
+
+
+def _rows(x: SecretTensor, dim: int | None) -> Fixed:
+    """The entries to compare as the last dimension."""
+    if dim is None:
+        return x.fixed.view(lambda part: part.reshape(-1))
+    return x.fixed.view(lambda part: part.movedim(dim, -1))
+
+
+def _kept(made: Fixed, dim: int | None, keepdim: bool, ndim: int) -> SecretTensor:
+    """With the compared dimension as one of size 1, if wanted."""
+    if not keepdim:
+        return SecretTensor(made)
+    if dim is None:
+        return SecretTensor(made.view(lambda part: part.reshape([1] * ndim)))
+    return SecretTensor(made.view(lambda part: part.unsqueeze(dim)))
+
+
+@implements(torch.argmax, Tensor.argmax)
+def argmax(x: SecretTensor, dim: int | None = None, keepdim: bool = False) -> SecretTensor:
+    """Index of the first maximum, as a secret without fractional bits."""
+    return _kept(first_maximum(_rows(x, dim))[1], dim, keepdim, x.ndim)
+
+
+@implements(torch.amax, Tensor.amax)
+def amax(x: SecretTensor, dim: TorchArg = (), keepdim: bool = False) -> SecretTensor:
+    """Maximum over a dimension, or over all."""
+    if not isinstance(dim, int) and len(dim) > 1:
+        raise UnsupportedOp(f"amax over the dimensions {tuple(dim)}; want one, or all")
+    over = dim if isinstance(dim, int) else dim[0] if len(dim) else None
+    made = maximum(_rows(x, over)).view(lambda part: part.squeeze(-1))
+    return _kept(made, over, keepdim, x.ndim)
+
+
+@implements(torch.max, Tensor.max)
+def largest(x: SecretTensor, dim: int | None = None, keepdim: bool = False) -> TorchArg:
+    """Maximum over all, or (maxima, first indices) over a dimension."""
+    if not (dim is None or isinstance(dim, int)):
+        raise UnsupportedOp("max of two tensors has no private rule; want max over a dimension, or over all")
+    if dim is None:
+        return amax(x)
+    values, indices = first_maximum(_rows(x, dim))
+    return torch.return_types.max((_kept(values, dim, keepdim, x.ndim), _kept(indices, dim, keepdim, x.ndim)))
+
+
+@implements(torch.topk, Tensor.topk)
+def topk(x: SecretTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> TorchArg:
+    """The largest (or smallest) entry over a dimension with its index."""
+    if k != 1:
+        raise UnsupportedOp(f"topk of {k} secrets has no private rule; want 1, or reveal the values to the client")
+    rows = _rows(x, dim)
+    values, indices = first_maximum(rows if largest else -rows)
+    values = values if largest else -values
+    return torch.return_types.topk((_kept(values, dim, True, x.ndim), _kept(indices, dim, True, x.ndim)))
