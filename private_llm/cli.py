@@ -300,7 +300,7 @@ def diff(
 @app.command()
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Which works (default: all); 'pigeon': PIGEON's whole table.")
+        list[str] | None, typer.Argument(help="Which works (default: all); or 'pigeon': PIGEON's table; or 'kernels'.")
     ] = None,
     as_json: Json = False,
     protocol: Annotated[
@@ -323,10 +323,17 @@ def bench(
     matmul: MatmulOption = "masked",
 ) -> None:
     """Measure operations, layers and models: time, bytes, rounds and error against float64."""
-    from private_llm.commands.bench import PIGEON, bench_pigeon
+    from private_llm.commands.bench import KERNELS, PIGEON, bench_kernels, bench_pigeon
     from private_llm.commands.bench import bench as run
 
     config = _config(protocol or ProtocolName.TRIO, ring, party_mode, lanes=lanes, permute=permute, matmul=matmul)
+    if names and KERNELS in names:
+        if len(names) > 1 or protocol or ring != 64 or preprocess or plot or n or shape or bandwidth or latency:
+            raise ConfigError(
+                "kernels is a table of its own: give no other name or option than --repeat, --tiny, --json"
+            )
+        bench_kernels(as_json, repeat, tiny)
+        return
     if names and PIGEON in names:
         given = [n, shape, bandwidth, latency]
         if len(names) > 1 or ring != 64 or preprocess or any(value is not None for value in given):

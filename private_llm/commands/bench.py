@@ -1,4 +1,4 @@
-"""`private-llm bench`: run named works and print one row each; "pigeon" stands for PIGEON's table."""
+"""`private-llm bench`: run named works and print one row each; "pigeon" and "kernels" are tables of their own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 from private_llm.bench.apart import measure_apart
 from private_llm.bench.catalogue import NAMES, make
+from private_llm.bench.kernels import count as kernel_count
+from private_llm.bench.kernels import measure_kernels
 from private_llm.bench.link import LinkSpeed
 from private_llm.bench.measure import measure
 from private_llm.bench.pigeon import Job, jobs
@@ -20,7 +22,7 @@ from private_llm.commands.plot_bench import check_name, plot_table, plot_timelin
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 
-PIGEON = "pigeon"
+PIGEON, KERNELS = "pigeon", "kernels"
 _THREADS = ("auto", "threads")
 
 
@@ -94,6 +96,28 @@ def bench_pigeon(
         plot_table([job.to_dict(row) for job, row in rows], plot)
     if not as_json:
         _pigeon_table(rows)
+
+
+def bench_kernels(as_json: bool, repeat: int, tiny: bool) -> None:
+    """Local kernels on one core of this machine, both rings."""
+    if repeat < 1:
+        raise ConfigError(f"repeat: got {repeat}; want at least 1")
+    rows = []
+    with progress_bar(kernel_count(tiny), quiet=as_json) as step:
+        for row in measure_kernels(repeat, tiny, step):
+            rows.append(row)
+            if as_json:
+                emit_json(row.to_dict())
+    if not as_json:
+        cells = [
+            (
+                f"{row.name}, {row.note}" if row.note else row.name, row.ring, "x".join(map(str, row.shape)),
+                duration(row.seconds["median"]), duration(row.seconds["min"]), f"{row.rate:.2f} {row.unit}",
+            )
+            for row in rows
+        ]  # fmt: skip
+        headings = ("kernel", "ring", "shape", "median", "min", "rate")
+        emit_table("local kernels, one thread", headings, cells, caption=machine())
 
 
 class _Clock:
