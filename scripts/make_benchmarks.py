@@ -1,7 +1,8 @@
-"""Measure the rows of docs/benchmarks.jsonl and write them as tables into README.md and docs/benchmarks.md.
+"""Measure the rows of docs/*.jsonl and write them as tables into README.md and docs/benchmarks.md.
 
-python scripts/make_benchmarks.py              measure everything (a few minutes), write rows and tables
-python scripts/make_benchmarks.py --only NAME  measure these again, keep the other rows
+python scripts/make_benchmarks.py              measure everything (under ten minutes), write rows and tables
+python scripts/make_benchmarks.py --only NAME  measure these again, keep the other rows; besides works of the catalogue:
+                                               pigeon (PIGEON's table), network (a shaped network; needs root)
 python scripts/make_benchmarks.py --tables     only write the tables from the rows that are there
 python scripts/make_benchmarks.py --tiny       smallest shapes, written nowhere: does everything run?
 """
@@ -11,17 +12,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import bench_network
+
 from private_llm.bench.catalogue import NAMES, make
 from private_llm.bench.measure import measure
+from private_llm.bench.pigeon import jobs
 from private_llm.config import PrivateConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "docs" / "benchmarks.jsonl"
+PIGEON_ROWS = ROOT / "docs" / "pigeon.jsonl"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
-BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
+MAIN = tuple(name for name in NAMES if name not in ("matmuls", "lenet", "alexnet", "vgg16"))
+"""The works of the first table; the others stand in PIGEON's."""
+PARTS = ("pigeon", "network")
 
 RIVALS = {
     "relu": ("1.67 s, 464 MB", "1.94 s, 172 MB"),
@@ -64,18 +72,90 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def pigeon_table(rows: list[dict[str, Any]]) -> str:
+    """PIGEON's works, with the aims and the figures of its C++ engine."""
+    lines = [
+        "| work | ring | protocol | median (min to max), s | aim | C++ | MB, all links | aim | C++ | rounds | error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        times = "{median:.3f} ({min:.3f} to {max:.3f})".format(**row["seconds"])
+        sizes = [row["bytes_total"], row["aim_bytes"], row["reference_bytes"]]
+        aim_mb, reference_mb = ("-" if size is None else f"{size / 1e6:.1f}" for size in sizes[1:])
+        lines.append(
+            f"| {row['label']} | {row['ring']} | {row['protocol']} | {times} | {row['aim_seconds']:.2f} "
+            f"| {row['reference_seconds']:.3f} | {sizes[0] / 1e6:.1f} | {aim_mb} | {reference_mb} | {row['rounds']} "
+            f"| {row['error_max']:.0e} |"
+        )
+    first = rows[0]
+    lines.append(f"\nParties as {first['party_mode']}; {first['machine']}; torch {first['torch']}.")
+    return "\n".join(lines)
+
+
+def put(page: Path, mark: str, text: str) -> None:
+    """Replace what stands between the markers `mark` and `/mark` of a page."""
+    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    head, _, rest = page.read_text().partition(begin)
+    _, _, tail = rest.partition(end)
+    page.write_text(f"{head}{begin}\n{text}\n{end}{tail}")
+
+
 def write_tables(rows: list[dict[str, Any]]) -> None:
-    """Replace what stands between the markers of each page."""
-    for page in PAGES:
-        text = page.read_text()
-        head, _, rest = text.partition(BEGIN)
-        _, _, tail = rest.partition(END)
-        page.write_text(f"{head}{BEGIN}\n{table(rows)}\n{END}{tail}")
+    """All tables, from the rows that are there."""
+    for page in PAGES if rows else ():
+        put(page, "figures", table(rows))
+    pigeon = read_rows(PIGEON_ROWS)
+    if pigeon:
+        put(PAGES[1], "pigeon", pigeon_table(pigeon))
+    network = read_rows(bench_network.ROWS)
+    if network:
+        bench_network.write(network)
 
 
-def read_rows() -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows that are there."""
-    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def measure_main(names: Sequence[str], rows: dict[str, dict[str, Any]], repeat: int, tiny: bool) -> None:
+    """Measure works of the catalogue into `rows`, and keep what is done."""
+    for name in names:
+        row = measure(make(name, tiny=tiny), PrivateConfig(), repeat)
+        rows[name] = json.loads(json.dumps(row.to_dict()))
+        print(json.dumps(rows[name]), flush=True)
+        if not tiny:
+            keep(ROWS, [rows[known] for known in MAIN if known in rows])
+
+
+def measure_pigeon(repeat: int, tiny: bool) -> list[dict[str, Any]]:
+    """PIGEON's whole table."""
+    made = []
+    for job in jobs(PrivateConfig(), tiny=tiny):
+        made.append(job.to_dict(measure(job.work, job.config, repeat)))
+        print(json.dumps(made[-1]), flush=True)
+    if not tiny:
+        keep(PIGEON_ROWS, made)
+    return made
+
+
+def measure_network(repeat: int) -> list[dict[str, Any]]:
+    """The shaped network, where this user may make one."""
+    lacking = bench_network.missing_rights()
+    if lacking:
+        print(f"network: not measured: {lacking}")
+        return []
+    options = bench_network.options_of(["--repeat", str(min(repeat, 3))])
+    made = []
+    for plan in bench_network.plans(options):
+        made.append(bench_network.run_plan(plan))
+        print(json.dumps(made[-1]), flush=True)
+    keep(bench_network.ROWS, made)
+    return made
+
+
+def keep(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows, one JSON object a line."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def main() -> int:
@@ -83,22 +163,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--tables", action="store_true")
-    parser.add_argument("--only", nargs="+", default=[], choices=NAMES)
+    parser.add_argument("--only", nargs="+", default=[], choices=[*MAIN, *PARTS])
     parser.add_argument("--repeat", type=int, default=5)
     options = parser.parse_args()
-    rows = {row["name"]: row for row in read_rows()}
+    rows = {row["name"]: row for row in read_rows(ROWS)}
+    repeat = 1 if options.tiny else options.repeat
     if not options.tables:
-        for name in options.only or NAMES:
-            row = measure(make(name, tiny=options.tiny), PrivateConfig(), 1 if options.tiny else options.repeat)
-            rows[name] = json.loads(json.dumps(row.to_dict()))
-            print(json.dumps(rows[name]), flush=True)
-            if not options.tiny:
-                ordered = [rows[known] for known in NAMES if known in rows]
-                ROWS.write_text("".join(json.dumps(found) + "\n" for found in ordered))
-    ordered = [rows[known] for known in NAMES if known in rows]
+        wanted = options.only or [*MAIN, *PARTS]
+        measure_main([name for name in MAIN if name in wanted], rows, repeat, options.tiny)
+        if "pigeon" in wanted:
+            measure_pigeon(repeat, options.tiny)
+        if "network" in wanted and not options.tiny:  # scripts/bench_network.py has a tiny run of its own
+            measure_network(repeat)
+    ordered = [rows[known] for known in MAIN if known in rows]
     if options.tiny:
         print(table(ordered))
-    elif ordered:
+    else:
         write_tables(ordered)
     return 0
 
