@@ -136,7 +136,7 @@ PREPROCESSED = Threat(
         ),
     ),
     source="masks of each planned call come from streams of their own, used once: a second use is refused by every "
-    "party (TrioArithmetic.stretch) and by the file, which is deleted when read; "
+    "party (TrioArithmetic.stretch) and by the file, which has no name and is gone when read; "
     "private_llm/net/tape.py",
     setting="model.preprocess(...), with protocol='trio' or 'dealer'",
 )
@@ -314,6 +314,22 @@ ONE_MACHINE = Threat(
     setting="party_mode='threads' or 'processes'; party_mode='remote' is the real thing",
 )
 
+LANES = Threat(
+    name="lanes with permuted roles",
+    kind="shortcut",
+    corrupt="as the protocol; which party is corrupt does not depend on the lane",
+    learns=(
+        ("every party", "nothing more: each lane is a session with keys and masks of its own, and weights are dealt "
+         "anew, with fresh masks, for every casting, so that a party that plays several roles sees independent uniform "
+         "values in each; it never holds two roles of one dealing, which together would open the weights"),
+        ("a wiretapper", "which role a party plays in which lane (public)"),
+        ("quad", "a deviation in one lane ends all lanes; another lane may have opened its own, verified rows before"),
+    ),
+    source="lanes are independent runs of the protocol on disjoint rows of a batch (private_llm/net/lanes.py); tests "
+    "compare what a party holds in several lanes. PIGEON, section 5, proposes it for its load, without a proof",
+    setting="lanes=L with permute=True (trio and quad only: a dealer must not become a computing party)",
+)  # fmt: skip
+
 ENTRIES: tuple[Threat, ...] = (
     TRIO,
     QUAD,
@@ -330,6 +346,7 @@ ENTRIES: tuple[Threat, ...] = (
     REVEAL_LOGITS,
     REVEAL_TOKEN,
     PUBLIC_WEIGHTS,
+    LANES,
     ONE_MACHINE,
 )
 """All entries, protocols first."""
