@@ -4,10 +4,10 @@
      party 2, which does not compute yet, knows what comes; a BYE header ends a call.
   2. Party 2 writes the messages to a `Tape`: wire headers, each followed by the payload, AES-128-GCM encrypted in
      pieces under a key that never leaves this process (nonce = number of the piece, header authenticated). What lies on
-     the disk says nothing and cannot be altered unnoticed, and a file that a crash left behind opens nothing.
+     the disk says nothing and cannot be altered unnoticed; the file has no name, so it vanishes with the process.
   3. Online, a `TapeTransport` hands the messages to the protocol as if party 0 had just sent them.
 
-A tape is read once, front to back, and deleted when it ends; there is no way back, because masks must never repeat.
+A tape is read once, front to back, and its file is gone with it; there is no way back, because masks must never repeat.
 """
 
 from __future__ import annotations
@@ -42,13 +42,11 @@ class Tape:
     """One encrypted file of messages, in calls: written, rewound once, read once."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        """A new file in `folder` (default: the system's place for temporary files), readable by its owner only."""
+        """A new file in `folder` (default: the system's place for temporary files) that only this process can open."""
         try:
-            descriptor, name = tempfile.mkstemp(".tape", "private-llm-", folder)
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - `close` closes it
         except OSError as error:
             raise ConfigError(f"tape folder {str(folder)!r}: {error.strerror}; name one that can be written") from None
-        self.path = Path(name)
-        self._file = os.fdopen(descriptor, "w+b")
         self._cipher = AESGCM(AESGCM.generate_key(128))
         self._session = secrets.token_bytes(8)
         self._buffer = bytearray()
@@ -57,8 +55,9 @@ class Tape:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file so far."""
-        return self._file.tell() if not self._reading else self.path.stat().st_size
+        """Size of the file."""
+        self._file.flush()
+        return os.fstat(self._file.fileno()).st_size
 
     # -- writing ----------------------------------------------------------------------------------------------
     def append(self, tag: str, payload: Tensor) -> None:
@@ -103,7 +102,7 @@ class Tape:
             except InvalidTag:
                 whole = False
             if not whole:
-                raise ShareFileError(f"{self.path.name} is damaged; preprocess again (and check the disk)")
+                raise ShareFileError("the tape is damaged; preprocess again (and check the disk)")
         return out
 
     def finish_call(self) -> None:
@@ -111,9 +110,8 @@ class Tape:
         self._expect(Frame(Kind.BYE, HELPER, self._session, self._messages, "", torch.uint8, 0))
 
     def close(self) -> None:
-        """Delete the file. Idempotent."""
+        """Close the file, which deletes it. Idempotent."""
         self._file.close()
-        self.path.unlink(missing_ok=True)
 
     def _header(self, kind: Kind, tag: str, dtype: torch.dtype, count: int) -> bytes:
         header = wire.encode(kind, HELPER, self._session, self._messages, tag, dtype, count)
@@ -126,7 +124,7 @@ class Tape:
         try:
             got = wire.decode(header)
         except TransportError:
-            raise ShareFileError(f"{self.path.name} is damaged or cut off; preprocess again") from None
+            raise ShareFileError("the tape is damaged or cut off; preprocess again") from None
         if got != want:
             raise TransportError(
                 f"tape: got {got.what}; want {want.what} (the preprocessing was made for another computation)"
@@ -137,7 +135,9 @@ class Tape:
         try:
             self._file.write(data)
         except OSError as error:
-            raise ShareFileError(f"{self.path.name}: cannot be written ({error.strerror}); make room") from None
+            raise ShareFileError(
+                f"the tape cannot be written ({error.strerror}); make room, or name another tape_folder"
+            ) from None
 
     def _nonce(self) -> bytes:
         self._pieces += 1
@@ -149,7 +149,7 @@ class Tape:
         return memoryview(self._buffer)[:count]
 
     def __repr__(self) -> str:
-        return f"Tape({self.path.name})"
+        return f"Tape(messages={self._messages})"
 
 
 class AheadTransport(Transport):

@@ -119,7 +119,7 @@ def test_a_long_computation_is_not_a_stall(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_interrupted_call_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
     model = patch(tiny.build("opt"), PLAIN)
 
-    def interrupt(self: Parties) -> None:
+    def interrupt(self: Parties, *_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Parties, "_answers", interrupt)

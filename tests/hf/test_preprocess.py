@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from private_llm.commands.models import demo_model
 from private_llm.errors import ConfigError, DomainError, ProtocolAbort, ShareFileError
+from private_llm.net.tape import Tape
 from tests.hf import tiny
 from tests.hf.compare import BATCH, LOGIT_ERROR, MASK, worst
 from tests.hf.conftest import PLAIN, TRIO
@@ -23,6 +24,20 @@ GREEDY = {"max_new_tokens": 4, "do_sample": False}
 PLAN = GeneratePlan(prompt=5, new_tokens=4, batch=2, attention_mask=MASK)
 IDS = torch.tensor([[5, 6, 7, 8]])
 both = pytest.mark.parametrize("config", [TRIO, DEALER], ids=["trio", "dealer"])
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
+    """Every tape that a party (a thread of this process) makes."""
+    made: list[Tape] = []
+    original = Tape.__init__
+
+    def spy(self: Tape, folder: str | None = None) -> None:
+        original(self, folder)
+        made.append(self)
+
+    monkeypatch.setattr(Tape, "__init__", spy)
+    return made
 
 
 @both
@@ -91,17 +106,25 @@ def test_other_settings(config: PrivateConfig, settings: dict[str, str]) -> None
         assert private.cost().preprocessing.total == 0
 
 
-def test_remote_hosts_keep_tapes_where_they_like(tmp_path: Path) -> None:
+def test_remote_hosts_keep_tapes_where_they_like(tmp_path: Path, tapes: list[Tape]) -> None:
     model = tiny.build("llama")
     config = replace(
         DEALER, party_mode="remote", hosts=free_ports(3), allow_plain_loopback=True, tape_folder=str(tmp_path)
     )
     with running(config, [None] * 3), patch(model, config) as private:
         private.preprocess(PLAN)
-        assert [path.suffix for path in tmp_path.iterdir()] == [".tape"]
+        (tape,) = tapes
+        assert os.readlink(f"/proc/self/fd/{tape._file.fileno()}").startswith(str(tmp_path))
         assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
-        assert list(tmp_path.iterdir()) == []
+        assert tape._file.closed
         private.close()
+
+
+def test_a_folder_that_is_not_there() -> None:
+    text = "party 2: tape folder '/nowhere/at/all': No such file"
+    config = replace(TRIO, tape_folder="/nowhere/at/all")
+    with patch(tiny.build("opt"), config) as private, pytest.raises(ConfigError, match=text):
+        private.preprocess(ForwardPlan({"input_ids": (1, 4)}))
 
 
 # -- plans and calls that differ ------------------------------------------------------------------------------
@@ -119,16 +142,16 @@ def test_a_call_that_was_not_planned_teaches_and_harms_nothing() -> None:
         assert worst(private(IDS, use_cache=False).logits, want) < LOGIT_ERROR
 
 
-def test_a_generation_that_ends_early_leaves_a_rest_that_can_be_thrown_away(tmp_path: Path) -> None:
+def test_a_generation_that_ends_early_leaves_a_rest_that_can_be_thrown_away(tapes: list[Tape]) -> None:
     model = tiny.build("opt")
     want = model.generate(input_ids=IDS, max_new_tokens=2, do_sample=False)
-    with patch(model, replace(TRIO, tape_folder=str(tmp_path))) as private:
+    with patch(model, TRIO) as private:
         private.preprocess(GeneratePlan(prompt=4, new_tokens=5))
         assert torch.equal(private.generate(input_ids=IDS, max_new_tokens=2, do_sample=False), want)
         with pytest.raises(DomainError, match="request 3 of 5"):
             private.generate(input_ids=IDS, max_new_tokens=2, do_sample=False)
         assert private.preprocess().calls == 0
-        assert list(tmp_path.iterdir()) == []
+        assert tapes[0]._file.closed
         assert torch.equal(private.generate(input_ids=IDS, max_new_tokens=2, do_sample=False), want)
         private.preprocess(GeneratePlan(prompt=4, new_tokens=2, times=2))
         for _ in range(2):
@@ -198,14 +221,18 @@ def test_parties_refuse_to_prepare_a_plan_twice() -> None:
             private.preprocess(ForwardPlan({"input_ids": (1, 4)}))
 
 
-def test_a_damaged_tape_ends_the_session(tmp_path: Path) -> None:
-    with patch(tiny.build("opt"), replace(DEALER, tape_folder=str(tmp_path))) as private:
+def test_the_end_of_a_session_is_the_end_of_its_tape(tapes: list[Tape]) -> None:
+    with patch(tiny.build("opt"), DEALER) as private:
         private.preprocess(ForwardPlan({"input_ids": (1, 4)}))
-        (path,) = tmp_path.iterdir()
-        data = bytearray(path.read_bytes())
-        data[200] ^= 1
-        path.write_bytes(data)
-        with pytest.raises(ShareFileError, match=r"party 2: private-llm-.*\.tape is damaged; preprocess again"):
+        assert not tapes[0]._file.closed
+    assert tapes[0]._file.closed
+
+
+def test_a_damaged_tape_ends_the_session(tapes: list[Tape]) -> None:
+    with patch(tiny.build("opt"), DEALER) as private:
+        private.preprocess(ForwardPlan({"input_ids": (1, 4)}))
+        number = tapes[0]._file.fileno()
+        os.pwrite(number, bytes([os.pread(number, 1, 200)[0] ^ 1]), 200)
+        with pytest.raises(ShareFileError, match="party 2: the tape is damaged; preprocess again"):
             private(IDS)
-    gc.collect()
-    assert list(tmp_path.iterdir()) == []
+    assert tapes[0]._file.closed

@@ -6,6 +6,7 @@ import gc
 import struct
 from collections.abc import Iterator
 from types import FunctionType, ModuleType
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -110,7 +111,10 @@ def memory_of(root: object) -> bytes:
     return b"\0".join(pieces)
 
 
-def test_no_party_reaches_weights_or_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("protocol", ["trio", "dealer"])
+def test_no_party_reaches_weights_or_tokens(
+    monkeypatch: pytest.MonkeyPatch, protocol: Literal["trio", "dealer"]
+) -> None:
     seen: list[party.Party] = []
     original = party.Party.__init__
 
@@ -129,7 +133,7 @@ def test_no_party_reaches_weights_or_tokens(monkeypatch: pytest.MonkeyPatch) -> 
         "ring": encoded[:4].numpy().tobytes(),
         "tokens": struct.pack("<8q", *PROMPT),
     }
-    with patch(model, TRIO) as private:
+    with patch(model, PrivateConfig(protocol=protocol, timeout_s=60)) as private:
         private.generate(torch.tensor([PROMPT]), max_new_tokens=2, do_sample=False)
         assert sorted(each.number for each in seen) == [0, 1, 2]
         shares = []
