@@ -90,6 +90,7 @@ def _tables(
         "in sum", ("what", "how much"),
         [
             ("bytes over all links", size(costs.bytes_total)),
+            ("of these preprocessing, which may be sent before", size(costs.preprocessing.total)),
             ("rounds", costs.rounds),
             ("memory per party, weights", size(found.weight_bytes)),
             ("memory per party, cache", size(found.cache_bytes)),

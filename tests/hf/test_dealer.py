@@ -58,6 +58,7 @@ def test_public_weights_and_token_reveal() -> None:
         assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
 
 
+@pytest.mark.slow
 def test_the_dealer_is_a_process_of_its_own() -> None:
     model = tiny.build("opt")
     with patch(model, replace(DEALER, party_mode="processes")) as private:
