@@ -13,6 +13,7 @@ a CompNode hears of one foreign block is then about c / m tokens at once (see `a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from private_llm.errors import ConfigError
 
@@ -21,6 +22,7 @@ from private_llm.errors import ConfigError
 class ShardingPlan:
     """alpha CompNodes, clusters of c positions, m query shards for each CompNode.
 
+    wire: numbers between the nodes, "float32" or "float16" (half the bytes; results differ by about 1e-3).
     rho: the vocab-matching threshold: an attacker is taken to search fewer than V^rho candidates, V the vocabulary.
     accept_weak_plan: use the plan although its audit says that fewer suffice.
     """
@@ -30,12 +32,15 @@ class ShardingPlan:
     m: int = 2
     rho: int = 3
     accept_weak_plan: bool = False
+    wire: Literal["float32", "float16"] = "float32"
 
     def __post_init__(self) -> None:
         for name in ("alpha", "c", "m", "rho"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"plan.{name}: got {value!r}; want a positive integer")
+        if self.wire not in ("float32", "float16"):
+            raise ConfigError(f"plan.wire: got {self.wire!r}; want 'float32' or 'float16'")
         if self.c % self.m:
             raise ConfigError(f"plan.m: got {self.m} blocks for clusters of {self.c}; want a divisor of c")
 

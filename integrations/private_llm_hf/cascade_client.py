@@ -173,7 +173,7 @@ class Nodes(Parties):
     def _outputs(self, node: int) -> tuple[str, dict[str, Tensor]]:
         answer = recv_message(self._transport, node)
         names = answer["outputs"]
-        found = recv_floats(self._transport, node, "outputs", [tuple(shape) for _, shape in names])
+        found = recv_floats(self._transport, node, "outputs", [(tuple(shape), torch.float32) for _, shape in names])
         return str(answer["class"]), {name: tensor for (name, _), tensor in zip(names, found, strict=True)}
 
     def _merge(

@@ -4,7 +4,8 @@ It sees queries, keys and values of its two shards and nothing else; it has no w
 the step's new rows need: with one new token only the beta AttnNodes of that token's shard do anything.
 
 Sends for each layer, to the owner of query shard j: out and lse of the new rows of j over the keys of shard k,
-(value_dim + 1) x heads x rows x 4 bytes, and the same with j and k exchanged.
+(value_dim + 1) x heads x rows x 4 bytes (wire="float16": (value_dim + 2) x heads x rows x 2), and the same with j and
+k exchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from private_llm.errors import TransportError
 from private_llm.net.transport import Transport
 from private_llm.sharded.attention import attend
 from private_llm.sharded.facts import AttentionCall, Step, allowed
-from private_llm.sharded.wire import recv_floats, send_floats
+from private_llm.sharded.wire import number_type, recv_floats, send_floats
 from private_llm.sharding import ShardingPlan
 
 Kept = dict[tuple[int, int], tuple[Tensor, Tensor]]
@@ -52,12 +53,9 @@ class AttnNode:
 
     def _receive(self, kept: Kept, layer: int, shard: int, call: AttentionCall, step: Step, rows: int) -> Tensor:
         """The new rows of one shard: keys and values go to the cache, queries come back."""
-        shapes = [
-            (step.batch, call.heads, rows, call.dim),
-            (step.batch, call.groups, rows, call.dim),
-            (step.batch, call.groups, rows, call.value_dim),
-        ]
-        q, k, v = recv_floats(self._transport, self._plan.owner(shard), "rows", shapes)
+        heads = ((call.heads, call.dim), (call.groups, call.dim), (call.groups, call.value_dim))
+        expected = [((step.batch, count, rows, size), number_type(self._plan)) for count, size in heads]
+        q, k, v = (t.float() for t in recv_floats(self._transport, self._plan.owner(shard), "rows", expected))
         before = kept.get((layer, shard))
         if before is not None:
             k, v = torch.cat([before[0], k], 2), torch.cat([before[1], v], 2)
@@ -75,7 +73,8 @@ class AttnNode:
         if held[0].shape[2] != len(keys):
             raise TransportError(f"a step at position {step.past} does not continue the cache of this node")
         out, lse = attend(q, *held, allowed(call, step, rows, keys), call.scale, call.softcap)
-        send_floats(self._transport, self._plan.owner(shard), "partial", [out, lse])
+        result = [lse, out.to(number_type(self._plan))]
+        send_floats(self._transport, self._plan.owner(shard), "partial", result)
 
     # -- the cache ------------------------------------------------------------------------------------------
     def free(self, handle: int) -> None:

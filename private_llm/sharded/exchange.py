@@ -1,20 +1,21 @@
 """A CompNode's side of attention: rows out to the AttnNodes, partial results back, combined (Algorithms 2 and 5).
 
 Sends for each layer, to the beta AttnNodes of each of its query shards: queries, keys and values of its new rows,
-(heads x dim + groups x (dim + value_dim)) x rows x 4 bytes each.
+(heads x dim + groups x (dim + value_dim)) x rows x 4 bytes each (2 with wire="float16").
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.net.transport import Transport
 from private_llm.sharded.attention import combine
 from private_llm.sharded.facts import AttentionCall, Step
-from private_llm.sharded.wire import recv_floats, send_floats
+from private_llm.sharded.wire import number_type, recv_floats, send_floats
 from private_llm.sharding import ShardingPlan
 
 
@@ -46,18 +47,19 @@ class Exchange:
         """
         step, call = self._current(q, k, v)
         for shard, index in self._local.items():
-            rows = [tensor[:, :, index] for tensor in (q, k, v)]
+            rows = [tensor[:, :, index].to(number_type(self._plan)) for tensor in (q, k, v)]
             for other in range(self._plan.beta):
                 send_floats(self._transport, self._plan.attn_endpoint(shard, other), "rows", rows)
         self._transport.ledger.add_round("attention")
         out = q.new_empty(*q.shape[:3], call.value_dim)
         for shard, index in self._local.items():
-            shapes = [(step.batch, call.heads, len(index), call.value_dim), (step.batch, call.heads, len(index))]
-            pieces = [
-                recv_floats(self._transport, self._plan.attn_endpoint(shard, other), "partial", shapes)
+            rows_shape = (step.batch, call.heads, len(index))
+            expected = [(rows_shape, torch.float32), ((*rows_shape, call.value_dim), number_type(self._plan))]
+            pieces = (
+                recv_floats(self._transport, self._plan.attn_endpoint(shard, other), "partial", expected)
                 for other in self._filled
-            ]
-            out[:, :, index] = combine([(part, lse) for part, lse in pieces])
+            )
+            out[:, :, index] = combine([(part.float(), lse) for lse, part in pieces])
         return out
 
     def end(self) -> None:
@@ -78,12 +80,15 @@ class Exchange:
 
 
 def layer_bytes(plan: ShardingPlan, calls: Sequence[AttentionCall], batch: int, length: int) -> int:
-    """Bytes of one forward over `length` tokens between the nodes, all layers: beta F (row + (value_dim + 1) heads) N.
+    """Bytes of one forward over `length` tokens between the nodes, all layers.
 
-    The paper's equation (1) has (value_dim + 2) heads, for a maximum and a sum where one log-sum-exp goes here; shards
-    without tokens, in a text shorter than delta, send nothing back.
+    beta N (F row + (F value_dim + 4) heads) a layer, F = 4 or 2 bytes a number. The paper's equation (1) is
+    beta F N (row + (value_dim + 2) heads): a maximum and a sum where one log-sum-exp of 32 bits goes here, so for F = 2
+    both are equal. Shards without tokens, in a text shorter than delta, send nothing back.
     """
     filled = sum(1 for shard in range(plan.beta) if plan.rows_of_shard(shard, 0, length))
+    size = number_type(plan).itemsize
     return sum(
-        4 * batch * length * (plan.beta * call.row + filled * call.heads * (call.value_dim + 1)) for call in calls
+        batch * length * (plan.beta * size * call.row + filled * call.heads * (size * call.value_dim + 4))
+        for call in calls
     )

@@ -137,6 +137,26 @@ def test_fewer_bytes_than_equation_one() -> None:
     assert layer_bytes(plan, [CAUSAL], 1, n) == paper - plan.beta * 4 * 4 * n
 
 
+@pytest.mark.parametrize(("alpha", "gigabytes"), [(1, 0.009), (4, 0.038), (8, 0.076)])
+@pytest.mark.parametrize(("layers", "heads", "factor"), [(12, 12, 1), (24, 16, 0.0253 / 0.0095)])
+def test_bytes_of_the_paper_s_table_7(alpha: int, gigabytes: float, layers: int, heads: int, factor: float) -> None:
+    """BERT-base and BERT-large, 128 tokens: the table rounds equation (1) with numbers of two bytes."""
+    plan = ShardingPlan(alpha, 1, 1, accept_weak_plan=True, wire="float16")
+    made = layer_bytes(plan, [AttentionCall(heads, heads, 64, 64, 0.125)] * layers, 1, 128)
+    assert made == alpha * 2 * (4 * 64 * heads + 2 * heads) * 128 * layers
+    assert made / 1e9 == pytest.approx(gigabytes * factor, abs=6e-4 * factor)
+
+
+def test_half_precision_on_the_wire() -> None:
+    """Rows of about 1 carry a relative error of 2^-11; scores and results inherit it."""
+    plan = ShardingPlan(3, 2, 1, wire="float16")
+    session = Session(plan, [FULL, CAUSAL], 2, 29)
+    step = Step(None, 2, 0, 29)
+    for found, right in zip(session.step(step), session.truth(step), strict=True):
+        assert 0 < float((found - right).abs().max()) < 1e-2
+    assert sum(session.sent().values()) == layer_bytes(plan, [FULL, CAUSAL], 2, 29)
+
+
 def test_caches_are_selected_cropped_copied_and_freed() -> None:
     plan = ShardingPlan(3, 2, 2)
     session = Session(plan, [CAUSAL], 2, 20)
