@@ -19,6 +19,7 @@ from private_llm.circuits.carry import carry_plan
 from private_llm.config import VERSION
 from private_llm.kernels import cpu_amx, cpu_matmul, matmul, ops
 from private_llm.kernels.address import memory
+from private_llm.kernels.memory import tune_allocator
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import RING32, RING64, Ring
 
@@ -69,6 +70,7 @@ def measure_kernels(
     repeat: int = 5, tiny: bool = False, progress: Callable[[str], None] = lambda _: None
 ) -> Iterator[KernelRow]:
     """Every job on one thread: one call to warm up, then `repeat` timed runs of as many calls as fill 20 ms."""
+    tune_allocator()  # as a party does at its start
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
