@@ -47,14 +47,18 @@ def told(
     return u, high, beta, value
 
 
-def piece(r: Tensor, t1: Tensor, t2: Tensor, t3: Tensor, f: int, composed: bool = False) -> tuple[Tensor, Tensor]:
-    """(fields, u): fields = msb(r) t2 + t3 mod 2^f; u = t1 + t3 2^(bits-f)."""
-    if composed or not r.is_cpu:
+def piece(
+    summands: tuple[Tensor, Tensor, Tensor], t1: Tensor, t2: Tensor, t3: Tensor, f: int, composed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(fields, u): fields = msb(R) t2 + t3 mod 2^f; u = t1 + t3 2^(bits-f), with R the sum of the summands."""
+    e, g1, g2 = summands
+    if composed or not t1.is_cpu:
+        r = e + g1 + g2
         w, fields = ops.trunc_open(_turned(r), torch.zeros_like(r), t2, t3, f)
         return fields, ops.trunc_close(w, fields, torch.zeros_like(t2), t1, t3, f)[1]
-    fields, u = torch.zeros_like(t2), torch.empty_like(r)
-    operands = (memory(each) for each in (r, t1, t2, t3))
-    cpu_check.piece(*operands, f, r.numel(), _ZERO[r.dtype], memory(fields), memory(u))
+    fields, u = torch.zeros_like(t2), torch.empty_like(t1)
+    operands = (memory(each) for each in (e, g1, g2, t1, t2, t3))
+    cpu_check.piece(*operands, f, t1.numel(), _ZERO[t1.dtype], memory(fields), memory(u))
     return fields, u
 
 

@@ -46,15 +46,16 @@ def told(
 
 @njit(nogil=True, cache=True)
 def piece(
-    r: int, t1: int, t2: int, t3: int, f: int, n: int, zero: Zero, fields: int, u: int
+    e: int, g1: int, g2: int, t1: int, t2: int, t3: int, f: int, n: int, zero: Zero, fields: int, u: int
 ) -> None:  # fmt: skip
-    """fields = msb(r) t2 + t3 mod 2^f; u = t1 + t3 2^(bits-f)."""
-    masked, masks, masks_out = flat(r, n, zero), flat(t1, n, zero), flat(u, n, zero)
+    """fields = msb(e + g1 + g2) t2 + t3 mod 2^f; u = t1 + t3 2^(bits-f)."""
+    error, one, two = flat(e, n, zero), flat(g1, n, zero), flat(g2, n, zero)
+    masks, masks_out = flat(t1, n, zero), flat(u, n, zero)
     words = (n * f + 63) // 64
     second, third, packed = flat(t2, words, WORD), flat(t3, words, WORD), flat(fields, words, WORD)
-    kind = masked.dtype.type
+    kind = one.dtype.type
     mask = kind((1 << f) - 1)
-    bits = masked.itemsize * 8
+    bits = one.itemsize * 8
     up, top = kind(bits - f), kind(bits - 1)
     t_f = np.empty(BLOCK, dtype=kind)
     s_f = np.empty(BLOCK, dtype=kind)
@@ -65,7 +66,8 @@ def piece(
         for j in range(count):
             i = start + j
             masks_out[i] = masks[i] + kind(s_f[j] << up)
-            t_f[j] = kind((masked[i] >> top) * t_f[j] + s_f[j]) & mask
+            r = kind(error[i] + one[i] + two[i])
+            t_f[j] = kind((r >> top) * t_f[j] + s_f[j]) & mask
         pack(t_f, start, count, f, packed)
 
 

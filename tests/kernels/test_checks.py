@@ -42,8 +42,9 @@ def test_what_party_0_is_told(bits: int, n: int, f: int) -> None:
 
 @cases
 def test_the_piece_of_party_3(bits: int, n: int, f: int) -> None:
-    (r, t1), (t2, t3) = drawn(bits, n, f, 2, 2)
-    assert equal(checks.piece(r, t1, t2, t3, f), checks.piece(r, t1, t2, t3, f, composed=True))
+    (e, g1, g2, t1), (t2, t3) = drawn(bits, n, f, 4, 2)
+    operands = ((e, g1, g2), t1, t2, t3, f)
+    assert equal(checks.piece(*operands), checks.piece(*operands, composed=True))
 
 
 @cases
@@ -65,7 +66,7 @@ def test_meta_tensors_give_shapes() -> None:
     row, fields = torch.empty(100, dtype=torch.int32, device="meta"), torch.empty(19, dtype=torch.int64, device="meta")
     made = [
         *checks.opening(row, row, (row, row, row)), *checks.told(row, row, fields, fields, row, row, 12),
-        *checks.piece(row, row, fields, fields, 12), *checks.part(row, fields, fields, row, row, row, 12),
+        *checks.piece((row, row, row), row, fields, fields, 12), *checks.part(row, fields, fields, row, row, row, 12),
     ]  # fmt: skip
     assert all(each.is_meta for each in made)
     assert {tuple(each.shape) for each in made} == {(100,), (19,)}

@@ -116,27 +116,27 @@ class QuadArithmetic(QuadRecords):
         if self.party == 0:
             r, value = checks.opening(self._piece(tag, (count,), self.ring.dtype), _flat(mirror), _three(opened))
             self._confirm(value)
-            return self._check_shift(tag, main, r, shift)
+            return self._check_shift(tag, main, (r,), shift)
         q = self._joint(count)
         if self.party == 3:
             q += _flat(mirror)
             self._tell_piece(tag, q)
-            return self._check_shift(tag, main, _sum(opened), shift)
+            return self._check_shift(tag, main, opened, shift)
         q += opened[0]
         if known is not None:
             q -= _flat(known)
         self._confirm(q)
-        return self._check_shift(tag, main, opened[0], shift)
+        return self._check_shift(tag, main, opened, shift)
 
     def truncate(self, x: Share, shift: int) -> Share:
         """Division of a held value: X plays w and the mask R; 1 round."""
         if not shift:
             return x
         main, opened = self._truncate(x, shift)
-        return self._check_shift("truncate", main, opened[0] if self.role else _sum(opened), shift)
+        return self._check_shift("truncate", main, opened if self.party else (_sum(opened),), shift)
 
-    def _check_shift(self, tag: str, main: Share, opened: Tensor, shift: int) -> Share:
-        """The mirror of Trio's small exchange; `opened` is w at parties 1 and 2, R at parties 0 and 3.
+    def _check_shift(self, tag: str, main: Share, opened: tuple[Tensor, ...], shift: int) -> Share:
+        """The mirror of Trio's small exchange; `opened` is w at parties 1 and 2, R at party 0, its summands at 3.
 
         With ~w as the helper's R and ~R as the evaluators' w, it is the main run's; `checks` says what each computes.
         """
@@ -146,15 +146,15 @@ class QuadArithmetic(QuadRecords):
         if self.party == 0:
             beta, high = self._recv_mixed(self._told, tag, packed, count)
             theirs = self._piece(tag, (packed,), torch.int64)
-            third, value = checks.part(opened, beta, theirs, high, first, second, shift)
+            third, value = checks.part(opened[0], beta, theirs, high, first, second, shift)
             self._confirm(value)
             return Share((*main.parts, third.view(main.shape)))
         (t2, t3), (t1,) = self._draw_mixed(packed, count, 2, -1, elements=1)
         if self.party == 3:
-            fields, u = checks.piece(opened, t1, t2, t3, shift)
+            fields, u = checks.piece(_three(opened), t1, t2, t3, shift)
             self._tell_piece(tag, fields)
         else:
-            u, high, beta, value = checks.told(opened, t1, t2, t3, first, second, shift)
+            u, high, beta, value = checks.told(opened[0], t1, t2, t3, first, second, shift)
             for message in self._mixed(beta, high):
                 self._tell(tag, message)
             self._confirm(value)
@@ -175,15 +175,17 @@ class QuadArithmetic(QuadRecords):
         mirror = known = None
         if self.role == 0:
             a, b = x0 + x1, y0 + y1
-            piece = -form.product(a, b)
+            piece = form.product(a, b).neg_()
             mirror = form.pair(x2, b, a, y2)
             if self.party == 0:
-                mirror = piece - mirror
+                mirror.neg_().add_(piece)
         else:
             big_x, big_y = x0 + x1, y0 + y1
             known = form.product(big_x, big_y)
             piece = form.pair(big_x, y1, x1, big_y)
-            piece = known - piece if self.party == 2 else -piece
+            piece.neg_()
+            if self.party == 2:
+                piece += known
         if select is not None:
             piece = _selected(piece, select)
             mirror, known = (None if made is None else _selected(made, select) for made in (mirror, known))

@@ -193,7 +193,7 @@ class TrioArithmetic(Protocol):
             a1, a2, z2, rho2 = ops.trunc_helper(zero, first, second, z1, rho1, zeta1, zeta2, shift)
             for message in self._mixed(rho2, z2):
                 self.transport.send(2, "truncate", message)
-            return Share((a1.view(x.shape), a2.view(x.shape))), (first, second)
+            return Share((a1.view(x.shape), a2.view(x.shape))), (zero, first, second)
         if self.role == 1:
             (rho, zeta), (z,) = self._draw_mixed(packed, count, 2, elements=1)
         else:
