@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.session import ClientEnd, Session
 from private_llm.protocols.share import Share
+from private_llm.ring.prg import Prg, Seed
 from tests.protocols.parties import run_ring
+from tests.session import run_session
 
 N = 4096
 CHI_SQUARE_255 = 378.0
@@ -56,6 +62,10 @@ def program(p: Protocol, x: Share, y: Share) -> Share:
     return p.poly(p.truncate(relu, 2), [1, 2, 3, 4], 1)
 
 
+def gates(p: Protocol, x: Share, y: Share) -> Share:
+    return p.inject(p.and_(p.a2b(x).row(3), p.msb(y, [0, 1], 6).row(1)), y, [5], [1])
+
+
 def chi_square(data: bytes) -> float:
     counts = np.bincount(np.frombuffer(data, dtype=np.uint8), minlength=256)
     expected = len(data) / 256
@@ -64,14 +74,18 @@ def chi_square(data: bytes) -> float:
 
 @every
 @pytest.mark.parametrize("secret", ["zeros", "ones", "structured"])
-def test_every_party_receives_uniform_bytes(secret: str, protocol: str) -> None:
+@pytest.mark.parametrize("work", [program, gates])
+def test_every_party_receives_uniform_bytes(
+    work: Callable[[Protocol, Share, Share], Share], secret: str, protocol: str
+) -> None:
     values = {
         "zeros": torch.zeros(N, dtype=torch.int64),
         "ones": torch.full((N,), 1 << 18, dtype=torch.int64),
         "structured": torch.arange(N, dtype=torch.int64) << 8,
     }[secret]
     tap = Tap()
-    run_ring(PrivateConfig.from_dict({"protocol": protocol}), [values, values], program, (N,), wrap=tap)
+    config = PrivateConfig.from_dict({"protocol": protocol, "adder": "ripple" if work is gates else "prefix"})
+    run_ring(config, [values, values], work, (N,), wrap=tap)
     for party, messages in tap.received.items():
         if party not in HEARERS[protocol]:
             assert messages == []
@@ -79,6 +93,58 @@ def test_every_party_receives_uniform_bytes(secret: str, protocol: str) -> None:
         assert len(messages) == len(set(messages))
         assert max(chi_square(message) for message in messages if len(message) >= 8192) < CHI_SQUARE_255
         assert chi_square(b"".join(messages)) < CHI_SQUARE_255
+
+
+GROUPS = {"trio": ((0, 1), (0, 2)), "quad": ((0, 1, 3), (0, 2, 3), (1, 2, 3))}
+"""Who shares each stream of masks; every endpoint lists its streams in this order."""
+
+
+def received_by(receiver: int, protocol: str, values: Tensor, work: Callable[..., Share]) -> list[bytes]:
+    """What a party receives when all streams that it shares hand out the same masks as in the last call."""
+    config = PrivateConfig.from_dict({"protocol": protocol, "adder": "ripple" if work is gates else "prefix"})
+    tap = Tap()
+
+    def fixed(streams: list[Prg], groups: Sequence[int], purpose: str) -> list[Prg]:
+        known = [receiver in GROUPS[protocol][group] for group in groups]
+        made = (Seed(bytes(31) + bytes([group])).stream(purpose) for group in groups)
+        return [new if same else old for old, new, same in zip(streams, made, known, strict=True)]
+
+    def at_party(session: Session, transport: Transport) -> None:
+        p = session.protocol
+        mine = [number for number, members in enumerate(GROUPS[protocol]) if p.party in members]
+        p._streams = fixed(p._streams, mine, "masks")  # type: ignore[attr-defined]
+        p._inputs = fixed(p._inputs, mine, "inputs")  # type: ignore[attr-defined]
+        shares = [p.receive_input(tuple(values.shape)) for _ in range(2)]
+        p.reveal_to_client(work(p, *shares))
+
+    def at_client(client: ClientEnd) -> None:
+        everything = range(len(GROUPS[protocol]))
+        client._masks = fixed(client._masks, everything, "inputs")  # type: ignore[union-attr]
+        for _ in range(2):
+            client.share(values)
+        client.open(tuple(values.shape))
+
+    run_session(config, at_party, at_client, wrap=tap)
+    return tap.received[receiver]
+
+
+@pytest.mark.parametrize(("protocol", "receiver"), [(p, r) for p, hearers in HEARERS.items() for r in hearers])
+@pytest.mark.parametrize("work", [program, gates])
+def test_what_a_party_receives_is_masked_by_what_it_lacks(
+    work: Callable[..., Share], protocol: str, receiver: int
+) -> None:
+    """Two runs with the same secrets and the same masks as far as the receiver knows them: what arrives in one says
+    nothing about what arrives in the other, so nothing is hidden by masks of the receiver's own."""
+    values = torch.arange(N, dtype=torch.int64) << 8
+    first, second = (received_by(receiver, protocol, values, work) for _ in range(2))
+    assert [len(message) for message in first] == [len(message) for message in second]
+    for one, other in zip(first, second, strict=True):
+        assert one != other
+        if len(one) >= 8192:
+            apart = np.frombuffer(one, np.uint8) ^ np.frombuffer(other, np.uint8)
+            assert chi_square(apart.tobytes()) < CHI_SQUARE_255
+    apart = np.frombuffer(b"".join(first), np.uint8) ^ np.frombuffer(b"".join(second), np.uint8)
+    assert chi_square(apart.tobytes()) < CHI_SQUARE_255
 
 
 def test_quad_talks_over_five_links() -> None:
@@ -110,7 +176,6 @@ def test_two_runs_of_the_same_secrets_share_no_message(protocol: str) -> None:
 def test_shares_of_a_party_say_nothing_about_the_value() -> None:
     """Each component of each dealt share is uniform, for a constant secret."""
     from private_llm.protocols.session import deal
-    from private_llm.ring.prg import Seed
 
     secret = torch.full((1 << 15,), 12345, dtype=torch.int64)
     shares = deal(PrivateConfig(), secret, Seed.fresh(), "weight")
