@@ -1,7 +1,8 @@
-"""Ring convolutions: the choice of kernel for CPU tensors, and any convolution as a matrix product of windows."""
+"""Ring convolutions of CPU tensors: padding, the choice of kernel, threads."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from private_llm.kernels.cpu_conv import LANES
 from private_llm.kernels.matmul import RATE
 from private_llm.kernels.shapes import Pair
 
+_SIDE_BY_SIDE = 4
+"""From as many images on."""
 _ZERO: dict[torch.dtype, np.unsignedinteger[Any]] = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
 
 
@@ -27,20 +30,58 @@ def product(
     out = x.new_zeros(size) if onto is None else onto
     if not out.numel() or not w[0].numel():
         return out
-    wide, w = _padded(x, padding).contiguous(), w.contiguous()
-    _, outputs, rows, columns = size
-    depth, height, width = w.shape[1:]
-    volume, plane, line = wide[0].numel(), wide[0, 0].numel(), wide.shape[3]
-    plan = np.array(
-        [columns, rows * columns, volume, line, *stride, plane, height, width, *dilation, outputs, depth * plane]
-    )
-    _Task(memory(wide), memory(w), memory(out), plan, len(x), groups, outputs, w[0].numel(), _ZERO[x.dtype]).spread()
+    x, w = x.contiguous(), w.contiguous()
+    if stride[1] == 1 and size[3] % LANES and len(x) >= _SIDE_BY_SIDE and (groups == 1 or w.shape[1] > 1):
+        _side_by_side(x, w, out, stride[0], padding, dilation, groups)
+        return out
+    wide = x
+    if max(padding):
+        wide = x.new_empty((*x.shape[:2], x.shape[2] + 2 * padding[0], x.shape[3] + 2 * padding[1]))
+        sizes = np.array([*x.shape[2:], *padding])
+        cpu_conv.pad(memory(x), memory(wide), x.shape[0] * x.shape[1], sizes, _ZERO[x.dtype])
+    plan = _plan(wide, w, size[2:], stride, dilation)
+    _Task(memory(wide), memory(w), memory(out), plan, len(x), groups, len(w), w[0].numel(), _ZERO[x.dtype]).spread()
     return out
+
+
+def _plan(wide: Tensor, w: Tensor, size: Sequence[int], stride: Pair, dilation: Pair) -> np.ndarray[Any, Any]:
+    """What the kernels know of shapes, in their order: of the padded images, the weights and the windows."""
+    (rows, columns), plane, line = size, wide[0, 0].numel(), wide.shape[3]
+    outputs, depth, height, width = w.shape
+    return np.array(
+        [
+            columns,
+            rows * columns,
+            wide[0].numel(),
+            line,
+            *stride,
+            plane,
+            height,
+            width,
+            *dilation,
+            outputs,
+            depth * plane,
+        ]
+    )
+
+
+def _side_by_side(
+    x: Tensor, w: Tensor, out: Tensor, down: int, padding: Pair, dilation: Pair, groups: int
+) -> None:  # fmt: skip
+    """out += x * w, as a single image whose rows hold the rows of all images entry by entry."""
+    (images, channels, height, width), zero = x.shape, _ZERO[x.dtype]
+    wide = x.new_empty((1, channels, height + 2 * padding[0], (width + 2 * padding[1]) * images))
+    cpu_conv.pad_turned(memory(x), memory(wide), images, channels, np.array([height, width, *padding]), zero)
+    _, outputs, rows, columns = out.shape
+    made = x.new_zeros((outputs, rows, columns * images))
+    plan = _plan(wide, w, made.shape[1:], (down, 1), (dilation[0], dilation[1] * images))
+    _Task(memory(wide), memory(w), memory(made), plan, 1, groups, outputs, w[0].numel(), zero).spread()
+    cpu_conv.add_turned(memory(made), memory(out), images, out[0].numel(), zero)
 
 
 @dataclass(frozen=True)
 class _Task:
-    """out += x * w by address; `plan` as in `product`: what the kernels know of shapes, in their order."""
+    """out += x * w by address, of padded images; for `plan` see `_plan`."""
 
     x: int
     w: int
@@ -83,25 +124,3 @@ class _Task:
         size = self.zero.itemsize
         w, out = first * self.inner * size, first * int(self.plan[1]) * size
         replace(self, outputs=last - first, w=self.w + w, out=self.out + out).run()
-
-
-def _padded(x: Tensor, padding: Pair) -> Tensor:
-    """Zeros above, below, left and right."""
-    down, right = padding
-    return torch.nn.functional.pad(x, (right, right, down, down)) if down or right else x
-
-
-def operands(
-    x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """A convolution as a matrix product: windows [B, groups, K, positions] and kernels [groups, O / groups, K]."""
-    batch, outputs, rows, columns = shapes.conv2d_size(x.shape, w.shape, stride, padding, dilation, groups)
-    depth, height, width = w.shape[1:]
-    wide = _padded(x, padding)
-    b, c, h, v = wide.stride()
-    cut = wide.as_strided(
-        (batch, groups, depth, height, width, rows, columns),
-        (b, depth * c, c, dilation[0] * h, dilation[1] * v, stride[0] * h, stride[1] * v),
-    )
-    inner = depth * height * width
-    return cut.reshape(batch, groups, inner, rows * columns), w.reshape(groups, outputs // groups, inner)

@@ -3,7 +3,9 @@
 The output [B, O, rows, columns] of a group is the product of its weights [O, K] with windows [K, positions], where K
 counts (channel, window row, window column) and positions run through all images of the batch. Both loops over K and
 over positions are blocked; a tile of windows is copied from the (zero-padded) images straight into the layout that
-the inner product reads, stays in the first-level cache, and meets all rows of the weights:
+the inner product reads, stays in the first-level cache, and meets all rows of the weights. Rows of few columns would
+break such tiles into scattered pieces; there the images of a batch are laid side by side, entry by entry:
+a convolution of B images with rows of n windows is one of a single image with rows of B n windows (`pad_turned`).
 
 - `tile_product`, on the register tiles of cpu_matmul.py; on byte tiles see cpu_conv_amx.py;
 - `depthwise`, where every channel is a group of its own: no sum over channels, so no windows at all.
@@ -23,6 +25,53 @@ Array = np.ndarray[Any, Any]
 
 LANES = 16
 """Windows side by side."""
+
+
+@njit(nogil=True, cache=True)
+def pad(x: int, wide: int, planes: int, sizes: Array, zero: np.unsignedinteger[Any]) -> None:
+    """Planes [height, width] with zeros around; sizes are (height, width, above and below, left and right)."""
+    height, width, above, beside = sizes
+    line = width + 2 * beside
+    xs, out = flat(x, planes * height * width, zero), flat(wide, planes * (height + 2 * above) * line, zero)
+    at = 0
+    for plane in range(planes):
+        out[at : at + above * line] = 0
+        at += above * line
+        for r in range(height):
+            out[at : at + beside] = 0
+            start = (plane * height + r) * width
+            for c in range(width):
+                out[at + beside + c] = xs[start + c]
+            out[at + line - beside : at + line] = 0
+            at += line
+        out[at : at + above * line] = 0
+        at += above * line
+
+
+@njit(nogil=True, cache=True)
+def pad_turned(x: int, wide: int, images: int, planes: int, sizes: Array, zero: np.unsignedinteger[Any]) -> None:
+    """The same of several images, whose entries at one place come side by side: [plane, row, column, image]."""
+    height, width, above, beside = sizes
+    line, volume = (width + 2 * beside) * images, planes * height * width
+    area = (height + 2 * above) * line
+    xs, out = flat(x, images * volume, zero), flat(wide, planes * area, zero)
+    out[:] = 0
+    for plane in range(planes):
+        for r in range(height):
+            to = plane * area + (r + above) * line + beside * images
+            start = (plane * height + r) * width
+            for c in range(width):
+                for b in range(images):
+                    out[to + c * images + b] = xs[b * volume + start + c]
+
+
+@njit(nogil=True, cache=True)
+def add_turned(made: int, out: int, images: int, volume: int, zero: np.unsignedinteger[Any]) -> None:
+    """out [image, volume] += made [volume, image]."""
+    sums, outs = flat(made, images * volume, zero), flat(out, images * volume, zero)
+    for b in range(images):
+        for i in range(volume):
+            outs[b * volume + i] += sums[i * images + b]
 
 
 @njit(nogil=True, cache=True)
@@ -119,27 +168,32 @@ def tile_product(
 
 @njit(nogil=True, cache=True)
 def depthwise(x: int, w: int, out: int, plan: Array, positions: int, zero: np.unsignedinteger[Any]) -> None:
-    """The same where each channel is a group, with one or several outputs."""
+    """The same where each channel is a group, with one or several outputs.
+
+    Sums run over whole padded lines, in steps of 1 whatever the stride, and over all lines at once if they follow each
+    other: long loops without gaps. What lies between windows is left out at the end.
+    """
     columns, image, volume, line, down, right, plane, height, width, gap_h, gap_w, outputs, _ = plan
-    batches = positions // image
+    batches, rows = positions // image, image // columns
     xs, ws = flat(x, batches * volume, zero), flat(w, outputs * height * width, zero)
     outs = flat(out, positions * outputs, zero)
     each = outputs // (volume // plane)
-    sums = np.empty(columns, dtype=xs.dtype)
-    for batch in range(batches):
-        for o in range(outputs):
-            for r in range(image // columns):
-                to = (batch * outputs + o) * image + r * columns
-                sums[:] = 0
-                for i in range(height):
-                    for j in range(width):
-                        factor = ws[(o * height + i) * width + j]
-                        at = batch * volume + o // each * plane + (r * down + i * gap_h) * line + j * gap_w
-                        if right == 1:
-                            for c in range(columns):
-                                sums[c] += factor * xs[at + c]
-                        else:
-                            for c in range(columns):
-                                sums[c] += factor * xs[at + c * right]
+    together = rows if down == 1 else 1
+    length = (together - 1) * line + (columns - 1) * right + 1
+    sums = np.empty(length, dtype=xs.dtype)
+    for part in range(batches * outputs):
+        batch, o = part // outputs, part % outputs
+        for first in range(0, rows, together):
+            sums[:] = 0
+            for i in range(height):
+                for j in range(width):
+                    factor = ws[(o * height + i) * width + j]
+                    at = batch * volume + o // each * plane + (first * down + i * gap_h) * line + j * gap_w
+                    entry = xs[at : at + length]
+                    for n in range(length):
+                        sums[n] += factor * entry[n]
+            for r in range(together):
+                to = part * image + (first + r) * columns
+                made, found = outs[to : to + columns], sums[r * line :: right]
                 for c in range(columns):
-                    outs[to + c] += sums[c]
+                    made[c] += found[c]
