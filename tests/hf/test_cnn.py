@@ -175,6 +175,19 @@ def test_unknown_modules_are_listed() -> None:
         patch(3, PLAIN)
 
 
+def test_a_debug_run_names_the_layer_that_leaves_the_range() -> None:
+    """The owner can try a network before sharing it: products of 2^10 and more do not fit 10 fractional bits."""
+    model, pixels = images.build("small-lenet")
+    debug = config(PLAIN, 32, debug_ranges=True)
+    with patch(model, debug) as private:
+        assert worst(private(pixels), images.logits(model, pixels)) < ERROR[32]
+    with torch.no_grad():
+        model[4].weight *= 3000.0
+        model[4].bias *= 0.0
+    with patch(model, debug) as private, pytest.raises(DomainError, match=r"conv2d in module '4' reaches 2\^"):
+        private(pixels)
+
+
 # -- plan and costs -------------------------------------------------------------------------------------------------
 def test_the_plan_shows_what_happens_to_norms_and_heads() -> None:
     model = nn.Sequential(
