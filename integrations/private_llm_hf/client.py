@@ -65,19 +65,24 @@ class Parties:
     # -- one call at a time ---------------------------------------------------------------------------------
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """Serialise calls; end the session if one fails or is interrupted halfway."""
-        with self._lock:
-            if self._over is not None:
-                raise PartyFailed(f"this session is over ({self._over}); load the model again")
-            finished = False
-            try:
-                yield
-                finished = True
-            except TransportError as error:
-                raise _remote_error(type(error)(named(self.config, str(error)))) from None
-            finally:
-                if not finished:
-                    self._end_session("an earlier call failed or was interrupted")
+        """One call at a time; end the session if it fails or is interrupted halfway."""
+        with self._lock, self._guarded():
+            yield
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """End the session if what is inside fails or is interrupted."""
+        if self._over is not None:
+            raise PartyFailed(f"this session is over ({self._over}); load the model again")
+        finished = False
+        try:
+            yield
+            finished = True
+        except TransportError as error:
+            raise _remote_error(type(error)(named(self.config, str(error)))) from None
+        finally:
+            if not finished:
+                self._end_session("an earlier call failed or was interrupted")
 
     def _end_session(self, reason: str) -> None:
         if self._over is None:

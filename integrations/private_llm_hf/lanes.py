@@ -1,11 +1,13 @@
 """Several lanes as one set of parties: the rows of a batch are spread over them, and they run at the same time.
 
-Rows go to lanes in order, as evenly as possible; a call with fewer rows than lanes leaves some idle. What the parties
-keep (caches, encoder outputs) stays in the lane of its rows, so rows may be reordered within a lane only.
+Rows go to lanes in order, as evenly as possible. A call with fewer rows than lanes takes lanes that are idle, so calls
+from several threads of the user run at the same time, each in lanes of its own. What the parties keep (caches, encoder
+outputs) stays in the lane of its rows, so rows may be reordered within a lane only.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -39,7 +41,7 @@ def join_lanes(config: PrivateConfig, transport: Transport, shutdown: Callable[[
 
 
 class Lanes(Parties):
-    """What all lanes do together; the lock, the end of the session and its reason are kept here."""
+    """What all lanes do together. A lane's own lock guards its links; the end of the session is kept here."""
 
     def __init__(self, config: PrivateConfig, lanes: Sequence[Parties]) -> None:
         first = lanes[0]
@@ -47,6 +49,18 @@ class Lanes(Parties):
         self._lanes = lanes
         self._rows: dict[int, Rows] = {}
         self._groups: dict[int, int] = {}
+        self._busy = [0] * len(lanes)
+        self._choice = threading.Lock()
+
+    @contextmanager
+    def _using(self, rows: Rows) -> Iterator[None]:
+        """Have the lanes that hold rows for oneself."""
+        with ExitStack() as stack:
+            for lane, count in zip(self._lanes, rows, strict=True):  # always in this order: nobody waits in a circle
+                if count:
+                    stack.enter_context(lane._lock)
+            with self._guarded():
+                yield
 
     def _tell(self, message: Message, parties: Iterable[int] | None = None) -> None:
         for lane in self._lanes:
@@ -101,13 +115,15 @@ class Lanes(Parties):
         """As `Parties.forward`, every lane its rows, all at the same time."""
         total = int(call["secret"][0]["shape"][0])
         indices: list[Tensor | None] = [None] * len(self._lanes)
+        kept_rows: Rows | None
         if call["encoded"] is not None and call["encoded"]["rows"] is not None:
-            rows, indices = self._by_lane(call["encoded"]["handle"], call["encoded"]["rows"])
+            kept_rows, indices = self._by_lane(call["encoded"]["handle"], call["encoded"]["rows"])
         else:
-            rows = self._split(total, [call["encoded"] and call["encoded"]["handle"], call["cache"]])
-        if sum(rows) != total:
-            raise DomainError(f"rows: got {total}; want {sum(rows)}, as many as the cache or encoder output has")
-        with self._call():
+            handles = (call["encoded"] and call["encoded"]["handle"], call["cache"])
+            kept_rows = next((self._rows[h] for h in handles if h is not None and h in self._rows), None)
+        if kept_rows is not None and sum(kept_rows) != total:
+            raise DomainError(f"rows: got {total}; want {sum(kept_rows)}, as many as the cache or encoder output has")
+        with self._reserved(kept_rows, total, self._groups.get(call["cache"], 1)) as rows, self._using(rows):
             busy, start = [], 0
             for lane, count, index in zip(self._lanes, rows, indices, strict=True):
                 if count:
@@ -123,16 +139,29 @@ class Lanes(Parties):
             raise TransportError("the lanes gave different answers: they do not run the same model or version")
         return answers[0][0], {name: torch.cat([opened[name] for _, opened in answers]) for name in answers[0][1]}
 
-    def _split(self, total: int, handles: Sequence[int | None]) -> Rows:
-        """As many rows to each lane as it holds of a kept state, or about as many to each."""
-        for handle in handles:
-            if handle is not None and handle in self._rows:
-                return self._rows[handle]
-        together = next((self._groups[h] for h in handles if h is not None and h in self._groups), 1)
-        groups, lanes = total // together if total % together == 0 else 0, len(self._lanes)
-        if not groups:
-            groups, together = total, 1
-        return [(groups // lanes + (lane < groups % lanes)) * together for lane in range(lanes)]
+    @contextmanager
+    def _reserved(self, rows: Rows | None, total: int, together: int) -> Iterator[Rows]:
+        """The lanes of a call: those that hold what it continues, or idle ones; other calls keep off while it runs."""
+        with self._choice:
+            rows = self._spread(total, together if total % together == 0 else 1) if rows is None else rows
+            used = [lane for lane, count in enumerate(rows) if count]
+            for lane in used:
+                self._busy[lane] += 1
+        try:
+            yield rows
+        finally:
+            with self._choice:
+                for lane in used:
+                    self._busy[lane] -= 1
+
+    def _spread(self, total: int, together: int) -> Rows:
+        """Groups of rows over the lanes in order; few groups go to the lanes with the fewest calls."""
+        groups, lanes = total // together, len(self._lanes)
+        chosen = sorted(sorted(range(lanes), key=lambda lane: self._busy[lane])[:groups])
+        rows = [0] * lanes
+        for place, lane in enumerate(chosen):
+            rows[lane] = (groups // len(chosen) + (place < groups % len(chosen))) * together
+        return rows
 
     def command(self, message: Message) -> None:
         """Cache management in every lane that holds rows of the cache."""
@@ -141,7 +170,7 @@ class Lanes(Parties):
         indices: list[Tensor | None] = [None] * len(rows)
         if how == "select":
             after, indices = self._by_lane(handle, message["index"])
-        with self._call():
+        with self._using(rows):
             for lane, count, index in zip(self._lanes, rows, indices, strict=True):
                 if count:
                     lane._tell(message if index is None else {**message, "index": index})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -103,9 +105,9 @@ def parties_of(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], party.P
     original = party.Party._load
 
     def load(self: party.Party, message: dict[str, object]) -> None:
-        original(self, message)
         lane = next(lane for lane, other in self.lanes.items() if other is self)
         found[lane, self.number] = self
+        original(self, message)
 
     monkeypatch.setattr(party.Party, "_load", load)
     return found
@@ -155,6 +157,40 @@ def test_a_failure_in_one_lane_ends_all(plaintext: PreTrainedModel, monkeypatch:
         model(IDS)
     with pytest.raises(PartyFailed, match="this session is over"):
         model(IDS)
+
+
+def test_requests_of_several_threads_run_in_lanes_of_their_own(
+    plaintext: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three calls that each wait for the others to have begun: one after the other they would never end."""
+    meeting = threading.Barrier(3, timeout=30)
+    original = party.Party._forward
+
+    def forward(self: party.Party, message: dict[str, object]) -> None:
+        if self.number == 0:
+            meeting.wait()
+        original(self, message)
+
+    how = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    with patch(plaintext, replace(TRIO, lanes=3, permute=True)) as model, ThreadPoolExecutor(3) as pool:
+        monkeypatch.setattr(party.Party, "_forward", forward)
+        made = list(pool.map(lambda row: model.generate(IDS[row : row + 1], **how), range(3)))
+    for row in range(3):
+        assert torch.equal(made[row], plaintext.generate(IDS[row : row + 1], **how))
+
+
+def test_quad_shares_rows_too(plaintext: PreTrainedModel) -> None:
+    with patch(plaintext, replace(TRIO, protocol="quad", lanes=2, permute=True)) as model:
+        assert worst(model(IDS).logits, plaintext(IDS).logits) < LOGIT_ERROR
+
+
+def test_images_share_rows_too() -> None:
+    from private_llm_hf.networks import small_lenet
+
+    torch.manual_seed(3)
+    network, images = small_lenet().eval(), torch.randn(5, 1, 8, 8)
+    with patch(network, replace(TRIO, lanes=2, permute=True)) as model:
+        assert worst(model(images), network(images)) < LOGIT_ERROR
 
 
 @pytest.mark.slow
