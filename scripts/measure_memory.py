@@ -1,0 +1,134 @@
+"""Peak memory of each party that holds a share file, with all weights in memory or read as layers run.
+
+python scripts/measure_memory.py                          OPT-1.3B shapes, layers from disk (21 GB of disk, minutes)
+python scripts/measure_memory.py --layers 4 --map cpu     fewer layers, all in memory
+python scripts/measure_memory.py --tiny                   a small model, in seconds
+
+Weights are random numbers in the model's public shapes. Parties are processes of `private-llm party`; a figure is the
+kernel's own peak of a process's resident memory (VmHWM), read after loading and after a generation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from private_llm_hf import AutoPrivateModelForCausalLM
+from private_llm_hf.auto import describe
+from private_llm_hf.share_files import ShareWriter, share_path
+from private_llm_hf.weights import WeightList, skeleton
+from transformers import OPTConfig, OPTForCausalLM
+
+from private_llm.config import PrivateConfig
+from private_llm.protocols.dealing import keys_held, sends_parts
+
+TIMEOUT_S = 900
+OPT_1_3B = {"hidden_size": 2048, "ffn_dim": 8192, "num_attention_heads": 32, "word_embed_proj_dim": 2048}
+TINY = {
+    "hidden_size": 64, "ffn_dim": 256, "num_attention_heads": 4, "word_embed_proj_dim": 64, "vocab_size": 256,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def make_files(folder: Path, config: OPTConfig) -> int:
+    """Share files of random weights, and the client's folder; returns the number of weights."""
+    wanted = WeightList.of(skeleton(OPTForCausalLM, config))
+    with ShareWriter(folder, PrivateConfig(), describe(OPTForCausalLM, config), wanted) as writer:
+        for name, shape in wanted.shapes.items():
+            writer(name, torch.empty(shape).normal_(0.0, 0.02))
+    config.architectures = ["OPTForCausalLM"]
+    config.save_pretrained(folder / "client")
+    return sum(math.prod(shape) for shape in wanted.shapes.values())
+
+
+def free_hosts(count: int) -> list[str]:
+    """Loopback addresses that nobody uses."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    hosts = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+    for each in sockets:
+        each.close()
+    return hosts
+
+
+@contextmanager
+def parties(folder: Path, hosts: list[str], device_map: str) -> Iterator[list[int]]:
+    """One process per party; yields their numbers."""
+    command = [sys.executable, "-c", "from private_llm.cli import main; main()", "party", "--allow-plain-loopback"]
+    command += ["--sessions", "1", "--timeout", str(TIMEOUT_S), "--device-map", device_map, "--hosts", ",".join(hosts)]
+    running = [
+        subprocess.Popen([*command, "--index", str(party), "--shares", str(share_path(folder, party))])
+        for party in range(3)
+    ]
+    try:
+        yield [process.pid for process in running]
+        for process in running:
+            process.wait(60)
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def peak_mb(process: int) -> float:
+    """The most memory that a running process has had so far."""
+    status = Path(f"/proc/{process}/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    return float(int(line.split()[1]) / 1000)
+
+
+def measure(folder: Path, config: OPTConfig, device_map: str, sequence: int) -> Iterator[dict[str, Any]]:
+    """One row per party."""
+    start = time.monotonic()
+    weights = make_files(folder, config)
+    row: dict[str, Any] = {"name": "memory", "device_map": device_map, "layers": config.num_hidden_layers}
+    row |= {"weights": weights, "tokens": sequence, "seconds_sharing": round(time.monotonic() - start, 1)}
+    hosts = free_hosts(3)
+    client = PrivateConfig(party_mode="remote", hosts=tuple(hosts), allow_plain_loopback=True, timeout_s=TIMEOUT_S)
+    with parties(folder, hosts, device_map) as processes:
+        start = time.monotonic()
+        with AutoPrivateModelForCausalLM.from_pretrained(str(folder / "client"), client) as model:
+            row["seconds_loading"] = round(time.monotonic() - start, 1)
+            loaded = [peak_mb(process) for process in processes]
+            start = time.monotonic()
+            ids = torch.arange(5, 5 + sequence)[None]
+            model.generate(input_ids=ids, max_new_tokens=2, do_sample=False, pad_token_id=1)
+            row["seconds_two_tokens"] = round(time.monotonic() - start, 1)
+            peaks = [peak_mb(process) for process in processes]
+    for party in range(3):
+        parts = keys_held(client, party) + sends_parts(client, party)
+        held = parts * weights * 8 / 1e6
+        yield {
+            **row, "party": party, "share_file_mb": round(share_path(folder, party).stat().st_size / 1e6, 1),
+            "held_mb": round(held, 1), "peak_loading_mb": round(loaded[party], 1), "peak_mb": round(peaks[party], 1),
+            "peak_by_ring_size": round(peaks[party] / (weights * 8 / 1e6), 3),
+        }  # fmt: skip
+
+
+def main() -> None:
+    """Print one JSON object per party."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--map", default="disk", help="'disk', 'cpu', or any --device-map of private-llm party")
+    parser.add_argument("--layers", type=int, default=24, help="decoder layers")
+    parser.add_argument("--seq", type=int, default=8, help="tokens of the prompt")
+    parser.add_argument("--folder", type=Path, help="where the share files go (default: a temporary folder)")
+    parser.add_argument("--tiny", action="store_true", help="a small model")
+    given = parser.parse_args()
+    shape = {"num_hidden_layers": 2, **TINY} if given.tiny else {"num_hidden_layers": given.layers, **OPT_1_3B}
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        for row in measure(Path(folder), OPTConfig(**shape), given.map, given.seq):
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
