@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from private_llm.net.ledger import Ledger
+from private_llm.protocols.share import Share
 from private_llm.tensor.secret import SecretTensor
 
 Read = Callable[[nn.Module], tuple[Tensor, Tensor | None]]
@@ -60,7 +61,33 @@ class SharedInput:
 
 def _joined(layers: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
     biases = [bias for _, bias in layers if bias is not None]
-    return torch.cat([weight for weight, _ in layers]), torch.cat(biases) if biases else None
+    weights = [weight for weight, _ in layers]
+    whole = _together(weights)
+    return torch.cat(weights) if whole is None else whole, torch.cat(biases) if biases else None
+
+
+def _together(weights: Sequence[Tensor]) -> SecretTensor | None:
+    """The weights as one, without a copy, if their shares lie one below the other (another lane has joined them)."""
+    fixed = [weight.fixed for weight in weights if isinstance(weight, SecretTensor)]
+    if len(fixed) < len(weights):
+        return None
+    parts = [_whole(rows) for rows in zip(*(value.share.parts for value in fixed), strict=True)]
+    whole = tuple(part for part in parts if part is not None)
+    return SecretTensor(fixed[0].with_share(Share(whole))) if len(whole) == len(parts) else None
+
+
+def _whole(rows: Sequence[Tensor]) -> Tensor | None:
+    """The tensor [R1 + R2 + .., K] that matrices [R, K] were split from, if they follow each other in its memory."""
+    first, at = rows[0], rows[0].data_ptr()
+    if first.is_meta:
+        return None
+    for row in rows:
+        if not row.is_contiguous() or row.data_ptr() != at or row.device != first.device:
+            return None
+        if row.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        at += row.numel() * row.element_size()
+    return first.as_strided((sum(len(row) for row in rows), first.shape[1]), (first.shape[1], 1))
 
 
 def _content(x: Tensor) -> object:

@@ -113,8 +113,8 @@ def parties_of(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], party.P
     return found
 
 
-def weight(member: party.Party) -> tuple[torch.Tensor, ...]:
-    return member._ready().model.decoder.layers[0].fc1.weight.fixed.share.parts
+def weight(member: party.Party, path: str = "fc1") -> tuple[torch.Tensor, ...]:
+    return member._ready().get_submodule(f"model.decoder.layers.0.{path}").weight.fixed.share.parts
 
 
 def test_lanes_of_one_casting_hold_one_share_others_have_masks_of_their_own(
@@ -123,8 +123,9 @@ def test_lanes_of_one_casting_hold_one_share_others_have_masks_of_their_own(
     found = parties_of(monkeypatch)
     with patch(plaintext, replace(TRIO, lanes=2)):
         for number in range(3):
-            pairs = zip(weight(found[0, number]), weight(found[1, number]), strict=True)
-            assert all(a.data_ptr() == b.data_ptr() for a, b in pairs)
+            for path in ("fc1", "self_attn.k_proj"):  # the latter was joined with its siblings for one product
+                pairs = zip(weight(found[0, number], path), weight(found[1, number], path), strict=True)
+                assert all(a.data_ptr() == b.data_ptr() for a, b in pairs)
     with patch(plaintext, replace(TRIO, lanes=2, permute=True)):
         held = [part for place in PLACES for part in weight(found[place])]
         assert [found[place].role for place in PLACES] == [0, 1, 2, 2, 0, 1]
