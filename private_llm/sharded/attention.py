@@ -21,12 +21,17 @@ def attend(
 ) -> Piece:
     """q [B, H, n, D], k [B, G, s, D], v [B, G, s, E], allowed (boolean, broadcastable to [B, H, n, s]; None: all).
 
-    H is a multiple of G (grouped queries). Returns out [B, H, n, E] and lse [B, H, n], in the dtype of q.
+    H is a multiple of G (grouped queries). Returns out [B, H, n, E] and lse [B, H, n], in the dtype of q. float32 on a
+    GPU takes one pass without a score matrix (kernels/triton_attention.py).
     """
     batch, heads, rows, _ = q.shape
     groups, keys = k.shape[1], k.shape[2]
     if not keys:
         return q.new_zeros(batch, heads, rows, v.shape[-1]), q.new_full((batch, heads, rows), -torch.inf)
+    if q.is_cuda and q.dtype == torch.float32:
+        from private_llm.kernels import triton_attention  # Triton is there where GPUs are
+
+        return triton_attention.attend(q, k, v, allowed, scale, softcap)
     grouped = q.reshape(batch, groups, heads // groups * rows, q.shape[-1])
     scores = torch.matmul(grouped, k.transpose(-1, -2)).view(batch, heads, rows, keys) * scale
     if softcap is not None:

@@ -8,7 +8,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from private_llm.kernels import triton_bits, triton_conv, triton_gather, triton_matmul, triton_prg, triton_trunc
+from private_llm.kernels import (
+    triton_attention,
+    triton_bits,
+    triton_conv,
+    triton_gather,
+    triton_matmul,
+    triton_prg,
+    triton_trunc,
+)
 
 TARGET = GPUTarget("cuda", 90, 32)
 WORDS, TABLE = "*i64", "*i32"
@@ -50,6 +58,9 @@ def main() -> None:
         triton_bits.row_products_kernel, triton_bits.block_carries_kernel, triton_bits.join_carries_kernel
     ):  # fmt: skip
         build(kernel, rows, {"BW": triton_bits.WORDS})
+    real = pointers("*fp32", "q k v out lse") | {"allowed": "*u8", "scale": "fp32", "cap": "fp32"}
+    sizes = {"D": 20, "E": 24, "BD": 32, "BE": 32, "BM": triton_attention.ROWS, "BN": triton_attention.KEYS}
+    build(triton_attention.attention_kernel, real, sizes | {"MASKED": True, "CAPPED": True})
     build(triton_prg.chacha20_kernel, pointers(TABLE, "key nonce out"), {"BB": triton_prg.BLOCKS})
 
 
