@@ -54,14 +54,29 @@ def flipped(tag: str, number: int, bit: int) -> Alter:
     return alter
 
 
-def listen(monkeypatch: pytest.MonkeyPatch, cheater: int = -1, alter: Alter | None = None) -> dict[int, Transport]:
-    """Put a recorder around every party's links, around the cheater's one that lies."""
+class _Lanes(RecordingTransport):
+    """Its other lanes are those of the links within, which pass through `listen` by themselves."""
+
+    def lane(self, number: int) -> Transport:
+        return self._inner.lane(number) if number else self
+
+
+class _LyingLanes(_Lanes, Liar):
+    """A cheater's."""
+
+
+def listen(
+    monkeypatch: pytest.MonkeyPatch, cheater: int = -1, alter: Alter | None = None, lane: int = 0
+) -> dict[int, Transport]:
+    """Put a recorder around every party's links, around the cheater's one that lies in one lane."""
     original, ends = LocalHub.transport, {}
 
     def transport(self: LocalHub, me: int) -> Transport:
         inner: LocalTransport = original(self, me)
-        ends[me] = Liar(inner, alter=alter) if me == cheater else RecordingTransport(inner)
-        return ends[me]
+        end = _LyingLanes(inner, alter=alter if self.number == lane else None) if me == cheater else _Lanes(inner)
+        if self.number == lane:
+            ends[me] = end
+        return end
 
     monkeypatch.setattr(LocalHub, "transport", transport)
     return ends
@@ -97,3 +112,26 @@ def test_a_message_of_every_kind(model: tr.OPTForCausalLM, cheater: int, monkeyp
                 with pytest.raises(PartyFailed, match="this session is over"):
                     private(IDS)
                 private.close()
+
+
+@pytest.mark.parametrize("permute", [False, True])
+def test_a_lie_in_one_of_two_lanes(model: tr.OPTForCausalLM, permute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lane has records and a verdict of its own; one that fails ends the whole session."""
+    config = PrivateConfig(protocol="quad", timeout_s=20, lanes=2, permute=permute)
+    batch = IDS.repeat(2, 1)
+    with monkeypatch.context() as patched:
+        ends = listen(patched, lane=1)
+        private = patch(model, config)
+        private(batch)
+        private.close()
+    for cheater in range(4):
+        sent = [message.tag for message in ends[cheater].messages if message.direction == "sent"]  # type: ignore[attr-defined]
+        number = sent.count("matmul") // 2
+        if not number:
+            continue
+        with monkeypatch.context() as patched:
+            listen(patched, cheater, flipped("matmul", number, 9), lane=1)
+            private = patch(model, config)
+            with pytest.raises((ProtocolAbort, TransportError)):
+                private(batch)
+            private.close()
