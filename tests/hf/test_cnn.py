@@ -15,6 +15,7 @@ import torch
 import transformers as tr
 from private_llm_hf import AutoPrivateModelForImageClassification, Network, PrivateConfig, patch
 from private_llm_hf.auto import share_checkpoint
+from private_llm_hf.preprocess import ForwardPlan
 from torch import nn
 
 from private_llm.errors import ConfigError, DomainError, PatchMismatch
@@ -217,3 +218,24 @@ def test_a_folded_norm_costs_nothing_and_pools_go_before_their_relu() -> None:
         costs = private.cost().by_module()
     assert not any(name.endswith("normalization") for name in costs)
     assert costs["resnet.embedder.pooler"][0] < costs["resnet.embedder.embedder.activation"][0], "swapped likewise"
+
+
+# -- with everything else -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "settings",
+    [{"lanes": 2}, {"lanes": 3, "permute": True}, {"device_map": {"": "disk"}}, {"truncation": "exact"}],
+    ids=str,
+)
+def test_settings_of_every_model_hold_for_images(settings: dict[str, object], tmp_path: Path) -> None:
+    model, pixels = images.build("mixed")
+    with patch(model, config(TRIO, 64, **settings, offload_folder=str(tmp_path))) as private:
+        assert worst(images.logits(private, pixels), images.logits(model, pixels)) < ERROR[64]
+
+
+def test_preprocessing_of_a_batch_of_images() -> None:
+    model, pixels = images.build("resnet-basic")
+    with patch(model, config(TRIO, 32)) as private:
+        private.preprocess(ForwardPlan({"pixel_values": tuple(pixels.shape)}))
+        assert worst(images.logits(private, pixels), images.logits(model, pixels)) < ERROR[32]
+        costs = private.cost().to_dict()
+    assert 0 < costs["bytes_preprocessing"] < costs["bytes_total"]
