@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
+from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, party, patch
 from private_llm_hf.auto import share_checkpoint
 from private_llm_hf.estimate import estimate
 from private_llm_hf.share_files import ShareFile, share_path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from private_llm.commands.models import demo_model
-from private_llm.errors import PartyFailed, ProtocolAbort
+from private_llm.errors import ProtocolAbort
 from private_llm.net.local import LocalHub
 from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import Transport
 from tests.hf import tiny
 from tests.hf.compare import BATCH, LOGIT_ERROR, MASK, worst
 from tests.hf.test_remote import free_ports, running
+from tests.hf.test_trio import CANARY, PROMPT, memory_of
 
 QUAD = PrivateConfig(protocol="quad", timeout_s=60)
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
@@ -103,6 +105,30 @@ def test_the_four_share_files_add_up_to_the_weights(tmp_path: Path) -> None:
     assert share_path(tmp_path / "shares", 3).stat().st_size < 10_000, "party 3 holds seeds, no weights"
 
 
+def test_no_party_reaches_weights_or_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[party.Party] = []
+    original = party.Party.__init__
+
+    def spy(self: party.Party, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)
+        seen.append(self)
+
+    monkeypatch.setattr(party.Party, "__init__", spy)
+    model = tiny.build("opt")
+    with torch.no_grad():
+        model.model.decoder.layers[0].fc1.bias[:64] = CANARY
+    encoded = torch.round(CANARY.double() * 2**18).to(torch.int64)
+    forbidden = {"ring": encoded[:4].numpy().tobytes(), "tokens": struct.pack("<8q", *PROMPT)}
+    with patch(model, QUAD) as private:
+        private.generate(torch.tensor([PROMPT]), max_new_tokens=2, do_sample=False)
+        assert sorted(each.number for each in seen) == [0, 1, 2, 3]
+        for each in seen:
+            memory = memory_of(each)
+            bias = each.model.model.decoder.layers[0].fc1.bias._fixed.share.parts
+            assert all(part[:4].numpy().tobytes() in memory for part in bias), "the search finds what a party holds"
+            assert [name for name, pattern in forbidden.items() if pattern in memory] == []
+
+
 class LyingHub(LocalHub):
     """One bit of one message is altered: the `count`-th that `liar` sends under `tag`."""
 
@@ -135,6 +161,6 @@ LIES = [
 def test_a_lie_ends_the_session_before_the_client_has_a_result(liar: int, tag: str, count: int) -> None:
     model = tiny.build("opt")
     hub = LyingHub(liar, tag, count)
-    with patch(model, QUAD, hub) as private, pytest.raises((PartyFailed, ProtocolAbort)):
+    with patch(model, QUAD, hub) as private, pytest.raises(ProtocolAbort):
         private(**BATCH)
     assert hub.left <= 0, "the lie was told"
