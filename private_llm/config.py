@@ -26,13 +26,14 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "reveal": ("logits", "token", "class"),
     "adder": ("auto", "prefix", "ripple"),
     "truncation": ("unit", "exact"),
+    "prg": ("aes", "chacha20"),
     "matmul": ("masked", "remask"),
     "party_mode": ("auto", "threads", "processes", "remote", "distributed"),
 }
 
 _AGREED = (
     "protocol", "ring", "frac_bits", "weights", "reveal", "adder", "bandwidth_mbit", "latency_ms", "relu_bits",
-    "relu_low", "truncation", "matmul", "lanes", "permute", "plan",
+    "relu_low", "truncation", "matmul", "prg", "lanes", "permute", "plan",
 )  # fmt: skip
 """What all parties must agree upon: these settings change the order or the meaning of messages."""
 
@@ -81,6 +82,8 @@ class PrivateConfig:
     lanes: sessions side by side that share the rows of a batch, so that one computes while another sends or waits (rows
     beyond the batch idle). permute: another party plays each role in each lane, so that all parties and links carry
     the same; each party then holds one weight share for each different casting (for trio min(lanes, 6) of them).
+    prg: cipher of the parties' common streams: "aes" (made on the CPU) or "chacha20" (made on the GPU if shares live
+    there).
     party_mode: "threads" or "processes" on this machine, "remote" (addresses in `hosts`), "distributed" (one
     process per party under torchrun or Accelerate's launcher, the client last), or "auto".
     trusted_network: let "distributed" span machines although torch.distributed does not encrypt.
@@ -92,7 +95,7 @@ class PrivateConfig:
     "sequential", or {module name: GPU number, "cuda:N", "cpu" or "disk"} for the whole model; None: all on `device`.
     max_memory: {device: bytes, or text like "20GB"} that the planned maps may use. offload_folder: where a party writes
     weights that are mapped to "disk" and come from the client (with a share file it reads that file instead).
-    tape_folder: where party 2 keeps what `model.preprocess` stores (default: the system's temporary folder).
+    tape_folder: where a party keeps what `model.preprocess` stores (default: the system's temporary folder).
     Devices and folders are each party's own business: parties need not agree on them.
     debug_ranges: check that no value leaves the safe range (opens nothing to the parties' network; plain only).
     insecure: must be True for protocol="plain". plan: which node sees which tokens (protocol="cascade" only).
@@ -110,6 +113,7 @@ class PrivateConfig:
     relu_low: int = 0
     truncation: Literal["unit", "exact"] = "unit"
     matmul: Literal["masked", "remask"] = "masked"
+    prg: Literal["aes", "chacha20"] = "aes"
     lanes: int = 1
     permute: bool = False
     party_mode: Literal["auto", "threads", "processes", "remote", "distributed"] = "auto"

@@ -97,7 +97,8 @@ def join(config: PrivateConfig, party: int, transport: Transport) -> Session:
     others = [p for p in range(config.parties) if p != party]
     seeds = _meet(config, transport, [*others, CLIENT])
     keys = receive_input_keys(transport, keys_held(config, party))
-    groups = meet_groups(transport, party, keys) if config.protocol == "quad" else []
+    met = meet_groups(transport, party, keys) if config.protocol == "quad" else []
+    groups = [group and Seed(group.raw(), config.prg) for group in met]
     return _placed(config, _masked(config, party, transport, seeds, keys, groups), device)
 
 
@@ -189,5 +190,6 @@ def _meet(config: PrivateConfig, transport: Transport, others: list[int]) -> dic
             )
         low, high = sorted([transport.me, other])
         halves = {transport.me: mine[other], other: theirs[32:]}
-        seeds[other] = Seed(hashlib.blake2b(halves[low] + halves[high], digest_size=32, person=b"pllm-pair").digest())
+        raw = hashlib.blake2b(halves[low] + halves[high], digest_size=32, person=b"pllm-pair").digest()
+        seeds[other] = Seed(raw, config.prg)
     return seeds

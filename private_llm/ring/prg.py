@@ -1,9 +1,12 @@
-"""Pseudorandom streams for shares: AES-128 in counter mode, one key per pair of parties and purpose.
+"""Pseudorandom streams for shares: AES-128 in counter mode or ChaCha20, one key per pair of parties and purpose.
 
 A `Seed` (32 bytes of OS entropy) never leaves the parties that share it. A stream key is
 BLAKE2b(key=seed, person="pllm-prg", label), so two labels give independent streams. A stream hands out
 consecutive blocks and cannot be rewound: no (key, counter) pair is used twice. Known-answer tests
 pin key derivation and stream (tests/ring/test_prg.py).
+
+A stream is the same bytes wherever a party computes. AES is made in main memory and copied to a GPU; ChaCha20 is
+made on the GPU that needs it. Which of them a session uses is agreed by all parties.
 """
 
 from __future__ import annotations
@@ -17,20 +20,23 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
 from private_llm.errors import ConfigError
+from private_llm.kernels import ops
 from private_llm.ring.ring import Ring
 
 _ZEROS = bytes(1 << 20)
 
 
 class Seed:
-    """32 secret bytes; `repr` never shows them."""
+    """32 secret bytes and the cipher of their streams, "aes" or "chacha20"; `repr` never shows the bytes."""
 
-    __slots__ = ("_raw",)
+    __slots__ = ("_raw", "cipher")
 
-    def __init__(self, raw: bytes) -> None:
+    def __init__(self, raw: bytes, cipher: str = "aes") -> None:
         if len(raw) != 32:
             raise ConfigError(f"seed: got {len(raw)} bytes; want 32")
-        self._raw = bytes(raw)
+        if cipher not in ("aes", "chacha20"):
+            raise ConfigError(f"prg: got {cipher!r}; want 'aes' or 'chacha20'")
+        self._raw, self.cipher = bytes(raw), cipher
 
     @classmethod
     def fresh(cls) -> Seed:
@@ -39,12 +45,13 @@ class Seed:
 
     def derive(self, label: str) -> Seed:
         """An independent seed for `label` (domain separation)."""
-        return Seed(hashlib.blake2b(label.encode(), key=self._raw, digest_size=32, person=b"pllm-seed").digest())
+        raw = hashlib.blake2b(label.encode(), key=self._raw, digest_size=32, person=b"pllm-seed").digest()
+        return Seed(raw, self.cipher)
 
     def stream(self, label: str) -> Prg:
         """The stream of this seed for `label`."""
-        key = hashlib.blake2b(label.encode(), key=self._raw, digest_size=16, person=b"pllm-prg").digest()
-        return Prg(key)
+        size, made = (16, Prg) if self.cipher == "aes" else (32, ChaCha)
+        return made(hashlib.blake2b(label.encode(), key=self._raw, digest_size=size, person=b"pllm-prg").digest())
 
     def raw(self) -> bytes:
         """The bytes, for a key exchange or a share file that only the holder may read."""
@@ -94,3 +101,50 @@ class Prg:
 
     def __repr__(self) -> str:
         return "Prg(<secret>)"
+
+
+class ChaCha(Prg):
+    """A ChaCha20 stream (RFC 8439, blocks from 0, nonce 0 and on), made on the device that asks. Not thread-safe."""
+
+    __slots__ = ("_at", "_block", "_key", "_nonce")
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._nonce, self._block = key, 0, 0
+        self._at: tuple[int, int] | None = None
+
+    def _take(self, size: int) -> tuple[int, int]:
+        """Nonce and first block of the next `size` bytes, which begin and end with whole blocks."""
+        blocks = (size + _BLOCK - 1) // _BLOCK
+        if self._block + blocks > 1 << 32:
+            self._nonce, self._block = self._nonce + 1, 0
+        first = (self._nonce, self._block)
+        self._block += blocks
+        return first
+
+    def fill(self, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        """Overwrite `out` (uint8, contiguous) with the next stream bytes, block-aligned per call."""
+        first = self._take(out.size)
+        if self._at != first:
+            counter = first[1].to_bytes(4, "little") + first[0].to_bytes(12, "little")
+            self._encrypt = Cipher(algorithms.ChaCha20(self._key, counter), None).encryptor()
+        for start in range(0, out.size, len(_ZEROS)):
+            piece = out[start : start + len(_ZEROS)]
+            self._encrypt.update_into(memoryview(_ZEROS)[: piece.size], piece.data)
+        self._encrypt.update(_ZEROS[: -out.size % _BLOCK])
+        self._at = (self._nonce, self._block)
+
+    def _draw(self, count: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
+        where = torch.device(device)
+        return self.make(count, dtype, where) if where.type == "cuda" else super()._draw(count, dtype, where)
+
+    def make(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The next `count` elements, computed by the kernel of `device`: the bytes that `fill` would give."""
+        size = count * dtype.itemsize
+        nonce, block = self._take(size)
+        key = torch.frombuffer(bytearray(self._key), dtype=torch.int32).to(device)
+        number = torch.frombuffer(bytearray(nonce.to_bytes(12, "little")), dtype=torch.int32).to(device)
+        return ops.chacha20(key, number, block, size // 4).view(dtype)
+
+
+_BLOCK = 64
+"""Bytes of a ChaCha20 block."""

@@ -7,6 +7,7 @@ is drawn, received or made on the session's device instead of the operands' fail
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from private_llm.ring.ring import RING64
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm.tensor.secret_index import SecretIndex
+from tests.harness import run_parties
 from tests.tensor.secrets import plain_session, secret
 
 META = torch.device("meta")
@@ -162,3 +164,17 @@ def test_every_protocol_says_where_it_computes() -> None:
     assert isinstance(x.proto, Protocol)
     assert here.protocol.device == META
     assert held(here, "cpu", 1).proto.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("protocol", ["trio", "quad", "dealer"])
+def test_every_protocol_runs_on_streams_of_chacha(protocol: Literal["trio", "quad", "dealer"]) -> None:
+    """The cipher that a GPU can make; nothing but the masks changes."""
+    x = torch.tensor([[1.5, -2.0], [0.25, 3.0]])
+    done = run_parties(PrivateConfig(protocol=protocol, prg="chacha20"), lambda session, v: [v.matmul(v), v * v], [x])
+    assert all((value - want).abs().max() < 1e-4 for value, want in zip(done.values, (x @ x, x * x), strict=True))
+
+
+def test_parties_agree_on_the_cipher() -> None:
+    assert PrivateConfig(prg="chacha20").agreement() != PrivateConfig().agreement()
+    with pytest.raises(ConfigError, match="prg"):
+        PrivateConfig.from_dict({"prg": "des"})

@@ -12,7 +12,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from private_llm.errors import ConfigError
-from private_llm.ring.prg import Prg, Seed
+from private_llm.ring.prg import ChaCha, Prg, Seed
 from private_llm.ring.ring import RING32, RING64
 
 
@@ -79,3 +79,52 @@ def test_seeds_do_not_print_pickle_or_take_other_lengths() -> None:
         copy.copy(seed)
     with pytest.raises(ConfigError, match="got 31 bytes; want 32"):
         Seed(bytes(31))
+
+
+# -- ChaCha20 -----------------------------------------------------------------------------------------------------
+def test_chacha_matches_rfc_8439_appendix_a1() -> None:
+    """Test vectors 1 and 2: key and nonce zero, blocks 0 and 1."""
+    stream = ChaCha(bytes(32)).words(16).numpy().tobytes().hex()
+    assert stream.startswith("76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7")
+    assert stream[128:].startswith("9f07e7be5551387a98ba977c732d080dcb0f29a048e3656912c6533e32ee7aed")
+
+
+def test_known_answer_of_chacha_key_derivation() -> None:
+    seed = Seed(bytes(range(32)), "chacha20")
+    key = hashlib.blake2b(b"trio masks", key=bytes(range(32)), digest_size=32, person=b"pllm-prg").digest()
+    assert torch.equal(seed.stream("trio masks").words(9), ChaCha(key).words(9))
+    assert isinstance(seed.derive("more").stream("x"), ChaCha)
+    assert isinstance(Seed(bytes(32)).stream("x"), Prg)
+    with pytest.raises(ConfigError, match="chacha20"):
+        Seed(bytes(32), "rot13")
+
+
+def test_a_chacha_stream_is_the_same_on_every_device() -> None:
+    """One party draws in main memory, the other by the kernel of its device, taking turns."""
+    here, there = ChaCha(bytes(range(32))), ChaCha(bytes(range(32)))
+    for count, ring in ((3, RING64), (1, RING32), (0, RING64), (16, RING32), (1000, RING64), (5, RING32)):
+        mine = here.elements(count, ring)
+        assert torch.equal(mine, there.make(count, ring.dtype, torch.device("cpu")))
+        here, there = there, here
+        assert torch.equal(here.words(2), there.words(2))
+
+
+def test_draws_of_chacha_never_overlap() -> None:
+    """Each draw takes whole blocks; the next nonce follows the last block of one."""
+    stream = ChaCha(bytes(32))
+    drawn = torch.cat([stream.words(count) for count in (1, 7, 8, 9, 200_000, 3)])
+    assert len(set(drawn.tolist())) == drawn.numel()
+    late = ChaCha(bytes(32))
+    late._block = (1 << 32) - 1
+    assert late.words(8).numel() == 8
+    assert (late._nonce, late._block) == (0, 1 << 32)
+    following = late.words(8)
+    assert (late._nonce, late._block) == (1, 1)
+    other = Cipher(algorithms.ChaCha20(bytes(32), bytes(4) + (1).to_bytes(12, "little")), None).encryptor()
+    assert following.numpy().tobytes() == other.update(bytes(64))
+
+
+def test_chacha_on_meta_draws_nothing() -> None:
+    stream = ChaCha(bytes(32))
+    assert stream.words(5, "meta").is_meta
+    assert torch.equal(stream.words(4), ChaCha(bytes(32)).words(4))
