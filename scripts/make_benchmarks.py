@@ -75,20 +75,21 @@ def table(rows: list[dict[str, Any]]) -> str:
 def pigeon_table(rows: list[dict[str, Any]]) -> str:
     """PIGEON's works, with the aims and the figures of its C++ engine."""
     lines = [
-        "| work | ring | protocol | median (min to max), s | aim | C++ | MB, all links | aim | C++ | rounds | error |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| work | ring | protocol | parties | median (min to max), s | aim | C++ | MB, all links | aim | C++ | rounds "
+        "| error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         times = "{median:.3f} ({min:.3f} to {max:.3f})".format(**row["seconds"])
         sizes = [row["bytes_total"], row["aim_bytes"], row["reference_bytes"]]
         aim_mb, reference_mb = ("-" if size is None else f"{size / 1e6:.1f}" for size in sizes[1:])
         lines.append(
-            f"| {row['label']} | {row['ring']} | {row['protocol']} | {times} | {row['aim_seconds']:.2f} "
-            f"| {row['reference_seconds']:.3f} | {sizes[0] / 1e6:.1f} | {aim_mb} | {reference_mb} | {row['rounds']} "
+            f"| {row['label']} | {row['ring']} | {row['protocol']} | {row['party_mode']} | {times} "
+            f"| {row['aim_seconds']:.2f} | {row['reference_seconds']:.3f} | {sizes[0] / 1e6:.1f} | {aim_mb} | {reference_mb} | {row['rounds']} "
             f"| {row['error_max']:.0e} |"
         )
     first = rows[0]
-    lines.append(f"\nParties as {first['party_mode']}; {first['machine']}; torch {first['torch']}.")
+    lines.append(f"\n{first['machine']}; torch {first['torch']}; private-llm {first['version']}.")
     return "\n".join(lines)
 
 
@@ -131,7 +132,7 @@ def measure_pigeon(repeat: int, tiny: bool) -> list[dict[str, Any]]:
     """PIGEON's whole table."""
     made = []
     for job in jobs(PrivateConfig(), tiny=tiny):
-        made.append(job.to_dict(measure(job.work, job.config, repeat)))
+        made.append(job.to_dict(job.run(repeat)))
         print(json.dumps(made[-1]), flush=True)
     if not tiny:
         keep(PIGEON_ROWS, made)

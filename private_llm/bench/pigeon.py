@@ -9,11 +9,12 @@ opened; Quad's with one instruction repaired that made it ten times slower on th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from private_llm.bench.catalogue import make
+from private_llm.bench.measure import measure
 from private_llm.bench.rows import Row
 from private_llm.bench.whole import WholeWork
 from private_llm.bench.work import Shape, Work
@@ -95,6 +96,18 @@ class Job:
     work: Work | WholeWork
     config: PrivateConfig
 
+    @property
+    def modes(self) -> tuple[PrivateConfig, ...]:
+        """Settings to try: parties as asked for, or with party_mode="auto" as threads and as processes."""
+        if self.config.party_mode != "auto":
+            return (self.config,)
+        return (replace(self.config, party_mode="threads"), replace(self.config, party_mode="processes"))
+
+    def run(self, repeat: int, progress: Callable[[], None] = lambda: None) -> Row:
+        """Measure; of several modes the faster one counts (its row says which it was)."""
+        rows = [measure(self.work, config, repeat, progress=progress) for config in self.modes]
+        return min(rows, key=lambda row: row.seconds["median"])
+
     def to_dict(self, row: Row) -> dict[str, Any]:
         """The row as JSON, with the figures that it is compared with."""
         aim, reference = self.line.aim[self.protocol], self.line.reference[self.protocol]
@@ -106,12 +119,18 @@ class Job:
 
 
 def jobs(config: PrivateConfig, protocols: Sequence[Party] = PROTOCOLS, tiny: bool = False) -> Iterator[Job]:
-    """Every line under every protocol, with the other settings of `config`; comparisons cover the whole ring."""
+    """Every line under every protocol, with the other settings of `config`; comparisons cover the whole ring.
+
+    tiny: smallest shapes, parties as threads unless `config` says otherwise.
+    """
+    mode: Literal["auto", "threads", "processes", "remote", "distributed"] = config.party_mode
+    if tiny and mode == "auto":
+        mode = "threads"
     for protocol in protocols:
         for line in LINES:
             settings = replace(
                 config, protocol=protocol, insecure=False, ring=line.ring, frac_bits=_FRACTION[line.ring],
-                relu_bits=line.ring, adder="prefix",
+                relu_bits=line.ring, adder="prefix", party_mode=mode,
             )  # fmt: skip
             yield Job(line, protocol, make(line.work, None if tiny else line.shape, tiny=tiny), settings)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,9 @@ def bench_pigeon(
     if not todo:
         raise ConfigError(f"pigeon: got protocol {', '.join(protocols)}; want trio or quad")
     rows = []
-    with progress_bar(len(todo) * (repeat + 1), quiet=as_json) as step:
+    with progress_bar(sum(len(job.modes) for job in todo) * (repeat + 1), quiet=as_json) as step:
         for job in todo:
-            name = f"{job.protocol} {job.line.label}"
-            row = measure(job.work, job.config, repeat, None, _Clock().then(step, name))
+            row = job.run(repeat, partial(step, f"{job.protocol} {job.line.label}"))
             rows.append((job, row))
             if as_json:
                 emit_json(job.to_dict(row))
@@ -178,12 +178,11 @@ def _pigeon_table(rows: Sequence[tuple[Job, Row]]) -> None:
         sizes += ["-" if figure.megabytes is None else f"{figure.megabytes:.1f}" for figure in (aim, reference)]
         work = f"{job.line.label}, {row.ring} bits"
         cells.append((
-            work, row.protocol, times, f"{aim.seconds:.2f}", f"{reference.seconds:.3f}", *sizes, row.rounds,
-            f"{row.error_max:.0e}",
+            work, row.protocol, row.party_mode, times, f"{aim.seconds:.2f}", f"{reference.seconds:.3f}", *sizes,
+            row.rounds, f"{row.error_max:.0e}",
         ))  # fmt: skip
-    first = rows[0][1]
-    headings = ("work", "protocol", "s: min med max", "aim", "C++", "MB", "aim", "C++", "rounds", "error")
-    title = f"PIGEON's works, parties as {first.party_mode}"
+    headings = ("work", "protocol", "parties", "s: min med max", "aim", "C++", "MB", "aim", "C++", "rounds", "error")
+    title = "PIGEON's works"
     if any(job.work.shape != job.line.shape for job, _ in rows):
         title += "; tiny shapes, not those of the labels"
     emit_table(title, headings, cells, caption=machine())
