@@ -85,8 +85,8 @@ def pigeon_table(rows: list[dict[str, Any]]) -> str:
         aim_mb, reference_mb = ("-" if size is None else f"{size / 1e6:.1f}" for size in sizes[1:])
         lines.append(
             f"| {row['label']} | {row['ring']} | {row['protocol']} | {row['party_mode']} | {times} "
-            f"| {row['aim_seconds']:.2f} | {row['reference_seconds']:.3f} | {sizes[0] / 1e6:.1f} | {aim_mb} | {reference_mb} | {row['rounds']} "
-            f"| {row['error_max']:.0e} |"
+            f"| {row['aim_seconds']:.2f} | {row['reference_seconds']:.3f} | {sizes[0] / 1e6:.1f} | {aim_mb} "
+            f"| {reference_mb} | {row['rounds']} | {row['error_max']:.0e} |"
         )
     first = rows[0]
     lines.append(f"\n{first['machine']}; torch {first['torch']}; private-llm {first['version']}.")
