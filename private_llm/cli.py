@@ -220,7 +220,7 @@ def party(
     ring: RingOption = 64,
     reveal: Annotated[str, typer.Option(help="As the client's.")] = "logits",
     matmul: MatmulOption = "masked",
-    tape_folder: Annotated[str | None, typer.Option(help="Where this party stores preprocessing.")] = None,
+    tape_folder: Annotated[str | None, typer.Option(help="Where party 2 keeps what it preprocesses.")] = None,
     sessions: Annotated[int | None, typer.Option(help="Stop after this many sessions (default: never).")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds of silence after which another endpoint is dead.")] = 120.0,
     device: Annotated[str, typer.Option(help="Where shares live: 'cpu', 'cuda:N', or 'cuda'.")] = "cpu",
@@ -310,9 +310,7 @@ def bench(
     n: Annotated[int | None, typer.Option("--n", help="First size of the shape (elements, tokens).")] = None,
     repeat: Annotated[int, typer.Option(help="Timed repetitions after one warm-up.")] = 5,
     shape: Annotated[str | None, typer.Option(help="Sizes joined by 'x', for instance 128x768x3072.")] = None,
-    party_mode: Annotated[
-        PartyMode, typer.Option("--party-mode", help="auto: threads; for pigeon the faster of threads and processes.")
-    ] = PartyMode.AUTO,
+    party_mode: PartyOption = PartyMode.THREADS,
     lanes: Annotated[int, typer.Option(help="Sessions side by side that share the rows of a work.")] = 1,
     permute: Annotated[bool, typer.Option("--permute", help="Another party plays each role in each lane.")] = False,
     bandwidth: Annotated[float | None, typer.Option(help="Emulated Mbit/s of each direction of a link.")] = None,

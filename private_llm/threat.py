@@ -129,16 +129,26 @@ PREPROCESSED = Threat(
     kind="shortcut",
     corrupt="as the protocol",
     learns=(
-        ("party 0 or the dealer", "the planned shapes, before the data; afterwards not even when calls happen"),
         (
-            "who reads party 2's disk",
-            "sizes only: the file is encrypted and authenticated under a key that lives in that party's memory",
+            "who runs ahead (party 0, the dealer, in quad party 3)",
+            "the planned shapes, before the data; afterwards not even when calls happen",
+        ),
+        (
+            "who reads the disk of party 2 (in quad also of party 0)",
+            "sizes only: the file has no name, and is encrypted and authenticated under a key in that party's memory",
+        ),
+        (
+            "the client, in quad",
+            "digests of the masks of what will be opened, before there is data; it gets the masks with the results",
         ),
     ),
-    source="masks of each planned call come from streams of their own, used once: a second use is refused by every "
-    "party (TrioArithmetic.stretch) and by the file, which has no name and is gone when read; "
-    "private_llm/net/tape.py",
-    setting="model.preprocess(...), with protocol='trio' or 'dealer'",
+    source=(
+        "Masks of each planned call come from streams of their own, used once: a second use is refused by every party "
+        "and by the file, which is gone when read. In quad what party 3 sent ahead is recorded when it is read, so a "
+        "lie ends the session before anything is opened, as ever; party 3 needs no verdict, because it opens nothing "
+        "but those digests. private_llm/protocols/ahead.py, private_llm/net/tape.py"
+    ),
+    setting="model.preprocess(...), with protocol='trio', 'quad' or 'dealer'",
 )
 
 PLAIN = Threat(

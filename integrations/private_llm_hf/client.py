@@ -39,9 +39,6 @@ from private_llm_hf.wire import Message, recv_message, send_message
 Secret = Tensor | tuple[Tensor, int]
 """Ring elements, or token ids (int64) and the size of their vocabulary."""
 
-EVALUATORS = (1, 2)
-"""Who computes when party 0 (or the dealer) has run ahead."""
-
 _REMOTE = re.compile(r"(party \d+|the dealer): (\w+): (.*)", re.DOTALL)
 
 
@@ -183,10 +180,10 @@ class Parties:
                 if place is None:
                     self.ask(call, secrets)
                     return self.opened()
-                self._tell({"do": "forward", "free": [], "at": place, **call}, EVALUATORS)
+                self._tell({"do": "forward", "free": [], "at": place, **call}, self._online)
                 with self._apart(place):
                     self._share(secrets)
-                return self.opened(EVALUATORS)
+                    return self.opened(self._online)
 
     def ask(self, call: Message, secrets: list[Secret]) -> None:
         """The first half of `forward`: command and inputs."""
@@ -214,22 +211,24 @@ class Parties:
         with self._lock:
             place = self._place(message)
             with self._call():
-                self._tell(message if place is None else {**message, "at": place}, place and EVALUATORS)
+                self._tell(message if place is None else {**message, "at": place}, place and self._online)
 
     # -- preprocessing ------------------------------------------------------------------------------------------
     def preprocess(self, entries: list[Message]) -> int:
-        """Let party 0 run ahead for these requests (none: forget what was preprocessed); bytes that party 2 stored.
+        """Let the helping party run ahead for these requests (none: forget what was preprocessed); bytes stored.
 
         Raises ConfigError where preprocessing cannot be apart.
         """
-        if self.config.lanes > 1 or not isinstance(self._end, TrioClient) or self.config.helper != 0:
-            raise ConfigError("preprocess: want protocol 'trio' or 'dealer', and one lane")
+        helper = self.config.helper
+        if self.config.lanes > 1 or not isinstance(self._end, TrioClient) or helper is None:
+            raise ConfigError("preprocess: want protocol 'trio', 'quad' or 'dealer', and one lane")
         with self._call():
             self._drop_schedule()
             schedule = Schedule(next(self._plans), entries)
             message: Message = {"do": "preprocess", "plan": schedule.number, "calls": entries}
             self._tell({**message, "free": self._take_unused()})
             answers = [self._answer(party) for party in range(self.config.parties)]
+            self._end.take_witnesses(answers[helper]["witnesses"])
             self._schedule = schedule if entries else None
             return sum(int(answer["stored"]) for answer in answers)
 
@@ -251,15 +250,20 @@ class Parties:
         return None
 
     def _drop_schedule(self) -> None:
-        """Forget it; party 0 frees what it computed ahead with the next request that it hears of."""
+        """Forget it; the helping party frees what it computed ahead with the next request that it hears of."""
         if self._schedule is not None:
             self._unused.extend(self._schedule.planned_handles)
             self._schedule = None
 
+    @property
+    def _online(self) -> list[int]:
+        """Who computes when the helping party has run ahead."""
+        return [party for party in range(self.config.parties) if party != self.config.helper]
+
     def _apart(self, place: tuple[int, int]) -> AbstractContextManager[None]:
         """Masks of a preprocessed call."""
         if not isinstance(self._end, TrioClient):
-            raise ConfigError("preprocess: want protocol 'trio' or 'dealer'")
+            raise ConfigError("preprocess: want protocol 'trio', 'quad' or 'dealer'")
         return self._end.stretch(stretch_label(*place))
 
     # -- handles ------------------------------------------------------------------------------------------------

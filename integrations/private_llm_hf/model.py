@@ -81,14 +81,14 @@ class PrivateModel:
         return self.plan
 
     def preprocess(self, *plans: AnyPlan) -> Preprocessed:
-        """Let party 0 (or the dealer) do its part of future calls now; online it is then silent.
+        """Let the helping party (party 0, the dealer, in quad party 3) do its part of future calls now.
 
             model.preprocess(GeneratePlan(prompt=12, new_tokens=32))
             model.generate(**inputs, max_new_tokens=32)       # 12 tokens of prompt
 
-        Party 2 stores what it receives, encrypted, in `PrivateConfig.tape_folder`, until it is used (once) or the
-        session ends. Then the planned calls must come in their order; any other raises DomainError. When all were made
-        the session is as before. A new plan, or none, throws away what is left. Protocols 'trio' and 'dealer'.
+        Online it is then silent. Its receivers store what it sends, encrypted, in `PrivateConfig.tape_folder`, until
+        it is used (once) or the session ends. Then the planned calls must come in their order; any other raises
+        DomainError. When all were made the session is as before. A new plan, or none, throws away what is left.
         """
         entries = rehearse(self, plans)
         return Preprocessed(len(entries), self.parties.preprocess(entries))

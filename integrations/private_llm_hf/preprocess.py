@@ -1,6 +1,6 @@
 """Preprocessing ahead of the data: which calls are planned, and whether the calls that come are those.
 
-What party 0 (or the dealer) contributes to a call depends on public facts alone: shapes, masks, positions, which cache
+What the helping party contributes to a call depends on public facts alone: shapes, masks, positions, which cache
 is continued. A plan is rehearsed: the user's own program (`generate()`, or one forward) runs against a stand-in for the
 parties that answers zeros and writes down what was asked. The parties run ahead for exactly these requests, and the
 client compares each later request with the next one of them before anything is sent (schedule.py).
@@ -85,7 +85,7 @@ AnyPlan = GeneratePlan | ForwardPlan
 
 @dataclass(frozen=True)
 class Preprocessed:
-    """What `model.preprocess` did: how many requests to the parties it covers, bytes that party 2 stored."""
+    """What `model.preprocess` did: how many requests to the parties it covers, bytes that were stored."""
 
     calls: int
     stored_bytes: int

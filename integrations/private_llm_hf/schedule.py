@@ -1,4 +1,4 @@
-"""The requests that party 0 has run ahead for, and whether the requests that come are those."""
+"""The requests that the helping party has run ahead for, and whether the requests that come are those."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Schedule:
 
     @property
     def planned_handles(self) -> set[int]:
-        """The handles under which party 0 keeps what it computed ahead."""
+        """The handles under which the helping party keeps what it computed ahead."""
         return {handle for entry in self.entries for handle in handles_of(entry)}
 
     def take(self, message: Message, known: set[int]) -> int:

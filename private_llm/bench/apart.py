@@ -1,7 +1,8 @@
 """Preprocessing apart from the online phase, both timed: `private-llm bench --preprocess`.
 
-Before each run party 0 (or the dealer) computes ahead and party 2 stores what it receives; the run itself reads that
-tape while party 0 is silent. The same works as in `measure`, one lane, parties as threads or processes.
+Before each run the helping party (party 0, the dealer, in quad party 3) computes ahead and its receivers store what it
+sends; the run itself reads those tapes while it is silent. The same works as in `measure`, one lane, parties as threads
+or processes.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ def measure_apart(
     speed: of emulated links (parties as threads). progress is called after each run.
     Raises ConfigError where there is nothing to separate, and what a party raised.
     """
-    if config.helper != 0 or config.lanes > 1:
-        raise ConfigError("--preprocess: want protocol 'trio' or 'dealer', and one lane")
+    if config.helper is None or config.lanes > 1:
+        raise ConfigError("--preprocess: want protocol 'trio', 'quad' or 'dealer', and one lane")
     if isinstance(work, WholeWork):
         found = _whole(work, config, repeat, speed, progress)
     else:
@@ -118,7 +119,12 @@ def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -
         run = work.prepare(session, dict(receive_weights(work, session, transport)))
         inputs = [Fixed(session, session.protocol.receive_input(shape), session.frac) for shape in work.inputs]
         plan = 0
-        with closing(Ahead[None](session, lambda _: made.append(run(session, inputs)))) as ahead:
+
+        def compute(_: None = None) -> None:
+            made.append(run(session, inputs))
+            session.protocol.verify()
+
+        with closing(Ahead[None](session, transport, compute)) as ahead:
             while (order := int(transport.recv(CLIENT, _SIGNAL, (1,), torch.int64))) != _STOP:
                 if order == _AHEAD:
                     transport.ledger.reset()
@@ -126,7 +132,7 @@ def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -
                     ahead.prepare(plan, [None])
                 elif party != config.helper:
                     with ahead.following(plan, 0):
-                        made.append(run(session, inputs))
+                        compute()
                 booked = transport.ledger.sent.items()
                 sent = sum(count for (_, op, to), count in booked if op != CONTROL and to != CLIENT)
                 transport.send(CLIENT, _SIGNAL, torch.tensor([sent, transport.ledger.cost().rounds]))
@@ -196,7 +202,7 @@ def _ask(
     with torch.no_grad():
         error = float((result - work.truth(values, weights)).abs().max())
     sent = {str(party): int(reports[party, 0]) for party in range(config.parties)}
-    return _Measured(before, online, sent["0"], sent, int(reports[:, 1].max()), error)
+    return _Measured(before, online, sent[str(config.helper)], sent, int(reports[:, 1].max()), error)
 
 
 def _one(transport: Transport, parties: int, order: int) -> tuple[float, torch.Tensor]:

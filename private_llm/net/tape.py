@@ -1,11 +1,12 @@
-"""Preprocessing on disk: what party 0 (or the dealer) sends is stored by party 2 and read back when data are there.
+"""Preprocessing on disk: what the helping party sends is stored by its receiver and read back when data are there.
 
-  1. Party 0 runs planned calls ahead through an `AheadTransport`: each message is announced by a wire header, so that
-     party 2, which does not compute yet, knows what comes; a BYE header ends a call.
-  2. Party 2 writes the messages to a `Tape`: wire headers, each followed by the payload, AES-128-GCM encrypted in
+  1. The helping party (party 0 of trio, the dealer, party 3 of quad) runs planned calls ahead through an
+     `AheadTransport`: each message is announced by a wire header, so that the receiver (party 2; in quad also party 0),
+     which does not compute yet, knows what comes; a BYE header ends a call.
+  2. The receiver writes the messages to a `Tape`: wire headers, each followed by the payload, AES-128-GCM encrypted in
      pieces under a key that never leaves this process (nonce = number of the piece, header authenticated). What lies on
      the disk says nothing and cannot be altered unnoticed; the file has no name, so it vanishes with the process.
-  3. Online, a `TapeTransport` hands the messages to the protocol as if party 0 had just sent them.
+  3. Online, a `TapeTransport` hands the messages to the protocol as if they had just been sent.
 
 A tape is read once, front to back, and its file is gone with it; there is no way back, because masks must never repeat.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -29,9 +30,9 @@ from private_llm.net.ledger import CONTROL
 from private_llm.net.transport import Transport
 from private_llm.net.wire import HEADER_BYTES, Frame, Kind
 
-HELPER, KEEPER = 0, 2
-"""Who sends preprocessing, and who stores it."""
 ANNOUNCED = "tape frame"
+_WRITER = 0
+"""Stands for the sender in headers on a tape."""
 _PIECE = 1 << 24
 """Bytes encrypted at a time."""
 _SEAL = 16
@@ -91,7 +92,7 @@ class Tape:
         Raises TransportError for another message, ShareFileError if the file is damaged.
         """
         out = torch.empty(shape, dtype=dtype)
-        header = self._expect(Frame(Kind.DATA, HELPER, self._session, self._messages, tag, dtype, out.numel()))
+        header = self._expect(Frame(Kind.DATA, _WRITER, self._session, self._messages, tag, dtype, out.numel()))
         raw = out.view(-1).view(torch.uint8).numpy()
         for start in range(0, len(raw), _PIECE):
             piece = raw[start : start + _PIECE]
@@ -107,14 +108,14 @@ class Tape:
 
     def finish_call(self) -> None:
         """The call must be at its end."""
-        self._expect(Frame(Kind.BYE, HELPER, self._session, self._messages, "", torch.uint8, 0))
+        self._expect(Frame(Kind.BYE, _WRITER, self._session, self._messages, "", torch.uint8, 0))
 
     def close(self) -> None:
         """Close the file, which deletes it. Idempotent."""
         self._file.close()
 
     def _header(self, kind: Kind, tag: str, dtype: torch.dtype, count: int) -> bytes:
-        header = wire.encode(kind, HELPER, self._session, self._messages, tag, dtype, count)
+        header = wire.encode(kind, _WRITER, self._session, self._messages, tag, dtype, count)
         self._messages += 1
         return header
 
@@ -153,7 +154,7 @@ class Tape:
 
 
 class AheadTransport(Transport):
-    """Party 0's links while it runs ahead: every message is announced to its receiver."""
+    """The helping party's links while it runs ahead: every message is announced to its receiver."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.me)
@@ -165,9 +166,10 @@ class AheadTransport(Transport):
         self._announce(to, wire.encode(Kind.DATA, self.me, bytes(8), 0, tag, payload.dtype, payload.numel()))
         self._inner.send(to, tag, payload)
 
-    def end_call(self) -> None:
-        """Tell party 2 that this call has no more messages."""
-        self._announce(KEEPER, wire.encode(Kind.BYE, self.me, bytes(8), 0, "", torch.uint8, 0))
+    def end_call(self, keepers: Iterable[int]) -> None:
+        """Tell those who store that this call has no more messages."""
+        for keeper in keepers:
+            self._announce(keeper, wire.encode(Kind.BYE, self.me, bytes(8), 0, "", torch.uint8, 0))
 
     def _announce(self, to: int, header: bytes) -> None:
         self.ledger.sent[("", CONTROL, to)] += len(header)
@@ -185,12 +187,12 @@ class AheadTransport(Transport):
 
 
 class TapeTransport(Transport):
-    """Party 2's links while it works from a tape: party 0's messages come from there."""
+    """A party's links while it works from a tape: the messages of `helper` come from there."""
 
-    def __init__(self, inner: Transport, tape: Tape, where: Callable[[], torch.device | str]) -> None:
+    def __init__(self, inner: Transport, helper: int, tape: Tape, where: Callable[[], torch.device | str]) -> None:
         super().__init__(inner.me)
         self.ledger = inner.ledger
-        self._inner, self._tape, self._where = inner, tape, where
+        self._inner, self._helper, self._tape, self._where = inner, helper, tape, where
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """As the inner transport."""
@@ -200,7 +202,7 @@ class TapeTransport(Transport):
         self._inner._send(to, tag, payload)
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if frm == HELPER:
+        if frm == self._helper:
             return self._tape.next(tag, shape, dtype).to(self._where())
         return self._inner._recv(frm, tag, shape, dtype)
 
@@ -209,13 +211,13 @@ class TapeTransport(Transport):
         self._inner.wait(frm)
 
 
-def store_call(transport: Transport, tape: Tape, beat: Callable[[], None]) -> None:
-    """At party 2: write the messages of one call to the tape as they come; `beat` is called for each."""
+def store_call(transport: Transport, helper: int, tape: Tape, beat: Callable[[], None]) -> None:
+    """Write the messages of one call of `helper` to the tape as they come; `beat` is called for each."""
     while True:
-        raw = transport.recv(HELPER, ANNOUNCED, (HEADER_BYTES,), torch.uint8)
+        raw = transport.recv(helper, ANNOUNCED, (HEADER_BYTES,), torch.uint8)
         frame = wire.decode(raw.cpu().numpy().tobytes())
         if frame.kind is Kind.BYE:
             tape.end_call()
             return
-        tape.append(frame.tag, transport.recv(HELPER, frame.tag, (frame.count,), frame.dtype).cpu())
+        tape.append(frame.tag, transport.recv(helper, frame.tag, (frame.count,), frame.dtype).cpu())
         beat()

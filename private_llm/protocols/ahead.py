@@ -1,5 +1,5 @@
-"""One party's side of preprocessing apart from the online phase: party 0 (or the dealer) computes planned requests
-ahead, party 2 stores what it receives, and later both computing parties follow the plan while party 0 is silent."""
+"""One party's side of preprocessing apart from the online phase: the helping party computes planned requests ahead, its
+receivers store what it sends, and later the others follow the plan while it is silent."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from private_llm.errors import ProtocolAbort
-from private_llm.net.tape import HELPER, KEEPER, AheadTransport, Tape, TapeTransport, store_call
+from private_llm.net.tape import AheadTransport, Tape, TapeTransport, store_call
 from private_llm.net.transport import Transport
 from private_llm.protocols.session import Session
 
 Request = TypeVar("Request")
+
+KEEPERS = {"trio": (2,), "dealer": (2,), "quad": (0, 2)}
+"""Who receives what the helping party sends, and stores it."""
 
 
 class Ahead(Generic[Request]):
     """The plan that is being prepared or followed; there is one at a time."""
 
     def __init__(
-        self, session: Session, run: Callable[[Request], None], beat: Callable[[], None] = lambda: None
-    ) -> None:
-        """run: computes one request and answers nobody. beat: called whenever there is progress."""
-        self._session, self._links, self._run, self._beat = session, session.protocol.transport, run, beat
+        self, session: Session, links: Transport, run: Callable[[Request], None],
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """links: the party's own. run: computes one request and answers nobody. beat: called when there is progress."""
+        self._session, self._links, self._run, self._beat = session, links, run, beat
+        self._helper, self._keepers = session.config.helper, KEEPERS.get(session.config.protocol, ())
         self._tape: Tape | None = None
         self._plan = self._calls = self._next = 0
 
@@ -35,11 +40,11 @@ class Ahead(Generic[Request]):
         if plan <= self._plan:
             raise ProtocolAbort(f"plan {plan} was prepared before; masks must never repeat")
         self._plan, self._calls, self._next = plan, len(requests), 0
-        if self._session.party == HELPER:
+        if self._session.party == self._helper:
             for number, request in enumerate(requests):
                 self._compute(number, request)
-        elif self._session.party == KEEPER and requests:
-            return self._store()
+        elif self._helper is not None and self._session.party in self._keepers and requests:
+            return self._store(self._helper)
         return 0
 
     def _compute(self, number: int, request: Request) -> None:
@@ -51,19 +56,19 @@ class Ahead(Generic[Request]):
 
         with self._session.protocol.stretch(self._label(number), announcing):
             self._run(request)
-        links[0].end_call()
+        links[0].end_call(self._keepers)
 
-    def _store(self) -> int:
+    def _store(self, helper: int) -> int:
         self._tape = tape = Tape(self._session.config.tape_folder)
         for _ in range(self._calls):
-            store_call(self._links, tape, self._beat)
+            store_call(self._links, helper, tape, self._beat)
         stored = tape.nbytes
         tape.rewind()
         return stored
 
     @contextmanager
     def following(self, plan: int, number: int) -> Iterator[None]:
-        """Inside a computing party runs request `number` of `plan`, with party 0's part from the tape.
+        """Inside a computing party runs request `number` of `plan`, with the helping party's part from the tape.
 
         Raises ProtocolAbort for any request but the next: masks must never repeat.
         """
@@ -72,11 +77,13 @@ class Ahead(Generic[Request]):
                 f"request {number} of plan {plan}: want request {self._next} of plan {self._plan}; what was "
                 "preprocessed is used in order and once, because masks must never repeat"
             )
-        protocol, tape = self._session.protocol, self._tape
+        protocol, tape, helper = self._session.protocol, self._tape, self._helper
         self._next += 1
 
         def reading(transport: Transport) -> Transport:
-            return transport if tape is None else TapeTransport(transport, tape, lambda: protocol.device)
+            if tape is None or helper is None:
+                return transport
+            return TapeTransport(transport, helper, tape, lambda: protocol.device)
 
         with protocol.stretch(self._label(number), reading):
             yield

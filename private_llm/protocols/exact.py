@@ -36,6 +36,10 @@ class Exact(Protocol):
         """As the inner protocol."""
         return self._inner.stretch(label, links)
 
+    def take_witnesses(self) -> list[str]:
+        """As the inner protocol."""
+        return self._inner.take_witnesses()
+
     # -- divisions ---------------------------------------------------------------------------------------
     def truncate(self, x: Share, shift: int) -> Share:
         """floor(x / 2^shift) for |x| < 2^(ring bits - 2)."""

@@ -49,11 +49,15 @@ class Protocol(ABC):
         return self
 
     def stretch(self, label: str, links: Links = lambda transport: transport) -> AbstractContextManager[None]:
-        """Inside, masks are drawn apart (once for each `label`), over `links`: party 0 may run ahead of the data.
+        """Inside, masks are drawn apart (once for each `label`), over `links`: the helper may run ahead.
 
         Raises UnsupportedOp for a protocol without separate preprocessing.
         """
-        raise UnsupportedOp(f"protocol '{self.name}' has no separate preprocessing; want 'trio' or 'dealer'")
+        raise UnsupportedOp(f"protocol '{self.name}' has no separate preprocessing; want 'trio', 'quad' or 'dealer'")
+
+    def take_witnesses(self) -> list[str]:
+        """What the client needs of a party that ran ahead to check what others will open (hexadecimal, in order)."""
+        return []
 
     @property
     def ledger(self) -> Ledger:

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from private_llm.commands.models import demo_model
 from private_llm.errors import ConfigError, DomainError, ProtocolAbort, ShareFileError
-from private_llm.net.tape import Tape
+from private_llm.net.tape import AheadTransport, Tape
+from private_llm.protocols.quad.records import QuadRecords
 from tests.hf import tiny
 from tests.hf.compare import BATCH, LOGIT_ERROR, MASK, worst
 from tests.hf.conftest import PLAIN, TRIO
@@ -23,7 +24,8 @@ DEALER = PrivateConfig(protocol="dealer", timeout_s=60)
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 PLAN = GeneratePlan(prompt=5, new_tokens=4, batch=2, attention_mask=MASK)
 IDS = torch.tensor([[5, 6, 7, 8]])
-both = pytest.mark.parametrize("config", [TRIO, DEALER], ids=["trio", "dealer"])
+QUAD = PrivateConfig(protocol="quad", timeout_s=60)
+every = pytest.mark.parametrize("config", [TRIO, DEALER, QUAD], ids=["trio", "dealer", "quad"])
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
     return made
 
 
-@both
+@every
 @pytest.mark.parametrize("name", ["opt", "llama", "t5"])
 def test_generate_gives_the_same_tokens_while_the_helper_is_silent(config: PrivateConfig, name: str) -> None:
     model = tiny.build(name)
@@ -55,10 +57,10 @@ def test_generate_gives_the_same_tokens_while_the_helper_is_silent(config: Priva
     assert done.calls == (5 if name == "t5" else 4)
     assert done.stored_bytes >= before.bytes_total > 0
     assert before.cost.sent == before.preprocessing.sent
-    assert {frm for frm, _ in before.cost.sent} == {0}
+    assert {frm for frm, _ in before.cost.sent} == {config.helper}
     assert before.rounds == 0
     assert online.preprocessing.total == 0
-    assert all(count == 0 for (frm, _), count in online.cost.sent.items() if frm == 0)
+    assert all(count == 0 for (frm, _), count in online.cost.sent.items() if frm == config.helper)
     assert online.rounds == merged.rounds
     if config is DEALER:  # to the byte; trio's merged lookups use other keys
         assert before.preprocessing == merged.preprocessing
@@ -80,7 +82,7 @@ def test_the_bundled_model_with_parties_as_processes() -> None:
         assert private.cost().preprocessing.total == 0
 
 
-@both
+@every
 @pytest.mark.parametrize("name", ["bert", "vit"])
 def test_forwards_of_encoders(config: PrivateConfig, name: str) -> None:
     model = tiny.build(name)
@@ -95,7 +97,7 @@ def test_forwards_of_encoders(config: PrivateConfig, name: str) -> None:
         assert private.cost().preprocessing.total == 0
 
 
-@both
+@every
 @pytest.mark.parametrize("settings", [{"reveal": "token"}, {"weights": "public"}, {"truncation": "exact"}])
 def test_other_settings(config: PrivateConfig, settings: dict[str, str]) -> None:
     model = tiny.build("opt")
@@ -200,8 +202,40 @@ def test_an_encoder_does_not_generate() -> None:
 
 @pytest.mark.parametrize("config", [PLAIN, replace(TRIO, lanes=2)], ids=["plain", "lanes"])
 def test_where_there_is_nothing_to_separate(config: PrivateConfig) -> None:
-    with patch(tiny.build("opt"), config) as private, pytest.raises(ConfigError, match="'trio' or 'dealer', and one"):
+    with patch(tiny.build("opt"), config) as private, pytest.raises(ConfigError, match="'quad' or 'dealer', and one"):
         private.preprocess(GeneratePlan(prompt=4, new_tokens=1))
+
+
+# -- a party that lies when it runs ahead (quad) --------------------------------------------------------------
+@pytest.mark.parametrize("receiver", [0, 2])
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_lie_told_ahead_is_caught_online(monkeypatch: pytest.MonkeyPatch, receiver: int, number: int) -> None:
+    original = AheadTransport.send
+    told: list[str] = []
+
+    def lie(self: AheadTransport, to: int, tag: str, payload: torch.Tensor) -> None:
+        if to == receiver:
+            told.append(tag)
+            if len(told) == number + 1:
+                payload = payload.clone()
+                payload.view(-1)[0] ^= 1
+        original(self, to, tag, payload)
+
+    monkeypatch.setattr(AheadTransport, "send", lie)
+    with patch(tiny.build("opt"), QUAD) as private:
+        private.preprocess(ForwardPlan({"input_ids": (1, 4)}))
+        assert len(told) > number
+        with pytest.raises(ProtocolAbort, match="deviated from the protocol"):
+            private(IDS)
+
+
+@pytest.mark.parametrize("given", [[], ["00" * 32]])
+def test_false_digests_given_ahead_open_nothing(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
+    monkeypatch.setattr(QuadRecords, "take_witnesses", lambda self: given)
+    with patch(tiny.build("opt"), QUAD) as private:
+        private.preprocess(ForwardPlan({"input_ids": (1, 4)}))
+        with pytest.raises(ProtocolAbort, match="do not use this session"):
+            private(IDS)
 
 
 # -- masks are used once --------------------------------------------------------------------------------------

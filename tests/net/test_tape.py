@@ -134,13 +134,13 @@ def test_party_zero_runs_ahead_and_party_two_reads_later(tmp_path: Path) -> None
     ahead = AheadTransport(helper)
     for tag, payload in MESSAGES:
         ahead.send(2, tag, payload)
-    ahead.end_call()
+    ahead.end_call([2])
     tape = Tape(tmp_path)
     beats: list[int] = []
-    store_call(keeper, tape, lambda: beats.append(1))
+    store_call(keeper, 0, tape, lambda: beats.append(1))
     tape.rewind()
     assert len(beats) == len(MESSAGES)
-    links = TapeTransport(keeper, tape, lambda: "cpu")
+    links = TapeTransport(keeper, 0, tape, lambda: "cpu")
     for tag, payload in MESSAGES:
         assert torch.equal(links.recv(0, tag, tuple(payload.shape), payload.dtype), payload)
     other.send(2, "mul", MESSAGES[0][1])

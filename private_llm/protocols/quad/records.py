@@ -5,14 +5,16 @@ Party 0 runs behind the others: it receives, recomputes and records, and sends n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from private_llm.errors import ProtocolAbort
+from private_llm.errors import ProtocolAbort, UnsupportedOp
 from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder
+from private_llm.protocols.protocol import Links
 from private_llm.protocols.quad.roles import RoleTransport, member
 from private_llm.protocols.quad.views import TAG_BYTES, View, as_bytes, as_tensor, same
 from private_llm.protocols.trio.party import Trio
@@ -35,10 +37,12 @@ class QuadRecords(Trio):
         device: str = "cpu",
     ) -> None:  # fmt: skip
         self._views = {other: View(pair_seeds[other]) for other in _VIEWS[party]}
-        self._deviation = False
+        self._deviation = self._apart = False
+        self._witnesses: list[str] = []
         first, second, joint = group_seeds
         helper = {1: first, 2: second, 0: first if party == 1 else second}
         masks = {role: seed for role, seed in helper.items() if seed is not None}
+        self._links = transport
         super().__init__(party, RoleTransport(transport, party, self._views), ring, masks, input_keys, adder, device)
         if joint is not None:
             self._seeds.append(joint)
@@ -48,6 +52,26 @@ class QuadRecords(Trio):
     def role(self) -> int:
         """Parties 0 and 3 help, 1 and 2 evaluate."""
         return self.party % 3
+
+    @contextmanager
+    def stretch(self, label: str, links: Links = lambda transport: transport) -> Iterator[None]:
+        """As Trio's, with `links` below the roles, so that what comes from a tape is recorded; party 3 is ahead.
+
+        Raises UnsupportedOp for parties that compute on other devices.
+        """
+        if not isinstance(self.transport, RoleTransport):
+            raise UnsupportedOp("preprocess under quad computes on the CPU; leave out device and device_map")
+        with super().stretch(label, lambda _: RoleTransport(links(self._links), self.party, self._views)):
+            self._apart = True
+            try:
+                yield
+            finally:
+                self._apart = False
+
+    def take_witnesses(self) -> list[str]:
+        """Party 3, ahead: digests of the masks of what will be opened, for the client alone."""
+        taken, self._witnesses = self._witnesses, []
+        return taken
 
     def _joint(self, count: int) -> Tensor:
         """Ring elements of the stream of parties 1, 2 and 3."""
@@ -89,10 +113,12 @@ class QuadRecords(Trio):
         """
         if self._deviation:
             raise ProtocolAbort("a party deviated earlier in this session; nothing more is opened; start a new session")
+        if self._apart and self.party == 3:
+            return  # it runs ahead, sees no data and opens nothing
         if self.party == 0:
             tags = [self.transport.recv(member(other), "verify", (TAG_BYTES,), torch.uint8) for other in (1, 2)]
             honest = same(tags, [self._views[other].close() for other in (1, 2)])
-            for other in (1, 2, 3):
+            for other in (1, 2) if self._apart else (1, 2, 3):
                 self.transport.send(member(other), "verify", as_tensor(bytes([honest])))
         else:
             for view in self._views.values():

@@ -9,7 +9,7 @@ element each; the parties learn nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -38,6 +38,9 @@ class TrioClient:
                 transport.send(party, "input key", payload)
         self._roots = Seed.fresh().stream("index keys")
         self._masks = [key.stream("client input") for key in keys]
+
+    def take_witnesses(self, digests: Sequence[str]) -> None:
+        """What the party that ran ahead gave to check openings with: nothing under trio and dealer."""
 
     @contextmanager
     def stretch(self, label: str) -> Iterator[None]:
