@@ -220,7 +220,7 @@ def party(
     ring: RingOption = 64,
     reveal: Annotated[str, typer.Option(help="As the client's.")] = "logits",
     matmul: MatmulOption = "masked",
-    tape_folder: Annotated[str | None, typer.Option(help="Where party 2 keeps what it preprocesses.")] = None,
+    tape_folder: Annotated[str | None, typer.Option(help="Where this party stores preprocessing.")] = None,
     sessions: Annotated[int | None, typer.Option(help="Stop after this many sessions (default: never).")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds of silence after which another endpoint is dead.")] = 120.0,
     device: Annotated[str, typer.Option(help="Where shares live: 'cpu', 'cuda:N', or 'cuda'.")] = "cpu",

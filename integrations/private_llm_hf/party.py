@@ -78,7 +78,7 @@ class Party:
         self.description: Message = {}
         self.kept: dict[int, Any] = {}
         self._pulse = Pulse(links, config.timeout_s / 4)
-        self.ahead = Ahead(self.session, self._run_ahead, self._pulse.beat)
+        self.ahead = Ahead(self.session, links, self._run_ahead, self._pulse.beat)
         self._silent = False
 
     def serve(self) -> None:
@@ -198,7 +198,8 @@ class Party:
     # -- calls -----------------------------------------------------------------------------------------------
     def _preprocess(self, message: Message) -> None:
         self._free(message)
-        self._answer({"stored": self.ahead.prepare(message["plan"], message["calls"])})
+        stored = self.ahead.prepare(message["plan"], message["calls"])
+        self._answer({"stored": stored, "witnesses": self.session.protocol.take_witnesses()})
 
     def _run_ahead(self, request: Message) -> None:
         """Compute a planned request without an answer: the client comes later."""
