@@ -13,14 +13,14 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ProtocolAbort, TransportError
-from private_llm.net.record import Message, flip
+from private_llm.net.record import Message, RecordingTransport, flip
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad.views import View
 from private_llm.protocols.share import Share
 from private_llm.ring.prg import Prg, Seed
 from tests.protocols.cheating import Outcome, play, replaced
-from tests.protocols.parties import ring_values
+from tests.protocols.parties import ring_values, run_ring
 from tests.protocols.test_uniform import CHI_SQUARE_255, chi_square
 
 QUAD, TRIO = PrivateConfig(protocol="quad"), PrivateConfig()
@@ -162,6 +162,27 @@ def test_race_between_check_and_opening() -> None:
 
 
 @both
+def test_race_on_memory_that_was_sent(config: PrivateConfig) -> None:
+    """Whoever sends or receives a tensor leaves its memory alone afterwards: others may read it much later."""
+    kept: list[tuple[int, str, Tensor, Tensor]] = []
+
+    class Keeper(RecordingTransport):
+        def _send(self, to: int, tag: str, payload: Tensor) -> None:
+            kept.append((self.me, f"{tag} sent", payload, payload.clone()))
+            super()._send(to, tag, payload)
+
+        def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            payload = super()._recv(frm, tag, shape, dtype)
+            kept.append((self.me, f"{tag} received", payload, payload.clone()))
+            return payload
+
+    x, y = ring_values(64, (20_000,), 16, 1), ring_values(64, (20_000,), 16, 2)
+    run_ring(config, [x, y], all_kinds, (20_000,), wrap=Keeper)
+    assert len(kept) > 50
+    assert not [(party, tag) for party, tag, now, then in kept if not torch.equal(now, then)]
+
+
+@both
 def test_insufficient_drowning(config: PrivateConfig) -> None:
     """Masks cover the whole ring: the top byte of what an evaluator receives is uniform for a secret of few bits."""
     x = torch.zeros(1 << 15, dtype=torch.int64)
@@ -244,7 +265,6 @@ def test_skewed_random_bits(config: PrivateConfig) -> None:
 def test_unchecked_inputs() -> None:
     """A client that hands parties 1 and 2 different values is found out before anything is opened."""
     from private_llm.net.local import LocalHub
-    from private_llm.net.record import RecordingTransport
     from private_llm.protocols.session import join, join_as_client
     from tests.net.mesh import run_threads
 
