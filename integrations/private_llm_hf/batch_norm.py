@@ -102,8 +102,9 @@ def fold_batch_norms(model: nn.Module) -> tuple[Fold, ...]:
 
 def _takes_up(layer: nn.Module, norm: nn.Module) -> bool:
     """Whether a layer's weights can hold a norm: one output per channel."""
-    outputs = {nn.Conv2d: "out_channels", nn.Linear: "out_features"}.get(type(layer))
-    return outputs is not None and isinstance(norm, _BatchNorm) and getattr(layer, outputs) == norm.num_features
+    if not isinstance(layer, nn.Conv2d | nn.Linear) or not isinstance(norm, _BatchNorm):
+        return False
+    return norm.num_features == (layer.out_channels if isinstance(layer, nn.Conv2d) else layer.out_features)
 
 
 def _layers_before(model: nn.Module) -> dict[str, str]:

@@ -27,7 +27,7 @@ def output_size(size: int, kernel: int, stride: int, padding: int, dilation: int
     count = (room + stride - 1 if ceil else room) // stride + 1
     if ceil and (count - 1) * stride >= size + padding:
         count -= 1  # the last window would lie outside altogether
-    if room < 0 or count < 1:
+    if count < 1:
         raise DomainError(f"pooling: windows of {dilation * (kernel - 1) + 1} do not fit into {size} + 2 * {padding}")
     return count
 

@@ -30,6 +30,35 @@ HF = {
         ),
         (3, 16, 16),
     ),
+    "mobilenet_v1": (
+        tr.MobileNetV1ForImageClassification,
+        lambda: tr.MobileNetV1Config(depth_multiplier=0.05, min_depth=4, image_size=16, num_labels=5),
+        (3, 16, 16),
+    ),
+    "regnet": (
+        tr.RegNetForImageClassification,
+        lambda: tr.RegNetConfig(
+            embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1], groups_width=4, layer_type="y", num_labels=5
+        ),
+        (3, 16, 16),
+    ),
+    "efficientnet": (
+        tr.EfficientNetForImageClassification,
+        lambda: tr.EfficientNetConfig(
+            in_channels=[8, 4],
+            out_channels=[4, 8],
+            kernel_sizes=[3, 5],
+            strides=[1, 2],
+            num_block_repeats=[1, 1],
+            expand_ratios=[1, 2],
+            width_coefficient=0.25,
+            depth_coefficient=1.0,
+            hidden_dim=320,
+            image_size=16,
+            num_labels=5,
+        ),
+        (3, 16, 16),
+    ),
     "convnext": (
         tr.ConvNextForImageClassification,
         lambda: tr.ConvNextConfig(

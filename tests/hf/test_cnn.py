@@ -39,9 +39,12 @@ def test_every_network_in_the_large_ring(name: str, weights: str) -> None:
         assert worst(images.logits(private, pixels), images.logits(model, pixels)) < ERROR[64]
 
 
-@pytest.mark.parametrize("name", [*(name for name in images.HF if name != "convnext"), *images.NETWORKS])
+LARGE = ("convnext", "regnet", "efficientnet")
+"""Need the 64-bit ring: layer norms and GELU, SiLU, sigmoid."""
+
+
+@pytest.mark.parametrize("name", [*(name for name in images.HF if name not in LARGE), *images.NETWORKS])
 def test_every_network_in_the_small_ring(name: str) -> None:
-    """ConvNeXt needs the 64-bit ring: layer norms and GELU."""
     model, pixels = images.build(name)
     with patch(model, config(PLAIN, 32)) as private:
         assert worst(images.logits(private, pixels), images.logits(model, pixels)) < ERROR[32]
@@ -107,6 +110,9 @@ def test_a_stored_network_comes_back_through_from_pretrained_and_share_files(tmp
 @pytest.mark.parametrize("name", ["resnet-basic", "small-lenet"])
 def test_only_the_class_is_revealed(name: str, ring: int) -> None:
     model, pixels = images.build(name)
+    pixels = images.images(pixels.shape[1:], 16)
+    best = images.logits(model, pixels).topk(2).values
+    pixels = pixels[best[:, 0] - best[:, 1] > 2 * ERROR[ring]][:2]  # both logits may be off
     want = images.logits(model, pixels)
     with patch(model, config(TRIO, ring, reveal="class")) as private:
         got = images.logits(private, pixels)
