@@ -36,6 +36,10 @@ class PlacedTransport(Transport):
         """As the inner transport."""
         self._inner.wait(frm)
 
+    def name_of(self, endpoint: int) -> str:
+        """As the inner transport."""
+        return self._inner.name_of(endpoint)
+
     def abort(self, reason: str) -> None:
         """As the inner transport."""
         self._inner.abort(reason)

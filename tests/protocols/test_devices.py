@@ -20,13 +20,12 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.kernels.devices import device_for
 from private_llm.net.placed import PlacedTransport
-from private_llm.net.transport import CLIENT, Transport
+from private_llm.net.transport import Transport
+from private_llm.nn.attention import attend
 from private_llm.protocols.protocol import Protocol
-from private_llm.protocols.session import Session
+from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
-from private_llm.protocols.trio.party import Trio
 from private_llm.ring.dpf import expand, key_words
-from private_llm.ring.prg import Seed
 from private_llm.ring.ring import RING64
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
@@ -51,20 +50,21 @@ class Zeros(Transport):
         pass
 
 
-def party(number: int) -> Session:
+def party(number: int, protocol: Literal["trio", "quad", "dealer"] = "trio") -> Session:
     """One party of a session of the CPU whose received tensors follow the operands."""
-    transport = Zeros(number)
-    seeds = {other: Seed(bytes([other % 256]) * 32) for other in (0, 1, 2, CLIENT)}
-    end = Trio(number, transport, RING64, seeds, [Seed(bytes(32))] * 2)
-    end.transport = PlacedTransport(transport, lambda: end.device)
-    return Session(PrivateConfig(device_map={"": "cpu"}), end)
+    config = PrivateConfig(protocol=protocol, device_map={"": "cpu"})
+    end = meta_session(config, number).protocol
+    end.transport = PlacedTransport(Zeros(number), lambda: end.device)
+    return Session(config, end.on(torch.device("cpu")))
 
 
 def held(session: Session, device: torch.device | str, *shape: int) -> Fixed:
     part = torch.zeros(shape, dtype=torch.int64, device=device)
-    return Fixed(session, Share((part, part)), session.frac)
+    count = len(session.protocol.public(torch.zeros(1, dtype=torch.int64)).parts)
+    return Fixed(session, Share((part,) * count), session.frac)
 
 
+CAUSAL = torch.ones(4, 4, dtype=torch.bool).tril()[None, None]
 OPERATIONS: dict[str, Callable[[Fixed], Fixed]] = {
     "mul": lambda x: x * x,
     "mul without truncation": lambda x: x.mul(x, 2 * x.frac),
@@ -75,13 +75,33 @@ OPERATIONS: dict[str, Callable[[Fixed], Fixed]] = {
     "compare": lambda x: x.choose(x.below([0.0, 1.0]), [1, 2], [0.0, 1.0]),
     "softmax": softmax,
     "argmax": argmax,
+    "convolution": lambda x: _image(x, lambda image: F.conv2d(image, image, padding=1)),
+    "max pool": lambda x: _image(x, lambda image: F.max_pool2d(image, 2)),
+    "average pool": lambda x: _image(x, lambda image: F.avg_pool2d(image, 3, padding=1)),
+    "attention": lambda x: attend(*[_image(x, Tensor.clone)] * 3, mask=CAUSAL, scale=0.5),
+    "layer norm": lambda x: _image(x, lambda image: F.layer_norm(image, (4,), torch.ones(4), torch.zeros(4))),
+    "gelu": lambda x: _image(x, F.gelu),
+    "relu": lambda x: _image(x, F.relu),
+    "times public": lambda x: _image(x, lambda image: image * torch.linspace(0, 1, 4) + torch.ones(4)),
+    "join": lambda x: _image(x, lambda image: torch.cat([image, torch.ones(1, 1, 4, 4)])),
 }
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
+def _image(x: Fixed, rule: Callable[[Tensor], Tensor]) -> Fixed:
+    made = rule(SecretTensor(x.view(lambda part: part.view(1, 1, 4, 4))))
+    assert isinstance(made, SecretTensor)
+    return made.fixed
+
+
+PLACES = [*(("trio", n) for n in range(3)), *(("quad", n) for n in range(4)), *(("dealer", n) for n in range(3))]
+
+
+@pytest.mark.parametrize(("protocol", "number"), PLACES)
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_results_lie_where_the_operands_lie(operation: Callable[[Fixed], Fixed], number: int) -> None:
-    here = party(number)
+def test_results_lie_where_the_operands_lie(
+    operation: Callable[[Fixed], Fixed], protocol: Literal["trio", "quad", "dealer"], number: int
+) -> None:
+    here = party(number, protocol)
     for device in (torch.device("cpu"), META):
         made = operation(held(here, device, 4, 4))
         assert {part.device for part in made.share.parts} == {device}
