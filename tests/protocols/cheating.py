@@ -37,6 +37,25 @@ class Mislabels(Liar):
         super()._send(to, tag if self._sent < self.start else "other", payload)
 
 
+class Swaps(Liar):
+    """Sends message `number` after the next one to the same receiver, under that one's name and its own name then."""
+
+    number = 0
+    _held: tuple[int, str, Tensor] | None = None
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        if self._sent == self.number and self._held is None:
+            self._held = (to, tag, payload)
+            self._sent += 1
+            return
+        if self._held is None or self._held[0] != to:
+            super()._send(to, tag, payload)
+            return
+        (_, first, held), self._held, self.number = self._held, None, -1
+        super()._send(to, first, payload)
+        super()._send(to, tag, held)
+
+
 @dataclass
 class Outcome:
     """How a session ended: the client's result (None if it got none), and who raised what."""

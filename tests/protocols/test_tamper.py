@@ -22,7 +22,7 @@ from private_llm.net.transport import CLIENT
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad.arithmetic import QuadArithmetic
 from private_llm.protocols.share import Share
-from tests.protocols.cheating import Mislabels, Outcome, Program, added, play, replaced, replayed
+from tests.protocols.cheating import Mislabels, Outcome, Program, Swaps, added, play, replaced, replayed
 from tests.protocols.parties import ring_values
 
 N = 64
@@ -168,6 +168,23 @@ def test_every_message_of_keys_verdict_and_opening(broad: Outcome, cheater: int)
                 assert outcome.stopped(cheater), (number, bit)
             elif outcome.result is not None:
                 assert int((outcome.result - broad.result).abs().max()) <= UNITS  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("cheater", SPEAKERS)
+def test_two_messages_in_each_others_place(broad: Outcome, cheater: int) -> None:
+    """Neighbours on a link; each arrives under the other's name."""
+    sent, tried = broad.sent(cheater), 0
+    for first in broad.steps(cheater):
+        second = next((n for n in broad.steps(cheater) if n > first and sent[n].peer == sent[first].peer), None)
+        if second is None:
+            continue
+
+        class FromHere(Swaps):
+            number = first
+
+        assert lie(cheater, liar=FromHere, timeout=2).caught(cheater), first
+        tried += 1
+    assert tried >= 6
 
 
 @pytest.mark.parametrize("cheater", SPEAKERS)
