@@ -57,7 +57,7 @@ class View:
         """Add the bytes of an integer tensor, in the order of its elements. A meta tensor has none."""
         if payload.is_meta or not payload.numel():
             return
-        data = payload.detach().contiguous().view(-1).cpu().view(torch.uint8).numpy().data
+        data = payload.cpu().contiguous().numpy().data.cast("B")
         for start in range(0, len(data), _AT_ONCE):
             self._tag.authenticate_additional_data(data[start : start + _AT_ONCE])
 

@@ -210,9 +210,8 @@ class TrioArithmetic(Protocol):
         elements = words if elements is None else elements
         step = packed * 8 // self.ring.bytes
         drawn = self._draw(words * step + elements * count, which)
-        fields = drawn[: words * step].view(torch.int64).split(packed) if packed else [drawn.new_empty(0)] * words
-        rest = drawn[words * step :].split(count) if count else [drawn[:0]] * elements
-        return list(fields), list(rest)
+        fields = drawn[: words * step].view(torch.int64).view(words, packed)
+        return list(fields.unbind()), list(drawn[words * step :].view(elements, count).unbind())
 
     def _mixed(self, packed: Tensor, elements: Tensor) -> tuple[Tensor, ...]:
         """The messages that carry words and ring elements; small arrays travel as one message."""
