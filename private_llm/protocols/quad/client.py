@@ -102,8 +102,8 @@ def digest(value: Tensor) -> bytes:
     """32 bytes that stand for a tensor."""
     if value.is_meta:
         return bytes(DIGEST_BYTES)
-    data = value.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(data.data, digest_size=DIGEST_BYTES, person=b"pllm-reveal").digest()
+    data = value.cpu().contiguous().numpy()
+    return hashlib.blake2b(data.reshape(-1).view("u1").data, digest_size=DIGEST_BYTES, person=b"pllm-reveal").digest()
 
 
 def unmask(party: int, value: Tensor, masks: Sequence[Tensor]) -> Share:
