@@ -53,7 +53,7 @@ class CarryPlan:
         return 1 + len(self.levels)
 
 
-_PRODUCTS = {(3, True): 5, (3, False): 8, (2, True): 1, (2, False): 2}
+_PRODUCTS = {(3, True): 4, (3, False): 7, (2, True): 1, (2, False): 2}
 """Products of masks in a join of (size, lowest group?): see `kernels.carry`."""
 
 

@@ -180,7 +180,7 @@ def join_products(lam_at: int, groups: Array, count: int, out_at: int, out_rows:
     """Products of masks that a level of joins needs, xored into out. Helper side.
 
     Rows of `lam`: count generates, then count-1 propagates (index j-1 for block j).
-    Order per group of three: p2g1, p2p1, p2g0, p1g0, p2p1g0 (and p2p0, p1p0, p2p1p0); of two: p1g0 (p1p0).
+    Order per group of three: p2g1 ^ p2p1g0, p2p1, p2g0, p1g0 (and p2p0, p1p0, p2p1p0); of two: p1g0 (p1p0).
     """
     lam, out = table(lam_at, 2 * count - 1, words), table(out_at, out_rows, words)
     row = 0
@@ -192,12 +192,11 @@ def join_products(lam_at: int, groups: Array, count: int, out_at: int, out_rows:
             p1 = lam[count + base]
             p2 = lam[count + base + 1]
             for w in range(words):
-                out[row, w] ^= p2[w] & g1[w]
+                out[row, w] ^= p2[w] & (g1[w] ^ (p1[w] & g0[w]))
                 out[row + 1, w] ^= p2[w] & p1[w]
                 out[row + 2, w] ^= p2[w] & g0[w]
                 out[row + 3, w] ^= p1[w] & g0[w]
-                out[row + 4, w] ^= p2[w] & p1[w] & g0[w]
-            row += 5
+            row += 4
             if j > 0:
                 p0 = lam[count + base - 1]
                 for w in range(words):
@@ -238,7 +237,7 @@ def join_carries(
             bp1, bp2 = b[count + base], b[count + base + 1]
             lg0, lg1, lg2 = lam[base], lam[base + 1], lam[base + 2]
             lp1, lp2 = lam[count + base], lam[count + base + 1]
-            q0, q1, q2, q3, q4 = prod[row], prod[row + 1], prod[row + 2], prod[row + 3], prod[row + 4]
+            q0, q1, q2, q3 = prod[row], prod[row + 1], prod[row + 2], prod[row + 3]
             for w in range(words):
                 x, y, z = bp2[w], bp1[w], bg0[w]
                 u = bg1[w]
@@ -256,14 +255,13 @@ def join_carries(
                     ^ (z & q1[w])
                     ^ (y & q2[w])
                     ^ (x & q3[w])
-                    ^ q4[w]
                 )
-            row += 5
+            row += 4
             if j > 0:
                 p = out[made + j - 1]
                 bp0 = b[count + base - 1]
                 lp0 = lam[count + base - 1]
-                q5, q6, q7 = prod[row], prod[row + 1], prod[row + 2]
+                q4, q5, q6 = prod[row], prod[row + 1], prod[row + 2]
                 for w in range(words):
                     x, y, z = bp2[w], bp1[w], bp0[w]
                     p[w] ^= (
@@ -272,9 +270,9 @@ def join_carries(
                         ^ (x & z & lp1[w])
                         ^ (x & y & lp0[w])
                         ^ (z & q1[w])
-                        ^ (y & q5[w])
-                        ^ (x & q6[w])
-                        ^ q7[w]
+                        ^ (y & q4[w])
+                        ^ (x & q5[w])
+                        ^ q6[w]
                     )
                 row += 3
         else:

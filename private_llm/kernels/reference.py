@@ -148,10 +148,11 @@ def block_carries(m: Tensor, low: int, blocks: Sequence[int], mono: Tensor, firs
 
 
 _JOIN_PRODUCTS = {
-    3: (["p2 g1", "p2 p1", "p2 g0", "p1 g0", "p2 p1 g0"], ["p2 p0", "p1 p0", "p2 p1 p0"]),
+    3: (["p2 g1 + p2 p1 g0", "p2 p1", "p2 g0", "p1 g0"], ["p2 p0", "p1 p0", "p2 p1 p0"]),
     2: (["p1 g0"], ["p1 p0"]),
 }
-"""Mask products of a group by its size: those of the generate, then those only the propagate needs."""
+"""Mask products of a group by its size: those of the generate, then those only the propagate needs. The first is a sum
+since neither product enters anything but the generate, and that with coefficient 1."""
 _JOIN_SUMS = {3: (["g2", "p2 g1", "p2 p1 g0"], ["p2 p1 p0"]), 2: (["g1", "p1 g0"], ["p1 p0"])}
 """The joined generate (a sum of products) and propagate."""
 
@@ -174,7 +175,8 @@ def join_products(lam: Tensor, groups: Sequence[int], count: int, out: Tensor) -
     for j, size in enumerate(groups):
         rows = _group_rows(lam, base, int(size), count)
         for name in _named_products(j, int(size)):
-            out[row] ^= _and_all([rows[factor] for factor in name.split()], lam[0])
+            for product in name.split(" + "):
+                out[row] ^= _and_all([rows[factor] for factor in product.split()], lam[0])
             row += 1
         base += int(size)
 
@@ -188,7 +190,7 @@ def join_carries(
         masked, masks = (_group_rows(table, base, int(size), count) for table in (b, lam))
         shares = {frozenset([name]): share for name, share in masks.items()}
         for name in _named_products(j, int(size)):
-            shares[frozenset(name.split())] = prod[row]
+            shares[frozenset(name.split(" + ")[0].split())] = prod[row]  # a sum counts once
             row += 1
         if first:
             shares[frozenset()] = torch.full_like(b[0], -1)

@@ -13,12 +13,12 @@ NONE = -1
 
 
 def monomial_factors(low: int, blocks: Sequence[int]) -> list[list[int]]:
-    """Per monomial, the three rows of s whose product it is."""
+    """Per monomial, the three rows of s whose product it is, and no further term."""
     table, bit = [], low
     for size in blocks:
         for subset in range(1, 1 << size):
             chosen = [bit + i for i in range(size) if subset >> i & 1]
-            table.append(chosen + [NONE] * (3 - len(chosen)))
+            table.append(chosen + [NONE] * (4 - len(chosen)))
         bit += size
     return table
 
@@ -46,27 +46,27 @@ def _members(base: int, size: int, count: int) -> list[int]:
 
 
 def product_factors(groups: Sequence[int], count: int) -> list[list[int]]:
-    """Per mask product, its two or three factors."""
+    """Per mask product a b c, or a b c + a d: a, b, c and d."""
     table, base = [], 0
     for j, size in enumerate(groups):
         g0, g1, _, p0, p1, p2 = _members(base, size, count)
         if size == 3:
-            table += [[p2, g1, NONE], [p2, p1, NONE], [p2, g0, NONE], [p1, g0, NONE], [p2, p1, g0]]
-            table += [[p2, p0, NONE], [p1, p0, NONE], [p2, p1, p0]] if j else []
+            table += [[p2, p1, g0, g1], [p2, p1, NONE, NONE], [p2, g0, NONE, NONE], [p1, g0, NONE, NONE]]
+            table += [[p2, p0, NONE, NONE], [p1, p0, NONE, NONE], [p2, p1, p0, NONE]] if j else []
         else:
-            table += [[p1, g0, NONE]]
-            table += [[p1, p0, NONE]] if j else []
+            table += [[p1, g0, NONE, NONE]]
+            table += [[p1, p0, NONE, NONE]] if j else []
         base += size
     return table
 
 
 def join_rows(groups: Sequence[int], count: int) -> list[list[int]]:
-    """Per group: its six members, then the products p2g1, p2p1, p2g0, p1g0, p2p1g0, p2p0, p1p0, p2p1p0."""
+    """Per group: its six members, then the products p2p1g0 + p2g1, p2p1, p2g0, p1g0, p2p0, p1p0, p2p1p0."""
     table, base, row = [], 0, 0
     for j, size in enumerate(groups):
-        made = [0, 1, 2, 3, 4, 5, 6, 7] if size == 3 else [3, 6]
-        products = [NONE] * 8
-        for place in made if j else [place for place in made if place < 5]:
+        made = [0, 1, 2, 3, 4, 5, 6] if size == 3 else [3, 5]
+        products = [NONE] * 7
+        for place in made if j else [place for place in made if place < 4]:
             products[place] = row
             row += 1
         table.append(_members(base, size, count) + products)

@@ -56,15 +56,16 @@ def _xor_into(base, i_row, words, o_w, m_w, b_value):  # type: ignore[no-untyped
 
 @triton.jit
 def row_products_kernel(x, factors, out, words, BW: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """out[r] ^= product of the rows of x named in factors[r] (three, or fewer)."""
+    """out[r] ^= a b c ^ a d, the rows of x named in factors[r]; missing factors are 1, a missing d is 0."""
     i_w, i_r = tl.program_id(0), tl.program_id(1)
     o_w = i_w.to(tl.int64) * BW + tl.arange(0, BW)
     m_w = o_w < words
     # [BW]
-    b_a = _row(x, tl.load(factors + 3 * i_r), words, o_w, -1)
-    b_b = _row(x, tl.load(factors + 3 * i_r + 1), words, o_w, -1)
-    b_c = _row(x, tl.load(factors + 3 * i_r + 2), words, o_w, -1)
-    _xor_into(out, i_r, words, o_w, m_w, b_a & b_b & b_c)
+    b_a = _row(x, tl.load(factors + 4 * i_r), words, o_w, -1)
+    b_b = _row(x, tl.load(factors + 4 * i_r + 1), words, o_w, -1)
+    b_c = _row(x, tl.load(factors + 4 * i_r + 2), words, o_w, -1)
+    b_d = _row(x, tl.load(factors + 4 * i_r + 3), words, o_w, 0)
+    _xor_into(out, i_r, words, o_w, m_w, b_a & ((b_b & b_c) ^ b_d))
 
 
 @triton.jit
@@ -105,7 +106,7 @@ def join_carries_kernel(b, lam, prod, rows, out, words, made, one, BW: tl.conste
     i_w, i_j = tl.program_id(0), tl.program_id(1)
     o_w = i_w.to(tl.int64) * BW + tl.arange(0, BW)
     m_w = o_w < words
-    rows += 14 * i_j
+    rows += 13 * i_j
     i_g0, i_g1, i_g2 = tl.load(rows), tl.load(rows + 1), tl.load(rows + 2)
     i_p0, i_p1, i_p2 = tl.load(rows + 3), tl.load(rows + 4), tl.load(rows + 5)
     # [BW] each: masked bits, masks, products of masks
@@ -114,21 +115,20 @@ def join_carries_kernel(b, lam, prod, rows, out, words, made, one, BW: tl.conste
     l_g0, l_g1 = _row(lam, i_g0, words, o_w, 0), _row(lam, i_g1, words, o_w, 0)
     l_g2 = _row(lam, i_g2, words, o_w, 0)
     l_p1, l_p2 = _row(lam, i_p1, words, o_w, 0), _row(lam, i_p2, words, o_w, 0)
-    b_p2g1 = _row(prod, tl.load(rows + 6), words, o_w, 0)
+    b_highest = _row(prod, tl.load(rows + 6), words, o_w, 0)
     b_p2p1 = _row(prod, tl.load(rows + 7), words, o_w, 0)
     b_p2g0 = _row(prod, tl.load(rows + 8), words, o_w, 0)
     b_p1g0 = _row(prod, tl.load(rows + 9), words, o_w, 0)
-    b_p2p1g0 = _row(prod, tl.load(rows + 10), words, o_w, 0)
     b_value = (b_g2 & one) ^ l_g2
-    b_value ^= (b_p2 & b_g1 & one) ^ (b_p2 & l_g1) ^ (b_g1 & l_p2) ^ b_p2g1
+    b_value ^= (b_p2 & b_g1 & one) ^ (b_p2 & l_g1) ^ (b_g1 & l_p2) ^ b_highest
     b_value ^= (b_p2 & b_p1 & b_g0 & one) ^ (b_p1 & b_g0 & l_p2) ^ (b_p2 & b_g0 & l_p1) ^ (b_p2 & b_p1 & l_g0)
-    b_value ^= (b_g0 & b_p2p1) ^ (b_p1 & b_p2g0) ^ (b_p2 & b_p1g0) ^ b_p2p1g0
+    b_value ^= (b_g0 & b_p2p1) ^ (b_p1 & b_p2g0) ^ (b_p2 & b_p1g0)
     _xor_into(out, i_j, words, o_w, m_w, b_value)
     if i_j > 0:
         b_p0, l_p0 = _row(b, i_p0, words, o_w, -1), _row(lam, i_p0, words, o_w, 0)
-        b_p2p0 = _row(prod, tl.load(rows + 11), words, o_w, 0)
-        b_p1p0 = _row(prod, tl.load(rows + 12), words, o_w, 0)
-        b_p2p1p0 = _row(prod, tl.load(rows + 13), words, o_w, 0)
+        b_p2p0 = _row(prod, tl.load(rows + 10), words, o_w, 0)
+        b_p1p0 = _row(prod, tl.load(rows + 11), words, o_w, 0)
+        b_p2p1p0 = _row(prod, tl.load(rows + 12), words, o_w, 0)
         b_value = (b_p2 & b_p1 & b_p0 & one) ^ (b_p1 & b_p0 & l_p2) ^ (b_p2 & b_p0 & l_p1) ^ (b_p2 & b_p1 & l_p0)
         b_value ^= (b_p0 & b_p2p1) ^ (b_p1 & b_p2p0) ^ (b_p2 & b_p1p0) ^ b_p2p1p0
         _xor_into(out, made + i_j - 1, words, o_w, m_w, b_value)

@@ -18,7 +18,7 @@ One liar is always seen, whatever the secrets are (no selective failure): party 
 the record of parties 0 and 2; party 2's shifts that of 0 and 1, as does a wrong row (party 1 computes it too);
 party 3's piece enters V_w with coefficient 1, its message to party 2 is known to party 0; party 0 sends nothing.
 Records are compared before anything is opened (`views`). The check adds no round: nobody waits for party 0.
-Bytes a 64-bit sign bit: main 335 bits, mirror 215 + 60.
+Bytes a 64-bit sign bit: main 326 bits, mirror 206 + 60.
 
 The mirror of an inject takes x = X - a as -(a - X): weights with the other sign, masks where values were.
 """

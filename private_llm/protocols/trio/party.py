@@ -6,7 +6,7 @@ msb. x + c_k = (M + c_k) + s with s = -(a1 + a2): party 0 knows the bits of s, t
 M + c_k, so the first level needs no AND: party 0 shares all monomials of each three-bit block of s
 (once for all thresholds) and generate and propagate are linear in them (circuits/carry.py). Each
 further level is one multi-input AND: party 0 shares products of masks, the evaluators exchange masked
-outputs. 64 bits: pre 215 bits, online 60 bits each way, 4 rounds (335 bits; parallel prefix: 421, 6 rounds).
+outputs. 64 bits: pre 206 bits, online 60 bits each way, 4 rounds (326 bits; parallel prefix: 421, 6 rounds).
 
 The ripple adder shares the bits of s (64) and does one AND per position: 253 bits, 63 rounds.
 """
