@@ -42,6 +42,7 @@ class Protocol(ABC):
         self.transport = transport
         self.ring = ring
         self.device: torch.device | str = "cpu"
+        self.placed = False
 
     def on(self, device: torch.device | str) -> Self:
         """This end, drawing and receiving on `device` from now on: where the operands of the next operation lie."""

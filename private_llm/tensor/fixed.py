@@ -28,8 +28,9 @@ class Fixed:
 
     @property
     def proto(self) -> Protocol:
-        """The protocol end that computes, on the device where this share lies."""
-        return self.session.protocol.on(self.share.parts[0].device)
+        """The protocol end that computes; in a session of several devices, on the one where this share lies."""
+        protocol = self.session.protocol
+        return protocol.on(self.share.parts[0].device) if protocol.placed else protocol
 
     @property
     def shape(self) -> torch.Size:

@@ -23,7 +23,7 @@ from private_llm.net.placed import PlacedTransport
 from private_llm.net.transport import Transport
 from private_llm.nn.attention import attend
 from private_llm.protocols.protocol import Protocol
-from private_llm.protocols.session import Session, meta_session
+from private_llm.protocols.session import Session, _placed, meta_session
 from private_llm.protocols.share import Share
 from private_llm.ring.dpf import expand, key_words
 from private_llm.ring.ring import RING64
@@ -54,6 +54,7 @@ def party(number: int, protocol: Literal["trio", "quad", "dealer"] = "trio") -> 
     """One party of a session of the CPU whose received tensors follow the operands."""
     config = PrivateConfig(protocol=protocol, device_map={"": "cpu"})
     end = meta_session(config, number).protocol
+    end.placed = True
     end.transport = PlacedTransport(Zeros(number), lambda: end.device)
     return Session(config, end.on(torch.device("cpu")))
 
@@ -175,6 +176,18 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="sees 0 GPU"):
         device_for("cuda", 0)
+
+
+def test_a_session_asks_for_devices_only_if_there_may_be_several() -> None:
+    for settings, placed in (({}, False), ({"device_map": {"": "cpu"}}, True)):
+        end = meta_session(PrivateConfig(), 0).protocol
+        made = _placed(PrivateConfig.from_dict(settings), end, torch.device("cpu"))
+        assert made.protocol.placed is placed
+        assert isinstance(made.protocol.transport, PlacedTransport) is placed
+        assert made.device == "cpu"
+    end = meta_session(PrivateConfig(), 0).protocol
+    assert _placed(PrivateConfig(), end, torch.device("cuda:1")).device == "cuda:1"
+    assert end.placed
 
 
 def test_every_protocol_says_where_it_computes() -> None:
