@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LADDER = (
-    "errors", "sharding", "config", "threat", "kernels", "ring", "circuits", "net", "protocols", "tensor", "approx", "oblivious",
-    "nn", "sharded", "attacks", "bench", "commands", "cli",
+    "errors", "sharding", "config", "threat", "kernels", "ring", "circuits", "net", "protocols", "tensor", "approx",
+    "oblivious", "nn", "sharded", "attacks", "bench", "commands", "cli",
 )  # fmt: skip
 OUTSIDE_RUNG = {"bench", "commands", "cli"}
 """Rooms at the bottom may use the HuggingFace integration, inside functions only: private_llm is importable alone."""
