@@ -27,7 +27,7 @@ model.close()
 """
 
 
-@pytest.mark.parametrize(("protocol", "ranks"), [("trio", 4), ("trio", 3), ("dealer", 4)])
+@pytest.mark.parametrize(("protocol", "ranks"), [("trio", 4), ("trio", 3), ("dealer", 4), ("quad", 5)])
 def test_generate_under_torchrun(tmp_path: Path, protocol: str, ranks: int) -> None:
     """Four ranks: client apart; three: client beside party 0. Only the client prints: the plaintext tokens."""
     torch.manual_seed(0)
