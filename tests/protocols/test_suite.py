@@ -11,6 +11,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
 from private_llm.protocols.dealer import cost as dealer_cost
+from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad import cost as quad_cost
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio import cost as trio_cost
@@ -175,6 +176,19 @@ def test_inject_sums_weighted_bits(protocol: str, ring: int, shift: int) -> None
     expected = (below * (3 * x.long() + 7) + near * per_element.long()) >> shift
     price = cost.msb(n, ring, 2) + cost.inject(Ring(ring), n, 2, 1, shift)
     check(run_ring(config(protocol, ring), [x], program, (n,)), expected, price, protocol, slack=1 if shift else 0)
+
+
+@every
+def test_nothing_in_nothing_out(protocol: str, ring: int) -> None:
+    """Every primitive takes an empty tensor."""
+
+    def program(p: Protocol, a: Share) -> Share:
+        bits = p.and_(p.a2b(a).row(2), p.invert(p.msb(a, [0, 1]).row(1)))
+        return p.mul(p.poly(p.truncate(p.inject(bits, a, [1], [2], 3), 1), [1, 2, 3], 2), a, 4)
+
+    run = run_ring(config(protocol, ring), [ring_values(ring, (0,), 8)], program, (0,))
+    assert run.result.shape == (0,)
+    assert run.cost.total == 0
 
 
 @every

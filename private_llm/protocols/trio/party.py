@@ -56,6 +56,9 @@ class Trio(TrioArithmetic):
             raise DomainError(f"msb: got bits={width}; want 2 to {self.ring.bits}")
         if not 0 <= low <= width - 2:
             raise DomainError(f"msb: got low={low}; want 0 to {width - 2} for bits={width}")
+        if not x.numel():
+            none = torch.zeros((len(offsets), 0), dtype=torch.int64, device=self.device)
+            return BitShare((none,) * len(x.parts), 0)
         if self._ripples(x.numel(), width, len(offsets), low):
             return self._msb_ripple(x, offsets, width, low)
         return self._msb_prefix(x, offsets, width, low, carry_plan(width - 1 - low))
