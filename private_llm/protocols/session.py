@@ -117,10 +117,12 @@ def _masked(
 
 def _placed(config: PrivateConfig, protocol: Protocol, device: torch.device) -> Session:
     """The session of a protocol end whose values may lie on several devices."""
-    if device.type != "cpu" or config.device_map is not None:
-        protocol.placed = True
+    several = device.type != "cpu" or config.device_map is not None
+    if several:
         protocol.transport = PlacedTransport(protocol.transport, lambda: protocol.device)
-    return Session(config, _dividing(config, protocol).on(device), str(device))
+    end = _dividing(config, protocol)
+    end.placed = several
+    return Session(config, end.on(device), str(device))
 
 
 def _dividing(config: PrivateConfig, protocol: Protocol) -> Protocol:
