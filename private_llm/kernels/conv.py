@@ -48,21 +48,8 @@ def _plan(wide: Tensor, w: Tensor, size: Sequence[int], stride: Pair, dilation: 
     """What the kernels know of shapes, in their order: of the padded images, the weights and the windows."""
     (rows, columns), plane, line = size, wide[0, 0].numel(), wide.shape[3]
     outputs, depth, height, width = w.shape
-    return np.array(
-        [
-            columns,
-            rows * columns,
-            wide[0].numel(),
-            line,
-            *stride,
-            plane,
-            height,
-            width,
-            *dilation,
-            outputs,
-            depth * plane,
-        ]
-    )
+    image, volume, group = rows * columns, wide[0].numel(), depth * plane
+    return np.array([columns, image, volume, line, *stride, plane, height, width, *dilation, outputs, group])
 
 
 def _side_by_side(

@@ -39,6 +39,7 @@ def _weights(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return noise(*shape, seed=1, scale=0.25), noise(shape[0], seed=2, scale=0.25)
 
 
+@pytest.mark.filterwarnings("ignore:Using padding=.same.:UserWarning")
 @pytest.mark.parametrize(("left", "right", "how"), CONVOLUTIONS)
 @pytest.mark.parametrize("public", [False, True])
 @pytest.mark.parametrize("session", [WIDE, SMALL], ids=["64", "32"])
