@@ -129,7 +129,7 @@ def _products(ring: Ring, shape: tuple[int, int, int], stream: Prg) -> Iterator[
     def registers() -> None:
         cpu_matmul.dot_product(memory(x), memory(w), memory(out), 1, rows, inner, columns, zero)
 
-    if cpu_amx.usable() and matmul.tiled(rows, inner, columns):
+    if cpu_amx.usable() and matmul.tiled(rows, inner, columns, turned=True):
         yield _Job("matmul", "byte tiles", ring.bits, shape, lambda: matmul.product(x, w.mT, out), work, "GMAC/s")
     yield _Job("matmul", "register tiles", ring.bits, shape, registers, work, "GMAC/s")
 

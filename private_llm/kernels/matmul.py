@@ -21,7 +21,7 @@ _ZERO: dict[torch.dtype, np.unsignedinteger[Any]] = {torch.int64: np.uint64(0), 
 _SHORTEST_DOT = 8
 """Below this inner size, lanes along k stay empty: y is copied into rows of columns instead."""
 _TILED_SIDE, _TILED_MACS = 16, 1 << 15
-"""From 16 rows, 16 columns and 2^15 multiply-adds (32^3) on, byte tiles are faster."""
+"""From 16 rows, 16 columns (32 of a turned y) and 2^15 multiply-adds (32^3) on, byte tiles are faster."""
 RATE, _BYTES = 2e10, 1e10
 """Multiply-adds and bytes of y in a second, to guess how many threads are worth their start."""
 
@@ -43,7 +43,7 @@ class _Task:
     def run(self) -> None:
         """In one thread."""
         sizes = (self.stacks, self.rows, self.inner, self.columns)
-        if cpu_amx.usable() and tiled(self.rows, self.inner, self.columns):
+        if cpu_amx.usable() and tiled(self.rows, self.inner, self.columns, self.turned):
             cpu_amx.product(self.x, self.y, self.out, *sizes, self.turned, desk().address, self.zero)
         else:
             multiply = cpu_matmul.dot_product if self.turned else cpu_matmul.row_product
@@ -68,9 +68,13 @@ class _Task:
         replace(self, rows=last - first, x=x, out=out).run()
 
 
-def tiled(rows: int, inner: int, columns: int) -> bool:
-    """Whether byte tiles multiply these sizes faster than register tiles, where the processor has them."""
-    return min(rows, columns) >= _TILED_SIDE and rows * inner * columns >= _TILED_MACS
+def tiled(rows: int, inner: int, columns: int, turned: bool = False) -> bool:
+    """Whether byte tiles multiply these sizes faster than register tiles, where the processor has them.
+
+    Few columns of a turned y suit the lanes along k of a register tile better.
+    """
+    least = 2 * _TILED_SIDE if turned else _TILED_SIDE
+    return rows >= _TILED_SIDE and columns >= least and rows * inner * columns >= _TILED_MACS
 
 
 _local = threading.local()
