@@ -288,13 +288,15 @@ def diff(
     frac_bits: Annotated[int | None, typer.Option(help="Fractional bits (default: 18, or 12 in 32 bits).")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every module, not only layers.")] = False,
     as_json: Json = False,
+    image: Annotated[Path | None, typer.Option(help="For a classifier of images: the image file.")] = None,
 ) -> None:
     """Layer by layer against plaintext: errors, and values that leave the ring."""
     from private_llm.commands.diff import diff as run
     from private_llm.commands.models import DEMO_PROMPT, demo_model
 
     more: dict[str, Any] = {} if frac_bits is None else {"frac_bits": frac_bits}
-    run(model or demo_model(), prompt or DEMO_PROMPT, _config(ProtocolName.PLAIN, ring, **more), everything, as_json)
+    config = _config(ProtocolName.PLAIN, ring, **more)
+    run(model or demo_model(), prompt or DEMO_PROMPT, config, everything, as_json, image)
 
 
 @app.command()
@@ -310,7 +312,9 @@ def bench(
     n: Annotated[int | None, typer.Option("--n", help="First size of the shape (elements, tokens).")] = None,
     repeat: Annotated[int, typer.Option(help="Timed repetitions after one warm-up.")] = 5,
     shape: Annotated[str | None, typer.Option(help="Sizes joined by 'x', for instance 128x768x3072.")] = None,
-    party_mode: PartyOption = PartyMode.THREADS,
+    party_mode: Annotated[
+        PartyMode, typer.Option("--party-mode", help="auto: threads; for pigeon the faster of threads and processes.")
+    ] = PartyMode.AUTO,
     lanes: Annotated[int, typer.Option(help="Sessions side by side that share the rows of a work.")] = 1,
     permute: Annotated[bool, typer.Option("--permute", help="Another party plays each role in each lane.")] = False,
     bandwidth: Annotated[float | None, typer.Option(help="Emulated Mbit/s of each direction of a link.")] = None,

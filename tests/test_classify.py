@@ -15,6 +15,7 @@ from private_llm_hf.auto import share_checkpoint
 from private_llm_hf.digits import digits, digits_model
 
 from private_llm.commands.classify import classify
+from private_llm.commands.diff import diff
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from tests.hf import images
@@ -86,10 +87,22 @@ def test_parties_on_hosts_answer_a_user_without_weights(
     assert found["classes"] == told(capsys, str(tmp_path / "checkpoint"), [picture], 0, SMALL)["classes"]
 
 
+def test_diff_compares_layer_by_layer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "digit.png"
+    Image.fromarray((digits(held_out=True)[0][0, 0].numpy() * 255).round().astype(np.uint8)).save(picture)
+    diff(digits_model(), "", replace(SMALL, protocol="plain", insecure=True), True, True, picture)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[-1]["stopped"] is None
+    found = {line["module"]: line for line in lines[:-1]}
+    assert {"0", "1", "3.first.0", "4.shortcut.0", "8"} <= set(found), "convolutions are compared after folding"
+    assert max(line["error_max"] for line in found.values()) < 0.2
+    assert found["8"]["largest"] > 3.0
+
+
 def test_what_it_refuses(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give a model and image files, or neither"):
         classify("model", [], 1, SMALL, True)
-    with pytest.raises(ConfigError, match="model of 'nowhere'"):
+    with pytest.raises(ConfigError, match="configuration of 'nowhere'"):
         classify("nowhere", [tmp_path / "a.png"], 1, SMALL, True)
     with pytest.raises(ConfigError, match="images: "):
         classify(digits_model(), [tmp_path / "a.png"], 1, SMALL, True)

@@ -23,6 +23,7 @@ from private_llm.protocols.share import Share
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
+from private_llm_hf.architectures import architecture
 from private_llm_hf.auto import describe
 from private_llm_hf.layout import Layout
 from private_llm_hf.party_model import build_party_model
@@ -48,13 +49,14 @@ class Comparison:
     stopped: str | None
 
 
-def compare(model: PreTrainedModel, input_ids: Tensor, config: PrivateConfig) -> Comparison:
-    """Run `input_ids` [B, S] through both. ring and frac_bits come from `config`; its protocol is not used.
+def compare(model: PreTrainedModel, given: Tensor, config: PrivateConfig) -> Comparison:
+    """Run token ids [B, S] or images [B, C, H, W] through both; ring and frac_bits come from `config`, no more.
 
-    An encoder-decoder model reads them in both stacks, the decoder after its start token. Raises what patching raises.
+    An encoder-decoder model reads tokens in both stacks, the decoder after its start token. Folded batch norms are
+    folded on both sides, so that layers can be compared. Raises what patching raises.
     """
     config = replace(config, protocol="plain", insecure=True, debug_ranges=True, party_mode="auto", hosts=())
-    truth = copy.deepcopy(model).to(torch.float64).eval()
+    truth = _truth(model)
     session = _session(config)
     weights = dict(_weights(model, session))
     facts = describe(type(model), model.config)
@@ -62,14 +64,18 @@ def compare(model: PreTrainedModel, input_ids: Tensor, config: PrivateConfig) ->
     expected, found = _Outputs(truth), _Outputs(private)
     stopped = None
     with torch.no_grad():
-        tokens = _tokens(truth, input_ids)
-        truth(**tokens, use_cache=False)
-        embeds = {
-            name.replace("input_ids", "inputs_embeds"): SecretTensor(_fixed(session, _embedding(truth, name)(ids)))
-            for name, ids in tokens.items()
-        }
+        if architecture(model.config).kind == "vision":
+            truth(given.double())
+            inputs = {"pixel_values": SecretTensor(_fixed(session, given))}
+        else:
+            tokens = _tokens(truth, given)
+            truth(**tokens, use_cache=False)
+            inputs = {
+                name.replace("input_ids", "inputs_embeds"): SecretTensor(_fixed(session, _embedding(truth, name)(ids)))
+                for name, ids in tokens.items()
+            }
         try:
-            private(**embeds, return_dict=True)
+            private(**inputs, return_dict=True)
         except DomainError as refused:
             stopped = str(refused)
     rows = []
@@ -80,6 +86,18 @@ def compare(model: PreTrainedModel, input_ids: Tensor, config: PrivateConfig) ->
             kind = type(truth.get_submodule(name)).__name__
             rows.append(ModuleError(name, kind, float(right.abs().max()), float(error.max()), float(error.mean())))
     return Comparison(tuple(rows), stopped)
+
+
+def _truth(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in float64, with batch norms folded as the parties have them."""
+    layout = Layout.of(type(model), model.config)
+    if not layout.folds:
+        return copy.deepcopy(model).to(torch.float64).eval()
+    made: dict[str, Tensor] = {}
+    sink = layout.folding(lambda name, value: made.update({name: value.to(torch.float64)}))
+    stream_loaded(model, layout.source, sink)
+    layout.model.load_state_dict(made, assign=True)
+    return layout.model
 
 
 def _tokens(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Tensor]:
@@ -129,7 +147,7 @@ def _decoded(value: Tensor) -> Tensor:
     if isinstance(value, SecretTensor):
         held = value.raw
         return held.session.ring.decode(held.share.parts[0], held.frac)
-    return value.to(torch.float64)
+    return value.to(torch.float64, copy=True)  # the model may go on in place
 
 
 def _session(config: PrivateConfig) -> Session:

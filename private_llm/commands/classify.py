@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from private_llm.commands.models import quiet
+from private_llm.commands.models import image_config, image_model
 from private_llm.commands.output import CONSOLE, duration, emit_json, emit_table, progress_bar, size
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
@@ -38,20 +38,13 @@ def classify(source: str, files: Sequence[Path], count: int, config: PrivateConf
     from private_llm_hf import AutoPrivateModelForImageClassification
     from private_llm_hf.digits import digits_model
     from private_llm_hf.network import NetworkConfig
-    from transformers import AutoConfig, AutoModelForImageClassification
 
-    quiet()
     if bool(source) != bool(files):
         raise ConfigError("classify: give a model and image files, or neither (the bundled network and its digits)")
     source = source or digits_model()
-    try:
-        known = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model of {source!r}: {str(error).strip().splitlines()[0]}") from None
-    plain = (
-        None if config.hosts else AutoModelForImageClassification.from_pretrained(source, dtype=torch.float32).eval()
-    )
-    batch = _read(source, known, files) if files else _digits(count)
+    known = image_config(source)
+    plain = None if config.hosts else image_model(source)
+    batch = read_images(source, known, files) if files else _digits(count)
     with progress_bar(2, quiet=as_json) as step, torch.no_grad():
         step("sharing the weights", 0)
         with AutoPrivateModelForImageClassification.from_pretrained(source, config) as model:
@@ -106,7 +99,7 @@ def _digits(count: int) -> Batch:
     return Batch([f"digit {index}, a {label}" for index, label in enumerate(labels.tolist())], pixels, labels)
 
 
-def _read(source: str, config: Any, files: Sequence[Path]) -> Batch:  # noqa: ANN401 - a transformers configuration
+def read_images(source: str, config: Any, files: Sequence[Path]) -> Batch:  # noqa: ANN401 - a transformers configuration
     """Image files as the model's own processor prepares them; a plain network gets values from 0 to 1."""
     import numpy as np
     import torch

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from private_llm.commands.models import plaintext_model, tokenizer_of
+from private_llm.commands.classify import read_images
+from private_llm.commands.models import image_model, plaintext_model, tokenizer_of
 from private_llm.commands.output import CONSOLE, emit_json, emit_table, progress_bar
 from private_llm.config import PrivateConfig
 
 
-def diff(source: str, prompt: str, config: PrivateConfig, everything: bool, as_json: bool) -> None:
-    """Compare module by module; by default only whole layers and what lies outside them."""
+def diff(
+    source: str, prompt: str, config: PrivateConfig, everything: bool, as_json: bool, image: Path | None = None
+) -> None:
+    """Compare module by module on a text or an image; by default only whole layers and what lies outside them."""
     from private_llm_hf.compare import compare
 
-    model, tokenizer = plaintext_model(source), tokenizer_of(source)
+    if image is None:
+        model = plaintext_model(source)
+        given = tokenizer_of(source)(prompt, return_tensors="pt")["input_ids"]
+    else:
+        model = image_model(source)
+        given = read_images(source, model.config, [image]).pixels
     with progress_bar(1, as_json) as step:
         step("comparing", 0)
-        found = compare(model, tokenizer(prompt, return_tensors="pt")["input_ids"], config)
+        found = compare(model, given, config)
         step("comparing")
     rows = [row for row in found.modules if everything or not re.search(r"\.\d+\.", row.name)]
     if as_json:

@@ -49,6 +49,23 @@ def plaintext_model(source: str) -> Any:  # noqa: ANN401 - a transformers model
     return _load("model", AutoModelForCausalLM, source, dtype=torch.float32).eval()
 
 
+def image_model(source: str) -> Any:  # noqa: ANN401 - a transformers model
+    """The image classifier itself, in float32, for comparison. Raises ConfigError."""
+    import private_llm_hf  # noqa: F401 - makes plain networks known to transformers
+    import torch
+    from transformers import AutoModelForImageClassification
+
+    return _load("model", AutoModelForImageClassification, source, dtype=torch.float32).eval()
+
+
+def image_config(source: str) -> Any:  # noqa: ANN401 - a transformers configuration
+    """The configuration of an image classifier. Raises ConfigError."""
+    import private_llm_hf  # noqa: F401 - makes plain networks known to transformers
+    from transformers import AutoConfig
+
+    return _load("configuration", AutoConfig, source)
+
+
 def quiet() -> None:
     """No progress bars of transformers beside our own."""
     from transformers.utils import logging

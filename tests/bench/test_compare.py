@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from private_llm_hf import PrivateConfig
+import transformers as tr
+from private_llm_hf import Network, PrivateConfig
 from private_llm_hf.compare import compare
+from torch import nn
 
-from tests.hf import tiny
+from tests.hf import images, tiny
 
 IDS = torch.tensor([[3, 5, 8, 13], [21, 34, 55, 89]])
 
@@ -23,6 +25,17 @@ def test_errors_are_small_everywhere(name: str) -> None:
     # Two layers of functions with errors below 1e-4 each, gains of about one between them.
     assert max(row.error_max for row in found.modules) < 5e-3
     assert all(row.error_mean <= row.error_max for row in found.modules)
+
+
+@pytest.mark.parametrize("name", ["resnet-bottleneck", "mobilenet_v2", "convnext", "mixed"])
+def test_images(name: str) -> None:
+    model, pixels = images.build(name)
+    model = model if isinstance(model, tr.PreTrainedModel) else Network.of(model)
+    found = compare(model, pixels, PrivateConfig())
+    assert found.stopped is None
+    convolutions = {name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
+    assert convolutions <= {row.name for row in found.modules}
+    assert max(row.error_max for row in found.modules) < 5e-3
 
 
 def test_the_module_that_leaves_the_ring_is_named() -> None:
