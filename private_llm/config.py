@@ -43,7 +43,8 @@ PLANNED = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def _device_name(key: str, where: object, *more: str) -> str:
-    name = f"cuda:{where}" if isinstance(where, int) and not isinstance(where, bool) and where >= 0 else str(where)
+    number = isinstance(where, int) and not isinstance(where, bool) and where >= 0
+    name = f"cuda:{where}" if number or str(where).isdecimal() else str(where)
     if name not in more and not re.fullmatch(r"cpu|cuda:\d+", name):
         raise ConfigError(f"{key}: got device {where!r}; want a GPU's number, 'cuda:N', {', '.join(('cpu', *more))}")
     return name

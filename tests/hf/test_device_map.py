@@ -17,6 +17,7 @@ from private_llm_hf.launch import serve_party
 from private_llm_hf.share_files import share_path
 from private_llm_hf.stored import OffloadFile
 
+from private_llm.commands.parties import devices
 from private_llm.errors import ConfigError, PrivateLLMError, ShareFileError
 from tests.hf import tiny
 from tests.hf.compare import BATCH
@@ -144,3 +145,32 @@ def test_maps_survive_json_and_are_not_agreed_upon() -> None:
 def test_devices_that_do_not_exist_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PrivateConfig.from_dict(settings)
+
+
+# -- the command line ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("", None),
+        ("disk", {"": "disk"}),
+        ("cuda:1", {"": "cuda:1"}),
+        ("auto", "auto"),
+        ('{"": 0, "lm_head": "cpu"}', {"": "cuda:0", "lm_head": "cpu"}),
+    ],
+)
+def test_the_party_command_reads_maps(text: str, wanted: object) -> None:
+    config = PrivateConfig(**devices("cuda:1", text, "", "folder"))
+    assert (config.device, config.device_map, config.offload_folder) == ("cuda:1", wanted, "folder")
+
+
+def test_the_party_command_reads_memory_limits() -> None:
+    assert PrivateConfig(**devices("cpu", "auto", '{"0": "1GB", "cpu": 7}', None)).max_memory == {
+        "cuda:0": "1GB",
+        "cpu": 7,
+    }
+
+
+@pytest.mark.parametrize(("device_map", "max_memory"), [("{", ""), ("auto", "[1]"), ("auto", "4GB"), ("fast", "")])
+def test_the_party_command_refuses_other_text(device_map: str, max_memory: str) -> None:
+    with pytest.raises(ConfigError):
+        PrivateConfig(**devices("cpu", device_map, max_memory, None))
