@@ -23,7 +23,7 @@ _I64 = ir.IntType(64)
 _POINTER = _I8.as_pointer()
 
 
-def _call(builder: Any, name: str, *arguments: Any) -> None:  # noqa: ANN401
+def instruction(builder: Any, name: str, *arguments: Any) -> None:  # noqa: ANN401
     """An AMX instruction by LLVM's name; tile numbers are constants."""
     full = f"llvm.x86.{name}"
     known = builder.module.globals.get(full)
@@ -36,7 +36,7 @@ def configure(typing_context, address):  # type: ignore[no-untyped-def]  # noqa:
     """Set the tiles' shapes from 64 bytes at `address`; clears them."""
 
     def codegen(context: Any, builder: Any, _: Any, args: Any) -> Any:  # noqa: ANN401
-        _call(builder, "ldtilecfg", builder.inttoptr(args[0], _POINTER))
+        instruction(builder, "ldtilecfg", builder.inttoptr(args[0], _POINTER))
         return context.get_dummy_value()
 
     return types.void(types.intp), codegen
@@ -47,7 +47,7 @@ def release(typing_context):  # type: ignore[no-untyped-def]  # noqa: ANN001, AN
     """Give the tiles back, so that task switches need not save them."""
 
     def codegen(context: Any, builder: Any, _: Any, __: Any) -> Any:  # noqa: ANN401
-        _call(builder, "tilerelease")
+        instruction(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), codegen
@@ -65,7 +65,7 @@ def _multiply(columns: int) -> Callable[..., None]:
             right = [builder.inttoptr(arg, _POINTER) for arg in args[2 : 2 + columns]]
             pitch = _I64(4 * TILE)
             for t in range(2 * columns):
-                _call(builder, "tilezero", _I8(t))
+                instruction(builder, "tilezero", _I8(t))
             entry = builder.block
             loop, done = builder.append_basic_block("step"), builder.append_basic_block("done")
             builder.branch(loop)
@@ -74,11 +74,11 @@ def _multiply(columns: int) -> Callable[..., None]:
             k.add_incoming(_I64(0), entry)
             at = [builder.mul(k, _I64(TILE_BYTES))]
             for i in range(2):
-                _call(builder, "tileloadd64", _I8(4 + i), builder.gep(left[i], at), pitch)
+                instruction(builder, "tileloadd64", _I8(4 + i), builder.gep(left[i], at), pitch)
             for j in range(columns):
-                _call(builder, "tileloadd64", _I8(6 + j), builder.gep(right[j], at), pitch)
+                instruction(builder, "tileloadd64", _I8(6 + j), builder.gep(right[j], at), pitch)
                 for i in range(2):
-                    _call(builder, "tdpbuud", _I8(i * columns + j), _I8(4 + i), _I8(6 + j))
+                    instruction(builder, "tdpbuud", _I8(i * columns + j), _I8(4 + i), _I8(6 + j))
             following = builder.add(k, _I64(1))
             k.add_incoming(following, loop)
             builder.cbranch(builder.icmp_signed("<", following, args[4]), loop, done)
@@ -87,7 +87,7 @@ def _multiply(columns: int) -> Callable[..., None]:
             for i in range(2):
                 for j in range(columns):
                     place = builder.gep(out, [_I64(TILE_BYTES * (2 * i + j))])
-                    _call(builder, "tilestored64", _I8(i * columns + j), place, pitch)
+                    instruction(builder, "tilestored64", _I8(i * columns + j), place, pitch)
             return context.get_dummy_value()
 
         return types.void(word, word, word, word, word, word), codegen

@@ -87,7 +87,11 @@ class _Task:
         if self.groups > 1 and self.groups * self.plan[6] == self.plan[2]:  # one channel each
             cpu_conv.depthwise(*places, positions, self.zero)
         elif cpu_amx.usable() and matmul.tiled(self.outputs // self.groups, self.inner, positions):
-            cpu_conv_amx.product(*places, *sizes, matmul.desk().address, self.zero)
+            desk = matmul.desk()  # as large as either needs
+            if self.zero.itemsize == 4:
+                cpu_conv_amx.product_by_planes(*places, *sizes, desk.address)
+            else:
+                cpu_conv_amx.product(*places, *sizes, desk.address, self.zero)
         else:
             cpu_conv.tile_product(*places, *sizes, self.zero)
 

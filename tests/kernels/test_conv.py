@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from private_llm.kernels import conv, cpu_amx, matmul, ops
+from private_llm.kernels import amx_planes, conv, cpu_amx, cpu_conv_amx, matmul, ops
 from private_llm.kernels.reference import ring_conv2d
 from private_llm.ring.ring import Ring
 from tests.kernels.cases import RINGS, Case, Draw, conv_cases, expected, run
@@ -19,6 +19,7 @@ SIZES = [
     ((2, 33, 11, 20), (34, 33, 2, 3), (2, 2), (1, 0), (2, 1), 1),
     ((2, 40, 8, 8), (64, 20, 3, 1), (1, 2), (1, 1), (1, 1), 2),
     ((17, 16, 4, 4), (16, 16, 3, 3), (1, 1), (1, 1), (1, 2), 1),  # many small images
+    ((2, 47, 5, 6), (20, 47, 3, 3), (1, 1), (1, 1), (1, 1), 1),  # 423 entries: more than a block, no multiple of four
     ((9, 64, 2, 2), (16, 64, 2, 2), (1, 1), (1, 1), (1, 1), 1),
 ]
 
@@ -64,3 +65,19 @@ def test_threads_share_images_or_outputs(
     x, w = draw.ring(RINGS[1], images, 4, 9, 9), draw.ring(RINGS[1], 70, 4 // groups, 3, 3)
     how = ((1, 1), (1, 1), (1, 1), groups)
     assert torch.equal(ops.ring_conv2d(x, w, *how), ring_conv2d(x, w, *how))
+
+
+@pytest.mark.parametrize("ring", RINGS, ids=str)
+def test_largest_bytes(ring: Ring, tiles: str) -> None:
+    """Bytes of all ones make the largest sums of byte products."""
+    x = torch.full((1, 600, 3, 16), -1, dtype=ring.dtype)
+    w = torch.full((16, 600, 3, 1), -1, dtype=ring.dtype)
+    assert torch.equal(
+        ops.ring_conv2d(x, w, (1, 1), (0, 0), (1, 1), 1), torch.full((1, 16, 1, 16), 1800).to(ring.dtype)
+    )
+
+
+def test_scratch_suffices() -> None:
+    """Convolutions borrow the scratch memory of matrix products."""
+    planes = 64 + 4 * cpu_conv_amx.BLOCK * (cpu_conv_amx.PANEL + cpu_amx.ROWS_IN_CACHE) + amx_planes.SUMS_BYTES
+    assert planes <= cpu_amx.DESK_BYTES + cpu_amx.PRODUCT_BYTES
