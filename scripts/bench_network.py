@@ -9,7 +9,7 @@ Parties are processes that talk TCP inside network namespaces of their own, whos
                       the parties; and for the busiest direction of a party, which bounds a run.
 
 python scripts/bench_network.py                     ReLU of 2^20 and VGG-16 (batch 16, 32 bits) at 1 Gbit/s
-python scripts/bench_network.py --lanes 1 2 6       the same with several numbers of lanes (above 1: permuted roles)
+python scripts/bench_network.py --lanes 1 2 6       the same with other numbers of lanes (above 1: permuted roles)
 python scripts/bench_network.py --write             measure what docs/benchmarks.md shows, and write it there
 python scripts/bench_network.py --tiny              smallest shapes: does everything run?
 
@@ -273,7 +273,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, nargs="+", default=[1000.0], help="Mbit/s; 0: as fast as the machine")
     parser.add_argument("--works", nargs="+", default=["relu-64", "vgg16"], choices=list(WORKS))
     parser.add_argument("--protocol", nargs="+", default=["trio"], choices=["trio", "quad"])
-    parser.add_argument("--lanes", type=int, nargs="+", default=[1, 6])
+    parser.add_argument("--lanes", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--topology", nargs="+", default=["loopback", "switch"], choices=["loopback", "switch"])
     parser.add_argument("--repeat", type=int, default=5)
     for hidden in ("--plan", "--endpoint", "--folder"):

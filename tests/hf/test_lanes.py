@@ -180,8 +180,9 @@ def test_requests_of_several_threads_run_in_lanes_of_their_own(
         assert torch.equal(made[row], plaintext.generate(IDS[row : row + 1], **how))
 
 
-def test_quad_shares_rows_too(plaintext: PreTrainedModel) -> None:
-    with patch(plaintext, replace(TRIO, protocol="quad", lanes=2, permute=True)) as model:
+@pytest.mark.parametrize(("protocol", "permute"), [("quad", True), ("dealer", False)])
+def test_other_protocols_share_rows_too(plaintext: PreTrainedModel, protocol: str, permute: bool) -> None:
+    with patch(plaintext, replace(TRIO, protocol=protocol, lanes=2, permute=permute)) as model:
         assert worst(model(IDS).logits, plaintext(IDS).logits) < LOGIT_ERROR
 
 
