@@ -14,7 +14,7 @@ from private_llm.errors import ConfigError, DomainError
 from private_llm.kernels.devices import device_for
 from private_llm.net.placed import PlacedTransport
 from private_llm.net.roles import named
-from private_llm.net.transport import CLIENT, MetaTransport, Transport, endpoint_name
+from private_llm.net.transport import CLIENT, MetaTransport, Transport
 from private_llm.protocols.adder import Adder
 from private_llm.protocols.dealer.party import TwoPartyDealer
 from private_llm.protocols.dealing import keys_held
@@ -187,7 +187,7 @@ def _meet(config: PrivateConfig, transport: Transport, others: list[int]) -> dic
         theirs = bytes(transport.recv(other, "hello", (64,), torch.uint8).numpy().tobytes())
         if theirs[:32] != digest:
             raise ConfigError(
-                f"{named(config, endpoint_name(other))} runs other settings or another version; protocol, ring, "
+                f"{named(config, transport.name_of(other))} runs other settings or another version; protocol, ring, "
                 "frac_bits, weights, reveal, adder and the other settings of the computation must be equal at all "
                 "endpoints"
             )

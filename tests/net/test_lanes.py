@@ -17,6 +17,7 @@ from private_llm.net.hub import connect, hosts_of, open_listeners
 from private_llm.net.lanes import casting, castings, lane_links
 from private_llm.net.local import LocalHub
 from private_llm.net.transport import CLIENT, MetaTransport, Transport
+from private_llm.protocols.session import join_as_client
 
 TOKEN = b"a token of one test session"
 WORD = (torch.int64,)
@@ -129,6 +130,15 @@ def test_links_by_role_reach_the_right_party_and_book_parties() -> None:
     assert ends[1].recv(CLIENT, "m", (1,), *WORD) == torch.zeros(1)
     assert ends[0].name_of(2) == "party 0"
     assert client.name_of(CLIENT) == "the client"
+
+
+def test_a_party_with_other_settings_is_named_whatever_its_role() -> None:
+    hub = LocalHub(3, 4.0)
+    client = lane_links(hub.transport(CLIENT), 3, 1, permute=True)
+    for party in range(3):
+        hub.lane(1).transport(party).send(CLIENT, "hello", torch.zeros(64, dtype=torch.uint8))
+    with pytest.raises(ConfigError, match="party 1 runs other settings"):  # who plays role 0 there
+        join_as_client(PrivateConfig(lanes=2, permute=True), client)
 
 
 @pytest.mark.parametrize(
