@@ -108,3 +108,28 @@ def test_a_failing_piece_is_heard() -> None:
 
     with pytest.raises(ArithmeticError, match="2 to 4"):
         parallel.each(work, [(0, 2), (2, 4)])
+
+
+def test_byte_tiles_are_refused_where_the_compiler_targets_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = cpu_amx.usable.__wrapped__
+    with monkeypatch.context() as patch:
+        patch.setattr("numba.config.CPU_NAME", "generic")
+        assert find() is False
+    with monkeypatch.context() as patch:
+        patch.setattr("platform.machine", lambda: "aarch64")
+        assert find() is False
+
+
+def test_parties_and_lanes_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "usable_cores", lambda: 16)
+    assert [parallel.threads_per_party(*case) for case in ((3, 1), (3, 4), (1, 1), (4, 9))] == [8, 2, 16, 1]
+
+
+def test_small_work_stays_on_one_thread() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        found = [parallel.threads(seconds) for seconds in (0.0, parallel.LEAST_S, 2.5 * parallel.LEAST_S, 1.0)]
+    finally:
+        torch.set_num_threads(before)
+    assert found == [1, 1, 2, 3]

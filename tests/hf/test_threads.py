@@ -1,0 +1,21 @@
+"""Parties that are threads share the cores of their process, and give them back."""
+
+from __future__ import annotations
+
+import torch
+from private_llm_hf.launch import start_parties
+
+from private_llm.config import PrivateConfig
+from private_llm.kernels.parallel import threads_per_party
+
+
+def test_torch_gets_its_threads_back_after_a_session() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads_per_party(3) + 2)
+    try:
+        parties = start_parties(PrivateConfig(party_mode="threads"))
+        during = torch.get_num_threads()
+        parties.close()
+        assert (during, torch.get_num_threads()) == (threads_per_party(3), threads_per_party(3) + 2)
+    finally:
+        torch.set_num_threads(before)
