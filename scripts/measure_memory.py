@@ -33,7 +33,6 @@ from transformers import OPTConfig, OPTForCausalLM
 from private_llm.config import PrivateConfig
 from private_llm.protocols.dealing import keys_held, sends_parts
 
-TIMEOUT_S = 900
 OPT_1_3B = {"hidden_size": 2048, "ffn_dim": 8192, "num_attention_heads": 32, "word_embed_proj_dim": 2048}
 TINY = {
     "hidden_size": 64, "ffn_dim": 256, "num_attention_heads": 4, "word_embed_proj_dim": 64, "vocab_size": 256,
@@ -62,10 +61,10 @@ def free_hosts(count: int) -> list[str]:
 
 
 @contextmanager
-def parties(folder: Path, hosts: list[str], device_map: str) -> Iterator[list[int]]:
+def parties(folder: Path, hosts: list[str], device_map: str, patience_s: float) -> Iterator[list[int]]:
     """One process per party; yields their numbers."""
     command = [sys.executable, "-c", "from private_llm.cli import main; main()", "party", "--allow-plain-loopback"]
-    command += ["--sessions", "1", "--timeout", str(TIMEOUT_S), "--device-map", device_map, "--hosts", ",".join(hosts)]
+    command += ["--sessions", "1", "--timeout", str(patience_s), "--device-map", device_map, "--hosts", ",".join(hosts)]
     running = [
         subprocess.Popen([*command, "--index", str(party), "--shares", str(share_path(folder, party))])
         for party in range(3)
@@ -89,13 +88,14 @@ def peak_mb(process: int) -> float:
 
 def measure(folder: Path, config: OPTConfig, device_map: str, sequence: int) -> Iterator[dict[str, Any]]:
     """One row per party."""
+    patience_s = 120 + 30 * config.num_hidden_layers  # parties check their files before they listen
     start = time.monotonic()
     weights = make_files(folder, config)
     row: dict[str, Any] = {"name": "memory", "device_map": device_map, "layers": config.num_hidden_layers}
     row |= {"weights": weights, "tokens": sequence, "seconds_sharing": round(time.monotonic() - start, 1)}
     hosts = free_hosts(3)
-    client = PrivateConfig(party_mode="remote", hosts=tuple(hosts), allow_plain_loopback=True, timeout_s=TIMEOUT_S)
-    with parties(folder, hosts, device_map) as processes:
+    client = PrivateConfig(party_mode="remote", hosts=tuple(hosts), allow_plain_loopback=True, timeout_s=patience_s)
+    with parties(folder, hosts, device_map, patience_s) as processes:
         start = time.monotonic()
         with AutoPrivateModelForCausalLM.from_pretrained(str(folder / "client"), client) as model:
             row["seconds_loading"] = round(time.monotonic() - start, 1)
