@@ -81,6 +81,8 @@ def _plan(text: str, weak: bool = False) -> dict[str, Any]:
     return {"plan": {**dict(zip(names, map(int, parts), strict=False)), "accept_weak_plan": weak}}
 
 
+LanesOption = Annotated[int, typer.Option(help="Sessions side by side that share the rows of a batch.")]
+PermuteOption = Annotated[bool, typer.Option("--permute", help="Another party plays each role in each lane.")]
 PromptOption = Annotated[str, typer.Option("--prompt", help="Text to continue.")]
 TokensOption = Annotated[int, typer.Option("--max-new-tokens", help="How many tokens at most.")]
 HostsOption = Annotated[list[str] | None, typer.Option("--hosts", help="host:port of each party, in order; repeat.")]
@@ -230,6 +232,8 @@ def party(
     max_memory: Annotated[str, typer.Option(help="JSON {device: size} for a planned --device-map.")] = "",
     offload_folder: Annotated[str | None, typer.Option(help="Disk for weights that come from the client.")] = None,
     frac_bits: FracOption = None,
+    lanes: LanesOption = 1,
+    permute: PermuteOption = False,
 ) -> None:
     """Be one party: wait for the others and for clients, one session after the other."""
     from private_llm.commands.parties import devices
@@ -238,7 +242,11 @@ def party(
     if not hosts:
         raise ConfigError("hosts: got none; want host:port of every party, in order, the same at all endpoints")
     remote = _remote(hosts, tls, f"party{index}", allow_plain_loopback)
-    remote |= devices(device, device_map, max_memory, offload_folder) | _bits(frac_bits)
+    remote |= (
+        devices(device, device_map, max_memory, offload_folder)
+        | _bits(frac_bits)
+        | {"lanes": lanes, "permute": permute}
+    )
     config = _config(protocol, ring, reveal=reveal, matmul=matmul, tape_folder=tape_folder, timeout_s=timeout, **remote)
     run(index, config, shares, sessions)
 
@@ -315,8 +323,8 @@ def bench(
     party_mode: Annotated[
         PartyMode, typer.Option("--party-mode", help="auto: threads; for pigeon the faster of threads and processes.")
     ] = PartyMode.AUTO,
-    lanes: Annotated[int, typer.Option(help="Sessions side by side that share the rows of a work.")] = 1,
-    permute: Annotated[bool, typer.Option("--permute", help="Another party plays each role in each lane.")] = False,
+    lanes: LanesOption = 1,
+    permute: PermuteOption = False,
     bandwidth: Annotated[float | None, typer.Option(help="Emulated Mbit/s of each direction of a link.")] = None,
     latency: Annotated[float | None, typer.Option(help="Emulated one-way latency in ms.")] = None,
     plot: Annotated[
