@@ -38,6 +38,7 @@ from private_llm.ring.prg import Seed
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm.tensor.secret_index import SecretIndex
+from private_llm_hf.cascade_node import Node
 from private_llm_hf.costs import rows_of
 from private_llm_hf.party_model import build_party_model
 from private_llm_hf.share_files import ShareFile
@@ -352,7 +353,10 @@ def _run_lane(
     config: PrivateConfig, number: int, transport: Transport, held: ShareFile | None, lanes: dict[int, Party], lane: int
 ) -> str | None:
     try:
-        Party(config, number, transport, held, lanes, lane).serve()
+        if config.protocol == "cascade":
+            Node(config, number, transport).serve()
+        else:
+            Party(config, number, transport, held, lanes, lane).serve()
     except PrivateLLMError as error:
         reason = f"party {number}: {type(error).__name__}: {error}"
         if isinstance(error, TransportError) and _REPORTED.search(str(error)):
