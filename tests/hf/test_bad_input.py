@@ -189,9 +189,9 @@ def test_modules_without_a_rule_are_listed() -> None:
         patch(model, PLAIN)
 
 
-def test_patch_wants_a_model_of_transformers() -> None:
-    with pytest.raises(PatchMismatch, match="got Linear; want a transformers PreTrainedModel"):
-        patch(torch.nn.Linear(2, 2), PLAIN)
+def test_patch_wants_a_module_or_a_model_of_transformers() -> None:
+    with pytest.raises(PatchMismatch, match="got dict; want a transformers model or a torch.nn.Module"):
+        patch({}, PLAIN)
 
     class OPTForCausalLM(tr.OPTForCausalLM):
         pass

@@ -53,7 +53,7 @@ def test_decode_inverts_encode(sender, session, sequence, tag, dtype, count):
 def test_known_bytes():
     raw = header()
     assert raw == (
-        b"PLLM\x01\x00\x01\x01sessionx" + (7).to_bytes(8, "big") + (5).to_bytes(8, "big") + b"mul" + bytes(29)
+        b"PLLM\x02\x00\x01\x01sessionx" + (7).to_bytes(8, "big") + (5).to_bytes(8, "big") + b"mul" + bytes(29)
     )
 
 
@@ -66,13 +66,13 @@ def test_random_bytes_raise_only_transport_error(raw):
 @given(st.binary(min_size=59, max_size=120))
 def test_random_bytes_behind_a_right_start(tail):
     try:
-        frame = wire.decode(b"PLLM\x01" + tail)
+        frame = wire.decode(b"PLLM\x02" + tail)
     except TransportError:
         return
     limit = wire.MAX_PAYLOAD if frame.kind is Kind.DATA else wire.MAX_NOTE
     assert frame.nbytes <= limit
     raw = wire.encode(frame.kind, frame.sender, frame.session, frame.sequence, frame.tag, frame.dtype, frame.count)
-    assert raw == (b"PLLM\x01" + tail)[:64]
+    assert raw == (b"PLLM\x02" + tail)[:64]
 
 
 @given(HEADERS, st.integers(0, 63))
