@@ -190,7 +190,7 @@ def test_modules_without_a_rule_are_listed() -> None:
 
 
 def test_patch_wants_a_module_or_a_model_of_transformers() -> None:
-    with pytest.raises(PatchMismatch, match="got dict; want a transformers model or a torch.nn.Module"):
+    with pytest.raises(PatchMismatch, match=r"got dict; want a transformers model or a torch\.nn\.Module"):
         patch({}, PLAIN)
 
     class OPTForCausalLM(tr.OPTForCausalLM):
