@@ -7,6 +7,8 @@ prepare_environment test
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # Every test process runs three parties as threads already; more threads only get in each other's way.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Hundreds of short-lived parties are threads of one test process: their freed memory stays in few heaps.
+export MALLOC_ARENA_MAX=4
 bin=.venv/bin
 
 "$bin/ruff" check .
