@@ -84,11 +84,20 @@ class ShardingPlan:
 
     def rows_of_comp(self, comp: int, start: int, stop: int) -> list[int]:
         """Positions of a CompNode in start .. stop - 1, ascending."""
-        return [p for p in range(start, stop) if self.comp_of(p) == comp]
+        return self._repeated(comp * self.c, self.c, start, stop)
 
     def rows_of_shard(self, shard: int, start: int, stop: int) -> list[int]:
         """Positions of a query shard in start .. stop - 1, ascending."""
-        return [p for p in range(start, stop) if self.shard_of(p) == shard]
+        return self._repeated(self.first_of_shard(shard), self.block, start, stop)
+
+    def first_of_shard(self, shard: int) -> int:
+        """The first position of a query shard; in a shorter text it has none."""
+        return shard * self.block
+
+    def _repeated(self, first: int, width: int, start: int, stop: int) -> list[int]:
+        """`width` neighbours from `first` on, again every delta positions, within start .. stop - 1."""
+        begin = first + max(0, (start - first) // self.delta) * self.delta
+        return [p for base in range(begin, stop, self.delta) for p in range(max(base, start), min(base + width, stop))]
 
     # -- endpoints --------------------------------------------------------------------------------------------
     def attn_endpoint(self, j: int, k: int) -> int:

@@ -40,16 +40,17 @@ class AttnNode:
     def run(self, step: Step) -> None:
         """All layers of one forward."""
         kept: Kept = {} if step.handle is None else self._kept.setdefault(step.handle, {})
+        keys = {shard: self._plan.rows_of_shard(shard, 0, step.total) for shard in sorted(set(self.shards))}
+        new = {shard: [p for p in rows if p >= step.past] for shard, rows in keys.items()}
         for layer, call in enumerate(self._calls):
             queries: dict[int, _New] = {}
-            for shard in sorted(set(self.shards)):
-                rows = self._plan.rows_of_shard(shard, step.past, step.total)
+            for shard, rows in new.items():
                 if rows:
                     queries[shard] = rows, self._receive(kept, layer, shard, call, step, len(rows))
             j, k = self.shards
             for shard, other in ((j, k), (k, j)) if j != k else ((j, k),):
                 if shard in queries:
-                    self._answer(kept.get((layer, other)), call, step, shard, queries[shard], other)
+                    self._answer(kept.get((layer, other)), call, step, shard, queries[shard], keys[other])
 
     def _receive(self, kept: Kept, layer: int, shard: int, call: AttentionCall, step: Step, rows: int) -> Tensor:
         """The new rows of one shard: keys and values go to the cache, queries come back."""
@@ -63,13 +64,13 @@ class AttnNode:
         return q
 
     def _answer(
-        self, held: tuple[Tensor, Tensor] | None, call: AttentionCall, step: Step, shard: int, new: _New, other: int
-    ) -> None:
-        """Attention of the new rows of `shard` over the keys and values `held` of shard `other`, to the rows' owner."""
+        self, held: tuple[Tensor, Tensor] | None, call: AttentionCall, step: Step, shard: int, new: _New,
+        keys: list[int],
+    ) -> None:  # fmt: skip
+        """Attention of the new rows of `shard` over what is held of another one, positions `keys`, to their owner."""
         if held is None:
             return  # that shard has no tokens yet
         rows, q = new
-        keys = self._plan.rows_of_shard(other, 0, step.total)
         if held[0].shape[2] != len(keys):
             raise TransportError(f"a step at position {step.past} does not continue the cache of this node")
         out, lse = attend(q, *held, allowed(call, step, rows, keys), call.scale, call.softcap)

@@ -37,7 +37,7 @@ class Exchange:
         self._local = {}
         for index, position in enumerate(rows):
             self._local.setdefault(self._plan.shard_of(position), []).append(index)
-        self._filled = [s for s in range(self._plan.beta) if self._plan.rows_of_shard(s, 0, step.total)]
+        self._filled = [s for s in range(self._plan.beta) if self._plan.first_of_shard(s) < step.total]
         return rows
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def layer_bytes(plan: ShardingPlan, calls: Sequence[AttentionCall], batch: int, 
     beta F N (row + (value_dim + 2) heads): a maximum and a sum where one log-sum-exp of 32 bits goes here, so for F = 2
     both are equal. Shards without tokens, in a text shorter than delta, send nothing back.
     """
-    filled = sum(1 for shard in range(plan.beta) if plan.rows_of_shard(shard, 0, length))
+    filled = sum(1 for shard in range(plan.beta) if plan.first_of_shard(shard) < length)
     size = number_type(plan).itemsize
     return sum(
         batch * length * (plan.beta * size * call.row + filled * call.heads * (size * call.value_dim + 4))

@@ -52,6 +52,16 @@ def test_comp_nodes_and_shards_partition_the_text() -> None:
     assert all(plan.owner(plan.shard_of(p)) == plan.comp_of(p) for p in range(200))
 
 
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 50), (7, 8), (13, 29), (40, 40)])
+def test_rows_are_those_of_the_definition(plan: ShardingPlan, start: int, stop: int) -> None:
+    for comp in range(plan.alpha):
+        assert plan.rows_of_comp(comp, start, stop) == [p for p in range(start, stop) if plan.comp_of(p) == comp]
+    for shard in range(plan.beta):
+        assert plan.rows_of_shard(shard, start, stop) == [p for p in range(start, stop) if plan.shard_of(p) == shard]
+        assert plan.shard_of(plan.first_of_shard(shard)) == shard
+
+
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
