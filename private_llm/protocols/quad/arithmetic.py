@@ -55,13 +55,7 @@ class QuadArithmetic(QuadRecords):
     # -- local ---------------------------------------------------------------------------------------------------
     def add_public(self, x: Share, c: int | Tensor) -> Share:
         """Parties 0, 1 and 2 add c to their masked component."""
-        if isinstance(c, Tensor):
-            shape = torch.broadcast_shapes(x.shape, c.shape)
-            if shape != x.shape:
-                x = x.map(lambda part: part.expand(shape))
-            c = c.to(self.ring.dtype)
-        else:
-            c = self.ring.constant(c)
+        x, c = self._matched(x, c)
         a, b, third = x.parts
         if self.party == 0:
             return Share((a, b, third + c))

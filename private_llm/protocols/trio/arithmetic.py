@@ -100,16 +100,19 @@ class TrioArithmetic(Protocol):
     # -- local ---------------------------------------------------------------------------------------------
     def add_public(self, x: Share, c: int | Tensor) -> Share:
         """The evaluators add c to their masked component."""
-        if isinstance(c, Tensor):
-            shape = torch.broadcast_shapes(x.shape, c.shape)
-            if shape != x.shape:
-                x = x.map(lambda part: part.expand(shape))
-            c = c.to(self.ring.dtype)
-        else:
-            c = self.ring.constant(c)
+        x, c = self._matched(x, c)
         if self.role == 0:
             return x
         return Share((x.parts[0] + c, x.parts[1]))
+
+    def _matched(self, x: Share, c: int | Tensor) -> tuple[Share, int | Tensor]:
+        """x expanded to the shape of its sum with public constants, and these as ring elements."""
+        if not isinstance(c, Tensor):
+            return x, self.ring.constant(c)
+        shape = torch.broadcast_shapes(x.shape, c.shape)
+        if shape != x.shape:
+            x = x.map(lambda part: part.expand(shape))
+        return x, c.to(self.ring.dtype)
 
     def public(self, c: Tensor) -> Share:
         """Masks of zero: known to all."""
