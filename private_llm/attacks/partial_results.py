@@ -40,15 +40,13 @@ def match_results(
     found = dict(view.tokens)
     rows = sorted(view.tokens)
     for shard in range(plan.beta):
-        earlier: list[int] = []
         for row in rows:
-            new = [p for p in plan.rows_of_shard(shard, 0, row + 1) if p not in earlier]
-            unknown = [p for p in new if p not in found]
+            positions = plan.rows_of_shard(shard, 0, row + 1)
+            unknown = [p for p in positions if p not in found]
             if unknown:
-                if len(vocabulary) ** len(unknown) > budget or (row, shard) not in view.results:
+                if len(vocabulary) ** len(unknown) > budget:
                     break
-                found.update(_best(view, row, shard, earlier + new, unknown, found, keys_values, scale, vocabulary))
-            earlier += new
+                found.update(_best(view, row, shard, positions, unknown, found, keys_values, scale, vocabulary))
     return found
 
 
