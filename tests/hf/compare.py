@@ -22,3 +22,6 @@ def worst(private: Tensor, plain: Tensor, mask: Tensor | None = None) -> float:
     """Largest difference, at unmasked positions."""
     difference = (private.detach() - plain.detach()).abs()
     return float((difference if mask is None else difference[mask.bool()]).max())
+
+
+GREEDY = {"max_new_tokens": 4, "do_sample": False}

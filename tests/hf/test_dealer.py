@@ -9,70 +9,15 @@ import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
 from private_llm_hf.auto import share_checkpoint
-from private_llm_hf.estimate import estimate
 from private_llm_hf.share_files import ShareFile, share_path
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from private_llm.commands.models import demo_model
 from private_llm.errors import ConfigError, PartyFailed, ShareFileError, TransportError
 from private_llm.net.local import LocalHub
 from tests.hf import tiny
-from tests.hf.compare import BATCH, LOGIT_ERROR, MASK, worst
+from tests.hf.compare import BATCH, GREEDY
 from tests.hf.test_remote import free_ports, running
 
 DEALER = PrivateConfig(protocol="dealer", timeout_s=60)
-GREEDY = {"max_new_tokens": 4, "do_sample": False}
-
-
-@pytest.mark.parametrize("matmul", ["masked", "remask"])
-@pytest.mark.parametrize("name", ["opt", "llama", "t5"])
-def test_generate(name: str, matmul: str) -> None:
-    model = tiny.build(name)
-    with patch(model, replace(DEALER, matmul=matmul)) as private, torch.no_grad():
-        assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
-        if name != "t5":
-            assert worst(private(**BATCH).logits, model(**BATCH).logits, MASK) < LOGIT_ERROR
-
-
-@pytest.mark.parametrize("name", ["bert", "vit"])
-def test_encoders(name: str) -> None:
-    model = tiny.build(name)
-    pixels = torch.linspace(-2, 2, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
-    inputs = {"pixel_values": pixels} if name == "vit" else {"input_ids": BATCH["input_ids"].flip(1)}
-    with patch(model, DEALER) as private, torch.no_grad():
-        assert worst(private(**inputs).last_hidden_state, model(**inputs).last_hidden_state) < LOGIT_ERROR
-
-
-def test_the_bundled_model_continues_a_prompt_as_in_plaintext() -> None:
-    source = demo_model()
-    prompt = AutoTokenizer.from_pretrained(source)("The sea was", return_tensors="pt")
-    how = {"max_new_tokens": 4, "do_sample": False}
-    want = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).generate(**prompt, **how)
-    with AutoPrivateModelForCausalLM.from_pretrained(source, DEALER) as private:
-        assert torch.equal(private.generate(**prompt, **how), want)
-
-
-def test_public_weights_and_token_reveal() -> None:
-    model = tiny.build("opt")
-    with patch(model, replace(DEALER, weights="public", reveal="token")) as private:
-        assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
-
-
-@pytest.mark.slow
-def test_the_dealer_is_a_process_of_its_own() -> None:
-    model = tiny.build("opt")
-    with patch(model, replace(DEALER, party_mode="processes")) as private:
-        assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
-
-
-def test_estimate_equals_the_ledger_of_a_run() -> None:
-    for matmul in ("masked", "remask"):
-        config = replace(DEALER, matmul=matmul)
-        model = tiny.build("opt")
-        with patch(model, config) as private:
-            private(torch.ones(1, 6, dtype=torch.int64))
-            real = private.cost()
-        assert estimate(type(model), model.config, config, sequence=6).costs.cost == real.cost
 
 
 def test_remote_hosts_with_share_files(tmp_path: Path) -> None:

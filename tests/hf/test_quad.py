@@ -10,74 +10,24 @@ import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, party, patch
 from private_llm_hf.auto import share_checkpoint
-from private_llm_hf.estimate import estimate
 from private_llm_hf.share_files import ShareFile, share_path
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from private_llm.commands.models import demo_model
 from private_llm.errors import ProtocolAbort
 from private_llm.net.local import LocalHub
 from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import Transport
 from tests.hf import tiny
-from tests.hf.compare import BATCH, LOGIT_ERROR, MASK, worst
+from tests.hf.compare import BATCH, GREEDY, LOGIT_ERROR, MASK, worst
 from tests.hf.test_remote import free_ports, running
 from tests.hf.test_trio import CANARY, PROMPT, memory_of
 
 QUAD = PrivateConfig(protocol="quad", timeout_s=60)
-GREEDY = {"max_new_tokens": 4, "do_sample": False}
-
-
-@pytest.mark.parametrize("name", ["opt", "llama", "bloom", "gemma3_text", "t5"])
-def test_generate(name: str) -> None:
-    model = tiny.build(name)
-    with patch(model, QUAD) as private, torch.no_grad():
-        assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
-        if name != "t5":
-            assert worst(private(**BATCH).logits, model(**BATCH).logits, MASK) < LOGIT_ERROR
-
-
-@pytest.mark.parametrize("name", ["bert", "vit"])
-def test_encoders(name: str) -> None:
-    model = tiny.build(name)
-    pixels = torch.linspace(-2, 2, 2 * 3 * 16 * 16).view(2, 3, 16, 16)
-    inputs = {"pixel_values": pixels} if name == "vit" else {"input_ids": BATCH["input_ids"].flip(1)}
-    with patch(model, QUAD) as private, torch.no_grad():
-        assert worst(private(**inputs).last_hidden_state, model(**inputs).last_hidden_state) < LOGIT_ERROR
-
-
-def test_the_bundled_model_continues_a_prompt_as_in_plaintext() -> None:
-    source = demo_model()
-    prompt = AutoTokenizer.from_pretrained(source)("The sea was", return_tensors="pt")
-    want = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).generate(**prompt, **GREEDY)
-    with AutoPrivateModelForCausalLM.from_pretrained(source, QUAD) as private:
-        assert torch.equal(private.generate(**prompt, **GREEDY), want)
-
-
-def test_public_weights_and_token_reveal() -> None:
-    model = tiny.build("opt")
-    with patch(model, replace(QUAD, weights="public", reveal="token")) as private:
-        assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
-
-
-def test_parties_as_processes() -> None:
-    model = tiny.build("opt")
-    with patch(model, replace(QUAD, party_mode="processes")) as private:
-        assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
 
 
 def test_exact_truncation() -> None:
     model = tiny.build("opt")
     with patch(model, replace(QUAD, truncation="exact")) as private, torch.no_grad():
         assert worst(private(**BATCH).logits, model(**BATCH).logits, MASK) < LOGIT_ERROR
-
-
-def test_estimate_equals_the_ledger_of_a_run() -> None:
-    model = tiny.build("opt")
-    with patch(model, QUAD) as private:
-        private(torch.ones(1, 6, dtype=torch.int64))
-        real = private.cost()
-    assert estimate(type(model), model.config, QUAD, sequence=6).costs.cost == real.cost
 
 
 def test_remote_hosts_with_share_files(tmp_path: Path) -> None:
