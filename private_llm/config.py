@@ -33,7 +33,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 
 _AGREED = (
     "protocol", "ring", "frac_bits", "weights", "reveal", "adder", "bandwidth_mbit", "latency_ms", "relu_bits",
-    "relu_low", "truncation", "matmul", "prg", "lanes", "permute", "plan",
+    "relu_low", "truncation", "matmul", "prg", "lanes", "permute", "plan", "split",
 )  # fmt: skip
 """What all parties must agree upon: these settings change the order or the meaning of messages."""
 
@@ -99,7 +99,10 @@ class PrivateConfig:
     tape_folder: where a party keeps what `model.preprocess` stores (default: the system's temporary folder).
     Devices and folders are each party's own business: parties need not agree on them.
     debug_ranges: check that no value leaves the safe range (opens nothing to the parties' network; plain only).
-    insecure: must be True for protocol="plain". plan: which node sees which tokens (protocol="cascade" only).
+    insecure: must be True for protocol="plain".
+    plan: which node sees which tokens, for protocol="cascade" and behind a split. split: the first `split` layers run
+    under a secret-sharing protocol, the rest on the nodes of `plan`, which then see no token (public weights; endpoints
+    are the parties first, then the nodes).
     """
 
     protocol: Literal["trio", "quad", "dealer", "cascade", "plain"] = "trio"
@@ -126,6 +129,7 @@ class PrivateConfig:
     debug_ranges: bool = False
     insecure: bool = False
     plan: ShardingPlan | None = None
+    split: int | None = None
     device: str = "cpu"
     device_map: str | Mapping[str, int | str] | None = field(default=None, hash=False)
     max_memory: Mapping[int | str, int | str] | None = field(default=None, hash=False)
@@ -163,8 +167,8 @@ class PrivateConfig:
             raise ConfigError("permute: want protocol 'trio' or 'quad' (whose parties are equals) and lanes above 1")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s: got {self.timeout_s!r}; want a positive number of seconds")
-        if self.party_mode == "remote" and len(self.hosts) != self.parties:
-            raise ConfigError(f"hosts: got {len(self.hosts)} addresses; want {self.parties} for {self.protocol!r}")
+        if self.party_mode == "remote" and len(self.hosts) != self.endpoints:
+            raise ConfigError(f"hosts: got {len(self.hosts)} addresses; want {self.endpoints} for {self.protocol!r}")
         self._check_devices()
 
     def _check_devices(self) -> None:
@@ -186,24 +190,36 @@ class PrivateConfig:
             object.__setattr__(self, "max_memory", limits)
 
     def _check_plan(self) -> None:
-        if self.protocol != "cascade":
+        if self.split is not None:
+            if isinstance(self.split, bool) or not isinstance(self.split, int) or self.split < 1:
+                raise ConfigError(f"split: got {self.split!r}; want 1 or more layers under {self.protocol!r}, or None")
+            if self.protocol in ("cascade", "plain"):
+                raise ConfigError(f"split: want a protocol of secret shares before it; got {self.protocol!r}")
+        elif self.protocol != "cascade":
             if self.plan is not None:
-                raise ConfigError(f"plan: got one for protocol={self.protocol!r}; sharding plans are for 'cascade'")
+                raise ConfigError(
+                    f"plan: got one for protocol={self.protocol!r}; sharding plans are for 'cascade', or for the "
+                    "layers behind a split (split=1 or more)"
+                )
             return
         if self.reveal != "logits" or self.lanes != 1 or self.permute:
-            raise ConfigError(
-                "protocol='cascade' returns logits to the client, in one lane: leave reveal, lanes, permute"
-            )
+            raise ConfigError("token sharding returns logits to the client, in one lane: leave reveal, lanes, permute")
         # Its nodes hold the model in the clear: nobody may read "secret" off the configuration.
         object.__setattr__(self, "weights", "public")
         object.__setattr__(self, "plan", self.plan or ShardingPlan())
 
     @property
     def parties(self) -> int:
-        """Number of computing parties (of a sharding plan: nodes)."""
-        if self.plan is not None:
-            return self.plan.nodes
+        """Number of computing parties (of protocol "cascade": nodes)."""
+        if self.protocol == "cascade":
+            return self.endpoints
         return {"trio": 3, "quad": 4, "dealer": 3, "plain": 1}[self.protocol]
+
+    @property
+    def endpoints(self) -> int:
+        """Number of processes besides the client: parties, and behind a split the nodes, numbered after them."""
+        nodes = 0 if self.plan is None else self.plan.nodes
+        return nodes if self.protocol == "cascade" else self.parties + nodes
 
     @property
     def helper(self) -> int | None:

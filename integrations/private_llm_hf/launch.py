@@ -45,7 +45,7 @@ def _start(config: PrivateConfig, mode: str, hub: LocalHub | None) -> Parties:
     if hub is not None and mode != "threads":
         raise ConfigError(f"hub: got one for party_mode={mode!r}; only parties that are threads use a hub")
     if mode == "threads":
-        return _start_threads(config, hub or LocalHub(config.parties, timeout=config.timeout_s))
+        return _start_threads(config, hub or LocalHub(config.endpoints, timeout=config.timeout_s))
     if mode == "processes":
         return _start_processes(config)
     if mode == "distributed":
@@ -61,7 +61,7 @@ def choose_mode(config: PrivateConfig) -> str:
     if config.hosts:
         return "remote"
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
-    return "distributed" if ranks > 1 and ranks in (config.parties, config.parties + 1) else "threads"
+    return "distributed" if ranks > 1 and ranks in (config.endpoints, config.endpoints + 1) else "threads"
 
 
 def serve_party(
@@ -78,8 +78,8 @@ def serve_party(
     """
     if config.party_mode != "remote":
         config = replace(config, party_mode="remote")
-    if not 0 <= number < config.parties:
-        raise ConfigError(f"party: got {number}; want 0 to {config.parties - 1} for {config.protocol!r}")
+    if not 0 <= number < config.endpoints:
+        raise ConfigError(f"party: got {number}; want 0 to {config.endpoints - 1} for {config.protocol!r}")
     held = None if share_file is None else ShareFile.open(share_file, config, number)
     served = 0
     while sessions is None or served < sessions:
@@ -97,12 +97,12 @@ def serve_party(
 def _start_threads(config: PrivateConfig, hub: LocalHub) -> Parties:
     """Parties as daemon threads: they end with the session or with this process."""
     before = torch.get_num_threads()
-    torch.set_num_threads(threads_per_party(config.parties, config.lanes))  # of the process, until the session ends
+    torch.set_num_threads(threads_per_party(config.endpoints, config.lanes))  # of the process, until the session ends
     threads = [
         threading.Thread(
             target=run_party, args=(config, number, hub.transport(number)), name=f"party {number}", daemon=True
         )
-        for number in range(config.parties)
+        for number in range(config.endpoints)
     ]
     for thread in threads:
         thread.start()
@@ -127,7 +127,7 @@ def _start_distributed(config: PrivateConfig) -> Parties:
 
     if config.lanes > 1:
         raise ConfigError("lanes: torch.distributed carries one; want lanes=1, or another party_mode")
-    hub = DistHub(config.parties, config.timeout_s, trusted_network=config.trusted_network)
+    hub = DistHub(config.endpoints, config.timeout_s, trusted_network=config.trusted_network)
     if config.protocol == "dealer" and hub.rank_of(CLIENT) == hub.rank_of(0):
         hub.close()
         raise ConfigError(

@@ -45,7 +45,7 @@ def start_children(
 
     extra must be JSON. Raises PartyFailed if they do not start.
     """
-    listeners = open_listeners(config.parties)
+    listeners = open_listeners(config.endpoints)
     hosts = hosts_of(listeners)
     token = secrets.token_bytes(32)
     child = _spawn(config, listeners)
@@ -74,7 +74,7 @@ def start_children(
 
 
 def _spawn(config: PrivateConfig, listeners: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
-    threads = max(1, (os.cpu_count() or 1) // config.parties)
+    threads = max(1, (os.cpu_count() or 1) // config.endpoints)
     return subprocess.Popen(
         [sys.executable, "-c", _CHILD],
         stdin=subprocess.PIPE,

@@ -53,10 +53,12 @@ def connect(
     an endpoint is not reached within wait_s, or refuses, or is not who it should be.
     """
     addresses = [parse_address(host) for host in hosts or config.hosts]
-    if len(addresses) != config.parties:
-        raise ConfigError(f"hosts: got {len(addresses)} addresses; want {config.parties} for {config.protocol!r}")
-    if me != CLIENT and not 0 <= me < config.parties:
-        raise ConfigError(f"endpoint: got {me}; want a party from 0 to {config.parties - 1}, or the client ({CLIENT})")
+    if len(addresses) != config.endpoints:
+        raise ConfigError(f"hosts: got {len(addresses)} addresses; want {config.endpoints} for {config.protocol!r}")
+    if me != CLIENT and not 0 <= me < config.endpoints:
+        raise ConfigError(
+            f"endpoint: got {me}; want a party from 0 to {config.endpoints - 1}, or the client ({CLIENT})"
+        )
     if config.tls is None:
         _check_plain(config, addresses, token)
     mesh = _Mesh(config, me, addresses, token, config.timeout_s if wait_s is None else wait_s)
