@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -42,10 +43,10 @@ def casting(parties: int, lane: int, permute: bool) -> Casting:
 
 
 class CastTransport(Transport):
-    """Links addressed by role: `inner`, whose ledger it shares, knows parties."""
+    """Links addressed by role (`cast`: each endpoint's but the client's); `inner` has the numbers and the ledger."""
 
-    def __init__(self, inner: Transport, cast: Casting) -> None:
-        roles = {**dict(enumerate(cast)), CLIENT: CLIENT}
+    def __init__(self, inner: Transport, cast: Mapping[int, int]) -> None:
+        roles = {**cast, CLIENT: CLIENT}
         super().__init__(roles[inner.me])
         self.ledger = inner.ledger
         self._inner = inner
@@ -82,4 +83,9 @@ def lane_links(transport: Transport, parties: int, lane: int, permute: bool) -> 
     """The links of one lane, addressed by role."""
     cast = casting(parties, lane, permute)
     links = transport.lane(lane)
-    return links if cast == tuple(range(parties)) else CastTransport(links, cast)
+    return links if cast == tuple(range(parties)) else CastTransport(links, dict(enumerate(cast)))
+
+
+def node_links(transport: Transport, parties: int, nodes: int) -> Transport:
+    """The links among nodes that are numbered behind `parties` parties, addressed by their own numbers from 0."""
+    return CastTransport(transport, {parties + node: node for node in range(nodes)}) if parties else transport

@@ -111,6 +111,6 @@ class Exact(Protocol):
         """As the inner protocol."""
         self._inner.verify()
 
-    def reveal_to_client(self, x: Share) -> None:
+    def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:
         """As the inner protocol."""
-        self._inner.reveal_to_client(x)
+        self._inner.reveal(pieces)

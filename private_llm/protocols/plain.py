@@ -144,9 +144,10 @@ class Plain(Protocol):
             return Share((torch.empty((index.count, rows.shape[1]), dtype=self.ring.dtype, device="meta"),))
         return Share((rows[index.keys[0]],))
 
-    def reveal_to_client(self, x: Share) -> None:
-        """The value itself."""
-        self.transport.send(CLIENT, "reveal", x.parts[0].contiguous())
+    def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:
+        """The values themselves."""
+        for endpoint, x in pieces:
+            self.transport.send(endpoint, "reveal", x.parts[0].contiguous())
 
 
 def _flat(c: int | Tensor) -> int | Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from private_llm.errors import UnsupportedOp
 from private_llm.kernels.forms import Conv2d, Form, Matmul
 from private_llm.net.ledger import Ledger
-from private_llm.net.transport import Transport
+from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.share import BitShare, Index, Share
 from private_llm.ring.ring import Ring
 
@@ -179,5 +179,12 @@ class Protocol(ABC):
         """Make sure that no party has deviated so far; openings do it first. Raises ProtocolAbort."""
 
     @abstractmethod
+    def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:
+        """Send each endpoint outside the parties what it needs to open its piece; the parties learn nothing.
+
+        It opens them with `protocols.session.opened`.
+        """
+
     def reveal_to_client(self, x: Share) -> None:
-        """Send the client what it needs to open x; the parties learn nothing."""
+        """`reveal` of one value to the client."""
+        self.reveal([(CLIENT, x)])

@@ -22,10 +22,10 @@ from private_llm.protocols.exact import Exact
 from private_llm.protocols.plain import Plain
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad.bits import Quad
-from private_llm.protocols.quad.client import QuadClient, deal_quad
+from private_llm.protocols.quad.client import QuadClient, deal_quad, open_quad
 from private_llm.protocols.quad.views import GROUPS, meet_groups
 from private_llm.protocols.share import Share
-from private_llm.protocols.trio.client import TrioClient, deal_trio, receive_input_keys
+from private_llm.protocols.trio.client import TrioClient, deal_trio, open_trio, receive_input_keys
 from private_llm.protocols.trio.party import Trio
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
@@ -144,6 +144,14 @@ def client_end(config: PrivateConfig, transport: Transport) -> ClientEnd:
     if config.protocol == "quad":
         return QuadClient(transport, ring)
     return TrioClient(transport, ring, one_hot=config.protocol == "dealer")
+
+
+def opened(config: PrivateConfig, transport: Transport, shape: tuple[int, ...]) -> Tensor:
+    """Ring elements of `shape` that the parties reveal to this endpoint, which needs no key of theirs.
+
+    Raises ProtocolAbort under quad if one of them lies.
+    """
+    return (open_quad if config.protocol == "quad" else open_trio)(transport, Ring(config.ring), shape)
 
 
 def meta_session(config: PrivateConfig, party: int) -> Session:

@@ -265,19 +265,20 @@ class QuadArithmetic(QuadRecords):
         """Which end of the mirror's two point functions this party holds."""
         return {0: (1, 0), 3: (0, 0)}.get(self.party, (1, 1))
 
-    def reveal_to_client(self, x: Share) -> None:
-        """After `verify`: party 1 sends X and party 2 its digest, party 0 sends a and party 3 its digest.
+    def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:
+        """After one `verify`: party 1 sends X and party 2 its digest, party 0 sends a and party 3 its digest.
 
         Party 3's is of masks alone; when it runs ahead the client gets it before there is data.
         """
         self.verify()
-        value = (x.parts[0] + x.parts[1]).contiguous()
-        if self._apart and self.party == 3:
-            self._witnesses.append(digest(value).hex())
-        elif self.party in (0, 1):
-            self.transport.send(CLIENT, "reveal", value)
-        else:
-            self.transport.send(CLIENT, "reveal digest", as_tensor(digest(value)))
+        for endpoint, x in pieces:
+            value = (x.parts[0] + x.parts[1]).contiguous()
+            if self._apart and self.party == 3:
+                self._witnesses.append(digest(value).hex())
+            elif self.party in (0, 1):
+                self.transport.send(endpoint, "reveal", value)
+            else:
+                self.transport.send(endpoint, "reveal digest", as_tensor(digest(value)))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -80,22 +80,36 @@ class QuadClient(TrioClient):
 
     def open(self, shape: tuple[int, ...]) -> Tensor:
         """Ring elements of `shape` that the parties reveal right now. Raises ProtocolAbort if one of them lies."""
-        opened = []
-        for sender, witness in ((1, 2), (0, 3)):
-            value = self.transport.recv(sender, "reveal", shape, self.ring.dtype)
-            if not bytes_eq(self._witness(witness), digest(value)):
-                raise ProtocolAbort("parties opened different results: one of them deviates; do not use this session")
-            opened.append(value)
-        return opened[0] - opened[1]
+        return open_quad(self.transport, self.ring, shape, self._kept_witness if self._ahead else None)
 
-    def _witness(self, party: int) -> bytes:
-        """The digest of a party that opens nothing itself."""
-        if self._ahead and party == 3:
-            if not self._witnesses:
-                raise ProtocolAbort("party 3 gave too few digests when it ran ahead; do not use this session")
-            return self._witnesses.popleft()
-        sent = self.transport.recv(party, "reveal digest", (DIGEST_BYTES,), torch.uint8)
-        return bytes(DIGEST_BYTES) if sent.is_meta else as_bytes(sent)
+    def _kept_witness(self) -> bytes:
+        """Party 3's next digest, from when it ran ahead."""
+        if not self._witnesses:
+            raise ProtocolAbort("party 3 gave too few digests when it ran ahead; do not use this session")
+        return self._witnesses.popleft()
+
+
+def open_quad(
+    transport: Transport, ring: Ring, shape: tuple[int, ...], ahead: Callable[[], bytes] | None = None
+) -> Tensor:
+    """Ring elements of `shape` that the parties reveal to this endpoint right now. Raises ProtocolAbort if one lies.
+
+    ahead: gives party 3's digest, if it came earlier.
+    """
+    opened = []
+    for sender, witness in ((1, 2), (0, 3)):
+        value = transport.recv(sender, "reveal", shape, ring.dtype)
+        expected = ahead() if ahead is not None and witness == 3 else _witness(transport, witness)
+        if not bytes_eq(expected, digest(value)):
+            raise ProtocolAbort("parties opened different results: one of them deviates; do not use this session")
+        opened.append(value)
+    return opened[0] - opened[1]
+
+
+def _witness(transport: Transport, party: int) -> bytes:
+    """The digest of a party that opens nothing itself."""
+    sent = transport.recv(party, "reveal digest", (DIGEST_BYTES,), torch.uint8)
+    return bytes(DIGEST_BYTES) if sent.is_meta else as_bytes(sent)
 
 
 def digest(value: Tensor) -> bytes:

@@ -358,11 +358,12 @@ class TrioArithmetic(Protocol):
         second = expand(keys[1], domain, self.role - 1, self.ring)
         return ops.ring_matmul_pair(second, table.parts[0], second - first, table.parts[1])
 
-    def reveal_to_client(self, x: Share) -> None:
+    def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:
         """Party 1 sends x + a2, party 2 sends a2: 1 element each."""
         if self.role:
-            part = x.parts[0] if self.role == 1 else x.parts[1]
-            self.transport.send(CLIENT, "reveal", part.contiguous())
+            for endpoint, x in pieces:
+                part = x.parts[0] if self.role == 1 else x.parts[1]
+                self.transport.send(endpoint, "reveal", part.contiguous())
 
 
 def powers(a: Tensor, extra: int) -> Tensor:

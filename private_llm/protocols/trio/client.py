@@ -75,9 +75,14 @@ class TrioClient:
 
     def open(self, shape: tuple[int, ...]) -> Tensor:
         """Ring elements of `shape` that the parties reveal right now."""
-        masked = self.transport.recv(1, "reveal", shape, self.ring.dtype)
-        mask = self.transport.recv(2, "reveal", shape, self.ring.dtype)
-        return masked - mask
+        return open_trio(self.transport, self.ring, shape)
+
+
+def open_trio(transport: Transport, ring: Ring, shape: tuple[int, ...]) -> Tensor:
+    """Ring elements of `shape` that the parties reveal to this endpoint right now."""
+    masked = transport.recv(1, "reveal", shape, ring.dtype)
+    mask = transport.recv(2, "reveal", shape, ring.dtype)
+    return masked - mask
 
 
 def one_hot(indices: Tensor, domain: int, ring: Ring) -> Tensor:
