@@ -68,10 +68,15 @@ def _config(protocol: ProtocolName, ring: int, mode: PartyMode = PartyMode.AUTO,
 
 PlanOption = Annotated[str, typer.Option("--plan", help="Under 'cascade': alpha,c,m[,rho], for instance 8,8,2.")]
 WeakOption = Annotated[bool, typer.Option("--accept-weak-plan", help="Use a plan that its audit calls weak.")]
+SplitOption = Annotated[
+    int | None, typer.Option("--split", help="First layers under --protocol, the rest on the nodes of --plan.")
+]
 
 
-def _plan(text: str, weak: bool = False) -> dict[str, Any]:
+def _plan(text: str, weak: bool = False, split: int | None = None) -> dict[str, Any]:
     """Settings of a sharding plan."""
+    if split is not None:
+        return {**_plan(text, weak), "split": split}
     if not text:
         return {}
     parts = text.split(",")
@@ -115,13 +120,14 @@ def demo(
     party_mode: PartyOption = PartyMode.AUTO,
     plan: PlanOption = "",
     accept_weak_plan: WeakOption = False,
+    split: SplitOption = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Only a few tokens.")] = False,
 ) -> None:
     """Private generate() of the bundled model, beside the plaintext model's text."""
     from private_llm.commands.generate import demo as run
     from private_llm.commands.models import DEMO_PROMPT
 
-    config = _config(protocol, ring, party_mode, **_plan(plan, accept_weak_plan))
+    config = _config(protocol, ring, party_mode, **_plan(plan, accept_weak_plan, split))
     run(prompt or DEMO_PROMPT, config, min(new_tokens, 4) if tiny else new_tokens, as_json, plot)
 
 
@@ -145,11 +151,12 @@ def generate(
     matmul: MatmulOption = "masked",
     plan: PlanOption = "",
     accept_weak_plan: WeakOption = False,
+    split: SplitOption = None,
 ) -> None:
     """Private generate() of any supported model."""
     from private_llm.commands.generate import generate as run
 
-    more = {**_remote(hosts, tls, "client", allow_plain_loopback), **_plan(plan, accept_weak_plan)}
+    more = {**_remote(hosts, tls, "client", allow_plain_loopback), **_plan(plan, accept_weak_plan, split)}
     config = _config(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **more)
     sampling: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
@@ -213,7 +220,7 @@ def share(
 
 @app.command()
 def party(
-    index: Annotated[int, typer.Option("--index", help="This party's number, from 0.")],
+    index: Annotated[int, typer.Option("--index", help="This party's or node's number, from 0.")],
     hosts: HostsOption = None,
     shares: Annotated[Path | None, typer.Option("--shares", help="This party's share file.")] = None,
     tls: TlsOption = None,
@@ -234,8 +241,12 @@ def party(
     frac_bits: FracOption = None,
     lanes: LanesOption = 1,
     permute: PermuteOption = False,
+    plan: PlanOption = "",
+    accept_weak_plan: WeakOption = False,
+    split: SplitOption = None,
+    model: Annotated[str, typer.Option(help="Under 'cascade': this CompNode's own copy of the public model.")] = "",
 ) -> None:
-    """Be one party: wait for the others and for clients, one session after the other."""
+    """Be one party or node: wait for the others and for clients, one session after the other."""
     from private_llm.commands.parties import devices
     from private_llm.commands.parties import party as run
 
@@ -246,21 +257,26 @@ def party(
         devices(device, device_map, max_memory, offload_folder)
         | _bits(frac_bits)
         | {"lanes": lanes, "permute": permute}
+        | _plan(plan, accept_weak_plan, split)
     )
     config = _config(protocol, ring, reveal=reveal, matmul=matmul, tape_folder=tape_folder, timeout_s=timeout, **remote)
-    run(index, config, shares, sessions)
+    run(index, config, shares, sessions, model or None)
 
 
 @app.command()
 def certs(
     out: Annotated[Path, typer.Option("--out", help="Folder for ca.pem and one certificate per endpoint.")],
-    parties: Annotated[int, typer.Option(help="How many parties.")] = 3,
+    parties: Annotated[int | None, typer.Option(help="How many parties (default: those of --protocol).")] = None,
     days: Annotated[float, typer.Option(help="How long they are valid.")] = 365.0,
+    protocol: ProtocolOption = ProtocolName.TRIO,
+    plan: PlanOption = "",
+    split: SplitOption = None,
 ) -> None:
     """Certificates for trying out mutual TLS on machines of your own."""
     from private_llm.commands.parties import certs as run
 
-    run(out, parties, days)
+    config = _config(protocol, 64, **_plan(plan, split=split))
+    run(out, config, parties, days)
 
 
 @app.command()
@@ -280,11 +296,12 @@ def estimate(
         str | None, typer.Option(help="Images: channels x height x width, for instance 3x224x224.")
     ] = None,
     matmul: MatmulOption = "masked",
+    weights: Annotated[str, typer.Option(help="'secret', or 'public' for open-weight models.")] = "secret",
 ) -> None:
     """What a run will cost, without weights and without hardware."""
     from private_llm.commands.estimate import estimate as run
 
-    config = _config(protocol, ring, reveal=reveal, matmul=matmul)
+    config = _config(protocol, ring, reveal=reveal, matmul=matmul, weights=weights)
     run(model, config, as_json, seq, new, batch, bandwidth, latency, gmacs, image)
 
 

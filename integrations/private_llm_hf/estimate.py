@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, UnsupportedOp
+from private_llm.errors import ConfigError
 from private_llm.net.transport import CLIENT, MetaTransport
 from private_llm.protocols.session import client_end, meta_session
 from private_llm.ring.ring import Ring
@@ -116,8 +116,10 @@ class _MetaParty(Party):
         self.answer = message
 
     def weight_bytes(self) -> int:
-        """Memory of this party's shares of the weights, tied ones once."""
-        return sum(_bytes(p) for p in cast(nn.Module, self.model).parameters())
+        """Memory of this party's shares of the weights, tied ones once; public ones are kept with their ring form."""
+        weights = list(cast(nn.Module, self.model).parameters())
+        kept = self.session.ring.bytes if self.config.weights == "public" else 0
+        return sum(_bytes(weight) + kept * weight.numel() for weight in weights)
 
     def cache_bytes(self) -> int:
         """Memory of the shares in the caches that are kept."""
@@ -210,8 +212,6 @@ def estimate(
     """
     if sequence < 1 or new_tokens < 0 or batch < 1:
         raise ConfigError(f"estimate: got seq {sequence}, new {new_tokens}, batch {batch}; want at least 1, 0 and 1")
-    if private_config.weights != "secret":
-        raise UnsupportedOp("estimate counts secret weights; public ones have values that a meta run lacks")
     bare = Layout.of(model_class, config).model
     if new_tokens and not bare.can_generate():
         raise ConfigError(f"{model_class.__name__} does not generate; leave out --new")

@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 import private_llm.nn  # noqa: F401 - completes the table of operations
 from private_llm.errors import PatchMismatch
@@ -64,11 +65,22 @@ def build_party_model(
     return model.eval()
 
 
-def meta_parameters(config: Mapping[str, Any], class_name: str, session: Session) -> dict[str, Fixed]:
-    """Shares without values for every weight of a model: what `build_party_model` takes in a meta session."""
+def meta_parameters(config: Mapping[str, Any], class_name: str, session: Session) -> dict[str, Fixed | Tensor]:
+    """Weights without values for a whole model: what `build_party_model` takes in a meta session.
+
+    Public weights that meet secrets only (matrices, filters, the table of tokens) have no memory. Others also meet
+    public values (positions, masks), so they are real: zeros that take the memory of one number.
+    """
     model = empty_model(config, class_name)
+    if session.config.weights == "public":
+        products = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d, Conv1D))]
+        if model.main_input_name == "input_ids":
+            products.append(model.get_input_embeddings())
+        large = {id(m.weight) for m in products}
+        zero = torch.zeros(())
+        return {n: p.detach() if id(p) in large else zero.expand(p.shape) for n, p in model.named_parameters()}
     count = len(session.protocol.public(torch.zeros(1, dtype=session.ring.dtype, device="meta")).parts)
-    made = {}
+    made: dict[str, Fixed | Tensor] = {}
     for name, value in model.named_parameters():
         parts = [torch.empty(value.shape, dtype=session.ring.dtype, device="meta") for _ in range(count)]
         made[name] = Fixed(session, Share(tuple(parts)), session.frac)
@@ -209,7 +221,7 @@ def _set_parameters(
 
 def _check_complete(model: PreTrainedModel, session: Session, on_disk: set[str]) -> None:
     held = [(name, p) for name, p in model.named_parameters() if name not in on_disk]
-    left = [name for name, p in held if p.device.type == "meta"]
+    left = [name for name, p in held if p.device.type == "meta" and session.device != "meta"]
     if session.config.weights == "secret":
         left += [name for name, p in held if not isinstance(p, SecretTensor)]
     left += [name for name, b in model.named_buffers() if b.device.type == "meta"]

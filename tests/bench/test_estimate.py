@@ -9,7 +9,7 @@ from private_llm_hf.costs import Costs
 from private_llm_hf.estimate import by_layer, estimate, model_class_of, named_shape
 from transformers import PreTrainedModel
 
-from private_llm.errors import ConfigError, DomainError, UnsupportedOp
+from private_llm.errors import ConfigError, DomainError
 from tests.hf import tiny
 
 SHAPES = ("opt-125m", "opt-6.7b", "llama-7b", "llama-13b", "bert-base", "gpt2")
@@ -46,6 +46,10 @@ def real(model: PreTrainedModel, config: PrivateConfig, sequence: int, new: int)
         ("bert", 0, {}),
         ("llama", 2, {"reveal": "token"}),
         ("gpt2", 0, {"adder": "ripple"}),
+        ("llama", 3, {"weights": "public"}),
+        ("opt", 2, {"weights": "public", "protocol": "quad"}),
+        ("t5", 2, {"weights": "public", "protocol": "dealer"}),
+        ("bloom", 0, {"weights": "public"}),
     ],
 )
 def test_estimate_equals_the_ledger(name: str, new: int, settings: dict[str, str]) -> None:
@@ -55,6 +59,15 @@ def test_estimate_equals_the_ledger(name: str, new: int, settings: dict[str, str
     run = real(model, config, 7, new)
     assert entries(found.costs) == entries(run)
     assert found.costs.bytes_total == run.bytes_total > 0
+
+
+def test_public_weights_are_counted_without_values_and_save_bytes() -> None:
+    found = named_shape("opt-125m")
+    assert found is not None
+    secret, public = (estimate(*found, PrivateConfig(weights=how), sequence=3) for how in ("secret", "public"))  # type: ignore[arg-type]
+    assert public.costs.bytes_total < secret.costs.bytes_total
+    assert secret.weight_bytes == 16 * 125_239_296  # two ring elements a weight
+    assert public.weight_bytes == 12 * 125_239_296  # float32, and one ring element
 
 
 def test_layers_add_up_and_equal_layers_cost_the_same() -> None:
@@ -103,8 +116,6 @@ def test_mistakes() -> None:
         estimate(type(model), model.config, PrivateConfig(), sequence=3, new_tokens=1)
     with pytest.raises(ConfigError, match="got seq 0"):
         estimate(type(model), model.config, PrivateConfig(), sequence=0)
-    with pytest.raises(UnsupportedOp, match="secret weights"):
-        estimate(type(model), model.config, PrivateConfig(weights="public"), sequence=3)
     with pytest.raises(DomainError, match="64"):
         estimate(type(model), model.config, PrivateConfig(), sequence=65)
 

@@ -30,7 +30,8 @@ def both(model: nn.Module, pixels: torch.Tensor, config: PrivateConfig) -> None:
 @pytest.mark.parametrize(("name", "settings"), [
     ("resnet-bottleneck", SMALL), ("mobilenet_v2", SMALL), ("small-resnet", {"adder": "ripple"}), ("mixed", {}),
     ("small-resnet", {**SMALL, "reveal": "class"}), ("small-resnet", {**SMALL, "protocol": "quad"}),
-    ("mixed", {**SMALL, "protocol": "dealer"}),
+    ("mixed", {**SMALL, "protocol": "dealer"}), ("mixed", {"weights": "public"}),
+    ("mobilenet_v2", {**SMALL, "weights": "public"}),
 ], ids=str)  # fmt: skip
 def test_estimate_equals_the_ledger(name: str, settings: dict[str, object]) -> None:
     both(*images.build(name), PrivateConfig(timeout_s=60, **settings))  # type: ignore[arg-type]
