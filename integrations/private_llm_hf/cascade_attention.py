@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 
 from private_llm.errors import PatchMismatch, UnsupportedOp
 from private_llm.sharded.facts import AttentionCall
+from private_llm_hf.cascade_families import register_falcon, through_interface
 
 NAME = "private_llm_cascade"
 """What `config._attn_implementation` is set to."""
@@ -42,10 +43,12 @@ def register() -> None:
     """Make `NAME` known to transformers."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
+    register_falcon(NAME)
 
 
-def listen(model: nn.Module, listener: Listener) -> None:
+def listen(model: PreTrainedModel, listener: Listener) -> None:
     """Send this model's attention calls to `listener`."""
+    through_interface(model)
     for module in model.modules():
         module.__dict__["_cascade_listener"] = listener
 
@@ -89,6 +92,7 @@ class _Recorder:
             AttentionCall(
                 q.shape[1], k.shape[1], q.shape[3], v.shape[3],
                 float(q.shape[3] ** -0.5 if scale is None else scale), facts.get("softcap"), back, ahead,
+                facts.get("slopes"), bool(facts.get("coarse")),
             )
         )  # fmt: skip
         return q.new_empty(*q.shape[:3], v.shape[3])

@@ -16,11 +16,14 @@ ROWS, KEYS = 32, 32
 
 @triton.jit
 def attention_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    q, k, v, allowed, out, lse, heads, share, n, s, allowed_batch, scale, cap,  # noqa: ANN001
+    q, k, v, allowed, bias, out, lse, heads, share, n, s, allowed_batch, bias_batch, scale, cap,  # noqa: ANN001
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    BIASED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of one head: q [B H, n, D], k [B H / share, s, D], v [.., s, E], allowed [B or 1, n, s]."""
+    """A block of rows of one head: q [B H, n, D], k [B H / share, s, D], v [.., s, E], allowed [B or 1, n, s].
+
+    bias [B or 1, H, s]. A text's part of `allowed` and `bias` starts allowed_batch, bias_batch after the one before.
+    """
     i_m, i_h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_m, o_d, o_e = i_m * BM + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE)
     m_m = o_m < n
@@ -40,6 +43,8 @@ def attention_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
         b_s = tl.dot(b_q, b_k, input_precision="ieee") * scale
         if CAPPED:
             b_s = cap * (2.0 * tl.sigmoid(2.0 * b_s / cap) - 1.0)
+        if BIASED:
+            b_s += tl.load(bias + i_b * bias_batch + i_h % heads * s + o_n, mask=m_n, other=0.0)[None, :]
         m_s = m_m[:, None] & m_n[None, :]
         if MASKED:
             b_a = tl.load(allowed + i_b * allowed_batch + o_m[:, None] * s + o_n[None, :], mask=m_s, other=0)
@@ -66,8 +71,9 @@ def attention_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float, softcap: float | None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `private_llm.sharded.attention.attend`; float32, allowed [n, s] or [B, 1, n, s]."""
     batch, heads, n, size = q.shape
     s, width = k.shape[2], v.shape[3]
@@ -75,11 +81,13 @@ def attend(
     out = q.new_empty(batch, heads, n, width)
     lse = q.new_empty(batch, heads, n)
     mask = q if allowed is None else allowed.to(torch.uint8).contiguous()
+    addend = q if bias is None else bias.contiguous()
     each = 0 if allowed is None or allowed.dim() == 2 or allowed.shape[0] == 1 else n * s
+    each_bias = 0 if bias is None or bias.shape[0] == 1 else heads * s
     grid = (triton.cdiv(n, ROWS), batch * heads)
     attention_kernel[grid](
-        q, k, v, mask, out, lse, heads, heads // k.shape[1], n, s, each, scale, softcap or 0.0,
+        q, k, v, mask, addend, out, lse, heads, heads // k.shape[1], n, s, each, each_bias, scale, softcap or 0.0,
         D=size, E=width, BD=max(16, triton.next_power_of_2(size)), BE=max(16, triton.next_power_of_2(width)),
-        MASKED=allowed is not None, CAPPED=softcap is not None, BM=ROWS, BN=KEYS,
+        MASKED=allowed is not None, CAPPED=softcap is not None, BIASED=bias is not None, BM=ROWS, BN=KEYS,
     )  # fmt: skip
     return out, lse

@@ -17,10 +17,12 @@ Piece = tuple[Tensor, Tensor]
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float, softcap: float | None = None
-) -> Piece:
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float, softcap: float | None = None,
+    bias: Tensor | None = None,
+) -> Piece:  # fmt: skip
     """q [B, H, n, D], k [B, G, s, D], v [B, G, s, E], allowed (boolean, broadcastable to [B, H, n, s]; None: all).
 
+    bias [B or 1, H, s] is added to all scores of a key.
     H is a multiple of G (grouped queries). Returns out [B, H, n, E] and lse [B, H, n], in the dtype of q. float32 on a
     GPU takes one pass without a score matrix (kernels/triton_attention.py).
     """
@@ -31,11 +33,13 @@ def attend(
     if q.is_cuda and q.dtype == torch.float32:
         from private_llm.kernels import triton_attention  # Triton is there where GPUs are
 
-        return triton_attention.attend(q, k, v, allowed, scale, softcap)
+        return triton_attention.attend(q, k, v, allowed, scale, softcap, bias)
     grouped = q.reshape(batch, groups, heads // groups * rows, q.shape[-1])
     scores = torch.matmul(grouped, k.transpose(-1, -2)).view(batch, heads, rows, keys) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias.unsqueeze(2)
     if allowed is not None:
         scores = scores.masked_fill(~allowed, -torch.inf)
     lse = torch.logsumexp(scores, -1)

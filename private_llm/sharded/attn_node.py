@@ -18,7 +18,7 @@ from torch import Tensor
 from private_llm.errors import TransportError
 from private_llm.net.transport import Transport
 from private_llm.sharded.attention import attend
-from private_llm.sharded.facts import AttentionCall, Step, allowed
+from private_llm.sharded.facts import AttentionCall, Step, allowed, key_bias
 from private_llm.sharded.wire import number_type, recv_floats, send_floats
 from private_llm.sharding import ShardingPlan
 
@@ -73,7 +73,9 @@ class AttnNode:
         rows, q = new
         if held[0].shape[2] != len(keys):
             raise TransportError(f"a step at position {step.past} does not continue the cache of this node")
-        out, lse = attend(q, *held, allowed(call, step, rows, keys), call.scale, call.softcap)
+        rules = (allowed(call, step, rows, keys), key_bias(call, step, keys))
+        seen, bias = (None if rule is None else rule.to(q.device) for rule in rules)
+        out, lse = attend(q, *held, seen, call.scale, call.softcap, bias)
         result = [lse, out.to(number_type(self._plan))]
         send_floats(self._transport, self._plan.owner(shard), "partial", result)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from private_llm.errors import DomainError
+
 
 @dataclass(frozen=True)
 class AttentionCall:
@@ -15,6 +17,7 @@ class AttentionCall:
 
     heads, groups: query heads and key/value heads. dim, value_dim: of a head. scale, softcap: of the scores.
     back, ahead: a query at position p sees keys from p - back to p + ahead (None: as far as the text goes).
+    slopes: of each head (ALiBi; see `key_bias`). coarse: slope times position is a bfloat16 that `scale` multiplies.
     """
 
     heads: int
@@ -25,6 +28,18 @@ class AttentionCall:
     softcap: float | None = None
     back: int | None = None
     ahead: int | None = None
+    slopes: tuple[float, ...] | None = None
+    coarse: bool = False
+
+    def __post_init__(self) -> None:
+        if self.slopes is None:
+            return
+        object.__setattr__(self, "slopes", tuple(self.slopes))  # JSON has lists
+        if len(self.slopes) != self.heads or self.softcap is not None:
+            raise DomainError(
+                f"attention call: got {len(self.slopes)} slopes and softcap {self.softcap}; want a slope for each of "
+                f"{self.heads} heads, and no softcap with them"
+            )
 
     @property
     def row(self) -> int:
@@ -63,3 +78,18 @@ def allowed(call: AttentionCall, step: Step, queries: Sequence[int], keys: Seque
     if step.padding is not None:
         return mask.view(1, 1, len(queries), len(keys)) & step.padding[:, keys].view(step.batch, 1, 1, -1)
     return None if bool(mask.all()) else mask
+
+
+def key_bias(call: AttentionCall, step: Step, keys: Sequence[int]) -> Tensor | None:
+    """What ALiBi adds to the scores of each of `keys` (positions), [B or 1, H, k]; None for a call without slopes.
+
+    slope x the number of unmasked positions before the key, as Bloom and Falcon count (transformers,
+    `build_alibi_tensor`); all queries of a head get the same, because a constant for each query changes no softmax.
+    """
+    if call.slopes is None:
+        return None
+    counted = torch.ones(1, step.total, dtype=torch.int64) if step.padding is None else step.padding.long()
+    before = ((counted.cumsum(1) - 1) * counted)[:, keys]
+    numbers = torch.bfloat16 if call.coarse else torch.float32
+    bias = torch.tensor(call.slopes, dtype=numbers).view(1, -1, 1) * before.unsqueeze(1).to(numbers)
+    return bias.float() * call.scale if call.coarse else bias

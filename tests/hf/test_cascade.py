@@ -123,7 +123,6 @@ def test_from_pretrained_and_the_bundled_model() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("falcon", "does not take another attention implementation"),
         ("bloom", "takes no position_ids"),
         ("t5", "this is encoder-decoder"),
         ("vit", "this is vision"),

@@ -58,9 +58,9 @@ def main() -> None:
         triton_bits.row_products_kernel, triton_bits.block_carries_kernel, triton_bits.join_carries_kernel
     ):  # fmt: skip
         build(kernel, rows, {"BW": triton_bits.WORDS})
-    real = pointers("*fp32", "q k v out lse") | {"allowed": "*u8", "scale": "fp32", "cap": "fp32"}
+    real = pointers("*fp32", "q k v bias out lse") | {"allowed": "*u8", "scale": "fp32", "cap": "fp32"}
     sizes = {"D": 20, "E": 24, "BD": 32, "BE": 32, "BM": triton_attention.ROWS, "BN": triton_attention.KEYS}
-    build(triton_attention.attention_kernel, real, sizes | {"MASKED": True, "CAPPED": True})
+    build(triton_attention.attention_kernel, real, sizes | {"MASKED": True, "CAPPED": True, "BIASED": True})
     build(triton_prg.chacha20_kernel, pointers(TABLE, "key nonce out"), {"BB": triton_prg.BLOCKS})
 
 
