@@ -165,7 +165,7 @@ def test_a_dead_node_ends_the_session_with_its_name(monkeypatch: pytest.MonkeyPa
     ids, _ = text(1)
     with patch(model, settings()) as private:
         monkeypatch.setattr(AttnNode, "run", die)
-        with pytest.raises(PartyFailed, match=r"party [0-9]+: OSError"):
+        with pytest.raises(PartyFailed, match=r"AttnNode \([0-9], [0-9]\) \(party [0-9]+\): OSError"):
             private(ids)
         with pytest.raises(PartyFailed, match="session is over"):
             private(ids)
