@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM
-from private_llm_hf.auto import describe
+from private_llm_hf.layout import describe
 from private_llm_hf.share_files import ShareWriter, share_path
 from private_llm_hf.weights import WeightList, skeleton
 from transformers import OPTConfig, OPTForCausalLM

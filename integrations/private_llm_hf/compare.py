@@ -24,8 +24,7 @@ from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.architectures import architecture
-from private_llm_hf.auto import describe
-from private_llm_hf.layout import Layout
+from private_llm_hf.layout import Layout, describe
 from private_llm_hf.party_model import build_party_model
 from private_llm_hf.weights import encode_weight, stream_loaded
 

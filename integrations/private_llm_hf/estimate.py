@@ -29,10 +29,9 @@ from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.architectures import architecture
-from private_llm_hf.auto import describe
 from private_llm_hf.client import Parties, Secret
 from private_llm_hf.costs import Costs, rows_of
-from private_llm_hf.layout import Layout
+from private_llm_hf.layout import Layout, describe
 from private_llm_hf.model import private_class
 from private_llm_hf.network import Network, NetworkConfig
 from private_llm_hf.networks import BUILDERS

@@ -15,13 +15,15 @@ import torch
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
+from private_llm.kernels.devices import device_for
 from private_llm.kernels.parallel import threads_per_party
 from private_llm.net.children import start_children
 from private_llm.net.hub import connect
 from private_llm.net.local import LocalHub
-from private_llm.net.roles import named, named_errors
+from private_llm.net.roles import called, named_errors
 from private_llm.net.transport import CLIENT
 from private_llm_hf.client import Parties
+from private_llm_hf.held import HeldModel
 from private_llm_hf.lanes import join_lanes
 from private_llm_hf.party import run_party
 from private_llm_hf.share_files import ShareFile
@@ -70,20 +72,23 @@ def serve_party(
     share_file: Path | None = None,
     sessions: int | None = None,
     notice: Callable[[str], None] = lambda line: None,
+    checkpoint: str | None = None,
 ) -> None:
-    """Be party `number` of config.hosts for one client session after the other (`sessions` of them, or for ever).
+    """Be party or node `number` of config.hosts for one client session after the other (`sessions` of them, or all).
 
-    `notice` is told when a session begins and why it ended. Raises ConfigError and ShareFileError before listening;
-    an error inside a session ends that session only.
+    `notice` is told when a session begins and why it ended. share_file: this party's share of a model. checkpoint:
+    folder or hub id of the public model that a CompNode reads itself, so that clients need not send it.
+    Raises ConfigError, ShareFileError and PatchMismatch before listening; an error inside a session ends that session
+    only.
     """
     if config.party_mode != "remote":
         config = replace(config, party_mode="remote")
     if not 0 <= number < config.endpoints:
         raise ConfigError(f"party: got {number}; want 0 to {config.endpoints - 1} for {config.protocol!r}")
-    held = None if share_file is None else ShareFile.open(share_file, config, number)
+    held = _held(config, number, share_file, checkpoint)
     served = 0
     while sessions is None or served < sessions:
-        notice(named(config, f"party {number} waits for the others at {config.hosts[number]}"))
+        notice(f"{called(config, number)} waits for the others at {config.hosts[number]}")
         with named_errors(config):
             transport = connect(config, number, wait_s=_FOREVER_S)
         try:
@@ -92,6 +97,21 @@ def serve_party(
             transport.close()
         served += 1
         notice(f"session {served} ended" + (f": {reason}" if reason else ""))
+
+
+def _held(
+    config: PrivateConfig, number: int, share_file: Path | None, checkpoint: str | None
+) -> ShareFile | HeldModel | None:
+    """What a party or node holds of a model before a client comes."""
+    if checkpoint is not None:
+        if config.plan is None or config.protocol != "cascade" or number >= config.plan.alpha:
+            raise ConfigError(
+                f"model: {called(config, number)} reads no checkpoint; with protocol='cascade' the CompNodes do"
+            )
+        return HeldModel.open(checkpoint, device_for(config.device, number))
+    if share_file is not None and config.protocol == "cascade":
+        raise ConfigError("shares: nodes of token sharding take a checkpoint (--model), not share files")
+    return None if share_file is None else ShareFile.open(share_file, config, number)
 
 
 def _start_threads(config: PrivateConfig, hub: LocalHub) -> Parties:

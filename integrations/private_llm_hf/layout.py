@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 
 import transformers
@@ -11,6 +13,10 @@ from private_llm.errors import PatchMismatch
 from private_llm_hf.batch_norm import Fold, Folder, fold_batch_norms
 from private_llm_hf.network import Network
 from private_llm_hf.weights import Sink, WeightList, skeleton
+from private_llm_hf.wire import Message
+
+_PASSING = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+"""Configuration keys that do not change what a model computes."""
 
 
 def model_class(name: str) -> type[PreTrainedModel]:
@@ -19,6 +25,14 @@ def model_class(name: str) -> type[PreTrainedModel]:
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise PatchMismatch(f"model class: got {name!r}; want a PreTrainedModel of transformers")
     return found
+
+
+def describe(model_class: type[PreTrainedModel], config: PretrainedConfig) -> Message:
+    """What parties need to know to build a model: class, configuration, and a digest of both."""
+    values = {k: v for k, v in json.loads(config.to_json_string(use_diff=False)).items() if k not in _PASSING}
+    facts = {"class": model_class.__name__, "config": values}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return {**facts, "model": digest}
 
 
 @dataclass(frozen=True)

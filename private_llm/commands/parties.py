@@ -12,6 +12,7 @@ from private_llm.commands.output import CONSOLE, NOTES, emit_json, progress_bar,
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm.net.roles import named
+from private_llm.net.transport import endpoint_name
 
 TASKS = ("causal-lm", "seq2seq", "classification", "features", "image")
 """What a shared checkpoint will be used for: which of transformers' auto classes loads it."""
@@ -55,11 +56,16 @@ def share(source: str, out: Path, config: PrivateConfig, task: str, as_json: boo
     CONSOLE.print(f"for users: {out / 'client'} (configuration and tokenizer, no weights)", highlight=False)
 
 
-def party(number: int, config: PrivateConfig, share_file: Path | None, sessions: int | None) -> None:
+def party(
+    number: int, config: PrivateConfig, share_file: Path | None, sessions: int | None, checkpoint: str | None
+) -> None:
     """Serve sessions until interrupted."""
     from private_llm_hf.launch import serve_party
 
-    serve_party(config, number, share_file, sessions, notice=lambda line: NOTES.print(line, highlight=False))
+    def notice(line: str) -> None:
+        NOTES.print(line, highlight=False)
+
+    serve_party(config, number, share_file, sessions, notice, checkpoint)
 
 
 def devices(device: str, device_map: str, max_memory: str, offload_folder: str | None) -> dict[str, Any]:
@@ -86,13 +92,14 @@ def _mapping(option: str, text: str) -> dict[str, Any] | None:
     return found
 
 
-def certs(out: Path, parties: int, days: float) -> None:
-    """Write a CA and one certificate per endpoint."""
+def certs(out: Path, config: PrivateConfig, parties: int | None, days: float) -> None:
+    """Write a CA and one certificate per endpoint: `parties` of them, or all of `config`, and the client."""
     from private_llm.net.certificates import make_certificates
 
-    made = make_certificates(out, parties, days)
-    for tls in made.values():
-        CONSOLE.print(f"{tls.certificate} with {tls.key}", highlight=False)
+    made = make_certificates(out, config.endpoints if parties is None else parties, days)
+    for endpoint, tls in made.items():
+        holder = named(config, endpoint_name(endpoint))
+        CONSOLE.print(f"for {holder} alone: {tls.certificate} with {tls.key}", highlight=False)
     CONSOLE.print(
         f"signed by {out / 'ca.pem'}. All keys were made on this machine: for trying out. Parties that distrust each "
         "other make their own keys and let a CA they agree upon sign them.",
