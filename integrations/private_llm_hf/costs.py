@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ def rows_of(ledger: Ledger) -> Rows:
         "sent": [[scope, op, to, n] for (scope, op, to), n in ledger.sent.items() if op != CONTROL],
         "rounds": [[scope, op, n] for (scope, op), n in ledger.rounds.items() if op != CONTROL],
         "macs": [[scope, n] for scope, n in ledger.macs.items()],
+        "seconds": dict(ledger.seconds),
     }
 
 
@@ -40,6 +42,7 @@ class Costs:
                 ledger.rounds[(scope, op)] += n
             for scope, n in row["macs"]:
                 ledger.macs[scope] += n
+            ledger.seconds.update(row["seconds"])
             ledgers.append(ledger)
         return cls(tuple(ledgers), () if helper is None else (ledgers[helper],))
 
@@ -101,3 +104,9 @@ class Costs:
             "bytes_total": self.bytes_total, "bytes_preprocessing": self.preprocessing.total,
             "bytes_online": self.online.total, "bytes_per_party": per_party, "rounds": self.rounds,
         }  # fmt: skip
+
+
+def layer_of(scope: str) -> str:
+    """`model.layers.3.mlp.up_proj` belongs to `model.layers.3`; what has no number keeps its name."""
+    found = re.match(r"(.*?\.\d+)(\.|$)", scope)
+    return found[1] if found else scope or "input and output"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 CONTROL = "control"
@@ -34,8 +34,14 @@ class Cost:
         return sum(self.sent.values())
 
 
+_UNTIMED: AbstractContextManager[None] = nullcontext()
+
+
 class Ledger:
-    """Counts of one party. Rounds are the exchanges this party waited for, one after the other."""
+    """Counts of one party. Rounds are the exchanges this party waited for, one after the other.
+
+    seconds: time by name, empty but in benchmarks (see `timing`).
+    """
 
     def __init__(self, party: int) -> None:
         self.party = party
@@ -44,6 +50,7 @@ class Ledger:
         self.sent: dict[tuple[str, str, int], int] = defaultdict(int)
         self.rounds: dict[tuple[str, str], int] = defaultdict(int)
         self.macs: dict[str, int] = defaultdict(int)
+        self.seconds: dict[str, float] = defaultdict(float)
 
     @property
     def scope_name(self) -> str:
@@ -71,6 +78,10 @@ class Ledger:
     def _name(self, tag: str) -> str:
         return self._tag[0] if self._tag else tag
 
+    def timing(self, name: str) -> AbstractContextManager[None]:
+        """Around what should count as `name` in `seconds`; only the ledger of a benchmark looks at the clock."""
+        return _UNTIMED
+
     def add_sent(self, to: int, tag: str, count: int) -> None:
         """Book `count` bytes sent to party `to`."""
         self.sent[(self.scope_name, self._name(tag), to)] += count
@@ -95,6 +106,7 @@ class Ledger:
         self.sent.clear()
         self.rounds.clear()
         self.macs.clear()
+        self.seconds.clear()
 
 
 def merge(ledgers: list[Ledger]) -> Cost:

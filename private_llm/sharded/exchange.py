@@ -26,7 +26,7 @@ class Exchange:
         self._plan, self._transport, self._calls = plan, transport, calls
         self._step: Step | None = None
         self._next = 0
-        self._local: dict[int, list[int]] = {}
+        self._local: dict[int, Tensor | None] = {}  # by query shard: places of its rows among the node's (None: all)
         self._filled: list[int] = []
 
     def begin(self, step: Step) -> list[int]:
@@ -34,9 +34,11 @@ class Exchange:
         me = self._transport.me
         rows = self._plan.rows_of_comp(me, step.past, step.total)
         self._step, self._next = step, 0
-        self._local = {}
+        places: dict[int, list[int]] = {}
         for index, position in enumerate(rows):
-            self._local.setdefault(self._plan.shard_of(position), []).append(index)
+            places.setdefault(self._plan.shard_of(position), []).append(index)
+        alone = len(places) == 1
+        self._local = {shard: None if alone else torch.tensor(index) for shard, index in places.items()}
         self._filled = [s for s in range(self._plan.beta) if self._plan.first_of_shard(s) < step.total]
         return rows
 
@@ -47,20 +49,28 @@ class Exchange:
         """
         step, call = self._current(q, k, v)
         for shard, index in self._local.items():
-            rows = [tensor[:, :, index].to(number_type(self._plan)) for tensor in (q, k, v)]
-            for other in range(self._plan.beta):
-                send_floats(self._transport, self._plan.attn_endpoint(shard, other), "rows", rows)
+            nodes = [self._plan.attn_endpoint(shard, other) for other in range(self._plan.beta)]
+            rows = [tensor if index is None else _rows(tensor, index) for tensor in (q, k, v)]
+            send_floats(self._transport, nodes, "rows", rows, number_type(self._plan))
         self._transport.ledger.add_round("attention")
         out = q.new_empty(*q.shape[:3], call.value_dim)
         for shard, index in self._local.items():
-            rows_shape = (step.batch, call.heads, len(index))
-            expected = [(rows_shape, torch.float32), ((*rows_shape, call.value_dim), number_type(self._plan))]
-            pieces = (
-                recv_floats(self._transport, self._plan.attn_endpoint(shard, other), "partial", expected)
-                for other in self._filled
-            )
-            out[:, :, index] = combine([(part.float(), lse) for lse, part in pieces])
+            count = q.shape[2] if index is None else len(index)
+            found = self._combined(step, call, shard, count)
+            if index is None:
+                return found
+            out.index_copy_(2, index.to(out.device), found)
         return out
+
+    def _combined(self, step: Step, call: AttentionCall, shard: int, rows: int) -> Tensor:
+        """The attention of one query shard's new rows, from the partial results of its AttnNodes."""
+        shape = (step.batch, call.heads, rows)
+        expected = [(shape, torch.float32), ((*shape, call.value_dim), number_type(self._plan))]
+        pieces = []
+        for other in self._filled:
+            lse, out = recv_floats(self._transport, self._plan.attn_endpoint(shard, other), "partial", expected)
+            pieces.append((out, lse))
+        return combine(pieces)
 
     def end(self) -> None:
         """The forward is done. Raises DomainError if it made fewer attention calls than agreed upon."""
@@ -77,6 +87,10 @@ class Exchange:
         if found != (call.heads, call.groups, call.dim, call.value_dim):
             raise DomainError(f"attention call {self._next}: got heads, groups, sizes {found}; want those of {call}")
         return self._step, call
+
+
+def _rows(tensor: Tensor, index: Tensor) -> Tensor:
+    return tensor.index_select(2, index.to(tensor.device))
 
 
 def layer_bytes(plan: ShardingPlan, calls: Sequence[AttentionCall], batch: int, length: int) -> int:
