@@ -133,6 +133,23 @@ def attention_calls(model_class: type[PreTrainedModel], config: PretrainedConfig
     Raises PatchMismatch for models whose attention does not go through transformers' attention interface, and for
     masks and arguments without a rule.
     """
+    calls = run_without_values(model_class, config)
+    if not calls:
+        raise PatchMismatch(
+            f"{model_class.__name__}: its attention does not go through transformers' attention interface"
+        )
+    return calls
+
+
+def run_without_values(
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    prepare: Callable[[PreTrainedModel], object] = lambda model: None,
+) -> list[AttentionCall]:
+    """One forward over two tokens on the meta device and its attention calls; `prepare` may hang hooks on the model.
+
+    Raises PatchMismatch if it cannot be built or run in this way.
+    """
     register()
     name = model_class.__name__
     try:
@@ -142,9 +159,12 @@ def attention_calls(model_class: type[PreTrainedModel], config: PretrainedConfig
         raise PatchMismatch(f"{name} does not take another attention implementation: {error}") from None
     recorder = _Recorder(int(getattr(config, "max_position_embeddings", 0) or _LONGEST))
     listen(model, recorder)
+    prepare(model)
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    with torch.no_grad():
-        model(input_ids=ids, position_ids=torch.zeros_like(ids), attention_mask=torch.ones_like(ids), use_cache=False)
-    if not recorder.calls:
-        raise PatchMismatch(f"{name}: its attention does not go through transformers' attention interface")
+    facts = {"position_ids": torch.zeros_like(ids), "attention_mask": torch.ones_like(ids), "use_cache": False}
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, return_dict=True, **facts)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise PatchMismatch(f"{name} does not run on plain token ids [batch, length]: {error}") from None
     return recorder.calls
