@@ -173,7 +173,12 @@ def audit(
     """What a sharding plan (protocol 'cascade') protects: gaps, cost of the cheapest attack, verdict."""
     from private_llm.commands.audit import audit as run
 
-    run(ShardingPlan(**_plan(plan)["plan"]), [int(node) for node in colluding.split(",") if node], as_json)
+    if not plan:
+        raise ConfigError("plan: got an empty text; want alpha,c,m or alpha,c,m,rho, for instance 8,8,2")
+    numbers = [node.strip() for node in colluding.split(",")] if colluding else []
+    if not all(node.isdecimal() for node in numbers):
+        raise ConfigError(f"colluding: got {colluding!r}; want endpoint numbers, for instance 0,1")
+    run(ShardingPlan(**_plan(plan)["plan"]), [int(node) for node in numbers], as_json)
 
 
 @app.command()
@@ -291,17 +296,30 @@ def estimate(
     reveal: Annotated[str, typer.Option(help="What the client opens: 'logits' or 'token'.")] = "logits",
     bandwidth: Annotated[float, typer.Option(help="Mbit/s of each direction of a link.")] = 1000.0,
     latency: Annotated[float, typer.Option(help="One-way latency in ms.")] = 1.0,
-    gmacs: Annotated[float | None, typer.Option(help="Ring GMAC/s of a party (default: this machine's core).")] = None,
+    gmacs: Annotated[float | None, typer.Option(help="GMAC/s of a party (default: this machine's).")] = None,
     image: Annotated[
         str | None, typer.Option(help="Images: channels x height x width, for instance 3x224x224.")
     ] = None,
     matmul: MatmulOption = "masked",
     weights: Annotated[str, typer.Option(help="'secret', or 'public' for open-weight models.")] = "secret",
+    plan: Annotated[
+        list[str] | None, typer.Option("--plan", help="Under 'cascade': alpha,c,m[,rho]; several are compared.")
+    ] = None,
+    plans: Annotated[bool, typer.Option("--plans", help="Under 'cascade': compare usual plans.")] = False,
+    accept_weak_plan: WeakOption = False,
+    split: SplitOption = None,
 ) -> None:
     """What a run will cost, without weights and without hardware."""
     from private_llm.commands.estimate import estimate as run
+    from private_llm.commands.estimate_plans import compare_plans
 
-    config = _config(protocol, ring, reveal=reveal, matmul=matmul, weights=weights)
+    more = {"reveal": reveal, "matmul": matmul, "weights": weights}
+    given = [ShardingPlan(**_plan(text)["plan"]) for text in plan or []]
+    if plans or len(given) > 1:
+        config = _config(protocol, ring, **more, **_plan("", split=split))
+        compare_plans(model, config, given, plans, as_json, seq, new, batch, bandwidth, latency, gmacs)
+        return
+    config = _config(protocol, ring, **more, **_plan("".join(plan or []), accept_weak_plan, split))
     run(model, config, as_json, seq, new, batch, bandwidth, latency, gmacs, image)
 
 

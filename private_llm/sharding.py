@@ -12,8 +12,10 @@ a CompNode hears of one foreign block is then about c / m tokens at once (see `a
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from private_llm.errors import ConfigError
 
@@ -37,12 +39,23 @@ class ShardingPlan:
     def __post_init__(self) -> None:
         for name in ("alpha", "c", "m", "rho"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"plan.{name}: got {value!r}; want a positive integer")
+        if not isinstance(self.accept_weak_plan, bool):
+            raise ConfigError(f"plan.accept_weak_plan: got {self.accept_weak_plan!r}; want True or False")
         if self.wire not in ("float32", "float16"):
             raise ConfigError(f"plan.wire: got {self.wire!r}; want 'float32' or 'float16'")
         if self.c % self.m:
             raise ConfigError(f"plan.m: got {self.m} blocks for clusters of {self.c}; want a divisor of c")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ShardingPlan:
+        """Build from a mapping (for instance JSON); unknown keys raise ConfigError."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError(f"plan: unknown key(s) {', '.join(unknown)}; known keys: {', '.join(sorted(known))}")
+        return cls(**values)
 
     @property
     def delta(self) -> int:

@@ -30,6 +30,10 @@ _REFUSED = {
 }
 
 
+_GENERATE_S = ("tokenizer", "assistant_tokenizer")
+"""Arguments of generate() itself (for stop strings), which it hands on to every forward."""
+
+
 class Forward:
     """The arguments of one call, sorted."""
 
@@ -37,7 +41,7 @@ class Forward:
         self.model = model
         self.parties = model.parties
         self.config: PretrainedConfig = model.config
-        self.given = {name: value for name, value in given.items() if value is not None}
+        self.given = {name: value for name, value in given.items() if value is not None and name not in _GENERATE_S}
         self.public: dict[str, Any] = {}
         self.listed: list[Message] = []
         self.secrets: list[Secret] = []
@@ -185,7 +189,9 @@ class Forward:
             cache.rows = self.listed[0]["shape"][0]
             cache.length += length
             values["past_key_values"] = cache
-        return _output_class(kind, self.model)(**values)
+        made = _output_class(kind, self.model)
+        fields = {field.name for field in dataclasses.fields(made)}  # heads that do not generate hand no cache back
+        return made(**{name: value for name, value in values.items() if name in fields})
 
 
 def encode_prompt(

@@ -82,7 +82,8 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
     CONSOLE.print(f"[bold]agreement[/] {equal} of {total} tokens{note}\n", highlight=False)
     emit_table("bytes by link", ("link", "bytes"), [(name, size(n)) for name, n in by_link(made.costs, config).items()])
     rows = [(layer.name, size(layer.bytes_total), layer.rounds) for layer in layers]
-    emit_table("cost by layer, all tokens", ("layer", "bytes", "rounds"), rows)
+    if len(rows) > 1:  # nodes of a sharding plan do not book by layer
+        emit_table("cost by layer, all tokens", ("layer", "bytes", "rounds"), rows)
     CONSOLE.print(_one_line(made), highlight=False)
     if config.party_mode != "remote":
         CONSOLE.print("All parties ran on this machine, which protects nobody from its owner.", style="yellow")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
-from private_llm.net.roles import named
+from private_llm.net.roles import called
 from private_llm.net.transport import CLIENT
 
 if TYPE_CHECKING:
@@ -68,10 +68,20 @@ def margin(model: Any, ids: Tensor) -> float:  # noqa: ANN401 - a transformers m
 
 
 def by_link(costs: Costs, config: PrivateConfig) -> dict[str, int]:
-    """Bytes by link, in words."""
-    links = sorted(costs.cost.sent.items())
-    return {named(config, f"{_who(frm)} to {_who(to)}"): count for (frm, to), count in links if count}
+    """Bytes by link, in words; the links of a sharding plan's nodes by what the nodes do (there may be thousands)."""
+    found: dict[str, int] = {}
+    for (frm, to), count in sorted(costs.cost.sent.items()):
+        if count:
+            name = f"{_who(frm, config)} to {_who(to, config)}"
+            found[name] = found.get(name, 0) + count
+    return found
 
 
-def _who(endpoint: int) -> str:
-    return "client" if endpoint == CLIENT else f"party {endpoint}"
+def _who(endpoint: int, config: PrivateConfig) -> str:
+    if endpoint == CLIENT:
+        return "client"
+    if config.plan is not None:
+        node = endpoint - (config.endpoints - config.plan.nodes)
+        if node >= 0:
+            return "CompNodes" if node < config.plan.alpha else "AttnNodes"
+    return called(config, endpoint)
