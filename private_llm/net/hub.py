@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import select
 import socket
 import ssl
 import threading
@@ -155,22 +156,31 @@ class _Mesh:
                 acceptor = threading.Thread(target=self._accept, args=(listener,), name="accept", daemon=True)
                 acceptor.start()
                 stack.callback(self._stop, listener, acceptor)
-            for peer in self._calls:
-                for lane in range(self._lanes):
-                    for inbound in (True, False):
-                        self._call(peer, inbound, lane)
-            self._await_calls()
+            while not self._complete():
+                for peer, inbound, lane in self._missing(self._calls):
+                    self._call(peer, inbound, lane)
+                self._await_calls()
         made, peers = self._made, {peer for peer, _, _ in self._made}
         return [{p: Pair(*made[(p, True, k)], *made[(p, False, k)]) for p in peers} for k in range(self._lanes)]
 
+    def _missing(self, peers: Sequence[int]) -> list[tuple[int, bool, int]]:
+        """Connections to make with some of the others: peer, whether this end sends, lane."""
+        every = ((peer, sends, lane) for peer in peers for lane in range(self._lanes) for sends in (True, False))
+        return [key for key in every if key not in self._made]
+
+    def _complete(self) -> bool:
+        """Accept nobody any more, if all connections are there; those whose other end gave up meanwhile are not."""
+        with self._changed:
+            for key in [key for key, (sock, _) in self._made.items() if _ended(sock)]:
+                self._made.pop(key)[0].close()
+            self._done = not self._missing([*self._calls, *self._called_by])
+            return self._done
+
     def _await_calls(self) -> None:
         """Wait for those who call this endpoint."""
-        lanes = range(self._lanes)
-        wanted = [(peer, sends, lane) for peer in self._called_by for sends in (True, False) for lane in lanes]
         with self._changed:
-            self._changed.wait_for(lambda: all(key in self._made for key in wanted), self._left())
-            self._done = True
-            missing = sorted({key[0] for key in wanted if key not in self._made})
+            self._changed.wait_for(lambda: not self._missing(self._called_by), self._left())
+            missing = sorted({peer for peer, _, _ in self._missing(self._called_by)})
         if missing:
             names = ", ".join(map(endpoint_name, missing))
             refused = f"; the last caller was refused: {self._refused}" if self._refused else ""
@@ -294,6 +304,18 @@ class _Mesh:
             raise TransportError(
                 f"lanes: got {lanes} at {endpoint_name(peer)}; want {self._lanes}, as at {endpoint_name(self._me)}"
             )
+
+
+def _ended(sock: socket.socket) -> bool:
+    """Whether the other end has closed a connection that nobody has read from."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    if not poll.poll(0):
+        return False
+    try:
+        return not socket.socket.recv(sock, 1, socket.MSG_PEEK)  # SAFE: the plain method leaves what TLS will read
+    except OSError:
+        return True
 
 
 def _part(sock: socket.socket) -> None:

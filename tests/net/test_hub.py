@@ -220,3 +220,36 @@ def test_an_endpoint_may_start_again_while_the_others_wait():
         kept[0].send(0, "m", torch.tensor([9]))
 
     assert both(serve, call) == {0: 9, CLIENT: None}
+
+
+def test_an_endpoint_that_gave_up_may_come_back_when_all_others_are_there():
+    """Party 2 starts after the client's first try; the others, who waited for both, do not count that try."""
+    listeners = open_listeners(3)
+    hosts = hosts_of(listeners)
+    first_try = threading.Event()
+    gone = PrivateConfig(timeout_s=0.5)
+
+    def client():
+        with pytest.raises(TransportError, match=r"party 2 .* was not reached within 0\.5 s"):
+            connect(gone, CLIENT, hosts=hosts, token=TOKEN)
+        first_try.set()
+        time.sleep(0.5)  # all parties find each other
+        return work(join(CLIENT, hosts, timeout=10))
+
+    def party(me):
+        if me == 2:
+            first_try.wait()
+        else:
+            listeners[2].close()
+        return work(join(me, hosts, listeners[me] if me < 2 else None, timeout=10))
+
+    def work(t):
+        for peer in {0, 1, 2, CLIENT} - {t.me}:
+            t.send(peer, "m", torch.tensor([t.me]))
+        total = sum(t.recv(peer, "m", (1,), torch.int64).item() for peer in sorted({0, 1, 2, CLIENT} - {t.me}))
+        t.close()
+        return total
+
+    everybody = {me: lambda _, me=me: party(me) for me in range(3)} | {CLIENT: lambda _: client()}
+    results = run_threads(dict.fromkeys(everybody), everybody)
+    assert results == {me: sum((0, 1, 2, CLIENT)) - me for me in (0, 1, 2, CLIENT)}
