@@ -64,9 +64,12 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
     layers = by_layer(made.costs)
     if plot is not None:
         from private_llm.commands.plot import plot_costs
+        from private_llm.commands.plot_nodes import plot_nodes
 
-        waits = hub.waits if hub is not None else ()
-        plot_costs(layers, waits, config, made.clock.last, plot)
+        if config.plan is None:
+            plot_costs(layers, hub.waits if hub is not None else (), config, made.clock.last, plot)
+        else:
+            plot_nodes(made.costs, hub.sent if hub is not None else (), config, made.clock.arrived, plot)
     if as_json:
         facts = {"name": "demo", "prompt": prompt, "private_text": texts[0], "plain_text": texts[1]}
         parts = [{"name": layer.name, "bytes": layer.bytes_total, "rounds": layer.rounds} for layer in layers]
@@ -129,7 +132,7 @@ def _recording(config: PrivateConfig, plot: Path | None) -> RecordingHub | None:
         return None
     if plot.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"plot: got {plot.name!r}; want a name that ends in .png, .svg or .pdf")
-    return RecordingHub(config.parties, config.timeout_s) if config.party_mode in ("auto", "threads") else None
+    return RecordingHub(config.endpoints, config.timeout_s) if config.party_mode in ("auto", "threads") else None
 
 
 def figures(made: Made, config: PrivateConfig) -> dict[str, Any]:
