@@ -190,6 +190,8 @@ class PrivateConfig:
             object.__setattr__(self, "max_memory", limits)
 
     def _check_plan(self) -> None:
+        if self.plan is not None and not isinstance(self.plan, ShardingPlan):
+            raise ConfigError(f"plan: got {self.plan!r}; want a ShardingPlan, such as ShardingPlan(alpha=8, c=8, m=2)")
         if self.split is not None:
             if isinstance(self.split, bool) or not isinstance(self.split, int) or self.split < 1:
                 raise ConfigError(f"split: got {self.split!r}; want 1 or more layers under {self.protocol!r}, or None")
@@ -237,7 +239,7 @@ class PrivateConfig:
         if isinstance(values.get("tls"), dict):
             values["tls"] = TLSConfig(**values["tls"])
         if isinstance(values.get("plan"), dict):
-            values["plan"] = ShardingPlan(**values["plan"])
+            values["plan"] = ShardingPlan.from_dict(values["plan"])
         if "hosts" in values:
             values["hosts"] = tuple(values["hosts"])
         return cls(**values)
@@ -250,4 +252,6 @@ class PrivateConfig:
         """Digest of everything all parties must agree upon, with the library's version."""
         values = self.to_dict()
         shared = {key: values[key] for key in _AGREED}
+        if shared["plan"] is not None:  # what a client accepts is its own business
+            shared["plan"] = {k: v for k, v in shared["plan"].items() if k not in ("rho", "accept_weak_plan")}
         return hashlib.sha256(json.dumps([VERSION, shared], sort_keys=True).encode()).digest()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,17 +26,14 @@ from private_llm.net.local import LocalHub
 from private_llm_hf.architectures import architecture
 from private_llm_hf.cascade_client import check_sharding
 from private_llm_hf.launch import start_parties
-from private_llm_hf.layout import Layout
+from private_llm_hf.layout import Layout, describe
 from private_llm_hf.model import private_class
 from private_llm_hf.network import Network
 from private_llm_hf.plan import make_plan
 from private_llm_hf.share_files import ShareWriter
 from private_llm_hf.weights import Sink, WeightList, stream_checkpoint, stream_loaded
-from private_llm_hf.wire import Message
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-_PASSING = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
-"""Configuration keys that do not change what a model computes."""
 _LOADING = ("use_safetensors", "variant", "disable_mmap", "key_mapping")
 
 
@@ -147,10 +142,10 @@ def _open(
 ) -> PreTrainedModel:
     """Plan, start parties, share the weights, and make the client's object."""
     layout = Layout.of(model_class, config)
+    if private_config.plan is not None:
+        check_sharding(model_class, config, private_config.plan, private_config.split)
     plan = make_plan(layout.model, private_config)
     check_reveal(layout.model, private_config)
-    if private_config.plan is not None:
-        check_sharding(model_class, config, private_config.plan)
     parties = start_parties(private_config, hub)
     try:
         description = describe(model_class, config)
@@ -227,14 +222,6 @@ def _client_folder(
         return  # a checkpoint without tokenizer
     if tokenizer.vocab_size > 0:  # for some families transformers makes up an empty one
         tokenizer.save_pretrained(folder)
-
-
-def describe(model_class: type[PreTrainedModel], config: PretrainedConfig) -> Message:
-    """What parties need to know to build a model: class, configuration, and a digest of both."""
-    values = {k: v for k, v in json.loads(config.to_json_string(use_diff=False)).items() if k not in _PASSING}
-    facts = {"class": model_class.__name__, "config": values}
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return {**facts, "model": digest}
 
 
 def check_reveal(model: PreTrainedModel, private_config: PrivateConfig) -> None:

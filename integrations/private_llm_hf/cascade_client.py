@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,10 +22,12 @@ from private_llm.net.transport import Transport
 from private_llm.protocols.session import PlainClient
 from private_llm.ring.ring import Ring
 from private_llm.sharded.audit import refuse_weak
-from private_llm.sharded.wire import recv_floats
+from private_llm.sharded.wire import recv_floats, send_floats
 from private_llm.sharding import ShardingPlan
 from private_llm_hf.architectures import architecture, positions_by_mask
 from private_llm_hf.cascade_attention import attention_calls
+from private_llm_hf.cascade_comp import reads_last_token
+from private_llm_hf.cascade_cut import Cut
 from private_llm_hf.cascade_node import agree, call_facts, plan_of
 from private_llm_hf.client import Parties, Secret
 from private_llm_hf.layout import model_class
@@ -36,11 +40,13 @@ MOST_NODES = 250
 
 def join_nodes(config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> Nodes:
     """The client's end, after agreeing with every node."""
-    agree(config, transport, list(range(config.parties)))
+    agree(config, transport, list(range(plan_of(config).nodes)))
     return Nodes(config, transport, PlainClient(transport, Ring(config.ring)), shutdown)
 
 
-def check_sharding(cls: type[PreTrainedModel], config: PretrainedConfig, plan: ShardingPlan) -> None:
+def check_sharding(
+    cls: type[PreTrainedModel], config: PretrainedConfig, plan: ShardingPlan, split: int | None = None
+) -> None:
     """Raises ConfigError for plans that are weak or too large, PatchMismatch for models that cannot be sharded."""
     if plan.nodes > MOST_NODES:
         raise ConfigError(f"plan: {plan.nodes} nodes; want at most {MOST_NODES} (lower alpha or m)")
@@ -48,15 +54,43 @@ def check_sharding(cls: type[PreTrainedModel], config: PretrainedConfig, plan: S
     kind = architecture(config).kind
     if kind in ("vision", "encoder-decoder"):
         raise PatchMismatch(f"{cls.__name__}: token sharding serves text decoders and encoders; this is {kind}")
-    if kind == "decoder" and cls.__name__.endswith("ForSequenceClassification"):
-        raise PatchMismatch(f"{cls.__name__}: token sharding has no rule for classifying by the last token")
-    if "position_ids" not in inspect.signature(cls.forward).parameters:
+    if cls.__name__.endswith("ForSequenceClassification") and getattr(config, "classifier_pooling", "") == "mean":
+        raise PatchMismatch(f"{cls.__name__}: it averages all positions (classifier_pooling='mean'), no node has them")
+    calls = attention_calls(cls, config)
+    if "position_ids" not in inspect.signature(cls.forward).parameters and not all(call.slopes for call in calls):
         raise PatchMismatch(f"{cls.__name__} takes no position_ids, so rows cannot keep their places")
-    attention_calls(cls, config)
+    if split is not None:
+        Cut.of(cls, config, split)
+        if len(calls) != config.num_hidden_layers:
+            raise PatchMismatch(f"{cls.__name__}: {len(calls)} attention calls in a forward; a split needs one a layer")
 
 
 _BY_ROW = ("last_hidden_state", "start_logits", "end_logits")
 """Outputs with an entry for each position; logits have one if they are three-dimensional."""
+
+
+@dataclass(frozen=True)
+class NodeStep:
+    """One forward as the client plans it: `new` positions after `past`, and whose they are.
+
+    rows: for each CompNode with new positions, their places among the new ones. positions: the numbers that the
+    model gives them, [batch, new]. wanted: positions whose logits come back.
+    """
+
+    handle: int | None
+    batch: int
+    past: int
+    new: int
+    rows: dict[int, list[int]]
+    padding: Tensor | None
+    positions: Tensor
+    token_types: Tensor | None
+    wanted: range
+
+    @property
+    def total(self) -> int:
+        """Positions so far."""
+        return self.past + self.new
 
 
 class Nodes(Parties):
@@ -69,7 +103,8 @@ class Nodes(Parties):
     ) -> None:
         super().__init__(config, transport, end, shutdown)
         self.plan = plan_of(config)
-        self._by_mask = False
+        self.members = range(self.plan.nodes)
+        self._by_mask = self._last_only = False
         self._lengths: dict[int, int] = {}
         self._gone: dict[int, list[int]] = {node: [] for node in range(self.plan.alpha, self.plan.nodes)}
 
@@ -80,14 +115,19 @@ class Nodes(Parties):
 
     @contextmanager
     def loading(self, description: Message) -> Iterator[Sink]:
-        """Tell the nodes the model: its public weights go to every CompNode."""
+        """Tell the nodes the model: its public weights go to every CompNode.
+
+        description["behind"]: where a split cuts the model (`Cut.facts`), if it does.
+        """
         cls = model_class(description["class"])
         config = cls.config_class.from_dict(dict(description["config"]))
-        calls = call_facts(attention_calls(cls, config))
+        behind = description.get("behind")
+        calls = call_facts(attention_calls(cls, config)[behind["count"] if behind else 0 :])
         self._by_mask = config.model_type in positions_by_mask()
+        self._last_only = reads_last_token(cls, config)
         accepts = sorted(set(inspect.signature(cls.forward).parameters))
         with self._call():
-            self._tell({"do": "load", "calls": calls, "accepts": accepts, **description})
+            self._tell({"do": "load", "behind": None, "calls": calls, "accepts": accepts, **description})
             yield self._send_weight
             self._tell({"weight": None}, range(self.plan.alpha))
             for node in range(self.plan.nodes):
@@ -102,46 +142,70 @@ class Nodes(Parties):
 
     # -- calls ----------------------------------------------------------------------------------------------------
     def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
-        """As `Parties.forward`: tokens out to their nodes, the wanted rows of the outputs back."""
-        ((secret, item),) = zip(secrets, call["secret"], strict=True)
-        if isinstance(secret, Tensor) or item["name"] != "input_ids":
-            raise UnsupportedOp(f"{item['name']}: token sharding takes token ids (input_ids)")
-        batch, new = item["shape"]
-        ids = secret[0].view(batch, new)
-        handle = call["cache"]
+        """As `Parties.forward`: inputs out to their nodes, the wanted rows of the outputs back."""
+        with self._lock:
+            step = self.step(call)
+            ((secret, item),) = zip(secrets, call["secret"], strict=True)
+            if isinstance(secret, Tensor):
+                values = self.ring.decode(secret, self.config.frac_bits).to(torch.float32).view(item["shape"])
+                return self.run(step, "values", partial(self._send_values, values))
+            ids = secret[0].view(step.batch, step.new)
+            return self.run(step, "tokens", partial(self._send_tokens, ids))
+
+    def _send_tokens(self, ids: Tensor, node: int, rows: list[int]) -> None:
+        self._transport.send(node, "tokens", ids[:, rows].contiguous())
+
+    def _send_values(self, values: Tensor, node: int, rows: list[int]) -> None:
+        send_floats(self._transport, node, "values", [values[:, rows]])
+
+    def step(self, call: Message) -> NodeStep:
+        """What a call means for the nodes. Raises UnsupportedOp and DomainError before anything is sent."""
+        (item,) = call["secret"]
+        if item["name"] not in ("input_ids", "inputs_embeds"):
+            raise UnsupportedOp(f"{item['name']}: token sharding takes text (input_ids or inputs_embeds)")
+        batch, new = item["shape"][:2]
+        handle, public = call["cache"], call["public"]
         past = self._lengths.get(handle, 0)
         total = past + new
         self._check_length(total)
-        public = call["public"]
-        padding = public.get("attention_mask")
-        positions = public.get("position_ids")
+        padding, positions = public.get("attention_mask"), public.get("position_ids")
         if positions is None:
             positions = self._positions(past, total, batch, padding)
-        keep = public.get("logits_to_keep", 0)
-        wanted = range(max(past, total - keep) if keep else past, total)
-        awake = sorted({self.plan.comp_of(p) for p in range(past, total)})
+        keep = 1 if self._last_only else public.get("logits_to_keep", 0)
+        rows = {}
+        for node in range(self.plan.alpha):
+            mine = self.plan.rows_of_comp(node, past, total)
+            if mine:
+                rows[node] = [p - past for p in mine]
+        return NodeStep(
+            handle, batch, past, new, rows, None if padding is None else padding.bool(), positions,
+            public.get("token_type_ids"), range(max(past, total - keep) if keep else past, total),
+        )  # fmt: skip
+
+    def run(self, step: NodeStep, source: str, feed: Callable[[int, list[int]], None]) -> tuple[str, dict[str, Tensor]]:
+        """One forward; `feed` sends each CompNode its rows of the inputs, unless they come from elsewhere.
+
+        source: what the rows are, "tokens", "values" (embeddings) or "states" (from the parties of a split).
+        """
+        facts = {
+            "do": "forward", "cache": step.handle, "step": [step.batch, step.past, step.new], "padding": step.padding,
+        }  # fmt: skip
         with self._call():
-            step = {
-                "do": "forward", "cache": handle, "step": [batch, past, new],
-                "padding": None if padding is None else padding.bool(),
-            }  # fmt: skip
-            self._wake_attention(step, past, total)
-            for node in awake:
-                mine = self.plan.rows_of_comp(node, past, total)
-                local = [p - past for p in mine]
-                types = public.get("token_type_ids")
-                facts = {
-                    "shape": [batch, len(mine)], "positions": positions[:, local],
-                    "wanted": [p for p in mine if p in wanted],
-                    "token_type_ids": None if types is None else types[:, local],
+            self._wake_attention(facts, step.past, step.total)
+            for node, rows in step.rows.items():
+                types = step.token_types
+                mine = {
+                    "input": source, "rows": len(rows), "positions": step.positions[:, rows],
+                    "wanted": [step.past + row for row in rows if step.past + row in step.wanted],
+                    "token_type_ids": None if types is None else types[:, rows],
                 }  # fmt: skip
-                send_message(self._transport, node, {**step, **facts})
-                self._transport.send(node, "tokens", ids[:, local].contiguous())
-            answers = {node: self._outputs(node) for node in awake}
-        if handle is not None:
-            self._lengths[handle] = total
+                send_message(self._transport, node, {**facts, **mine})
+                feed(node, rows)
+            answers = {node: self._outputs(node) for node in step.rows}
+        if step.handle is not None:
+            self._lengths[step.handle] = step.total
         kinds = {kind for kind, _ in answers.values()}
-        return kinds.pop(), self._merge({n: found for n, (_, found) in answers.items()}, past, total, list(wanted))
+        return kinds.pop(), self._merge({n: found for n, (_, found) in answers.items()}, step)
 
     def _positions(self, past: int, total: int, batch: int, padding: Tensor | None) -> Tensor:
         """Position numbers as the model itself would make them: by place, or for some families by unmasked place."""
@@ -176,9 +240,7 @@ class Nodes(Parties):
         found = recv_floats(self._transport, node, "outputs", [(tuple(shape), torch.float32) for _, shape in names])
         return str(answer["class"]), {name: tensor for (name, _), tensor in zip(names, found, strict=True)}
 
-    def _merge(
-        self, outputs: dict[int, dict[str, Tensor]], past: int, total: int, wanted: list[int]
-    ) -> dict[str, Tensor]:
+    def _merge(self, outputs: dict[int, dict[str, Tensor]], step: NodeStep) -> dict[str, Tensor]:
         """Rows of all nodes in order; what has no rows (a pooled state) comes from the node of the first position."""
         merged: dict[str, Tensor] = {}
         first = self.plan.comp_of(0)
@@ -188,10 +250,12 @@ class Nodes(Parties):
                 continue
             rows: dict[int, Tensor] = {}
             for node, found in outputs.items():
-                mine = self.plan.rows_of_comp(node, past, total)
-                kept = [p for p in mine if p in wanted] if name == "logits" else mine
+                mine = [step.past + row for row in step.rows[node]]
+                kept = [p for p in mine if p in step.wanted] if name == "logits" else mine
                 rows.update(zip(kept, found[name].unbind(1), strict=True))
             merged[name] = torch.stack([rows[position] for position in sorted(rows)], 1)
+        if self._last_only:
+            merged["logits"] = merged["logits"][:, 0]
         return merged
 
     def command(self, message: Message) -> None:

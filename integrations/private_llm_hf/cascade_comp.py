@@ -6,26 +6,44 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from private_llm.errors import PatchMismatch
+from private_llm.config import PrivateConfig
+from private_llm.errors import PatchMismatch, TransportError
+from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocols.session import opened
+from private_llm.ring.ring import Ring
 from private_llm.sharded.exchange import Exchange
 from private_llm.sharded.facts import Step
+from private_llm.sharded.wire import recv_floats
+from private_llm_hf.architectures import architecture
 from private_llm_hf.cascade_attention import cascade_config, listen, register
+from private_llm_hf.cascade_cut import StandIn
 from private_llm_hf.layout import model_class
 from private_llm_hf.wire import OPENED, Message
 
 
 class CompNode:
-    """The model's own forward on this node's rows."""
+    """The model on this node's rows.
 
-    def __init__(self, description: Message, exchange: Exchange, weights: dict[str, Tensor]) -> None:
-        self._exchange = exchange
+    links: to all endpoints by their own numbers, the parties of a split among them.
+    """
+
+    def __init__(
+        self, config: PrivateConfig, links: Transport, description: Message, exchange: Exchange,
+        weights: dict[str, Tensor],
+    ) -> None:  # fmt: skip
+        self._config, self._links, self._exchange = config, links, exchange
         register()
         values = dict(description["config"])
-        config = cascade_config(AutoConfig.for_model(values.pop("model_type"), **values))
-        self._model = _with_weights(model_class(description["class"])(config), weights)
-        self._keeps = "logits_to_keep" in description["accepts"]
+        settings = cascade_config(AutoConfig.for_model(values.pop("model_type"), **values))
+        kind = model_class(description["class"])
+        model = kind(settings)
+        self._behind = None if description["behind"] is None else StandIn(model, description["behind"])
+        self._model = _with_weights(model, weights)
+        self._accepts = frozenset(description["accepts"])
+        self._last_only = reads_last_token(kind, settings)
+        self._width = settings.get_text_config().hidden_size
         listen(self._model, self)
 
     def attend(
@@ -34,24 +52,48 @@ class CompNode:
         """An attention call of the model."""
         return self._exchange.attend(*rows)
 
-    def run(self, step: Step, ids: Tensor, message: Message) -> tuple[str, dict[str, Tensor]]:
+    def run(self, step: Step, message: Message) -> tuple[str, dict[str, Tensor]]:
         """One forward: name of its output class, and its outputs for the wanted rows, float32."""
         rows = self._exchange.begin(step)
-        extra = {name: message[name] for name in ("token_type_ids",) if message.get(name) is not None}
-        if self._keeps:
-            extra["logits_to_keep"] = torch.tensor([rows.index(p) for p in message["wanted"]], dtype=torch.int64)
-        result = self._model(
-            input_ids=ids,
-            position_ids=message["positions"],
-            attention_mask=torch.ones_like(ids),  # the AttnNodes mask; without this, gaps would look like packed texts
-            use_cache=False,
-            return_dict=True,
-            **extra,
-        )
+        given = self._inputs(message["input"], step.batch, message["rows"])
+        # The AttnNodes mask; without this, gaps would look like packed texts.
+        given["attention_mask"] = torch.ones(step.batch, message["rows"], dtype=torch.int64)
+        given |= {name: message[name] for name in ("token_type_ids",) if message.get(name) is not None}
+        if "position_ids" in self._accepts:
+            given["position_ids"] = message["positions"]
+        wanted = torch.tensor([rows.index(p) for p in message["wanted"]], dtype=torch.int64)
+        kind, outputs = self._forward(given, wanted)
         self._exchange.end()
+        return kind, {n: value.to(torch.float32).contiguous() for n, value in outputs.items()}
+
+    def _forward(self, given: dict[str, Any], wanted: Tensor) -> tuple[str, dict[str, Tensor]]:
+        if self._last_only:
+            states = self._model.base_model(**given, use_cache=False, return_dict=True).last_hidden_state
+            return "SequenceClassifierOutputWithPast", {"logits": self._model.score(states[:, wanted])}
+        if "logits_to_keep" in self._accepts:
+            given["logits_to_keep"] = wanted
+        result = self._model(**given, use_cache=False, return_dict=True)
         found = {name: result.get(name) for name in OPENED}
-        outputs = {n: value.to(torch.float32).contiguous() for n, value in found.items() if value is not None}
-        return type(result).__name__, outputs
+        return type(result).__name__, {name: value for name, value in found.items() if value is not None}
+
+    def _inputs(self, source: str, batch: int, rows: int) -> dict[str, Tensor]:
+        """What the model's forward is called with, as it comes from the client or from the parties of a split."""
+        if self._behind is not None and source == "states":
+            shape = (batch, rows, self._behind.width)
+            elements = opened(self._config, self._links, shape)
+            self._behind.rows = Ring(self._config.ring).decode(elements, self._config.frac_bits).to(torch.float32)
+            return {"input_ids": torch.zeros(batch, rows, dtype=torch.int64)}  # embedded, and then replaced
+        if self._behind is None and source == "tokens":
+            return {"input_ids": self._links.recv(CLIENT, "tokens", (batch, rows), torch.int64)}
+        if self._behind is None and source == "values":
+            expected = [((batch, rows, self._width), torch.float32)]
+            return {"inputs_embeds": recv_floats(self._links, CLIENT, "values", expected)[0]}
+        raise TransportError(f"a forward on {source!r} does not fit the model that was loaded here")
+
+
+def reads_last_token(kind: type[PreTrainedModel], config: PretrainedConfig) -> bool:
+    """Whether a model classifies a text by the state of its last token."""
+    return architecture(config).kind == "decoder" and kind.__name__.endswith("ForSequenceClassification")
 
 
 def _with_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> PreTrainedModel:

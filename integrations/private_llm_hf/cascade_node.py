@@ -15,6 +15,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, TransportError
+from private_llm.net.lanes import node_links
 from private_llm.net.transport import CLIENT, Transport, endpoint_name
 from private_llm.sharded.attn_node import AttnNode
 from private_llm.sharded.exchange import Exchange
@@ -49,8 +50,10 @@ class Node:
     """One endpoint of a plan."""
 
     def __init__(self, config: PrivateConfig, number: int, transport: Transport) -> None:
-        self.config, self.number, self.transport = config, number, transport
         self.plan = plan_of(config)
+        before = config.endpoints - self.plan.nodes  # parties of a split
+        self.config, self.number, self._links = config, number - before, transport
+        self.transport = node_links(transport, before, self.plan.nodes)
         agree(config, transport, [CLIENT])
         self._attn: AttnNode | None = None
         self._comp: CompNode | None = None
@@ -72,7 +75,8 @@ class Node:
     def _load(self, message: Message) -> None:
         calls = [AttentionCall(**facts) for facts in message["calls"]]
         if self.number < self.plan.alpha:
-            self._comp = CompNode(message, Exchange(self.plan, self.transport, calls), self._weights())
+            exchange = Exchange(self.plan, self.transport, calls)
+            self._comp = CompNode(self.config, self._links, message, exchange, self._weights())
         else:
             self._attn = AttnNode(self.plan, self.transport, calls)
         self.transport.ledger.reset()
@@ -95,9 +99,7 @@ class Node:
                 self._attn.free(handle)
             self._attn.run(step)
         elif self._comp is not None:
-            shape = tuple(message["shape"])
-            ids = self.transport.recv(CLIENT, "tokens", shape, torch.int64)
-            kind, outputs = self._comp.run(step, ids, message)
+            kind, outputs = self._comp.run(step, message)
             shapes = [[name, list(value.shape)] for name, value in outputs.items()]
             send_message(self.transport, CLIENT, {"class": kind, "outputs": shapes})
             send_floats(self.transport, CLIENT, "outputs", list(outputs.values()))

@@ -24,7 +24,7 @@ from private_llm import errors
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError, ShareFileError, TransportError
 from private_llm.net.ledger import Ledger
-from private_llm.net.roles import named
+from private_llm.net.roles import WHO, named
 from private_llm.net.transport import Transport
 from private_llm.protocols.ahead import stretch_label
 from private_llm.protocols.dealing import Dealer, pieces
@@ -39,7 +39,7 @@ from private_llm_hf.wire import Message, recv_message, send_message
 Secret = Tensor | tuple[Tensor, int]
 """Ring elements, or token ids (int64) and the size of their vocabulary."""
 
-_REMOTE = re.compile(r"(party \d+|the dealer): (\w+): (.*)", re.DOTALL)
+_REMOTE = re.compile(rf"({WHO}): (\w+): (.*)", re.DOTALL)
 
 
 class Parties:
@@ -50,6 +50,7 @@ class Parties:
     ) -> None:
         self.config = config
         self.ring = Ring(config.ring)
+        self.members = range(config.parties)
         self._transport, self._end, self._shutdown = transport, end, shutdown
         self._lock = threading.RLock()
         self._handles = itertools.count(1)
@@ -88,7 +89,7 @@ class Parties:
             self._shutdown()
 
     def _tell(self, message: Message, parties: Iterable[int] | None = None) -> None:
-        for party in range(self.config.parties) if parties is None else parties:
+        for party in self.members if parties is None else parties:
             send_message(self._transport, party, message)
 
     def _answer(self, party: int) -> Message:
@@ -100,7 +101,7 @@ class Parties:
 
     def _answers(self, parties: Iterable[int] | None = None) -> Message:
         """The answer of every party, or of these; all must be equal."""
-        answers = [self._answer(party) for party in (range(self.config.parties) if parties is None else parties)]
+        answers = [self._answer(party) for party in (self.members if parties is None else parties)]
         if any(answer != answers[0] for answer in answers[1:]):
             raise TransportError("the parties gave different answers: they do not run the same model or version")
         return answers[0]
@@ -113,7 +114,7 @@ class Parties:
         """
         with self._call():
             self._tell({"do": "hello"})
-            answers = [self._answer(party) for party in range(self.config.parties)]
+            answers = [self._answer(party) for party in self.members]
             if any(answer != answers[0] for answer in answers[1:]):
                 raise ShareFileError(
                     "the parties hold share files of different models or different sharings; give them the files "
@@ -227,7 +228,7 @@ class Parties:
             schedule = Schedule(next(self._plans), entries)
             message: Message = {"do": "preprocess", "plan": schedule.number, "calls": entries}
             self._tell({**message, "free": self._take_unused()})
-            answers = [self._answer(party) for party in range(self.config.parties)]
+            answers = [self._answer(party) for party in self.members]
             self._end.take_witnesses(answers[helper]["witnesses"])
             self._schedule = schedule if entries else None
             return sum(int(answer["stored"]) for answer in answers)
@@ -258,7 +259,7 @@ class Parties:
     @property
     def _online(self) -> list[int]:
         """Who computes when the helping party has run ahead."""
-        return [party for party in range(self.config.parties) if party != self.config.helper]
+        return [party for party in self.members if party != self.config.helper]
 
     def _apart(self, place: tuple[int, int]) -> AbstractContextManager[None]:
         """Masks of a preprocessed call."""
@@ -291,7 +292,7 @@ class Parties:
         """What everybody sent since the last reset (control messages apart)."""
         with self._call():
             self._tell({"do": "costs", "reset": reset})
-            rows = [self._answer(party) for party in range(self.config.parties)]
+            rows = [self._answer(party) for party in self.members]
             mine: Ledger = self._transport.ledger
             rows.append(rows_of(mine))
             if reset:
@@ -305,10 +306,13 @@ class Parties:
                 return
             self._over = "it was closed"
             try:
-                self._tell({"do": "stop"})
+                self._stop()
             except TransportError:
                 self._transport.abort("the client closed the session")
             self._shutdown()
+
+    def _stop(self) -> None:
+        self._tell({"do": "stop"})
 
 
 def _remote_error(error: TransportError) -> PrivateLLMError:

@@ -20,6 +20,7 @@ from private_llm.net.lanes import Casting, casting, lane_links
 from private_llm.net.transport import Transport
 from private_llm.protocols.session import join_as_client
 from private_llm_hf.cascade_client import join_nodes
+from private_llm_hf.cascade_split import join_split
 from private_llm_hf.client import Parties, Secret
 from private_llm_hf.costs import Costs
 from private_llm_hf.weights import Sink
@@ -33,6 +34,8 @@ def join_lanes(config: PrivateConfig, transport: Transport, shutdown: Callable[[
     """The client's end of all lanes of a session."""
     if config.protocol == "cascade":
         return join_nodes(config, transport, shutdown)
+    if config.split is not None:
+        return join_split(config, transport, shutdown)
     lanes = []
     for lane in range(config.lanes):
         links = lane_links(transport, config.parties, lane, config.permute)

@@ -29,7 +29,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import PrivateLLMError, ShareFileError, TransportError, UnsupportedOp
 from private_llm.kernels.memory import tune_allocator
 from private_llm.net.lanes import lane_links
-from private_llm.net.roles import named
+from private_llm.net.roles import WHO, named
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.ahead import Ahead
 from private_llm.protocols.dealing import assemble, keys_held, pieces, sends_parts
@@ -38,6 +38,7 @@ from private_llm.ring.prg import Seed
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm.tensor.secret_index import SecretIndex
+from private_llm_hf.cascade_cut import states_before_cut, stop_behind
 from private_llm_hf.cascade_node import Node
 from private_llm_hf.costs import rows_of
 from private_llm_hf.party_model import build_party_model
@@ -46,7 +47,7 @@ from private_llm_hf.stored import OffloadFile, Stored
 from private_llm_hf.wire import OPENED, PUBLIC, Message, recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")
-_REPORTED = re.compile(r"(party \d+|the dealer): \w+: |the client stopped")
+_REPORTED = re.compile(rf"({WHO}): \w+: |the client stopped")
 _FOREIGN = (
     ArithmeticError,
     AttributeError,
@@ -135,6 +136,8 @@ class Party:
             weights = dict(self._receive_weights())
         self.description = message
         self.model = build_party_model(message["config"], message["class"], weights, self.session, self._pulse.beat)
+        if message.get("stop_behind") is not None:
+            stop_behind(self.model, message["stop_behind"])
         self.stored = {name: value for name, value in weights.items() if isinstance(value, Stored)}
         self._pulse.watch(self.model)
         self.transport.ledger.reset()
@@ -231,6 +234,9 @@ class Party:
             inputs["past_key_values"] = self.kept[cache]
         if message["encoded"] is not None:
             inputs["encoder_outputs"] = self._encoded(message["encoded"])
+        if message.get("slices") is not None:
+            self._pass_on(states_before_cut(model, inputs), message["slices"])
+            return
         target = model.get_encoder() if message["encode_to"] is not None else model
         result = target(**inputs, return_dict=True)
         if message["encode_to"] is not None:
@@ -268,6 +274,16 @@ class Party:
         for _, fixed in outputs:
             self.session.protocol.reveal_to_client(fixed.share)
 
+    def _pass_on(self, states: SecretTensor, slices: list[tuple[int, list[int]]]) -> None:
+        """Reveal to each CompNode behind a split its rows of the hidden states."""
+        wrong = [endpoint for endpoint, _ in slices if endpoint < self.config.parties]
+        if wrong:
+            raise TransportError(f"hidden states go to nodes, from {self.config.parties} on; got {wrong}")
+        share = states.fixed.share
+        self._answer({"class": "", "outputs": []})
+        pieces = [(endpoint, share.map(functools.partial(_rows_of, rows))) for endpoint, rows in slices]
+        self.session.protocol.reveal(pieces)
+
     def _ready(self) -> PreTrainedModel:
         if self.model is None:
             raise TransportError("a call arrived before a model was loaded")
@@ -296,6 +312,10 @@ class Party:
         self._answer(rows_of(self.transport.ledger))
         if message["reset"]:
             self.transport.ledger.reset()
+
+
+def _rows_of(rows: list[int], part: Tensor) -> Tensor:
+    return part[:, rows]
 
 
 def _read(made: Callable[[Tensor | None], Fixed | Tensor], offload: OffloadFile, name: str) -> Fixed | Tensor:
@@ -353,7 +373,7 @@ def _run_lane(
     config: PrivateConfig, number: int, transport: Transport, held: ShareFile | None, lanes: dict[int, Party], lane: int
 ) -> str | None:
     try:
-        if config.protocol == "cascade":
+        if config.protocol == "cascade" or number >= config.parties:
             Node(config, number, transport).serve()
         else:
             Party(config, number, transport, held, lanes, lane).serve()

@@ -9,9 +9,9 @@ import torch
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.auto import AutoPrivateModelForCausalLM
 from private_llm_hf.cascade_attention import attention_calls
-from transformers import PreTrainedModel
+from transformers import GPT2ForSequenceClassification, LlamaForSequenceClassification, PreTrainedModel
 
-from private_llm.errors import ConfigError, DomainError, PartyFailed, PatchMismatch, UnsupportedOp
+from private_llm.errors import ConfigError, DomainError, PartyFailed, PatchMismatch
 from private_llm.sharded.exchange import layer_bytes
 from private_llm.sharding import ShardingPlan
 from tests.hf import tiny
@@ -119,11 +119,31 @@ def test_from_pretrained_and_the_bundled_model() -> None:
         )
 
 
+def test_embeddings_instead_of_tokens() -> None:
+    """They travel as ring elements: 18 fractional bits."""
+    model = tiny.build("llama")
+    embeds = torch.randn(2, 14, 64, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad(), patch(model, settings()) as private:
+        assert float((private(inputs_embeds=embeds).logits - model(inputs_embeds=embeds).logits).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("cls", [LlamaForSequenceClassification, GPT2ForSequenceClassification])
+def test_decoders_classify_by_their_last_token(cls: type[PreTrainedModel]) -> None:
+    torch.manual_seed(0)
+    config = tiny.build("llama" if cls is LlamaForSequenceClassification else "gpt2").config
+    config.num_labels, config.pad_token_id = 3, 0
+    model = cls(config).eval()
+    ids, mask = text()
+    ids = ids * mask
+    with torch.no_grad(), patch(model, settings()) as private:
+        want = model(ids, attention_mask=mask).logits
+        assert float((private(ids, attention_mask=mask).logits - want).abs().max()) < ERROR
+
+
 # -- refusals ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("bloom", "takes no position_ids"),
         ("t5", "this is encoder-decoder"),
         ("vit", "this is vision"),
     ],
@@ -147,8 +167,6 @@ def test_weak_plans_and_short_texts_are_refused() -> None:
 
 def test_what_it_does_not_take() -> None:
     model = tiny.build("llama")
-    with patch(model, settings()) as private, pytest.raises(UnsupportedOp, match="takes token ids"):
-        private(inputs_embeds=torch.zeros(1, 12, 64))
     with pytest.raises(ConfigError, match="returns logits"):
         settings(reveal="token")
     with pytest.raises(ConfigError, match="sharding plans are for 'cascade'"):
