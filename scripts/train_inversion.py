@@ -1,0 +1,251 @@
+"""Train the learned attack on a sharding plan and say how much of unseen texts it recovers.
+
+The attacker has the public model, knows the plan and sees what some nodes see of one or several layers. It starts
+from the model itself, made to look in both directions, and learns to write the whole text (Cascade, sections 6.1,
+6.2 and 6.4). Give it text of the kind that your users write, and a plan that you think of using::
+
+    python scripts/train_inversion.py --plan 8,8,2 --text a.txt b.txt --test unseen.txt --minutes 15
+    python scripts/train_inversion.py --model facebook/opt-125m --dataset NAME [CONFIGURATION] --plan 8,8,2 4,4,1
+    python scripts/train_inversion.py --node attn --layer 3 ...     # any AttnNode, states after three layers
+    python scripts/train_inversion.py --node 0 1 2,5 --layer 0 ...  # CompNodes 0 and 1 and AttnNode (2, 5) together
+    python scripts/train_inversion.py --plot rows.jsonl rows.png    # draw what --out has collected
+    python scripts/train_inversion.py --tiny                        # a few seconds, from bundled text
+
+With several plans one attacker is trained on all of them and tested on each. `--save` and `--start` hand an attacker
+on to the next run, be it for another layer. One JSON row for each plan is printed and appended to `--out`.
+It needs ``pip install private-llm[train]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from inversion_plot import plot
+from private_llm_hf.inversion_model import SeenRows, reader, reader_of
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors import safe_open
+from safetensors.torch import load_model, save_model
+from torch import Tensor
+from train_demo_model import batches, divide, encode, windows
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from private_llm.attacks.inversion import (
+    Inverter,
+    Observers,
+    any_attn,
+    any_comp,
+    colluding,
+    draw,
+    guess,
+    loss_of,
+    recovery,
+)  # fmt: skip
+from private_llm.bench.rows import machine
+from private_llm.config import VERSION
+from private_llm.sharding import ShardingPlan
+
+INTEGRATION = Path(__file__).resolve().parent.parent / "integrations/private_llm_hf"
+TINY = {
+    "text": [INTEGRATION / "data/shakespeare.txt"], "test": INTEGRATION / "data/heldout.txt", "steps": 8, "texts": 4,
+    "length": 64, "batch": 4, "precision": "no", "plan": ["4,2,1", "8,8,2"], "threads": 1,
+}  # fmt: skip
+
+
+def observers_of(plan: str, nodes: list[str]) -> Observers:
+    """The command line's plan (alpha,c,m) and nodes."""
+    try:
+        alpha, c, m = (int(part) for part in plan.split(","))
+    except ValueError:
+        raise SystemExit(f"--plan {plan}: want alpha,c,m such as 8,8,2") from None
+    found = ShardingPlan(alpha, c, m, accept_weak_plan=True)
+    if nodes in (["comp"], ["attn"]):
+        return any_comp(found) if nodes == ["comp"] else any_attn(found)
+    endpoints = []
+    for node in nodes:
+        try:
+            numbers = [int(part) for part in node.split(",")]
+        except ValueError:
+            numbers = []
+        if len(numbers) == 1 and 0 <= numbers[0] < alpha:
+            endpoints.append(numbers[0])
+        elif len(numbers) == 2 and all(0 <= shard < found.beta for shard in numbers):
+            endpoints.append(found.attn_endpoint(*numbers))
+        else:
+            raise SystemExit(
+                f"--node {node}: want comp, attn, CompNodes 0 to {alpha - 1} of plan {plan}, or AttnNodes as j,k "
+                f"with shards 0 to {found.beta - 1}"
+            )
+    return colluding(found, endpoints)
+
+
+def fit(
+    args: argparse.Namespace, attacker: Inverter, seen: SeenRows, groups: list[Observers], source: Iterator[Tensor]
+) -> tuple[int, float]:
+    """Train for the asked steps or minutes; returns steps and the seconds spent in them."""
+    accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.precision)
+    optimizer = torch.optim.AdamW(attacker.parameters(), lr=args.rate, betas=(0.9, 0.95), weight_decay=args.decay)
+    attacker, optimizer = accelerator.prepare(attacker, optimizer)
+    chance = torch.Generator().manual_seed(args.seed)
+    masks = [observers.masks(args.length) for observers in groups]
+    step, seconds, budget, typical = 0, 0.0, 60 * args.minutes, math.inf
+    with Progress(*COLUMNS, console=Console(stderr=True)) as bar:
+        task = bar.add_task("training", total=1.0)
+        while (part := step / args.steps if args.steps else seconds / budget) < 1:
+            started = time.monotonic()
+            for group in optimizer.param_groups:
+                group["lr"] = args.rate * min(1.0, (part + 1e-3) / 0.03) * (1 - part)
+            ids = next(source)
+            held = draw(masks, len(ids), chance).to(accelerator.device)
+            logits = attacker(seen(ids).to(accelerator.device), held)
+            loss = loss_of(logits, ids.to(accelerator.device))
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(attacker.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            # The cap keeps the time that the process was stopped in mid-step out of the schedule.
+            spent = min(time.monotonic() - started, 4 * typical)
+            typical = spent if math.isinf(typical) else 0.9 * typical + 0.1 * spent
+            step, seconds = step + 1, seconds + spent
+            bar.update(task, completed=part, description=f"step {step} loss {loss.item():.3f}")
+    accelerator.unwrap_model(attacker).cpu()
+    return step, seconds
+
+
+@torch.no_grad()
+def test(
+    args: argparse.Namespace, attacker: Inverter, rows: Tensor, ids: Tensor, observers: Observers, common: int
+) -> dict[str, Any]:
+    """Scores of one plan: the sets of nodes take turns over the texts; the start token is not counted."""
+    sets = observers.masks(args.length)
+    order = torch.randperm(len(sets), generator=torch.Generator().manual_seed(args.seed))
+    held = sets[order[torch.arange(len(ids)) % len(sets)]]
+    found = torch.cat([attacker(r, h).argmax(-1) for r, h in zip(rows.split(8), held.split(8), strict=True)])
+    truth, held = ids[:, 1:], held[:, 1:]
+    return {
+        "held": round(float(held.double().mean()), 4),
+        "attack": recovery(found[:, 1:], truth, held).to_dict(),
+        "floor": recovery(guess(truth, held, common), truth, held).to_dict(),
+    }
+
+
+def starting_point(args: argparse.Namespace, model: PreTrainedModel, texts: Tensor) -> tuple[Inverter, SeenRows]:
+    """The attacker before training: the model itself or --start, with an adapter for the asked layers."""
+    attacker, before, after = reader(model), SeenRows(model, [0]), SeenRows(model, args.layer)
+    if args.start:
+        with safe_open(args.start, "pt") as file:
+            layers = json.loads(file.metadata()["layers"])
+        if layers != [0]:
+            before = SeenRows(model, layers)
+            attacker = reader_of(attacker, SeenRows(model, [0]), before, texts[:1])
+        load_model(attacker, args.start)
+    if after.layers != before.layers:
+        attacker = reader_of(attacker, before, after, texts)
+    return attacker, after
+
+
+def documents(args: argparse.Namespace, tokenizer: Any) -> list[Tensor]:  # noqa: ANN401 - transformers' is not typed
+    """The training texts as tokens."""
+    if args.dataset:
+        lines = datasets.load_dataset(*args.dataset, split="train")["text"]
+        found = datasets.Dataset.from_dict({"text": ["".join(lines)]})
+    else:
+        files = [str(path) for path in args.text]
+        found = datasets.load_dataset("text", data_files=files, sample_by="document", split="train")
+    return [encode(tokenizer, text) for text in found["text"]]
+
+
+def main(args: argparse.Namespace) -> None:
+    """Train and test as the command line asks."""
+    if args.plot:
+        plot([json.loads(line) for line in args.plot[0].read_text().splitlines()], args.plot[1])
+        print(f"Wrote {args.plot[1]}.")
+        return
+    if not args.text and not args.dataset:
+        raise SystemExit("No text to train on: give --text FILE ..., --dataset NAME, or --tiny.")
+    groups = [observers_of(plan, args.node) for plan in args.plan]
+    datasets.disable_progress_bars()
+    transformers.logging.disable_progress_bar()
+    set_seed(args.seed)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    bos = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    train_ids, held_out = divide(documents(args, tokenizer), tokenizer.eos_token_id)
+    if args.test:
+        held_out = encode(tokenizer, args.test.read_text(encoding="utf-8"))
+    tests = windows(held_out, args.length, bos)[: args.texts]
+    if len(tests) < args.texts:
+        raise SystemExit(f"{len(tests)} unseen texts of {args.length} tokens; want {args.texts}: give a longer --test.")
+    source = batches(train_ids, args.length, args.batch, bos, args.seed)
+    attacker, seen = starting_point(args, model, torch.cat([next(source) for _ in range(max(1, 64 // args.batch))]))
+    print(f"{len(train_ids)} training tokens; {len(tests)} unseen texts of {args.length} tokens")
+    steps, seconds = fit(args, attacker, seen, groups, source) if args.steps != 0 else (0, 0.0)
+    if args.save:
+        save_model(attacker, str(args.save), metadata={"layers": json.dumps(seen.layers)})
+    rows, common = seen(tests), Counter(train_ids.tolist()).most_common(1)[0][0]
+    for observers in groups:
+        line = json.dumps({
+            "name": "inversion", "model": Path(args.model).name, "layers": seen.layers, "node": observers.name,
+            "plan": {key: asdict(observers.plan)[key] for key in ("alpha", "c", "m")}, "length": args.length,
+            "texts": args.texts, **test(args, attacker, rows, tests, observers, common), "note": args.note,
+            "trained_on": len(groups), "started_from": args.start and args.start.stem, "steps": steps,
+            "batch": args.batch, "seconds": round(seconds), "seed": args.seed, "threads": torch.get_num_threads(),
+            "machine": machine(), "torch": torch.__version__, "version": VERSION,
+        })  # fmt: skip
+        print(line, flush=True)
+        if args.out:
+            with args.out.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+
+COLUMNS = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("--model", default=str(INTEGRATION / "demo_model"), help="a causal model's folder or name (default: bundled)")
+    add("--plan", nargs="+", default=["8,8,2"], metavar="ALPHA,C,M", help="plans to train on and to test")
+    add("--node", nargs="+", default=["comp"], help="comp (any CompNode), attn (any AttnNode), or nodes that collude")
+    add("--layer", type=int, nargs="+", default=[1], help="states after this many layers; 0: tokens; several: together")
+    add("--text", type=Path, nargs="+", metavar="FILE", help="text files; one listed twice counts twice")
+    add("--dataset", nargs="+", metavar="NAME", help="a `datasets` name, and maybe the configuration's")
+    add("--test", type=Path, metavar="FILE", help="unseen text (default: every 32nd piece of the training text)")
+    add("--texts", type=int, default=96, help="how many unseen texts are attacked")
+    add("--minutes", type=float, default=15.0, help="time to spend inside training steps")
+    add("--steps", type=int, help="steps instead of minutes; 0: test only")
+    add("--start", type=Path, metavar="FILE", help="go on from a saved attacker, of whatever layer")
+    add("--save", type=Path, metavar="FILE", help="where the trained attacker goes (safetensors)")
+    add("--out", type=Path, metavar="FILE", help="append the rows to this file")
+    add("--note", default="", help="a remark for the rows")
+    add("--plot", type=Path, nargs=2, metavar=("ROWS", "PICTURE"), help="draw rows instead")
+    add("--tiny", action="store_true", help="a few steps on bundled text")
+    add("--cpu", action="store_true", help="do not use an accelerator")
+    add("--precision", default="bf16", choices=["no", "bf16"], help="autocast of the matrix products")
+    add("--threads", type=int, help="torch threads (default: torch's own choice)")
+    for name, default in {"length": 256, "batch": 8, "rate": 1e-3, "decay": 0.01, "seed": 0}.items():
+        add(f"--{name}", type=type(default), default=default)
+    if parser.parse_args(argv).tiny:
+        parser.set_defaults(**TINY)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main(parse_args())
