@@ -25,8 +25,8 @@ from private_llm.sharding import ShardingPlan
 Kept = dict[tuple[int, int], tuple[Tensor, Tensor]]
 """Keys and values by (layer, shard)."""
 
-_New = tuple[list[int], Tensor]
-"""Positions and queries of a step's new rows."""
+_Rules = tuple[Tensor | None, Tensor | None]
+"""Which keys each query sees, and what is added to the scores of each key."""
 
 
 class AttnNode:
@@ -42,15 +42,22 @@ class AttnNode:
         kept: Kept = {} if step.handle is None else self._kept.setdefault(step.handle, {})
         keys = {shard: self._plan.rows_of_shard(shard, 0, step.total) for shard in sorted(set(self.shards))}
         new = {shard: [p for p in rows if p >= step.past] for shard, rows in keys.items()}
+        rules: dict[tuple[AttentionCall, int], _Rules] = {}  # most layers make the same call
         for layer, call in enumerate(self._calls):
-            queries: dict[int, _New] = {}
-            for shard, rows in new.items():
-                if rows:
-                    queries[shard] = rows, self._receive(kept, layer, shard, call, step, len(rows))
+            queries = {
+                shard: self._receive(kept, layer, shard, call, step, len(rows)) for shard, rows in new.items() if rows
+            }
             j, k = self.shards
             for shard, other in ((j, k), (k, j)) if j != k else ((j, k),):
-                if shard in queries:
-                    self._answer(kept.get((layer, other)), call, step, shard, queries[shard], keys[other])
+                held = kept.get((layer, other))
+                if shard not in queries or held is None:  # a shard may have no tokens yet
+                    continue
+                if held[0].shape[2] != len(keys[other]):
+                    raise TransportError(f"a step at position {step.past} does not continue the cache of this node")
+                if (call, shard) not in rules:
+                    seen, bias = allowed(call, step, new[shard], keys[other]), key_bias(call, step, keys[other])
+                    rules[call, shard] = (_moved(seen, held[0]), _moved(bias, held[0]))
+                self._answer(call, shard, queries[shard], held, rules[call, shard])
 
     def _receive(self, kept: Kept, layer: int, shard: int, call: AttentionCall, step: Step, rows: int) -> Tensor:
         """The new rows of one shard: keys and values go to the cache, queries come back."""
@@ -63,19 +70,9 @@ class AttnNode:
         kept[layer, shard] = k, v
         return q
 
-    def _answer(
-        self, held: tuple[Tensor, Tensor] | None, call: AttentionCall, step: Step, shard: int, new: _New,
-        keys: list[int],
-    ) -> None:  # fmt: skip
-        """Attention of the new rows of `shard` over what is held of another one, positions `keys`, to their owner."""
-        if held is None:
-            return  # that shard has no tokens yet
-        rows, q = new
-        if held[0].shape[2] != len(keys):
-            raise TransportError(f"a step at position {step.past} does not continue the cache of this node")
-        rules = (allowed(call, step, rows, keys), key_bias(call, step, keys))
-        seen, bias = (None if rule is None else rule.to(q.device) for rule in rules)
-        out, lse = attend(q, *held, seen, call.scale, call.softcap, bias)
+    def _answer(self, call: AttentionCall, shard: int, q: Tensor, held: tuple[Tensor, Tensor], rules: _Rules) -> None:
+        """Attention of the new rows of `shard` over the keys held of the other one, to their owner."""
+        out, lse = attend(q, *held, rules[0], call.scale, call.softcap, rules[1])
         result = [lse, out.to(number_type(self._plan))]
         send_floats(self._transport, self._plan.owner(shard), "partial", result)
 
@@ -102,3 +99,7 @@ class AttnNode:
             k, v = kept.pop((layer, shard))
             if rows:
                 kept[layer, shard] = k[:, :, :rows], v[:, :, :rows]
+
+
+def _moved(rule: Tensor | None, to: Tensor) -> Tensor | None:
+    return None if rule is None else rule.to(to.device)
