@@ -93,10 +93,10 @@ def observers_of(plan: str, nodes: list[str]) -> Observers:
 
 
 def fit(
-    args: argparse.Namespace, attacker: Inverter, seen: SeenRows, groups: list[Observers], source: Iterator[Tensor]
-) -> tuple[int, float]:
+    args: argparse.Namespace, accelerator: Accelerator, attacker: Inverter, seen: SeenRows, groups: list[Observers],
+    source: Iterator[Tensor],
+) -> tuple[int, float]:  # fmt: skip
     """Train for the asked steps or minutes; returns steps and the seconds spent in them."""
-    accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.precision)
     optimizer = torch.optim.AdamW(attacker.parameters(), lr=args.rate, betas=(0.9, 0.95), weight_decay=args.decay)
     attacker, optimizer = accelerator.prepare(attacker, optimizer)
     chance = torch.Generator().manual_seed(args.seed)
@@ -108,10 +108,8 @@ def fit(
             started = time.monotonic()
             for group in optimizer.param_groups:
                 group["lr"] = args.rate * min(1.0, (part + 1e-3) / 0.03) * (1 - part)
-            ids = next(source)
-            held = draw(masks, len(ids), chance).to(accelerator.device)
-            logits = attacker(seen(ids).to(accelerator.device), held)
-            loss = loss_of(logits, ids.to(accelerator.device))
+            ids = next(source).to(accelerator.device)
+            loss = loss_of(attacker(seen(ids), draw(masks, len(ids), chance).to(accelerator.device)), ids)
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(attacker.parameters(), 1.0)
             optimizer.step()
@@ -121,7 +119,6 @@ def fit(
             typical = spent if math.isinf(typical) else 0.9 * typical + 0.1 * spent
             step, seconds = step + 1, seconds + spent
             bar.update(task, completed=part, description=f"step {step} loss {loss.item():.3f}")
-    accelerator.unwrap_model(attacker).cpu()
     return step, seconds
 
 
@@ -132,7 +129,7 @@ def test(
     """Scores of one plan: the sets of nodes take turns over the texts; the start token is not counted."""
     sets = observers.masks(args.length)
     order = torch.randperm(len(sets), generator=torch.Generator().manual_seed(args.seed))
-    held = sets[order[torch.arange(len(ids)) % len(sets)]]
+    held = sets[order[torch.arange(len(ids)) % len(sets)]].to(ids.device)
     found = torch.cat([attacker(r, h).argmax(-1) for r, h in zip(rows.split(8), held.split(8), strict=True)])
     truth, held = ids[:, 1:], held[:, 1:]
     return {
@@ -183,18 +180,20 @@ def main(args: argparse.Namespace) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.precision)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval().to(accelerator.device)
     bos = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     train_ids, held_out = divide(documents(args, tokenizer), tokenizer.eos_token_id)
     if args.test:
         held_out = encode(tokenizer, args.test.read_text(encoding="utf-8"))
-    tests = windows(held_out, args.length, bos)[: args.texts]
+    tests = windows(held_out, args.length, bos)[: args.texts].to(accelerator.device)
     if len(tests) < args.texts:
         raise SystemExit(f"{len(tests)} unseen texts of {args.length} tokens; want {args.texts}: give a longer --test.")
     source = batches(train_ids, args.length, args.batch, bos, args.seed)
-    attacker, seen = starting_point(args, model, torch.cat([next(source) for _ in range(max(1, 64 // args.batch))]))
+    fitting = torch.cat([next(source) for _ in range(max(1, 64 // args.batch))]).to(accelerator.device)
+    attacker, seen = starting_point(args, model, fitting)
     print(f"{len(train_ids)} training tokens; {len(tests)} unseen texts of {args.length} tokens")
-    steps, seconds = fit(args, attacker, seen, groups, source) if args.steps != 0 else (0, 0.0)
+    steps, seconds = fit(args, accelerator, attacker, seen, groups, source) if args.steps != 0 else (0, 0.0)
     if args.save:
         save_model(attacker, str(args.save), metadata={"layers": json.dumps(seen.layers)})
     rows, common = seen(tests), Counter(train_ids.tolist()).most_common(1)[0][0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,6 @@ from transformers import PreTrainedModel
 
 from private_llm.attacks.inversion import Inverter
 from private_llm.errors import DomainError, PatchMismatch
-from private_llm_hf.attacked import StatesAfter
 
 _SURE = 20.0
 """The logit of the right token for a row that is its embedding, before training."""
@@ -29,17 +29,25 @@ class SeenRows:
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
-        if not layers or len(set(layers)) != len(layers) or min(layers) < 0:
-            raise DomainError(f"layers: got {list(layers)}; want different numbers from 0 on")
+        count = model.config.get_text_config().num_hidden_layers
+        if not layers or len(set(layers)) != len(layers) or not all(0 <= layer <= count for layer in layers):
+            raise DomainError(f"layers: got {list(layers)}; want different numbers from 0 to {count}")
         self.layers = tuple(layers)
-        self._embedding = copy.deepcopy(model.get_input_embeddings())
-        self._after = {layer: StatesAfter(model, layer) for layer in layers if layer}
+        # One layer more than needed, because the last one's states come normed; the rest would be computed in vain.
+        config = copy.deepcopy(model.config)
+        config.num_hidden_layers = min(max(layers) + 1, count)
+        short = type(model)(config).eval()
+        short.load_state_dict(model.state_dict(), strict=False)
+        self._model = short.base_model.to(model.device)
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Ids [B, n] to [B, n, numbers of a row]."""
         with torch.no_grad():
-            rows = [self._after[layer].of(ids) if layer else self._embedding(ids) for layer in self.layers]
-        return torch.cat(rows, -1)
+            tokens = self._model.get_input_embeddings()(ids)
+            if self.layers == (0,):
+                return cast(Tensor, tokens)
+            states = self._model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+        return torch.cat([states[layer] if layer else tokens for layer in self.layers], -1)
 
 
 class BothWays(nn.Module):
@@ -80,7 +88,7 @@ class BothWays(nn.Module):
 def reader(model: PreTrainedModel) -> Inverter:
     """An untrained attacker that reads tokens (layer 0) as the model does."""
     width = model.get_input_embeddings().weight.shape[1]
-    made = Inverter(BothWays(model), width, width)
+    made = Inverter(BothWays(model), width, width).to(model.device)
     nn.init.eye_(made.adapter.weight)
     nn.init.zeros_(made.adapter.bias)
     return made
@@ -89,7 +97,7 @@ def reader(model: PreTrainedModel) -> Inverter:
 def reader_of(start: Inverter, before: SeenRows, after: SeenRows, ids: Tensor) -> Inverter:
     """The attacker `start`, which reads `before`, put to read `after`; ids [B, n]: texts to fit its adapter on."""
     rows = after(ids).flatten(0, 1)
-    made = Inverter(start.body, rows.shape[-1], start.unseen.shape[0])
+    made = Inverter(start.body, rows.shape[-1], start.unseen.shape[0]).to(ids.device)
     with torch.no_grad():
         made.unseen.copy_(start.unseen)
         made.imitate(rows, start.adapter(before(ids)).flatten(0, 1))

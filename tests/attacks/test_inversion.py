@@ -209,7 +209,7 @@ def test_wrong_nodes_and_shapes_are_refused(model: PreTrainedModel) -> None:
         Observers(plan, (), "nobody")
     with pytest.raises(DomainError, match=r"held: got shape \(2, 3\); want \(2, 4\)"):
         Inverter(Mixer(4, 5), 4, 4)(torch.zeros(2, 4, 4), torch.ones(2, 3, dtype=torch.bool))
-    for layers in ([], [1, 1], [-1]):
+    for layers in ([], [1, 1], [-1], [7]):
         with pytest.raises(DomainError, match="layers: got"):
             SeenRows(model, layers)
     with pytest.raises(PatchMismatch, match="BloomForCausalLM: cannot read rows, its forward takes no position_ids"):
