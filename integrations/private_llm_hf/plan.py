@@ -1,7 +1,8 @@
 """The patch plan: every module of a model, what runs in its place, what of it stays public.
 
-Made from the configuration alone, on the meta device, before anything is sent. A module without a rule that does
-more than call its children is an error that lists names.
+Made from the configuration alone, on the meta device, before anything is sent. Under secret sharing a module without
+a rule that does more than call its children is an error that lists names. Nodes of token sharding need no rules: they
+run every module's own forward in the clear, and the table says what they see.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PatchMismatch
+from private_llm.sharding import ShardingPlan
 from private_llm_hf.architectures import architecture, module_rules
+from private_llm_hf.cascade_attention import run_without_values
+from private_llm_hf.cascade_cut import Cut
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One module."""
+    """One module. public: what everybody may know of it, or, where nodes run it, what they see."""
 
     name: str
     kind: str
@@ -39,6 +43,7 @@ class Plan:
     weights: str
     total: int
     embedding: int
+    heading: str = "public"
 
     def parameters(self, exclude_embeddings: bool = False) -> int:
         """Number of weights, tied ones once."""
@@ -46,7 +51,7 @@ class Plan:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(title=self.title, caption=f"{self.total:,} parameters, {self.weights}")
-        for heading in ("module", "class", "becomes", "public"):
+        for heading in ("module", "class", "becomes", self.heading):
             table.add_column(heading, overflow="fold", no_wrap=heading == "class")
         table.add_column("parameters", justify="right")
         for row in _merge(self.rows):
@@ -63,19 +68,25 @@ class Plan:
 def make_plan(model: PreTrainedModel, config: PrivateConfig) -> Plan:
     """The plan of a module tree (on any device). Raises PatchMismatch naming what no rule matches."""
     architecture(model.config)
+    nodes = _at_nodes(model, config)
     rows: list[PlanRow] = []
     unmatched: list[str] = []
     for name, module in model.named_modules():
         own = sum(value.numel() for value in module.parameters(recurse=False))
         kind = type(module).__name__
         rule = next((r for r in module_rules() if r.pattern.match(kind)), None)
-        if rule is not None:
+        if name in nodes and config.plan is not None:
+            if not _is_list(module):
+                rows.append(PlanRow(name or "(model)", kind, *_node_rule(kind, config.plan, config.split), own))
+        elif rule is not None:
             rows.append(PlanRow(name, kind, rule.becomes, rule.public, own))
         elif own or not any(True for _ in module.children()):
             if not _is_list(module):
                 unmatched.append(f"{name} ({kind})")
         elif not _is_list(module):
-            rows.append(PlanRow(name or "(model)", kind, "its own forward on shares", "", 0))
+            further = any(not name or other.startswith(f"{name}.") for other in nodes)
+            becomes = "its own forward on shares" + (", then at CompNodes" if further else "")
+            rows.append(PlanRow(name or "(model)", kind, becomes, "", 0))
     if unmatched:
         shown = ", ".join(unmatched[:20]) + (f" and {len(unmatched) - 20} more" if len(unmatched) > 20 else "")
         raise PatchMismatch(
@@ -88,7 +99,45 @@ def make_plan(model: PreTrainedModel, config: PrivateConfig) -> Plan:
     secret = "secret-shared" if config.weights == "secret" else "public"
     if config.protocol == "plain":
         secret = "NOT protected (protocol 'plain')"
-    return Plan(type(model).__name__, tuple(rows), secret, sum(unique.values()), sum(embedding.values()))
+    if config.plan is not None:
+        before = "" if config.split is None else f"'{config.protocol}' up to layer {config.split - 1}, then "
+        secret = f"public; {before}statistical protection only, {config.plan.nodes} nodes"
+    heading = "public"
+    if config.plan is not None:
+        heading = "each node sees" if config.split is None else "public, or each node sees"
+    return Plan(type(model).__name__, tuple(rows), secret, sum(unique.values()), sum(embedding.values()), heading)
+
+
+def _node_rule(kind: str, plan: ShardingPlan, split: int | None) -> tuple[str, str]:
+    """(becomes, seen) of a module that nodes run."""
+    if "Attention" in kind:
+        return f"attention at {plan.attn_nodes} AttnNodes", f"q, k, v of at most 2 in {plan.beta} shards"
+    what = "tokens, states" if split is None else "states"
+    return "its own forward at CompNodes", f"{what} of 1 in {plan.alpha} rows"
+
+
+def _at_nodes(model: PreTrainedModel, config: PrivateConfig) -> frozenset[str]:
+    """Names of the modules that run at nodes of a sharding plan alone: all, or what is called behind a split."""
+    if config.protocol == "cascade":
+        return frozenset(name for name, _ in model.named_modules())
+    if config.split is None or model.config.num_hidden_layers <= config.split:  # a party's model ends there
+        return frozenset()
+    cut = Cut.of(type(model), model.config, config.split)
+    before: set[str] = set()
+    behind: set[str] = set()
+    called = before
+
+    def pass_cut(*_: object) -> None:
+        nonlocal called
+        called = behind
+
+    def watch(traced: PreTrainedModel) -> None:
+        for name, module in traced.named_modules():
+            module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+        traced.get_submodule(f"{cut.path}.{cut.count - 1}").register_forward_hook(pass_cut)
+
+    run_without_values(type(model), model.config, watch)
+    return frozenset(behind - before)
 
 
 def _is_list(module: nn.Module) -> bool:
