@@ -312,12 +312,14 @@ def estimate(
     """What a run will cost, without weights and without hardware."""
     from private_llm.commands.estimate import estimate as run
     from private_llm.commands.estimate_plans import compare_plans
+    from private_llm.commands.hardware import Hardware, Work
 
-    more = {"reveal": reveal, "matmul": matmul, "weights": weights}
+    more: dict[str, Any] = {"reveal": reveal, "matmul": matmul, "weights": weights}
     given = [ShardingPlan(**_plan(text)["plan"]) for text in plan or []]
     if plans or len(given) > 1:
         config = _config(protocol, ring, **more, **_plan("", split=split))
-        compare_plans(model, config, given, plans, as_json, seq, new, batch, bandwidth, latency, gmacs)
+        hardware = Hardware.of(bandwidth, latency, gmacs, sharded=True)
+        compare_plans(Work(model, seq, new, batch), config, given, plans, as_json, hardware)
         return
     config = _config(protocol, ring, **more, **_plan("".join(plan or []), accept_weak_plan, split))
     run(model, config, as_json, seq, new, batch, bandwidth, latency, gmacs, image)
@@ -345,7 +347,7 @@ def diff(
 @app.command()
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Which works (default: all); or 'pigeon': PIGEON's table; or 'kernels'.")
+        list[str] | None, typer.Argument(help="Which works (default: all); or a table: 'pigeon', 'cascade', 'kernels'.")
     ] = None,
     as_json: Json = False,
     protocol: Annotated[
@@ -363,15 +365,16 @@ def bench(
     bandwidth: Annotated[float | None, typer.Option(help="Emulated Mbit/s of each direction of a link.")] = None,
     latency: Annotated[float | None, typer.Option(help="Emulated one-way latency in ms.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Picture (.png, .svg): what each party did; for pigeon the table.")
+        Path | None, typer.Option(help="Picture (.png, .svg): what each party did; for pigeon and cascade the table.")
     ] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Smallest shapes: does everything run?")] = False,
     preprocess: Annotated[bool, typer.Option("--preprocess", help="Preprocessing first, timed apart.")] = False,
     matmul: MatmulOption = "masked",
 ) -> None:
     """Measure operations, layers and models: time, bytes, rounds and error against float64."""
-    from private_llm.commands.bench import KERNELS, PIGEON, bench_kernels, bench_pigeon
+    from private_llm.commands.bench import CASCADE, KERNELS, PIGEON, bench_kernels, bench_pigeon
     from private_llm.commands.bench import bench as run
+    from private_llm.commands.bench_cascade import bench_cascade
 
     config = _config(protocol or ProtocolName.TRIO, ring, party_mode, lanes=lanes, permute=permute, matmul=matmul)
     if names and KERNELS in names:
@@ -380,6 +383,13 @@ def bench(
                 "kernels is a table of its own: give no other name or option than --repeat, --tiny, --json"
             )
         bench_kernels(as_json, repeat, tiny)
+        return
+    if names and CASCADE in names:
+        if len(names) > 1 or protocol or ring != 64 or preprocess or n or shape or bandwidth or latency:
+            raise ConfigError(
+                "cascade is a table of its own: give no other name or option than --repeat, --tiny, --json, --plot"
+            )
+        bench_cascade(as_json, repeat, tiny, plot)
         return
     if names and PIGEON in names:
         given = [n, shape, bandwidth, latency]

@@ -7,11 +7,11 @@ zeros here, and generation is told to make a fixed number of tokens.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
-import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, cast
@@ -26,11 +26,15 @@ from private_llm.errors import ConfigError
 from private_llm.net.transport import CLIENT, MetaTransport
 from private_llm.protocols.session import client_end, meta_session
 from private_llm.ring.ring import Ring
+from private_llm.sharded.cost import Stage
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.architectures import architecture
+from private_llm_hf.cascade_client import check_sharding
+from private_llm_hf.cascade_cut import Cut, stop_behind
+from private_llm_hf.cascade_estimate import MetaNodes, Sharded
 from private_llm_hf.client import Parties, Secret
-from private_llm_hf.costs import Costs, rows_of
+from private_llm_hf.costs import Costs, layer_of, rows_of
 from private_llm_hf.layout import Layout, describe
 from private_llm_hf.model import private_class
 from private_llm_hf.network import Network, NetworkConfig
@@ -49,6 +53,8 @@ class LayerCost:
     sent: dict[tuple[int, int], int]
     rounds: int
     macs: dict[int, int]
+    stages: tuple[Stage, ...] = ()
+    """What a layer behind token sharding consists of, one after the other."""
 
     @property
     def bytes_total(self) -> int:
@@ -56,22 +62,40 @@ class LayerCost:
         return sum(self.sent.values())
 
     def seconds(self, bandwidth_mbit: float, latency_ms: float, gmacs: float) -> float:
-        """One latency a round, the busiest link's bytes, the busiest party's multiply-adds, one after the other."""
+        """One latency a round, the busiest link's bytes, the busiest party's multiply-adds, one after the other.
+
+        Behind token sharding the sum of its stages (see `sharded/cost.py`): two latencies a round, and the bytes of
+        the busiest network card in place of a link's.
+        """
+        if self.stages:
+            return seconds_of(self.stages, bandwidth_mbit, latency_ms, gmacs)
         wire = max(self.sent.values(), default=0) * 8 / (bandwidth_mbit * 1e6)
         return self.rounds * latency_ms / 1e3 + wire + max(self.macs.values(), default=0) / (gmacs * 1e9)
 
 
+def seconds_of(stages: Iterable[Stage], bandwidth_mbit: float, latency_ms: float, gmacs: float) -> float:
+    """Stages one after the other."""
+    return sum(stage.seconds(bandwidth_mbit * 1e6 / 8, latency_ms / 1e3, gmacs * 1e9) for stage in stages)
+
+
 @dataclass(frozen=True)
 class Estimate:
-    """All costs of a run. Bytes, rounds and multiply-adds are exact; memory counts weights and cache of one party."""
+    """All costs of a run. Bytes, rounds and multiply-adds are exact; memory counts weights and cache of one party.
+
+    Under token sharding weights are those of a CompNode, and the cache is that of the fullest AttnNode; behind a split
+    both are of a party, and `sharded` has those of the nodes.
+    """
 
     costs: Costs
     weight_bytes: int
     cache_bytes: int
+    sharded: Sharded | None = None
 
     def layers(self) -> list[LayerCost]:
-        """See `by_layer`."""
-        return by_layer(self.costs)
+        """See `by_layer`; those of nodes behind the others."""
+        behind = by_stages(self.sharded.forwards) if self.sharded else []
+        names = {layer.name for layer in behind}
+        return [*(layer for layer in by_layer(self.costs) if layer.name not in names), *behind]
 
 
 def by_layer(costs: Costs) -> list[LayerCost]:
@@ -81,21 +105,34 @@ def by_layer(costs: Costs) -> list[LayerCost]:
     macs: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for ledger in costs.ledgers:
         for (scope, _, to), count in ledger.sent.items():
-            sent[_layer(scope)][(ledger.party, to)] += count
+            sent[layer_of(scope)][(ledger.party, to)] += count
         for (scope, _), count in ledger.rounds.items():
-            rounds[_layer(scope)][ledger.party] += count
+            rounds[layer_of(scope)][ledger.party] += count
         for scope, count in ledger.macs.items():
-            macs[_layer(scope)][ledger.party] += count
+            macs[layer_of(scope)][ledger.party] += count
     return [
         LayerCost(name, dict(sent[name]), max(rounds[name].values(), default=0), dict(macs[name]))
         for name in dict.fromkeys([*sent, *rounds, *macs])
     ]
 
 
-def _layer(scope: str) -> str:
-    """`model.layers.3.mlp.up_proj` belongs to `model.layers.3`; what has no number keeps its name."""
-    found = re.match(r"(.*?\.\d+)(\.|$)", scope)
-    return found[1] if found else scope or "input and output"
+def by_stages(forwards: Iterable[Iterable[Stage]]) -> list[LayerCost]:
+    """Costs per layer of stages; a round is one exchange between CompNodes and AttnNodes."""
+    groups: dict[str, list[Stage]] = defaultdict(list)
+    for stage in itertools.chain(*forwards):
+        groups[stage.layer].append(stage)
+    made = []
+    for name, stages in groups.items():
+        sent: dict[tuple[int, int], int] = defaultdict(int)
+        macs: dict[int, int] = defaultdict(int)
+        for stage in stages:
+            for link, count in stage.sent.items():
+                sent[link] += count
+            for node, count in stage.macs.items():
+                macs[node] += count
+        rounds = sum(stage.what == "rows" for stage in stages)
+        made.append(LayerCost(name, dict(sent), rounds, dict(macs), tuple(stages)))
+    return made
 
 
 class _MetaParty(Party):
@@ -192,6 +229,55 @@ class _MetaParties:
     def close(self) -> None:
         """Nothing runs."""
 
+    def estimate(self) -> Estimate:
+        """What was counted."""
+        cache = max(party.cache_bytes() for party in self.parties)
+        return Estimate(self.costs(), self.parties[0].weight_bytes(), cache)
+
+
+class _ShardedOnly(MetaNodes):
+    """All layers on nodes."""
+
+    def estimate(self) -> Estimate:
+        """What was counted."""
+        found = self.sharded()
+        return Estimate(self.costs(), found.weight_bytes, found.cache_bytes, found)
+
+
+class _MetaSplit(_MetaParties):
+    """Parties that count up to the cut, nodes that are formulas behind it (see `SplitParties`)."""
+
+    def __init__(
+        self, config: PrivateConfig, model_class: type[PreTrainedModel], settings: PretrainedConfig,
+        progress: Callable[[], None],
+    ) -> None:  # fmt: skip
+        cut = Cut.of(model_class, settings, config.split or 0)
+        super().__init__(config, describe(model_class, cut.shortened(settings)), lambda: None)
+        for party in self.parties:
+            stop_behind(cast(nn.Module, party.model), f"{cut.path}.{cut.count - 1}")
+        self._nodes = MetaNodes(config, model_class, settings, progress, cut)
+
+    def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
+        """As `SplitParties.forward`."""
+        step = self._nodes.step(call)
+        slices = [[self.config.parties + node, rows] for node, rows in step.rows.items()]
+        super().forward({**call, "outputs": [], "slices": slices}, secrets)
+        return self._nodes.run(step, "states", lambda node, rows: None)
+
+    def command(self, message: Message) -> None:
+        """On both sides."""
+        super().command(message)
+        self._nodes.command(message)
+
+    def costs(self, reset: bool = False) -> Costs:
+        """Of parties, client and nodes."""
+        first, behind = super().costs(), self._nodes.costs()
+        return Costs((*first.ledgers, *behind.ledgers[:-1]), first.helpers)
+
+    def estimate(self) -> Estimate:
+        """What was counted."""
+        return dataclasses.replace(super().estimate(), sharded=self._nodes.sharded())
+
 
 def estimate(
     model_class: type[PreTrainedModel],
@@ -214,7 +300,7 @@ def estimate(
     bare = Layout.of(model_class, config).model
     if new_tokens and not bare.can_generate():
         raise ConfigError(f"{model_class.__name__} does not generate; leave out --new")
-    parties = _MetaParties(private_config, describe(model_class, config), progress)
+    parties = _link(model_class, config, private_config, progress)
     generation = None
     if bare.can_generate():
         generation = GenerationConfig.from_model_config(config)
@@ -233,8 +319,19 @@ def estimate(
             )  # fmt: skip
         else:
             model(input_ids=ids, attention_mask=mask)
-    first = parties.parties[0]
-    return Estimate(parties.costs(), first.weight_bytes(), max(p.cache_bytes() for p in parties.parties))
+    return parties.estimate()
+
+
+def _link(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, private_config: PrivateConfig,
+    progress: Callable[[], None],
+) -> _MetaParties | _ShardedOnly:  # fmt: skip
+    if private_config.plan is None:
+        return _MetaParties(private_config, describe(model_class, config), progress)
+    check_sharding(model_class, config, private_config.plan, private_config.split)
+    if private_config.split is None:
+        return _ShardedOnly(private_config, model_class, config, progress)
+    return _MetaSplit(private_config, model_class, config, progress)
 
 
 def image_shape(config: PretrainedConfig) -> tuple[int, ...]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from private_llm.bench.link import LinkSpeed
 from private_llm.bench.work import parse_shape
+from private_llm.commands.estimate_plans import sharding_facts, sharding_rows
+from private_llm.commands.hardware import Hardware, Work
 from private_llm.commands.models import shape_of
 from private_llm.commands.output import duration, emit_json, emit_table, progress_bar, size
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError
 
 if TYPE_CHECKING:
     from private_llm_hf.estimate import Estimate, LayerCost
@@ -24,14 +24,8 @@ def estimate(
     from private_llm_hf.architectures import architecture
     from private_llm_hf.estimate import estimate as run
 
-    speed = LinkSpeed(bandwidth, latency)
+    hardware = Hardware.of(bandwidth, latency, gmacs, config.plan is not None)
     model_class, model_config = shape_of(model)
-    if gmacs is None:
-        from private_llm.commands.doctor import matmul_speed
-
-        gmacs = matmul_speed()
-    elif not gmacs > 0:
-        raise ConfigError(f"gmacs: got {gmacs:g}; want a positive number")
     with progress_bar(max(1, new_tokens), quiet=as_json) as step:
         found = run(
             model_class, model_config, config, sequence, new_tokens, batch,
@@ -39,25 +33,25 @@ def estimate(
         )  # fmt: skip
     if architecture(model_config).kind == "vision":
         sequence = 0
+    work = Work(model, sequence, new_tokens, batch)
     if as_json:
-        emit_json(_summary(model, found, config, sequence, new_tokens, batch, speed, gmacs))
+        emit_json(_summary(work, found, config, hardware))
         return
-    _tables(model, found, config, (sequence, new_tokens, batch), speed, gmacs)
+    _tables(work, found, config, hardware)
 
 
-def _summary(
-    model: str, found: Estimate, config: PrivateConfig, sequence: int, new_tokens: int, batch: int, speed: LinkSpeed,
-    gmacs: float,
-) -> dict[str, Any]:  # fmt: skip
+def _summary(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardware) -> dict[str, Any]:
     layers = found.layers()
-    times = [layer.seconds(speed.bandwidth_mbit, speed.latency_ms, gmacs) for layer in layers]
-    macs = {str(p): sum(layer.macs.get(p, 0) for layer in layers) for p in range(config.parties)}
+    times = [hardware.seconds(layer) for layer in layers]
+    macs = {str(p): sum(layer.macs.get(p, 0) for layer in layers) for p in range(config.endpoints)}
+    speed = hardware.floats if config.protocol == "cascade" else hardware.ring
     return {
-        "name": "estimate", "model": model, "protocol": config.protocol, "ring": config.ring, "seq": sequence,
-        "new": new_tokens, "batch": batch, **found.costs.to_dict(), "macs_per_party": macs,
+        "name": "estimate", "model": work.model, "protocol": config.protocol, "ring": config.ring,
+        "seq": work.sequence, "new": work.new, "batch": work.batch, **found.costs.to_dict(), "macs_per_party": macs,
         "memory_per_party": {"weights": found.weight_bytes, "cache": found.cache_bytes},
-        "bandwidth_mbit": speed.bandwidth_mbit, "latency_ms": speed.latency_ms, "gmacs": round(gmacs, 2),
-        "seconds": sum(times),
+        "bandwidth_mbit": hardware.link.bandwidth_mbit, "latency_ms": hardware.link.latency_ms,
+        "gmacs": round(speed, 2), "seconds": sum(times),
+        **({} if config.plan is None else sharding_facts(work, found, config, hardware)),
         "layers": [
             {
                 "name": layer.name, "bytes": layer.bytes_total, "rounds": layer.rounds,
@@ -68,23 +62,26 @@ def _summary(
     }  # fmt: skip
 
 
-def _tables(
-    model: str, found: Estimate, config: PrivateConfig, sizes: tuple[int, int, int], speed: LinkSpeed, gmacs: float
-) -> None:
+def _tables(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardware) -> None:
     rows = []
-    total = 0.0
-    for name, layers in merge_equal(found.layers()):
-        seconds = [layer.seconds(speed.bandwidth_mbit, speed.latency_ms, gmacs) for layer in layers]
-        total += sum(seconds)
-        macs = max(layers[0].macs.values(), default=0)
-        one = layers[0]
-        rows.append((name, len(layers), size(one.bytes_total), one.rounds, f"{macs / 1e9:.2f} G", duration(seconds[0])))
-    sequence, new_tokens, batch = sizes
-    forward = f"one forward of {sequence} tokens" if sequence else "images"
-    work = f"{new_tokens} tokens after {sequence}" if new_tokens else forward
+    layers = found.layers()
+    for name, group in merge_equal(layers):
+        one = group[0]
+        macs = max(one.macs.values(), default=0)
+        each = duration(hardware.seconds(one))
+        rows.append((name, len(group), size(one.bytes_total), one.rounds, f"{macs / 1e9:.2f} G", each))
     headings = ("layer", "times", "bytes each", "rounds each", "multiply-adds each", "time each")
-    caption = f"{speed.bandwidth_mbit:g} Mbit/s, {speed.latency_ms:g} ms one way, {gmacs:.1f} GMAC/s per party"
-    emit_table(f"{model}: {work}, batch {batch}, {config.protocol}", headings, rows, caption)
+    link = hardware.link
+    speeds = {f"{hardware.gmacs(layer):.1f}" for layer in layers}
+    caption = (
+        f"{link.bandwidth_mbit:g} Mbit/s, {link.latency_ms:g} ms one way, {' and '.join(sorted(speeds))} GMAC/s per "
+        f"{'node' if config.protocol == 'cascade' else 'party'}"
+    )
+    emit_table(f"{work}, {config.protocol}", headings, rows, caption)
+    total = duration(sum(hardware.seconds(layer) for layer in layers))
+    if config.plan is not None:
+        emit_table("in sum", ("what", "how much"), [*sharding_rows(work, found, config, hardware), ("time", total)])
+        return
     costs = found.costs
     emit_table(
         "in sum", ("what", "how much"),
@@ -94,7 +91,7 @@ def _tables(
             ("rounds", costs.rounds),
             ("memory per party, weights", size(found.weight_bytes)),
             ("memory per party, cache", size(found.cache_bytes)),
-            ("time (latency, busiest link, matrix products)", duration(total)),
+            ("time (latency, busiest link, matrix products)", total),
         ],
     )  # fmt: skip
 

@@ -1,0 +1,222 @@
+"""What token sharding will cost, without weights or nodes: the client's own code, and formulas where the nodes stand.
+
+The client is the ordinary one. A CompNode's model runs without values, which says what it multiplies and what it
+returns; what travels between the nodes and what AttnNodes compute comes from `sharded/cost.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from private_llm.config import PrivateConfig
+from private_llm.net.ledger import Ledger
+from private_llm.net.transport import CLIENT, MetaTransport
+from private_llm.protocols.session import PlainClient
+from private_llm.ring.ring import Ring
+from private_llm.sharded.cost import HELD, Sent, Stage, attention_stages, cache_bytes
+from private_llm.sharded.exchange import Exchange
+from private_llm.sharded.facts import AttentionCall, Step
+from private_llm_hf.cascade_attention import attention_calls
+from private_llm_hf.cascade_client import Nodes, NodeStep
+from private_llm_hf.cascade_comp import CompNode, reads_last_token
+from private_llm_hf.cascade_cut import Cut
+from private_llm_hf.cascade_node import plan_of
+from private_llm_hf.costs import Costs, layer_of, rows_of
+from private_llm_hf.layout import describe
+from private_llm_hf.weights import WeightList, skeleton
+from private_llm_hf.wire import Message
+
+AROUND = "input, head and output"
+"""What belongs to no layer."""
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class _Listening(Exchange):
+    """Attention without other nodes."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Checks the call, returns a tensor of the right shape."""
+        _, call = self._current(q, k, v)
+        return q.new_empty(*q.shape[:3], call.value_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Forward:
+    """What one CompNode's forward is: class and shapes of its outputs, multiply-adds by layer, layers that attend."""
+
+    kind: str
+    outputs: dict[str, torch.Size]
+    macs: Mapping[str, int]
+    layers: tuple[str, ...]
+
+
+class _MetaComp(CompNode):
+    """A CompNode that notes which modules attend and how much its matrices multiply."""
+
+    def __init__(self, config: PrivateConfig, description: Message, calls: list[AttentionCall], shapes: Shapes) -> None:
+        plan = plan_of(config)
+        with torch.device("meta"):
+            weights = {name: torch.empty(shape) for name, shape in shapes.items()}
+            super().__init__(config, MetaTransport(0), description, _Listening(plan, MetaTransport(0), calls), weights)
+        self._plan, self._calls = plan, calls
+        self._names = {module: name for name, module in self._model.named_modules()}
+        self._attended: list[str] = []
+        self._macs: dict[str, int] = defaultdict(int)
+        for module in self._model.modules():
+            if isinstance(module, (nn.Linear, Conv1D)):
+                module.register_forward_hook(self._count)
+
+    def _count(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        self._macs[layer_of(self._names[module])] += output.numel() * inputs[0].shape[-1]
+
+    def attend(
+        self, module: nn.Module, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, facts: dict[str, Any]
+    ) -> Tensor:
+        """As a CompNode's."""
+        self._attended.append(layer_of(self._names[module]))
+        return super().attend(module, rows, mask, facts)
+
+    def _inputs(self, source: str, batch: int, rows: int) -> dict[str, Tensor]:
+        if source == "values":
+            return {"inputs_embeds": torch.empty(batch, rows, self._width)}
+        if self._behind is not None:
+            self._behind.rows = torch.empty(batch, rows, self._behind.width)
+        return {"input_ids": torch.zeros(batch, rows, dtype=torch.int64)}
+
+    def look(self, node: int, step: Step, message: Message) -> _Forward:
+        """One forward of CompNode `node`."""
+        self._exchange = _Listening(self._plan, MetaTransport(node), self._calls)
+        self._attended.clear()
+        self._macs.clear()
+        with torch.device("meta"), torch.no_grad():
+            kind, outputs = self.run(step, message)
+        shapes = {name: value.shape for name, value in outputs.items()}
+        return _Forward(kind, shapes, dict(self._macs), tuple(self._attended))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """What nodes cost: the stages of each forward, in time, and the memory of one CompNode and of the fullest AttnNode.
+
+    calls: the attentions of one forward.
+    """
+
+    forwards: Sequence[Sequence[Stage]]
+    calls: Sequence[AttentionCall]
+    weight_bytes: int
+    cache_bytes: int
+
+
+class MetaNodes(Nodes):
+    """The client's link to nodes that are formulas; answers every call with zeros of the right shape."""
+
+    def __init__(
+        self, config: PrivateConfig, kind: type[PreTrainedModel], settings: PretrainedConfig,
+        progress: Callable[[], None], cut: Cut | None = None,
+    ) -> None:  # fmt: skip
+        """cut: where a split begins, if there is one."""
+        transport = MetaTransport(CLIENT)
+        super().__init__(config, transport, PlainClient(transport, Ring(config.ring)), lambda: None)
+        self._first = config.endpoints - self.plan.nodes
+        self.calls = attention_calls(kind, settings)[0 if cut is None else cut.count :]
+        self._last_only = reads_last_token(kind, settings)
+        whole = WeightList.of(skeleton(kind, settings))
+        kept = {name: shape for name, shape in whole.shapes.items() if cut is None or not cut.belongs_before(name)}
+        accepts = sorted(inspect.signature(kind.forward).parameters)
+        behind = None if cut is None else cut.facts()
+        description = {**describe(kind, settings), "accepts": accepts, "behind": behind}
+        self._comp = _MetaComp(config, description, self.calls, kept)
+        self._known: dict[tuple[object, ...], _Forward] = {}
+        self._progress = progress
+        self._kept: dict[int, tuple[int, int]] = {}
+        self._weight_bytes = HELD * sum(torch.Size(shape).numel() for shape in kept.values())
+        self._forwards: list[list[Stage]] = []
+
+    def run(self, step: NodeStep, source: str, feed: Callable[[int, list[int]], None]) -> tuple[str, dict[str, Tensor]]:
+        """As `Nodes.run`."""
+        before = dict(self._transport.ledger.sent)
+        with self._transport.ledger.scope(AROUND):
+            for node, rows in step.rows.items():
+                feed(node, rows)
+        given = {(CLIENT, key[2]): count - before.get(key, 0) for key, count in self._transport.ledger.sent.items()}
+        looks = {node: self._look(step, source, node) for node in step.rows}
+        self._forwards.append(self._stages(step, {link: count for link, count in given.items() if count}, looks))
+        if step.handle is not None:
+            self._lengths[step.handle] = step.total
+            self._kept[step.handle] = (step.batch, step.total)
+        self._progress()
+        zeros = {node: {n: torch.zeros(()).expand(s) for n, s in look.outputs.items()} for node, look in looks.items()}
+        return next(iter(looks.values())).kind, self._merge(zeros, step)
+
+    def _look(self, step: NodeStep, source: str, node: int) -> _Forward:
+        """Costs depend on how many rows there are and how many are wanted, not on which."""
+        wanted = [step.past + row for row in step.rows[node] if step.past + row in step.wanted]
+        key = (step.batch, len(step.rows[node]), len(wanted), source)
+        if key not in self._known:
+            message = {
+                "input": source, "rows": len(step.rows[node]), "wanted": wanted, "token_type_ids": None,
+                "positions": step.positions[:, step.rows[node]].to("meta"),
+            }  # fmt: skip
+            self._known[key] = self._comp.look(node, Step(step.handle, step.batch, step.past, step.new), message)
+        return self._known[key]
+
+    def _stages(self, step: NodeStep, given: Sent, looks: Mapping[int, _Forward]) -> list[Stage]:
+        """One forward: inputs, two stages for each attention, outputs with what is computed outside the layers."""
+        facts = Step(step.handle, step.batch, step.past, step.new)
+        made: dict[AttentionCall, tuple[Stage, Stage]] = {}
+        macs = {self._first + node: dict(look.macs) for node, look in looks.items()}
+        stages = [Stage(AROUND, "input", given)] if given else []
+        for call, layer in zip(self.calls, next(iter(looks.values())).layers, strict=True):
+            if call not in made:
+                out, back = attention_stages(self.plan, call, facts)
+                made[call] = self._numbered(out), self._numbered(back)
+            out, back = made[call]
+            work = {node: layers.pop(layer, 0) for node, layers in macs.items()}
+            stages += [
+                dataclasses.replace(out, layer=layer, macs=work),
+                dataclasses.replace(back, layer=layer),
+            ]
+        answers = {
+            (self._first + node, CLIENT): HELD * sum(size.numel() for size in look.outputs.values())
+            for node, look in looks.items()
+        }
+        rest = {node: sum(layers.values()) for node, layers in macs.items()}
+        return [*stages, Stage(AROUND, "outputs", answers, rest)]
+
+    def _numbered(self, stage: Stage) -> Stage:
+        """With the numbers of endpoints in place of nodes."""
+        first = self._first
+        sent = {(frm + first, to + first): count for (frm, to), count in stage.sent.items()}
+        return dataclasses.replace(stage, sent=sent, macs={node + first: n for node, n in stage.macs.items()})
+
+    def costs(self, reset: bool = False) -> Costs:
+        """Everything since the start; the client's ledger is the last."""
+        ledgers = {node: Ledger(node) for node in range(self._first, self._first + self.plan.nodes)}
+        for stage in itertools.chain(*self._forwards):
+            for (frm, to), count in stage.sent.items():
+                if frm != CLIENT:
+                    ledgers[frm].sent[(stage.layer, stage.what, to)] += count
+            for node, count in stage.macs.items():
+                ledgers[node].macs[stage.layer] += count
+            if stage.what == "rows":
+                for node in {frm for frm, _ in stage.sent}:
+                    ledgers[node].rounds[(stage.layer, "attention")] += 1
+        return Costs.from_rows([rows_of(ledger) for ledger in (*ledgers.values(), self._transport.ledger)])
+
+    def sharded(self) -> Sharded:
+        """What was counted."""
+        held = [cache_bytes(self.plan, self.calls, *kept) for kept in self._kept.values()]
+        most = max((count for one in held for count in one.values()), default=0)
+        return Sharded(self._forwards, self.calls, self._weight_bytes, most)

@@ -1,0 +1,147 @@
+"""Commands that speak of token sharding: estimates, plans side by side, and the picture of a run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from private_llm_hf import PrivateConfig
+from private_llm_hf.estimate import estimate, named_shape
+
+from private_llm.bench.link import LinkSpeed
+from private_llm.bench.record import Sending
+from private_llm.commands.estimate_plans import USUAL, busiest
+from private_llm.commands.hardware import Hardware
+from private_llm.commands.plot_nodes import MOST_ROWS, chosen, worked
+from private_llm.net.transport import CLIENT
+from private_llm.sharded.audit import audit
+from private_llm.sharded.cost import Stage
+from private_llm.sharding import ShardingPlan
+from tests.test_cli import Run, checkpoint, rows, run
+
+__all__ = ["checkpoint", "run"]  # fixtures
+
+LINK = ("--bandwidth", "800", "--latency", "10", "--gmacs", "1")
+
+
+def number(row: dict[str, object], name: str) -> float:
+    value = row[name]
+    assert isinstance(value, int | float)
+    return value
+
+
+# -- one plan ----------------------------------------------------------------------------------------------------------
+def test_an_estimate_says_bytes_seconds_and_who_is_busiest(run: Run, checkpoint: Path) -> None:
+    ask = ("estimate", str(checkpoint), "--protocol", "cascade", "--plan", "3,3,1", "--seq", "13", "--new", "4", *LINK)
+    (found,) = rows(run, *ask)
+    layers = found["layers"]
+    assert isinstance(layers, list)
+    assert sum(layer["bytes"] for layer in layers) == found["bytes_total"]
+    assert sum(layer["seconds"] for layer in layers) == pytest.approx(number(found, "seconds"))
+    assert number(found, "seconds") == pytest.approx(
+        number(found, "seconds_prompt") + 3 * number(found, "seconds_per_token")
+    )
+    assert found["rounds"] == 4  # one layer, one prompt and three further tokens
+    # A forward: tokens there, rows there, partial results back, logits back.
+    assert number(found, "seconds_per_token") > 0.04
+    assert found["equation_1_bytes"] == 3 * 4 * (4 * 16 + 2 * 2) * 13
+    assert isinstance(found["busiest"], dict)
+    assert found["busiest"]["node"] == "CompNode 1"  # 0-2 and 9-11 are as many, but 12, 13 and 14 have answers
+    text = " ".join(run(*ask).split())
+    assert "busiest node" in text
+    assert "CompNode 1: " in text
+    assert "equation (2)" in text
+
+
+def test_the_busiest_node_is_the_one_that_takes_longest() -> None:
+    """Node 5 receives 450 bytes (4.5 s at 100 B/s); node 0 sends 300 and computes 1 s; then 99.99 s from the client."""
+    hardware = Hardware(LinkSpeed(100 * 8 / 1e6, 0.0), 1.0, 1e-9)
+    stages = [
+        Stage("", "rows", {(0, 5): 300, (1, 5): 150, (CLIENT, 0): 1}, {0: 1}),
+        Stage("", "partial", {(CLIENT, 1): 9999}, {5: 1}),
+    ]
+    assert busiest(stages[:1], hardware).node == 5
+    assert busiest(stages[:1], hardware).seconds == pytest.approx(4.5)
+    assert busiest(stages, hardware).node == 1  # what the client sends fills the receiver's card, too
+
+
+def test_mistakes(run: Run, checkpoint: Path) -> None:
+    for arguments, message in (
+        (("--protocol", "cascade", "--plan", "3,1,1"), "gives tokens away"),
+        (("--protocol", "cascade", "--plan", "3;1"), "want alpha,c,m"),
+        (("--protocol", "cascade", "--plan", "3,4,1", "--gmacs", "0"), "want a positive number"),
+        (("--plans",), "want --protocol cascade"),
+    ):
+        assert message in " ".join(run("estimate", str(checkpoint), "--seq", "13", *arguments, code=2).split())
+
+
+# -- plans side by side -----------------------------------------------------------------------------------------------
+def test_usual_plans_are_sound_and_grow() -> None:
+    plans = [ShardingPlan(*shape) for shape in USUAL]
+    assert all(audit(plan).sound for plan in plans)
+    assert [plan.nodes for plan in plans] == sorted(plan.nodes for plan in plans)
+    assert plans[-1].nodes <= 250
+
+
+def test_plans_are_compared_with_their_verdicts(run: Run, checkpoint: Path) -> None:
+    ask = ("estimate", str(checkpoint), "--protocol", "cascade", "--seq", "20", "--new", "2", *LINK)
+    found = rows(run, *ask, "--plan", "3,4,1", "--plan", "3,1,1", "--plan", "2,24,1")
+    assert [row["verdict"] for row in found] == ["sound", "WEAK", "text too short"]
+    first = found[0]
+    assert first["nodes"] == 9
+    assert first["comp_sees"] == 8 / 20  # 0-3, 12-15
+    assert first["attn_sees"] == 16 / 20  # shards 0 and 1
+    (alone,) = rows(run, *ask, "--plan", "3,4,1")
+    for name in ("bytes_total", "bytes_between_nodes", "seconds", "seconds_prompt", "seconds_per_token"):
+        assert first[name] == alone[name]
+    usual = rows(run, *ask, "--plans")
+    assert [(row["alpha"], row["c"], row["m"]) for row in usual] == list(USUAL)
+    table = run(*ask, "--plans")
+    assert "8,8,2" in table
+    assert "sound" in table
+
+
+def test_more_bandwidth_and_less_latency_are_faster() -> None:
+    shape = named_shape("gpt2")
+    assert shape is not None
+    config = PrivateConfig(protocol="cascade", plan=ShardingPlan(4, 8, 1))
+    found = estimate(*shape, config, sequence=64)
+    layers = [layer for layer in found.layers() if ".h." in layer.name]
+    assert len(layers) == 12
+    slow, fast = (sum(layer.seconds(rate, 0.0, math.inf) for layer in layers) for rate in (100.0, 1000.0))
+    assert slow == pytest.approx(10 * fast)
+    waiting = sum(layer.seconds(math.inf, 3.0, math.inf) for layer in layers)
+    assert waiting == pytest.approx(12 * 2 * 0.003)
+    # Four CompNodes of 16 rows: q, k, v, out and the two matrices of the MLP, 12 x 768 x 768 each row.
+    assert {layer.macs[0] for layer in layers} == {16 * 12 * 768 * 768}
+
+
+# -- the picture -----------------------------------------------------------------------------------------------
+def test_a_picture_of_many_nodes_shows_those_that_send_most_and_says_so() -> None:
+    plan = ShardingPlan(8, 8, 2)
+    sent = {node: node for node in range(plan.nodes)}
+    shown, title = chosen(PrivateConfig(protocol="cascade", plan=plan), sent)
+    assert len(shown) == MOST_ROWS
+    assert shown == [*range(8), *range(plan.nodes - 20, plan.nodes)]
+    assert "136 AttnNodes (the 20 that send most)" in title
+    shown, title = chosen(PrivateConfig(protocol="cascade", plan=ShardingPlan(3, 4, 1)), {})
+    assert shown == list(range(9))
+    assert title.endswith("3 CompNodes and 6 AttnNodes")
+
+
+def test_who_worked_is_who_sent_between_two_tokens() -> None:
+    def frame(node: int, end: float, tag: str = "rows") -> Sending:
+        return Sending(node, 9, tag, end, end)
+
+    frames = [frame(0, 1.5), frame(4, 2.9), frame(CLIENT, 1.2), frame(1, 3.0), frame(2, 3.1, "control-size")]
+    assert worked(frames, [1.0, 3.0, 4.0]) == [{0, 4}, {1}]
+
+
+def test_the_picture_of_a_run(run: Run, tmp_path: Path) -> None:
+    picture = tmp_path / "nodes.png"
+    (found,) = rows(
+        run, "demo", "--protocol", "cascade", "--plan", "3,3,1", "--max-new-tokens", "3", "--plot", str(picture)
+    )
+    assert found["tokens_equal"] == found["tokens"] == 3
+    assert picture.read_bytes().startswith(b"\x89PNG")
