@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import transformers
 from torch import Tensor, nn
@@ -21,10 +21,12 @@ from transformers import (
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, PatchMismatch, ShareFileError
+from private_llm.errors import ConfigError, PatchMismatch
 from private_llm.net.local import LocalHub
 from private_llm_hf.architectures import architecture
 from private_llm_hf.cascade_client import check_sharding
+from private_llm_hf.client import Parties
+from private_llm_hf.held import WeightsDigest
 from private_llm_hf.launch import start_parties
 from private_llm_hf.layout import Layout, describe
 from private_llm_hf.model import private_class
@@ -34,7 +36,16 @@ from private_llm_hf.share_files import ShareWriter
 from private_llm_hf.weights import Sink, WeightList, stream_checkpoint, stream_loaded
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+Start = Callable[[PrivateConfig, LocalHub | None], Parties]
 _LOADING = ("use_safetensors", "variant", "disable_mmap", "key_mapping")
+
+
+class Weights(Protocol):
+    """Where a model's weights come from."""
+
+    def __call__(self, wanted: WeightList, sink: Sink, local: bool = ...) -> None:
+        """Pass all to the sink. local: only if nothing need be downloaded; OSError without weights."""
+        ...
 
 
 class _AutoPrivate:
@@ -69,8 +80,9 @@ class _AutoPrivate:
         architecture(config)
         model_class = _model_class(cls.auto_class, config)
 
-        def weights(wanted: WeightList, sink: Sink) -> None:
-            stream_checkpoint(model_class, source, config, wanted, sink, **download, **loading)
+        def weights(wanted: WeightList, sink: Sink, local: bool = False) -> None:
+            where = {**download, "local_files_only": True} if local else download
+            stream_checkpoint(model_class, source, config, wanted, sink, **where, **loading)
 
         generation = _generation_config(model_class, source, config, download)
         return _open(model_class, config, private_config, weights, generation)
@@ -107,12 +119,14 @@ class AutoPrivateModel(_AutoPrivate):
 
 
 def patch(
-    model: nn.Module, private_config: PrivateConfig | None = None, hub: LocalHub | None = None
-) -> PreTrainedModel:
+    model: nn.Module, private_config: PrivateConfig | None = None, hub: LocalHub | None = None,
+    start: Start = start_parties,
+) -> PreTrainedModel:  # fmt: skip
     """Share a model that is already loaded; the original stays as it is.
 
     A module that is not a transformers model (an `nn.Sequential`, a network of one's own) becomes a `Network`: the
-    result is called with images and returns logits. hub: see `start_parties`.
+    result is called with images and returns logits. hub: see `start_parties`, for which `start` may stand in (with
+    links that measure, for instance).
     Raises PatchMismatch for a transformers model class of somebody else's, and for modules without a rule.
     """
     private_config = _checked(private_config)
@@ -126,40 +140,42 @@ def patch(
         )
     generation = getattr(model, "generation_config", None)
 
-    def weights(wanted: WeightList, sink: Sink) -> None:
+    def weights(wanted: WeightList, sink: Sink, local: bool = True) -> None:
         stream_loaded(model, wanted, sink)
 
-    return _open(type(model), model.config, private_config, weights, generation, hub)
+    return _open(type(model), model.config, private_config, weights, generation, hub, start)
 
 
 def _open(
     model_class: type[PreTrainedModel],
     config: PretrainedConfig,
     private_config: PrivateConfig,
-    weights: Callable[[WeightList, Sink], None],
+    weights: Weights,
     generation: GenerationConfig | None,
     hub: LocalHub | None = None,
+    start: Start = start_parties,
 ) -> PreTrainedModel:
     """Plan, start parties, share the weights, and make the client's object."""
     layout = Layout.of(model_class, config)
+
+    def mine() -> str | None:
+        digest = WeightsDigest()
+        try:
+            weights(layout.source, layout.folding(digest), local=True)
+        except OSError:  # configuration and tokenizer only
+            return None
+        return digest.text()
+
     if private_config.plan is not None:
         check_sharding(model_class, config, private_config.plan, private_config.split)
     plan = make_plan(layout.model, private_config)
     check_reveal(layout.model, private_config)
-    parties = start_parties(private_config, hub)
+    parties = start(private_config, hub)
     try:
         description = describe(model_class, config)
-        held = parties.held_model()
-        if held is None:
+        if not parties.use_held(description, mine):
             with parties.loading(description) as sink:
                 weights(layout.source, layout.folding(sink))
-        elif held == description["model"]:
-            parties.use_held()
-        else:
-            raise ShareFileError(
-                f"the parties hold share files of another model than this {model_class.__name__}; start them with "
-                "its files, or load the model they hold"
-            )
     except BaseException:
         parties.close()
         raise

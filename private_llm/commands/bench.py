@@ -1,4 +1,4 @@
-"""`private-llm bench`: run named works and print one row each; "pigeon" and "kernels" are tables of their own."""
+"""`private-llm bench`: run named works, one row each; "pigeon", "cascade" and "kernels" are tables of their own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from private_llm.commands.plot_bench import check_name, plot_table, plot_timelin
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 
-PIGEON, KERNELS = "pigeon", "kernels"
+PIGEON, KERNELS, CASCADE = "pigeon", "kernels", "cascade"
 _THREADS = ("auto", "threads")
 
 

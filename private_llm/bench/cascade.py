@@ -1,0 +1,260 @@
+"""Token sharding against the plaintext forward of the same model in the same run (Cascade, sections 7.2 and 7.3).
+
+Private and plaintext forwards take turns, so that both meet the same machine; `ratio` is over such pairs. PAPER: the
+mean seconds of the seed's Tables 6 and 8 (16 cores of a 2.9 GHz Xeon and 2 Gbit/s between nodes) and the bytes of its
+Table 7.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from private_llm.bench.rows import Row, spread, usable_cores
+from private_llm.bench.timed import BUSY, SERIALISING, WAITING, TimedNodes
+from private_llm.config import PrivateConfig
+from private_llm.net.ledger import Ledger
+from private_llm.net.transport import CLIENT
+from private_llm.sharding import ShardingPlan
+
+if TYPE_CHECKING:
+    from private_llm_hf.costs import Costs
+    from transformers import PreTrainedModel
+
+Split = dict[str, dict[str, float]]
+"""Seconds of "computing", "waiting" and "serialising" by endpoint; they add up to the whole forward."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A text model with random weights; its forward makes hidden states."""
+
+    family: Literal["bert", "llama"]
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    groups: int
+    vocabulary: int
+
+    def build(self) -> PreTrainedModel:
+        """The model, the same for the same shape."""
+        from transformers import AutoModel, BertConfig, LlamaConfig
+
+        sizes = {
+            "hidden_size": self.hidden, "intermediate_size": self.intermediate, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads, "vocab_size": self.vocabulary,
+        }  # fmt: skip
+        bert = self.family == "bert"
+        torch.manual_seed(6)
+        config = BertConfig(**sizes) if bert else LlamaConfig(**sizes, num_key_value_heads=self.groups)
+        model: PreTrainedModel = AutoModel.from_config(config, dtype=torch.float32)
+        return model.eval()
+
+
+MODELS = {
+    "bert-base": ModelShape("bert", 768, 3072, 12, 12, 12, 30522),
+    "bert-large": ModelShape("bert", 1024, 4096, 24, 16, 16, 30522),
+    "llama-1b": ModelShape("llama", 2048, 8192, 16, 32, 8, 32000),
+}
+"""llama-1b: Llama 3.2's smallest but for its vocabulary, which costs memory here and no time."""
+
+_TINY = {
+    name: replace(shape, hidden=32, intermediate=64, layers=2, heads=4, groups=min(4, shape.groups // 4), vocabulary=50)
+    for name, shape in MODELS.items()
+}
+_AIM = 1.1
+"""Of the ratio where nothing is distributed."""
+
+_PAPER_SECONDS: dict[tuple[str, str, int], tuple[float, float | None]] = {
+    ("overhead", "bert-base", 1): (0.109, 0.091), ("overhead", "bert-large", 1): (0.320, 0.273),
+    ("nodes", "bert-base", 1): (0.32, 0.09), ("nodes", "bert-large", 1): (1.01, 0.27),
+    ("nodes", "bert-base", 4): (0.59, 0.09), ("nodes", "bert-large", 4): (1.57, 0.27),
+    ("nodes", "bert-base", 8): (0.74, 0.09), ("nodes", "bert-large", 8): (1.58, 0.27),
+    ("size", "bert-base", 2): (0.70, None), ("size", "bert-large", 2): (1.33, None),
+    ("size", "llama-1b", 2): (2.67, None),
+}  # fmt: skip
+"""(Cascade, vanilla) by part of the table, model and alpha."""
+_PAPER_BYTES = {
+    ("bert-base", 1): 9_000_000, ("bert-base", 4): 38_000_000, ("bert-base", 8): 76_000_000,
+    ("bert-large", 1): 25_000_000, ("bert-large", 4): 101_000_000, ("bert-large", 8): 203_000_000,
+}  # fmt: skip
+"""Table 7, numbers of two bytes."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under a plan.
+
+    part: "overhead" (one CompNode and one AttnNode in this process), "nodes" (processes), "size" (of the model) or
+    "bytes" (numbers of two bytes, as in the paper's Table 7).
+    """
+
+    part: Literal["overhead", "nodes", "size", "bytes"]
+    model: str
+    shape: ModelShape
+    plan: ShardingPlan
+    tokens: int
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return f"{self.model} {self.plan.alpha},{self.plan.c},{self.plan.m}"
+
+    @property
+    def mode(self) -> Literal["threads", "processes"]:
+        """Where the nodes are: threads share one copy of the weights."""
+        return "processes" if self.part == "nodes" else "threads"
+
+    def runs(self, repeat: int) -> int:
+        """Timed pairs: bytes need one, a ratio near one needs many."""
+        return {"overhead": 4 * repeat, "bytes": 1}.get(self.part, repeat)
+
+    def run(self, repeat: int, progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Measure, and make the row of it as JSON. progress is called after each pair of forwards."""
+        from private_llm_hf import patch
+
+        config = PrivateConfig(protocol="cascade", plan=self.plan, party_mode=self.mode)
+        model = self.shape.build()
+        nodes = TimedNodes() if self.part == "nodes" else None
+        before = torch.get_num_threads()
+        private: Any = patch(model, config) if nodes is None else patch(model, config, start=nodes)
+        torch.set_num_threads(usable_cores())
+        try:
+            with closing(private), torch.no_grad():
+                return self._row(_Pairs(model, private, nodes, self.tokens), config, self.runs(repeat), progress)
+        finally:
+            torch.set_num_threads(before)
+
+    def _row(self, pairs: _Pairs, config: PrivateConfig, repeat: int, progress: Callable[[], None]) -> dict[str, Any]:
+        costs = pairs.warm_up()
+        for _ in range(repeat):
+            pairs.run()
+            progress()
+        split = pairs.split(self.plan.alpha)
+        row = Row(
+            name=f"cascade-{self.part}", protocol="cascade", ring=config.ring, shape=(1, self.tokens),
+            parties=self.plan.nodes, seconds=spread(pairs.private), bytes_total=costs.bytes_total,
+            bytes_per_party=costs.to_dict()["bytes_per_party"], rounds=costs.rounds, error_max=pairs.error,
+            threads=usable_cores(), party_mode=self.mode, repeat=repeat,
+        )  # fmt: skip
+        paper = _PAPER_SECONDS.get((self.part, self.model, self.plan.alpha), (None, None))
+        return {
+            **row.to_dict(), "label": self.label, "model": self.model, "wire": self.plan.wire,
+            "plan": [self.plan.alpha, self.plan.c, self.plan.m], "parameters": pairs.parameters,
+            "vanilla_seconds": spread(pairs.vanilla),
+            "ratio": spread([ours / theirs for ours, theirs in zip(pairs.private, pairs.vanilla, strict=True)]),
+            "aim_ratio": _AIM if self.part == "overhead" else None, "split": split,
+            "bytes_nodes": sum(n for link, n in costs.cost.sent.items() if CLIENT not in link),
+            "paper_seconds": paper[0], "paper_vanilla_seconds": paper[1],
+            "paper_bytes": _PAPER_BYTES.get((self.model, self.plan.alpha)) if self.part == "bytes" else None,
+        }  # fmt: skip
+
+
+class _Pairs:
+    """Private and plaintext forwards of one text in turns."""
+
+    def __init__(self, model: PreTrainedModel, private: Any, nodes: TimedNodes | None, tokens: int) -> None:  # noqa: ANN401 - a private model
+        self._model, self._private, self._nodes = model, private, nodes
+        random = np.random.default_rng(4)
+        self._ids = torch.from_numpy(random.integers(0, model.config.vocab_size, (1, tokens)))
+        self.parameters = sum(weight.numel() for weight in model.parameters())
+        self.private: list[float] = []
+        self.vanilla: list[float] = []
+        self.error = 0.0
+        self._mine: dict[str, float] = {WAITING: 0.0, SERIALISING: 0.0}
+
+    def warm_up(self) -> Costs:
+        """One pair that does not count, and what it sent."""
+        self._private.cost(reset=True)
+        self.run()
+        costs: Costs = self._private.cost(reset=True)
+        self.private.clear()
+        self.vanilla.clear()
+        self._mine = dict.fromkeys(self._mine, 0.0)
+        return costs
+
+    def run(self) -> None:
+        """One pair."""
+        before = self._clock()
+        seconds, made = _timed(self._private, self._ids)
+        self.private.append(seconds)
+        for name, now in self._clock().items():
+            self._mine[name] += now - before[name]
+        seconds, truth = _timed(self._model, self._ids)
+        self.vanilla.append(seconds)
+        self.error = max(self.error, float((made - truth).abs().max()))
+
+    def _clock(self) -> dict[str, float]:
+        """What the client's links have measured so far."""
+        seconds = {} if self._nodes is None else self._nodes.client.ledger.seconds
+        return {name: seconds.get(name, 0.0) for name in self._mine}
+
+    def split(self, alpha: int) -> Split | None:
+        """Mean seconds of a forward: the CompNode that works most, all AttnNodes on average, the client."""
+        if self._nodes is None:
+            return None
+        runs, whole = len(self.private), sum(self.private) / len(self.private)
+        ledgers = {ledger.party: ledger for ledger in self._private.cost().ledgers}
+        works = {node: _work(ledger, runs) for node, ledger in ledgers.items() if node != CLIENT}
+        comps = [works[node] for node in range(alpha)]
+        attns = [work for node, work in works.items() if node >= alpha]
+        mean = (sum(computing for computing, _ in attns) / len(attns), sum(made for _, made in attns) / len(attns))
+        waited, made = (self._mine[name] / runs for name in (WAITING, SERIALISING))
+        chosen = {"comp": max(comps, key=sum), "attn": mean, "client": (whole - waited - made, made)}
+        return {
+            name: {"computing": computing, "waiting": whole - computing - made, "serialising": made}
+            for name, (computing, made) in chosen.items()
+        }
+
+
+def _timed(model: Any, ids: Tensor) -> tuple[float, Tensor]:  # noqa: ANN401 - a private model or its original
+    started = time.perf_counter()
+    found: Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).last_hidden_state
+    return time.perf_counter() - started, found
+
+
+def _work(ledger: Ledger, runs: int) -> tuple[float, float]:
+    """Seconds of a run that a node computed, and spent on messages."""
+    seconds = ledger.seconds
+    computing = seconds[BUSY] - seconds[WAITING] - seconds[SERIALISING]
+    return max(0.0, computing) / runs, seconds[SERIALISING] / runs
+
+
+def cases(tiny: bool = False) -> Iterator[Case]:
+    """Every row of the table. tiny: models of two small layers, few nodes."""
+    tokens, models = (24, _TINY) if tiny else (128, MODELS)
+    berts = ("bert-base",) if tiny else ("bert-base", "bert-large")
+
+    def made(part: Literal["overhead", "nodes", "size", "bytes"], model: str, plan: ShardingPlan) -> Case:
+        return Case(part, model, models[model], plan, tokens)
+
+    yield from (made("overhead", bert, _paper_plan(1)) for bert in berts)
+    for bert in berts:
+        yield from (made("nodes", bert, _paper_plan(alpha)) for alpha in ((2,) if tiny else (1, 2, 4, 8)))
+        if not tiny:
+            yield made("nodes", bert, ShardingPlan(4, 4, 1, accept_weak_plan=True))
+    yield from (made("size", model, _paper_plan(2)) for model in models)
+    for bert in berts:
+        yield from (made("bytes", bert, replace(_paper_plan(alpha), wire="float16")) for alpha in (1, 4, 8))
+
+
+def _paper_plan(alpha: int) -> ShardingPlan:
+    """The plans of Table 6: clusters of one token (weak: for comparison only)."""
+    return ShardingPlan(alpha, 1, 1, accept_weak_plan=True)
+
+
+def memory_needed(case: Case) -> int:
+    """Bytes for all copies of the weights: the plaintext model's, one on its way, and each process's."""
+    copies = 2 + (case.plan.alpha if case.mode == "processes" else 0)
+    with torch.device("meta"):
+        model = case.shape.build()
+    weights: int = sum(weight.numel() * weight.itemsize for weight in model.parameters())
+    return copies * weights

@@ -1,0 +1,121 @@
+"""Links that measure: how long an endpoint waits, how long it spends on messages; the rest it computes.
+
+A node's clock runs from a command of the client to its next wait for one. "serialising" is what messages cost apart
+from waiting for them: number types and layout, copies, system calls. An endpoint that waits for a core counts as
+computing, so a machine with fewer cores than busy nodes shows long computing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from private_llm.config import PrivateConfig
+from private_llm.net.children import start_children
+from private_llm.net.ledger import Ledger
+from private_llm.net.local import LocalHub
+from private_llm.net.transport import Transport
+
+if TYPE_CHECKING:
+    from private_llm_hf.client import Parties
+
+BUSY, WAITING, SERIALISING = "busy", "waiting", "serialising"
+
+
+class TimedLedger(Ledger):
+    """Adds to `seconds` what `timing` is asked to time, and "busy": from `wake` to `rest`."""
+
+    def __init__(self, party: int) -> None:
+        super().__init__(party)
+        self._woke: float | None = None
+
+    @contextmanager
+    def timing(self, name: str) -> Iterator[None]:
+        """Add the seconds that are spent inside to those of `name`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - started
+
+    def wake(self) -> None:
+        """A command has arrived."""
+        self._woke = time.perf_counter()
+
+    def rest(self) -> None:
+        """The command is done."""
+        if self._woke is not None:
+            self.seconds[BUSY] += time.perf_counter() - self._woke
+
+    def reset(self) -> None:
+        """Start counting anew, in the middle of a command, too."""
+        super().reset()
+        self.wake()
+
+
+class TimedTransport(Transport):
+    """The links of `inner`, with a ledger of their own that measures."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner.me)
+        self._inner = inner
+        self._clock = TimedLedger(inner.me)
+        self.ledger = self._clock
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        with self._clock.timing(SERIALISING):
+            self._inner._send(to, tag, payload)
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with self._clock.timing(WAITING):
+            self._inner.wait(frm)
+        with self._clock.timing(SERIALISING):
+            return self._inner._recv(frm, tag, shape, dtype)
+
+    def wait(self, frm: int) -> None:
+        """Block between two commands."""
+        self._clock.rest()
+        self._inner.wait(frm)
+        self._clock.wake()
+
+    def name_of(self, endpoint: int) -> str:
+        """How the machine behind an endpoint number is called."""
+        return self._inner.name_of(endpoint)
+
+    def abort(self, reason: str) -> None:
+        """Pass the reason on."""
+        self._inner.abort(reason)
+
+    def close(self) -> None:
+        """Close the inner links."""
+        self._inner.close()
+
+
+def run_timed(config: PrivateConfig, number: int, transport: Transport) -> str | None:
+    """One node in a process of its own."""
+    from private_llm_hf.party import run_party
+
+    return run_party(config, number, TimedTransport(transport))
+
+
+class TimedNodes:
+    """Starts all nodes as processes of this machine, with links that measure. client: this process's end of them."""
+
+    client: TimedTransport
+
+    def __call__(self, config: PrivateConfig, hub: LocalHub | None = None) -> Parties:
+        """As `private_llm_hf.launch.start_parties`; a hub is of no use."""
+        from private_llm_hf.lanes import join_lanes
+
+        transport, stop = start_children(config, "private_llm.bench.timed:run_timed", {})
+        try:
+            self.client = TimedTransport(transport)
+            return join_lanes(config, self.client, stop)
+        except BaseException:
+            stop()
+            raise

@@ -1,0 +1,71 @@
+"""`private-llm bench cascade`: token sharding beside the plaintext forward, and where the time goes."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from private_llm.bench.cascade import cases, memory_needed
+from private_llm.bench.rows import machine
+from private_llm.commands.output import NOTES, duration, emit_json, emit_table, progress_bar, size
+from private_llm.commands.plot_bench import check_name, plot_cascade
+from private_llm.errors import ConfigError
+
+_TITLES = {
+    "overhead": "one CompNode and one AttnNode in this process, against the plaintext forward",
+    "nodes": "every node a process of this machine",
+    "size": "models of other sizes, nodes as threads",
+    "bytes": "numbers of two bytes between the nodes",
+}
+
+
+def bench_cascade(as_json: bool, repeat: int, tiny: bool, plot: Path | None) -> None:
+    """The whole table; what does not fit into this machine's memory is named and left out."""
+    if repeat < 1:
+        raise ConfigError(f"repeat: got {repeat}; want at least 1")
+    if plot is not None:
+        check_name(plot)
+    todo = []
+    for case in cases(tiny):
+        if memory_needed(case) <= _free_bytes():
+            todo.append(case)
+        else:
+            NOTES.print(f"left out, for want of memory: {case.part}, {case.label}")
+    rows = []
+    with progress_bar(sum(case.runs(repeat) for case in todo), quiet=as_json) as step:
+        for case in todo:
+            rows.append(case.run(repeat, partial(step, f"{case.part} {case.label}")))
+            if as_json:
+                emit_json(rows[-1])
+    if plot is not None:
+        plot_cascade(rows, plot)
+    if not as_json:
+        for part, title in _TITLES.items():
+            _table(title, [row for row in rows if row["name"] == f"cascade-{part}"])
+
+
+def _free_bytes() -> int:
+    """Memory that can be had now, as far as this system tells."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if hasattr(os, "sysconf") else 1 << 62
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
+    cells = []
+    for row in rows:
+        split = row["split"] or {}
+        paper = [
+            "-" if row[name] is None else f"{row[name]:.2f}" for name in ("paper_seconds", "paper_vanilla_seconds")
+        ]
+        cells.append((
+            row["label"], *(duration(row[name]["median"]) for name in ("seconds", "vanilla_seconds")),
+            "{median:.2f} ({min:.2f}-{max:.2f})".format(**row["ratio"]),
+            *(" + ".join(f"{1e3 * value:.0f}" for value in split[who].values()) if split else "-"
+              for who in ("comp", "attn")),
+            size(row["bytes_nodes"]), f"{row['error_max']:.0e}", " / ".join(paper),
+        ))  # fmt: skip
+    headings = ("model, plan", "median", "plaintext", "ratio", "CompNode *", "AttnNode *", "sent", "error", "paper, s")
+    emit_table(title, headings, cells, caption=f"* ms computing + waiting + serialising; {machine()}")

@@ -1,0 +1,175 @@
+"""The table of `private-llm bench cascade`: what its rows say, exact bytes, and times that add up."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from private_llm_hf.cascade_attention import attention_calls
+from private_llm_hf.costs import Costs, rows_of
+from torch import Tensor
+from typer.testing import CliRunner
+
+from private_llm.bench import cascade
+from private_llm.bench.cascade import Case, cases, memory_needed
+from private_llm.bench.timed import BUSY, SERIALISING, WAITING, TimedLedger, TimedTransport
+from private_llm.cli import app
+from private_llm.commands import bench_cascade
+from private_llm.net.local import LocalHub
+from private_llm.net.transport import CLIENT, Transport
+from private_llm.sharded.exchange import layer_bytes
+from private_llm.sharding import ShardingPlan
+
+
+def case_of(part: str, model: str = "bert-base") -> Case:
+    return next(case for case in cases(tiny=True) if (case.part, case.model) == (part, model))
+
+
+def bytes_of(case: Case) -> int:
+    model = case.shape.build()
+    return layer_bytes(case.plan, attention_calls(type(model), model.config), 1, case.tokens)
+
+
+def test_the_table_has_the_rows_of_the_paper() -> None:
+    def plans(part: str, model: str) -> list[tuple[int, int, int]]:
+        chosen = [case.plan for case in cases() if (case.part, case.model) == (part, model)]
+        return [(plan.alpha, plan.c, plan.m) for plan in chosen]
+
+    for model in ("bert-base", "bert-large"):
+        assert plans("overhead", model) == [(1, 1, 1)]
+        assert plans("nodes", model) == [(1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 1, 1), (4, 4, 1)]
+        assert plans("bytes", model) == [(1, 1, 1), (4, 1, 1), (8, 1, 1)]
+    assert [case.model for case in cases() if case.part == "size"] == ["bert-base", "bert-large", "llama-1b"]
+    assert {case.tokens for case in cases()} == {128}
+    assert all(case.plan.wire == ("float16" if case.part == "bytes" else "float32") for case in cases())
+
+
+@pytest.mark.parametrize(("model", "millions"), [("bert-base", 109), ("bert-large", 335), ("llama-1b", 1039)])
+def test_models_have_the_sizes_of_their_names(model: str, millions: int) -> None:
+    with torch.device("meta"):
+        made = cascade.MODELS[model].build()
+    assert round(sum(weight.numel() for weight in made.parameters()) / 1e6) == millions
+
+
+def test_formulas_give_the_bytes_of_the_papers_table() -> None:
+    compared = 0
+    for case in cases():
+        paper = cascade._PAPER_BYTES.get((case.model, case.plan.alpha))
+        if case.part == "bytes":
+            with torch.device("meta"):
+                model = case.shape.build()
+            made = layer_bytes(case.plan, attention_calls(type(model), model.config), 1, case.tokens)
+            assert paper is not None
+            assert abs(made / 1e6 - paper / 1e6) < 1  # the paper prints whole megabytes
+            compared += 1
+    assert compared == 6
+
+
+@pytest.mark.parametrize(("part", "model"), [("overhead", "bert-base"), ("size", "llama-1b"), ("bytes", "bert-base")])
+def test_rows_of_nodes_in_this_process(part: str, model: str) -> None:
+    case = case_of(part, model)
+    row = json.loads(json.dumps(case.run(1)))
+    assert (row["name"], row["protocol"], row["model"]) == (f"cascade-{part}", "cascade", model)
+    assert row["bytes_nodes"] == bytes_of(case) > 0
+    assert row["bytes_total"] == sum(row["bytes_per_party"].values()) > row["bytes_nodes"]
+    assert row["parties"] == case.plan.nodes
+    assert 0 < row["ratio"]["min"] <= row["ratio"]["median"] <= row["ratio"]["max"]
+    assert row["seconds"]["min"] > 0 < row["vanilla_seconds"]["min"]
+    assert row["repeat"] == case.runs(1)
+    assert row["error_max"] < (1e-2 if case.plan.wire == "float16" else 1e-4)
+    assert (row["aim_ratio"] == 1.1) is (part == "overhead")
+    assert row["split"] is None
+    assert {"threads", "machine", "torch", "version", "shape", "ring", "rounds", "party_mode"} <= set(row)
+
+
+def test_what_a_node_does_is_told_apart() -> None:
+    """A node that computes, waits for another, sends, and rests: each time is in its place and nowhere else."""
+
+    class SlowLinks(Transport):
+        def _send(self, to: int, tag: str, payload: Tensor) -> None:
+            time.sleep(0.02)
+
+        def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            time.sleep(0.01)
+            return torch.zeros(shape, dtype=dtype)
+
+        def wait(self, frm: int) -> None:
+            time.sleep(0.05 if frm == CLIENT else 0.04)
+
+    links = TimedTransport(SlowLinks(0))
+    links.wait(CLIENT)
+    links.ledger.reset()
+    assert links.recv(1, "x", (2,), torch.int64).tolist() == [0, 0]
+    links.send(1, "y", torch.zeros(3, dtype=torch.uint8))
+    time.sleep(0.03)
+    links.wait(CLIENT)
+    seconds = Costs.from_rows([rows_of(links.ledger)]).ledgers[0].seconds
+    assert seconds[WAITING] >= 0.04
+    assert seconds[SERIALISING] >= 0.03
+    assert seconds[BUSY] >= seconds[WAITING] + seconds[SERIALISING] + 0.03
+    assert seconds[BUSY] <= 0.15 + 0.05  # the rest of 0.05 s before and after is not in it
+    links.ledger.reset()
+    assert not links.ledger.seconds
+    assert links.ledger.cost().total == 0
+
+
+def test_other_ledgers_look_at_no_clock() -> None:
+    ledger = LocalHub(1).transport(0).ledger
+    with ledger.timing(WAITING):
+        pass
+    assert not ledger.seconds
+    timed = TimedLedger(0)
+    with timed.timing(WAITING):
+        pass
+    assert list(timed.seconds) == [WAITING]
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", "cascade", "--tiny", "--repeat", "1", *arguments])
+
+
+def test_the_command_draws_and_times_of_processes_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = [case_of("overhead"), case_of("nodes"), case_of("size")]
+    monkeypatch.setattr(bench_cascade, "cases", lambda tiny: chosen)
+    picture = tmp_path / "cascade.svg"
+    result = run("--json", "--plot", str(picture))
+    assert result.exit_code == 0, result.output
+    assert "<svg" in picture.read_text()
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["name"] for row in rows] == ["cascade-overhead", "cascade-nodes", "cascade-size"]
+    row = rows[1]
+    assert row["bytes_nodes"] == bytes_of(chosen[1])
+    assert set(row["split"]) == {"comp", "attn", "client"}
+    for parts in row["split"].values():
+        assert set(parts) == {"computing", "waiting", "serialising"}
+        assert sum(parts.values()) == pytest.approx(row["seconds"]["median"])  # of one forward
+        assert min(parts.values()) >= 0
+    assert row["split"]["comp"]["computing"] > 0 < row["split"]["attn"]["serialising"]
+
+
+def test_what_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = [case_of("overhead"), case_of("nodes")]
+    monkeypatch.setattr(bench_cascade, "cases", lambda tiny: chosen)
+    limit = memory_needed(chosen[0])
+    assert memory_needed(chosen[1]) > limit  # processes have copies of their own
+    monkeypatch.setattr(bench_cascade, "_free_bytes", lambda: limit)
+    result = run()
+    assert result.exit_code == 0, result.output
+    assert "bert-base 1,1,1" in result.stdout
+    assert "every node a process" not in result.stdout
+
+
+@pytest.mark.parametrize("wrong", [("relu",), ("--protocol", "trio"), ("--n", "3")])
+def test_cascade_is_a_table_of_its_own(wrong: tuple[str, ...]) -> None:
+    result = run(*wrong)
+    assert result.exit_code != 0
+    assert "cascade is a table of its own" in str(result.exception)
+
+
+def test_rows_of_unknown_plans_have_no_figures_of_the_paper() -> None:
+    case = Case("nodes", "bert-base", cascade._TINY["bert-base"], ShardingPlan(2, 1, 1, accept_weak_plan=True), 8)
+    assert ("nodes", case.model, case.plan.alpha) not in cascade._PAPER_SECONDS
