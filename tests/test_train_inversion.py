@@ -34,10 +34,14 @@ def test_a_run_leaves_one_row_for_each_plan_and_the_next_layer_goes_on_from_it(
     args = script.parse_args([*quick, "--layer", "0", "--save", str(saved)])
     args.steps, args.texts, args.length = 3, 2, 48
     script.main(args)
+    args = script.parse_args([*quick, "--start", str(saved), "--layer", "0"])
+    args.steps, args.texts, args.length = 0, 2, 48
+    script.main(args)
     args = script.parse_args([*quick, "--start", str(saved), "--node", "0,3"])
     args.steps, args.texts, args.length, args.plan = 0, 2, 48, ["4,2,1"]
     script.main(args)
-    first, second, third = rows_of(out)
+    first, second, *again, third = rows_of(out)
+    assert [row["attack"] for row in again] == [first["attack"], second["attack"]]
     assert [row["plan"] for row in (first, second)] == [{"alpha": 4, "c": 2, "m": 1}, {"alpha": 8, "c": 8, "m": 2}]
     assert [row["layers"] for row in (first, second, third)] == [[0], [0], [1]]
     assert [row["node"] for row in (first, third)] == ["any CompNode", "AttnNode (0, 3)"]
@@ -47,7 +51,7 @@ def test_a_run_leaves_one_row_for_each_plan_and_the_next_layer_goes_on_from_it(
         assert all(0 <= value <= 1 for part in ("attack", "floor") for value in row[part].values())
         assert row["floor"]["exact"] >= row["held"]
         assert row["threads"] == 1
-    assert third["held"] == pytest.approx(0.5, abs=0.03)
+    assert [first["held"], third["held"]] == pytest.approx([0.25, 0.5], abs=0.03)
     script.main(script.parse_args(["--plot", str(out), str(picture)]))
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -116,15 +116,16 @@ def test_the_attacked_model_hears_later_rows_too() -> None:
         assert ((body(other) - body(rows)).abs().amax(-1)[:, 1:] > 1e-6).all()
 
 
-def test_untrained_it_knows_held_tokens(model: PreTrainedModel) -> None:
-    text = resources.files("private_llm_hf").joinpath("data/heldout.txt").read_text()[:800]
+def test_untrained_it_knows_held_tokens_and_guesses_their_neighbours(model: PreTrainedModel) -> None:
+    """Every second token given, the model's own sense for what comes next is right far more often than chance."""
+    text = resources.files("private_llm_hf").joinpath("data/heldout.txt").read_text()[:3000]
     tokenizer = AutoTokenizer.from_pretrained(str(resources.files("private_llm_hf").joinpath("demo_model")))
-    ids = tokenizer(text, return_tensors="pt").input_ids
-    held = any_comp(PLANS[0]).masks(ids.shape[1])[:1]
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, :512]
+    held = any_comp(PLANS[1]).masks(ids.shape[1])[::2].any(0, keepdim=True)
     with torch.no_grad():
         found = reader(model)(SeenRows(model, [0])(ids), held).argmax(-1)
-    assert recovery(found, ids, held).exact > 0.3  # a third is held
     assert float((found[held] == ids[held]).double().mean()) > 0.95
+    assert recovery(found, ids, held).unheld_exact > 0.12
 
 
 def test_states_are_the_models_own(model: PreTrainedModel) -> None:
