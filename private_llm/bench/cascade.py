@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from private_llm.bench.rows import Row, spread, usable_cores
-from private_llm.bench.timed import BUSY, SERIALISING, WAITING, TimedNodes
 from private_llm.config import PrivateConfig
 from private_llm.net.ledger import Ledger
+from private_llm.net.timed import BUSY, SERIALISING, WAITING
 from private_llm.net.transport import CLIENT
 from private_llm.sharding import ShardingPlan
 
 if TYPE_CHECKING:
     from private_llm_hf.costs import Costs
+    from private_llm_hf.timed import TimedParties
     from transformers import PreTrainedModel
 
 Split = dict[str, dict[str, float]]
@@ -120,10 +121,11 @@ class Case:
     def run(self, repeat: int, progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Measure, and make the row of it as JSON. progress is called after each pair of forwards."""
         from private_llm_hf import patch
+        from private_llm_hf.timed import TimedParties
 
         config = PrivateConfig(protocol="cascade", plan=self.plan, party_mode=self.mode)
         model = self.shape.build()
-        nodes = TimedNodes() if self.part == "nodes" else None
+        nodes = TimedParties() if self.part == "nodes" else None
         before = torch.get_num_threads()
         private: Any = patch(model, config) if nodes is None else patch(model, config, start=nodes)
         torch.set_num_threads(usable_cores())
@@ -161,7 +163,7 @@ class Case:
 class _Pairs:
     """Private and plaintext forwards of one text in turns."""
 
-    def __init__(self, model: PreTrainedModel, private: Any, nodes: TimedNodes | None, tokens: int) -> None:  # noqa: ANN401 - a private model
+    def __init__(self, model: PreTrainedModel, private: Any, nodes: TimedParties | None, tokens: int) -> None:  # noqa: ANN401 - a private model
         self._model, self._private, self._nodes = model, private, nodes
         random = np.random.default_rng(4)
         self._ids = torch.from_numpy(random.integers(0, model.config.vocab_size, (1, tokens)))

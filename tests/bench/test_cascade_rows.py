@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from private_llm.bench import cascade
 from private_llm.bench.cascade import Case, cases, memory_needed
-from private_llm.bench.timed import BUSY, SERIALISING, WAITING, TimedLedger, TimedTransport
 from private_llm.cli import app
 from private_llm.commands import bench_cascade
 from private_llm.net.local import LocalHub
+from private_llm.net.timed import BUSY, SERIALISING, WAITING, TimedLedger, TimedTransport
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.sharded.exchange import layer_bytes
 from private_llm.sharding import ShardingPlan

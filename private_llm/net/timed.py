@@ -10,19 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from private_llm.config import PrivateConfig
-from private_llm.net.children import start_children
 from private_llm.net.ledger import Ledger
-from private_llm.net.local import LocalHub
 from private_llm.net.transport import Transport
-
-if TYPE_CHECKING:
-    from private_llm_hf.client import Parties
 
 BUSY, WAITING, SERIALISING = "busy", "waiting", "serialising"
 
@@ -94,28 +87,3 @@ class TimedTransport(Transport):
     def close(self) -> None:
         """Close the inner links."""
         self._inner.close()
-
-
-def run_timed(config: PrivateConfig, number: int, transport: Transport) -> str | None:
-    """One node in a process of its own."""
-    from private_llm_hf.party import run_party
-
-    return run_party(config, number, TimedTransport(transport))
-
-
-class TimedNodes:
-    """Starts all nodes as processes of this machine, with links that measure. client: this process's end of them."""
-
-    client: TimedTransport
-
-    def __call__(self, config: PrivateConfig, hub: LocalHub | None = None) -> Parties:
-        """As `private_llm_hf.launch.start_parties`; a hub is of no use."""
-        from private_llm_hf.lanes import join_lanes
-
-        transport, stop = start_children(config, "private_llm.bench.timed:run_timed", {})
-        try:
-            self.client = TimedTransport(transport)
-            return join_lanes(config, self.client, stop)
-        except BaseException:
-            stop()
-            raise
