@@ -72,11 +72,7 @@ def _tables(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardwa
         rows.append((name, len(group), size(one.bytes_total), one.rounds, f"{macs / 1e9:.2f} G", each))
     headings = ("layer", "times", "bytes each", "rounds each", "multiply-adds each", "time each")
     link = hardware.link
-    speeds = {f"{hardware.gmacs(layer):.1f}" for layer in layers}
-    caption = (
-        f"{link.bandwidth_mbit:g} Mbit/s, {link.latency_ms:g} ms one way, {' and '.join(sorted(speeds))} GMAC/s per "
-        f"{'node' if config.protocol == 'cascade' else 'party'}"
-    )
+    caption = f"{link.bandwidth_mbit:g} Mbit/s, {link.latency_ms:g} ms one way, {', '.join(hardware.speeds(config))}"
     emit_table(f"{work}, {config.protocol}", headings, rows, caption)
     total = duration(sum(hardware.seconds(layer) for layer in layers))
     if config.plan is not None:

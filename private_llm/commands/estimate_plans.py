@@ -112,6 +112,9 @@ def sharding_rows(work: Work, found: Estimate, config: PrivateConfig, hardware: 
         ("messages of the prompt, by the paper's equation (2)", duration(facts["equation_2_seconds"])),
         ("time of the prompt on the nodes", duration(facts["seconds_prompt"])),
     ]
+    if config.split is not None:
+        rows.append(("memory per party, weights", size(found.weight_bytes)))
+        rows.append(("memory per party, cache", size(found.cache_bytes)))
     if facts["seconds_per_token"] is not None:
         rows.append(("time of each further token on the nodes", duration(facts["seconds_per_token"])))
     return rows
@@ -137,17 +140,19 @@ def compare_plans(
     link = hardware.link
     emit_table(
         f"{work}: plans",
-        ("alpha,c,m", "nodes", "a CompNode sees", "an AttnNode sees", "bytes", "prompt", "per token", "audit"),
+        ("plan", "nodes", "CompNode sees", "AttnNode sees", "bytes", "prompt", "each token", "in all", "audit"),
         [
             (
                 f"{row['alpha']},{row['c']},{row['m']}", row["nodes"], f"{row['comp_sees']:.0%}",
                 f"{row['attn_sees']:.0%}", size(row["bytes_total"]), duration(row["seconds_prompt"]),
-                "" if row["seconds_per_token"] is None else duration(row["seconds_per_token"]), row["verdict"],
+                "" if row["seconds_per_token"] is None else duration(row["seconds_per_token"]),
+                duration(row["seconds"]), row["verdict"],
             )
             for row in rows
         ],
-        f"{link.bandwidth_mbit:g} Mbit/s a network card, {link.latency_ms:g} ms one way, {hardware.floats:.1f} GMAC/s "
-        "a node; seen: the largest part of the text that one node of the kind holds",
+        f"{link.bandwidth_mbit:g} Mbit/s a network card, {link.latency_ms:g} ms one way, "
+        f"{', '.join(hardware.speeds(config))}; plan: alpha,c,m; sees: the largest part of the text that one node "
+        "of the kind holds; prompt, each token: time on the nodes",
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from private_llm.bench.link import LinkSpeed
 from private_llm.commands.doctor import float_speed, matmul_speed
+from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.sharded.cost import Stage
 
@@ -36,6 +37,11 @@ class Hardware:
     def gmacs(self, layer: LayerCost) -> float:
         """The speed that counts in this layer."""
         return self.floats if layer.stages else self.ring
+
+    def speeds(self, config: PrivateConfig) -> list[str]:
+        """The speeds that count in a session, in words."""
+        parties = [] if config.protocol == "cascade" else [f"{self.ring:.1f} GMAC/s per party"]
+        return parties + ([] if config.plan is None else [f"{self.floats:.1f} GMAC/s per node"])
 
     def seconds(self, layer: LayerCost) -> float:
         """Time of one layer."""

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 
 import pytest
-from private_llm_hf import PrivateConfig
+import torch
+from private_llm_hf import PrivateConfig, patch
+from private_llm_hf.cascade_estimate import AROUND
 from private_llm_hf.costs import Costs
-from private_llm_hf.estimate import estimate
+from private_llm_hf.estimate import estimate, named_shape
+from transformers import PreTrainedModel
 
+from private_llm.errors import ConfigError, DomainError, PatchMismatch
+from private_llm.sharded.attn_node import AttnNode
 from private_llm.sharding import ShardingPlan
 from tests.bench.test_estimate import real
 from tests.hf import tiny
@@ -18,6 +24,10 @@ PLAN = ShardingPlan(3, 3, 1)
 
 def settings(plan: ShardingPlan = PLAN) -> PrivateConfig:
     return PrivateConfig(protocol="cascade", plan=plan, timeout_s=30)
+
+
+def text(length: int) -> torch.Tensor:
+    return torch.randint(3, 100, (2, length), generator=torch.Generator().manual_seed(5))
 
 
 def sent(costs: Costs) -> dict[tuple[str, int, int], int]:
@@ -48,6 +58,89 @@ def test_every_link_and_the_rounds(name: str, new: int, plan: ShardingPlan) -> N
     assert sent(found.costs) == sent(run)
     assert found.costs.rounds == run.rounds
     assert sum(layer.bytes_total for layer in found.layers()) == found.costs.bytes_total
+
+
+@pytest.mark.parametrize(("name", "new"), [("llama", 5), ("gpt2", 0), ("bert", 0)])
+def test_work_and_memory_are_those_of_a_real_model(name: str, new: int) -> None:
+    """A plaintext model counts its own products; AttnNodes are asked how much they keep."""
+    model = tiny.build(name)
+    plan = ShardingPlan(2, 4, 1)
+    found = estimate(type(model), model.config, settings(plan), sequence=11, new_tokens=new, batch=2)
+    assert found.weight_bytes == 4 * sum(p.numel() for p in model.parameters())
+    counted: dict[str, int] = defaultdict(int)
+
+    def count(where: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        counted[where] += output.numel() * inputs[0].shape[-1]
+
+    for where, module in model.named_modules():
+        if type(module).__name__ in ("Linear", "Conv1D"):
+            module.register_forward_hook(partial(count, where))
+    ids = text(11)
+    with torch.no_grad():
+        if new:
+            model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+        else:
+            model(ids)
+    comps = {layer.name: sum(layer.macs.get(node, 0) for node in range(plan.alpha)) for layer in found.layers()}
+    around = comps.pop(AROUND)
+    for layer, macs in comps.items():
+        assert macs == sum(n for where, n in counted.items() if where.startswith(f"{layer}."))
+    outside = sum(counted.values()) - sum(comps.values())
+    assert around == outside * (plan.alpha if name == "bert" else 1) > 0  # every CompNode pools its first row
+    assert found.cache_bytes == (kept(model, plan, new) if name != "bert" else 0)
+
+
+def kept(model: PreTrainedModel, plan: ShardingPlan, new: int) -> int:
+    """Bytes of the fullest AttnNode's cache after a real generation (new 0: after one forward)."""
+    nodes: list[AttnNode] = []
+    made = AttnNode.__init__
+
+    def note(self: AttnNode, *args: object, **more: object) -> None:
+        made(self, *args, **more)  # type: ignore[arg-type]
+        nodes.append(self)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(AttnNode, "__init__", note)
+        with patch(model, settings(plan)) as private, torch.no_grad():
+            if new:
+                private.generate(text(11), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+            else:
+                held = private(text(11))  # noqa: F841 - its cache lives as long as it does
+            return max(
+                sum(k.numel() * k.element_size() + v.numel() * v.element_size() for k, v in held.values())
+                for node in nodes
+                for held in node._kept.values()
+            )
+
+
+def test_what_a_run_refuses_the_estimate_refuses() -> None:
+    model = tiny.build("llama")
+    with pytest.raises(ConfigError, match="gives tokens away"):
+        estimate(type(model), model.config, settings(ShardingPlan(3, 1, 1)), sequence=13)
+    with pytest.raises(DomainError, match="too short"):
+        estimate(type(model), model.config, settings(), sequence=3)
+    with pytest.raises(DomainError, match="64"):
+        estimate(type(model), model.config, settings(), sequence=65)
+    picture = tiny.build("vit")
+    with pytest.raises(PatchMismatch, match="this is vision"):
+        estimate(type(picture), picture.config, settings(), sequence=13)
+    split = PrivateConfig(plan=PLAN, split=2)
+    with pytest.raises(ConfigError, match="split: got 2"):
+        estimate(type(model), model.config, split, sequence=13)
+
+
+def test_a_large_model_on_many_nodes_is_counted_without_weights() -> None:
+    shape = named_shape("llama-13b")
+    assert shape is not None
+    plan = ShardingPlan(8, 8, 2)
+    found = estimate(*shape, settings(plan), sequence=128, new_tokens=3)
+    layers = [layer for layer in found.layers() if layer.rounds]
+    assert [layer.rounds for layer in layers] == [3] * 40
+    assert len({layer.bytes_total for layer in layers}) == 1
+    # Each CompNode has 16 rows of the prompt; two tokens more go to CompNode 0, whose positions 128 and 129 are.
+    weights = 4 * 5120 * 5120 + 3 * 5120 * 13824
+    assert {layer.macs[0] for layer in layers} == {(16 + 2) * weights}
+    assert {layer.macs[1] for layer in layers} == {16 * weights}
 
 
 @pytest.mark.parametrize(
