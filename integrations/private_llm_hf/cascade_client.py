@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, PatchMismatch, UnsupportedOp
+from private_llm.net.roles import called
 from private_llm.net.transport import Transport
 from private_llm.protocols.session import PlainClient
 from private_llm.ring.ring import Ring
@@ -30,9 +31,10 @@ from private_llm_hf.cascade_comp import reads_last_token
 from private_llm_hf.cascade_cut import Cut
 from private_llm_hf.cascade_node import agree, call_facts, plan_of
 from private_llm_hf.client import Parties, Secret
+from private_llm_hf.held import agreed, check_held
 from private_llm_hf.layout import model_class
 from private_llm_hf.weights import Sink
-from private_llm_hf.wire import Message, recv_message, send_message
+from private_llm_hf.wire import Message, send_message
 
 MOST_NODES = 250
 """Endpoints have one-byte numbers, and the client has one."""
@@ -109,9 +111,18 @@ class Nodes(Parties):
         self._gone: dict[int, list[int]] = {node: [] for node in range(self.plan.alpha, self.plan.nodes)}
 
     # -- weights ------------------------------------------------------------------------------------------------
-    def held_model(self) -> str | None:
-        """Nodes get the model from the client."""
-        return None
+    def use_held(self, description: Message, mine: Callable[[], str | None]) -> bool:
+        """Let the CompNodes use the model that they hold; False if they hold none. Raises as `agreed`, `check_held`."""
+        comps = range(self.plan.alpha)
+        with self._call():
+            self._tell({"do": "hello"}, comps)
+            held = agreed({called(self.config, node): self._answer(node) for node in comps})
+            if held["model"] is None:
+                return False
+            check_held(held, description, mine)
+            self._load(description, held=True)
+            self._loaded()
+            return True
 
     @contextmanager
     def loading(self, description: Message) -> Iterator[Sink]:
@@ -119,6 +130,13 @@ class Nodes(Parties):
 
         description["behind"]: where a split cuts the model (`Cut.facts`), if it does.
         """
+        with self._call():
+            self._load(description, held=False)
+            yield self._send_weight
+            self._tell({"weight": None}, range(self.plan.alpha))
+            self._loaded()
+
+    def _load(self, description: Message, held: bool) -> None:
         cls = model_class(description["class"])
         config = cls.config_class.from_dict(dict(description["config"]))
         behind = description.get("behind")
@@ -126,13 +144,12 @@ class Nodes(Parties):
         self._by_mask = config.model_type in positions_by_mask()
         self._last_only = reads_last_token(cls, config)
         accepts = sorted(set(inspect.signature(cls.forward).parameters))
-        with self._call():
-            self._tell({"do": "load", "behind": None, "calls": calls, "accepts": accepts, **description})
-            yield self._send_weight
-            self._tell({"weight": None}, range(self.plan.alpha))
-            for node in range(self.plan.nodes):
-                recv_message(self._transport, node)
-            self._transport.ledger.reset()
+        self._tell({"do": "load", "held": held, "behind": None, "calls": calls, "accepts": accepts, **description})
+
+    def _loaded(self) -> None:
+        for node in self.members:
+            self._answer(node)
+        self._transport.ledger.reset()
 
     def _send_weight(self, name: str, tensor: Tensor) -> None:
         raw = tensor.detach().to(torch.float32).contiguous().clone().view(torch.int32)
@@ -201,7 +218,8 @@ class Nodes(Parties):
                 }  # fmt: skip
                 send_message(self._transport, node, {**facts, **mine})
                 feed(node, rows)
-            answers = {node: self._outputs(node) for node in step.rows}
+            found = [self._outputs(node, step) for node in step.rows]
+            kind = check_equal({self._transport.name_of(node): answer for node, (answer, _) in zip(step.rows, found)})
         if step.handle is not None:
             self._lengths[step.handle] = step.total
         kinds = {kind for kind, _ in answers.values()}
@@ -235,7 +253,7 @@ class Nodes(Parties):
             self._gone[node] = []
 
     def _outputs(self, node: int) -> tuple[str, dict[str, Tensor]]:
-        answer = recv_message(self._transport, node)
+        answer = self._answer(node)
         names = answer["outputs"]
         found = recv_floats(self._transport, node, "outputs", [(tuple(shape), torch.float32) for _, shape in names])
         return str(answer["class"]), {name: tensor for (name, _), tensor in zip(names, found, strict=True)}

@@ -20,31 +20,33 @@ from private_llm_hf.architectures import architecture
 from private_llm_hf.cascade_attention import cascade_config, listen, register
 from private_llm_hf.cascade_cut import StandIn
 from private_llm_hf.layout import model_class
+from private_llm_hf.weights import WithoutWeights
 from private_llm_hf.wire import OPENED, Message
 
 
 class CompNode:
-    """The model on this node's rows.
+    """The model on this node's rows, on `device`; what comes and goes lies in main memory.
 
     links: to all endpoints by their own numbers, the parties of a split among them.
     """
 
     def __init__(
         self, config: PrivateConfig, links: Transport, description: Message, exchange: Exchange,
-        weights: dict[str, Tensor],
+        weights: dict[str, Tensor], device: torch.device,
     ) -> None:  # fmt: skip
-        self._config, self._links, self._exchange = config, links, exchange
+        self._config, self._links, self._exchange, self._device = config, links, exchange, device
         register()
         values = dict(description["config"])
         settings = cascade_config(AutoConfig.for_model(values.pop("model_type"), **values))
         kind = model_class(description["class"])
-        model = kind(settings)
+        with WithoutWeights():
+            model = kind(settings)
         self._behind = None if description["behind"] is None else StandIn(model, description["behind"])
-        self._model = _with_weights(model, weights)
+        self.model = _with_weights(model, weights).to(device)
         self._accepts = frozenset(description["accepts"])
         self._last_only = reads_last_token(kind, settings)
         self._width = settings.get_text_config().hidden_size
-        listen(self._model, self)
+        listen(self.model, self)
 
     def attend(
         self, module: nn.Module, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, facts: dict[str, Any]
@@ -61,18 +63,19 @@ class CompNode:
         given |= {name: message[name] for name in ("token_type_ids",) if message.get(name) is not None}
         if "position_ids" in self._accepts:
             given["position_ids"] = message["positions"]
-        wanted = torch.tensor([rows.index(p) for p in message["wanted"]], dtype=torch.int64)
+        given = {name: value.to(self._device) for name, value in given.items()}
+        wanted = torch.tensor([rows.index(p) for p in message["wanted"]], dtype=torch.int64, device=self._device)
         kind, outputs = self._forward(given, wanted)
         self._exchange.end()
-        return kind, {n: value.to(torch.float32).contiguous() for n, value in outputs.items()}
+        return kind, {n: value.to("cpu", torch.float32).contiguous() for n, value in outputs.items()}
 
     def _forward(self, given: dict[str, Any], wanted: Tensor) -> tuple[str, dict[str, Tensor]]:
         if self._last_only:
-            states = self._model.base_model(**given, use_cache=False, return_dict=True).last_hidden_state
-            return "SequenceClassifierOutputWithPast", {"logits": self._model.score(states[:, wanted])}
+            states = self.model.base_model(**given, use_cache=False, return_dict=True).last_hidden_state
+            return "SequenceClassifierOutputWithPast", {"logits": self.model.score(states[:, wanted])}
         if "logits_to_keep" in self._accepts:
             given["logits_to_keep"] = wanted
-        result = self._model(**given, use_cache=False, return_dict=True)
+        result = self.model(**given, use_cache=False, return_dict=True)
         found = {name: result.get(name) for name in OPENED}
         return type(result).__name__, {name: value for name, value in found.items() if value is not None}
 
@@ -81,7 +84,8 @@ class CompNode:
         if self._behind is not None and source == "states":
             shape = (batch, rows, self._behind.width)
             elements = opened(self._config, self._links, shape)
-            self._behind.rows = Ring(self._config.ring).decode(elements, self._config.frac_bits).to(torch.float32)
+            states = Ring(self._config.ring).decode(elements, self._config.frac_bits)
+            self._behind.rows = states.to(self._device, torch.float32)
             return {"input_ids": torch.zeros(batch, rows, dtype=torch.int64)}  # embedded, and then replaced
         if self._behind is None and source == "tokens":
             return {"input_ids": self._links.recv(CLIENT, "tokens", (batch, rows), torch.int64)}

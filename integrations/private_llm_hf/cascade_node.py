@@ -15,8 +15,10 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, TransportError
+from private_llm.kernels.devices import device_for
 from private_llm.net.lanes import node_links
-from private_llm.net.transport import CLIENT, Transport, endpoint_name
+from private_llm.net.placed import PlacedTransport
+from private_llm.net.transport import CLIENT, Transport
 from private_llm.sharded.attn_node import AttnNode
 from private_llm.sharded.exchange import Exchange
 from private_llm.sharded.facts import AttentionCall, Step
@@ -24,6 +26,8 @@ from private_llm.sharded.wire import send_floats
 from private_llm.sharding import ShardingPlan
 from private_llm_hf.cascade_comp import CompNode
 from private_llm_hf.costs import rows_of
+from private_llm_hf.held import HeldModel
+from private_llm_hf.serving import Pulse, serve_commands
 from private_llm_hf.wire import Message, recv_message, send_message
 
 
@@ -36,7 +40,7 @@ def agree(config: PrivateConfig, transport: Transport, others: list[int]) -> Non
         theirs = transport.recv(other, "hello", (len(digest),), torch.uint8).numpy().tobytes()
         if not hmac.compare_digest(theirs, digest):
             raise ConfigError(
-                f"{endpoint_name(other)} runs other settings or another version; protocol, plan and the library "
+                f"{transport.name_of(other)} runs other settings or another version; protocol, plan and the library "
                 "version must be equal at all endpoints"
             )
 
@@ -49,38 +53,55 @@ def plan_of(config: PrivateConfig) -> ShardingPlan:
 class Node:
     """One endpoint of a plan."""
 
-    def __init__(self, config: PrivateConfig, number: int, transport: Transport) -> None:
+    def __init__(self, config: PrivateConfig, number: int, transport: Transport, held: HeldModel | None = None) -> None:
+        """held: the model that this CompNode read itself."""
+        if config.device_map is not None:
+            raise ConfigError("device_map: a node keeps its model, or its cache, on one device; set device instead")
         self.plan = plan_of(config)
         before = config.endpoints - self.plan.nodes  # parties of a split
         self.config, self.number, self._links = config, number - before, transport
         self.transport = node_links(transport, before, self.plan.nodes)
+        self._device, self._held = device_for(config.device, number), held
+        self._pulse = Pulse(self.transport, config.timeout_s / 4)
         agree(config, transport, [CLIENT])
         self._attn: AttnNode | None = None
         self._comp: CompNode | None = None
 
     def serve(self) -> None:
         """Answer commands until the client stops. Raises what ended the session otherwise."""
-        commands = {"load": self._load, "forward": self._forward, "cache": self._cache, "costs": self._costs}
-        while True:
-            self.transport.wait(CLIENT)
-            message = recv_message(self.transport, CLIENT)
-            name = message.get("do")
-            if name == "stop":
-                return
-            if name not in commands:
-                raise TransportError(f"unknown command {name!r}: client and node run different versions")
-            with torch.no_grad():
-                commands[name](message)
+        commands = {
+            "hello": self._hello,
+            "load": self._load,
+            "forward": self._forward,
+            "cache": self._cache,
+            "costs": self._costs,
+        }
+        serve_commands(self.transport, commands, self._pulse)
+
+    def _hello(self, _: Message) -> None:
+        """Which model this CompNode holds, if it holds one."""
+        held = self._held
+        facts = None if held is None else {**held.description, "weights": held.digest}
+        found = {name: facts and facts[name] for name in ("model", "class", "weights")}
+        send_message(self.transport, CLIENT, found)
 
     def _load(self, message: Message) -> None:
         calls = [AttentionCall(**facts) for facts in message["calls"]]
+        links = PlacedTransport(self.transport, lambda: self._device)
         if self.number < self.plan.alpha:
-            exchange = Exchange(self.plan, self.transport, calls)
-            self._comp = CompNode(self.config, self._links, message, exchange, self._weights())
+            weights = self._own_weights() if message["held"] else self._weights()
+            exchange = Exchange(self.plan, links, calls)
+            self._comp = CompNode(self.config, self._links, message, exchange, weights, self._device)
+            self._pulse.watch(self._comp.model)
         else:
-            self._attn = AttnNode(self.plan, self.transport, calls)
+            self._attn = AttnNode(self.plan, links, calls)
         self.transport.ledger.reset()
         send_message(self.transport, CLIENT, {"loaded": True})
+
+    def _own_weights(self) -> dict[str, Tensor]:
+        if self._held is None:
+            raise ConfigError("the client sends no weights, and this CompNode holds none (--model)")
+        return self._held.weights
 
     def _weights(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}

@@ -41,9 +41,9 @@ class SplitParties(Parties):
         super().__init__(config, transport, join_as_client(config, transport), shutdown)
         self._nodes = nodes
 
-    def held_model(self) -> str | None:
+    def use_held(self, description: Message, mine: Callable[[], str | None]) -> bool:
         """Parties and nodes get the model from the client."""
-        return None
+        return False
 
     @contextmanager
     def loading(self, description: Message) -> Iterator[Sink]:

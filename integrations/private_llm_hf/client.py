@@ -107,28 +107,36 @@ class Parties:
         return answers[0]
 
     # -- weights ----------------------------------------------------------------------------------------------
-    def held_model(self) -> str | None:
-        """Digest of the model whose share files the parties hold, or None.
+    def use_held(self, description: Message, mine: Callable[[], str | None]) -> bool:
+        """Let the parties build the model from what they hold; False if they hold nothing, and wait for `loading`.
 
-        Raises ShareFileError if they hold different models or files of different sharings.
+        mine: finds the `WeightsDigest` of the client's own weights, None without weights; shares have none to compare.
+        Raises ShareFileError if they hold different models, files of different sharings, or another model than this.
         """
         with self._call():
-            self._tell({"do": "hello"})
-            answers = [self._answer(party) for party in self.members]
-            if any(answer != answers[0] for answer in answers[1:]):
+            held = self._held_model()
+            if held is None:
+                return False
+            if held != description["model"]:
                 raise ShareFileError(
-                    "the parties hold share files of different models or different sharings; give them the files "
-                    "of one run of `private-llm share`"
+                    f"the parties hold share files of another model than this {description['class']}; start them with "
+                    "its files, or load the model they hold"
                 )
-            held: str | None = answers[0]["model"]
-            return held
-
-    def use_held(self) -> None:
-        """Let the parties build the model from their share files."""
-        with self._call():
             self._tell({"do": "load", "held": True, "like": None})
             self._answers()
             self._transport.ledger.reset()
+            return True
+
+    def _held_model(self) -> str | None:
+        self._tell({"do": "hello"})
+        answers = [self._answer(party) for party in self.members]
+        if any(answer != answers[0] for answer in answers[1:]):
+            raise ShareFileError(
+                "the parties hold share files of different models or different sharings; give them the files of one "
+                "run of `private-llm share`"
+            )
+        held: str | None = answers[0]["model"]
+        return held
 
     @contextmanager
     def loading(self, description: Message) -> Iterator[Sink]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +46,7 @@ class HeldModel:
     digest: str
 
     @classmethod
-    def open(cls, source: str, device: torch.device) -> HeldModel:
+    def open(cls, source: str) -> HeldModel:
         """Read a model folder or hub id, as the class that its configuration names.
 
         Raises ConfigError if there is no such checkpoint, PatchMismatch if weights are missing or do not fit.
@@ -61,10 +62,41 @@ class HeldModel:
 
             def sink(name: str, tensor: Tensor) -> None:
                 digest(name, tensor)
-                weights[name] = tensor.to(device, torch.float32, copy=True)  # what is streamed may be a mapped file
+                weights[name] = tensor.to("cpu", torch.float32, copy=True)  # what is streamed may be a mapped file
 
             layout = Layout.of(found, config)
             stream_checkpoint(found, source, config, layout.source, layout.folding(sink))
         except OSError as error:
             raise ConfigError(f"model {source!r}: {str(error).splitlines()[0]}") from None
         return cls(source, describe(found, config), weights, digest.text())
+
+
+def agreed(answers: Mapping[str, Message]) -> Message:
+    """What all CompNodes hold, from what each said. Raises ConfigError that names one which holds something else."""
+    (first, want), *others = answers.items()
+    for name, found in others:
+        if None in (found["model"], want["model"]) and found != want:
+            empty, full = (name, first) if found["model"] is None else (first, name)
+            raise ConfigError(f"{empty} holds no model, and {full} does; start all CompNodes with --model, or none")
+        if found["model"] != want["model"]:
+            raise ConfigError(
+                f"{name} holds another model than {first}: a {found['class']}, not this {want['class']} or not of this "
+                "configuration; start all CompNodes with one checkpoint"
+            )
+        if found["weights"] != want["weights"]:
+            raise ConfigError(f"{name} holds other weights than {first}; start all CompNodes with one checkpoint")
+    return want
+
+
+def check_held(held: Message, description: Message, mine: Callable[[], str | None]) -> None:
+    """Raises ConfigError unless nodes hold the model of the client, and the weights if it has some (their digest)."""
+    if held["model"] != description["model"]:
+        raise ConfigError(
+            f"the CompNodes hold another model: a {held['class']}, not this {description['class']} or not of this "
+            "configuration; start them with its checkpoint, or load the model they hold"
+        )
+    own = mine()
+    if own is not None and own != held["weights"]:
+        raise ConfigError(
+            "the CompNodes hold other weights than the client; load their checkpoint, or its configuration alone"
+        )

@@ -70,21 +70,18 @@ class Lanes(Parties):
             lane._tell(message, parties)
 
     # -- weights --------------------------------------------------------------------------------------------
-    def held_model(self) -> str | None:
-        """As `Parties.held_model`: the lanes of a party share its file."""
+    def use_held(self, description: Message, mine: Callable[[], str | None]) -> bool:
+        """As `Parties.use_held`, in every lane: the lanes of a party share its file."""
         with self._call():
-            return self._lanes[0].held_model()
-
-    def use_held(self) -> None:
-        """Let the parties build the model from their share files, in every lane."""
-        if self.config.permute:
-            raise ConfigError(
-                "permute: a share file holds the share of one role, and parties that take turns need one for each; "
-                "start the parties without share files, so that the client deals the weights, or set permute=False"
-            )
-        with self._call():
-            self._lanes[0].use_held()
-            self._load_like(dict.fromkeys(range(1, len(self._lanes)), 0))
+            if self.config.permute and self._lanes[0]._held_model() is not None:
+                raise ConfigError(
+                    "permute: a share file holds the share of one role, and parties that take turns need one for each; "
+                    "start the parties without share files, so that the client deals the weights, or set permute=False"
+                )
+            found = self._lanes[0].use_held(description, mine)
+            if found:
+                self._load_like(dict.fromkeys(range(1, len(self._lanes)), 0))
+            return found
 
     @contextmanager
     def loading(self, description: Message) -> Iterator[Sink]:

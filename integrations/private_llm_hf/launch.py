@@ -15,7 +15,6 @@ import torch
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm.kernels.devices import device_for
 from private_llm.kernels.parallel import threads_per_party
 from private_llm.net.children import start_children
 from private_llm.net.hub import connect
@@ -108,7 +107,7 @@ def _held(
             raise ConfigError(
                 f"model: {called(config, number)} reads no checkpoint; with protocol='cascade' the CompNodes do"
             )
-        return HeldModel.open(checkpoint, device_for(config.device, number))
+        return HeldModel.open(checkpoint)
     if share_file is not None and config.protocol == "cascade":
         raise ConfigError("shares: nodes of token sharding take a checkpoint (--model), not share files")
     return None if share_file is None else ShareFile.open(share_file, config, number)

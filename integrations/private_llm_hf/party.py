@@ -8,28 +8,22 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import math
-import re
 import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 from private_llm.approx.argmax import argmax
 from private_llm.config import PrivateConfig
-from private_llm.errors import PrivateLLMError, ShareFileError, TransportError, UnsupportedOp
+from private_llm.errors import ShareFileError, TransportError, UnsupportedOp
 from private_llm.kernels.memory import tune_allocator
 from private_llm.net.lanes import lane_links
-from private_llm.net.roles import WHO, named
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.ahead import Ahead
 from private_llm.protocols.dealing import assemble, keys_held, pieces, sends_parts
@@ -41,24 +35,12 @@ from private_llm.tensor.secret_index import SecretIndex
 from private_llm_hf.cascade_cut import states_before_cut, stop_behind
 from private_llm_hf.cascade_node import Node
 from private_llm_hf.costs import rows_of
+from private_llm_hf.held import HeldModel
 from private_llm_hf.party_model import build_party_model
+from private_llm_hf.serving import Pulse, reported, serve_commands
 from private_llm_hf.share_files import ShareFile
 from private_llm_hf.stored import OffloadFile, Stored
 from private_llm_hf.wire import OPENED, PUBLIC, Message, recv_message, send_message
-
-_LOG = logging.getLogger("private_llm")
-_REPORTED = re.compile(rf"({WHO}): \w+: |the client stopped")
-_FOREIGN = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    NameError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 class Party:
@@ -94,21 +76,12 @@ class Party:
             "preprocess": self._preprocess,
         }
         with closing(self.ahead):
-            self._serve(commands)
+            serve_commands(self.transport, commands, self._pulse, self._following)
 
-    def _serve(self, commands: dict[str, Callable[[Message], None]]) -> None:
-        while True:
-            self.transport.wait(CLIENT)
-            message = recv_message(self.transport, CLIENT)
-            name = message.get("do")
-            if name == "stop":
-                return
-            if name not in commands:
-                raise TransportError(f"unknown command {name!r}: client and party run different versions")
-            self._pulse.start()
-            at = message.get("at")
-            with torch.no_grad(), nullcontext() if at is None else self.ahead.following(*at):
-                commands[name](message)
+    def _following(self, message: Message) -> AbstractContextManager[None]:
+        """With what was computed ahead for a planned request."""
+        at = message.get("at")
+        return nullcontext() if at is None else self.ahead.following(*at)
 
     def _answer(self, message: Message) -> None:
         if not self._silent:
@@ -282,7 +255,8 @@ class Party:
         share = states.fixed.share
         self._answer({"class": "", "outputs": []})
         pieces = [(endpoint, share.map(functools.partial(_rows_of, rows))) for endpoint, rows in slices]
-        self.session.protocol.reveal(pieces)
+        with self.transport.ledger.scope("states to the nodes"):
+            self.session.protocol.reveal(pieces)
 
     def _ready(self) -> PreTrainedModel:
         if self.model is None:
@@ -322,38 +296,22 @@ def _read(made: Callable[[Tensor | None], Fixed | Tensor], offload: OffloadFile,
     return made(offload.read(name))
 
 
-class Pulse:
-    """Tells the client "still computing" while a long call makes progress, so that silence means a dead party."""
-
-    def __init__(self, transport: Transport, every_s: float) -> None:
-        self._transport, self._every = transport, every_s
-        self._last = time.monotonic()
-
-    def start(self) -> None:
-        """A call begins."""
-        self._last = time.monotonic()
-
-    def watch(self, model: nn.Module) -> None:
-        """Beat whenever a module starts and the last beat is long ago."""
-        for module in model.modules():
-            module.register_forward_pre_hook(lambda module, inputs: self.beat())
-
-    def beat(self) -> None:
-        """There is progress: say so if the last time is long ago."""
-        now = time.monotonic()
-        if now - self._last > self._every:
-            self._last = now
-            send_message(self._transport, CLIENT, {"alive": True})
-
-
-def run_party(config: PrivateConfig, number: int, transport: Transport, held: ShareFile | None = None) -> str | None:
+def run_party(
+    config: PrivateConfig, number: int, transport: Transport, held: ShareFile | HeldModel | None = None
+) -> str | None:
     """Serve one client until it stops. Returns None, or why the session ended (which all others were told)."""
     tune_allocator()
     lanes: dict[int, Party] = {}
     reasons: list[str] = []
 
+    def serve(lane: int) -> None:
+        if config.protocol == "cascade" or number >= config.parties:
+            Node(config, number, transport, held if isinstance(held, HeldModel) else None).serve()
+        else:
+            Party(config, number, transport, held if isinstance(held, ShareFile) else None, lanes, lane).serve()
+
     def run(lane: int) -> None:
-        reason = _run_lane(config, number, transport, held, lanes, lane)
+        reason = reported(config, number, transport, functools.partial(serve, lane))
         if reason is not None:
             reasons.append(reason)
 
@@ -367,28 +325,3 @@ def run_party(config: PrivateConfig, number: int, transport: Transport, held: Sh
     for thread in others:
         thread.join()
     return reasons[0] if reasons else None
-
-
-def _run_lane(
-    config: PrivateConfig, number: int, transport: Transport, held: ShareFile | None, lanes: dict[int, Party], lane: int
-) -> str | None:
-    try:
-        if config.protocol == "cascade" or number >= config.parties:
-            Node(config, number, transport).serve()
-        else:
-            Party(config, number, transport, held, lanes, lane).serve()
-    except PrivateLLMError as error:
-        reason = f"party {number}: {type(error).__name__}: {error}"
-        if isinstance(error, TransportError) and _REPORTED.search(str(error)):
-            reason = str(error)  # another endpoint's reason, passed on unchanged
-    except _FOREIGN as error:
-        # The others wait for this party, so they must learn that it stops. An unforeseen error's text might hold
-        # values, so only its kind and place travel; the text stays in this party's own log.
-        _LOG.exception("party %d stops", number)
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"party {number}: {type(error).__name__}: in {Path(where.filename).name}, line {where.lineno}"
-    else:
-        return None
-    reason = named(config, reason)
-    transport.abort(reason)
-    return reason

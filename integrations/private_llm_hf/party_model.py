@@ -10,12 +10,11 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -27,7 +26,6 @@ from private_llm.nn.linear import SharedInput, can_share
 from private_llm.nn.norm import PrivateRMSNorm
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
-from private_llm.tensor.dispatch import TorchArg
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.architectures import table
@@ -37,6 +35,7 @@ from private_llm_hf.cache import SecretCache, SecretEncoderDecoderCache
 from private_llm_hf.layout import model_class
 from private_llm_hf.placement import Placement, Value
 from private_llm_hf.plan import make_plan
+from private_llm_hf.weights import WithoutWeights
 
 Weights = Mapping[str, Value]
 
@@ -97,28 +96,11 @@ def empty_model(config: Mapping[str, Any], class_name: str) -> PreTrainedModel:
     """The module tree without weights and with real (public) buffers; batch norms are folded away."""
     cls = model_class(class_name)
     register()
-    with _WithoutWeights():
+    with WithoutWeights():
         model = cls(party_config(config))
     model.tie_weights()
     fold_batch_norms(model)
     return model
-
-
-class _WithoutWeights(TorchFunctionMode):
-    """Layers get their weights on the meta device, where initialisation costs nothing; everything else is real.
-
-    Layers allocate weights by `torch.empty`, buffers (rope frequencies, position numbers) come from values. The mode
-    belongs to one thread. (accelerate's init_empty_weights patches the process, where other parties may be threads.)
-    """
-
-    def __torch_function__(
-        self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
-    ) -> TorchArg:
-        """`torch.empty` on meta."""
-        kwargs = dict(kwargs or {})
-        if func is torch.empty:
-            kwargs["device"] = "meta"
-        return func(*args, **kwargs)
 
 
 def party_config(config: Mapping[str, Any]) -> PretrainedConfig:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -25,6 +26,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from private_llm.errors import DomainError, PatchMismatch, PrivateLLMError
 from private_llm.ring.ring import Ring
+from private_llm.tensor.dispatch import TorchArg
 
 Sink = Callable[[str, Tensor], None]
 """Takes one named plaintext tensor; must not keep it."""
@@ -41,6 +43,23 @@ def skeleton(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrained
         model = cls(config)
     model.eval()
     return model
+
+
+class WithoutWeights(TorchFunctionMode):
+    """Layers get their weights on the meta device, where initialisation costs nothing; everything else is real.
+
+    Layers allocate weights by `torch.empty`, buffers (rope frequencies, position numbers) come from values. The mode
+    belongs to one thread. (accelerate's init_empty_weights patches the process, where other parties may be threads.)
+    """
+
+    def __torch_function__(
+        self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
+    ) -> TorchArg:
+        """`torch.empty` on meta."""
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
 
 
 @dataclass(frozen=True)

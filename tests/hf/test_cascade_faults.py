@@ -25,7 +25,7 @@ from tests.hf.test_remote import free_ports
 
 PLAN = ShardingPlan(2, 3, 1)
 CONFIG = PrivateConfig(protocol="cascade", plan=PLAN, timeout_s=60)
-IDS = torch.arange(3, 14).view(1, -1)
+IDS = torch.arange(3, 20).view(1, -1)
 
 
 class Signal:
