@@ -15,7 +15,7 @@ import torch
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm.kernels.parallel import threads_per_party
+from private_llm.kernels.parallel import threads_per_node, threads_per_party
 from private_llm.net.children import start_children
 from private_llm.net.hub import connect
 from private_llm.net.local import LocalHub
@@ -116,7 +116,10 @@ def _held(
 def _start_threads(config: PrivateConfig, hub: LocalHub) -> Parties:
     """Parties as daemon threads: they end with the session or with this process."""
     before = torch.get_num_threads()
-    torch.set_num_threads(threads_per_party(config.endpoints, config.lanes))  # of the process, until the session ends
+    shared = threads_per_party(config.endpoints, config.lanes)
+    if config.protocol == "cascade" and config.plan is not None:
+        shared = threads_per_node(config.plan.alpha)
+    torch.set_num_threads(shared)  # of the process, until the session ends
     threads = [
         threading.Thread(
             target=run_party, args=(config, number, hub.transport(number)), name=f"party {number}", daemon=True

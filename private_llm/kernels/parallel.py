@@ -41,6 +41,11 @@ def threads_per_party(parties: int, lanes: int = 1) -> int:
     return max(1, usable_cores() // (min(2, parties) * lanes))
 
 
+def threads_per_node(alpha: int) -> int:
+    """Threads for each node of one machine: its cores shared among alpha CompNodes; AttnNodes work while they wait."""
+    return max(1, usable_cores() // alpha)
+
+
 def threads(seconds: float) -> int:
     """Threads for an operation that takes one thread about `seconds`."""
     return max(1, min(torch.get_num_threads(), int(seconds / LEAST_S)))

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed
+from private_llm.kernels.parallel import threads_per_node
 from private_llm.net.hub import connect, hosts_of, open_listeners
 from private_llm.net.sockets import SocketTransport
 from private_llm.net.transport import CLIENT
@@ -75,6 +76,8 @@ def start_children(
 
 def _spawn(config: PrivateConfig, listeners: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
     threads = max(1, (os.cpu_count() or 1) // config.endpoints)
+    if config.protocol == "cascade" and config.plan is not None:
+        threads = threads_per_node(config.plan.alpha)
     return subprocess.Popen(
         [sys.executable, "-c", _CHILD],
         stdin=subprocess.PIPE,

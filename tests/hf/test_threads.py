@@ -6,7 +6,8 @@ import torch
 from private_llm_hf.launch import start_parties
 
 from private_llm.config import PrivateConfig
-from private_llm.kernels.parallel import threads_per_party
+from private_llm.kernels.parallel import threads_per_party, usable_cores
+from private_llm.sharding import ShardingPlan
 
 
 def test_torch_gets_its_threads_back_after_a_session() -> None:
@@ -17,5 +18,19 @@ def test_torch_gets_its_threads_back_after_a_session() -> None:
         during = torch.get_num_threads()
         parties.close()
         assert (during, torch.get_num_threads()) == (threads_per_party(3), threads_per_party(3) + 2)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_one_compnode_computes_on_all_cores() -> None:
+    """It waits while its AttnNode works: halves for both would lengthen both."""
+    before = torch.get_num_threads()
+    plan = ShardingPlan(1, 1, 1, accept_weak_plan=True)
+    torch.set_num_threads(usable_cores() + 1)
+    try:
+        nodes = start_parties(PrivateConfig(protocol="cascade", plan=plan, party_mode="threads"))
+        during = torch.get_num_threads()
+        nodes.close()
+        assert (during, torch.get_num_threads()) == (usable_cores(), usable_cores() + 1)
     finally:
         torch.set_num_threads(before)

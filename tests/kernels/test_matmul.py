@@ -123,6 +123,7 @@ def test_byte_tiles_are_refused_where_the_compiler_targets_another_machine(monke
 def test_parties_and_lanes_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "usable_cores", lambda: 16)
     assert [parallel.threads_per_party(*case) for case in ((3, 1), (3, 4), (1, 1), (4, 9))] == [8, 2, 16, 1]
+    assert [parallel.threads_per_node(alpha) for alpha in (1, 2, 3, 40)] == [16, 8, 5, 1]
 
 
 def test_small_work_stays_on_one_thread() -> None:
