@@ -1,4 +1,4 @@
-"""Nodes of token sharding as ranks of a launcher, on hosts of their own with mutual TLS, and with their own weights."""
+"""Nodes of token sharding as ranks of a launcher, on hosts of their own with mutual TLS."""
 
 from __future__ import annotations
 
@@ -135,36 +135,3 @@ def test_nodes_on_hosts_with_mutual_tls_serve_one_client_after_the_other(
     assert lines[1][0].startswith("CompNode 1 (party 1) waits for the others at 127.0.0.1:")
     assert lines[3][0].startswith("AttnNode (0, 1) (party 3) waits")
     assert all(said[-1] == "session 2 ended" for said in lines.values())
-
-
-# -- nodes with a checkpoint of their own ----------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def client_folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Configuration and generation settings, no weights."""
-    folder = tmp_path_factory.mktemp("client")
-    for path in checkpoint.glob("*.json"):
-        (folder / path.name).write_bytes(path.read_bytes())
-    return str(folder)
-
-
-@pytest.fixture
-def loopback() -> dict[int, PrivateConfig]:
-    """The same configuration for everybody, without TLS."""
-    config = PrivateConfig(
-        protocol="cascade", plan=PLAN, party_mode="remote", hosts=free_ports(PLAN.nodes), allow_plain_loopback=True,
-        timeout_s=20,
-    )  # fmt: skip
-    return dict.fromkeys([*range(PLAN.nodes), CLIENT], config)
-
-
-def test_a_client_without_weights_uses_those_of_the_nodes(
-    checkpoint: Path, client_folder: str, wanted: torch.Tensor, loopback: dict[int, PrivateConfig]
-) -> None:
-    """In two sessions of the same nodes; then with weights of the client's own that are the same."""
-    own = [str(checkpoint)] * PLAN.alpha
-    with serving(loopback, 3, own):
-        for _ in range(2):
-            with AutoPrivateModelForCausalLM.from_pretrained(client_folder, loopback[CLIENT]) as private:
-                assert torch.equal(private.generate(IDS, **HOW), wanted)
-        with AutoPrivateModelForCausalLM.from_pretrained(str(checkpoint), loopback[CLIENT]) as private:
-            assert torch.equal(private.generate(IDS, **HOW), wanted)
