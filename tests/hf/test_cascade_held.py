@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
+from private_llm_hf.cascade_client import Nodes
 from private_llm_hf.held import WeightsDigest
 from private_llm_hf.launch import serve_party
 from safetensors.torch import load_file, save_file
@@ -46,11 +47,12 @@ def loopback() -> dict[int, PrivateConfig]:
 
 
 def test_a_client_without_weights_uses_those_of_the_nodes(
-    checkpoint: Path, client_folder: str, loopback: dict[int, PrivateConfig]
+    checkpoint: Path, client_folder: str, loopback: dict[int, PrivateConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In two sessions of the same nodes; then with weights of the client's own that are the same."""
     wanted = tiny.build("llama").generate(IDS, **HOW)
     own = [str(checkpoint)] * PLAN.alpha
+    monkeypatch.delattr(Nodes, "_send_weight")  # nobody uploads
     with serving(loopback, 3, own):
         for _ in range(2):
             with AutoPrivateModelForCausalLM.from_pretrained(client_folder, loopback[CLIENT]) as private:
@@ -61,11 +63,8 @@ def test_a_client_without_weights_uses_those_of_the_nodes(
 
 def other(folder: Path, name: str) -> str:
     """A checkpoint that is not the one of `checkpoint`."""
-    kind, how = {
-        "weights": ("llama", {"seed": 1}),
-        "settings": ("llama", {"rms_norm_eps": 0.1}),
-        "model": ("gpt2", {}),
-    }[name]
+    changes = {"weights": ("llama", {"seed": 1}), "settings": ("llama", {"rms_norm_eps": 0.1}), "model": ("gpt2", {})}
+    kind, how = changes[name]
     tiny.build(kind, **how).save_pretrained(folder / name)
     return str(folder / name)
 
