@@ -2,75 +2,88 @@
 
 Row r of a CompNode gets, for every query shard k, the attention of its query over the keys of shard k up to r. At
 layer 0 keys and values are functions of single tokens, so between two of its rows only the new tokens of shard k
-are unknown: V^g candidates for g of them, shard by shard, whatever the other shards hold.
+are unknown: V^g candidates for g of them, shard by shard, whatever the other shards hold. A result is a sum of its
+tokens' parts, so a table of V parts for each position is made once and candidates cost a matrix product. `row_space`
+needs no such search; this is the theorem's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from private_llm.attacks.vocab_matching import candidates
-from private_llm.sharded.attention import Piece, attend
-from private_llm.sharding import ShardingPlan
-
-KeysValues = Callable[[int, Tensor], tuple[Tensor, Tensor]]
-"""(position, token ids [K]) to layer 0's keys and values of these tokens there: [G, K, D] and [G, K, E]."""
+from private_llm.attacks.rows import ALIKE, Attacked, Row
+from private_llm.attacks.view import View, parts, rest
+from private_llm.attacks.vocab_matching import Progress, candidates
 
 
-@dataclass(frozen=True)
-class View:
-    """What one CompNode sees of layer 0: its tokens, its queries [H, D] and, by shard, (out [H, E], lse [H])."""
+def search_results(
+    view: View, model: Attacked, found: Mapping[int, int], vocabulary: Tensor, budget: int,
+    progress: Progress | None = None,
+) -> tuple[dict[int, int], int]:  # fmt: skip
+    """Tokens by position beyond `found`, and how many candidates were tried: at most `budget` for each gap of a shard.
 
-    tokens: Mapping[int, int]
-    queries: Mapping[int, Tensor]
-    results: Mapping[tuple[int, int], Piece]
-
-
-def match_results(
-    plan: ShardingPlan, view: View, keys_values: KeysValues, scale: float, vocabulary: Tensor, budget: int
-) -> dict[int, int]:
-    """Tokens by position, the CompNode's own and those it finds: at most `budget` candidates for each gap of a shard.
-
-    A shard whose next gap is beyond the budget is given up.
+    A shard is given up where its next gap is beyond the budget or no candidate comes near what was received.
     """
-    found = dict(view.tokens)
-    rows = sorted(view.tokens)
-    for shard in range(plan.beta):
-        for row in rows:
-            positions = plan.rows_of_shard(shard, 0, row + 1)
-            unknown = [p for p in positions if p not in found]
-            if unknown:
-                if len(vocabulary) ** len(unknown) > budget:
-                    break
-                found.update(_best(view, row, shard, positions, unknown, found, keys_values, scale, vocabulary))
-    return found
+    tokens = dict(found)
+    known = known_rows(view, model, tokens)
+    tried = 0
+    for shard in range(view.plan.beta):
+        for row in sorted(r for r, s in view.results if s == shard):
+            unknown = [p for p in view.visible(row, shard) if p not in tokens]
+            if not unknown:
+                continue
+            count = len(vocabulary) ** len(unknown)
+            if count > budget:
+                break
+            best = _best(view, row, shard, unknown, known, model, vocabulary, progress)
+            tried += count
+            if best is None:
+                break
+            tokens |= best
+            known |= known_rows(view, model, best)
+    return {p: token for p, token in tokens.items() if p not in found}, tried
+
+
+def known_rows(view: View, model: Attacked, tokens: Mapping[int, int]) -> dict[int, Row]:
+    """Layer-0 rows of known tokens: those that were seen, else computed."""
+    made = {}
+    for position, token in tokens.items():
+        if position in view.rows:
+            made[position] = view.rows[position]
+        else:
+            q, k, v = model.alone(position, torch.tensor([token]))
+            made[position] = q[0], k[0], v[0]
+    return made
 
 
 def _best(
-    view: View, row: int, shard: int, positions: Sequence[int], unknown: Sequence[int], found: Mapping[int, int],
-    keys_values: KeysValues, scale: float, vocabulary: Tensor,
-) -> dict[int, int]:  # fmt: skip
-    """The tails of `unknown` positions whose attention comes nearest to what the row received."""
-    query = view.queries[row]
-    out, lse = view.results[row, shard]
-    best, smallest = {}, float("inf")
-    for tails in candidates(vocabulary, len(unknown)):
-        keys, values = [], []
-        for position in positions:
-            known = found.get(position)
-            ids = tails[:, unknown.index(position)] if known is None else torch.full((len(tails),), known)
-            k, v = keys_values(position, ids)
-            keys.append(k.transpose(0, 1))
-            values.append(v.transpose(0, 1))
-        many = query.expand(len(tails), *query.shape).unsqueeze(2)
-        made, sums = attend(many, torch.stack(keys, 2), torch.stack(values, 2), None, scale)
-        distance = (made[:, :, 0] - out).abs().sum((1, 2)) + (sums[:, :, 0] - lse).abs().sum(1)
+    view: View, row: int, shard: int, unknown: Sequence[int], known: Mapping[int, Row], model: Attacked,
+    vocabulary: Tensor, progress: Progress | None,
+) -> dict[int, int] | None:  # fmt: skip
+    """Tokens of the `unknown` positions whose parts sum up nearest (L2) to what the row received, if near."""
+    goal = rest(view, row, shard, known).flatten()
+    tables = [parts(view, row, shard, p, *model.alone(p, vocabulary)[1:]).flatten(1) for p in unknown]
+    last = tables[-1]
+    norms = last.square().sum(1)
+    best: list[int] = []
+    smallest = float("inf")
+    places = torch.arange(len(vocabulary))
+    heads = candidates(places, len(unknown) - 1) if len(unknown) > 1 else iter([places[:1].unsqueeze(1)[:, :0]])
+    for head in heads:
+        left = goal - sum(
+            (table[head[:, i]] for i, table in enumerate(tables[:-1])), start=torch.zeros(len(head), len(goal))
+        )
+        # |left - last|^2 for all pairs, by one matrix product
+        distance = left.square().sum(1, keepdim=True) + norms - 2 * left @ last.T
         index = int(distance.argmin())
-        if float(distance[index]) < smallest:
-            smallest = float(distance[index])
-            best = {position: int(token) for position, token in zip(unknown, tails[index], strict=True)}
-    return best
+        if float(distance.view(-1)[index]) < smallest:
+            smallest = float(distance.view(-1)[index])
+            best = [*head[index // len(last)].tolist(), index % len(last)]
+        if progress is not None:
+            progress(len(head) * len(last))
+    if smallest > (ALIKE * float(goal.norm())) ** 2:
+        return None
+    return {position: int(vocabulary[index]) for position, index in zip(unknown, best, strict=True)}

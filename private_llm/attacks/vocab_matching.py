@@ -1,8 +1,8 @@
-"""Vocab-matching: tokens from hidden states of a causal model, by trying all candidates (Cascade, section 4).
+"""Vocab-matching: tokens from rows of a causal model's layer, by trying all candidates (Cascade, section 4).
 
-A hidden state at position p depends on tokens up to p alone, and almost never on two different texts alike. With the
-text before known, all V continuations are run and the nearest state wins: V candidates a position when every state
-is seen, V^g for a gap of g when only some are. States in unknown order are matched against all that are left.
+A row at position p depends on tokens up to p alone, and almost never on two different texts alike. With the text
+before known, all V continuations are run and the nearest row wins: V candidates a position when every row is seen,
+V^g where g unknown tokens lie between two that are. Rows in unknown order are matched against all that are left.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from torch import Tensor
 from private_llm.errors import DomainError
 
 States = Callable[[Sequence[int], Tensor], Tensor]
-"""(known tokens, tails [K, g]) to the attacked layer's states at the last position of each tail: [K, d]."""
+"""(known tokens, tails [K, g]) to the numbers seen of the last position of each tail: [K, d]."""
 
-CHUNK = 4096
-"""Candidates in one call."""
+Progress = Callable[[int], None]
+"""Told how many more candidates were tried."""
+
+CHUNK = 1024
+"""Candidates in one call (measured: larger ones fall out of the processor's caches)."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Recovered:
     """What an attack found.
 
     tokens: from the front of the text. candidates: how many were tried. stopped_at: the position whose gap was beyond
-    the budget (None: all states were used). distances: L1 distance of each match.
+    the budget, or for which no candidate came near (None: all rows were used). distances: L1 distance of each match.
     """
 
     tokens: tuple[int, ...]
@@ -36,40 +39,70 @@ class Recovered:
     distances: tuple[float, ...]
 
 
-def cost_bound(positions: Sequence[int], vocabulary: int) -> int:
-    """Candidates that the generalised attack tries at most: sum of V^gap (Algorithm 1)."""
-    ordered = sorted(positions)
-    return sum(vocabulary ** (b - a) for a, b in zip([-1, *ordered], ordered, strict=False))
+def unknown_between(seen: Sequence[int], known: Sequence[int] = ()) -> list[int]:
+    """Unknown tokens that each seen position adds to those before it: the exponents of the generalised attack.
 
-
-def match_states(seen: Mapping[int, Tensor], states: States, vocabulary: Tensor, budget: int) -> Recovered:
-    """The generalised attack: `seen` maps positions (from 0) to their states [d]; at most `budget` candidates in all.
-
-    vocabulary: the token ids that are tried (all of them, or those an attacker deems likely). Stops before the first
-    gap whose V^gap candidates the rest of the budget does not cover.
+    known: positions whose tokens the attacker has. One that is seen counts unless it is known.
     """
+    before = -1
+    counts = []
+    for position in sorted(seen):
+        counts.append(sum(1 for p in range(before + 1, position + 1) if p not in known))
+        before = position
+    return counts
+
+
+def cost_bound(seen: Sequence[int], vocabulary: int, known: Sequence[int] = ()) -> int:
+    """Candidates that the generalised attack tries at most: sum of V^(unknown tokens) (Algorithm 1)."""
+    return sum(vocabulary**count for count in unknown_between(seen, known) if count)
+
+
+def match_states(
+    seen: Mapping[int, Tensor], states: States, vocabulary: Tensor, budget: int,
+    known: Mapping[int, int] | None = None, alike: float = float("inf"), progress: Progress | None = None,
+) -> Recovered:  # fmt: skip
+    """The generalised attack: `seen` maps positions (from 0) to what is seen of them [d].
+
+    vocabulary: token ids that are tried (all, or those an attacker deems likely). known: tokens that need no search.
+    budget: candidates for each gap at most; the attack ends before the first gap that needs more, and where the
+    nearest candidate is farther than `alike` times the row's L1 norm (the true token is not in `vocabulary`).
+    """
+    given = known or {}
     tokens: list[int] = []
     distances: list[float] = []
     tried = 0
     for position in sorted(seen):
-        gap = position + 1 - len(tokens)
-        if len(vocabulary) ** gap > budget - tried:
+        while len(tokens) <= position and len(tokens) in given:
+            tokens.append(given[len(tokens)])  # run once with the text before, not with every candidate
+        gap = range(len(tokens), position + 1)
+        unknown = [p - len(tokens) for p in gap if p not in given]
+        count = len(vocabulary) ** len(unknown)
+        if count > budget:
             return Recovered(tuple(tokens), tried, position, tuple(distances))
-        tail, distance = _nearest(tokens, gap, seen[position], states, vocabulary)
-        tried += len(vocabulary) ** gap
-        tokens += tail
+        if not unknown:
+            continue
+        frame = torch.tensor([given.get(p, 0) for p in gap])
+        tail, distance = _nearest(tokens, frame, unknown, seen[position], states, vocabulary, progress)
+        tried += count
+        if distance > alike * float(seen[position].abs().sum()):
+            return Recovered(tuple(tokens), tried, position, tuple(distances))
         distances.append(distance)
+        tokens += tail.tolist()
     return Recovered(tuple(tokens), tried, None, tuple(distances))
 
 
-def match_permuted(rows: Tensor, states: States, vocabulary: Tensor) -> Recovered:
-    """States of all positions in unknown order, rows [n, d]: each step takes the nearest (token, row) pair."""
+def match_permuted(rows: Tensor, states: States, vocabulary: Tensor, progress: Progress | None = None) -> Recovered:
+    """Rows of all positions in unknown order, [n, d]: each step takes the nearest (token, row) pair."""
     left = list(range(len(rows)))
     tokens: list[int] = []
     distances: list[float] = []
     for _ in range(len(rows)):
-        made = torch.cat([states(tokens, tails) for tails in candidates(vocabulary, 1)])
-        distance = torch.cdist(made.double(), rows[left].double(), p=1.0)
+        parts = []
+        for tails in candidates(vocabulary, 1):
+            parts.append(torch.cdist(states(tokens, tails), rows[left], p=1.0))
+            if progress is not None:
+                progress(len(tails))
+        distance = torch.cat(parts)
         best = int(distance.argmin())
         tokens.append(int(vocabulary[best // len(left)]))
         distances.append(float(distance.view(-1)[best]))
@@ -89,12 +122,18 @@ def candidates(vocabulary: Tensor, gap: int) -> Iterator[Tensor]:
 
 
 def _nearest(
-    tokens: Sequence[int], gap: int, wanted: Tensor, states: States, vocabulary: Tensor
-) -> tuple[list[int], float]:
-    best: tuple[list[int], float] = ([], float("inf"))
-    for tails in candidates(vocabulary, gap):
-        distance = (states(tokens, tails) - wanted).abs().sum(-1)
+    tokens: Sequence[int], frame: Tensor, unknown: Sequence[int], wanted: Tensor, states: States, vocabulary: Tensor,
+    progress: Progress | None,
+) -> tuple[Tensor, float]:  # fmt: skip
+    """`frame` [g] with its `unknown` places filled by the candidates whose row is nearest, and the L1 distance."""
+    best, smallest = frame, float("inf")
+    for filling in candidates(vocabulary, len(unknown)):
+        tails = frame.repeat(len(filling), 1)
+        tails[:, unknown] = filling
+        distance = (states(tokens, tails) - wanted).abs_().sum(-1)
         index = int(distance.argmin())
-        if float(distance[index]) < best[1]:
-            best = tails[index].tolist(), float(distance[index])
-    return best
+        if float(distance[index]) < smallest:
+            best, smallest = tails[index], float(distance[index])
+        if progress is not None:
+            progress(len(filling))
+    return best, smallest
