@@ -10,6 +10,9 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 
+LONGEST = 1 << 20
+"""Positions of a text at most, and texts of a batch: nodes list positions before anything else could stop a step."""
+
 
 @dataclass(frozen=True)
 class AttentionCall:
@@ -52,6 +55,7 @@ class Step:
     """One forward: `new` positions after `past`, for `batch` texts.
 
     handle: the cache it continues (None: nothing is kept). padding: boolean [batch, past + new], False at padding.
+    Raises DomainError for numbers that are none or beyond `LONGEST`.
     """
 
     handle: int | None
@@ -59,6 +63,12 @@ class Step:
     past: int
     new: int
     padding: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 1), ("past", 0), ("new", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= LONGEST:
+                raise DomainError(f"{name} of a step: got {value!r}; want {least} to {LONGEST}")
 
     @property
     def total(self) -> int:
