@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from private_llm_hf import PrivateConfig
 from private_llm_hf.estimate import estimate, named_shape
+from transformers import GPT2Config
 
 from private_llm.bench.link import LinkSpeed
 from private_llm.bench.record import Sending
@@ -16,7 +17,7 @@ from private_llm.commands.hardware import Hardware
 from private_llm.commands.plot_nodes import MOST_ROWS, chosen, worked
 from private_llm.net.transport import CLIENT
 from private_llm.sharded.audit import audit
-from private_llm.sharded.cost import Stage
+from private_llm.sharded.cost import Stage, paper_seconds
 from private_llm.sharding import ShardingPlan
 from tests.test_cli import Run, checkpoint, rows, run
 
@@ -52,6 +53,26 @@ def test_an_estimate_says_bytes_seconds_and_who_is_busiest(run: Run, checkpoint:
     assert "busiest node" in text
     assert "CompNode 1: " in text
     assert "equation (2)" in text
+
+
+def test_a_split_names_its_nodes_and_a_batch_counts(run: Run, tmp_path: Path) -> None:
+    """Two layers of GPT-2's kind, hidden 16 in 2 heads; one is behind the cut; 800 Mbit/s are 1e8 bytes a second."""
+    GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=24, n_positions=32).save_pretrained(tmp_path)
+    ask = ("--protocol", "trio", "--split", "1", "--plan", "3,3,1", "--seq", "13", "--batch", "2", *LINK)
+    (found,) = rows(run, "estimate", str(tmp_path), *ask)
+    layers = found["layers"]
+    assert isinstance(layers, list)
+    names = [layer["name"] for layer in layers]
+    assert {"transformer.h.0", "transformer.h.1", "states to the nodes"} <= set(names)
+    assert sum(layer["bytes"] for layer in layers) == found["bytes_total"]
+    assert isinstance(found["busiest"], dict)
+    assert str(found["busiest"]["node"]).startswith("CompNode")
+    longest = max(len(ShardingPlan(3, 3, 1).rows_of_comp(comp, 0, 13)) for comp in range(3))
+    expected = paper_seconds(3, 4, 8, 2, 2, 2 * longest, 2 * longest, 1e8, 0.01)
+    assert found["equation_2_seconds"] == pytest.approx(expected)
+    table = " ".join(run("estimate", str(tmp_path), *ask).split())
+    assert "1.0 GMAC/s per party, 1.0 GMAC/s per node" in table
+    assert "memory per party, weights" in table
 
 
 def test_the_busiest_node_is_the_one_that_takes_longest() -> None:

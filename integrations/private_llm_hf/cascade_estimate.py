@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,13 +19,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from private_llm.config import PrivateConfig
-from private_llm.net.ledger import Ledger
+from private_llm.net.ledger import CONTROL, Ledger
 from private_llm.net.transport import CLIENT, MetaTransport
 from private_llm.protocols.session import PlainClient
 from private_llm.ring.ring import Ring
 from private_llm.sharded.cost import HELD, Sent, Stage, attention_stages, cache_bytes
 from private_llm.sharded.exchange import Exchange
 from private_llm.sharded.facts import AttentionCall, Step
+from private_llm_hf.cascade_answers import Due
 from private_llm_hf.cascade_attention import attention_calls
 from private_llm_hf.cascade_client import Nodes, NodeStep
 from private_llm_hf.cascade_comp import CompNode, reads_last_token
@@ -43,15 +44,6 @@ AROUND = "input, head and output"
 Shapes = dict[str, tuple[int, ...]]
 
 
-class _Listening(Exchange):
-    """Attention without other nodes."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Checks the call, returns a tensor of the right shape."""
-        _, call = self._current(q, k, v)
-        return q.new_empty(*q.shape[:3], call.value_dim)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Forward:
     """What one CompNode's forward is: class and shapes of its outputs, multiply-adds by layer, layers that attend."""
@@ -65,16 +57,17 @@ class _Forward:
 class _MetaComp(CompNode):
     """A CompNode that notes which modules attend and how much its matrices multiply."""
 
-    def __init__(self, config: PrivateConfig, description: Message, calls: list[AttentionCall], shapes: Shapes) -> None:
-        plan = plan_of(config)
-        with torch.device("meta"):
-            weights = {name: torch.empty(shape) for name, shape in shapes.items()}
-            super().__init__(config, MetaTransport(0), description, _Listening(plan, MetaTransport(0), calls), weights)
-        self._plan, self._calls = plan, calls
-        self._names = {module: name for name, module in self._model.named_modules()}
+    def __init__(
+        self, config: PrivateConfig, description: Message, calls: Sequence[AttentionCall], shapes: Shapes
+    ) -> None:
+        links = MetaTransport(0)
+        meta = torch.device("meta")
+        weights = {name: torch.empty(shape, device=meta) for name, shape in shapes.items()}
+        super().__init__(config, links, description, Exchange(plan_of(config), links, calls), weights, meta)
+        self._names = {module: name for name, module in self.model.named_modules()}
         self._attended: list[str] = []
         self._macs: dict[str, int] = defaultdict(int)
-        for module in self._model.modules():
+        for module in self.model.modules():
             if isinstance(module, (nn.Linear, Conv1D)):
                 module.register_forward_hook(self._count)
 
@@ -84,24 +77,26 @@ class _MetaComp(CompNode):
     def attend(
         self, module: nn.Module, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, facts: dict[str, Any]
     ) -> Tensor:
-        """As a CompNode's."""
+        """Note it, and go on without other nodes."""
         self._attended.append(layer_of(self._names[module]))
-        return super().attend(module, rows, mask, facts)
+        q, _, v = rows
+        return q.new_empty(*q.shape[:3], v.shape[3])
 
-    def _inputs(self, source: str, batch: int, rows: int) -> dict[str, Tensor]:
-        if source == "values":
-            return {"inputs_embeds": torch.empty(batch, rows, self._width)}
-        if self._behind is not None:
-            self._behind.rows = torch.empty(batch, rows, self._behind.width)
-        return {"input_ids": torch.zeros(batch, rows, dtype=torch.int64)}
-
-    def look(self, node: int, step: Step, message: Message) -> _Forward:
-        """One forward of CompNode `node`."""
-        self._exchange = _Listening(self._plan, MetaTransport(node), self._calls)
+    def look(self, source: str, batch: int, rows: int, wanted: int) -> _Forward:
+        """One forward on so many rows, with logits of so many of them."""
         self._attended.clear()
         self._macs.clear()
-        with torch.device("meta"), torch.no_grad():
-            kind, outputs = self.run(step, message)
+        numbers = torch.zeros(batch, rows, dtype=torch.int64, device="meta")
+        given = {"input_ids": numbers, "attention_mask": numbers}
+        if source == "values":
+            given["inputs_embeds"] = torch.empty(batch, rows, self._width, device="meta")
+            del given["input_ids"]
+        elif self._behind is not None:
+            self._behind.rows = torch.empty(batch, rows, self._behind.width, device="meta")
+        if "position_ids" in self._accepts:
+            given["position_ids"] = numbers
+        with torch.no_grad():
+            kind, outputs = self._forward(given, torch.zeros(wanted, dtype=torch.int64, device="meta"))
         shapes = {name: value.shape for name, value in outputs.items()}
         return _Forward(kind, shapes, dict(self._macs), tuple(self._attended))
 
@@ -138,39 +133,48 @@ class MetaNodes(Nodes):
         behind = None if cut is None else cut.facts()
         description = {**describe(kind, settings), "accepts": accepts, "behind": behind}
         self._comp = _MetaComp(config, description, self.calls, kept)
-        self._known: dict[tuple[object, ...], _Forward] = {}
+        self._known: dict[tuple[str, int, int, int], _Forward] = {}
         self._progress = progress
         self._kept: dict[int, tuple[int, int]] = {}
         self._weight_bytes = HELD * sum(torch.Size(shape).numel() for shape in kept.values())
         self._forwards: list[list[Stage]] = []
+        self._source, self._before = "", self._sent()
 
     def run(self, step: NodeStep, source: str, feed: Callable[[int, list[int]], None]) -> tuple[str, dict[str, Tensor]]:
         """As `Nodes.run`."""
-        before = dict(self._transport.ledger.sent)
+        self._source, self._before = source, self._sent()
         with self._transport.ledger.scope(AROUND):
-            for node, rows in step.rows.items():
-                feed(node, rows)
-        given = {(CLIENT, key[2]): count - before.get(key, 0) for key, count in self._transport.ledger.sent.items()}
-        looks = {node: self._look(step, source, node) for node in step.rows}
-        self._forwards.append(self._stages(step, {link: count for link, count in given.items() if count}, looks))
+            return super().run(step, source, feed)
+
+    def _sent(self) -> Counter[tuple[int, int]]:
+        """What the client has sent so far, without commands."""
+        sent: Counter[tuple[int, int]] = Counter()
+        for (_, what, to), count in self._transport.ledger.sent.items():
+            if what != CONTROL:
+                sent[CLIENT, to] += count
+        return sent
+
+    def _outputs(self, step: NodeStep) -> tuple[str, list[tuple[Due, dict[str, Tensor]]]]:
+        """Zeros in place of answers, after the forward was counted."""
+        looks = {node: self._look(step, node) for node in step.rows}
+        self._forwards.append(self._stages(step, self._sent() - self._before, looks))
         if step.handle is not None:
-            self._lengths[step.handle] = step.total
             self._kept[step.handle] = (step.batch, step.total)
         self._progress()
-        zeros = {node: {n: torch.zeros(()).expand(s) for n, s in look.outputs.items()} for node, look in looks.items()}
-        return next(iter(looks.values())).kind, self._merge(zeros, step)
+        zero = torch.zeros(())
+        found = [
+            (step.due(rows), {name: zero.expand(shape) for name, shape in looks[node].outputs.items()})
+            for node, rows in step.rows.items()
+        ]
+        return next(iter(looks.values())).kind, found
 
-    def _look(self, step: NodeStep, source: str, node: int) -> _Forward:
+    def _look(self, step: NodeStep, node: int) -> _Forward:
         """Costs depend on how many rows there are and how many are wanted, not on which."""
-        wanted = [step.past + row for row in step.rows[node] if step.past + row in step.wanted]
-        key = (step.batch, len(step.rows[node]), len(wanted), source)
-        if key not in self._known:
-            message = {
-                "input": source, "rows": len(step.rows[node]), "wanted": wanted, "token_type_ids": None,
-                "positions": step.positions[:, step.rows[node]].to("meta"),
-            }  # fmt: skip
-            self._known[key] = self._comp.look(node, Step(step.handle, step.batch, step.past, step.new), message)
-        return self._known[key]
+        due = step.due(step.rows[node])
+        size = (self._source, step.batch, len(due.rows), len(due.wanted))
+        if size not in self._known:
+            self._known[size] = self._comp.look(*size)
+        return self._known[size]
 
     def _stages(self, step: NodeStep, given: Sent, looks: Mapping[int, _Forward]) -> list[Stage]:
         """One forward: inputs, two stages for each attention, outputs with what is computed outside the layers."""
