@@ -35,18 +35,35 @@ def send_floats(
 
 def recv_floats(transport: Transport, frm: int, tag: str, expected: Sequence[Expected]) -> list[Tensor]:
     """The tensors of one message as float32, in the order sent."""
-    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in expected]
+    kinds = [dtype for _, dtype in expected]
+    counts = [math.prod(shape) for shape, _ in expected]
+    sizes = [count * dtype.itemsize for count, dtype in zip(counts, kinds, strict=True)]
     joined = transport.recv(frm, tag, (sum(sizes),), torch.uint8)
     with transport.ledger.timing("serialising"):
-        parts = zip(joined.split(sizes), expected, strict=True)
-        return [part.view(dtype).view(shape).float() for part, (shape, dtype) in parts]
+        if len(set(kinds)) == 1:
+            parts = joined.view(kinds[0]).split_with_sizes(counts)
+        else:
+            parts = [part.view(dtype) for part, dtype in zip(joined.split_with_sizes(sizes), kinds, strict=True)]
+        return [_unfolded(part, shape) for part, (shape, _) in zip(parts, expected, strict=True)]
 
 
 def _packed(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
-    """Layout, number type and place in the message change in one copy."""
-    types = [dtype or tensor.dtype for tensor in tensors]
-    sizes = [tensor.numel() * kind.itemsize for tensor, kind in zip(tensors, types, strict=True)]
-    message = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
-    for part, kind, tensor in zip(message.split(sizes), types, tensors, strict=True):
-        part.view(kind).view(tensor.shape).copy_(tensor)
-    return message
+    """Few operations, because a decode step's messages are small: tensors of one type are joined before anything else.
+
+    Four-dimensional tensors [B, heads, n, D] travel as [B, n, heads, D], the order in which models make them.
+    """
+    flat = [(tensor.transpose(1, 2) if tensor.dim() == 4 else tensor).reshape(-1) for tensor in tensors]
+    if len({part.dtype for part in flat}) == 1:
+        joined = torch.cat(flat)
+        return (joined if dtype is None else joined.to(dtype)).view(torch.uint8)
+    return torch.cat([(part if dtype is None else part.to(dtype)).contiguous().view(torch.uint8) for part in flat])
+
+
+def _unfolded(part: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of a message as float32 in its own shape."""
+    if len(shape) == 4:
+        batch, heads, rows, size = shape
+        part = part.view(batch, rows, heads, size).transpose(1, 2)
+    else:
+        part = part.view(shape)
+    return part if part.dtype == torch.float32 else part.float()
