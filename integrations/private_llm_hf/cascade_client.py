@@ -7,7 +7,7 @@ positions, padding. Nodes that have nothing to do in a step hear nothing of it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from private_llm.sharded.audit import refuse_weak
 from private_llm.sharded.wire import recv_floats, send_floats
 from private_llm.sharding import ShardingPlan
 from private_llm_hf.architectures import architecture, positions_by_mask
+from private_llm_hf.cascade_answers import Answer, Due, check_equal, in_order, read_answer
 from private_llm_hf.cascade_attention import attention_calls
 from private_llm_hf.cascade_comp import reads_last_token
 from private_llm_hf.cascade_cut import Cut
@@ -67,10 +68,6 @@ def check_sharding(
             raise PatchMismatch(f"{cls.__name__}: {len(calls)} attention calls in a forward; a split needs one a layer")
 
 
-_BY_ROW = ("last_hidden_state", "start_logits", "end_logits")
-"""Outputs with an entry for each position; logits have one if they are three-dimensional."""
-
-
 @dataclass(frozen=True)
 class NodeStep:
     """One forward as the client plans it: `new` positions after `past`, and whose they are.
@@ -93,6 +90,11 @@ class NodeStep:
     def total(self) -> int:
         """Positions so far."""
         return self.past + self.new
+
+    def due(self, rows: Sequence[int]) -> Due:
+        """What the CompNode of these rows owes."""
+        positions = tuple(self.past + row for row in rows)
+        return Due(self.batch, positions, tuple(p for p in positions if p in self.wanted))
 
 
 class Nodes(Parties):
@@ -213,17 +215,18 @@ class Nodes(Parties):
                 types = step.token_types
                 mine = {
                     "input": source, "rows": len(rows), "positions": step.positions[:, rows],
-                    "wanted": [step.past + row for row in rows if step.past + row in step.wanted],
+                    "wanted": list(step.due(rows).wanted),
                     "token_type_ids": None if types is None else types[:, rows],
                 }  # fmt: skip
                 send_message(self._transport, node, {**facts, **mine})
                 feed(node, rows)
-            found = [self._outputs(node, step) for node in step.rows]
-            kind = check_equal({self._transport.name_of(node): answer for node, (answer, _) in zip(step.rows, found)})
+            kind, found = self._outputs(step)
         if step.handle is not None:
             self._lengths[step.handle] = step.total
-        kinds = {kind for kind, _ in answers.values()}
-        return kinds.pop(), self._merge({n: found for n, (_, found) in answers.items()}, step)
+        merged = in_order(found)
+        if self._last_only:
+            merged["logits"] = merged["logits"][:, 0]
+        return kind, merged
 
     def _positions(self, past: int, total: int, batch: int, padding: Tensor | None) -> Tensor:
         """Position numbers as the model itself would make them: by place, or for some families by unmasked place."""
@@ -252,29 +255,18 @@ class Nodes(Parties):
             send_message(self._transport, node, {**step, "free": self._gone[node]})
             self._gone[node] = []
 
-    def _outputs(self, node: int) -> tuple[str, dict[str, Tensor]]:
-        answer = self._answer(node)
-        names = answer["outputs"]
-        found = recv_floats(self._transport, node, "outputs", [(tuple(shape), torch.float32) for _, shape in names])
-        return str(answer["class"]), {name: tensor for (name, _), tensor in zip(names, found, strict=True)}
-
-    def _merge(self, outputs: dict[int, dict[str, Tensor]], step: NodeStep) -> dict[str, Tensor]:
-        """Rows of all nodes in order; what has no rows (a pooled state) comes from the node of the first position."""
-        merged: dict[str, Tensor] = {}
-        first = self.plan.comp_of(0)
-        for name, example in next(iter(outputs.values())).items():
-            if name not in _BY_ROW and not (name == "logits" and example.dim() == 3):
-                merged[name] = outputs[first][name]
-                continue
-            rows: dict[int, Tensor] = {}
-            for node, found in outputs.items():
-                mine = [step.past + row for row in step.rows[node]]
-                kept = [p for p in mine if p in step.wanted] if name == "logits" else mine
-                rows.update(zip(kept, found[name].unbind(1), strict=True))
-            merged[name] = torch.stack([rows[position] for position in sorted(rows)], 1)
-        if self._last_only:
-            merged["logits"] = merged["logits"][:, 0]
-        return merged
+    def _outputs(self, step: NodeStep) -> tuple[str, list[tuple[Due, dict[str, Tensor]]]]:
+        """Class and outputs of the awake nodes. Raises TransportError, with its name, for one whose answer is odd."""
+        answers: dict[str, Answer] = {}
+        found = []
+        for node, rows in step.rows.items():
+            due = step.due(rows)
+            who = self._transport.name_of(node)
+            answer = answers[who] = read_answer(self._answer(node), due, who)
+            expected = [(shape, torch.float32) for shape in answer.shapes.values()]
+            tensors = recv_floats(self._transport, node, "outputs", expected)
+            found.append((due, dict(zip(answer.shapes, tensors, strict=True))))
+        return check_equal(answers), found
 
     def command(self, message: Message) -> None:
         """Cache management at the AttnNodes."""
