@@ -40,6 +40,7 @@ def recv_floats(transport: Transport, frm: int, tag: str, expected: Sequence[Exp
     sizes = [count * dtype.itemsize for count, dtype in zip(counts, kinds, strict=True)]
     joined = transport.recv(frm, tag, (sum(sizes),), torch.uint8)
     with transport.ledger.timing("serialising"):
+        parts: Sequence[Tensor]
         if len(set(kinds)) == 1:
             parts = joined.view(kinds[0]).split_with_sizes(counts)
         else:

@@ -1,4 +1,4 @@
-"""Real tensors between nodes come out as they went in: types, layouts, several receivers, no more bytes than numbers."""
+"""Real tensors between nodes come out as they went in: types, layouts, several receivers, exact bytes."""
 
 from __future__ import annotations
 
