@@ -145,10 +145,14 @@ def test_a_picture_of_many_nodes_shows_those_that_send_most_and_says_so() -> Non
     shown, title = chosen(PrivateConfig(protocol="cascade", plan=plan), sent)
     assert len(shown) == MOST_ROWS
     assert shown == [*range(8), *range(plan.nodes - 20, plan.nodes)]
-    assert "136 AttnNodes (the 20 that send most)" in title
+    assert title.endswith("8 CompNodes and 136 AttnNodes (20 AttnNodes that send most)")
     shown, title = chosen(PrivateConfig(protocol="cascade", plan=ShardingPlan(3, 4, 1)), {})
     assert shown == list(range(9))
     assert title.endswith("3 CompNodes and 6 AttnNodes")
+    shown, title = chosen(PrivateConfig(plan=ShardingPlan(3, 4, 1), split=2), {})
+    assert shown == list(range(3 + 9))
+    assert title.startswith("split=2")
+    assert title.endswith("behind 3 parties")
 
 
 def test_who_worked_is_who_sent_between_two_tokens() -> None:

@@ -38,7 +38,7 @@ def plot_nodes(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    sent = _sent(costs)
+    sent = _sent(costs, config)
     shown, title = chosen(config, {node: sum(parts.values()) for node, parts in sent.items()})
     names = [_name(config, node) for node in shown]
     height = 1.5 + 0.22 * len(shown)
@@ -65,15 +65,18 @@ def plot_nodes(
 
 def chosen(config: PrivateConfig, sent: dict[int, int]) -> tuple[list[int], str]:
     """Which endpoints a picture shows, in order, and a title that says so."""
-    plan, before = config.plan or ShardingPlan(), config.endpoints - (config.plan or ShardingPlan()).nodes
+    plan = config.plan or ShardingPlan()
+    before = config.endpoints - plan.nodes
     title = f"alpha={plan.alpha}, c={plan.c}, m={plan.m}: {plan.alpha} CompNodes and {plan.attn_nodes} AttnNodes"
+    if before:
+        title = f"split={config.split}, {title} behind {before} parties"
     first = before + plan.alpha
     attn = range(first, config.endpoints)
     room = max(MOST_ROWS - first, 4)
     if len(attn) <= room:
         return list(range(config.endpoints)), title
     most = sorted(attn, key=lambda node: (-sent.get(node, 0), node))[:room]
-    return [*range(first), *sorted(most)], f"{title} (the {room} that send most)"
+    return [*range(first), *sorted(most)], f"{title} ({room} AttnNodes that send most)"
 
 
 def worked(frames: Sequence[Sending], arrived: Sequence[float]) -> list[set[int]]:
@@ -85,14 +88,18 @@ def worked(frames: Sequence[Sending], arrived: Sequence[float]) -> list[set[int]
     return made
 
 
-def _sent(costs: Costs) -> dict[int, dict[str, int]]:
-    """Bytes by endpoint and by what they are."""
+def _sent(costs: Costs, config: PrivateConfig) -> dict[int, dict[str, int]]:
+    """Bytes by endpoint and by what they are; what the parties of a split send is of two kinds only."""
+    parties = config.endpoints - (config.plan or ShardingPlan()).nodes
     found: dict[int, dict[str, int]] = {}
     for ledger in costs.ledgers:
-        for (_, what, _to), count in ledger.sent.items():
-            if ledger.party != CLIENT:
-                mine = found.setdefault(ledger.party, {})
-                mine[what] = mine.get(what, 0) + count
+        for (_, what, to), count in ledger.sent.items():
+            if ledger.party == CLIENT:
+                continue
+            if ledger.party < parties:
+                what = "secret sharing" if to < parties or to == CLIENT else "states to the nodes"
+            mine = found.setdefault(ledger.party, {})
+            mine[what] = mine.get(what, 0) + count
     return found
 
 
