@@ -23,8 +23,8 @@ def attend(
     """q [B, H, n, D], k [B, G, s, D], v [B, G, s, E], allowed (boolean, broadcastable to [B, H, n, s]; None: all).
 
     bias [B or 1, H, s] is added to all scores of a key.
-    H is a multiple of G (grouped queries). Returns out [B, H, n, E] and lse [B, H, n], in the dtype of q. float32 on a
-    GPU takes one pass without a score matrix (kernels/triton_attention.py).
+    H is a multiple of G (grouped queries). Returns out [B, H, n, E] and lse [B, H, n], in the dtype of q. One pass
+    without a score matrix: float32 on a GPU (kernels/triton_attention.py); on a CPU PyTorch's own kernel, where it can.
     """
     batch, heads, rows, _ = q.shape
     groups, keys = k.shape[1], k.shape[2]
@@ -34,6 +34,8 @@ def attend(
         from private_llm.kernels import triton_attention  # Triton is there where GPUs are
 
         return triton_attention.attend(q, k, v, allowed, scale, softcap, bias)
+    if q.device.type == "cpu" and q.dtype.itemsize >= 4 and softcap is None and q.shape[-1] == v.shape[-1]:
+        return _in_one_pass(q, k, v, allowed, scale, bias)
     grouped = q.reshape(batch, groups, heads // groups * rows, q.shape[-1])
     scores = torch.matmul(grouped, k.transpose(-1, -2)).view(batch, heads, rows, keys) * scale
     if softcap is not None:
@@ -48,8 +50,22 @@ def attend(
     return out.view(batch, heads, rows, v.shape[-1]), lse
 
 
+def _in_one_pass(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float, bias: Tensor | None) -> Piece:
+    """`attend` by the kernel behind scaled_dot_product_attention, which also knows the log-sum-exp."""
+    added = None if bias is None else bias.unsqueeze(2)
+    if allowed is not None:
+        added = torch.where(allowed, q.new_zeros(()) if added is None else added, -torch.inf)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = kernel(q, k, v, 0.0, False, attn_mask=added, scale=scale)
+    if allowed is not None:
+        lse = lse.masked_fill(~allowed.any(-1), -torch.inf)  # the kernel says 0 of rows without keys
+    return out, lse
+
+
 def combine(pieces: Sequence[Piece]) -> Tensor:
     """The attention over all keys from pieces over disjoint keys, each (out [.., n, E], lse [.., n])."""
+    if len(pieces) == 1:
+        return pieces[0][0]
     lses = torch.stack([lse for _, lse in pieces])
     total = torch.logsumexp(lses, 0)
     weights = torch.exp(lses - torch.where(total.isinf(), 0.0, total))
