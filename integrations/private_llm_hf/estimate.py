@@ -26,7 +26,7 @@ from private_llm.errors import ConfigError
 from private_llm.net.transport import CLIENT, MetaTransport
 from private_llm.protocols.session import client_end, meta_session
 from private_llm.ring.ring import Ring
-from private_llm.sharded.cost import Stage
+from private_llm.sharded.cost import Stage, seconds_of
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.architectures import architecture
@@ -71,11 +71,6 @@ class LayerCost:
             return seconds_of(self.stages, bandwidth_mbit, latency_ms, gmacs)
         wire = max(self.sent.values(), default=0) * 8 / (bandwidth_mbit * 1e6)
         return self.rounds * latency_ms / 1e3 + wire + max(self.macs.values(), default=0) / (gmacs * 1e9)
-
-
-def seconds_of(stages: Iterable[Stage], bandwidth_mbit: float, latency_ms: float, gmacs: float) -> float:
-    """Stages one after the other."""
-    return sum(stage.seconds(bandwidth_mbit * 1e6 / 8, latency_ms / 1e3, gmacs * 1e9) for stage in stages)
 
 
 @dataclass(frozen=True)

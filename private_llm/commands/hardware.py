@@ -10,7 +10,7 @@ from private_llm.bench.link import LinkSpeed
 from private_llm.commands.doctor import float_speed, matmul_speed
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm.sharded.cost import Stage
+from private_llm.sharded.cost import Stage, seconds_of
 
 if TYPE_CHECKING:
     from private_llm_hf.estimate import LayerCost
@@ -49,8 +49,7 @@ class Hardware:
 
     def stages(self, stages: Sequence[Stage]) -> float:
         """Time of stages one after the other."""
-        rate, speed = self.link.bandwidth_mbit * 1e6 / 8, self.floats * 1e9
-        return sum(stage.seconds(rate, self.link.latency, speed) for stage in stages)
+        return seconds_of(stages, self.link.bandwidth_mbit, self.link.latency_ms, self.floats)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ to a CompNode comes from beta AttnNodes for each of its rows, through one card, 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from private_llm.sharded.facts import AttentionCall, Step
@@ -63,6 +63,11 @@ class Stage:
         """bandwidth: bytes a second in each direction; latency: seconds; speed: multiply-adds a second."""
         wire = max((card.most for card in cards(self.sent).values()), default=0) / bandwidth
         return (latency if self.sent else 0.0) + wire + max(self.macs.values(), default=0) / speed
+
+
+def seconds_of(stages: Iterable[Stage], bandwidth_mbit: float, latency_ms: float, gmacs: float) -> float:
+    """Stages one after the other, in the units that people name."""
+    return sum(stage.seconds(bandwidth_mbit * 1e6 / 8, latency_ms / 1e3, gmacs * 1e9) for stage in stages)
 
 
 def attention_stages(plan: ShardingPlan, call: AttentionCall, step: Step, layer: str = "") -> tuple[Stage, Stage]:
