@@ -13,7 +13,6 @@ from private_llm.commands.output import duration, emit_json, emit_table, progres
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError
 from private_llm.net.transport import CLIENT
-from private_llm.sharded.audit import audit
 from private_llm.sharded.cost import Card, Stage, cards, comp_sizes, paper_bytes, paper_seconds, shard_sizes
 from private_llm.sharded.wire import number_type
 from private_llm.sharding import ShardingPlan
@@ -156,20 +155,27 @@ def compare_plans(
     )  # fmt: skip
 
 
-def _row(work: Work, config: PrivateConfig, plan: ShardingPlan, hardware: Hardware) -> dict[str, Any]:
-    """Figures of one plan."""
+def _tried(work: Work, config: PrivateConfig, plan: ShardingPlan) -> tuple[Estimate, PrivateConfig, str]:
+    """The estimate, its settings, and whether a session would take this plan for such a text without being told to."""
     from private_llm_hf.estimate import estimate as run
 
     shape = shape_of(work.model)
-    sound = audit(plan).sound
-    verdict = "sound" if sound else "WEAK"
-    planned = dataclasses.replace(config, plan=dataclasses.replace(plan, accept_weak_plan=not sound))
+    verdict = "sound"
+    planned = dataclasses.replace(config, plan=dataclasses.replace(plan, accept_weak_plan=False))
     try:
-        found = run(*shape, planned, work.sequence, work.new, work.batch)
-    except DomainError:  # too few tokens for this plan; too many for the model is an error again
+        return run(*shape, planned, work.sequence, work.new, work.batch), planned, verdict
+    except ConfigError:
+        verdict = "WEAK"
+    except DomainError:
         verdict = "text too short"
-        planned = dataclasses.replace(config, plan=dataclasses.replace(plan, accept_weak_plan=True))
-        found = run(*shape, planned, work.sequence, work.new, work.batch)
+    # What is wrong with anything else than the plan is wrong again.
+    planned = dataclasses.replace(config, plan=dataclasses.replace(plan, accept_weak_plan=True))
+    return run(*shape, planned, work.sequence, work.new, work.batch), planned, verdict
+
+
+def _row(work: Work, config: PrivateConfig, plan: ShardingPlan, hardware: Hardware) -> dict[str, Any]:
+    """Figures of one plan."""
+    found, planned, verdict = _tried(work, config, plan)
     facts = sharding_facts(work, found, planned, hardware)
     held = [len(plan.held(node, work.sequence)) / work.sequence for node in range(plan.nodes)]
     return {
