@@ -23,7 +23,7 @@ from tests.hf import tiny
 from tests.hf.test_processes import parties
 from tests.hf.test_remote import free_ports
 
-PLAN = ShardingPlan(2, 3, 1)
+PLAN = ShardingPlan(2, 3, 1, accept_weak_plan=True)
 CONFIG = PrivateConfig(protocol="cascade", plan=PLAN, timeout_s=60)
 IDS = torch.arange(3, 20).view(1, -1)
 
@@ -89,7 +89,7 @@ def with_other(change: dict[str, object], number: int) -> Callable[..., str | No
     return run
 
 
-@pytest.mark.parametrize("plan", [ShardingPlan(2, 4, 1), ShardingPlan(2, 3, 1, wire="float16")], ids=str)
+@pytest.mark.parametrize("plan", [ShardingPlan(2, 4, 1, accept_weak_plan=True), replace(PLAN, wire="float16")], ids=str)
 def test_a_node_with_another_plan(monkeypatch: pytest.MonkeyPatch, plan: ShardingPlan) -> None:
     monkeypatch.setattr(launch, "run_party", with_other({"plan": plan}, 4))
     with pytest.raises(

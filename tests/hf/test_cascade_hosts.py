@@ -24,7 +24,7 @@ from tests.hf import tiny
 from tests.hf.test_remote import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
-PLAN = ShardingPlan(2, 3, 1)
+PLAN = ShardingPlan(2, 3, 1, accept_weak_plan=True)
 IDS = torch.arange(3, 20).view(1, -1)
 HOW = {"max_new_tokens": 4, "do_sample": False}
 
