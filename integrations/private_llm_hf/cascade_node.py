@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hmac
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ from private_llm_hf.costs import rows_of
 from private_llm_hf.held import HeldModel
 from private_llm_hf.serving import Pulse, serve_commands
 from private_llm_hf.wire import Message, recv_message, send_message
+
+MOST_POSITIONS = 1 << 20
+"""Positions that a text may have."""
 
 
 def agree(config: PrivateConfig, transport: Transport, others: list[int]) -> None:
@@ -55,7 +59,7 @@ class Node:
 
     def __init__(self, config: PrivateConfig, number: int, transport: Transport, held: HeldModel | None = None) -> None:
         """held: the model that this CompNode read itself."""
-        if config.device_map is not None:
+        if config.device_map is not None and config.protocol == "cascade":  # before a split the parties may have one
             raise ConfigError("device_map: a node keeps its model, or its cache, on one device; set device instead")
         self.plan = plan_of(config)
         before = config.endpoints - self.plan.nodes  # parties of a split
@@ -113,7 +117,7 @@ class Node:
             weights[header["weight"]] = raw.view(torch.float32)
 
     def _forward(self, message: Message) -> None:
-        batch, past, new = message["step"]
+        batch, past, new = _sizes(message["step"])
         step = Step(message["cache"], batch, past, new, message["padding"])
         if self._attn is not None:
             for handle in message["free"]:
@@ -146,6 +150,15 @@ class Node:
         send_message(self.transport, CLIENT, rows_of(self.transport.ledger))
         if message["reset"]:
             self.transport.ledger.reset()
+
+
+def _sizes(step: Sequence[object]) -> tuple[int, int, int]:
+    """Batch, positions before and new positions. Raises TransportError for what no text has, before lists are made."""
+    sizes = [size for size in step if isinstance(size, int)]
+    batch, past, new = sizes if len(sizes) == len(step) == 3 else (0, 0, 0)
+    if batch < 1 or past < 0 or not 1 <= new <= MOST_POSITIONS - past:
+        raise TransportError(f"step: got {step}; want a batch and up to {MOST_POSITIONS} positions, some of them new")
+    return batch, past, new
 
 
 def call_facts(calls: list[AttentionCall]) -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ from dataclasses import replace
 import pytest
 import torch
 from private_llm_hf import PrivateConfig, launch, patch
-from torch import Tensor
+from private_llm_hf.wire import send_message
+from torch import Tensor, nn
 
 from private_llm.errors import PartyFailed, PrivateLLMError, TransportError
 from private_llm.net import children
@@ -151,3 +152,30 @@ def test_a_node_that_starts_late() -> None:
     for thread in threads:
         thread.join(20)
     assert ended.count("session 1 ended") == PLAN.nodes
+
+
+def test_a_long_computation_is_not_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CompNode that computes for longer than the timeout says that it does."""
+    forward = nn.Linear.forward
+
+    def slow(self: nn.Linear, values: Tensor) -> Tensor:
+        if threading.current_thread().name == "party 0":
+            time.sleep(0.1)
+        return forward(self, values)
+
+    model = tiny.build("llama", num_hidden_layers=6)
+    with patch(model, replace(CONFIG, timeout_s=2)) as private:
+        monkeypatch.setattr(nn.Linear, "forward", slow)
+        start = time.monotonic()
+        private(IDS)
+        assert time.monotonic() - start > 2 * 2
+
+
+@pytest.mark.parametrize("step", [[1, 0, 10**12], [1, -1, 12], [0, 0, 12], [1, 12], [1, 0, "12"], [1, 1 << 20, 1]])
+def test_a_client_that_asks_for_the_impossible(step: list[object]) -> None:
+    private = patch(tiny.build("llama"), CONFIG)
+    transport = private.parties._transport
+    send_message(transport, 3, {"do": "forward", "cache": None, "step": step, "padding": None, "free": []})
+    with pytest.raises(TransportError, match=r"^AttnNode \(0, 1\) \(party 3\): step: got .*; want a batch and up to"):
+        private(IDS)
+    private.close()
