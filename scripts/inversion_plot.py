@@ -41,6 +41,7 @@ def plot(rows: Rows, path: Path) -> None:
             place.set_xlabel(unit)
             place.set_ylim(bottom=0)
         axes[line][0].set_ylabel(label)
+    figure.supxlabel("points: the learned attack; dashed: held tokens, elsewhere the commonest token", fontsize=9)
     figure.savefig(path, dpi=75)
     pyplot.close(figure)
 

@@ -239,7 +239,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--cpu", action="store_true", help="do not use an accelerator")
     add("--precision", default="bf16", choices=["no", "bf16"], help="autocast of the matrix products")
     add("--threads", type=int, help="torch threads (default: torch's own choice)")
-    for name, default in {"length": 256, "batch": 8, "rate": 5e-4, "decay": 0.01, "seed": 0}.items():
+    add("--rate", type=float, default=1.5e-3, help="peak learning rate (the default suits the bundled model)")
+    for name, default in {"length": 256, "batch": 8, "decay": 0.01, "seed": 0}.items():
         add(f"--{name}", type=type(default), default=default)
     if parser.parse_args(argv).tiny:
         parser.set_defaults(**TINY)

@@ -98,7 +98,5 @@ def reader_of(start: Inverter, before: SeenRows, after: SeenRows, ids: Tensor) -
     """The attacker `start`, which reads `before`, put to read `after`; ids [B, n]: texts to fit its adapter on."""
     rows = after(ids).flatten(0, 1)
     made = Inverter(start.body, rows.shape[-1], start.unseen.shape[0]).to(ids.device)
-    with torch.no_grad():
-        made.unseen.copy_(start.unseen)
-        made.imitate(rows, start.adapter(before(ids)).flatten(0, 1))
+    made.take_over(start, rows, before(ids).flatten(0, 1))
     return made

@@ -73,33 +73,44 @@ class Inverter(nn.Module):
     """Rows at held positions to logits of the tokens at all positions.
 
     body: rows [B, n, width] to logits [B, n, V], every position seeing all others. The adapter turns what the nodes
-    see (`seen` numbers a row) into rows for it; positions that they do not hold get one learned row.
+    see (`seen` numbers a row) into rows for it. Positions that they do not hold get one learned row, and a linear
+    function of what is held up to `reach` places away: much of what can be guessed at all depends on neighbours,
+    and this learns it at once where attention needs long.
     """
 
-    def __init__(self, body: nn.Module, seen: int, width: int) -> None:
+    def __init__(self, body: nn.Module, seen: int, width: int, reach: int = 8) -> None:
         super().__init__()
         self.body = body
         self.adapter = nn.Linear(seen, width)
         self.unseen = nn.Parameter(torch.zeros(width))
+        self.near = nn.Conv1d(seen + 1, width, 2 * reach + 1, padding=reach, bias=False)
+        nn.init.zeros_(self.near.weight)
 
     def forward(self, seen: Tensor, held: Tensor) -> Tensor:
         """seen [B, n, seen] and held, bool [B, n], to logits [B, n, V]; rows that are not held are not looked at."""
         if held.shape != seen.shape[:2]:
             raise DomainError(f"held: got shape {tuple(held.shape)}; want {tuple(seen.shape[:2])}")
-        rows = torch.where(held.unsqueeze(-1), self.adapter(seen), self.unseen)
-        logits: Tensor = self.body(rows)
+        flags = held.unsqueeze(-1)
+        visible = torch.where(flags, F.pad(seen, (0, 1), value=1.0), 0.0)
+        near = self.near(visible.transpose(1, 2)).transpose(1, 2)
+        logits: Tensor = self.body(torch.where(flags, self.adapter(visible[..., :-1]), self.unseen + near))
         return logits
 
     @torch.no_grad()
-    def imitate(self, seen: Tensor, rows: Tensor) -> None:
-        """Set the adapter to what comes nearest (least squares) to `rows` [N, width], given `seen` [N, seen].
+    def take_over(self, start: Inverter, seen: Tensor, before: Tensor) -> None:
+        """Read what `start` reads: rows [N, seen] to which its rows `before` [N, its seen] are fitted (least squares).
 
-        With rows that the body can already read, training starts from an attack that knows most held tokens.
+        Training then begins with an attack that knows most held tokens, whatever layer the rows are of.
         """
         inputs = F.pad(seen.double().cpu(), (0, 1), value=1.0)
-        solution = torch.linalg.lstsq(inputs, rows.double().cpu(), driver="gelsd").solution
-        self.adapter.weight.copy_(solution[:-1].T)
-        self.adapter.bias.copy_(solution[-1])
+        fitted = torch.linalg.lstsq(inputs, before.double().cpu(), driver="gelsd").solution
+        lift = F.pad(fitted, (0, 1))
+        lift[-1, -1] = 1.0
+        weight, bias = start.adapter.weight.double().cpu(), start.adapter.bias.double().cpu()
+        self.adapter.weight.copy_(weight @ fitted[:-1].T)
+        self.adapter.bias.copy_(weight @ fitted[-1] + bias)
+        self.near.weight.copy_(torch.einsum("wok,io->wik", start.near.weight.double().cpu(), lift))
+        self.unseen.copy_(start.unseen)
 
 
 def loss_of(logits: Tensor, ids: Tensor) -> Tensor:

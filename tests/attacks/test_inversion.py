@@ -151,6 +151,35 @@ def test_an_attacker_that_changes_layers_reads_the_same_tokens(model: PreTrained
     assert float((read == fresh).double().mean()) > 0.9
 
 
+def test_rows_that_say_the_same_are_read_the_same() -> None:
+    """New rows that are an invertible function of the old ones: the attacker that takes over gives the same logits."""
+    chance = torch.Generator().manual_seed(0)
+    width, n = 6, 12
+    start = Inverter(Mixer(width, 9), width, width, reach=3)
+    for parameter in (start.adapter.weight, start.adapter.bias, start.near.weight, start.unseen):
+        nn.init.normal_(parameter, generator=chance)
+    before = torch.normal(0.0, 1.0, (4, n, width), generator=chance)
+    after = before @ torch.normal(0.0, 1.0, (width, width), generator=chance) + 2.0
+    made = Inverter(start.body, width, width, reach=3)
+    made.take_over(start, after.flatten(0, 1), before.flatten(0, 1))
+    held = any_comp(PLANS[0]).masks(n)[[0, 1, 2, 0]]
+    with torch.no_grad():
+        assert torch.allclose(made(after, held), start(before, held), atol=1e-3)
+
+
+def test_an_unheld_position_hears_its_neighbours_even_without_attention() -> None:
+    attacker = Inverter(nn.Identity(), 2, 2, reach=2)
+    nn.init.ones_(attacker.near.weight)
+    seen, held = torch.zeros(1, 9, 2), torch.zeros(1, 9, dtype=torch.bool)
+    held[0, 4] = True
+    with torch.no_grad():
+        changed = (attacker(seen + 1.0, held) - attacker(seen, held)).abs().amax(-1)[0]
+        alone = attacker(seen, torch.zeros_like(held))
+    assert (changed[[2, 3, 5, 6]] > 0).all()
+    assert (changed[[0, 1, 7, 8]] == 0).all()
+    assert (alone == 0).all()  # no row is held: only the learned one, here zero
+
+
 # -- learning ------------------------------------------------------------------------------------------------------
 def test_a_small_attacker_learns_what_is_held_and_what_follows_from_it() -> None:
     """Texts in which every token is repeated: one of two nodes of clusters of one gives the whole text away."""
