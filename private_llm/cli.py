@@ -168,17 +168,23 @@ def generate(
 def audit(
     plan: Annotated[str, typer.Argument(help="alpha,c,m[,rho], for instance 8,8,2.")],
     colluding: Annotated[str, typer.Option(help="Endpoint numbers of nodes that share what they see: 0,1.")] = "",
+    split: Annotated[bool, typer.Option("--split", help="The first layers run under secret sharing.")] = False,
+    bidirectional: Annotated[bool, typer.Option("--bidirectional", help="An encoder: no causal mask.")] = False,
+    length: Annotated[int | None, typer.Option(help="Tokens of the text (default: four periods of the plan).")] = None,
+    known_prefix: Annotated[int, typer.Option(help="Tokens at the front that everybody knows, or padding.")] = 0,
     as_json: Json = False,
 ) -> None:
     """What a sharding plan (protocol 'cascade') protects: gaps, cost of the cheapest attack, verdict."""
     from private_llm.commands.audit import audit as run
+    from private_llm.sharded.audit import Setting
 
     if not plan:
         raise ConfigError("plan: got an empty text; want alpha,c,m or alpha,c,m,rho, for instance 8,8,2")
     numbers = [node.strip() for node in colluding.split(",")] if colluding else []
     if not all(node.isdecimal() for node in numbers):
         raise ConfigError(f"colluding: got {colluding!r}; want endpoint numbers, for instance 0,1")
-    run(ShardingPlan(**_plan(plan)["plan"]), [int(node) for node in numbers], as_json)
+    setting = Setting(split, not bidirectional, length, known_prefix)
+    run(ShardingPlan(**_plan(plan)["plan"]), [int(node) for node in numbers], setting, as_json)
 
 
 @app.command()

@@ -10,13 +10,15 @@ from torch import Tensor
 from private_llm.attacks.partial_results import search_results
 from private_llm.attacks.row_space import read_from_front, read_results
 from private_llm.attacks.rows import ALIKE, Attacked, flat, match_rows, one
-from private_llm.attacks.view import View, visible
+from private_llm.attacks.sparse_totals import read_totals
+from private_llm.attacks.view import ALL, View, result_shards, visible
 from private_llm.attacks.vocab_matching import Progress, match_states, unknown_between
 from private_llm.sharded.facts import AttentionCall
 from private_llm.sharding import ShardingPlan
 
-ATTACKS = ("rows", "results", "algebra", "states")
-"""rows: tokens from layer-0 rows (AttnNodes). results: Theorem 6.2. algebra: `row_space`. states: vocab-matching."""
+ATTACKS = ("rows", "results", "algebra", "totals", "states")
+"""rows: tokens from layer-0 rows (AttnNodes). results: Theorem 6.2. algebra: `row_space`. totals: `sparse_totals`.
+states: vocab-matching."""
 
 
 @dataclass
@@ -67,6 +69,8 @@ def collude(
                 loot.add(*_named(search_results(view, model, loot.tokens, vocabulary, budget, progress), "results"))
             if "algebra" in attacks:
                 loot.add(*_named(read_results(view, model, loot.tokens, vocabulary, progress), "algebra"))
+            if "totals" in attacks and ALL in view.shards:
+                loot.add(*_named(read_totals(view, model, loot.tokens, vocabulary, progress=progress), "totals"))
         for view, model in deeper:
             _walk(loot, view, model, vocabulary, budget, attacks, bool(first), progress)
         if len(loot.tokens) == before:
@@ -115,8 +119,9 @@ def bounds(
         return made
     made["rows"] = [vocabulary] * len(set(held) - set(own) - set(known))
     made["results"], made["algebra"] = [], []
-    for shard in range(plan.beta):
-        keys, opened = plan.rows_of_shard(shard, 0, length), set(given)
+    for shard in result_shards(plan):
+        keys = list(range(length)) if shard == ALL else plan.rows_of_shard(shard, 0, length)
+        opened = set(given)
         for row in own:
             unknown = [p for p in visible(call, keys, row) if p not in opened]
             if unknown:

@@ -30,7 +30,7 @@ def search_results(
     tokens = dict(found)
     known = known_rows(view, model, tokens)
     tried = 0
-    for shard in range(view.plan.beta):
+    for shard in view.shards:
         for row in sorted(r for r, s in view.results if s == shard):
             unknown = [p for p in view.visible(row, shard) if p not in tokens]
             if not unknown:

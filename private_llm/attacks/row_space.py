@@ -22,7 +22,7 @@ from torch import Tensor
 
 from private_llm.attacks.partial_results import known_rows
 from private_llm.attacks.rows import ALIKE, Attacked, Row
-from private_llm.attacks.view import View, parts, rest
+from private_llm.attacks.view import ALL, View, added, rest
 from private_llm.attacks.vocab_matching import CHUNK, Progress
 
 _CLEAR = 0.25
@@ -39,7 +39,7 @@ def read_results(
     tokens = dict(found)
     known = known_rows(view, model, tokens)
     tried = 0
-    for shard in range(view.plan.beta):
+    for shard in view.shards:
         refused: set[tuple[int, ...]] = set()
         while True:
             rows, unknown = _readable(view, shard, tokens, refused)
@@ -72,7 +72,7 @@ def read_from_front(
         known[position] = q[0], k[0], v[0]
     while len(tokens) < view.length:
         position = len(tokens)
-        shard = view.plan.shard_of(position)
+        shard = ALL if ALL in view.shards else view.plan.shard_of(position)
         rows, unknown = _readable(view, shard, known, set(), position)
         if not unknown:
             break
@@ -93,37 +93,35 @@ def read_from_front(
 def _readable(
     view: View, shard: int, known: Mapping[int, object], refused: set[tuple[int, ...]], including: int | None = None
 ) -> tuple[list[int], list[int]]:
-    """Rows that share one set of unknown positions of a shard small enough to be read, and that set (else empty)."""
-    groups: dict[tuple[int, ...], list[int]] = {}
+    """Rows that speak of the fewest unknown positions of a shard that can be read, and these positions (else empty)."""
+    spoken: dict[int, tuple[int, ...]] = {}
     for row, other in view.results:
         if other == shard:
             unknown = tuple(p for p in view.visible(row, shard) if p not in known)
-            groups.setdefault(unknown, []).append(row)
+            if unknown:
+                spoken[row] = unknown
     repeat = view.call.heads // view.call.groups
-    fitting = [
-        unknown
-        for unknown, rows in groups.items()
-        if unknown and unknown not in refused and (including is None or including in unknown)
-        and len(unknown) <= min(len(rows) * repeat, view.call.value_dim)
-    ]  # fmt: skip
-    if not fitting:
-        return [], []
-    chosen = min(fitting, key=len)
-    return groups[chosen], list(chosen)
+    for chosen in sorted(set(spoken.values()), key=len):
+        rows = [row for row, unknown in spoken.items() if set(unknown) <= set(chosen)]
+        wanted = chosen not in refused and (including is None or including in chosen)
+        if wanted and len(chosen) <= min(len(rows) * repeat, view.call.value_dim):
+            return rows, list(chosen)
+    return [], []
 
 
 def _basis(view: View, rows: Sequence[int], shard: int, unknown: int, known: Mapping[int, Row]) -> Tensor:
     """An orthonormal basis of what the unknown tokens span, for each key/value head: [G, unknown, E + 1]."""
     left = torch.stack([rest(view, row, shard, known) for row in rows])
-    grouped = left.view(len(rows), view.call.groups, -1, left.shape[-1]).transpose(0, 1).flatten(1, 2)
-    return torch.linalg.svd(grouped, full_matrices=False).Vh[:, :unknown]
+    grouped: Tensor = left.view(len(rows), view.call.groups, -1, left.shape[-1]).transpose(0, 1).flatten(1, 2)
+    spanned: Tensor = torch.linalg.svd(grouped, full_matrices=False).Vh
+    return spanned[:, :unknown]
 
 
 def _misfit(basis: Tensor, values: Tensor) -> Tensor:
     """How far candidates' values [V, G, E] lie from the span, root of the sum of squares over heads: [V]."""
     vectors = torch.cat([values, torch.ones_like(values[..., :1])], -1).double().transpose(0, 1)
     vectors = vectors / vectors.norm(dim=-1, keepdim=True)
-    outside = vectors - (vectors @ basis.transpose(1, 2)) @ basis
+    outside: Tensor = vectors - (vectors @ basis.transpose(1, 2)) @ basis
     return outside.square().sum((0, 2)).sqrt()
 
 
@@ -140,7 +138,7 @@ def _read(
     def columns(position: int, places: Tensor) -> Tensor:
         """Parts of candidates at a position in all results, [places, numbers]."""
         keys, values = made[position][1][places], made[position][2][places]
-        return torch.stack([parts(view, row, shard, position, keys, values) for row in rows], 1).flatten(1)
+        return torch.cat([added(view, row, shard, position, keys, values).flatten(1) for row in rows], 1)
 
     def fits(choice: Mapping[int, int]) -> bool:
         total = torch.stack([columns(p, torch.tensor([place]))[0] for p, place in choice.items()]).sum(0)

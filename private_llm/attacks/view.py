@@ -14,13 +14,22 @@ from private_llm.sharded.facts import AttentionCall, Step, allowed, key_bias
 from private_llm.sharded.wire import number_type
 from private_llm.sharding import ShardingPlan
 
+ALL = -1
+"""Stands for the query shard where results are of the whole text."""
+
+
+def result_shards(plan: ShardingPlan) -> list[int]:
+    """What the results of a plan are of: each query shard, or masked, all together."""
+    return [ALL] if getattr(plan, "partials", "open") == "masked" and plan.beta > 1 else list(range(plan.beta))
+
 
 @dataclass(frozen=True)
 class View:
     """Nodes that put together what they see of a text of `length` tokens at one layer.
 
     tokens: those that CompNodes are given (layer 0 only). rows: queries, keys and values by position, of AttnNodes and
-    of CompNodes, which make them. results: what CompNodes receive for (row, shard): out [H, E] and log-sum-exp [H].
+    of CompNodes, which make them. results: what CompNodes receive for (row, shard): out [H, E] and log-sum-exp [H];
+    masked results are sums over all shards, shard `ALL`.
     """
 
     plan: ShardingPlan
@@ -32,9 +41,15 @@ class View:
     rows: Mapping[int, Row]
     results: Mapping[tuple[int, int], Piece]
 
+    @property
+    def shards(self) -> list[int]:
+        """What results are of."""
+        return sorted({shard for _, shard in self.results})
+
     def visible(self, row: int, shard: int) -> list[int]:
         """Positions of a shard on which the result for a row depends."""
-        return visible(self.call, self.plan.rows_of_shard(shard, 0, self.length), row)
+        keys = range(self.length) if shard == ALL else self.plan.rows_of_shard(shard, 0, self.length)
+        return visible(self.call, keys, row)
 
     def bias(self, position: int) -> Tensor | None:
         """What ALiBi adds to the scores of a position, [H]."""
@@ -63,13 +78,13 @@ def view_of(plan: ShardingPlan, nodes: Sequence[int], call: AttentionCall, layer
     results: dict[tuple[int, int], Piece] = {}
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in sent)
     step = Step(None, 1, 0, length)
-    for shard in range(plan.beta):
-        keys = plan.rows_of_shard(shard, 0, length)
+    for shard in result_shards(plan):
+        keys = list(range(length)) if shard == ALL else plan.rows_of_shard(shard, 0, length)
         if not keys or not own:
             continue
         mask, bias = allowed(call, step, own, keys), key_bias(call, step, keys)
         out, lse = attend(q[:, :, own], k[:, :, keys], v[:, :, keys], mask, call.scale, call.softcap, bias)
-        out = out.to(kind).float()
+        out = out.double() if shard == ALL else out.to(kind).float()
         for index, row in enumerate(own):
             if visible(call, keys, row):
                 results[row, shard] = out[0, :, index], lse[0, :, index]
@@ -94,6 +109,13 @@ def parts(view: View, row: int, shard: int, position: int, keys: Tensor, values:
         scores = scores + bias
     weights = torch.exp(scores - lse.double()).unsqueeze(-1)
     return torch.cat([weights * values.double(), weights], -1)
+
+
+def added(view: View, row: int, shard: int, position: int, keys: Tensor, values: Tensor) -> Tensor:
+    """As `parts`; zero for a row that does not see the position."""
+    if position in view.visible(row, shard):
+        return parts(view, row, shard, position, keys, values)
+    return torch.zeros(len(keys), view.call.heads, values.shape[-1] + 1, dtype=torch.float64)
 
 
 def rest(view: View, row: int, shard: int, known: Mapping[int, Row]) -> Tensor:

@@ -5,19 +5,26 @@ from __future__ import annotations
 import dataclasses
 
 from private_llm.commands.output import CONSOLE, emit_json
+from private_llm.sharded.audit import Setting, fewest
 from private_llm.sharded.audit import audit as examine
 from private_llm.sharding import ShardingPlan
 
 
-def audit(plan: ShardingPlan, colluding: list[int], as_json: bool) -> None:
-    """Print the audit of a plan, or of one set of colluding nodes."""
-    found = examine(plan, colluding=colluding or None)
+def audit(plan: ShardingPlan, colluding: list[int], setting: Setting, as_json: bool) -> None:
+    """Print the audit of a plan and the fewest nodes that break it, or the audit of one set of colluding nodes."""
+    found = examine(plan, colluding=colluding or None, setting=setting)
+    breakers = [] if colluding else fewest(plan, setting=setting)
     if as_json:
         emit_json(
             {
-                "name": "audit", **dataclasses.asdict(plan), "nodes": plan.nodes, "sound": found.sound,
+                "name": "audit", **dataclasses.asdict(plan), "nodes": plan.nodes,
+                "setting": dataclasses.asdict(setting), "sound": found.sound, "notes": found.notes,
                 "findings": [dataclasses.asdict(finding) for finding in found.findings],
+                "fewest": breakers,
             }
         )  # fmt: skip
         return
     CONSOLE.print(str(found), highlight=False, markup=False)
+    if breakers:
+        names = " + ".join(plan.describe(node) for node in breakers)
+        CONSOLE.print(f"the fewest nodes found that break it: {names}", highlight=False, markup=False)

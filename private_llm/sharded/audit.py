@@ -1,20 +1,25 @@
-"""What a plan protects against vocab-matching: gaps, cost bounds and a verdict, for one node or a colluding set.
+"""What a plan protects: which tokens a set of nodes gains, by which attack and at what cost, and a verdict.
 
-Three attacks, all on causal models, all counted in candidates V^g over a vocabulary of V tokens (rho: the smallest g
-that is out of reach):
+Costs are candidates V^g over a vocabulary of V tokens; rho is the smallest g that is out of an attacker's reach.
+`private_llm.attacks` has the attacks, and tests compare what they gain with what is said here.
 
-1. Hidden states (Cascade, section 4 and 6.2). From the rows that a set of nodes holds, tokens are recovered from the
-   front: reaching the next known row at distance g costs V^g. The first g >= rho ends it. Tokens that lie in the
-   gaps before that are lost besides those the nodes hold.
-2. Layer 0, attention results (Theorem 6.2). For each foreign query shard k a CompNode receives partial attention of its
-   rows; between two of its rows it depends on the g unknown tokens of shard k in between: V^g candidates, shard by
-   shard. Every such g must be 0 or at least rho.
-3. Tokens that the nodes hold are known outright at layer 0: no plan hides them (use MPC for the first layers).
+1. Held tokens are known outright at layer 0 (an AttnNode tries V candidates each); behind a split (`split`) they are
+   not, and count as unknown below.
+2. Rows of deeper layers (Cascade, section 4 and 6.2): from the front of the text, the next held position at which g
+   tokens up to it are unknown costs V^g. Without a causal mask a row depends on the whole text.
+3. Attention results that CompNodes receive. Open ones (partials="open") speak of one query shard each: V^g for g
+   unknown tokens of it (Theorem 6.2), and V for each token by linear algebra as soon as there are g rows. Masked ones
+   speak of all tokens at once: n rows with u unknown tokens before them are V^(u - n + 1) (at least V): a subset of
+   that many tokens can be tested against the space that the rows span. AttnNodes count as if they had found these
+   results out for their rows.
+4. Masked results at layer 0 of a known vocabulary are, besides, a sparse linear system: attacks/sparse_totals solves it
+   for 30 unknown tokens. No plan prevents that, so the report says it of every plan without a split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from private_llm.errors import ConfigError
@@ -23,20 +28,56 @@ from private_llm.sharding import ShardingPlan
 PERIODS = 4
 """Periods of delta positions that are examined; the pattern repeats from the second on."""
 
+LONGEST = 1 << 12
+"""Positions that are examined at most: a plan with longer periods shows in any text what it shows in this one."""
+
+SETS = 1500
+"""Pairs of nodes that `fewest` tries."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What nodes are up against.
+
+    split: the first layers run under secret sharing. causal: whether a token sees earlier ones only. length: of the
+    text (None: several periods of the plan). known: positions at its front that everybody knows (a
+    beginning-of-text token, a chat template) or that are padding.
+    """
+
+    split: bool = False
+    causal: bool = True
+    length: int | None = None
+    known: int = 0
+
+    def __post_init__(self) -> None:
+        if self.length is not None and (self.length < 1 or self.known > self.length):
+            raise ConfigError(f"length: got {self.length}; want at least 1 and the {self.known} known positions")
+        if self.known < 0:
+            raise ConfigError(f"known prefix: got {self.known} positions; want 0 or more")
+
 
 @dataclass(frozen=True)
 class Finding:
-    """One set of nodes: the smallest search that gains it a token, as an exponent of V (None: no search does)."""
+    """One set of nodes against a text of `length` tokens: `held` of them are its own, `gained` what it finds besides.
+
+    opened: tokens of its own positions that it finds, V candidates each (behind a split, where they are not told it).
+    Gaps: the smallest search that gains another's token, as an exponent of V, from rows (hidden_gap) and from attention
+    results (attention_gap); None: there is none. algebra: it reads tokens with V candidates each, whatever the gaps.
+    """
 
     nodes: str
+    length: int
     held: int
+    opened: int
+    gained: int
     hidden_gap: int | None
     attention_gap: int | None
+    algebra: bool
 
     def broken(self, rho: int) -> bool:
-        """Whether an attacker of fewer than V^rho candidates gains tokens."""
+        """Whether an attacker of fewer than V^rho candidates gains tokens, or holds them all anyway."""
         gaps = [gap for gap in (self.hidden_gap, self.attention_gap) if gap is not None]
-        return bool(gaps) and min(gaps) < rho
+        return self.held == self.length or (self.algebra and rho > 1) or (bool(gaps) and min(gaps) < rho)
 
 
 @dataclass(frozen=True)
@@ -45,102 +86,215 @@ class Audit:
 
     plan: ShardingPlan
     rho: int
-    length: int
+    setting: Setting
     findings: tuple[Finding, ...]
 
     @property
     def sound(self) -> bool:
-        """Whether no examined set gains tokens within V^(rho - 1)."""
+        """Whether no examined set gains tokens within V^(rho - 1); see `notes` for what that leaves out."""
         return not any(finding.broken(self.rho) for finding in self.findings)
 
+    @property
+    def notes(self) -> list[str]:
+        """What a verdict on searches does not say."""
+        made = []
+        if not self.setting.split:
+            made.append("tokens that a node holds are known to it")
+            if _masked(self.plan):
+                made.append(
+                    "at layer 0 a CompNode's attention gives linear equations in foreign tokens, solved for 30 of "
+                    "them in a minute: only a split (the first layers under secret sharing) prevents that"
+                )
+        if not self.setting.causal and self.setting.length is None:
+            made.append("without a causal mask a shard's tokens are those of the whole text: give the length")
+        return made
+
     def __str__(self) -> str:
-        plan = self.plan
+        plan, setting = self.plan, self.setting
+        facts = ["behind a split"] * setting.split + ["no causal mask"] * (not setting.causal)
+        facts += [f"{setting.known} positions known"] * bool(setting.known)
         lines = [
             f"plan alpha={plan.alpha}, c={plan.c}, m={plan.m} (delta={plan.delta}, {plan.nodes} nodes) against an "
-            f"attacker of fewer than V^{self.rho} candidates, {self.length} positions"
+            f"attacker of fewer than V^{self.rho} candidates, {self.findings[0].length} positions"
+            + "".join(f", {fact}" for fact in facts)
         ]
         lines += [
-            f"  {f.nodes}: holds {f.held} tokens; cheapest gain from hidden states {_power(f.hidden_gap)}, from "
-            f"attention results {_power(f.attention_gap)}{': BROKEN' if f.broken(self.rho) else ''}"
-            for f in self.findings
+            f"  {_described(finding, setting)}{': BROKEN' * finding.broken(self.rho)}" for finding in self.findings
         ]
         verdict = "sound" if self.sound else "WEAK"
-        return "\n".join([*lines, f"verdict: {verdict} (statistical, not cryptographic; held tokens are known)"])
+        lines.append(f"verdict: {verdict} against searches (statistical, not cryptographic)")
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-def audit(plan: ShardingPlan, rho: int | None = None, colluding: Sequence[int] | None = None) -> Audit:
-    """Examine every node alone, or one set of colluding nodes (endpoint numbers), as if all text were unknown to them.
+def _described(finding: Finding, setting: Setting) -> str:
+    verb, opened = "holds", ""
+    if setting.split:
+        verb, opened = "sees rows of", f" and finds {finding.opened} of these, V candidates each"
+    return (
+        f"{finding.nodes}: {verb} {finding.held} of {finding.length} tokens{opened}; cheapest gain from hidden states "
+        f"{_power(finding.hidden_gap)}, from attention results {_power(finding.attention_gap)}"
+        + ", by linear algebra V a token" * finding.algebra
+        + f" (gains {finding.gained})" * bool(finding.gained)
+    )
+
+
+def audit(
+    plan: ShardingPlan, rho: int | None = None, colluding: Sequence[int] | None = None, setting: Setting | None = None
+) -> Audit:
+    """Examine every node alone, or one set of colluding nodes (endpoint numbers).
 
     Single nodes are listed by kind, with the worst that one of them can do. Raises ConfigError for a node that the
     plan does not have.
     """
     rho = plan.rho if rho is None else rho
-    length = PERIODS * plan.delta
+    setting = setting or Setting()
     if colluding is not None:
         wrong = [node for node in colluding if not 0 <= node < plan.nodes]
         if wrong or not colluding:
             raise ConfigError(f"colluding: got {list(colluding)}; want endpoints from 0 to {plan.nodes - 1}")
         name = " + ".join(plan.describe(node) for node in colluding)
-        return Audit(plan, rho, length, (_examine(plan, list(colluding), name, rho, length),))
+        return Audit(plan, rho, setting, (examine(plan, colluding, name, rho, setting),))
     kinds = {"CompNode": range(plan.alpha), "AttnNode": range(plan.alpha, plan.nodes)}
     findings = (
-        _worst(f"any one {kind} of {len(nodes)}", [_examine(plan, [node], kind, rho, length) for node in nodes])
+        _worst(f"any one {kind} of {len(nodes)}", [examine(plan, [node], kind, rho, setting) for node in nodes])
         for kind, nodes in kinds.items()
     )
-    return Audit(plan, rho, length, tuple(findings))
+    return Audit(plan, rho, setting, tuple(findings))
 
 
 def _worst(name: str, findings: Sequence[Finding]) -> Finding:
-    """The most tokens held and the cheapest gains among nodes of one kind."""
+    """The most tokens held and gained and the cheapest gains among nodes of one kind."""
     hidden = [finding.hidden_gap for finding in findings if finding.hidden_gap is not None]
     attention = [finding.attention_gap for finding in findings if finding.attention_gap is not None]
-    held = max(finding.held for finding in findings)
-    return Finding(name, held, min(hidden, default=None), min(attention, default=None))
+    most = max(f.held for f in findings), max(f.opened for f in findings), max(f.gained for f in findings)
+    return Finding(
+        name, findings[0].length, *most,
+        min(hidden, default=None), min(attention, default=None), any(f.algebra for f in findings),
+    )  # fmt: skip
 
 
-def refuse_weak(plan: ShardingPlan) -> None:
+def refuse_weak(plan: ShardingPlan, setting: Setting | None = None) -> None:
     """Raise ConfigError for a plan whose audit fails, unless its user accepts that."""
-    found = audit(plan)
-    if not found.sound and not plan.accept_weak_plan:
+    if plan.accept_weak_plan:
+        return
+    found = audit(plan, setting=setting)
+    if not found.sound:
         raise ConfigError(
             f"this plan gives tokens away:\n{found}\nraise c / m and alpha c (delta - c and c / m must reach rho), or "
             "pass accept_weak_plan=True"
         )
 
 
-def _examine(plan: ShardingPlan, nodes: list[int], name: str, rho: int, length: int) -> Finding:
-    held = sorted(set().union(*(plan.held(node, length) for node in nodes)))
-    rows = sorted(set().union(*(plan.held(node, length) for node in nodes if node < plan.alpha)))
-    return Finding(name, len(held), _hidden_gap(held, rho), _attention_gap(plan, rows, frozenset(held)))
+def fewest(plan: ShardingPlan, rho: int | None = None, setting: Setting | None = None) -> list[int]:
+    """A smallest set of nodes found that gains tokens or holds all of them: one node, a pair, or nodes for all shards.
+
+    Single nodes are all tried, of pairs the first `SETS`; after that, nodes that together hold every shard.
+    """
+    rho = plan.rho if rho is None else rho
+    setting = setting or Setting()
+    pairs = itertools.islice(itertools.combinations(range(plan.nodes), 2), SETS)
+    for nodes in itertools.chain(((node,) for node in range(plan.nodes)), pairs):
+        if examine(plan, nodes, "", rho, setting).broken(rho):
+            return list(nodes)
+    if plan.m >= 2:
+        return list(range(plan.alpha))
+    return [plan.attn_endpoint(shard, min(shard + 1, plan.beta - 1)) for shard in range(0, plan.beta, 2)]
 
 
-def _hidden_gap(held: Sequence[int], rho: int) -> int | None:
-    """The cheapest gap that wins a token before the first gap of rho or more ends the attack; else that one."""
-    known = -1
-    gained: list[int] = []
+# -- one set of nodes ----------------------------------------------------------------------------------------------
+def examine(plan: ShardingPlan, nodes: Sequence[int], name: str, rho: int, setting: Setting) -> Finding:
+    """What one set of nodes holds and gains: the cheapest step by rows and by results, and all steps below rho."""
+    length = min(PERIODS * plan.delta, LONGEST) if setting.length is None else setting.length
+    held = {p for node in nodes for p in plan.held(node, length)}
+    own = sorted({p for node in nodes if node < plan.alpha for p in plan.rows_of_comp(node, 0, length)})
+    given = set(range(setting.known)) | (set() if setting.split else held)
+    known = set(given)
+    cheapest: dict[str, int | None] = {"hidden": None, "attention": None}
+    algebra = False
+    while True:
+        steps = {
+            "hidden": list(_row_steps(sorted(held), known, length, setting)),
+            "attention": list(_result_steps(plan, held, own, known, length, setting)),
+        }
+        for kind, found in steps.items():
+            gaps = [gap for gap, unknown in found if not unknown <= held]
+            before = cheapest[kind]
+            cheapest[kind] = min([*gaps, *([] if before is None else [before])], default=None)
+        won = _algebra(plan, own, known, length, setting) if rho > 1 else set()
+        algebra = algebra or bool(won - held)
+        won = won.union(*(unknown for found in steps.values() for gap, unknown in found if gap < rho))
+        if not won:
+            new = known - given
+            counts = len(held), len(new & held), len(new - held)
+            return Finding(name, length, *counts, cheapest["hidden"], cheapest["attention"], algebra)
+        known |= won
+
+
+_Step = tuple[int, frozenset[int]]
+"""A search: its exponent of V, and the positions that it wins."""
+
+
+def _row_steps(held: Sequence[int], known: set[int], length: int, setting: Setting) -> Iterator[_Step]:
+    """From the front, the first held position up to which something is unknown."""
+    if not setting.causal:
+        everything = frozenset(range(length)) - known
+        if held and everything:
+            yield len(everything), everything
+        return
     for position in held:
-        gap = position - known
-        if gap >= rho:
-            return min(gained, default=gap)
-        if gap > 1:
-            gained.append(gap)
-        known = position
-    return min(gained, default=None)
+        unknown = frozenset(p for p in range(position + 1) if p not in known)
+        if unknown:
+            yield len(unknown), unknown
+            return
 
 
-def _attention_gap(plan: ShardingPlan, rows: Sequence[int], known: frozenset[int]) -> int | None:
-    """The fewest unknown tokens of one shard between two rows of the CompNodes (or before their first)."""
-    fewest = None
-    before = -1
-    for row in rows:
+def _result_steps(
+    plan: ShardingPlan, held: set[int], own: Sequence[int], known: set[int], length: int, setting: Setting
+) -> Iterator[_Step]:
+    """Searches of attention results; behind a split only what the text before decides can be tried."""
+    if setting.split and not setting.causal:
+        return
+    if _masked(plan):
+        foreign = [p for p in range(length) if p not in known and p not in held]
+        rows = [row for row in sorted(held) if not setting.causal or (foreign and foreign[0] < row)]
+        for count, row in enumerate(rows, 1):
+            unknown = frozenset(p for p in foreign if p < row or not setting.causal)
+            if unknown:
+                yield max(1, len(unknown) - count + 1), unknown
+        return
+    for _, unknown in _open(plan, own, known, length, setting):
+        yield len(unknown), unknown
+
+
+def _algebra(plan: ShardingPlan, own: Sequence[int], known: set[int], length: int, setting: Setting) -> set[int]:
+    """What open results give away by linear algebra: unknown tokens of a shard, if as many rows speak of them."""
+    if getattr(plan, "partials", None) != "open" or (setting.split and not setting.causal):
+        return set()
+    return {p for rows, unknown in _open(plan, own, known, length, setting) if rows >= len(unknown) for p in unknown}
+
+
+def _open(
+    plan: ShardingPlan, own: Sequence[int], known: set[int], length: int, setting: Setting
+) -> Iterator[tuple[int, frozenset[int]]]:
+    """By shard, the first unknown tokens that a row of `own` speaks of, and how many rows speak of just these."""
+    front = next((p for p in range(length) if p not in known), length)
+    for shard in range(plan.beta):
+        keys = [p for p in plan.rows_of_shard(shard, 0, length) if p not in known]
         counts: dict[int, int] = {}
-        for position in range(before + 1, row):
-            if position not in known:
-                shard = plan.shard_of(position)
-                counts[shard] = counts.get(shard, 0) + 1
-        fewest = min([*counts.values(), *([] if fewest is None else [fewest])], default=None)
-        before = row
-    return fewest
+        for row in own:
+            seen = sum(1 for p in keys if p <= row) if setting.causal else len(keys)
+            counts[seen] = counts.get(seen, 0) + 1
+        for seen in sorted(counts):
+            unknown = keys[:seen]
+            if not unknown:
+                continue
+            if not setting.split or (unknown[0] == front and unknown[-1] - front == len(unknown) - 1):
+                yield counts[seen], frozenset(unknown)
+            break
+
+
+def _masked(plan: ShardingPlan) -> bool:
+    return getattr(plan, "partials", None) == "masked"
 
 
 def _power(gap: int | None) -> str:

@@ -99,7 +99,7 @@ def test_traffic_between_nodes_is_the_formula_s() -> None:
 
 def test_processes_give_the_same_tokens() -> None:
     model = tiny.build("gpt2")
-    with torch.no_grad(), patch(model, settings(ShardingPlan(2, 3, 1), party_mode="processes")) as private:
+    with torch.no_grad(), patch(model, settings(PLAN, party_mode="processes")) as private:
         assert same(model, private)
 
 
@@ -111,7 +111,7 @@ def test_from_pretrained_and_the_bundled_model() -> None:
     prompt = tokenizer(
         "The old bridge over the river was built of stone, and the people of the town", return_tensors="pt"
     )
-    private = AutoPrivateModelForCausalLM.from_pretrained(folder, settings(ShardingPlan(2, 3, 1)))
+    private = AutoPrivateModelForCausalLM.from_pretrained(folder, settings(PLAN))
     with torch.no_grad(), private:
         assert torch.equal(
             private.generate(**prompt, max_new_tokens=12, do_sample=False),
