@@ -153,7 +153,8 @@ def _start_distributed(config: PrivateConfig) -> Parties:
     if config.protocol == "dealer" and hub.rank_of(CLIENT) == hub.rank_of(0):
         hub.close()
         raise ConfigError(
-            "ranks: got 3, which would put the client into the dealer's process; want 4 (dealer, two parties, client)"
+            f"ranks: got {config.endpoints}, which would put the client into the dealer's process; want "
+            f"{config.endpoints + 1} (dealer, two parties, nodes of a split, client)"
         )
     if CLIENT not in hub.endpoints:
         reason = run_party(config, hub.rank, hub.transport(hub.rank))

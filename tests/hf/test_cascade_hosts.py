@@ -95,13 +95,9 @@ def test_a_launcher_is_recognised_by_the_number_of_nodes(monkeypatch: pytest.Mon
 # -- hosts ------------------------------------------------------------------------------------------------------------
 def endpoints(folder: Path, plan: ShardingPlan = PLAN, **more: object) -> dict[int, PrivateConfig]:
     """A configuration for each node and the client, with certificates in `folder`."""
-    tls: dict[int, TLSConfig] = make_certificates(folder, plan.nodes)
-    shared = PrivateConfig.from_dict(
-        {
-            "protocol": "cascade", "plan": plan, "party_mode": "remote", "hosts": free_ports(plan.nodes),
-            "timeout_s": 20.0, **more,
-        }
-    )  # fmt: skip
+    settings = PrivateConfig.from_dict({"protocol": "cascade", "plan": plan, "timeout_s": 20.0, **more})
+    tls: dict[int, TLSConfig] = make_certificates(folder, settings.endpoints)
+    shared = replace(settings, party_mode="remote", hosts=free_ports(settings.endpoints))
     return {endpoint: replace(shared, tls=mine) for endpoint, mine in tls.items()}
 
 
@@ -135,3 +131,16 @@ def test_nodes_on_hosts_with_mutual_tls_serve_one_client_after_the_other(
     assert lines[1][0].startswith("CompNode 1 (party 1) waits for the others at 127.0.0.1:")
     assert lines[3][0].startswith("AttnNode (0, 1) (party 3) waits")
     assert all(said[-1] == "session 2 ended" for said in lines.values())
+
+
+def test_a_split_on_hosts(tmp_path: Path, checkpoint: Path, wanted: torch.Tensor) -> None:
+    """Three parties for the first layer, then five nodes, numbered after them."""
+    configs = endpoints(tmp_path, protocol="trio", split=1)
+    with (
+        serving(configs) as lines,
+        AutoPrivateModelForCausalLM.from_pretrained(str(checkpoint), configs[CLIENT]) as private,
+    ):
+        assert torch.equal(private.generate(IDS, **HOW), wanted)
+    assert lines[2][0].startswith("party 2 waits for the others")
+    assert lines[3][0].startswith("CompNode 0 (party 3) waits for the others")
+    assert lines[7][-1] == "session 1 ended"
