@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,12 @@ def bench_cascade(as_json: bool, repeat: int, tiny: bool, plot: Path | None) -> 
 
 def _free_bytes() -> int:
     """Memory that can be had now, as far as this system tells."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if hasattr(os, "sysconf") else 1 << 62
+    info = Path("/proc/meminfo")
+    for line in info.read_text().splitlines() if info.exists() else ():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) << 10
+    return 1 << 62
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> None:
