@@ -163,31 +163,49 @@ PLAIN = Threat(
 CASCADE = Threat(
     name="cascade",
     kind="protocol",
-    corrupt="any one node, semi-honest; statistical, not cryptographic: what a node sees it sees in the clear",
+    corrupt=(
+        "any one node that follows the protocol and does not attack what it sees; statistical, not cryptographic. "
+        "Against a CompNode that does the algebra named below nothing is promised without a split of layers"
+    ),
     learns=(
         (
             "every CompNode",
-            "the model, the tokens of its own positions outright, and what their hidden states and partial attention "
-            "results say about other tokens: how much is a question of the plan (its audit) and of the text",
+            "the model, the tokens of its own positions outright, their hidden states, and its rows' attention over "
+            "the whole text. At layer 0 that is a system of linear equations in the other tokens; solved for 32 "
+            "unknown ones in two minutes (attacks/sparse_totals.py), whatever the plan",
         ),
         (
             "every AttnNode",
-            "queries, keys and values of its two query shards; at layer 0 their tokens follow from them",
+            "queries, keys and values of its two query shards; at layer 0 each names its token after V candidates",
+        ),
+        (
+            "with partials='open'",
+            "a CompNode gets each shard's part of the attention and reads the shard's tokens, V candidates each, at "
+            "any layer of a causal model (attacks/row_space.py)",
         ),
         (
             "nodes together",
-            "the union of their positions; where gaps between known positions are below rho, everything in between "
-            "(plan audit with colluding=...); all CompNodes together: everything",
+            "the union of their positions and what the gaps between them then allow (plan audit with colluding=...); a "
+            "CompNode with the two neighbours of an AttnNode in the ring of masks also what that AttnNode sent; all "
+            "CompNodes: everything",
         ),
         ("a learner", "tokens that context gives away: no plan hides what the neighbouring tokens imply"),
-        ("a node that deviates", "may change results unnoticed"),
+        (
+            "every node that works",
+            "shapes, lengths, padding, positions, which cache a step continues and is cut to, which beams survive",
+        ),
+        (
+            "a node that deviates",
+            "may change results unnoticed; an answer of another shape ends the session with its name",
+        ),
         ("the client", "logits"),
         ("a wiretapper", "frame sizes and times if links are TLS; on unencrypted links what the link's nodes see"),
     ),
     source=(
-        "Cascade (Thomas, Zahran, Choi, Potti, Goldblum, Pal): token sharding, vocab-matching, Theorem 6.2. Blocks of "
-        "neighbouring positions and the audit of partial results shard by shard are ours: with the paper's split into "
-        "single positions a CompNode sees one foreign token at a time, which the theorem's attack then reads off"
+        "Cascade (Thomas, Zahran, Choi, Potti, Goldblum, Pal): token sharding, vocab-matching, Theorem 6.2. The "
+        "attacks by linear algebra, the masked sums against one of them, blocks of neighbouring positions and the "
+        "audit are ours; the paper takes a node's sum of unknown tokens for an intractable subset-sum problem, but a "
+        "node has many equations for few tokens. No outside review yet"
     ),
     setting="protocol='cascade' (weights are public; choose another where every token must stay hidden)",
 )
@@ -340,6 +358,54 @@ LANES = Threat(
     setting="lanes=L with permute=True (trio and quad only: a dealer must not become a computing party)",
 )  # fmt: skip
 
+SPLIT = Threat(
+    name="split of layers",
+    kind="shortcut",
+    corrupt=(
+        "for the first layers as the protocol; behind them any one node, semi-honest and statistically, if the model "
+        "looks in both directions. For causal models only nodes that do not attack what they see"
+    ),
+    learns=(
+        ("the parties", "of the first layers what the protocol says, of the others nothing; weights are public"),
+        (
+            "every CompNode",
+            "hidden states of its own positions from the split on and its rows' attention over the text: no token and"
+            " no embedding",
+        ),
+        (
+            "a CompNode of a causal model",
+            "tokens from the front of the text: in its own first cluster by V candidates each (V: the vocabulary); "
+            "beyond it by V candidates each, ranked against statistics of other texts (measured: the true token "
+            "mostly first of 4096 with 13 unknown tokens behind one layer). An audit behind a split bounds exact "
+            "searches only",
+        ),
+        ("every AttnNode", "queries, keys and values of its two query shards from the split on"),
+        (
+            "with partials='open'",
+            "each shard's part of the attention: of a causal model a CompNode reads the text before its last row exactly",
+        ),
+        (
+            "nodes together",
+            "as under cascade: the union of their positions, and what the gaps between them then allow; all CompNodes"
+            " of a causal model: everything",
+        ),
+        ("a learner", "what states and context give away; see docs/cascade.md"),
+        (
+            "a party or node that deviates",
+            "a party as the protocol says (quad: noticed before anything is opened, or by the CompNode that opens); a"
+            " node may change results unnoticed",
+        ),
+        ("a party and a node of one owner", "what each of them sees, no more"),
+    ),
+    source=(
+        "Cascade (appendix A). The first layers open their states to the CompNodes row by row after the protocol's "
+        "own check. Searches behind it are counted in private_llm/sharded/audit.py and compared with "
+        "private_llm/attacks. The statistical attack on causal models is ours and is why no more is claimed. No "
+        "outside review yet"
+    ),
+    setting="split=L with protocol='trio', 'quad' or 'dealer', and plan=ShardingPlan(...)",
+)
+
 ENTRIES: tuple[Threat, ...] = (
     TRIO,
     QUAD,
@@ -356,6 +422,7 @@ ENTRIES: tuple[Threat, ...] = (
     REVEAL_LOGITS,
     REVEAL_TOKEN,
     PUBLIC_WEIGHTS,
+    SPLIT,
     LANES,
     ONE_MACHINE,
 )
