@@ -139,7 +139,7 @@ def compare_plans(
     link = hardware.link
     emit_table(
         f"{work}: plans",
-        ("plan", "nodes", "CompNode sees", "AttnNode sees", "bytes", "prompt", "each token", "in all", "audit"),
+        ("plan", "nodes", "CompNode sees", "AttnNode sees", "bytes", "prompt", "each token", "in all", "searches"),
         [
             (
                 f"{row['alpha']},{row['c']},{row['m']}", row["nodes"], f"{row['comp_sees']:.0%}",
@@ -151,7 +151,7 @@ def compare_plans(
         ],
         f"{link.bandwidth_mbit:g} Mbit/s a network card, {link.latency_ms:g} ms one way, "
         f"{', '.join(hardware.speeds(config))}; plan: alpha,c,m; sees: the largest part of the text that one node "
-        "of the kind holds; prompt, each token: time on the nodes",
+        "of the kind holds; prompt, each token: time on the nodes; searches: what the audit says of them",
     )  # fmt: skip
 
 
