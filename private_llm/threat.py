@@ -382,7 +382,7 @@ SPLIT = Threat(
         ("every AttnNode", "queries, keys and values of its two query shards from the split on"),
         (
             "with partials='open'",
-            "each shard's part of the attention: of a causal model a CompNode reads the text before its last row exactly",
+            "each shard's part of the attention: of a causal model a CompNode reads all text before its last row",
         ),
         (
             "nodes together",
