@@ -41,3 +41,7 @@ class ProtocolAbort(PrivateLLMError):
 
 class ShareFileError(PrivateLLMError, ValueError):
     """A share file is damaged, or belongs to another party, model, session or version."""
+
+
+class WeakProtection(UserWarning):
+    """A sharding plan is used whose nodes, if they try, can work out tokens that they are not given."""

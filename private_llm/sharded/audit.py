@@ -12,17 +12,20 @@ Costs are candidates V^g over a vocabulary of V tokens; rho is the smallest g th
    speak of all tokens at once: n rows with u unknown tokens before them are V^(u - n + 1) (at least V): a subset of
    that many tokens can be tested against the space that the rows span. AttnNodes count as if they had found these
    results out for their rows.
-4. Masked results at layer 0 of a known vocabulary are, besides, a sparse linear system: attacks/sparse_totals solves it
-   for 30 unknown tokens. No plan prevents that, so the report says it of every plan without a split.
+4. Beyond searches: whatever the gaps, a node that tries works out other tokens by linear algebra (open results,
+   attacks/row_space), sparse recovery (masked ones at layer 0, attacks/sparse_totals) or, behind a split of a causal
+   model, by how likely a candidate makes what was received. No plan prevents it, so it is no part of the verdict but is
+   said beside it; only encoders behind a split have no such attack that we know.
 """
 
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, WeakProtection
 from private_llm.sharding import ShardingPlan
 
 PERIODS = 4
@@ -62,7 +65,7 @@ class Finding:
 
     opened: tokens of its own positions that it finds, V candidates each (behind a split, where they are not told it).
     Gaps: the smallest search that gains another's token, as an exponent of V, from rows (hidden_gap) and from attention
-    results (attention_gap); None: there is none. algebra: it reads tokens with V candidates each, whatever the gaps.
+    results (attention_gap); None: there is none. algebra: open results let it read tokens with V candidates each.
     """
 
     nodes: str
@@ -77,7 +80,7 @@ class Finding:
     def broken(self, rho: int) -> bool:
         """Whether an attacker of fewer than V^rho candidates gains tokens, or holds them all anyway."""
         gaps = [gap for gap in (self.hidden_gap, self.attention_gap) if gap is not None]
-        return self.held == self.length or (self.algebra and rho > 1) or (bool(gaps) and min(gaps) < rho)
+        return self.held == self.length or (bool(gaps) and min(gaps) < rho)
 
 
 @dataclass(frozen=True)
@@ -97,14 +100,8 @@ class Audit:
     @property
     def notes(self) -> list[str]:
         """What a verdict on searches does not say."""
-        made = []
-        if not self.setting.split:
-            made.append("tokens that a node holds are known to it")
-            if _masked(self.plan):
-                made.append(
-                    "at layer 0 a CompNode's attention gives linear equations in foreign tokens, solved for 30 of "
-                    "them in a minute: only a split (the first layers under secret sharing) prevents that"
-                )
+        made = [] if self.setting.split else ["tokens that a node holds are known to it"]
+        made.append(beyond_searches(self.plan, self.setting) or "beyond searches: no attack is known to us")
         if not self.setting.causal and self.setting.length is None:
             made.append("without a causal mask a shard's tokens are those of the whole text: give the length")
         return made
@@ -122,7 +119,7 @@ class Audit:
             f"  {_described(finding, setting)}{': BROKEN' * finding.broken(self.rho)}" for finding in self.findings
         ]
         verdict = "sound" if self.sound else "WEAK"
-        lines.append(f"verdict: {verdict} against searches (statistical, not cryptographic)")
+        lines.append(f"verdict: {verdict} against searches of fewer than V^{self.rho} candidates")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
@@ -185,6 +182,29 @@ def refuse_weak(plan: ShardingPlan, setting: Setting | None = None) -> None:
         )
 
 
+def beyond_searches(plan: ShardingPlan, setting: Setting) -> str | None:
+    """What a node that tries gets although every search is too long; None where we know of no attack."""
+    if setting.split and not setting.causal:
+        return None
+    if setting.split:
+        how = "the likelihood of what it receives" if _masked(plan) else "linear algebra on what it receives"
+        return f"beyond searches: from the front of the text a CompNode can work out other tokens by {how}"
+    how = "sparse recovery from its attention" if _masked(plan) else "linear algebra on partial attention results"
+    return f"beyond searches: a CompNode can work out other tokens at layer 0 by {how}"
+
+
+def warn_weak(plan: ShardingPlan, setting: Setting | None = None) -> None:
+    """Warn (WeakProtection) of attacks beyond searches, unless the plan's user has accepted weakness."""
+    said = beyond_searches(plan, setting or Setting())
+    if said is not None and not plan.accept_weak_plan:
+        warnings.warn(
+            f"token sharding protects from nodes that do not attack; {said}. Use 'trio', 'quad' or 'dealer' if a node "
+            "may be curious; accept_weak_plan=True silences this",
+            WeakProtection,
+            stacklevel=2,
+        )
+
+
 def fewest(plan: ShardingPlan, rho: int | None = None, setting: Setting | None = None) -> list[int]:
     """A smallest set of nodes found that gains tokens or holds all of them: one node, a pair, or nodes for all shards.
 
@@ -220,9 +240,8 @@ def examine(plan: ShardingPlan, nodes: Sequence[int], name: str, rho: int, setti
             gaps = [gap for gap, unknown in found if not unknown <= held]
             before = cheapest[kind]
             cheapest[kind] = min([*gaps, *([] if before is None else [before])], default=None)
-        won = _algebra(plan, own, known, length, setting) if rho > 1 else set()
-        algebra = algebra or bool(won - held)
-        won = won.union(*(unknown for found in steps.values() for gap, unknown in found if gap < rho))
+        algebra = algebra or bool(_algebra(plan, own, known, length, setting) - held)
+        won = set().union(*(unknown for found in steps.values() for gap, unknown in found if gap < rho))
         if not won:
             new = known - given
             counts = len(held), len(new & held), len(new - held)
@@ -268,7 +287,7 @@ def _result_steps(
 
 def _algebra(plan: ShardingPlan, own: Sequence[int], known: set[int], length: int, setting: Setting) -> set[int]:
     """What open results give away by linear algebra: unknown tokens of a shard, if as many rows speak of them."""
-    if getattr(plan, "partials", None) != "open" or (setting.split and not setting.causal):
+    if _masked(plan) or (setting.split and not setting.causal):
         return set()
     return {p for rows, unknown in _open(plan, own, known, length, setting) if rows >= len(unknown) for p in unknown}
 

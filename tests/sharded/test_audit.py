@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
-from private_llm.errors import ConfigError
-from private_llm.sharded.audit import Finding, Setting, audit, fewest, refuse_weak
+from private_llm.errors import ConfigError, WeakProtection
+from private_llm.sharded.audit import Finding, Setting, audit, fewest, refuse_weak, warn_weak
 from private_llm.sharding import ShardingPlan
 
 
@@ -144,6 +146,22 @@ def test_the_default_is_sound_and_weak_plans_need_consent() -> None:
         audit(ShardingPlan(8, 8, 1), colluding=[44])
     with pytest.raises(ConfigError, match="colluding: got"):
         audit(ShardingPlan(8, 8, 1), colluding=[])
+
+
+def test_what_searches_leave_out_is_said_and_warned_of() -> None:
+    """Only encoders behind a split have no attack that we know."""
+    plan = ShardingPlan()
+    assert audit(plan).sound
+    assert "CompNode can work out other tokens at layer 0" in str(audit(plan))
+    assert "from the front of the text" in str(audit(plan, setting=Setting(split=True)))
+    quiet = Setting(split=True, causal=False, length=64)
+    assert "no attack is known to us" in str(audit(plan, setting=quiet))
+    with pytest.warns(WeakProtection, match=r"(?s)'trio', 'quad' or 'dealer'.*accept_weak_plan"):
+        warn_weak(plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_weak(plan, quiet)
+        warn_weak(open_plan(8, 8, 2))
 
 
 def test_huge_clusters_take_no_longer() -> None:

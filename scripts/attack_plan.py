@@ -1,0 +1,194 @@
+"""Attack a sharding plan as its nodes could: what do some of them learn of a text, by which attack, at what cost?
+
+Any causal model and text; by default the bundled model, whose every token takes seconds on one core::
+
+    python scripts/attack_plan.py --plan 8,8,2 --nodes 7                  # one CompNode: all attacks
+    python scripts/attack_plan.py --plan 8,8,2 --nodes 7 --attacks results   # the paper's own (Theorem 6.2) alone
+    python scripts/attack_plan.py --plan 4,2,1 --nodes 0,6 --budget 1e7   # a CompNode and an AttnNode together
+    python scripts/attack_plan.py --plan 4,8,2 --nodes 1 --split 3        # behind three layers of secret sharing
+    python scripts/attack_plan.py --states all --layer 3                  # vocab-matching on all hidden states
+    python scripts/attack_plan.py --states permuted --layer 3 --tokens 8  # on permuted ones
+    python scripts/attack_plan.py --plan 4,1,1 --nodes 5 --attacks rows,states --prior 200 --budget 1e6
+
+Prints what each attack costs at most before it starts. `--prior K` tries the K tokens that the model itself expects
+most; `--known-prefix N` gives the attacker the first N tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+import torch
+from private_llm_hf.attacked import RowsAt, likely_tokens
+from torch import Tensor
+
+from private_llm.attacks.collusion import ATTACKS, Loot, bounds, collude
+from private_llm.attacks.rows import flat
+from private_llm.attacks.scores import bleu, exact, rouge_l
+from private_llm.attacks.view import view_of
+from private_llm.attacks.vocab_matching import CHUNK, match_permuted, match_states
+from private_llm.commands.models import demo_model, plaintext_model, tokenizer_of
+from private_llm.commands.output import CONSOLE, NOTES, duration, emit_json, progress_bar
+from private_llm.errors import ConfigError, PrivateLLMError
+from private_llm.sharding import ShardingPlan
+
+TEXT = (
+    "The letter was written in the summer of the year before the war, and nobody had read it since. The old bridge "
+    "over the river was built of stone, and the people of the town paid a toll to cross it every morning."
+)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help="model folder or hub id (default: the bundled model)")
+    parser.add_argument("--text", default=TEXT)
+    parser.add_argument("--tokens", type=int, default=48, help="tokens of the text that are used")
+    parser.add_argument("--states", choices=("plan", "all", "permuted"), default="plan", help="what is seen")
+    parser.add_argument("--plan", default="8,8,2", help="alpha,c,m[,rho]")
+    parser.add_argument("--wire", choices=("float32", "float16"), default="float32")
+    parser.add_argument("--nodes", default="0", help="endpoint numbers of nodes that share what they see: 0,1")
+    parser.add_argument("--attacks", default=",".join(ATTACKS))
+    parser.add_argument("--layer", type=int, default=1, help="whose rows are matched (from 0)")
+    parser.add_argument("--split", type=int, default=0, help="nodes see nothing before this layer")
+    parser.add_argument("--budget", type=float, default=1e5, help="candidates for each gap of a search at most")
+    parser.add_argument("--prior", type=int, default=0, help="try only so many likely tokens (0: all)")
+    parser.add_argument("--known-prefix", type=int, default=0, help="tokens that the attacker knows")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a few tokens and candidates: does it run?")
+    return parser.parse_args()
+
+
+def numbers(text: str) -> list[int]:
+    """`0,1` to [0, 1]."""
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise ConfigError(f"got {text!r}; want numbers joined by commas")
+    return [int(part) for part in text.split(",")]
+
+
+def rate(model: RowsAt, vocabulary: Tensor, known: int) -> float:
+    """Candidates a second of vocab-matching: one measured call behind `known` tokens."""
+    tails = vocabulary[:CHUNK].unsqueeze(1)
+    model.rows([0] * known, tails[:8])
+    start = time.perf_counter()
+    made = flat(model.rows([0] * known, tails))
+    (made - made[0]).abs().sum(-1).argmin()
+    return len(tails) / (time.perf_counter() - start)
+
+
+def whole(args: argparse.Namespace, model: RowsAt, ids: Tensor, vocabulary: Tensor) -> tuple[Loot, float]:
+    """Vocab-matching on all states of a layer, in order or not."""
+    rows = flat(model.of(ids))
+    total = len(ids) * len(vocabulary)
+    announce(
+        {"states": [len(vocabulary)] * len(ids)}, int(args.budget), rate(model, vocabulary, len(ids) // 2), args.json
+    )
+    start = time.perf_counter()
+    with progress_bar(total, quiet=args.json) as step:
+
+        def advance(count: int) -> None:
+            step("matching", advance=count)
+
+        def states(text: Any, tails: Tensor) -> Tensor:  # noqa: ANN401 - a sequence of tokens
+            return flat(model.rows(text, tails))
+
+        if args.states == "permuted":
+            order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
+            found = match_permuted(rows[order], states, vocabulary, advance)
+        else:
+            found = match_states(dict(enumerate(rows)), states, vocabulary, int(args.budget), progress=advance)
+    loot = Loot()
+    loot.add(dict(enumerate(found.tokens)), "states", found.candidates)
+    return loot, time.perf_counter() - start
+
+
+def announce(costs: dict[str, list[int]], budget: int, speed: float, quiet: bool) -> int:
+    """Print what each attack needs before it starts; candidates within the budget."""
+    within = 0
+    for name, needed in costs.items():
+        free = name in ("rows", "algebra", "totals")
+        possible = [count for count in needed if free or count <= budget]
+        within += sum(possible)
+        if not quiet and needed:
+            line = f"  {name}: {len(needed)} searches, {sum(needed):.3g} candidates in all, dearest {max(needed):.3g}"
+            line += "" if len(possible) == len(needed) else f"; {len(needed) - len(possible)} beyond the budget"
+            if name == "states":
+                line += f"; about {duration(sum(possible) / speed)} for the rest ({speed:.0f} candidates a second)"
+            CONSOLE.print(line, highlight=False, markup=False)
+    return within
+
+
+def sharded(args: argparse.Namespace, source: Any, ids: Tensor, vocabulary: Tensor) -> tuple[Loot, float]:  # noqa: ANN401
+    """What nodes of a plan learn together."""
+    plan = ShardingPlan(*numbers(args.plan), accept_weak_plan=True, wire=args.wire)
+    nodes, attacks = numbers(args.nodes), args.attacks.split(",")
+    if max(nodes) >= plan.nodes or not set(attacks) <= set(ATTACKS):
+        raise ConfigError(f"want nodes from 0 to {plan.nodes - 1} and attacks among {', '.join(ATTACKS)}")
+    layers = [args.split] if args.split else [0, args.layer]
+    models = [RowsAt(source, layer) for layer in layers]
+    known = {p: int(ids[p]) for p in range(args.known_prefix)}
+    costs = bounds(plan, nodes, models[-1].call, len(ids), len(vocabulary), layers[0], sorted(known))
+    if not args.json:
+        names = " + ".join(plan.describe(node) for node in nodes)
+        CONSOLE.print(
+            f"{names} of plan {args.plan}, {len(ids)} tokens, V = {len(vocabulary)}; at most:", highlight=False
+        )
+    speed = rate(models[-1], vocabulary, len(ids) // 2)
+    chosen = {name: costs[name] for name in attacks if name in costs}
+    within = announce(chosen, int(args.budget), speed, args.json)
+    start = time.perf_counter()
+    with progress_bar(within, quiet=args.json) as step:
+        seen = [(view_of(plan, nodes, model.call, model.layer, ids, model.of(ids)), model) for model in models]
+        loot = collude(
+            seen, vocabulary, int(args.budget), attacks, known, lambda count: step("trying candidates", advance=count)
+        )
+    return loot, time.perf_counter() - start
+
+
+def main() -> None:
+    """Run one attack and show what it found beside the truth."""
+    args = parse()
+    folder = args.model or demo_model()
+    source, tokenizer = plaintext_model(folder), tokenizer_of(folder)
+    ids = tokenizer(args.text, return_tensors="pt")["input_ids"][0][: 6 if args.tiny else args.tokens]
+    count = source.config.get_text_config().vocab_size
+    wanted = 200 if args.tiny else args.prior
+    vocabulary = likely_tokens(source, wanted) if wanted else torch.arange(count)
+    if args.states == "plan":
+        loot, seconds = sharded(args, source, ids, vocabulary)
+    else:
+        loot, seconds = whole(args, RowsAt(source, args.layer), ids, vocabulary)
+    truth = ids.tolist()
+    found = loot.text(len(truth), -1)
+    words, guessed = ([tokenizer.decode([t]) if t >= 0 else "_" for t in text] for text in (truth, found))
+    gained = [p for p in loot.tokens if loot.how[p] not in ("held", "known")]
+    row = {
+        "name": "attack", "states": args.states, "plan": args.plan, "nodes": args.nodes, "wire": args.wire,
+        "layer": args.layer, "split": args.split, "tokens": len(truth), "vocabulary": len(vocabulary),
+        "budget": int(args.budget), "candidates": loot.candidates, "seconds": round(seconds, 2),
+        "candidates_per_second": round(sum(loot.candidates.values()) / max(seconds, 1e-9)),
+        "known_or_held": len(loot.tokens) - len(gained), "gained": len(gained),
+        "exact": round(exact(found, truth), 4), "rouge_l": round(rouge_l(guessed, words), 4),
+        "bleu": round(bleu(guessed, words), 4), "text": "".join(guessed),
+    }  # fmt: skip
+    if args.json:
+        emit_json(row)
+        return
+    CONSOLE.print(f"true:  {''.join(words)}", highlight=False, markup=False)
+    CONSOLE.print(f"found: {''.join(guessed)}", highlight=False, markup=False)
+    CONSOLE.print(
+        f"{row['known_or_held']} tokens held or known, {len(gained)} gained of {len(truth)}: exact {row['exact']:.2f}, "
+        f"ROUGE-L {row['rouge_l']:.2f}, BLEU {row['bleu']:.2f}; {loot.candidates} candidates in {duration(seconds)}",
+        highlight=False, markup=False,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PrivateLLMError as error:
+        NOTES.print(f"attack_plan: {error}", highlight=False, markup=False)
+        sys.exit(2)
