@@ -1,6 +1,7 @@
 """HuggingFace models on secret-shared data: `AutoPrivate*.from_pretrained` and `patch`."""
 
 from private_llm.config import PrivateConfig, TLSConfig
+from private_llm.sharding import ShardingPlan
 from private_llm_hf.auto import (
     AutoPrivateModel,
     AutoPrivateModelForCausalLM,
@@ -22,6 +23,7 @@ __all__ = [
     "GeneratePlan",
     "Network",
     "PrivateConfig",
+    "ShardingPlan",
     "TLSConfig",
     "patch",
 ]
