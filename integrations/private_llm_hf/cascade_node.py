@@ -27,7 +27,7 @@ from private_llm.sharded.wire import send_floats
 from private_llm.sharding import ShardingPlan
 from private_llm_hf.cascade_comp import CompNode
 from private_llm_hf.costs import rows_of
-from private_llm_hf.held import HeldModel
+from private_llm_hf.held import HeldModel, claim
 from private_llm_hf.serving import Pulse, serve_commands
 from private_llm_hf.wire import Message, recv_message, send_message
 
@@ -84,10 +84,7 @@ class Node:
 
     def _hello(self, _: Message) -> None:
         """Which model this CompNode holds, if it holds one."""
-        held = self._held
-        facts = None if held is None else {**held.description, "weights": held.digest}
-        found = {name: facts and facts[name] for name in ("model", "class", "weights")}
-        send_message(self.transport, CLIENT, found)
+        send_message(self.transport, CLIENT, claim(self._held))
 
     def _load(self, message: Message) -> None:
         calls = [AttentionCall(**facts) for facts in message["calls"]]

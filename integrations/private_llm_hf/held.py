@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig
 
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, PrivateLLMError, TransportError
 from private_llm.protocols.dealing import pieces
 from private_llm_hf.layout import Layout, describe, model_class
 from private_llm_hf.weights import stream_checkpoint
@@ -40,7 +41,6 @@ class WeightsDigest:
 class HeldModel:
     """A checkpoint in a node's memory. weights: float32. digest: `WeightsDigest` of them."""
 
-    source: str
     description: Message
     weights: dict[str, Tensor]
     digest: str
@@ -66,13 +66,33 @@ class HeldModel:
 
             layout = Layout.of(found, config)
             stream_checkpoint(found, source, config, layout.source, layout.folding(sink))
-        except OSError as error:
+        except PrivateLLMError:
+            raise
+        except (OSError, ValueError, SafetensorError) as error:  # transformers' and safetensors' own
             raise ConfigError(f"model {source!r}: {str(error).splitlines()[0]}") from None
-        return cls(source, describe(found, config), weights, digest.text())
+        return cls(describe(found, config), weights, digest.text())
+
+
+_CLAIM = ("model", "class", "weights")
+
+
+def claim(held: HeldModel | None) -> Message:
+    """What a CompNode says of the model that it holds."""
+    if held is None:
+        return dict.fromkeys(_CLAIM)
+    return {"model": held.description["model"], "class": held.description["class"], "weights": held.digest}
 
 
 def agreed(answers: Mapping[str, Message]) -> Message:
-    """What all CompNodes hold, from what each said. Raises ConfigError that names one which holds something else."""
+    """What all CompNodes hold, from the `claim` of each.
+
+    Raises ConfigError that names one which holds something else, TransportError for what is no claim.
+    """
+    for name, found in answers.items():
+        if {type(found.get(key)) for key in _CLAIM} not in ({str}, {type(None)}):
+            raise TransportError(
+                f"{name} does not say what model it holds; install the same private-llm at all endpoints"
+            )
     (first, want), *others = answers.items()
     for name, found in others:
         if None in (found["model"], want["model"]) and found != want:

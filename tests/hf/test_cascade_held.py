@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
+from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, cascade_node, patch
 from private_llm_hf.cascade_client import Nodes
 from private_llm_hf.held import WeightsDigest
 from private_llm_hf.launch import serve_party
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from private_llm.errors import ConfigError, PatchMismatch
+from private_llm.errors import ConfigError, PatchMismatch, TransportError
 from private_llm.net.transport import CLIENT
 from tests.hf import tiny
 from tests.hf.test_cascade_hosts import HOW, IDS, PLAN, serving
@@ -128,6 +128,9 @@ def test_what_a_node_cannot_hold(checkpoint: Path, tmp_path: Path, loopback: dic
         serve_party(config, 0, checkpoint=str(tmp_path / "nowhere"))
     with pytest.raises(PatchMismatch, match="lacks 1 weight"):
         serve_party(config, 0, checkpoint=damaged(checkpoint, tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"no safetensors at all")
+    with pytest.raises(ConfigError, match=f"model '{tmp_path}': "):
+        serve_party(config, 0, checkpoint=str(tmp_path))
     with pytest.raises(ConfigError, match=r"party: got 5; want 0 to 4"):
         serve_party(config, 5)
 
@@ -139,6 +142,14 @@ def damaged(checkpoint: Path, folder: Path) -> str:
     (folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return str(folder)
+
+
+@pytest.mark.parametrize("said", [{}, {"model": "a", "class": None, "weights": "b"}, {"model": 1}])
+def test_a_node_that_does_not_say_what_it_holds(monkeypatch: pytest.MonkeyPatch, said: dict[str, object]) -> None:
+    monkeypatch.setattr(cascade_node, "claim", lambda held: said)
+    config = PrivateConfig(protocol="cascade", plan=PLAN, timeout_s=20)
+    with pytest.raises(TransportError, match=r"CompNode 0 \(party 0\) does not say what model it holds"):
+        patch(tiny.build("llama"), config)
 
 
 def test_the_digest_of_weights_depends_on_each_of_them() -> None:
