@@ -22,7 +22,7 @@ from private_llm.net.roles import called
 from private_llm.net.transport import Transport
 from private_llm.protocols.session import PlainClient
 from private_llm.ring.ring import Ring
-from private_llm.sharded.audit import refuse_weak
+from private_llm.sharded.audit import Setting, refuse_weak, warn_weak
 from private_llm.sharded.wire import recv_floats, send_floats
 from private_llm.sharding import ShardingPlan
 from private_llm_hf.architectures import architecture, positions_by_mask
@@ -50,15 +50,20 @@ def join_nodes(config: PrivateConfig, transport: Transport, shutdown: Callable[[
 def check_sharding(
     cls: type[PreTrainedModel], config: PretrainedConfig, plan: ShardingPlan, split: int | None = None
 ) -> None:
-    """Raises ConfigError for plans that are weak or too large, PatchMismatch for models that cannot be sharded."""
+    """Raises ConfigError for plans that are weak or too large, PatchMismatch for models that cannot be sharded.
+
+    Warns (WeakProtection) of what no plan protects from.
+    """
     if plan.nodes > MOST_NODES:
         raise ConfigError(f"plan: {plan.nodes} nodes; want at most {MOST_NODES} (lower alpha or m)")
-    refuse_weak(plan)
     kind = architecture(config).kind
     if kind in ("vision", "encoder-decoder"):
         raise PatchMismatch(f"{cls.__name__}: token sharding serves text decoders and encoders; this is {kind}")
     if cls.__name__.endswith("ForSequenceClassification") and getattr(config, "classifier_pooling", "") == "mean":
         raise PatchMismatch(f"{cls.__name__}: it averages all positions (classifier_pooling='mean'), no node has them")
+    setting = Setting(split=split is not None, causal=kind == "decoder")
+    refuse_weak(plan, setting)
+    warn_weak(plan, setting)
     calls = attention_calls(cls, config)
     if "position_ids" not in inspect.signature(cls.forward).parameters and not all(call.slopes for call in calls):
         raise PatchMismatch(f"{cls.__name__} takes no position_ids, so rows cannot keep their places")

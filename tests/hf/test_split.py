@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import transformers as tr
@@ -11,7 +13,7 @@ from private_llm_hf.preprocess import GeneratePlan
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from private_llm.errors import ConfigError, PartyFailed, PatchMismatch, ProtocolAbort
+from private_llm.errors import ConfigError, PartyFailed, PatchMismatch, ProtocolAbort, WeakProtection
 from private_llm.net.local import LocalHub, LocalTransport
 from private_llm.net.record import Alter, Message, RecordingTransport
 from private_llm.net.transport import CLIENT
@@ -183,3 +185,18 @@ def test_a_shortened_model_keeps_what_belongs_to_its_layers() -> None:
     assert (short.num_hidden_layers, short.layer_types) == (1, model.config.layer_types[:1])
     names = [name for name, _ in model.named_parameters()]
     assert {name for name in names if cut.belongs_before(name)} == {n for n in names if n.startswith("model.layers.0.")}
+
+
+def test_only_an_encoder_behind_a_split_goes_without_a_warning() -> None:
+    """Of what attacks beyond searches read; whoever accepts weakness has read it."""
+    cascade = PrivateConfig.from_dict({"protocol": "cascade", "plan": PLAN, "timeout_s": 60})
+    with pytest.warns(WeakProtection, match="Use 'trio'"):
+        patch(tiny.build("opt"), cascade).close()
+    with pytest.warns(WeakProtection):
+        patch(tiny.build("opt"), settings()).close()
+    with pytest.warns(WeakProtection):
+        patch(tiny.build("bert"), cascade).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", WeakProtection)
+        patch(tiny.build("bert"), settings()).close()
+        patch(tiny.build("opt"), settings(plan=ShardingPlan(3, 3, 1, accept_weak_plan=True))).close()
