@@ -89,10 +89,8 @@ def agreed(answers: Mapping[str, Message]) -> Message:
     Raises ConfigError that names one which holds something else, TransportError for what is no claim.
     """
     for name, found in answers.items():
-        if {type(found.get(key)) for key in _CLAIM} not in ({str}, {type(None)}):
-            raise TransportError(
-                f"{name} does not say what model it holds; install the same private-llm at all endpoints"
-            )
+        if set(found) != set(_CLAIM) or {type(fact) for fact in found.values()} not in ({str}, {type(None)}):
+            raise TransportError(f"{name} does not say what model it holds; does it run the same private-llm?")
     (first, want), *others = answers.items()
     for name, found in others:
         if None in (found["model"], want["model"]) and found != want:
