@@ -122,7 +122,7 @@ def test_a_tensor_of_the_wrong_size(monkeypatch: pytest.MonkeyPatch) -> None:
     private = patch(tiny.build("llama"), CONFIG)
     monkeypatch.setattr(Transport, "send", short)
     with pytest.raises(
-        TransportError, match=r"CompNode [01] \(party [01]\): from AttnNode \(0, 1\) \(party 3\): got .*; want "
+        TransportError, match=r"^CompNode [01] \(party [01]\): from AttnNode \(0, 1\) \(party 3\): got .*; want "
     ):
         private.generate(IDS, max_new_tokens=2)
     private.close()
