@@ -374,10 +374,10 @@ SPLIT = Threat(
         ),
         (
             "a CompNode of a causal model",
-            "tokens from the front of the text: in its own first cluster by V candidates each (V: the vocabulary); "
-            "beyond it by V candidates each, ranked against statistics of other texts (measured: the true token "
-            "mostly first of 4096 with 13 unknown tokens behind one layer). An audit behind a split bounds exact "
-            "searches only",
+            "tokens from the front of the text, V candidates each (V: the vocabulary): of its own first cluster "
+            "exactly, of the text before its rows by likelihood (attacks/likelihood.py; measured behind one and three"
+            " layers: the true token ranked 1 to 5 of 4096, with 6 to 10 unknown ones). An audit behind a split "
+            "bounds exact searches only",
         ),
         ("every AttnNode", "queries, keys and values of its two query shards from the split on"),
         (
