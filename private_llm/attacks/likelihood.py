@@ -60,7 +60,12 @@ def _others(
     view: View, model: Attacked, rows: Sequence[int], later: Sequence[int], texts: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Mean [M] and covariance [M, M] of what the unknown positions behind add together, in other texts."""
-    mean, spread = torch.zeros(1), torch.zeros(1, 1)
+    count = len(rows) * view.call.heads * (view.call.value_dim + 1)
+    mean, spread = torch.zeros(count, dtype=torch.float64), torch.zeros(count, count, dtype=torch.float64)
+    if not later:
+        return mean, torch.eye(
+            count, dtype=torch.float64
+        )  # nothing else is unknown: the right candidate leaves nothing
     for place in later:
         _, keys, values = model.rows([], texts[:, : place + 1])
         made = _parts(view, rows, place, keys, values)
