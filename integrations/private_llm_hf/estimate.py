@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, WeakProtection
 from private_llm.net.transport import CLIENT, MetaTransport
 from private_llm.protocols.session import client_end, meta_session
 from private_llm.ring.ring import Ring
@@ -323,7 +324,9 @@ def _link(
 ) -> _MetaParties | _ShardedOnly:  # fmt: skip
     if private_config.plan is None:
         return _MetaParties(private_config, describe(model_class, config), progress)
-    check_sharding(model_class, config, private_config.plan, private_config.split)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WeakProtection)  # no text is at risk here
+        check_sharding(model_class, config, private_config.plan, private_config.split)
     if private_config.split is None:
         return _ShardedOnly(private_config, model_class, config, progress)
     return _MetaSplit(private_config, model_class, config, progress)
