@@ -1,0 +1,40 @@
+"""The scripts of the attacks, from the command line to rows and picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(script: str, *options: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / script), *options], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_one_attack() -> None:
+    row = json.loads(run("attack_plan.py", "--plan", "2,1,1", "--nodes", "1", "--tiny", "--json").stdout)
+    assert (row["tokens"], row["vocabulary"], row["known_or_held"]) == (6, 200, 3)
+    assert row["gained"] <= 3
+    assert 0.5 <= row["exact"] <= 1
+    words = run("attack_plan.py", "--states", "permuted", "--tiny").stdout
+    assert "states: 6 searches, 1.2e+03 candidates in all" in words
+    assert "ROUGE-L" in words
+    assert "want nodes from 0 to 143" in run("attack_plan.py", "--nodes", "900", "--tiny", code=2).stderr
+
+
+def test_figures(tmp_path: Path) -> None:
+    rows, picture = tmp_path / "rows.jsonl", tmp_path / "picture.png"
+    run("attack_figures.py", "--rows", str(rows), "--tiny")
+    names = [json.loads(line)["name"] for line in rows.read_text().splitlines()]
+    assert set(names) == {"gap", "share", "rounding"}
+    run("attack_figures.py", "--rows", str(rows), "--plot", str(picture))
+    assert picture.stat().st_size > 1000
