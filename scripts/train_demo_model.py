@@ -110,6 +110,15 @@ def train_tokenizer(texts: list[str], vocab: int, length: int) -> PreTrainedToke
     )  # fmt: skip
 
 
+def load_texts(files: list[Path], dataset: list[str] | None) -> datasets.Dataset:
+    """Whole texts, one a row, in a column "text": of files, or of a `datasets` name and its configuration."""
+    if dataset:
+        lines = datasets.load_dataset(*dataset, split="train")["text"]
+        return datasets.Dataset.from_dict({"text": ["".join(lines)]})
+    names = [str(path) for path in files]
+    return datasets.load_dataset("text", data_files=names, sample_by="document", split="train")
+
+
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> Tensor:
     """Tokenise a text of any length, without the start token."""
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids, dtype=torch.int64)
@@ -304,12 +313,7 @@ def main(args: argparse.Namespace) -> None:
     if args.tiny:
         torch.set_num_threads(1)  # on a busy machine, threads wait for each other longer than they work
     args.checkpoint = args.checkpoint or args.out / "checkpoint"
-    if args.dataset:
-        lines = datasets.load_dataset(*args.dataset, split="train")["text"]
-        texts = datasets.Dataset.from_dict({"text": ["".join(lines)]})
-    else:
-        files = [str(path) for path in args.text]
-        texts = datasets.load_dataset("text", data_files=files, sample_by="document", split="train")
+    texts = load_texts(args.text, args.dataset)
     if args.resume:
         if not (args.checkpoint / "progress.json").exists():
             raise SystemExit(f"No checkpoint in {args.checkpoint}: drop --resume or give --checkpoint DIR.")

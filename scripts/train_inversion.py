@@ -40,7 +40,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import safe_open
 from safetensors.torch import load_model, save_model
 from torch import Tensor
-from train_demo_model import batches, divide, encode, windows
+from train_demo_model import batches, divide, encode, load_texts, windows
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from private_llm.attacks.inversion import (
@@ -154,17 +154,6 @@ def starting_point(args: argparse.Namespace, model: PreTrainedModel, texts: Tens
     return attacker, after
 
 
-def documents(args: argparse.Namespace, tokenizer: Any) -> list[Tensor]:  # noqa: ANN401 - transformers' is not typed
-    """The training texts as tokens."""
-    if args.dataset:
-        lines = datasets.load_dataset(*args.dataset, split="train")["text"]
-        found = datasets.Dataset.from_dict({"text": ["".join(lines)]})
-    else:
-        files = [str(path) for path in args.text]
-        found = datasets.load_dataset("text", data_files=files, sample_by="document", split="train")
-    return [encode(tokenizer, text) for text in found["text"]]
-
-
 def main(args: argparse.Namespace) -> None:
     """Train and test as the command line asks."""
     if args.plot:
@@ -183,7 +172,8 @@ def main(args: argparse.Namespace) -> None:
     accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.precision)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval().to(accelerator.device)
     bos = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    train_ids, held_out = divide(documents(args, tokenizer), tokenizer.eos_token_id)
+    texts = [encode(tokenizer, text) for text in load_texts(args.text, args.dataset)["text"]]
+    train_ids, held_out = divide(texts, tokenizer.eos_token_id)
     if args.test:
         held_out = encode(tokenizer, args.test.read_text(encoding="utf-8"))
     tests = windows(held_out, args.length, bos)[: args.texts].to(accelerator.device)
