@@ -8,6 +8,10 @@ which hold the same tokens.
 
 The paper takes every c-th position into a block; neighbouring positions are stronger at equal cost, because what
 a CompNode hears of one foreign block is then about c / m tokens at once (see `audit`).
+
+The first `front` positions of a text belong to the first block beside its own. A node's n-th row is a combination of
+the tokens before it, so n rows together must have at least n + rho - 1 unknown tokens before them; the rows of a
+block follow each other, and the first block is all that some AttnNodes miss before theirs.
 """
 
 from __future__ import annotations
@@ -25,6 +29,9 @@ class ShardingPlan:
     """alpha CompNodes, clusters of c positions, m query shards for each CompNode.
 
     wire: numbers between the nodes, "float32" or "float16" (half the bytes; results differ by about 1e-3).
+    partials: what a CompNode gets of a row's attention: "masked" (the sum over all shards, see `sharded.masked`) or
+    "open" (a result for each shard, as in the paper). front: positions at the start of a text that count as the first
+    one does; None: block + rho - 1 under masks, 0 without them.
     rho: the vocab-matching threshold: an attacker is taken to search fewer than V^rho candidates, V the vocabulary.
     accept_weak_plan: use the plan although its audit says that fewer suffice.
     """
@@ -35,6 +42,8 @@ class ShardingPlan:
     rho: int = 3
     accept_weak_plan: bool = False
     wire: Literal["float32", "float16"] = "float32"
+    partials: Literal["masked", "open"] = "masked"
+    front: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("alpha", "c", "m", "rho"):
@@ -45,8 +54,15 @@ class ShardingPlan:
             raise ConfigError(f"plan.accept_weak_plan: got {self.accept_weak_plan!r}; want True or False")
         if self.wire not in ("float32", "float16"):
             raise ConfigError(f"plan.wire: got {self.wire!r}; want 'float32' or 'float16'")
+        if self.partials not in ("masked", "open"):
+            raise ConfigError(f"plan.partials: got {self.partials!r}; want 'masked' or 'open'")
         if self.c % self.m:
             raise ConfigError(f"plan.m: got {self.m} blocks for clusters of {self.c}; want a divisor of c")
+        front = self.front
+        if front is None:
+            object.__setattr__(self, "front", self.block + self.rho - 1 if self.masked else 0)
+        elif not isinstance(front, int) or isinstance(front, bool) or front < 0:
+            raise ConfigError(f"plan.front: got {front!r}; want 0 or a positive integer")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ShardingPlan:
@@ -56,6 +72,11 @@ class ShardingPlan:
         if unknown:
             raise ConfigError(f"plan: unknown key(s) {', '.join(unknown)}; known keys: {', '.join(sorted(known))}")
         return cls(**values)
+
+    @property
+    def masked(self) -> bool:
+        """Whether partial results are masked; the one owner of all rows needs no masks."""
+        return self.partials == "masked" and self.beta > 1
 
     @property
     def delta(self) -> int:
@@ -85,11 +106,11 @@ class ShardingPlan:
     # -- who holds what -------------------------------------------------------------------------------------
     def comp_of(self, position: int) -> int:
         """The CompNode of a position (counted from 0)."""
-        return position // self.c % self.alpha
+        return self._counted(position) // self.c % self.alpha
 
     def shard_of(self, position: int) -> int:
         """The query shard of a position."""
-        return self.comp_of(position) * self.m + position % self.c // self.block
+        return self.comp_of(position) * self.m + self._counted(position) % self.c // self.block
 
     def owner(self, shard: int) -> int:
         """The CompNode that a query shard belongs to."""
@@ -101,16 +122,27 @@ class ShardingPlan:
 
     def rows_of_shard(self, shard: int, start: int, stop: int) -> list[int]:
         """Positions of a query shard in start .. stop - 1, ascending."""
-        return self._repeated(self.first_of_shard(shard), self.block, start, stop)
+        return self._repeated(shard * self.block, self.block, start, stop)
 
     def first_of_shard(self, shard: int) -> int:
         """The first position of a query shard; in a shorter text it has none."""
-        return shard * self.block
+        return shard * self.block + (self._front if shard else 0)
+
+    @property
+    def _front(self) -> int:
+        return self.front or 0
+
+    def _counted(self, position: int) -> int:
+        """A position's number in the repeated pattern, which begins behind the front."""
+        return max(position - self._front, 0)
 
     def _repeated(self, first: int, width: int, start: int, stop: int) -> list[int]:
-        """`width` neighbours from `first` on, again every delta positions, within start .. stop - 1."""
-        begin = first + max(0, (start - first) // self.delta) * self.delta
-        return [p for base in range(begin, stop, self.delta) for p in range(max(base, start), min(base + width, stop))]
+        """`width` neighbours from `first` on, again every delta, all behind the front, within start .. stop - 1."""
+        early = list(range(start, min(stop, self._front))) if first == 0 else []
+        low, high = self._counted(start), self._counted(stop)
+        begin = first + max(0, (low - first) // self.delta) * self.delta
+        starts = range(begin, high, self.delta)
+        return early + [p + self._front for base in starts for p in range(max(base, low), min(base + width, high))]
 
     # -- endpoints --------------------------------------------------------------------------------------------
     def attn_endpoint(self, j: int, k: int) -> int:

@@ -51,7 +51,7 @@ def test_a_run_leaves_one_row_for_each_plan_and_the_next_layer_goes_on_from_it(
         assert all(0 <= value <= 1 for part in ("attack", "floor") for value in row[part].values())
         assert row["floor"]["exact"] >= row["held"]
         assert row["threads"] == 1
-    assert [first["held"], third["held"]] == pytest.approx([0.25, 0.5], abs=0.03)
+    assert [first["held"], third["held"]] == pytest.approx([0.25, 0.5], abs=0.05)
     script.main(script.parse_args(["--plot", str(out), str(picture)]))
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -242,10 +242,11 @@ class Nodes(Parties):
 
     def _check_length(self, total: int) -> None:
         plan = self.plan
-        if total < max(plan.alpha, plan.c + 1) and not plan.accept_weak_plan:
+        least = max(plan.alpha, plan.c + 1) + (plan.front or 0)
+        if total < least and not plan.accept_weak_plan:
             raise DomainError(
-                f"a text of {total} tokens is too short for {plan.alpha} CompNodes with clusters of {plan.c}; want "
-                f"{max(plan.alpha, plan.c + 1)} or more (use a smaller plan, or accept_weak_plan)"
+                f"a text of {total} tokens is too short for {plan.alpha} CompNodes with clusters of {plan.c} and a "
+                f"front of {plan.front}; want {least} or more (use a smaller plan, or accept_weak_plan)"
             )
 
     def _wake_attention(self, step: Message, past: int, total: int) -> None:

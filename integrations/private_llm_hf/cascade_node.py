@@ -96,6 +96,7 @@ class Node:
             self._pulse.watch(self._comp.model)
         else:
             self._attn = AttnNode(self.plan, links, calls)
+            self._attn.join()
         self.transport.ledger.reset()
         send_message(self.transport, CLIENT, {"loaded": True})
 

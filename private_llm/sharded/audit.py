@@ -10,8 +10,7 @@ Costs are candidates V^g over a vocabulary of V tokens; rho is the smallest g th
 3. Attention results that CompNodes receive. Open ones (partials="open") speak of one query shard each: V^g for g
    unknown tokens of it (Theorem 6.2), and V for each token by linear algebra as soon as there are g rows. Masked ones
    speak of all tokens at once: n rows with u unknown tokens before them are V^(u - n + 1) (at least V): a subset of
-   that many tokens can be tested against the space that the rows span. AttnNodes count as if they had found these
-   results out for their rows.
+   that many tokens can be tested against the space that the rows span. AttnNodes get no results.
 4. Beyond searches: whatever the gaps, a node that tries works out other tokens by linear algebra (open results,
    attacks/row_space), sparse recovery (masked ones at layer 0, attacks/sparse_totals) or, behind a split of a causal
    model, by how likely a candidate makes what was received. No plan prevents it, so it is no part of the verdict but is
@@ -275,7 +274,7 @@ def _result_steps(
         return
     if _masked(plan):
         foreign = [p for p in range(length) if p not in known and p not in held]
-        rows = [row for row in sorted(held) if not setting.causal or (foreign and foreign[0] < row)]
+        rows = [row for row in own if not setting.causal or (foreign and foreign[0] < row)]
         for count, row in enumerate(rows, 1):
             unknown = frozenset(p for p in foreign if p < row or not setting.causal)
             if unknown:

@@ -2,12 +2,12 @@
 
 A forward is a list of stages. In a stage all nodes compute at the same time, then send at the same time, and the next
 one starts when the last frame has arrived (Cascade, Appendix D). A layer has two: CompNodes send rows to AttnNodes,
-AttnNodes send partial results back. A stage takes the largest computation, one latency, and the bytes of the busiest
-network card, which sends and receives at the same time.
+AttnNodes send partial results back (masked ones for shards without tokens, too). A stage takes the largest computation,
+one latency, and the bytes of the busiest network card, which sends and receives at the same time.
 
-This differs from the paper's equation (2) in three ways. Merged AttnNodes send for both of their shards. One
-log-sum-exp goes back where the paper has a maximum and a sum. And the paper counts what leaves a node: what returns
-to a CompNode comes from beta AttnNodes for each of its rows, through one card, and that is the larger number.
+This differs from the paper's equation (2) in three ways. Merged AttnNodes send for both of their shards. Masked
+numbers of 64 bits go back, or one log-sum-exp where the paper has a maximum and a sum. And the paper counts what leaves
+a node: what returns to a CompNode comes from beta AttnNodes for each of its rows, through one card, and that is more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from private_llm.sharded.facts import AttentionCall, Step
-from private_llm.sharded.wire import number_type
+from private_llm.sharded.wire import number_type, partial_bytes
 from private_llm.sharding import ShardingPlan
 
 Sent = Mapping[tuple[int, int], int]
@@ -89,8 +89,8 @@ def attention_stages(plan: ShardingPlan, call: AttentionCall, step: Step, layer:
         for other in range(plan.beta):
             attn = plan.attn_endpoint(shard, other)
             _add(rows, (comp, attn), step.batch * count * call.row * size)
-            if keys[other]:
-                _add(partial, (attn, comp), step.batch * count * call.heads * (call.value_dim * size + 4))
+            if keys[other] or plan.masked:
+                _add(partial, (attn, comp), step.batch * count * partial_bytes(plan, call))
                 macs[attn] += step.batch * call.heads * count * keys[other] * (call.dim + call.value_dim)
     return Stage(layer, "rows", rows), Stage(layer, "partial", partial, dict(macs))
 

@@ -15,7 +15,8 @@ from private_llm.errors import DomainError
 from private_llm.net.transport import Transport
 from private_llm.sharded.attention import combine
 from private_llm.sharded.facts import AttentionCall, Step
-from private_llm.sharded.wire import number_type, recv_floats, send_floats
+from private_llm.sharded.masked import decode
+from private_llm.sharded.wire import number_type, partial_bytes, recv_floats, send_floats
 from private_llm.sharding import ShardingPlan
 
 
@@ -56,7 +57,7 @@ class Exchange:
         out = q.new_empty(*q.shape[:3], call.value_dim)
         for shard, index in self._local.items():
             count = q.shape[2] if index is None else len(index)
-            found = self._combined(step, call, shard, count)
+            found = (self._summed if self._plan.masked else self._combined)(step, call, shard, count)
             if index is None:
                 return found
             out.index_copy_(2, index.to(out.device), found)
@@ -71,6 +72,12 @@ class Exchange:
             lse, out = recv_floats(self._transport, self._plan.attn_endpoint(shard, other), "partial", expected)
             pieces.append((out, lse))
         return combine(pieces)
+
+    def _summed(self, step: Step, call: AttentionCall, shard: int, rows: int) -> Tensor:
+        """The same from masked results, of which only the sum is known."""
+        shape = (step.batch, call.heads, rows, call.value_dim + 1)
+        nodes = [self._plan.attn_endpoint(shard, other) for other in range(self._plan.beta)]
+        return decode(torch.stack([self._transport.recv(node, "partial", shape, torch.int64) for node in nodes]).sum(0))
 
     def end(self) -> None:
         """The forward is done. Raises DomainError if it made fewer attention calls than agreed upon."""
@@ -96,13 +103,12 @@ def _rows(tensor: Tensor, index: Tensor) -> Tensor:
 def layer_bytes(plan: ShardingPlan, calls: Sequence[AttentionCall], batch: int, length: int) -> int:
     """Bytes of one forward over `length` tokens between the nodes, all layers.
 
-    beta N (F row + (F value_dim + 4) heads) a layer, F = 4 or 2 bytes a number. The paper's equation (1) is
-    beta F N (row + (value_dim + 2) heads): a maximum and a sum where one log-sum-exp of 32 bits goes here, so for F = 2
-    both are equal. Shards without tokens, in a text shorter than delta, send nothing back.
+    beta N (F row + 8 (value_dim + 1) heads) a layer, F = 4 or 2 bytes a number; with open partial results
+    beta N (F row + (F value_dim + 4) heads). The paper's equation (1) is beta F N (row + (value_dim + 2) heads): a
+    maximum and a sum where an open log-sum-exp of 32 bits goes here, so for F = 2 both are equal. Shards without
+    tokens, in a text shorter than delta, send nothing back if partial results are open.
     """
     filled = sum(1 for shard in range(plan.beta) if plan.first_of_shard(shard) < length)
-    size = number_type(plan).itemsize
-    return sum(
-        batch * length * (plan.beta * size * call.row + filled * call.heads * (size * call.value_dim + 4))
-        for call in calls
-    )
+    answers = plan.beta if plan.masked else filled
+    row = plan.beta * number_type(plan).itemsize
+    return sum(batch * length * (row * call.row + answers * partial_bytes(plan, call)) for call in calls)

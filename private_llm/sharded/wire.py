@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from private_llm.net.transport import Transport
+from private_llm.sharded.facts import AttentionCall
 from private_llm.sharding import ShardingPlan
 
 Expected = tuple[tuple[int, ...], torch.dtype]
@@ -18,6 +19,13 @@ Expected = tuple[tuple[int, ...], torch.dtype]
 def number_type(plan: ShardingPlan) -> torch.dtype:
     """How rows and partial results travel; log-sum-exps always have 32 bits, their exponentials are weights."""
     return torch.float16 if plan.wire == "float16" else torch.float32
+
+
+def partial_bytes(plan: ShardingPlan, call: AttentionCall) -> int:
+    """Bytes of one row's partial result from one AttnNode: masked, or its result and a log-sum-exp for each head."""
+    if plan.masked:
+        return call.heads * (call.value_dim + 1) * torch.int64.itemsize
+    return call.heads * (call.value_dim * number_type(plan).itemsize + torch.float32.itemsize)
 
 
 def send_floats(

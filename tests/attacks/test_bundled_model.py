@@ -121,7 +121,7 @@ def test_a_prior_without_the_token_is_noticed(second: RowsAt, ids: Tensor) -> No
 # -- what nodes hold -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("wire", ["float32", "float16"])
 def test_an_attn_node_s_rows_are_its_tokens(first: RowsAt, ids: Tensor, wire: str) -> None:
-    plan = ShardingPlan.from_dict({"alpha": 3, "c": 2, "m": 1, "wire": wire, "accept_weak_plan": True})
+    plan = ShardingPlan.from_dict({"alpha": 3, "c": 2, "m": 1, "wire": wire, "partials": "open"})
     node = plan.attn_endpoint(0, 2)
     ((view, _),) = seen(plan, [node], ids[:12], first)
     assert not view.tokens
@@ -130,7 +130,7 @@ def test_an_attn_node_s_rows_are_its_tokens(first: RowsAt, ids: Tensor, wire: st
 
 def test_known_tokens_leave_smaller_gaps_to_an_attn_node(first: RowsAt, second: RowsAt, ids: Tensor) -> None:
     """Shards 0 and 2 of single positions out of 3: one unknown token between, V candidates and not V^2."""
-    plan = ShardingPlan(3, 1, 1, accept_weak_plan=True)
+    plan = ShardingPlan(3, 1, 1, accept_weak_plan=True, partials="open")
     loot = collude(seen(plan, [plan.attn_endpoint(0, 2)], ids[:7], first, second), EVERYTHING, 4096)
     assert right(loot, ids) == list(range(7))
     assert loot.how[1] == "states"
@@ -139,7 +139,7 @@ def test_known_tokens_leave_smaller_gaps_to_an_attn_node(first: RowsAt, second: 
 # -- Theorem 6.2 and linear algebra --------------------------------------------------------------------------------
 def test_blocks_of_two_fall_to_pairs(first: RowsAt, ids: Tensor) -> None:
     """Theorem 6.2 over the whole vocabulary: V^2 candidates for two tokens."""
-    plan = ShardingPlan(2, 2, 1, accept_weak_plan=True)
+    plan = ShardingPlan(2, 2, 1, accept_weak_plan=True, partials="open")
     loot = collude(seen(plan, [1], ids[:4], first), EVERYTHING, 4096**2, ["results"])
     assert right(loot, ids) == [0, 1, 2, 3]
     assert loot.candidates == {"results": 4096**2}
@@ -148,7 +148,7 @@ def test_blocks_of_two_fall_to_pairs(first: RowsAt, ids: Tensor) -> None:
 @pytest.mark.parametrize("wire", ["float32", "float16"])
 def test_linear_algebra_reads_any_block(first: RowsAt, ids: Tensor, wire: str) -> None:
     """Blocks of four tokens are far beyond V^2 candidates, and are read with 4 V."""
-    plan = ShardingPlan.from_dict({"alpha": 3, "c": 4, "m": 1, "rho": 3, "wire": wire, "accept_weak_plan": True})
+    plan = ShardingPlan.from_dict({"alpha": 3, "c": 4, "m": 1, "rho": 3, "wire": wire, "partials": "open"})
     view = seen(plan, [1], ids[:20], first)
     assert right(collude(view, EVERYTHING, 4096**2, ["results"]), ids) == [4, 5, 6, 7, 16, 17, 18, 19]
     loot = collude(view, EVERYTHING, 0, ["algebra"])
@@ -158,7 +158,7 @@ def test_linear_algebra_reads_any_block(first: RowsAt, ids: Tensor, wire: str) -
 
 def test_linear_algebra_needs_as_many_rows_as_unknown_tokens(first: RowsAt, ids: Tensor) -> None:
     """One row of CompNode 1 against four tokens: nothing; four rows: all."""
-    plan = ShardingPlan(3, 4, 1, accept_weak_plan=True)
+    plan = ShardingPlan(3, 4, 1, accept_weak_plan=True, partials="open")
     for rows, expected in ((1, [4]), (3, [4, 5, 6]), (4, list(range(8)))):
         loot = collude(seen(plan, [1], ids[: 4 + rows], first), EVERYTHING, 0, ["algebra"])
         assert right(loot, ids) == expected
@@ -167,7 +167,7 @@ def test_linear_algebra_needs_as_many_rows_as_unknown_tokens(first: RowsAt, ids:
 def test_layers_under_mpc_do_not_stop_the_algebra_of_a_causal_model(model: PreTrainedModel, ids: Tensor) -> None:
     """A CompNode behind a split sees states of layer 2 only: it reads the text from the front, V candidates a token."""
     attacked = RowsAt(model, 2)
-    plan = ShardingPlan(3, 3, 1, accept_weak_plan=True)
+    plan = ShardingPlan(3, 3, 1, accept_weak_plan=True, partials="open")
     ((view, _),) = seen(plan, [1], ids[:6], attacked)
     assert not view.tokens
     found, tried = read_from_front(view, attacked, [], EVERYTHING)
@@ -176,7 +176,7 @@ def test_layers_under_mpc_do_not_stop_the_algebra_of_a_causal_model(model: PreTr
 
 def test_behind_a_split_the_first_cluster_is_found_by_its_states(second: RowsAt, ids: Tensor) -> None:
     """CompNode 0 knows no token, but its first rows depend on its own tokens alone: V candidates each."""
-    plan = ShardingPlan(3, 3, 1)
+    plan = ShardingPlan(3, 3, 1, partials="open")
     for node, expected in ((0, [0, 1, 2]), (1, [])):
         loot = collude(seen(plan, [node], ids[:14], second), EVERYTHING, 4096, ["states"])
         assert right(loot, ids) == expected
@@ -185,7 +185,7 @@ def test_behind_a_split_the_first_cluster_is_found_by_its_states(second: RowsAt,
 # -- together ------------------------------------------------------------------------------------------------------
 def test_colluding_nodes_put_all_together(first: RowsAt, second: RowsAt, ids: Tensor) -> None:
     """CompNode 0 and an AttnNode of two foreign shards: rows of one make gaps of the other small."""
-    plan = ShardingPlan(4, 1, 1, accept_weak_plan=True)
+    plan = ShardingPlan(4, 1, 1, accept_weak_plan=True, partials="open")
     loot = collude(seen(plan, [0, plan.attn_endpoint(1, 2)], ids[:9], first, second), EVERYTHING, 4096)
     assert right(loot, ids) == list(range(9))
     assert {loot.how[p] for p in (0, 4, 8)} == {"held"}
@@ -194,7 +194,7 @@ def test_colluding_nodes_put_all_together(first: RowsAt, second: RowsAt, ids: Te
 
 
 def test_bounds_are_what_the_attacks_try(first: RowsAt, second: RowsAt, ids: Tensor) -> None:
-    plan, prior = ShardingPlan(2, 2, 1, accept_weak_plan=True), likely(ids, 60)
+    plan, prior = ShardingPlan(2, 2, 1, accept_weak_plan=True, partials="open"), likely(ids, 60)
     for nodes in ([1], [0], [0, plan.attn_endpoint(0, 0)]):
         for name in ("results", "algebra"):
             loot = collude(seen(plan, nodes, ids[:8], first), prior, 60**2, [name])

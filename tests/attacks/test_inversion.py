@@ -32,7 +32,11 @@ from private_llm.attacks.inversion import (
 from private_llm.errors import DomainError, PatchMismatch
 from private_llm.sharding import ShardingPlan
 
-PLANS = [ShardingPlan(3, 4, 2), ShardingPlan(4, 1, 1), ShardingPlan(2, 6, 3)]
+PLANS = [
+    ShardingPlan(3, 4, 2, partials="open"),
+    ShardingPlan(4, 1, 1, partials="open"),
+    ShardingPlan(2, 6, 3, partials="open"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +192,7 @@ def test_a_small_attacker_learns_what_is_held_and_what_follows_from_it() -> None
     table = torch.randn(vocabulary, width)
     attacker = Inverter(Mixer(width, vocabulary), width, width)
     optimizer = torch.optim.AdamW(attacker.parameters(), lr=1e-2)
-    masks, chance = [any_comp(ShardingPlan(2, 1, 1)).masks(n)], torch.Generator().manual_seed(0)
+    masks, chance = [any_comp(ShardingPlan(2, 1, 1, partials="open")).masks(n)], torch.Generator().manual_seed(0)
     for _ in range(150):
         ids = torch.randint(vocabulary, (32, 1), generator=chance).expand(32, n)
         loss = loss_of(attacker(table[ids], draw(masks, 32, chance)), ids)

@@ -25,6 +25,7 @@ from private_llm.sharded import attn_node
 from private_llm.sharded.attn_node import AttnNode
 from private_llm.sharded.exchange import Exchange
 from private_llm.sharded.facts import Step
+from private_llm.sharded.masked import ZeroShares
 from private_llm.sharding import ShardingPlan
 from tests.hf import tiny
 
@@ -34,13 +35,15 @@ STEP = Step(None, 2, 0, 12)
 
 
 class NoGuards(TorchFunctionMode):
-    """The two methods of tensors that ask for a real device before fake tensors get a word, by other operations."""
+    """Methods of tensors that ask for a real device before fake tensors get a word, by other operations."""
 
     def __torch_function__(self, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         if func is Tensor.contiguous:
             return torch.clone(args[0], memory_format=torch.contiguous_format)
         if func is Tensor.__getitem__ and args[0].is_cuda:
             return taken(args[0], args[1] if isinstance(args[1], tuple) else (args[1],))
+        if func is Tensor.__float__:
+            return 0.0  # a range that is checked
         return func(*args, **(kwargs or {}))
 
 
@@ -125,6 +128,12 @@ def test_an_attn_node_keeps_its_cache_on_its_gpu(
         assert {tensor.device for tensor in (q, k, v, *more) if isinstance(tensor, Tensor)} == {GPU}
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
 
+    def masked(self: ZeroShares, numbers: Tensor) -> Tensor:
+        """In place of real streams."""
+        assert numbers.device == GPU
+        return numbers
+
+    monkeypatch.setattr(ZeroShares, "add_to", masked)
     monkeypatch.setattr(attn_node, "allowed", allowed)
     monkeypatch.setattr(attn_node, "attend", attend)
     model = tiny.build("llama")

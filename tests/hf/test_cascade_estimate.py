@@ -43,9 +43,9 @@ def sent(costs: Costs) -> dict[tuple[str, int, int], int]:
     ("name", "new", "plan"),
     [
         ("llama", 9, PLAN),
-        ("mistral", 4, ShardingPlan(2, 4, 2, rho=2)),
+        ("mistral", 4, ShardingPlan(2, 4, 2, accept_weak_plan=True)),
         ("opt", 0, PLAN),
-        ("gpt2", 3, ShardingPlan(2, 6, 2, wire="float16")),
+        ("gpt2", 3, ShardingPlan(2, 6, 2, accept_weak_plan=True, wire="float16")),
         ("bert", 0, PLAN),
         ("modernbert", 0, ShardingPlan(1, 4, 1, accept_weak_plan=True)),
     ],
@@ -132,7 +132,7 @@ def test_what_a_run_refuses_the_estimate_refuses() -> None:
 def test_a_large_model_on_many_nodes_is_counted_without_weights() -> None:
     shape = named_shape("llama-13b")
     assert shape is not None
-    plan = ShardingPlan(8, 8, 2)
+    plan = ShardingPlan(8, 8, 2, partials="open")
     found = estimate(*shape, settings(plan), sequence=128, new_tokens=3)
     layers = [layer for layer in found.layers() if layer.rounds]
     assert [layer.rounds for layer in layers] == [3] * 40

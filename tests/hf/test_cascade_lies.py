@@ -101,7 +101,8 @@ def test_an_attn_node_whose_message_has_another_size(size: int, monkeypatch: pyt
 
     def send(self: LocalTransport, to: int, tag: str, payload: torch.Tensor) -> None:
         if self.me == PLAN.attn_endpoint(0, 1) and tag == "partial":
-            payload = torch.cat([payload, payload.new_zeros(8)]) if size > 0 else payload[:-8]
+            flat = payload.view(-1)
+            payload = torch.cat([flat, flat.new_zeros(8)]) if size > 0 else flat[:-8]
         honest(self, to, tag, payload)
 
     with torch.no_grad(), patch(tiny.build("llama"), settings()) as private:

@@ -22,7 +22,7 @@ def gaps(plan: ShardingPlan, *colluding: int, rho: int = 3, **setting: object) -
 
 
 def open_plan(alpha: int, c: int, m: int, rho: int = 3) -> ShardingPlan:
-    return ShardingPlan(alpha, c, m, rho, accept_weak_plan=True)
+    return ShardingPlan(alpha, c, m, rho, accept_weak_plan=True, partials="open")
 
 
 def test_a_comp_node_alone() -> None:

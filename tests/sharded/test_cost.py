@@ -113,7 +113,9 @@ def test_equation_2_by_hand() -> None:
     assert paper_seconds(5, 2, 4, 3, 1, 6, 2, bandwidth=100.0, latency=7.0) == pytest.approx(26.72)
 
 
-@pytest.mark.parametrize("plan", [ShardingPlan(4, 8, 2), ShardingPlan(3, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "plan", [ShardingPlan(4, 8, 2, partials="open"), ShardingPlan(3, 2, 1, partials="open")], ids=str
+)
 def test_stages_differ_from_equation_2_where_they_should(plan: ShardingPlan) -> None:
     """Rows out: the same. Back: one number less a row and head, both shards of a node, and the receiving card."""
     call, tokens, bandwidth, latency = AttentionCall(3, 1, 4, 4, 1.0), 50, 100.0, 0.25

@@ -24,7 +24,10 @@ FULL = AttentionCall(4, 2, 8, 6, 0.3)
 CAUSAL = AttentionCall(4, 4, 8, 8, 0.3, ahead=0)
 WINDOW = AttentionCall(2, 1, 8, 8, 0.3, softcap=5.0, back=5, ahead=0)
 LOCAL = AttentionCall(2, 1, 8, 8, 0.3, back=3, ahead=3)
-PLANS = [ShardingPlan(1, 4, 1), ShardingPlan(3, 2, 1), ShardingPlan(3, 4, 2), ShardingPlan(2, 3, 3)]
+PLANS = [
+    ShardingPlan(1, 4, 1), ShardingPlan(3, 2, 1), ShardingPlan(3, 4, 2), ShardingPlan(2, 3, 3),
+    ShardingPlan(3, 4, 2, partials="open"), ShardingPlan(2, 3, 3, partials="open"),
+]  # fmt: skip
 
 
 class Session:
@@ -36,6 +39,10 @@ class Session:
         self.links: list[Transport] = [hub.transport(n) for n in range(plan.nodes)]
         self.comps = [Exchange(plan, self.links[n], calls) for n in range(plan.alpha)]
         self.attns = [AttnNode(plan, self.links[n], calls) for n in range(plan.alpha, plan.nodes)]
+        for node in self.attns:
+            node.join()
+        for link in self.links:
+            link.ledger.reset()
         g = torch.Generator().manual_seed(7)
 
         def make(heads: int, size: int) -> Tensor:
@@ -132,7 +139,7 @@ def test_bytes_are_the_formula_s(plan: ShardingPlan, length: int) -> None:
 
 def test_fewer_bytes_than_equation_one() -> None:
     """Equation (1): beta F (2 d H + 2 d H_KV + 2 H) N; here one H N less, as every shard has tokens."""
-    plan, n = ShardingPlan(3, 4, 2), 60
+    plan, n = ShardingPlan(3, 4, 2, partials="open"), 60
     paper = plan.beta * 4 * (2 * 8 * 4 + 2 * 8 * 4 + 2 * 4) * n
     assert layer_bytes(plan, [CAUSAL], 1, n) == paper - plan.beta * 4 * 4 * n
 
@@ -141,7 +148,7 @@ def test_fewer_bytes_than_equation_one() -> None:
 @pytest.mark.parametrize(("layers", "heads", "factor"), [(12, 12, 1), (24, 16, 0.0253 / 0.0095)])
 def test_bytes_of_the_paper_s_table_7(alpha: int, gigabytes: float, layers: int, heads: int, factor: float) -> None:
     """BERT-base and BERT-large, 128 tokens: the table rounds equation (1) with numbers of two bytes."""
-    plan = ShardingPlan(alpha, 1, 1, accept_weak_plan=True, wire="float16")
+    plan = ShardingPlan(alpha, 1, 1, accept_weak_plan=True, wire="float16", partials="open")
     made = layer_bytes(plan, [AttentionCall(heads, heads, 64, 64, 0.125)] * layers, 1, 128)
     assert made == alpha * 2 * (4 * 64 * heads + 2 * heads) * 128 * layers
     assert made / 1e9 == pytest.approx(gigabytes * factor, abs=6e-4 * factor)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from private_llm.errors import ConfigError
 from private_llm.sharding import ShardingPlan
 
-PLANS = [ShardingPlan(3, 2, 1), ShardingPlan(3, 2, 2), ShardingPlan(4, 6, 2), ShardingPlan(1, 1, 1)]
+PLANS = [ShardingPlan(3, 2, 1), ShardingPlan(3, 2, 2, front=0), ShardingPlan(4, 6, 2, front=7), ShardingPlan(1, 1, 1)]
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -26,7 +28,7 @@ def test_every_pair_of_positions_meets_once(plan: ShardingPlan) -> None:
 
 def test_the_paper_s_example() -> None:
     """Section 6.4: alpha = 3, c = 2, N = 18, positions counted from 1."""
-    plan = ShardingPlan(3, 2, 2)
+    plan = ShardingPlan(3, 2, 2, front=0)
     one = {n: {p + 1 for p in plan.held(n, 18)} for n in range(plan.nodes)}
     assert one[0] == {1, 2, 7, 8, 13, 14}
     assert one[1] == {3, 4, 9, 10, 15, 16}
@@ -34,6 +36,17 @@ def test_the_paper_s_example() -> None:
     assert one[plan.attn_endpoint(0, 2)] == {1, 3, 7, 9, 13, 15}
     assert one[plan.attn_endpoint(3, 4)] == {4, 5, 10, 11, 16, 17}
     assert plan.attn_nodes == 21
+
+
+def test_the_front_of_a_text_belongs_to_its_first_block() -> None:
+    """A block of 2 and rho - 1 = 2 further positions under masks; the pattern begins behind them."""
+    plan = ShardingPlan(3, 4, 2)
+    assert plan.front == 4
+    assert [plan.shard_of(p) for p in range(18)] == [0] * 4 + [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 0, 0]
+    assert [plan.first_of_shard(shard) for shard in range(6)] == [0, 6, 8, 10, 12, 14]
+    assert ShardingPlan(3, 4, 2, partials="open").front == 0
+    assert ShardingPlan(1, 4, 1).front == 0
+    assert ShardingPlan.from_dict(dataclasses.asdict(plan)) == plan
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -67,6 +80,9 @@ def test_rows_are_those_of_the_definition(plan: ShardingPlan, start: int, stop: 
         ({"alpha": 0}, "plan.alpha: got 0"),
         ({"c": 6, "m": 4}, "divisor of c"),
         ({"rho": 2.5}, "plan.rho: got 2.5"),
+        ({"partials": "closed"}, "plan.partials: got 'closed'; want 'masked' or 'open'"),
+        ({"front": -1}, "plan.front: got -1; want 0 or a positive integer"),
+        ({"front": True}, "plan.front: got True"),
     ],
 )
 def test_impossible_plans_are_refused(wrong: dict[str, int], text: str) -> None:
