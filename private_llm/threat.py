@@ -362,8 +362,8 @@ SPLIT = Threat(
     name="split of layers",
     kind="shortcut",
     corrupt=(
-        "for the first layers as the protocol; behind them any one node, semi-honest and statistically, if the model "
-        "looks in both directions. For causal models only nodes that do not attack what they see"
+        "for the first layers as the protocol; behind them any one node that follows the protocol and does not attack"
+        " what it sees. Statistical, not cryptographic"
     ),
     learns=(
         ("the parties", "of the first layers what the protocol says, of the others nothing; weights are public"),
@@ -373,11 +373,11 @@ SPLIT = Threat(
             " no embedding",
         ),
         (
-            "a CompNode of a causal model",
-            "tokens from the front of the text, V candidates each (V: the vocabulary): of its own first cluster "
-            "exactly, of the text before its rows by likelihood (attacks/likelihood.py; measured behind one and three"
-            " layers: the true token ranked 1 to 5 of 4096, with 6 to 10 unknown ones). An audit behind a split "
-            "bounds exact searches only",
+            "a CompNode that attacks",
+            "of a causal model the tokens of its own first cluster exactly, V candidates each (V: the vocabulary); of"
+            " any model tokens of other positions by likelihood, from its rows' attention and other texts "
+            "(attacks/likelihood.py; measured: the true token mostly among the first 5 of thousands, with 6 to 16 "
+            "unknown ones). An audit bounds exact searches only",
         ),
         ("every AttnNode", "queries, keys and values of its two query shards from the split on"),
         (
@@ -400,7 +400,7 @@ SPLIT = Threat(
     source=(
         "Cascade (appendix A). The first layers open their states to the CompNodes row by row after the protocol's "
         "own check. Searches behind it are counted in private_llm/sharded/audit.py and compared with "
-        "private_llm/attacks. The statistical attack on causal models is ours and is why no more is claimed. No "
+        "private_llm/attacks. The statistical attack is ours and is why no more is claimed. No "
         "outside review yet"
     ),
     setting="split=L with protocol='trio', 'quad' or 'dealer', and plan=ShardingPlan(...)",
