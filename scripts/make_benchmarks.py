@@ -2,7 +2,8 @@
 
 python scripts/make_benchmarks.py              measure everything (under ten minutes), write rows and tables
 python scripts/make_benchmarks.py --only NAME  measure these again, keep the other rows; besides works of the catalogue:
-                                               pigeon (PIGEON's table), network (a shaped network; needs root)
+                                               pigeon (PIGEON's table), cascade (token sharding; 14 GB of memory),
+                                               network (a shaped network; needs root)
 python scripts/make_benchmarks.py --tables     only write the tables from the rows that are there
 python scripts/make_benchmarks.py --tiny       smallest shapes, written nowhere: does everything run?
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 import bench_network
 
+from private_llm.bench import cascade
 from private_llm.bench.catalogue import NAMES, make
 from private_llm.bench.measure import measure
 from private_llm.bench.pigeon import jobs
@@ -26,10 +28,11 @@ from private_llm.config import PrivateConfig
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "docs" / "benchmarks.jsonl"
 PIGEON_ROWS = ROOT / "docs" / "pigeon.jsonl"
+CASCADE_ROWS = ROOT / "docs" / "cascade.jsonl"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 MAIN = tuple(name for name in NAMES if name not in ("matmuls", "lenet", "alexnet", "vgg16"))
 """The works of the first table; the others stand in PIGEON's."""
-PARTS = ("pigeon", "network")
+PARTS = ("pigeon", "cascade", "network")
 
 RIVALS = {
     "relu": ("1.67 s, 464 MB", "1.94 s, 172 MB"),
@@ -93,6 +96,37 @@ def pigeon_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def cascade_table(rows: list[dict[str, Any]]) -> str:
+    """Token sharding beside plaintext forwards, with the paper's figures."""
+    lines = [
+        "| model | alpha,c,m | partial results | nodes | median (min to max), s | plaintext, s | ratio "
+        "| busiest CompNode, ms | mean AttnNode, ms | MB between nodes | error | paper, s | paper, MB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        times = "{median:.3f} ({min:.3f} to {max:.3f})".format(**row["seconds"])
+        ratio = "{median:.2f} ({min:.2f} to {max:.2f})".format(**row["ratio"])
+        split = [
+            "-" if row["split"] is None else " + ".join(f"{1e3 * value:.0f}" for value in row["split"][who].values())
+            for who in ("comp", "attn")
+        ]
+        paper = [row["paper_seconds"], row["paper_vanilla_seconds"]]
+        seconds = " / ".join(f"{value:.2f}" for value in paper if value is not None) or "-"
+        size = "-" if row["paper_bytes"] is None else f"{row['paper_bytes'] / 1e6:.0f}"
+        kind = f"{row['partials']}, {row['wire']}"
+        lines.append(
+            f"| {row['model']} | {','.join(map(str, row['plan']))} | {kind} | {row['parties']} {row['party_mode']} "
+            f"| {times} | {row['vanilla_seconds']['median']:.3f} | {ratio} | {split[0]} | {split[1]} "
+            f"| {row['bytes_nodes'] / 1e6:.1f} | {row['error_max']:.0e} | {seconds} | {size} |"
+        )
+    first = rows[0]
+    lines.append(
+        f"\n{first['shape'][1]} tokens, {first['threads']} torch threads for the plaintext forward; "
+        f"{first['machine']}; torch {first['torch']}; private-llm {first['version']}."
+    )
+    return "\n".join(lines)
+
+
 def put(page: Path, mark: str, text: str) -> None:
     """Replace what stands between the markers `mark` and `/mark` of a page."""
     begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
@@ -108,6 +142,9 @@ def write_tables(rows: list[dict[str, Any]]) -> None:
     pigeon = read_rows(PIGEON_ROWS)
     if pigeon:
         put(PAGES[1], "pigeon", pigeon_table(pigeon))
+    sharded = read_rows(CASCADE_ROWS)
+    if sharded:
+        put(PAGES[1], "cascade", cascade_table(sharded))
     network = read_rows(bench_network.ROWS)
     if network:
         bench_network.write(network)
@@ -136,6 +173,17 @@ def measure_pigeon(repeat: int, tiny: bool) -> list[dict[str, Any]]:
         print(json.dumps(made[-1]), flush=True)
     if not tiny:
         keep(PIGEON_ROWS, made)
+    return made
+
+
+def measure_cascade(repeat: int, tiny: bool) -> list[dict[str, Any]]:
+    """Token sharding's whole table."""
+    made = []
+    for case in cascade.cases(tiny):
+        made.append(case.run(repeat))
+        print(json.dumps(made[-1]), flush=True)
+    if not tiny:
+        keep(CASCADE_ROWS, made)
     return made
 
 
@@ -174,6 +222,8 @@ def main() -> int:
         measure_main([name for name in MAIN if name in wanted], rows, repeat, options.tiny)
         if "pigeon" in wanted:
             measure_pigeon(repeat, options.tiny)
+        if "cascade" in wanted:
+            measure_cascade(repeat, options.tiny)
         if "network" in wanted and not options.tiny:  # scripts/bench_network.py has a tiny run of its own
             measure_network(repeat)
     ordered = [rows[known] for known in MAIN if known in rows]

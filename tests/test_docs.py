@@ -110,6 +110,7 @@ def test_tables_are_those_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     for page in script.PAGES:
         assert shown(page, "figures") == script.table(rows)
     others = {"pigeon": (script.PIGEON_ROWS, script.pigeon_table)}
+    others["cascade"] = (script.CASCADE_ROWS, script.cascade_table)
     others["network"] = (script.bench_network.ROWS, script.bench_network.table)
     for mark, (path, table) in others.items():
         assert shown(script.PAGES[1], mark) == (table(script.read_rows(path)) if path.exists() else "")

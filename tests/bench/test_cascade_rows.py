@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from private_llm.bench import cascade
 from private_llm.bench.cascade import Case, cases, memory_needed
 from private_llm.cli import app
 from private_llm.commands import bench_cascade
+from private_llm.net import timed
 from private_llm.net.local import LocalHub
 from private_llm.net.timed import BUSY, SERIALISING, WAITING, TimedLedger, TimedTransport
 from private_llm.net.transport import CLIENT, Transport
@@ -41,11 +41,12 @@ def test_the_table_has_the_rows_of_the_paper() -> None:
 
     for model in ("bert-base", "bert-large"):
         assert plans("overhead", model) == [(1, 1, 1)]
-        assert plans("nodes", model) == [(1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 1, 1), (4, 4, 1)]
+        assert plans("nodes", model) == [(1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 1, 1), (4, 4, 1), (8, 4, 1)]
         assert plans("bytes", model) == [(1, 1, 1), (4, 1, 1), (8, 1, 1)]
     assert [case.model for case in cases() if case.part == "size"] == ["bert-base", "bert-large", "llama-1b"]
     assert {case.tokens for case in cases()} == {128}
     assert all(case.plan.wire == ("float16" if case.part == "bytes" else "float32") for case in cases())
+    assert all((case.plan.partials == "open") is (case.plan.c == 1) for case in cases())
 
 
 @pytest.mark.parametrize(("model", "millions"), [("bert-base", 109), ("bert-large", 335), ("llama-1b", 1039)])
@@ -86,32 +87,44 @@ def test_rows_of_nodes_in_this_process(part: str, model: str) -> None:
     assert {"threads", "machine", "torch", "version", "shape", "ring", "rounds", "party_mode"} <= set(row)
 
 
-def test_what_a_node_does_is_told_apart() -> None:
-    """A node that computes, waits for another, sends, and rests: each time is in its place and nowhere else."""
+class Hours:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_what_a_node_does_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that computes, waits for another, sends, and rests: each hour is in its place and nowhere else."""
+    hours = Hours()
+    monkeypatch.setattr(timed, "time", hours)
 
     class SlowLinks(Transport):
         def _send(self, to: int, tag: str, payload: Tensor) -> None:
-            time.sleep(0.02)
+            hours.now += 2
 
         def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            time.sleep(0.01)
+            hours.now += 1
             return torch.zeros(shape, dtype=dtype)
 
         def wait(self, frm: int) -> None:
-            time.sleep(0.05 if frm == CLIENT else 0.04)
+            hours.now += 500 if frm == CLIENT else 40
 
     links = TimedTransport(SlowLinks(0))
     links.wait(CLIENT)
+    hours.now += 1000  # before the reset
     links.ledger.reset()
+    hours.now += 3
     assert links.recv(1, "x", (2,), torch.int64).tolist() == [0, 0]
     links.send(1, "y", torch.zeros(3, dtype=torch.uint8))
-    time.sleep(0.03)
     links.wait(CLIENT)
+    hours.now += 1000  # a command that is not done
     seconds = Costs.from_rows([rows_of(links.ledger)]).ledgers[0].seconds
-    assert seconds[WAITING] >= 0.04
-    assert seconds[SERIALISING] >= 0.03
-    assert seconds[BUSY] >= seconds[WAITING] + seconds[SERIALISING] + 0.03
-    assert seconds[BUSY] <= 0.15 + 0.05  # the rest of 0.05 s before and after is not in it
+    assert seconds == {WAITING: 40, SERIALISING: 3, BUSY: 46}
+    assert links.ledger.cost().sent == {(0, 1): 3}
     links.ledger.reset()
     assert not links.ledger.seconds
     assert links.ledger.cost().total == 0
@@ -159,7 +172,7 @@ def test_what_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(bench_cascade, "_free_bytes", lambda: limit)
     result = run()
     assert result.exit_code == 0, result.output
-    assert "bert-base 1,1,1" in result.stdout
+    assert "against the plaintext forward" in result.stdout
     assert "every node a process" not in result.stdout
 
 
