@@ -45,6 +45,7 @@ def sent(costs: Costs) -> dict[tuple[str, int, int], int]:
         ("llama", 9, PLAN),
         ("mistral", 4, ShardingPlan(2, 4, 2, accept_weak_plan=True)),
         ("opt", 0, PLAN),
+        ("opt", 3, ShardingPlan(4, 3, 1, partials="open", accept_weak_plan=True)),
         ("gpt2", 3, ShardingPlan(2, 6, 2, accept_weak_plan=True, wire="float16")),
         ("bert", 0, PLAN),
         ("modernbert", 0, ShardingPlan(1, 4, 1, accept_weak_plan=True)),

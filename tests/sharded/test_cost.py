@@ -24,7 +24,8 @@ from tests.sharded.test_nodes import CAUSAL, FULL, WINDOW, Session
 
 PLANS = [
     ShardingPlan(1, 4, 1), ShardingPlan(3, 2, 1), ShardingPlan(3, 4, 2), ShardingPlan(2, 3, 3),
-    ShardingPlan(3, 4, 2, wire="float16"), ShardingPlan(4, 8, 2),
+    ShardingPlan(3, 4, 2, wire="float16"), ShardingPlan(4, 8, 2), ShardingPlan(4, 8, 2, partials="open"),
+    ShardingPlan(3, 4, 2, wire="float16", partials="open"),
 ]  # fmt: skip
 CALLS = [FULL, CAUSAL, WINDOW]
 STEPS = [Step(1, 2, 0, 17), Step(1, 2, 17, 1), Step(1, 2, 18, 3)]
