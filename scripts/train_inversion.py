@@ -65,13 +65,13 @@ TINY = {
 }  # fmt: skip
 
 
-def observers_of(plan: str, nodes: list[str]) -> Observers:
-    """The command line's plan (alpha,c,m) and nodes."""
+def observers_of(plan: str, nodes: list[str], front: int | None = None) -> Observers:
+    """The command line's plan (alpha,c,m and the length of the first block's surplus) and nodes."""
     try:
         alpha, c, m = (int(part) for part in plan.split(","))
     except ValueError:
         raise SystemExit(f"--plan {plan}: want alpha,c,m such as 8,8,2") from None
-    found = ShardingPlan(alpha, c, m, accept_weak_plan=True)
+    found = ShardingPlan(alpha, c, m, front=front, accept_weak_plan=True)
     if nodes in (["comp"], ["attn"]):
         return any_comp(found) if nodes == ["comp"] else any_attn(found)
     endpoints = []
@@ -162,7 +162,7 @@ def main(args: argparse.Namespace) -> None:
         return
     if not args.text and not args.dataset:
         raise SystemExit("No text to train on: give --text FILE ..., --dataset NAME, or --tiny.")
-    groups = [observers_of(plan, args.node) for plan in args.plan]
+    groups = [observers_of(plan, args.node, args.front) for plan in args.plan]
     datasets.disable_progress_bars()
     transformers.logging.disable_progress_bar()
     set_seed(args.seed)
@@ -190,7 +190,7 @@ def main(args: argparse.Namespace) -> None:
     for observers in groups:
         line = json.dumps({
             "name": "inversion", "model": Path(args.model).name, "layers": seen.layers, "node": observers.name,
-            "plan": {key: asdict(observers.plan)[key] for key in ("alpha", "c", "m")}, "length": args.length,
+            "plan": {key: asdict(observers.plan)[key] for key in ("alpha", "c", "m", "front")}, "length": args.length,
             "texts": args.texts, **test(args, attacker, rows, tests, observers, common), "note": args.note,
             "trained_on": len(groups), "started_from": args.start and args.start.stem, "steps": steps,
             "batch": args.batch, "seconds": round(seconds), "seed": args.seed, "threads": torch.get_num_threads(),
@@ -212,6 +212,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default=str(INTEGRATION / "demo_model"), help="a causal model's folder or name (default: bundled)")
     add("--plan", nargs="+", default=["8,8,2"], metavar="ALPHA,C,M", help="plans to train on and to test")
+    add("--front", type=int, help="positions that the first block has more (default: the plan's own; the paper: 0)")
     add("--node", nargs="+", default=["comp"], help="comp (any CompNode), attn (any AttnNode), or nodes that collude")
     add("--layer", type=int, nargs="+", default=[1], help="states after this many layers; 0: tokens; several: together")
     add("--text", type=Path, nargs="+", metavar="FILE", help="text files; one listed twice counts twice")

@@ -30,7 +30,7 @@ def test_a_run_leaves_one_row_for_each_plan_and_the_next_layer_goes_on_from_it(
     script: ModuleType, tmp_path: Path
 ) -> None:
     out, saved, picture = tmp_path / "rows.jsonl", tmp_path / "tokens.safetensors", tmp_path / "rows.png"
-    quick = ["--tiny", "--out", str(out)]
+    quick = ["--tiny", "--front", "0", "--out", str(out)]
     args = script.parse_args([*quick, "--layer", "0", "--save", str(saved)])
     args.steps, args.texts, args.length = 3, 2, 48
     script.main(args)
@@ -42,7 +42,7 @@ def test_a_run_leaves_one_row_for_each_plan_and_the_next_layer_goes_on_from_it(
     script.main(args)
     first, second, *again, third = rows_of(out)
     assert [row["attack"] for row in again] == [first["attack"], second["attack"]]
-    assert [row["plan"] for row in (first, second)] == [{"alpha": 4, "c": 2, "m": 1}, {"alpha": 8, "c": 8, "m": 2}]
+    assert [list(row["plan"].values()) for row in (first, second)] == [[4, 2, 1, 0], [8, 8, 2, 0]]
     assert [row["layers"] for row in (first, second, third)] == [[0], [0], [1]]
     assert [row["node"] for row in (first, third)] == ["any CompNode", "AttnNode (0, 3)"]
     assert (first["steps"], third["steps"], third["started_from"]) == (3, 0, "tokens")
