@@ -7,6 +7,7 @@ Errors of the library are one message on stderr and exit code 2, without a trace
 from __future__ import annotations
 
 import sys
+import warnings
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -125,10 +126,11 @@ def demo(
 ) -> None:
     """Private generate() of the bundled model, beside the plaintext model's text."""
     from private_llm.commands.generate import demo as run
-    from private_llm.commands.models import DEMO_PROMPT
+    from private_llm.commands.models import DEMO_PROMPT, LONG_PROMPT
 
     config = _config(protocol, ring, party_mode, **_plan(plan, accept_weak_plan, split))
-    run(prompt or DEMO_PROMPT, config, min(new_tokens, 4) if tiny else new_tokens, as_json, plot)
+    prompt = prompt or (DEMO_PROMPT if config.plan is None else LONG_PROMPT)
+    run(prompt, config, min(new_tokens, 4) if tiny else new_tokens, as_json, plot)
 
 
 @app.command()
@@ -172,6 +174,7 @@ def audit(
     bidirectional: Annotated[bool, typer.Option("--bidirectional", help="An encoder: no causal mask.")] = False,
     length: Annotated[int | None, typer.Option(help="Tokens of the text (default: four periods of the plan).")] = None,
     known_prefix: Annotated[int, typer.Option(help="Tokens at the front that everybody knows, or padding.")] = 0,
+    queries: Annotated[int, typer.Option(help="Query heads that share a key head (grouped queries).")] = 1,
     as_json: Json = False,
 ) -> None:
     """What a sharding plan (protocol 'cascade') protects: gaps, cost of the cheapest attack, verdict."""
@@ -183,7 +186,7 @@ def audit(
     numbers = [node.strip() for node in colluding.split(",")] if colluding else []
     if not all(node.isdecimal() for node in numbers):
         raise ConfigError(f"colluding: got {colluding!r}; want endpoint numbers, for instance 0,1")
-    setting = Setting(split, not bidirectional, length, known_prefix)
+    setting = Setting(split, not bidirectional, length, known_prefix, queries)
     run(ShardingPlan(**_plan(plan)["plan"]), [int(node) for node in numbers], setting, as_json)
 
 
@@ -432,6 +435,7 @@ def _root(
 
 def main() -> None:
     """Entry point of `private-llm`."""
+    warnings.showwarning = lambda message, *_: typer.echo(f"warning: {message}", err=True)
     try:
         app()
     except PrivateLLMError as error:

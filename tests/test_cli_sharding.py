@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from private_llm.net.transport import CLIENT
 from private_llm.sharded.audit import refuse_weak
 from private_llm.sharded.cost import Stage, paper_seconds
 from private_llm.sharding import ShardingPlan
-from tests.test_cli import Run, checkpoint, rows, run
+from tests.test_cli import Run, checkpoint, rows, run, start
 
 __all__ = ["checkpoint", "run"]  # fixtures
 
@@ -171,3 +172,14 @@ def test_the_picture_of_a_run(run: Run, tmp_path: Path) -> None:
     )
     assert found["tokens_equal"] == found["tokens"] == 3
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_default_plan_in_one_command() -> None:
+    """144 nodes, a prompt that is long enough for them, and a line of warning without places in our code."""
+    process = start("demo", "--tiny", "--json", "--protocol", "cascade")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    found = json.loads(out)
+    assert found["tokens_equal"] == found["tokens"] == 4
+    assert [line[:9] for line in err.splitlines()] == ["warning: "]
+    assert "by sparse recovery" in err

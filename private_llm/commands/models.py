@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 DEMO_PROMPT = "The history of the city begins with"
+LONG_PROMPT = (
+    DEMO_PROMPT + " the old bridge over the river , which was built of stone by the people of the town in the early "
+    "years of the century"
+)
+"""Long enough to be dealt to the CompNodes of the default plan."""
 
 
 def demo_model() -> str:
