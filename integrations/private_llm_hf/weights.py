@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,9 @@ STATISTICS = ("running_mean", "running_var")
 """Buffers of batch norms that count as weights."""
 
 _METHOD = "private-llm-share"
+
+_LOADING = threading.Lock()
+"""transformers patches its own classes while it loads: two loads at once would leave models untied for good."""
 
 
 def skeleton(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
@@ -148,8 +152,10 @@ def stream_checkpoint(
 ) -> None:
     """Pass on every weight of a checkpoint (folder or hub id; safetensors or bin; sharded or not) as it is read."""
     collector = Collector(wanted, sink)
+    settings = copy.deepcopy(config)
     try:
-        cls.from_pretrained(source, config=copy.deepcopy(config), quantization_config=_StreamConfig(collector), **hf)
+        with _LOADING:
+            cls.from_pretrained(source, config=settings, quantization_config=_StreamConfig(collector), **hf)
     except RuntimeError:
         # transformers records what a conversion raised and reports a RuntimeError of its own at the end
         if collector.error is not None:
