@@ -17,7 +17,7 @@ def rounded(rows: Tensor, form: str) -> Tensor:
         raise DomainError(f"number format: got {form!r}; want {', '.join(FORMATS)}")
     if form.endswith("bits"):
         steps = 2 ** (int(form.split()[0]) - 1) - 1
-        unit = rows.abs().amax(-1, keepdim=True).clamp_min(1e-12) / steps
-        return (rows / unit).round() * unit
+        unit: Tensor = rows.abs().amax(-1, keepdim=True).clamp_min(1e-12) / steps
+        return torch.round(rows / unit) * unit
     kinds = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
     return rows.to(kinds[form]).float()

@@ -20,7 +20,7 @@ ALL = -1
 
 def result_shards(plan: ShardingPlan) -> list[int]:
     """What the results of a plan are of: each query shard, or masked, all together."""
-    return [ALL] if getattr(plan, "partials", "open") == "masked" and plan.beta > 1 else list(range(plan.beta))
+    return [ALL] if plan.masked else list(range(plan.beta))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ Costs are candidates V^g over a vocabulary of V tokens; rho is the smallest g th
 3. Attention results that CompNodes receive. Open ones (partials="open") speak of one query shard each: V^g for g
    unknown tokens of it (Theorem 6.2), and V for each token by linear algebra as soon as there are g rows. Masked ones
    speak of all tokens at once: n rows with u unknown tokens before them are V^(u - n + 1) (at least V): a subset of
-   that many tokens can be tested against the space that the rows span. AttnNodes get no results.
+   that many tokens can be tested against the space that the rows span. With grouped queries a row counts
+   several times. AttnNodes get no results.
 4. Beyond searches: whatever the gaps, a node that tries works out other tokens by linear algebra (open results,
    attacks/row_space), sparse recovery (masked ones at layer 0, attacks/sparse_totals) or, behind a split of a causal
    model, by how likely a candidate makes what was received. No plan prevents it, so it is no part of the verdict but is
@@ -43,19 +44,23 @@ class Setting:
 
     split: the first layers run under secret sharing. causal: whether a token sees earlier ones only. length: of the
     text (None: several periods of the plan). known: positions at its front that everybody knows (a
-    beginning-of-text token, a chat template) or that are padding.
+    beginning-of-text token, a chat template) or that are padding. queries: heads of the model that share a key head
+    (grouped queries): each of them makes a row one more equation.
     """
 
     split: bool = False
     causal: bool = True
     length: int | None = None
     known: int = 0
+    queries: int = 1
 
     def __post_init__(self) -> None:
         if self.length is not None and (self.length < 1 or self.known > self.length):
             raise ConfigError(f"length: got {self.length}; want at least 1 and the {self.known} known positions")
         if self.known < 0:
             raise ConfigError(f"known prefix: got {self.known} positions; want 0 or more")
+        if self.queries < 1:
+            raise ConfigError(f"queries: got {self.queries} for each key head; want 1 or more")
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,8 @@ class Audit:
         """What a verdict on searches does not say."""
         made = [] if self.setting.split else ["tokens that a node holds are known to it"]
         made.append(beyond_searches(self.plan, self.setting) or "beyond searches: no attack is known to us")
+        if self.plan.masked and self.setting.queries == 1:
+            made.append("rows count once, as in models without grouped queries; else give the queries of a key head")
         if not self.setting.causal and self.setting.length is None:
             made.append("without a causal mask a shard's tokens are those of the whole text: give the length")
         return made
@@ -186,9 +193,9 @@ def beyond_searches(plan: ShardingPlan, setting: Setting) -> str | None:
     if setting.split and not setting.causal:
         return None
     if setting.split:
-        how = "the likelihood of what it receives" if _masked(plan) else "linear algebra on what it receives"
+        how = "the likelihood of what it receives" if plan.masked else "linear algebra on what it receives"
         return f"beyond searches: from the front of the text a CompNode can work out other tokens by {how}"
-    how = "sparse recovery from its attention" if _masked(plan) else "linear algebra on partial attention results"
+    how = "sparse recovery from its attention" if plan.masked else "linear algebra on partial attention results"
     return f"beyond searches: a CompNode can work out other tokens at layer 0 by {how}"
 
 
@@ -233,7 +240,7 @@ def examine(plan: ShardingPlan, nodes: Sequence[int], name: str, rho: int, setti
     while True:
         steps = {
             "hidden": list(_row_steps(sorted(held), known, length, setting)),
-            "attention": list(_result_steps(plan, held, own, known, length, setting)),
+            "attention": list(_result_steps(plan, nodes, held, own, known, length, setting)),
         }
         for kind, found in steps.items():
             gaps = [gap for gap, unknown in found if not unknown <= held]
@@ -267,28 +274,53 @@ def _row_steps(held: Sequence[int], known: set[int], length: int, setting: Setti
 
 
 def _result_steps(
-    plan: ShardingPlan, held: set[int], own: Sequence[int], known: set[int], length: int, setting: Setting
-) -> Iterator[_Step]:
+    plan: ShardingPlan, nodes: Sequence[int], held: set[int], own: Sequence[int], known: set[int], length: int,
+    setting: Setting,
+) -> Iterator[_Step]:  # fmt: skip
     """Searches of attention results; behind a split only what the text before decides can be tried."""
     if setting.split and not setting.causal:
         return
-    if _masked(plan):
+    if plan.masked:
         foreign = [p for p in range(length) if p not in known and p not in held]
-        rows = [row for row in own if not setting.causal or (foreign and foreign[0] < row)]
-        for count, row in enumerate(rows, 1):
-            unknown = frozenset(p for p in foreign if p < row or not setting.causal)
-            if unknown:
-                yield max(1, len(unknown) - count + 1), unknown
+        for comps, shards in _sums(plan, nodes):
+            summed = [p for p in foreign if plan.shard_of(p) in shards]
+            rows = [row for row in own if plan.shard_of(row) in comps]
+            rows = [row for row in rows if not setting.causal or (summed and summed[0] < row)]
+            for count, row in enumerate(rows, 1):
+                unknown = frozenset(p for p in summed if p < row or not setting.causal)
+                if unknown:
+                    yield max(1, len(unknown) - count * setting.queries + 1), unknown
         return
     for _, unknown in _open(plan, own, known, length, setting):
         yield len(unknown), unknown
 
 
+def _sums(plan: ShardingPlan, nodes: Sequence[int]) -> Iterator[tuple[set[int], set[int]]]:
+    """What masked results are sums of: (shards of the rows, shards of the keys), for CompNodes among `nodes`.
+
+    All shards; and, with two or more AttnNodes of a row's own shard among the colluding ones, each stretch of the
+    ring of masks between them (sharded.masked).
+    """
+    mine = {shard for shard in range(plan.beta) if plan.owner(shard) in nodes}
+    yield mine, set(range(plan.beta))
+    for shard in sorted(mine):
+        colluding = [other for other in range(plan.beta) if plan.attn_endpoint(shard, other) in nodes]
+        for place, begin in enumerate(colluding if len(colluding) > 1 else []):
+            steps = (colluding[(place + 1) % len(colluding)] - begin) % plan.beta
+            if steps > 1:
+                yield {shard}, {(begin + step) % plan.beta for step in range(1, steps)}
+
+
 def _algebra(plan: ShardingPlan, own: Sequence[int], known: set[int], length: int, setting: Setting) -> set[int]:
     """What open results give away by linear algebra: unknown tokens of a shard, if as many rows speak of them."""
-    if _masked(plan) or (setting.split and not setting.causal):
+    if plan.masked or (setting.split and not setting.causal):
         return set()
-    return {p for rows, unknown in _open(plan, own, known, length, setting) if rows >= len(unknown) for p in unknown}
+    return {
+        p
+        for rows, unknown in _open(plan, own, known, length, setting)
+        if rows * setting.queries >= len(unknown)
+        for p in unknown
+    }
 
 
 def _open(
@@ -309,10 +341,6 @@ def _open(
             if not setting.split or (unknown[0] == front and unknown[-1] - front == len(unknown) - 1):
                 yield counts[seen], frozenset(unknown)
             break
-
-
-def _masked(plan: ShardingPlan) -> bool:
-    return getattr(plan, "partials", None) == "masked"
 
 
 def _power(gap: int | None) -> str:

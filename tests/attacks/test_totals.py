@@ -22,10 +22,7 @@ def first() -> RowsAt:
 
 
 def masked(alpha: int, c: int) -> ShardingPlan:
-    plan = ShardingPlan(alpha, c, 1, accept_weak_plan=True)
-    object.__setattr__(plan, "partials", "masked")
-    object.__setattr__(plan, "front", 0)
-    return plan
+    return ShardingPlan(alpha, c, 1, accept_weak_plan=True, front=0)
 
 
 def loot_of(first: RowsAt, plan: ShardingPlan, node: int, length: int, attack: str) -> tuple[Loot, list[int]]:

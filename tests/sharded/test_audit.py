@@ -164,6 +164,24 @@ def test_what_searches_leave_out_is_said_and_warned_of() -> None:
         warn_weak(open_plan(8, 8, 2))
 
 
+def test_masked_results_follow_the_rank_rule() -> None:
+    """front 0: CompNode 1 has four rows against four unknown tokens; front 2: six unknown, so triples remain."""
+    for front, gap in ((0, 1), (2, 3)):
+        plan = ShardingPlan(4, 4, 1, accept_weak_plan=True, front=front)
+        assert gaps(plan, 1, length=8 + front)[1] == gap
+    assert one(ShardingPlan(4, 4, 1, accept_weak_plan=True, front=0), 1, length=8).gained == 4
+    assert not one(plan, 1).algebra
+    assert gaps(plan, plan.attn_endpoint(1, 2))[1] is None  # AttnNodes get no results
+
+
+def test_two_attn_nodes_of_its_shard_open_a_comp_node_s_sums() -> None:
+    """Ring of shard 0: nodes (0, 1) and (0, 3) collude with CompNode 0, so what (0, 2) adds is theirs."""
+    plan = ShardingPlan(5, 3, 1, accept_weak_plan=True)
+    together = [0, plan.attn_endpoint(0, 1), plan.attn_endpoint(0, 3)]
+    assert gaps(plan, *together)[1] == 1
+    assert gaps(plan, *together[:2])[1] == 3 * 3 - 3 + 1  # one of them alone: the sum of shards 2, 3 and 4, three rows
+
+
 def test_huge_clusters_take_no_longer() -> None:
     """A cluster beyond any text: in the positions that are examined CompNode 0 holds everything."""
     found = audit(ShardingPlan(2, 10**7, 1))
