@@ -114,6 +114,15 @@ class Case:
         """Where the nodes are: threads share one copy of the weights."""
         return "processes" if self.part == "nodes" else "threads"
 
+    @property
+    def paper(self) -> dict[str, float | None]:
+        """What the paper says of this model under this plan, as columns of a row."""
+        key = (self.part, self.model, self.plan.alpha)
+        known = self.shape == MODELS.get(self.model) and self.plan.c == 1
+        ours, vanilla = _PAPER_SECONDS.get(key, (None, None)) if known else (None, None)
+        size = _PAPER_BYTES.get(key[1:]) if known and self.part == "bytes" else None
+        return {"paper_seconds": ours, "paper_vanilla_seconds": vanilla, "paper_bytes": size}
+
     def runs(self, repeat: int) -> int:
         """Timed pairs: bytes need one, a ratio near one needs many."""
         return {"overhead": 4 * repeat, "bytes": 1}.get(self.part, repeat)
@@ -147,7 +156,6 @@ class Case:
             bytes_per_party=costs.to_dict()["bytes_per_party"], rounds=costs.rounds, error_max=pairs.error,
             threads=usable_cores(), party_mode=self.mode, repeat=repeat,
         )  # fmt: skip
-        paper = _PAPER_SECONDS.get((self.part, self.model, self.plan.alpha), (None, None))
         return {
             **row.to_dict(), "label": self.label, "model": self.model,
             "partials": self.plan.partials, "wire": self.plan.wire,
@@ -156,8 +164,7 @@ class Case:
             "ratio": spread([ours / theirs for ours, theirs in zip(pairs.private, pairs.vanilla, strict=True)]),
             "aim_ratio": _AIM if self.part == "overhead" else None, "split": split,
             "bytes_nodes": sum(n for link, n in costs.cost.sent.items() if CLIENT not in link),
-            "paper_seconds": paper[0], "paper_vanilla_seconds": paper[1],
-            "paper_bytes": _PAPER_BYTES.get((self.model, self.plan.alpha)) if self.part == "bytes" else None,
+            **self.paper,
         }  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def bench_cascade(as_json: bool, repeat: int, tiny: bool, plot: Path | None) -> 
         plot_cascade(rows, plot)
     if not as_json:
         for part, title in _TITLES.items():
-            _table(title, [row for row in rows if row["name"] == f"cascade-{part}"])
+            _table(part, title, [row for row in rows if row["name"] == f"cascade-{part}"])
 
 
 def _free_bytes() -> int:
@@ -55,21 +55,22 @@ def _free_bytes() -> int:
     return 1 << 62
 
 
-def _table(title: str, rows: list[dict[str, Any]]) -> None:
+def _table(part: str, title: str, rows: list[dict[str, Any]]) -> None:
     if not rows:
         return
     cells = []
     for row in rows:
-        split = row["split"] or {}
+        split = row["split"]
         paper = [
             "-" if row[name] is None else f"{row[name]:.2f}" for name in ("paper_seconds", "paper_vanilla_seconds")
         ]
         cells.append((
             row["label"], *(duration(row[name]["median"]) for name in ("seconds", "vanilla_seconds")),
             "{median:.2f} ({min:.2f}-{max:.2f})".format(**row["ratio"]),
-            *(" + ".join(f"{1e3 * value:.0f}" for value in split[who].values()) if split else "-"
-              for who in ("comp", "attn")),
+            *(" + ".join(f"{1e3 * value:.0f}" for value in split[who].values()) for who in ("comp", "attn") if split),
             size(row["bytes_nodes"]), f"{row['error_max']:.0e}", " / ".join(paper),
         ))  # fmt: skip
-    headings = ("model, plan", "median", "plaintext", "ratio", "CompNode *", "AttnNode *", "sent", "error", "paper, s")
-    emit_table(title, headings, cells, caption=f"* ms computing + waiting + serialising; {machine()}")
+    told = ("CompNode *", "AttnNode *") if part == "nodes" else ()
+    headings = ("model, plan", "median", "plaintext", "ratio", *told, "sent", "error", "paper, s")
+    legend = "* ms computing + waiting + serialising; " if told else ""
+    emit_table(title, headings, cells, caption=legend + machine())

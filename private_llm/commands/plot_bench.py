@@ -94,13 +94,13 @@ def plot_cascade(rows: Sequence[dict[str, Any]], path: Path) -> None:
     left.set_yticks(range(len(nodes)), [row["label"] for row in nodes])
     left.invert_yaxis()
     left.set_xlabel("ms of a forward at the busiest CompNode")
-    left.legend()
+    left.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
     for name, column in (("sharded over two CompNodes", "seconds"), ("plaintext", "vanilla_seconds")):
         spots = [row["parameters"] for row in sizes], [row[column]["median"] for row in sizes]
         right.loglog(*spots, "o-", color=_OURS if column == "seconds" else _REFERENCE, label=name)
     right.set_xlabel("parameters")
     right.set_ylabel("seconds")
-    right.legend()
+    right.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     _save(figure, path)
 
 

@@ -22,7 +22,6 @@ from private_llm.net.local import LocalHub
 from private_llm.net.timed import BUSY, SERIALISING, WAITING, TimedLedger, TimedTransport
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.sharded.exchange import layer_bytes
-from private_llm.sharding import ShardingPlan
 
 
 def case_of(part: str, model: str = "bert-base") -> Case:
@@ -60,7 +59,7 @@ def test_models_have_the_sizes_of_their_names(model: str, millions: int) -> None
 def test_formulas_give_the_bytes_of_the_papers_table() -> None:
     compared = 0
     for case in cases():
-        paper = cascade._PAPER_BYTES.get((case.model, case.plan.alpha))
+        paper = case.paper["paper_bytes"]
         if case.part == "bytes":
             with torch.device("meta"):
                 model = case.shape.build()
@@ -184,6 +183,16 @@ def test_cascade_is_a_table_of_its_own(wrong: tuple[str, ...]) -> None:
     assert "cascade is a table of its own" in str(result.exception)
 
 
-def test_rows_of_unknown_plans_have_no_figures_of_the_paper() -> None:
-    case = Case("nodes", "bert-base", cascade._TINY["bert-base"], ShardingPlan(2, 1, 1, accept_weak_plan=True), 8)
-    assert ("nodes", case.model, case.plan.alpha) not in cascade._PAPER_SECONDS
+def test_figures_of_the_paper_stand_beside_its_own_models_and_plans_only() -> None:
+    found = {
+        (case.part, case.model, case.plan.alpha, case.plan.c): (
+            case.paper["paper_seconds"], case.paper["paper_vanilla_seconds"], case.paper["paper_bytes"],
+        )
+        for case in cases()
+    }  # fmt: skip
+    assert found["overhead", "bert-large", 1, 1] == (0.320, 0.273, None)
+    assert found["nodes", "bert-base", 8, 1] == (0.74, 0.09, None)
+    assert found["nodes", "bert-base", 8, 4] == found["nodes", "bert-base", 2, 1] == (None, None, None)
+    assert found["size", "llama-1b", 2, 1] == (2.67, None, None)
+    assert found["bytes", "bert-large", 4, 1] == (None, None, 101_000_000)
+    assert all(set(case.paper.values()) == {None} for case in cases(tiny=True))
