@@ -105,7 +105,7 @@ class Audit:
     def notes(self) -> list[str]:
         """What a verdict on searches does not say."""
         made = [] if self.setting.split else ["tokens that a node holds are known to it"]
-        made.append(beyond_searches(self.plan, self.setting) or "beyond searches: no attack is known to us")
+        made.append(beyond_searches(self.plan, self.setting))
         if self.plan.masked and self.setting.queries == 1:
             made.append("rows count once, as in models without grouped queries; else give the queries of a key head")
         if not self.setting.causal and self.setting.length is None:
@@ -188,10 +188,10 @@ def refuse_weak(plan: ShardingPlan, setting: Setting | None = None) -> None:
         )
 
 
-def beyond_searches(plan: ShardingPlan, setting: Setting) -> str | None:
-    """What a node that tries gets although every search is too long; None where we know of no attack."""
+def beyond_searches(plan: ShardingPlan, setting: Setting) -> str:
+    """What a node that tries gets although every search is too long."""
     if setting.split and not setting.causal:
-        return None
+        return "beyond searches: a CompNode can rank other tokens by the likelihood of what it receives"
     if setting.split:
         how = "the likelihood of what it receives" if plan.masked else "linear algebra on what it receives"
         return f"beyond searches: from the front of the text a CompNode can work out other tokens by {how}"
@@ -201,8 +201,8 @@ def beyond_searches(plan: ShardingPlan, setting: Setting) -> str | None:
 
 def warn_weak(plan: ShardingPlan, setting: Setting | None = None) -> None:
     """Warn (WeakProtection) of attacks beyond searches, unless the plan's user has accepted weakness."""
-    said = beyond_searches(plan, setting or Setting())
-    if said is not None and not plan.accept_weak_plan:
+    if not plan.accept_weak_plan:
+        said = beyond_searches(plan, setting or Setting())
         warnings.warn(
             f"token sharding protects from nodes that do not attack; {said}. Use 'trio', 'quad' or 'dealer' if a node "
             "may be curious; accept_weak_plan=True silences this",

@@ -187,8 +187,8 @@ def test_a_shortened_model_keeps_what_belongs_to_its_layers() -> None:
     assert {name for name in names if cut.belongs_before(name)} == {n for n in names if n.startswith("model.layers.0.")}
 
 
-def test_only_an_encoder_behind_a_split_goes_without_a_warning() -> None:
-    """Of what attacks beyond searches read; whoever accepts weakness has read it."""
+def test_loading_warns_of_attacks_beyond_searches() -> None:
+    """Decoders and encoders, with and without a split; whoever accepts weakness has read it."""
     cascade = PrivateConfig.from_dict({"protocol": "cascade", "plan": PLAN, "timeout_s": 60})
     with pytest.warns(WeakProtection, match="Use 'trio'"):
         patch(tiny.build("opt"), cascade).close()
@@ -196,7 +196,8 @@ def test_only_an_encoder_behind_a_split_goes_without_a_warning() -> None:
         patch(tiny.build("opt"), settings()).close()
     with pytest.warns(WeakProtection):
         patch(tiny.build("bert"), cascade).close()
+    with pytest.warns(WeakProtection, match="likelihood"):
+        patch(tiny.build("bert"), settings()).close()
     with warnings.catch_warnings():
         warnings.simplefilter("error", WeakProtection)
-        patch(tiny.build("bert"), settings()).close()
         patch(tiny.build("opt"), settings(plan=ShardingPlan(3, 3, 1, accept_weak_plan=True))).close()

@@ -149,18 +149,19 @@ def test_the_default_is_sound_and_weak_plans_need_consent() -> None:
 
 
 def test_what_searches_leave_out_is_said_and_warned_of() -> None:
-    """Only encoders behind a split have no attack that we know."""
+    """There is no setting in which a node that computes gains nothing."""
     plan = ShardingPlan()
     assert audit(plan).sound
     assert "CompNode can work out other tokens at layer 0" in str(audit(plan))
     assert "from the front of the text" in str(audit(plan, setting=Setting(split=True)))
-    quiet = Setting(split=True, causal=False, length=64)
-    assert "no attack is known to us" in str(audit(plan, setting=quiet))
+    encoder = Setting(split=True, causal=False, length=64)
+    assert "rank other tokens by the likelihood" in str(audit(plan, setting=encoder))
+    with pytest.warns(WeakProtection, match="likelihood"):
+        warn_weak(plan, encoder)
     with pytest.warns(WeakProtection, match=r"(?s)'trio', 'quad' or 'dealer'.*accept_weak_plan"):
         warn_weak(plan)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_weak(plan, quiet)
         warn_weak(open_plan(8, 8, 2))
 
 
