@@ -46,7 +46,7 @@ def prior_of(ids: Tensor, count: int) -> Tensor:
 
 def open_plan(alpha: int, c: int) -> ShardingPlan:
     """Blocks of c tokens, partial results of each shard."""
-    return ShardingPlan(alpha, c, 1, accept_weak_plan=True)
+    return ShardingPlan(alpha, c, 1, accept_weak_plan=True, partials="open")
 
 
 def gaps(models: dict[int, RowsAt], ids: Tensor, most: float) -> Iterator[Row]:

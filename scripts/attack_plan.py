@@ -2,10 +2,11 @@
 
 Any causal model and text; by default the bundled model, whose every token takes seconds on one core::
 
-    python scripts/attack_plan.py --plan 8,8,2 --nodes 7                  # one CompNode: all attacks
-    python scripts/attack_plan.py --plan 8,8,2 --nodes 7 --attacks results   # the paper's own (Theorem 6.2) alone
-    python scripts/attack_plan.py --plan 4,2,1 --nodes 0,6 --budget 1e7   # a CompNode and an AttnNode together
-    python scripts/attack_plan.py --plan 4,8,2 --nodes 1 --split 3        # behind three layers of secret sharing
+    python scripts/attack_plan.py --plan 4,8,2 --nodes 1                  # one CompNode: all attacks
+    python scripts/attack_plan.py --partials open --nodes 2 --attacks algebra    # each shard's results, as in the paper
+    python scripts/attack_plan.py --partials open --plan 4,4,2 --nodes 1 --attacks results --budget 2e7  # Theorem 6.2
+    python scripts/attack_plan.py --partials open --plan 4,2,1 --nodes 0,6       # a CompNode and an AttnNode together
+    python scripts/attack_plan.py --partials open --plan 4,8,2 --nodes 1 --split 3   # behind layers of secret sharing
     python scripts/attack_plan.py --states all --layer 3                  # vocab-matching on all hidden states
     python scripts/attack_plan.py --states permuted --layer 3 --tokens 8  # on permuted ones
     python scripts/attack_plan.py --plan 4,1,1 --nodes 5 --attacks rows,states --prior 200 --budget 1e6
@@ -50,6 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--states", choices=("plan", "all", "permuted"), default="plan", help="what is seen")
     parser.add_argument("--plan", default="8,8,2", help="alpha,c,m[,rho]")
     parser.add_argument("--wire", choices=("float32", "float16"), default="float32")
+    parser.add_argument("--partials", choices=("masked", "open"), default="masked")
     parser.add_argument("--nodes", default="0", help="endpoint numbers of nodes that share what they see: 0,1")
     parser.add_argument("--attacks", default=",".join(ATTACKS))
     parser.add_argument("--layer", type=int, default=1, help="whose rows are matched (from 0)")
@@ -123,7 +125,7 @@ def announce(costs: dict[str, list[int]], budget: int, speed: float, quiet: bool
 
 def sharded(args: argparse.Namespace, source: Any, ids: Tensor, vocabulary: Tensor) -> tuple[Loot, float]:  # noqa: ANN401
     """What nodes of a plan learn together."""
-    plan = ShardingPlan(*numbers(args.plan), accept_weak_plan=True, wire=args.wire)
+    plan = ShardingPlan(*numbers(args.plan), accept_weak_plan=True, wire=args.wire, partials=args.partials)
     nodes, attacks = numbers(args.nodes), args.attacks.split(",")
     if max(nodes) >= plan.nodes or not set(attacks) <= set(ATTACKS):
         raise ConfigError(f"want nodes from 0 to {plan.nodes - 1} and attacks among {', '.join(ATTACKS)}")
@@ -167,6 +169,7 @@ def main() -> None:
     gained = [p for p in loot.tokens if loot.how[p] not in ("held", "known")]
     row = {
         "name": "attack", "states": args.states, "plan": args.plan, "nodes": args.nodes, "wire": args.wire,
+        "partials": args.partials,
         "layer": args.layer, "split": args.split, "tokens": len(truth), "vocabulary": len(vocabulary),
         "budget": int(args.budget), "candidates": loot.candidates, "seconds": round(seconds, 2),
         "candidates_per_second": round(sum(loot.candidates.values()) / max(seconds, 1e-9)),

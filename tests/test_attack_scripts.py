@@ -21,7 +21,9 @@ def run(script: str, *options: str, code: int = 0) -> subprocess.CompletedProces
 
 
 def test_one_attack() -> None:
-    row = json.loads(run("attack_plan.py", "--plan", "2,1,1", "--nodes", "1", "--tiny", "--json").stdout)
+    row = json.loads(
+        run("attack_plan.py", "--partials", "open", "--plan", "2,1,1", "--nodes", "1", "--tiny", "--json").stdout
+    )
     assert (row["tokens"], row["vocabulary"], row["known_or_held"]) == (6, 200, 3)
     assert row["gained"] <= 3
     assert 0.5 <= row["exact"] <= 1

@@ -248,8 +248,8 @@ def test_audit_of_a_plan(run: Run) -> None:
     assert finding["nodes"] == "CompNode 0 + CompNode 1"
     assert (finding["held"], finding["hidden_gap"], finding["attention_gap"]) == (38, 8, 1)
     assert "the fewest nodes found that break it: CompNode 0 + CompNode 1" in run("audit", "4,4,1")
-    (more,) = rows(run, "audit", "3,3,1", "--known-prefix", "1", "--split", "--length", "40")
-    assert more["setting"] == {"split": True, "causal": True, "length": 40, "known": 1, "queries": 1}
+    (more,) = rows(run, "audit", "3,3,1", "--known-prefix", "1", "--split", "--length", "40", "--queries", "4")
+    assert more["setting"] == {"split": True, "causal": True, "length": 40, "known": 1, "queries": 4}
     assert more["sound"] is False
     assert "no causal mask" in run("audit", "3,3,1", "--bidirectional", "--length", "20")
     assert "want alpha,c,m" in run("audit", "8,8", code=2)

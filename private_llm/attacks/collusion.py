@@ -128,4 +128,5 @@ def bounds(
                 made["results"].append(vocabulary ** len(unknown))
                 made["algebra"] += [vocabulary] * len(unknown)
                 opened.update(unknown)
+    made["totals"] = list(made["algebra"]) if plan.masked else []
     return made
