@@ -135,14 +135,9 @@ class Case:
         config = PrivateConfig(protocol="cascade", plan=self.plan, party_mode=self.mode)
         model = self.shape.build()
         nodes = TimedParties() if self.part == "nodes" else None
-        before = torch.get_num_threads()
         private: Any = patch(model, config) if nodes is None else patch(model, config, start=nodes)
-        torch.set_num_threads(usable_cores())
-        try:
-            with closing(private), torch.no_grad():
-                return self._row(_Pairs(model, private, nodes, self.tokens), config, self.runs(repeat), progress)
-        finally:
-            torch.set_num_threads(before)
+        with closing(private), torch.no_grad():
+            return self._row(_Pairs(model, private, nodes, self.tokens), config, self.runs(repeat), progress)
 
     def _row(self, pairs: _Pairs, config: PrivateConfig, repeat: int, progress: Callable[[], None]) -> dict[str, Any]:
         costs = pairs.warm_up()
@@ -198,7 +193,12 @@ class _Pairs:
         self.private.append(seconds)
         for name, now in self._clock().items():
             self._mine[name] += now - before[name]
-        seconds, truth = _timed(self._model, self._ids)
+        shared = torch.get_num_threads()  # with nodes that are threads; those that run already keep theirs
+        torch.set_num_threads(usable_cores())
+        try:
+            seconds, truth = _timed(self._model, self._ids)
+        finally:
+            torch.set_num_threads(shared)
         self.vanilla.append(seconds)
         self.error = max(self.error, float((made - truth).abs().max()))
 
