@@ -23,8 +23,9 @@ _SURE = 20.0
 
 
 class SeenRows:
-    """What the holder of a position has of it: states after the given layers, one after the other; 0: the token.
+    """What the holder of a position has of it: states after the given layers, side by side; 0: the token.
 
+    States after the model's last layer come normed.
     An AttnNode's queries, keys and values of the next layer are functions of these states.
     """
 

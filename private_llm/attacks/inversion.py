@@ -61,7 +61,7 @@ def colluding(plan: ShardingPlan, nodes: Sequence[int]) -> Observers:
 
 
 def draw(masks: Sequence[Tensor], count: int, chance: torch.Generator) -> Tensor:
-    """For each of `count` texts a observers, then one of its sets, at random: bool [count, length]."""
+    """For each of `count` texts one of `masks`, then one of its rows, at random: bool [count, length]."""
     rows = []
     for _ in range(count):
         sets = masks[int(torch.randint(len(masks), (1,), generator=chance))]  # noqa: TID251 - no share is made here
