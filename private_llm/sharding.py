@@ -9,9 +9,9 @@ which hold the same tokens.
 The paper takes every c-th position into a block; neighbouring positions are stronger at equal cost, because what
 a CompNode hears of one foreign block is then about c / m tokens at once (see `audit`).
 
-The first `front` positions of a text belong to the first block beside its own. A node's n-th row is a combination of
-the tokens before it, so n rows together must have at least n + rho - 1 unknown tokens before them; the rows of a
-block follow each other, and the first block is all that some AttnNodes miss before theirs.
+The first `front` positions of a text belong to the first block beside its own. The attention of a row is a combination
+of the tokens before it, so n rows together must have at least n + rho - 1 unknown tokens before them: CompNode 1 has
+c + front before its first c rows. (AttnNodes get no attention results; what they could compute is not counted here.)
 """
 
 from __future__ import annotations
