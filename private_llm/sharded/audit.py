@@ -13,9 +13,9 @@ Costs are candidates V^g over a vocabulary of V tokens; rho is the smallest g th
    that many tokens can be tested against the space that the rows span. With grouped queries a row counts
    several times. AttnNodes get no results.
 4. Beyond searches: whatever the gaps, a node that tries works out other tokens by linear algebra (open results,
-   attacks/row_space), sparse recovery (masked ones at layer 0, attacks/sparse_totals) or, behind a split of a causal
-   model, by how likely a candidate makes what was received. No plan prevents it, so it is no part of the verdict but is
-   said beside it; only encoders behind a split have no such attack that we know.
+   attacks/row_space), sparse recovery (masked ones at layer 0, attacks/sparse_totals) or, behind a split, by how likely
+   a candidate makes what was received (attacks/likelihood). No plan prevents it, so it is no part of the verdict but is
+   said beside it.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ class Audit:
         facts = ["behind a split"] * setting.split + ["no causal mask"] * (not setting.causal)
         facts += [f"{setting.known} positions known"] * bool(setting.known)
         lines = [
-            f"plan alpha={plan.alpha}, c={plan.c}, m={plan.m} (delta={plan.delta}, {plan.nodes} nodes) against an "
-            f"attacker of fewer than V^{self.rho} candidates, {self.findings[0].length} positions"
-            + "".join(f", {fact}" for fact in facts)
+            f"plan alpha={plan.alpha}, c={plan.c}, m={plan.m}, {plan.partials} results, front={plan.front} "
+            f"(delta={plan.delta}, {plan.nodes} nodes) against an attacker of fewer than V^{self.rho} candidates, "
+            f"{self.findings[0].length} positions" + "".join(f", {fact}" for fact in facts)
         ]
         lines += [
             f"  {_described(finding, setting)}{': BROKEN' * finding.broken(self.rho)}" for finding in self.findings
