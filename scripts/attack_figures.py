@@ -190,7 +190,7 @@ def plot(rows: list[Row], path: Path) -> None:
 def main() -> None:
     """Measure, or draw what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=Path, required=True, help="JSON lines")
+    parser.add_argument("--rows", type=Path, default=Path("cascade-attacks-search.jsonl"), help="JSON lines")
     parser.add_argument("--plot", type=Path, help="draw these rows instead of measuring")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
