@@ -27,7 +27,7 @@ from private_llm.attacks.scores import exact
 from private_llm.attacks.view import view_of
 from private_llm.attacks.vocab_matching import CHUNK, match_states
 from private_llm.commands.models import demo_model, plaintext_model, tokenizer_of
-from private_llm.commands.output import progress_bar
+from private_llm.commands.output import emit_json, progress_bar
 from private_llm.sharding import ShardingPlan
 
 TEXT = (
@@ -141,6 +141,7 @@ def measure(path: Path, tiny: bool) -> None:
                 row = {key: float(f"{v:.4g}") if isinstance(v, float) else v for key, v in row.items()}
                 file.write(json.dumps(row) + "\n")
                 file.flush()
+                emit_json(row)
                 step(str(row["name"]))
 
 
