@@ -138,6 +138,11 @@ def patch(
         raise PatchMismatch(
             f"patch: {type(model).__name__} is not a model class of transformers, so the parties cannot build it"
         )
+    empty = [name for name, value in model.named_parameters() if value.is_meta]
+    if empty:
+        raise PatchMismatch(
+            f"patch: {len(empty)} weights of {type(model).__name__} have no values, such as {empty[0]}; load them first"
+        )
     generation = getattr(model, "generation_config", None)
 
     def weights(wanted: WeightList, sink: Sink, local: bool = True) -> None:

@@ -77,7 +77,9 @@ class PrivateCache(Cache):  # type: ignore[misc]
 
     def update(self, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Keys and values never reach the client."""
-        raise UnsupportedOp("a PrivateCache is a handle; its keys and values exist only as shares at the parties")
+        raise UnsupportedOp(
+            "a PrivateCache is a handle; keys and values are with the parties, secret ones only as shares"
+        )
 
     def _rows(self, how: str, index: Tensor) -> None:
         if index.ndim != 1 or not 0 <= int(index.min()) <= int(index.max()) < max(self.rows, 1):

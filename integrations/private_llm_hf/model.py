@@ -158,12 +158,13 @@ class PrivateModel:
     def save_pretrained(self, *_: object, **__: object) -> None:
         """Refused."""
         raise PlaintextLeak(
-            "the weights exist only as shares at the parties; to store them run `private-llm share` on the checkpoint"
+            "the weights are with the parties, secret ones only as shares; to store shares run "
+            "`private-llm share` on the checkpoint"
         )
 
     def push_to_hub(self, *_: object, **__: object) -> None:
         """Refused."""
-        raise PlaintextLeak("the weights exist only as shares at the parties; there is nothing to upload")
+        raise PlaintextLeak("the weights are with the parties, secret ones only as shares; there is nothing to upload")
 
     def resize_token_embeddings(self, *_: object, **__: object) -> nn.Embedding:
         """Refused."""
@@ -171,11 +172,11 @@ class PrivateModel:
 
     def get_input_embeddings(self) -> nn.Module:
         """Refused."""
-        raise UnsupportedOp("the embeddings exist only as shares at the parties")
+        raise UnsupportedOp("the embeddings are with the parties, secret ones only as shares")
 
     def get_output_embeddings(self) -> nn.Module:
         """Refused."""
-        raise UnsupportedOp("the output head exists only as shares at the parties")
+        raise UnsupportedOp("the output head is with the parties, a secret one only as shares")
 
     def train(self, mode: bool = True) -> PrivateModel:
         """Only mode=False (evaluation)."""

@@ -154,6 +154,13 @@ def test_a_cache_implementation(opt: PreTrainedModel) -> None:
         opt.generate(input_ids=IDS, max_new_tokens=2, cache_implementation="static")
 
 
+def test_a_model_without_values() -> None:
+    with torch.device("meta"):
+        model = tiny.build("opt")
+    with pytest.raises(PatchMismatch, match="have no values, such as"):
+        patch(model, PrivateConfig())
+
+
 def test_the_weights_do_not_come_out(opt: PreTrainedModel, tmp_path: Path) -> None:
     for leave in (lambda: opt.save_pretrained(tmp_path), lambda: opt.push_to_hub("x")):
         with pytest.raises(PlaintextLeak, match="only as shares"):
