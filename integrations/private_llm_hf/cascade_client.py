@@ -61,10 +61,11 @@ def check_sharding(
         raise PatchMismatch(f"{cls.__name__}: token sharding serves text decoders and encoders; this is {kind}")
     if cls.__name__.endswith("ForSequenceClassification") and getattr(config, "classifier_pooling", "") == "mean":
         raise PatchMismatch(f"{cls.__name__}: it averages all positions (classifier_pooling='mean'), no node has them")
-    setting = Setting(split=split is not None, causal=kind == "decoder")
+    calls = attention_calls(cls, config)
+    queries = max(call.heads // call.groups for call in calls)
+    setting = Setting(split=split is not None, causal=kind == "decoder", queries=queries)
     refuse_weak(plan, setting)
     warn_weak(plan, setting)
-    calls = attention_calls(cls, config)
     if "position_ids" not in inspect.signature(cls.forward).parameters and not all(call.slopes for call in calls):
         raise PatchMismatch(f"{cls.__name__} takes no position_ids, so rows cannot keep their places")
     if split is not None:

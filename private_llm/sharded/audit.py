@@ -20,6 +20,7 @@ Costs are candidates V^g over a vocabulary of V tokens; rho is the smallest g th
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import warnings
 from collections.abc import Iterator, Sequence
@@ -182,10 +183,18 @@ def refuse_weak(plan: ShardingPlan, setting: Setting | None = None) -> None:
         return
     found = audit(plan, setting=setting)
     if not found.sound:
+        front = _sound_front(plan, setting)
+        longer = "" if front is None else f"pass front={front}, which is enough, or "
         raise ConfigError(
-            f"this plan gives tokens away:\n{found}\nraise c / m and alpha c (delta - c and c / m must reach rho), or "
-            "pass accept_weak_plan=True"
+            f"this plan gives tokens away:\n{found}\n{longer}raise c / m and alpha c (delta - c and c / m must reach "
+            "rho; with grouped queries alpha must exceed their number by 2 and more), or pass accept_weak_plan=True"
         )
+
+
+def _sound_front(plan: ShardingPlan, setting: Setting | None) -> int | None:
+    """A longer first cluster with which a masked plan is sound, in steps of c; None if none of 16 steps is."""
+    longer = (dataclasses.replace(plan, front=(plan.front or 0) + step * plan.c) for step in range(1, 17))
+    return next((p.front for p in longer if plan.masked and audit(p, setting=setting).sound), None)
 
 
 def beyond_searches(plan: ShardingPlan, setting: Setting) -> str:

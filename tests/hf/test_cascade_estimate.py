@@ -19,7 +19,7 @@ from private_llm.sharding import ShardingPlan
 from tests.bench.test_estimate import real
 from tests.hf import tiny
 
-PLAN = ShardingPlan(3, 3, 1)
+PLAN = ShardingPlan(3, 3, 1, accept_weak_plan=True)  # for models with grouped queries
 
 
 def settings(plan: ShardingPlan = PLAN) -> PrivateConfig:
@@ -118,8 +118,9 @@ def test_what_a_run_refuses_the_estimate_refuses() -> None:
     model = tiny.build("llama")
     with pytest.raises(ConfigError, match="gives tokens away"):
         estimate(type(model), model.config, settings(ShardingPlan(3, 1, 1)), sequence=13)
+    single = tiny.build("gpt2")
     with pytest.raises(DomainError, match="too short"):
-        estimate(type(model), model.config, settings(), sequence=3)
+        estimate(type(single), single.config, settings(ShardingPlan(3, 3, 1)), sequence=3)
     with pytest.raises(DomainError, match="64"):
         estimate(type(model), model.config, settings(), sequence=65)
     picture = tiny.build("vit")

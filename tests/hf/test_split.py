@@ -21,7 +21,7 @@ from private_llm.sharding import ShardingPlan
 from tests.hf import tiny
 from tests.hf.compare import LOGIT_ERROR, worst
 
-PLAN = ShardingPlan(3, 3, 1)
+PLAN = ShardingPlan(3, 3, 1, accept_weak_plan=True)  # for models with grouped queries
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 
 
@@ -189,15 +189,16 @@ def test_a_shortened_model_keeps_what_belongs_to_its_layers() -> None:
 
 def test_loading_warns_of_attacks_beyond_searches() -> None:
     """Decoders and encoders, with and without a split; whoever accepts weakness has read it."""
-    cascade = PrivateConfig.from_dict({"protocol": "cascade", "plan": PLAN, "timeout_s": 60})
+    plan = ShardingPlan(3, 3, 1)
+    cascade = PrivateConfig.from_dict({"protocol": "cascade", "plan": plan, "timeout_s": 60})
     with pytest.warns(WeakProtection, match="Use 'trio'"):
         patch(tiny.build("opt"), cascade).close()
     with pytest.warns(WeakProtection):
-        patch(tiny.build("opt"), settings()).close()
+        patch(tiny.build("opt"), settings(plan=plan)).close()
     with pytest.warns(WeakProtection):
         patch(tiny.build("bert"), cascade).close()
     with pytest.warns(WeakProtection, match="likelihood"):
-        patch(tiny.build("bert"), settings()).close()
+        patch(tiny.build("bert"), settings(plan=plan)).close()
     with warnings.catch_warnings():
         warnings.simplefilter("error", WeakProtection)
         patch(tiny.build("opt"), settings(plan=ShardingPlan(3, 3, 1, accept_weak_plan=True))).close()

@@ -188,3 +188,15 @@ def test_huge_clusters_take_no_longer() -> None:
     found = audit(ShardingPlan(2, 10**7, 1))
     assert found.findings[0].held == found.findings[0].length == 4096
     assert not found.sound
+
+
+def test_grouped_queries_want_a_longer_front_and_the_error_names_it() -> None:
+    plan, setting = ShardingPlan(8, 8, 2), Setting(queries=4)
+    refuse_weak(plan)
+    with pytest.raises(ConfigError, match="pass front=30, which is enough") as refused:
+        refuse_weak(plan, setting)
+    assert "from attention results V^1 (gains 30): BROKEN" in str(refused.value)
+    refuse_weak(ShardingPlan(8, 8, 2, front=30), setting)
+    with pytest.raises(ConfigError, match="away") as refused:  # eight equations a row: more than new tokens
+        refuse_weak(plan, Setting(queries=8))
+    assert "which is enough" not in str(refused.value)
