@@ -22,6 +22,8 @@ from private_llm.config import PrivateConfig
 from private_llm.net.ledger import Ledger
 from private_llm.net.timed import BUSY, SERIALISING, WAITING
 from private_llm.net.transport import CLIENT
+from private_llm.sharded.facts import Step
+from private_llm.sharded.undistributed import Undistributed
 from private_llm.sharding import ShardingPlan
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ _AIM = 1.1
 """Of the ratio where nothing is distributed."""
 
 _PAPER_SECONDS: dict[tuple[str, str, int], tuple[float, float | None]] = {
-    ("overhead", "bert-base", 1): (0.109, 0.091), ("overhead", "bert-large", 1): (0.320, 0.273),
+    ("alone", "bert-base", 1): (0.109, 0.091), ("alone", "bert-large", 1): (0.320, 0.273),
     ("nodes", "bert-base", 1): (0.32, 0.09), ("nodes", "bert-large", 1): (1.01, 0.27),
     ("nodes", "bert-base", 4): (0.59, 0.09), ("nodes", "bert-large", 4): (1.57, 0.27),
     ("nodes", "bert-base", 8): (0.74, 0.09), ("nodes", "bert-large", 8): (1.58, 0.27),
@@ -90,15 +92,18 @@ _PAPER_BYTES = {
 """Table 7, numbers of two bytes."""
 
 
+Part = Literal["alone", "overhead", "nodes", "size", "bytes"]
+
+
 @dataclass(frozen=True)
 class Case:
     """A model under a plan.
 
-    part: "overhead" (one CompNode and one AttnNode in this process), "nodes" (processes), "size" (of the model) or
-    "bytes" (numbers of two bytes, as in the paper's Table 7).
+    part: "alone" (what all nodes compute, without links), "overhead" (one CompNode and one AttnNode as threads),
+    "nodes" (processes), "size" (of the model) or "bytes" (numbers of two bytes, as in the paper's Table 7).
     """
 
-    part: Literal["overhead", "nodes", "size", "bytes"]
+    part: Part
     model: str
     shape: ModelShape
     plan: ShardingPlan
@@ -125,7 +130,7 @@ class Case:
 
     def runs(self, repeat: int) -> int:
         """Timed pairs: bytes need one, a ratio near one needs many."""
-        return {"overhead": 4 * repeat, "bytes": 1}.get(self.part, repeat)
+        return {"alone": 4 * repeat, "overhead": 4 * repeat, "bytes": 1}.get(self.part, repeat)
 
     def run(self, repeat: int, progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Measure, and make the row of it as JSON. progress is called after each pair of forwards."""
@@ -134,6 +139,10 @@ class Case:
 
         config = PrivateConfig(protocol="cascade", plan=self.plan, party_mode=self.mode)
         model = self.shape.build()
+        if self.part == "alone":
+            with torch.no_grad():
+                pairs = _Pairs(model, _Alone(model, self.plan), None, self.tokens)
+                return self._row(pairs, config, self.runs(repeat), progress)
         nodes = TimedParties() if self.part == "nodes" else None
         private: Any = patch(model, config) if nodes is None else patch(model, config, start=nodes)
         with closing(private), torch.no_grad():
@@ -149,7 +158,7 @@ class Case:
             name=f"cascade-{self.part}", protocol="cascade", ring=config.ring, shape=(1, self.tokens),
             parties=self.plan.nodes, seconds=spread(pairs.private), bytes_total=costs.bytes_total,
             bytes_per_party=costs.to_dict()["bytes_per_party"], rounds=costs.rounds, error_max=pairs.error,
-            threads=usable_cores(), party_mode=self.mode, repeat=repeat,
+            threads=usable_cores(), party_mode="alone" if self.part == "alone" else self.mode, repeat=repeat,
         )  # fmt: skip
         return {
             **row.to_dict(), "label": self.label, "model": self.model,
@@ -157,10 +166,38 @@ class Case:
             "plan": [self.plan.alpha, self.plan.c, self.plan.m], "parameters": pairs.parameters,
             "vanilla_seconds": spread(pairs.vanilla),
             "ratio": spread([ours / theirs for ours, theirs in zip(pairs.private, pairs.vanilla, strict=True)]),
-            "aim_ratio": _AIM if self.part == "overhead" else None, "split": split,
+            "aim_ratio": _AIM if self.part == "alone" else None, "split": split,
             "bytes_nodes": sum(n for link, n in costs.cost.sent.items() if CLIENT not in link),
             **self.paper,
         }  # fmt: skip
+
+
+class _Alone:
+    """A model whose attention goes through all nodes of a plan in this thread; it sends nothing."""
+
+    def __init__(self, model: PreTrainedModel, plan: ShardingPlan) -> None:
+        from private_llm_hf.cascade_attention import attention_calls, cascade_config, listen
+
+        self._nodes = Undistributed(plan, attention_calls(type(model), model.config))
+        self._model = type(model)(cascade_config(model.config)).eval()
+        self._model.load_state_dict(model.state_dict(), assign=True)
+        listen(self._model, self)
+
+    def attend(self, module: object, rows: tuple[Tensor, Tensor, Tensor], *_: object) -> Tensor:
+        """An attention call of the model."""
+        return self._nodes.attend(*rows)
+
+    def __call__(self, input_ids: Tensor, **inputs: Any) -> Any:  # noqa: ANN401 - the model's own
+        """As the model's forward."""
+        batch, length = input_ids.shape
+        self._nodes.begin(Step(None, batch, 0, length))
+        return self._model(input_ids=input_ids, **inputs)
+
+    def cost(self, reset: bool) -> Costs:
+        """Nothing was sent."""
+        from private_llm_hf.costs import Costs
+
+        return Costs((Ledger(CLIENT),))
 
 
 class _Pairs:
@@ -243,9 +280,10 @@ def cases(tiny: bool = False) -> Iterator[Case]:
     tokens, models = (24, _TINY) if tiny else (128, MODELS)
     berts = ("bert-base",) if tiny else ("bert-base", "bert-large")
 
-    def made(part: Literal["overhead", "nodes", "size", "bytes"], model: str, plan: ShardingPlan) -> Case:
+    def made(part: Part, model: str, plan: ShardingPlan) -> Case:
         return Case(part, model, models[model], plan, tokens)
 
+    yield from (made("alone", bert, _paper_plan(1)) for bert in berts)
     yield from (made("overhead", bert, _paper_plan(1)) for bert in berts)
     for bert in berts:
         yield from (made("nodes", bert, plan) for plan in ([_paper_plan(2)] if tiny else _plans(bert)))

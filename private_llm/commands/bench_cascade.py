@@ -13,7 +13,8 @@ from private_llm.commands.plot_bench import check_name, plot_cascade
 from private_llm.errors import ConfigError
 
 _TITLES = {
-    "overhead": "one CompNode and one AttnNode in this process, against the plaintext forward",
+    "alone": "what all nodes compute in one thread, without links, against the plaintext forward",
+    "overhead": "one CompNode and one AttnNode as threads, against the plaintext forward",
     "nodes": "every node a process of this machine",
     "size": "models of other sizes, nodes as threads",
     "bytes": "numbers of two bytes between the nodes",

@@ -12,6 +12,9 @@ from private_llm.net.transport import Transport
 from private_llm.sharded.facts import AttentionCall
 from private_llm.sharding import ShardingPlan
 
+_LARGE = 1 << 16
+"""Bytes from which a copy costs more than a message of its own."""
+
 Expected = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a tensor in a message."""
 
@@ -31,18 +34,36 @@ def partial_bytes(plan: ShardingPlan, call: AttentionCall) -> int:
 def send_floats(
     transport: Transport, to: int | Sequence[int], tag: str, tensors: Sequence[Tensor], dtype: torch.dtype | None = None
 ) -> None:
-    """Send real tensors as one message, made once, to one endpoint or several.
+    """Send real tensors, small ones as one message, large ones apart, each made once, to one endpoint or several.
 
-    dtype: what the numbers travel as; None: each tensor as it is, wider types first.
+    dtype: what the numbers travel as; None: each tensor as it is, wider types first. Large tensors that lie as they
+    travel are not copied: their memory must not change afterwards.
     """
     with transport.ledger.timing("serialising"):
-        message = _packed(tensors, dtype)
+        sizes = [tensor.numel() * (dtype or tensor.dtype).itemsize for tensor in tensors]
+        messages = [_packed([tensors[index] for index in group], dtype) for group in _messages(sizes)]
     for endpoint in [to] if isinstance(to, int) else to:
-        transport.send(endpoint, tag, message)
+        for message in messages:
+            transport.send(endpoint, tag, message)
 
 
 def recv_floats(transport: Transport, frm: int, tag: str, expected: Sequence[Expected]) -> list[Tensor]:
-    """The tensors of one message as float32, in the order sent."""
+    """What `send_floats` sent, as float32, in the order sent."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in expected]
+    found: dict[int, Tensor] = {}
+    for group in _messages(sizes):
+        found.update(zip(group, _received(transport, frm, tag, [expected[index] for index in group]), strict=True))
+    return [found[index] for index in range(len(expected))]
+
+
+def _messages(sizes: Sequence[int]) -> list[list[int]]:
+    """Which tensors share a message: each large one goes alone, the small ones together."""
+    together = [index for index, size in enumerate(sizes) if size < _LARGE]
+    return [*([index] for index, size in enumerate(sizes) if size >= _LARGE), *([together] if together else [])]
+
+
+def _received(transport: Transport, frm: int, tag: str, expected: Sequence[Expected]) -> list[Tensor]:
+    """The tensors of one message."""
     kinds = [dtype for _, dtype in expected]
     counts = [math.prod(shape) for shape, _ in expected]
     sizes = [count * dtype.itemsize for count, dtype in zip(counts, kinds, strict=True)]
@@ -63,7 +84,7 @@ def _packed(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
     """
     flat = [(tensor.transpose(1, 2) if tensor.dim() == 4 else tensor).reshape(-1) for tensor in tensors]
     if len({part.dtype for part in flat}) == 1:
-        joined = torch.cat(flat)
+        joined = flat[0] if len(flat) == 1 and flat[0].nbytes >= _LARGE else torch.cat(flat)
         return (joined if dtype is None else joined.to(dtype)).view(torch.uint8)
     return torch.cat([(part if dtype is None else part.to(dtype)).contiguous().view(torch.uint8) for part in flat])
 
