@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, refuse_unknown
 from private_llm.sharding import ShardingPlan
 
 VERSION = "0.1.0"
@@ -231,12 +231,10 @@ class PrivateConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PrivateConfig:
         """Build from a mapping (for instance JSON); unknown keys raise ConfigError."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ConfigError(f"unknown key(s) {', '.join(unknown)}; known keys: {', '.join(sorted(known))}")
+        refuse_unknown(values, [f.name for f in dataclasses.fields(cls)])
         values = dict(values)
         if isinstance(values.get("tls"), dict):
+            refuse_unknown(values["tls"], [f.name for f in dataclasses.fields(TLSConfig)], "tls: ")
             values["tls"] = TLSConfig(**values["tls"])
         if isinstance(values.get("plan"), dict):
             values["plan"] = ShardingPlan.from_dict(values["plan"])

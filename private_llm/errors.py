@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class PrivateLLMError(Exception):
     """Base of all errors raised by this library."""
@@ -45,3 +47,10 @@ class ShareFileError(PrivateLLMError, ValueError):
 
 class WeakProtection(UserWarning):
     """A sharding plan is used whose nodes, if they try, can work out tokens that they are not given."""
+
+
+def refuse_unknown(found: Iterable[str], known: Iterable[str], where: str = "") -> None:
+    """Raise ConfigError for settings that do not exist. where: what they are settings of, as "plan: "."""
+    unknown = sorted(set(found) - set(known))
+    if unknown:
+        raise ConfigError(f"{where}unknown key(s) {', '.join(unknown)}; known keys: {', '.join(sorted(known))}")

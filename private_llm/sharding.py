@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, refuse_unknown
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,7 @@ class ShardingPlan:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ShardingPlan:
         """Build from a mapping (for instance JSON); unknown keys raise ConfigError."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ConfigError(f"plan: unknown key(s) {', '.join(unknown)}; known keys: {', '.join(sorted(known))}")
+        refuse_unknown(values, [field.name for field in dataclasses.fields(cls)], "plan: ")
         return cls(**values)
 
     @property

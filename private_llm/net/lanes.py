@@ -20,7 +20,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from private_llm.net.transport import CLIENT, Transport
+from private_llm.net.transport import CLIENT, PassingTransport, Transport
 
 Casting = tuple[int, ...]
 """The role of each party, by its number."""
@@ -42,14 +42,12 @@ def casting(parties: int, lane: int, permute: bool) -> Casting:
     return every[lane % len(every)] if permute else tuple(range(parties))
 
 
-class CastTransport(Transport):
+class CastTransport(PassingTransport):
     """Links addressed by role (`cast`: each endpoint's but the client's); `inner` has the numbers and the ledger."""
 
     def __init__(self, inner: Transport, cast: Mapping[int, int]) -> None:
         roles = {**cast, CLIENT: CLIENT}
-        super().__init__(roles[inner.me])
-        self.ledger = inner.ledger
-        self._inner = inner
+        super().__init__(inner, roles[inner.me])
         self._party = {role: party for party, role in roles.items()}
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
@@ -69,14 +67,6 @@ class CastTransport(Transport):
     def name_of(self, endpoint: int) -> str:
         """The party that plays this role."""
         return self._inner.name_of(self._party[endpoint])
-
-    def abort(self, reason: str) -> None:
-        """Pass the reason on."""
-        self._inner.abort(reason)
-
-    def close(self) -> None:
-        """Close the inner transport."""
-        self._inner.close()
 
 
 def lane_links(transport: Transport, parties: int, lane: int, permute: bool) -> Transport:

@@ -11,39 +11,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from private_llm.net.transport import Transport
+from private_llm.net.transport import PassingTransport, Transport
 
 
-class PlacedTransport(Transport):
+class PlacedTransport(PassingTransport):
     """`inner`, with received tensors on the device that `where` names."""
 
     def __init__(self, inner: Transport, where: Callable[[], torch.device | str]) -> None:
-        super().__init__(inner.me)
-        self.ledger = inner.ledger
-        self._inner, self._where = inner, where
+        super().__init__(inner)
+        self._where = where
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """As the inner transport, from main memory."""
         self._inner.send(to, tag, payload.cpu() if payload.is_cuda else payload)
 
-    def _send(self, to: int, tag: str, payload: Tensor) -> None:
-        self._inner._send(to, tag, payload)
-
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._inner._recv(frm, tag, shape, dtype).to(self._where())
-
-    def wait(self, frm: int) -> None:
-        """As the inner transport."""
-        self._inner.wait(frm)
-
-    def name_of(self, endpoint: int) -> str:
-        """As the inner transport."""
-        return self._inner.name_of(endpoint)
-
-    def abort(self, reason: str) -> None:
-        """As the inner transport."""
-        self._inner.abort(reason)
-
-    def close(self) -> None:
-        """As the inner transport."""
-        self._inner.close()

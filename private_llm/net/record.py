@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.net.transport import Transport
+from private_llm.net.transport import PassingTransport, Transport
 
 Alter = Callable[[int, str, Tensor], Tensor]
 """Gets the number of a sent message (from 0), its tag and its payload; returns what is sent instead."""
@@ -37,14 +37,13 @@ class Message:
         return (self.direction, self.peer, self.tag, self.dtype, self.nbytes)
 
 
-class RecordingTransport(Transport):
+class RecordingTransport(PassingTransport):
     """Wraps `inner`, whose ledger it shares. `messages` grows as messages pass."""
 
     def __init__(self, inner: Transport, *, payloads: bool = False, alter: Alter | None = None) -> None:
-        super().__init__(inner.me)
-        self.ledger = inner.ledger
+        super().__init__(inner)
         self.messages: list[Message] = []
-        self._inner, self._payloads, self._alter = inner, payloads, alter
+        self._payloads, self._alter = payloads, alter
         self._sent = 0
 
     @property
@@ -63,18 +62,6 @@ class RecordingTransport(Transport):
         payload = self._inner._recv(frm, tag, shape, dtype)
         self._note("received", frm, tag, payload)
         return payload
-
-    def wait(self, frm: int) -> None:
-        """Block until a frame from `frm` is there; not recorded."""
-        self._inner.wait(frm)
-
-    def abort(self, reason: str) -> None:
-        """Pass the reason on."""
-        self._inner.abort(reason)
-
-    def close(self) -> None:
-        """Close the inner transport."""
-        self._inner.close()
 
     def _note(self, direction: Literal["sent", "received"], peer: int, tag: str, payload: Tensor) -> None:
         size = payload.numel() * payload.element_size()

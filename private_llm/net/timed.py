@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from private_llm.net.ledger import Ledger
-from private_llm.net.transport import Transport
+from private_llm.net.transport import PassingTransport, Transport
 
 BUSY, WAITING, SERIALISING = "busy", "waiting", "serialising"
 
@@ -51,12 +51,11 @@ class TimedLedger(Ledger):
         self.wake()
 
 
-class TimedTransport(Transport):
+class TimedTransport(PassingTransport):
     """The links of `inner`, with a ledger of their own that measures."""
 
     def __init__(self, inner: Transport) -> None:
-        super().__init__(inner.me)
-        self._inner = inner
+        super().__init__(inner)
         self._clock = TimedLedger(inner.me)
         self.ledger = self._clock
 
@@ -75,15 +74,3 @@ class TimedTransport(Transport):
         self._clock.rest()
         self._inner.wait(frm)
         self._clock.wake()
-
-    def name_of(self, endpoint: int) -> str:
-        """How the machine behind an endpoint number is called."""
-        return self._inner.name_of(endpoint)
-
-    def abort(self, reason: str) -> None:
-        """Pass the reason on."""
-        self._inner.abort(reason)
-
-    def close(self) -> None:
-        """Close the inner links."""
-        self._inner.close()

@@ -83,6 +83,38 @@ class Transport(ABC):
         """Release the links."""
 
 
+class PassingTransport(Transport):
+    """Links that pass everything on to `inner`, whose ledger they share: a base for those that change one thing."""
+
+    def __init__(self, inner: Transport, me: int | None = None) -> None:
+        """me: this endpoint's number, if it is not the inner one."""
+        super().__init__(inner.me if me is None else me)
+        self.ledger = inner.ledger
+        self._inner = inner
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        self._inner._send(to, tag, payload)
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._inner._recv(frm, tag, shape, dtype)
+
+    def wait(self, frm: int) -> None:
+        """As the inner transport."""
+        self._inner.wait(frm)
+
+    def name_of(self, endpoint: int) -> str:
+        """As the inner transport."""
+        return self._inner.name_of(endpoint)
+
+    def abort(self, reason: str) -> None:
+        """As the inner transport."""
+        self._inner.abort(reason)
+
+    def close(self) -> None:
+        """As the inner transport."""
+        self._inner.close()
+
+
 class MetaTransport(Transport):
     """Counts what would be sent and receives meta tensors: costs without weights, data or other parties."""
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from private_llm_hf import PrivateConfig
 from transformers.utils import logging
+
+from tests.hf import tiny
 
 
 @pytest.fixture(autouse=True)
@@ -23,3 +26,11 @@ def _quiet() -> Iterator[None]:
 
 PLAIN = PrivateConfig(protocol="plain", insecure=True, timeout_s=60)
 TRIO = PrivateConfig(protocol="trio", timeout_s=60)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama in a folder."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tiny.build("llama").save_pretrained(folder)
+    return folder

@@ -21,13 +21,6 @@ from tests.hf.test_remote import free_ports
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    tiny.build("llama").save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def client_folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Configuration and generation settings, no weights."""
     folder = tmp_path_factory.mktemp("client")

@@ -53,13 +53,6 @@ def start(*command: str) -> subprocess.Popen[str]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    tiny.build("llama").save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def wanted() -> torch.Tensor:
     return tiny.build("llama").generate(IDS, **HOW)
 

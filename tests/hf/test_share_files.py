@@ -22,13 +22,6 @@ PARTY_FILES = [0, 1, 2]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    tiny.build("llama").save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def shared(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shared")
     share_checkpoint(str(checkpoint), folder, TRIO)
