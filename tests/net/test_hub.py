@@ -86,14 +86,15 @@ def test_ports_given_as_numbers(unused_port):
     def serve():
         time.sleep(0.3)
         t = join(0, [], token=b"", config=config)
-        return t.recv(CLIENT, "m", (1,), torch.int64).item()
+        t.send(CLIENT, "m", t.recv(CLIENT, "m", (1,), torch.int64) + 1)
+        return t
 
     def call():
-        t = join(CLIENT, [], token=b"", config=config)
+        t = join(CLIENT, [], token=b"", config=config)  # kept until the party has answered: who closes has given up
         t.send(0, "m", torch.tensor([9]))
-        t.close()
+        return t.recv(0, "m", (1,), torch.int64).item()
 
-    assert both(serve, call) == {0: 9, CLIENT: None}
+    assert both(serve, call)[CLIENT] == 10
 
 
 @pytest.fixture
