@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import warnings
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import transformers as tr
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.cascade_cut import Cut
+from private_llm_hf.launch import _EXIT_S
 from private_llm_hf.preprocess import GeneratePlan
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -128,6 +131,14 @@ def test_nodes_get_the_states_of_their_rows_and_nothing_of_the_client_s(protocol
         assert float((found - states[:, rows]).abs().max()) < 1e-3
     for party in range(config.parties):
         assert not [m for m in hub.got(party) if m.peer >= config.parties and m.peer != CLIENT]
+
+
+def test_closing_ends_parties_and_nodes() -> None:
+    private = patch(tiny.build("opt"), settings())
+    started = time.monotonic()
+    private.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("party ")]
+    assert time.monotonic() - started < _EXIT_S  # told to stop, not given up on
 
 
 def test_what_the_cut_costs() -> None:
