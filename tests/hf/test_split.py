@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 import transformers as tr
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.cascade_cut import Cut
-from private_llm_hf.launch import _EXIT_S
 from private_llm_hf.preprocess import GeneratePlan
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -135,10 +133,8 @@ def test_nodes_get_the_states_of_their_rows_and_nothing_of_the_client_s(protocol
 
 def test_closing_ends_parties_and_nodes() -> None:
     private = patch(tiny.build("opt"), settings())
-    started = time.monotonic()
     private.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("party ")]
-    assert time.monotonic() - started < _EXIT_S  # told to stop, not given up on
 
 
 def test_what_the_cut_costs() -> None:
