@@ -179,7 +179,7 @@ def audit(
 ) -> None:
     """What a sharding plan (protocol 'cascade') protects: gaps, cost of the cheapest attack, verdict."""
     from private_llm.commands.audit import audit as run
-    from private_llm.sharded.audit import Setting
+    from private_llm.sharding.audit import Setting
 
     if not plan:
         raise ConfigError("plan: got an empty text; want alpha,c,m or alpha,c,m,rho, for instance 8,8,2")

@@ -17,9 +17,9 @@ from private_llm.commands.estimate_plans import USUAL, busiest
 from private_llm.commands.hardware import Hardware
 from private_llm.commands.plot_nodes import MOST_ROWS, chosen, worked
 from private_llm.net.transport import CLIENT
-from private_llm.sharded.audit import refuse_weak
 from private_llm.sharded.cost import Stage, paper_seconds
 from private_llm.sharding import ShardingPlan
+from private_llm.sharding.audit import refuse_weak
 from tests.test_cli import Run, checkpoint, rows, run, start
 
 __all__ = ["checkpoint", "run"]  # fixtures

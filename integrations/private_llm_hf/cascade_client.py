@@ -22,9 +22,9 @@ from private_llm.net.roles import called
 from private_llm.net.transport import Transport
 from private_llm.protocols.session import PlainClient
 from private_llm.ring.ring import Ring
-from private_llm.sharded.audit import Setting, refuse_weak, warn_weak
 from private_llm.sharded.wire import recv_floats, send_floats
 from private_llm.sharding import ShardingPlan
+from private_llm.sharding.audit import Setting, refuse_weak, warn_weak
 from private_llm_hf.architectures import architecture, positions_by_mask
 from private_llm_hf.cascade_answers import Answer, Due, check_equal, in_order, read_answer
 from private_llm_hf.cascade_attention import attention_calls

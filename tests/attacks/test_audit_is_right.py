@@ -13,8 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from private_llm.attacks.collusion import Loot, collude
 from private_llm.attacks.view import view_of
-from private_llm.sharded.audit import Setting, examine
 from private_llm.sharding import ShardingPlan
+from private_llm.sharding.audit import Setting, examine
 
 V = 8
 

@@ -7,8 +7,8 @@ import warnings
 import pytest
 
 from private_llm.errors import ConfigError, WeakProtection
-from private_llm.sharded.audit import Finding, Setting, audit, fewest, refuse_weak, warn_weak
 from private_llm.sharding import ShardingPlan
+from private_llm.sharding.audit import Finding, Setting, audit, fewest, refuse_weak, warn_weak
 
 
 def one(plan: ShardingPlan, *colluding: int, rho: int = 3, **setting: object) -> Finding:
@@ -200,3 +200,9 @@ def test_grouped_queries_want_a_longer_front_and_the_error_names_it() -> None:
     with pytest.raises(ConfigError, match="away") as refused:  # eight equations a row: more than new tokens
         refuse_weak(plan, Setting(queries=8))
     assert "which is enough" not in str(refused.value)
+
+
+def test_a_plan_audits_itself() -> None:
+    plan = ShardingPlan(8, 8, 2)
+    assert plan.audit(4, colluding=[0, 2]) == audit(plan, 4, [0, 2])
+    assert plan.audit() == audit(plan)

@@ -17,11 +17,14 @@ c + front before its first c rows. (AttnNodes get no attention results; what the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from private_llm.errors import ConfigError, refuse_unknown
+
+if TYPE_CHECKING:
+    from private_llm.sharding.audit import Audit, Setting
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,14 @@ class ShardingPlan:
     def nodes(self) -> int:
         """CompNodes and AttnNodes: endpoints 0 .. alpha - 1, and the rest."""
         return self.alpha + self.attn_nodes
+
+    def audit(
+        self, rho: int | None = None, colluding: Sequence[int] | None = None, setting: Setting | None = None
+    ) -> Audit:
+        """What this plan protects against searches, and what else is known: print it. See `sharding.audit.audit`."""
+        from private_llm.sharding.audit import audit  # it examines plans, so it imports this class
+
+        return audit(self, rho, colluding, setting)
 
     # -- who holds what -------------------------------------------------------------------------------------
     def comp_of(self, position: int) -> int:
