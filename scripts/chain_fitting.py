@@ -119,8 +119,7 @@ def shape(plan: Plan) -> Model:
         last = len(plan.forms) - 1
         model.vanishing = (last, 0)
         free[last][0][0] = False
-        if last == 3:  # v3 at the zero is not exact in fixed point: leave it out of the vanishing form
-            free[last][0][4] = False
+        free[last][0][4:] = False  # later products at the zero are not exact in fixed point
     return model
 
 
@@ -234,9 +233,9 @@ def polished(plan: Plan, integers: Integers, count: int, passes: int) -> Integer
 
 
 def _pinned(plan: Plan, place: tuple[int, int, int]) -> bool:
-    """A vanishing form's constant follows from its weights, and it leaves v3 out."""
+    """A vanishing form's constant follows from its weights, and it leaves v3 and later products out."""
     index, side, k = place
-    return plan.zero is not None and (index, side) == (len(plan.forms) - 1, 0) and k in (0, 4)
+    return plan.zero is not None and (index, side) == (len(plan.forms) - 1, 0) and (k == 0 or k >= 4)
 
 
 def _shift(integers: Integers, move: tuple[Change, ...], sign: int) -> None:

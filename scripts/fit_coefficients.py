@@ -135,8 +135,9 @@ STARTS: dict[str, tuple[float, ...]] = {
         -1.90953, 1.909732, -0.081489, -0.049368, 0.08595, -0.053875, 0.020521,
     ),
     "SILU": (
-        -0.024025, 0.043262, 0.442748, -0.952346, -2.077343, -0.955744, -4.570211, 3.48467,
-        0.76859, 1.101437, -3.783919, -0.02659, -0.183367, 0.22556, -0.22076, -0.224528,
+        -0.196673, 0.027902, 0.553287, -0.902747, -2.284674, -2.639437, -6.469557, 2.615209, 4.034411,
+        -1.372888, -11.27992, -1.00651, -4.359323, -2.122834, -6.431705, 6.880213, 5.878097, -9.794355,
+        0.350639, 0.877066, -1.33979, -0.029552, -0.043082, 0.072537, -0.264907, -0.103809, -0.002619,
     ),
     "LOGISTIC": (
         0.5978082, 1.6151256, -1.5804666, -2.6927605, 0.6302386, 0.5796624, 1.7426707, 7.6189568,
@@ -157,7 +158,7 @@ def plans() -> list[Plan]:
         _bump("GELU_ERF", "t Phi(-t) at t = 2 (z + 1), zero at t = 4.", _gelu_tail_erf),
         _bump("GELU_TANH", "t (1 - tanh(sqrt(2/pi) (t + 0.044715 t^3))) / 2 at t = 2 (z + 1), zero at t = 4.",
               _gelu_tail_tanh),
-        _wide("SILU", "t / (1 + e^t) at t = 8 (z + 1), zero at t = 12.", _silu_tail, 0.5),
+        _wide("SILU", "t / (1 + e^t) at t = 8 (z + 1), zero at t = 14.", _silu_tail, 0.75, products=5),
         _wide("LOGISTIC", "1 / (1 + e^t) at t = 8 (z + 1), zero at t = 10.", _logistic_tail, 0.25),
         Plan(
             "EXP", "e^x at x = 8 (z - 1), -14 <= x <= 1/4.", _exp, _exp_weight, low=-0.75, high=1 + 1 / 32,
@@ -173,10 +174,12 @@ def _bump(name: str, about: str, function: Callable[[Array], Array]) -> Plan:
     )  # fmt: skip
 
 
-def _wide(name: str, about: str, function: Callable[[Array], Array], zero: float) -> Plan:
+def _wide(name: str, about: str, function: Callable[[Array], Array], zero: float, products: int = 4) -> Plan:
+    middle = products - 3
     return Plan(
         name, about, function, np.ones_like, low=-1 - SLACK / 8, high=zero + SLACK / 8, zero=zero, argument=21,
-        forms=((21, 21), (20, 28), (30, 30), (29, 31)), fracs=(20, 20, 20, 18), start=STARTS[name],
+        forms=((21, 21), (20, 28), *[(30, 30)] * middle, (29, 31)), fracs=(*[20] * (products - 1), 18),
+        start=STARTS[name],
     )  # fmt: skip
 
 

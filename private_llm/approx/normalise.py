@@ -20,6 +20,7 @@ from functools import cache
 from private_llm.approx.chain import need_wide_ring
 from private_llm.approx.cubic import Cubic
 from private_llm.errors import DomainError
+from private_llm.protocols.share import BitShare
 from private_llm.tensor.fixed import Fixed
 
 Y_BITS = 18
@@ -56,6 +57,15 @@ def grid(cells: Cells, low: float, high: float) -> tuple[tuple[float, ...], tupl
     return tuple(ends[first:last]), tuple(weights[first : last + 1])
 
 
+@dataclass(frozen=True)
+class Powers:
+    """`value` is the power; row i of `below` says of each argument (flattened) whether it is below thresholds[i]."""
+
+    value: Fixed
+    below: BitShare
+    thresholds: tuple[float, ...]
+
+
 def power(
     x: Fixed, cells: Cells, cubic: Cubic, low: float, high: float, frac: int | None = None, gain: float = 1.0
 ) -> Fixed:
@@ -65,6 +75,13 @@ def power(
 
     Raises DomainError for an empty range, or one too wide for the ring at x's fractional bits.
     """
+    return powers(x, cells, cubic, low, high, frac, gain).value
+
+
+def powers(
+    x: Fixed, cells: Cells, cubic: Cubic, low: float, high: float, frac: int | None = None, gain: float = 1.0
+) -> Powers:
+    """As `power`, with the comparisons that it made on the way. Arguments outside the range give garbage, no error."""
     if not 0 < low < high:
         raise DomainError(f"got a range of {low:g} to {high:g}; want 0 < low < high")
     need_wide_ring(x, "a reciprocal or reciprocal square root")
@@ -93,7 +110,7 @@ def power(
     out = proto.add(out, proto.mul_public(p.share, integers[-1]))
     shape = tuple(x.shape)
     result = x.with_share(out.map(lambda part: part.reshape(shape)), Y_BITS + factor_bits)
-    return result if frac is None else result.at(frac)
+    return Powers(result if frac is None else result.at(frac), below, thresholds)
 
 
 def _differences(steps: Sequence[int]) -> list[int]:

@@ -1,71 +1,188 @@
 """Layer norm and RMS norm, fused: mean, sum of squares, inverse root per row, and the scaling of the elements.
 
-    d = x - mean                          one truncation per row (layer norm only)
+    d = x - mean                          one or two truncations per row (layer norm only)
     v = sum of d^2                        one inner product per row, truncated
-    r = sqrt(width / (v + width eps))     rsqrt.py, per row
+    r = sqrt(width / (v + width eps))     normalise.py, per row
     y = d r weight + bias                 one product per element, one more for a secret weight
 
-Range: v < 2^26 (18 fractional bits; 2^30 with 16), so the root mean square may reach 295 at width 768 and 128 at
-width 4096, and a single outlier 8191; |mean| < 2^12.
+Real models have rows whose entries reach 25,000 beside rows near 30 (massive activations), and one ring product cannot
+hold the squares of both: with 18 fractional bits v stays below 2^25 or wraps. Where the range of the rows is known
+(`RowRange`, from calibration) and fits, v is one sum. Otherwise each row is summed twice, as it is and divided by a
+public power of two, and the right result is chosen per row inside the protocol:
+
+    c = d / 2^s                           one truncation per element, of s bits
+    v, v' = sum of d^2, sum of c^2        v may wrap, v' cannot
+    r, r'                                 both by the same comparisons, in the same messages
+    r = r if v' < t else r' / 2^s         one bit per row that the comparisons have made already; garbage times 0 is 0
+
+The truncation rounds without bias (the carry of a random mask), so v' is exact to 2^-12 of a row that needs it.
+Domain: |x| <= 2^20, mean squares from 2^-12 to 2^36, in rows of up to 2^14 entries (18 fractional bits).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from private_llm.approx.chain import need_wide_ring
 from private_llm.approx.coefficients import RSQRT
-from private_llm.approx.normalise import THIRDS, power
+from private_llm.approx.normalise import THIRDS, power, powers
 from private_llm.errors import DomainError
+from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 
 SQUARE_BITS = 30
 """Most fractional bits of the sum of squares; 6 less than those of a square, so that the whole range can be scaled."""
 
-INVERSE_BITS = 24
-"""Fractional bits of the inverse root."""
+INVERSE_BITS = 15
+"""Significant bits of the smallest inverse root: relative error 2^-16."""
+
+
+MEAN_BITS = 3
+"""Fractional bits that deviations from the mean have more than the row: the mean of a small row is off by one unit."""
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """What is publicly known of all rows: their mean squares stay below 2^square, their means within +-2^mean."""
+
+    square: int
+    mean: int
+
+
+WHOLE = RowRange(square=36, mean=20)
+"""The domain of a norm whose rows nobody has measured."""
+
+_WRAP_FREE = 61
+"""Bits that a product may have before its truncation."""
 
 
 def layer_norm(
-    x: Fixed, weight: Fixed | Tensor | None, bias: Fixed | Tensor | None, eps: float, frac: int | None = None
-) -> Fixed:
+    x: Fixed, weight: Fixed | Tensor | None, bias: Fixed | Tensor | None, eps: float, frac: int | None = None,
+    rows: RowRange = WHOLE,
+) -> Fixed:  # fmt: skip
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, with `frac` (default: session) bits.
 
-    Absolute error about 5e-5 of the normalised value plus 2^-17. 33 bytes an element without weight, 64 with a secret
-    one, 48 with a public one, and about 5 kB a row; 15 rounds without weight, 16 with a public, 17 with a secret one.
+    Relative error of a row 1e-4 (5e-5 where one sum is enough) and 2^-17 absolute. With a known range that fits: 33
+    bytes an element without weight, 64 with a secret one, 48 with a public one, about 5 kB a row; 15 rounds without
+    weight, 16 with a public, 17 with a secret one. Without: 16 bytes an element and 5 kB a row more, and 3 rounds; one
+    more for the mean where the width is no power of two. Raises DomainError where the ring is too small.
     """
-    width = x.shape[-1]
     need_wide_ring(x, "layer_norm")
-    whole = math.ceil(math.log2(width))
-    bits = 61 - x.frac - whole - 12
-    if bits < 12:
-        raise DomainError(f"layer_norm: rows of {width} with {x.frac} fractional bits leave the ring; truncate first")
-    # width 2^-whole lies in (1/2, 1]: its inverse keeps `bits` bits whatever the width.
-    raw = x.proto.mul_public(x.sum(-1, keepdim=True).share, round(2.0 ** (bits + whole) / width))
-    mean = x.with_share(x.proto.truncate(raw, bits + whole))
-    y = _scaled(x - mean, weight, eps, frac)
+    width = x.shape[-1]
+    fine = x.frac + MEAN_BITS
+    if one_sum(x.frac, width, rows):  # what the ring has to spare, so that one sum stays enough
+        fine = max(bits for bits in range(x.frac, fine + 1) if one_sum(bits, width, rows))
+    x = x.finer(fine)
+    y = _scaled(x - _mean(x, rows.mean), weight, eps, frac, rows)
     return y if bias is None else y + bias
 
 
-def rms_norm(x: Fixed, weight: Fixed | Tensor | None, eps: float, frac: int | None = None) -> Fixed:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension. Error and cost as `layer_norm`, 1 round less."""
+def rms_norm(
+    x: Fixed, weight: Fixed | Tensor | None, eps: float, frac: int | None = None, rows: RowRange = WHOLE
+) -> Fixed:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension. Error and cost as `layer_norm`, without its mean."""
     need_wide_ring(x, "rms_norm")
-    return _scaled(x, weight, eps, frac)
+    return _scaled(x, weight, eps, frac, rows)
 
 
-def _scaled(d: Fixed, weight: Fixed | Tensor | None, eps: float, frac: int | None) -> Fixed:
+def one_sum(frac: int, width: int, rows: RowRange) -> bool:
+    """Whether rows of this range, with `frac` fractional bits, need no second sum of squares."""
+    return rows.square + _log2(width) + 2 * frac <= _WRAP_FREE
+
+
+def _log2(width: int) -> int:
+    return math.ceil(math.log2(width))
+
+
+def _mean(x: Fixed, reach: int) -> Fixed:
+    """Means within +-2^reach, to 2^-f: total times an integer factor, and where that is coarse, of the remainder too."""
+    width = x.shape[-1]
+    total, whole = x.sum(-1, keepdim=True), _log2(width)
+    mean, bits = _divided(total, width, reach)
+    if width == 1 << whole or reach - bits <= -x.frac:
+        return mean
+    rest = total - mean.scale_int(width)
+    return mean + _divided(rest, width, max(1, reach - bits))[0]
+
+
+def _divided(total: Fixed, width: int, reach: int) -> tuple[Fixed, int]:
+    """(total / width for quotients within +-2^reach, bits of its factor): relative error 2^-bits, one truncation."""
+    whole = _log2(width)
+    bits = min(_WRAP_FREE - total.frac - whole - reach, 40)
+    if bits < 8:
+        raise DomainError(
+            f"layer_norm: rows of {width} with {total.frac} fractional bits leave the ring; truncate first"
+        )
+    # width 2^-whole lies in (1/2, 1]: its inverse keeps `bits` bits whatever the width.
+    raw = total.proto.mul_public(total.share, round(2.0 ** (bits + whole) / width))
+    return total.with_share(total.proto.truncate(raw, bits + whole)), bits
+
+
+def _scaled(d: Fixed, weight: Fixed | Tensor | None, eps: float, frac: int | None, rows: RowRange) -> Fixed:
     """d / sqrt(mean(d^2) + eps) * weight."""
     if not eps > 0:
         raise DomainError(f"norm: got eps={eps!r}; want a positive number (it bounds the inverse root)")
-    width = d.shape[-1]
-    row, column = d.view(lambda part: part.unsqueeze(-2)), d.view(lambda part: part.unsqueeze(-1))
-    bits = min(SQUARE_BITS, 2 * d.frac - 6)
-    square = row.matmul(column, frac=bits).view(lambda part: part.squeeze(-1))
-    low, high = max(0.98 * width * eps, 2.0 ** (10 - bits)), 2.0 ** (62 - 2 * d.frac)
-    inverse = power(square + width * eps, THIRDS, RSQRT, low, high, INVERSE_BITS, gain=math.sqrt(width))
+    if one_sum(d.frac, d.shape[-1], rows):
+        inverse = _inverse_root(d, eps, rows)
+    else:
+        inverse = _inverse_root_of_any_row(d, eps, rows)
     y = d.mul(inverse, frac=frac)
     if weight is None:
         return y
     return y.mul(weight, frac=frac) if isinstance(weight, Fixed) else y.scale(weight, frac=frac)
+
+
+def _inverse_bits(rows: RowRange) -> int:
+    return INVERSE_BITS + max(3, math.ceil(rows.square / 2))
+
+
+def _squares(d: Fixed) -> Fixed:
+    """Sums of squares of the rows, [.., width] to [.., 1]."""
+    row, column = d.view(lambda part: part.unsqueeze(-2)), d.view(lambda part: part.unsqueeze(-1))
+    bits = min(SQUARE_BITS, 2 * d.frac - 6)
+    return row.matmul(column, frac=bits).view(lambda part: part.squeeze(-1))
+
+
+def _inverse_root(d: Fixed, eps: float, rows: RowRange) -> Fixed:
+    """1 / sqrt(mean(d^2) + eps) of rows whose squares fit: [.., 1]."""
+    width, square = d.shape[-1], _squares(d)
+    low = max(0.98 * width * eps, 2.0 ** (10 - square.frac))
+    high = max(2.0 ** (rows.square + _log2(width)) + width * eps, 2 * low)
+    return power(square + width * eps, THIRDS, RSQRT, low, high, _inverse_bits(rows), gain=math.sqrt(width))
+
+
+def _inverse_root_of_any_row(d: Fixed, eps: float, rows: RowRange) -> Fixed:
+    """The same by two sums. Each row of the second half of `both` is the row of the first divided by 2^s."""
+    width, whole = d.shape[-1], _log2(d.shape[-1])
+    widest = rows.square + whole
+    shift = max((5 + d.frac) // 2, math.ceil((widest + 2 * d.frac - _WRAP_FREE) / 2))
+    if shift >= d.frac:
+        raise DomainError(f"norm: rows of {width} with {d.frac} fractional bits leave the ring; truncate first")
+    small = d.with_share(d.proto.truncate(d.share, shift))
+    square = _squares(_stacked(d, small))
+    eps_of_both = torch.tensor([width * eps, width * eps * 4.0**-shift], dtype=torch.float64)
+    square = square + eps_of_both.view(2, *[1] * (square.share.parts[0].dim() - 1))
+    # A first sum is right below `change`, a second one exact enough from there on.
+    change = min(width * 2.0 ** (27 - 2 * d.frac + 2 * shift), 2.0 ** (_WRAP_FREE - 1 - 2 * d.frac))
+    low = max(min(max(0.98 * width * eps, width * 2.0**-24), change * 4.0**-shift / 2), 2.0 ** (10 - square.frac))
+    high = max(2.0 ** (widest - 2 * shift), change)
+    bits = _inverse_bits(rows)
+    found = powers(square, THIRDS, RSQRT, low, high, bits, gain=math.sqrt(width))
+    row = max(i for i, t in enumerate(found.thresholds) if t <= change * 4.0**-shift)
+    first = found.value.view(lambda part: part[0]).scale_int(1 << shift)
+    second = found.value.view(lambda part: part[1])
+    # The bits of the first half are those of sums that may have wrapped: they choose between zero and zero.
+    apart = first - second
+    pair = apart.view(lambda part: torch.stack([torch.zeros_like(part), part]).reshape(-1))
+    picked = d.proto.inject(found.below.row(row), pair.share, [1], [0])
+    chosen = second + second.with_share(picked).view(lambda part: part.view(2, *second.shape)[1])
+    return chosen.with_share(d.proto.truncate(chosen.share, shift))
+
+
+def _stacked(x: Fixed, y: Fixed) -> Fixed:
+    pairs = zip(x.share.parts, y.share.parts, strict=True)
+    return x.with_share(Share(tuple(torch.stack(pair) for pair in pairs)))

@@ -79,8 +79,8 @@ CASES = [
         "gelu_tanh", lambda x: activations.gelu(x, "tanh"), lambda x: F.gelu(x, approximate="tanh"), 2e-4, WIDE,
         (0.0, -4.0, 4.0), lambda n: _bump(n, 21, 25, 41), noise_units(tables.GELU_TANH, FULL),
     ),
-    Case("silu", activations.silu, F.silu, 2e-4, WIDE, (0.0, -12.0, 12.0), lambda n: _bump(n, 22, 28, 40, 42),
-         noise_units(tables.SILU, FULL[FULL <= 0.51])),
+    Case("silu", activations.silu, F.silu, 5e-5, WIDE, (0.0, -14.0, 14.0), lambda n: _bump(n, 22, 28, 40, 40, 42),
+         noise_units(tables.SILU, FULL[FULL <= 0.76])),
     Case(
         "sigmoid", activations.sigmoid, torch.sigmoid, 1e-4, WIDE, (0.0, -10.0, 10.0),
         lambda n: _logistic(n, 39, 12), 2 * noise_units(tables.LOGISTIC, FULL[FULL <= 0.26]),

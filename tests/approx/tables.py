@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -25,9 +27,9 @@ def run_table(chain: Chain, z: Tensor, noise: dict[int, float] | None = None) ->
 
 
 def noise_units(chain: Chain, z: Tensor, frac: int = 18) -> float:
-    """Largest change of the result, in units of 2^-frac, when every product is off by one unit of its last place."""
+    """Largest change of the result, in whole units of 2^-frac, when every product is off by one unit of its last place."""
     exact = run_table(chain, z)[-1]
     total = torch.zeros_like(z)
     for index, step in enumerate(chain.steps[:-1]):
         total = total + (run_table(chain, z, {index: 2.0**-step.frac})[-1] - exact).abs()
-    return float(total.max()) * 2.0**frac + 1.0
+    return math.ceil(float(total.max()) * 2.0**frac) + 1.0

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from private_llm.approx.norms import layer_norm, rms_norm
+from private_llm.approx.norms import WHOLE, RowRange, layer_norm, one_sum, rms_norm
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
+from private_llm.net.ledger import Cost
+from private_llm.tensor.fixed import Fixed
 from tests.harness import PLAIN, TRIO, run_meta, run_parties
 
 both = pytest.mark.parametrize("config", [PLAIN, TRIO], ids=["plain", "trio"])
@@ -98,16 +102,75 @@ def test_sixteen_fractional_bits(config: PrivateConfig) -> None:
     assert float((value - truth).abs().max()) <= 4e-5 * 4 + 6 * 2.0**-16
 
 
+KNOWN = RowRange(square=13, mean=7)
+"""What calibration tells of rows with a root mean square of up to 16: one sum of squares is enough."""
+
+
+def rows_of_every_size(width: int) -> Tensor:
+    """Mean squares from 2^-12 to almost 2^36, of either sign or one, and single entries as massive as 2^20."""
+    rows = []
+    for index, scale in enumerate((2.0**-6, 0.1, 1.0, 30.0, 300.0, 1000.0, 2.0**12, 2.0**15, 2.0**17.9)):
+        row = normal(width, seed=index)
+        row = row * scale / row.square().mean().sqrt()
+        rows += [row, row.abs()]
+    for spike in (24926.0, 2.0**20):
+        row = normal(width, seed=int(spike))
+        row[width // 2] = spike
+        rows.append(row)
+    return (torch.stack(rows).clamp(-(2.0**20), 2.0**20) * 2**18).round() / 2**18
+
+
+@pytest.mark.parametrize("protocol", ["plain", "trio", "quad", "dealer"])
+@pytest.mark.parametrize("width", [64, 576])
+def test_rows_of_every_size_side_by_side(protocol: str, width: int) -> None:
+    """Nothing is known of the rows, and each comes out with a relative error of 1e-4."""
+    config, x = PrivateConfig(protocol=protocol, insecure=protocol == "plain"), rows_of_every_size(width)
+    for run, truth in (
+        (lambda _, a: rms_norm(a, None, 1e-5), F.rms_norm(x, (width,), None, 1e-5)),
+        (lambda _, a: layer_norm(a, None, None, 1e-5), F.layer_norm(x, (width,), None, None, 1e-5)),
+    ):
+        value = run_parties(config, run, [x]).value
+        assert float(((value - truth).norm(dim=-1) / truth.norm(dim=-1)).max()) <= 1e-4
+
+
+def test_rows_beside_a_massive_one_keep_their_precision_when_their_range_is_known() -> None:
+    """12 fractional bits are enough for rows near 30 beside one of 24,926: a norm then needs one sum, at any row."""
+    x = normal(6, 576) * 8
+    x[0, 3] = 24926.0
+    x = (x * 2**12).round() / 2**12
+    known = RowRange(square=math.ceil(math.log2(float(x.square().mean(-1).max()))) + 5, mean=10)
+    assert one_sum(12, 576, known)
+    value = run_parties(TRIO, lambda _, a: rms_norm(a, None, 1e-5, rows=known), [x], [12]).value
+    truth = F.rms_norm(x, (576,), None, 1e-5)
+    assert float(((value - truth).norm(dim=-1) / truth.norm(dim=-1)).max()) <= 1e-4
+
+
 def test_price() -> None:
     """64 bytes an element and 5 kB a row with a secret weight; 17 rounds. Meta and ledger agree."""
-    run = run_parties(TRIO, lambda _, a, w, b: layer_norm(a, w, b, 1e-5), [normal(3, 80), normal(80), normal(80)])
-    assert run_meta(TRIO, lambda _, a, w, b: layer_norm(a, w, b, 1e-5), [(3, 80), (80,), (80,)]) == run.cost
-    many = run_meta(TRIO, lambda _, a, w, b: layer_norm(a, w, b, 1e-5), [(128, 768), (768,), (768,)])
-    assert many.total <= 128 * (768 * 64 + 5400)
-    assert many.rounds == 17
-    bare = run_meta(TRIO, lambda _, a: rms_norm(a, None, 1e-6), [(128, 768)])
+    shapes = [(128, 768), (768,), (768,)]
+    for rows in (KNOWN, WHOLE):
+
+        def norm(_: object, a: Fixed, w: Fixed, b: Fixed, rows: RowRange = rows) -> Fixed:
+            return layer_norm(a, w, b, 1e-5, rows=rows)
+
+        run = run_parties(TRIO, norm, [normal(3, 80), normal(80), normal(80)])
+        assert run_meta(TRIO, norm, [(3, 80), (80,), (80,)]) == run.cost
+    known = run_meta(TRIO, lambda _, a, w, b: layer_norm(a, w, b, 1e-5, rows=KNOWN), shapes)
+    assert known.total <= 128 * (768 * 64 + 5400)
+    assert known.rounds == 18
+    bare = run_meta(TRIO, lambda _, a: rms_norm(a, None, 1e-6, rows=KNOWN), shapes[:1])
     assert bare.total <= 128 * (768 * 33.5 + 5600)
     assert bare.rounds == 14
+
+
+@pytest.mark.parametrize("width", [576, 768, 2048, 4096])
+def test_rows_that_nobody_knows_cost_at_most_60_percent_more(width: int) -> None:
+    def price(rows: RowRange) -> Cost:
+        return run_meta(TRIO, lambda _, a, w: rms_norm(a, w, 1e-5, rows=rows), [(128, width), (width,)])
+
+    known, unknown = price(KNOWN), price(WHOLE)
+    assert unknown.total <= 1.4 * known.total
+    assert unknown.rounds == known.rounds + 3
 
 
 def test_refusals() -> None:
