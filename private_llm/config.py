@@ -33,7 +33,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 
 _AGREED = (
     "protocol", "ring", "frac_bits", "weights", "reveal", "adder", "bandwidth_mbit", "latency_ms", "relu_bits",
-    "relu_low", "truncation", "matmul", "prg", "lanes", "permute", "plan", "split",
+    "relu_low", "truncation", "matmul", "prg", "lanes", "permute", "plan", "split", "guard",
 )  # fmt: skip
 """What all parties must agree upon: these settings change the order or the meaning of messages."""
 
@@ -98,6 +98,10 @@ class PrivateConfig:
     weights that are mapped to "disk" and come from the client (with a share file it reads that file instead).
     tape_folder: where a party keeps what `model.preprocess` stores (default: the system's temporary folder).
     Devices and folders are each party's own business: parties need not agree on them.
+    calibrate: run the owner's plaintext model on a bundled text before its weights are shared, and give every module
+    the public powers of two that its values need (docs/ranges.md); False: one size for all, and larger messages.
+    guard: check inside the protocol that values stay in their ranges; the client alone learns one bit per call, and
+    gets a DomainError instead of a wrong answer.
     debug_ranges: check that no value leaves the safe range (opens nothing to the parties' network; plain only).
     insecure: must be True for protocol="plain".
     plan: which node sees which tokens, for protocol="cascade" and behind a split. split: the first `split` layers run
@@ -126,6 +130,8 @@ class PrivateConfig:
     allow_plain_loopback: bool = False
     trusted_network: bool = False
     timeout_s: float = 120.0
+    calibrate: bool = True
+    guard: bool = True
     debug_ranges: bool = False
     insecure: bool = False
     plan: ShardingPlan | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,10 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PatchMismatch
 from private_llm.net.local import LocalHub
+from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.architectures import architecture
+from private_llm_hf.calibration import calibrate
+from private_llm_hf.calibration_text import batches
 from private_llm_hf.cascade_client import check_sharding
 from private_llm_hf.client import Parties
 from private_llm_hf.held import WeightsDigest
@@ -33,7 +37,7 @@ from private_llm_hf.model import private_class
 from private_llm_hf.network import Network
 from private_llm_hf.plan import make_plan
 from private_llm_hf.share_files import ShareWriter
-from private_llm_hf.weights import Sink, WeightList, stream_checkpoint, stream_loaded
+from private_llm_hf.weights import Sink, WeightList, load_plain, stream_checkpoint, stream_loaded
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 Start = Callable[[PrivateConfig, LocalHub | None], Parties]
@@ -61,12 +65,15 @@ class _AutoPrivate:
         cls,
         source: str,
         private_config: PrivateConfig | None = None,
+        ranges: Ranges | None = None,
         **hf_kwargs: Any,  # noqa: ANN401 - as transformers
     ) -> PreTrainedModel:
         """Share a checkpoint (hub id or folder) with the parties; returns the model to use like any other.
 
-        private_config: how to run it (default: three parties, semi-honest, on this machine). hf_kwargs: transformers'
-        download and loading arguments; others change the model's configuration.
+        private_config: how to run it (default: three parties, semi-honest, on this machine). ranges: those of
+        `private-llm calibrate` (default: calibrated now, on the bundled text, unless calibrate=False). hf_kwargs:
+        transformers' download and loading arguments; others change the model's configuration.
+        Raises DomainError naming a module whose values fit no plan, before anything is sent.
         Raises PatchMismatch for architectures, modules or checkpoints without a rule, before anything is sent.
         """
         private_config = _checked(private_config)
@@ -84,8 +91,11 @@ class _AutoPrivate:
             where = {**download, "local_files_only": True} if local else download
             stream_checkpoint(model_class, source, config, wanted, sink, **where, **loading)
 
+        def measured() -> Ranges:
+            return checkpoint_ranges(model_class, source, config, private_config, **download, **loading)
+
         generation = _generation_config(model_class, source, config, download)
-        return _open(model_class, config, private_config, weights, generation)
+        return _open(model_class, config, private_config, weights, generation, ranges or measured)
 
 
 class AutoPrivateModelForCausalLM(_AutoPrivate):
@@ -120,13 +130,13 @@ class AutoPrivateModel(_AutoPrivate):
 
 def patch(
     model: nn.Module, private_config: PrivateConfig | None = None, hub: LocalHub | None = None,
-    start: Start = start_parties,
+    start: Start = start_parties, ranges: Ranges | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """Share a model that is already loaded; the original stays as it is.
 
     A module that is not a transformers model (an `nn.Sequential`, a network of one's own) becomes a `Network`: the
     result is called with images and returns logits. hub: see `start_parties`, for which `start` may stand in (with
-    links that measure, for instance).
+    links that measure, for instance). ranges: as for `from_pretrained`.
     Raises PatchMismatch for a transformers model class of somebody else's, and for modules without a rule.
     """
     private_config = _checked(private_config)
@@ -148,7 +158,10 @@ def patch(
     def weights(wanted: WeightList, sink: Sink, local: bool = True) -> None:
         stream_loaded(model, wanted, sink)
 
-    return _open(type(model), model.config, private_config, weights, generation, hub, start)
+    return _open(
+        type(model), model.config, private_config, weights, generation,
+        ranges or (lambda: loaded_ranges(model, private_config)), hub, start,
+    )  # fmt: skip
 
 
 def _open(
@@ -157,10 +170,11 @@ def _open(
     private_config: PrivateConfig,
     weights: Weights,
     generation: GenerationConfig | None,
+    ranges: Ranges | Callable[[], Ranges],
     hub: LocalHub | None = None,
     start: Start = start_parties,
 ) -> PreTrainedModel:
-    """Plan, start parties, share the weights, and make the client's object."""
+    """Plan, start parties, calibrate if they hold no model, share the weights, and make the client's object."""
     layout = Layout.of(model_class, config)
 
     def mine() -> str | None:
@@ -179,13 +193,48 @@ def _open(
     try:
         description = describe(model_class, config)
         if not parties.use_held(description, mine):
+            known = ranges if isinstance(ranges, Ranges) else ranges()
+            description["ranges"] = known.to_dict()
             with parties.loading(description) as sink:
                 weights(layout.source, layout.folding(sink))
     except BaseException:
         parties.close()
         raise
+    plan = dataclasses.replace(plan, ranges=parties.ranges)
     made = private_class(model_class)(config, parties, plan, generation)
     return made
+
+
+def can_calibrate(config: PretrainedConfig, private_config: PrivateConfig) -> bool:
+    """Whether calibration is wanted and has something to say: models of text in the 64-bit ring."""
+    wanted = private_config.calibrate and private_config.ring == 64 and private_config.protocol != "cascade"
+    return wanted and architecture(config).kind != "vision"
+
+
+def checkpoint_ranges(
+    model_class: type[PreTrainedModel], source: str, config: PretrainedConfig, private_config: PrivateConfig,
+    text: str | None = None, **hf: Any,  # noqa: ANN401 - as transformers
+) -> Ranges:  # fmt: skip
+    """Calibrate a checkpoint on `text` (default: the bundled one); nothing is known of what cannot be calibrated."""
+    if not can_calibrate(config, private_config):
+        return UNKNOWN
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **hf)
+    except (OSError, ValueError, KeyError):
+        tokenizer = None
+    model = load_plain(model_class, source, config, **hf)
+    return calibrate(model, private_config, batches(config, tokenizer, text))
+
+
+def loaded_ranges(model: nn.Module, private_config: PrivateConfig) -> Ranges:
+    """Calibrate a model in memory, on tokens from all over its vocabulary; its mode stays as it was."""
+    if not isinstance(model, PreTrainedModel) or not can_calibrate(model.config, private_config):
+        return UNKNOWN
+    training = model.training
+    try:
+        return calibrate(model.eval(), private_config, batches(model.config, None))
+    finally:
+        model.train(training)
 
 
 def share_checkpoint(
@@ -194,12 +243,14 @@ def share_checkpoint(
     private_config: PrivateConfig | None = None,
     auto: type[_AutoPrivate] = AutoPrivateModelForCausalLM,
     progress: Callable[[str, int, int], None] | None = None,
-    **hf_kwargs: object,
+    ranges: Ranges | None = None,
+    **hf_kwargs: Any,  # noqa: ANN401 - as transformers
 ) -> list[Path]:
     """Split a checkpoint into one share file per party, reading and writing tensor by tensor.
 
     Also writes `folder`/client with configuration and tokenizer: all a user needs. `progress` is told each weight's
-    name, how many are done and how many there are. Returns the parties' files, in order.
+    name, how many are done and how many there are. ranges: as for `from_pretrained`, stored with the
+    shares. Returns the parties' files, in order.
     """
     private_config = _checked(private_config)
     if private_config.weights == "public":
@@ -211,7 +262,9 @@ def share_checkpoint(
     make_plan(layout.model, private_config)
     wanted = layout.shared
     target = Path(folder)
-    with ShareWriter(target, private_config, describe(model_class, config), wanted) as writer:
+    if ranges is None:
+        ranges = checkpoint_ranges(model_class, source, config, private_config, **hf_kwargs)
+    with ShareWriter(target, private_config, describe(model_class, config, ranges), wanted) as writer:
         done = itertools.count(1)
 
         def sink(name: str, tensor: Tensor) -> None:

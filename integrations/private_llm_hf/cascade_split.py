@@ -55,7 +55,7 @@ class SplitParties(Parties):
         values = json.loads(short.to_json_string(use_diff=False))
         before = {
             "class": description["class"], "config": {key: values[key] for key in description["config"]},
-            "stop_behind": f"{cut.path}.{cut.count - 1}",
+            "stop_behind": f"{cut.path}.{cut.count - 1}", "ranges": description["ranges"],
         }  # fmt: skip
         wanted = Layout.of(kind, short).shared.shapes
         with super().loading(before) as parties, self._nodes.loading({**description, "behind": cut.facts()}) as nodes:
@@ -75,8 +75,9 @@ class SplitParties(Parties):
             slices = [[self.config.parties + node, rows] for node, rows in step.rows.items()]
             with self._call():
                 self.ask({**call, "outputs": [], "slices": slices}, secrets)
-                self._answers()
-                return self._nodes.run(step, "states", lambda node, rows: None)
+                checked = self.opened()[1]
+                kind, opened = self._nodes.run(step, "states", lambda node, rows: None)
+                return kind, {**opened, **checked}
 
     def command(self, message: Message) -> None:
         """Cache management on both sides."""

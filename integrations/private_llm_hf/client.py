@@ -30,6 +30,7 @@ from private_llm.protocols.ahead import stretch_label
 from private_llm.protocols.dealing import Dealer, pieces
 from private_llm.protocols.session import ClientEnd
 from private_llm.protocols.trio.client import TrioClient
+from private_llm.ranges import UNKNOWN, Ranges
 from private_llm.ring.ring import Ring
 from private_llm_hf.costs import Costs, rows_of
 from private_llm_hf.schedule import Schedule, handles_of
@@ -51,6 +52,7 @@ class Parties:
         self.config = config
         self.ring = Ring(config.ring)
         self.members = range(config.parties)
+        self.ranges = UNKNOWN
         self._transport, self._end, self._shutdown = transport, end, shutdown
         self._lock = threading.RLock()
         self._handles = itertools.count(1)
@@ -123,7 +125,7 @@ class Parties:
                     "its files, or load the model they hold"
                 )
             self._tell({"do": "load", "held": True, "like": None})
-            self._answers()
+            self.ranges = Ranges(self._answers()["ranges"])
             self._transport.ledger.reset()
             return True
 
@@ -143,12 +145,13 @@ class Parties:
         """Share a model with the parties: pass every weight to the yielded sink, then they build the model."""
         with self._call():
             self._tell({"do": "load", "held": False, "like": None, **description})
-            yield self._publish if self.config.weights == "public" else self._dealing()
+            ranges = Ranges(description["ranges"])
+            yield self._publish if self.config.weights == "public" else self._dealing(ranges)
             self._tell({"weight": None})
-            self._answers()
+            self.ranges = Ranges(self._answers()["ranges"])
             self._transport.ledger.reset()
 
-    def _dealing(self) -> Sink:
+    def _dealing(self, ranges: Ranges) -> Sink:
         """A sink that splits each weight into shares: seeds first, then what the seeds do not give."""
         dealer = Dealer(self.config)
         for party in range(self.config.parties):
@@ -158,9 +161,9 @@ class Parties:
 
         def share(name: str, tensor: Tensor) -> None:
             self._tell({"weight": name, "shape": list(tensor.shape)})
-            dealing = dealer.begin(name)
+            dealing, frac = dealer.begin(name), ranges.frac_of_weight(name, self.config.frac_bits)
             for piece in pieces(tensor):
-                elements = encode_weight(name, piece, self.ring, self.config.frac_bits)
+                elements = encode_weight(name, piece, self.ring, frac)
                 for party, part in enumerate(dealing.deal(elements)):
                     if part is not None:
                         self._transport.send(party, "weight", part)

@@ -12,11 +12,12 @@ from transformers import PretrainedConfig, modeling_outputs
 from transformers.modeling_outputs import ModelOutput
 
 from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.tensor.range_check import require
 from private_llm_hf import inputs as check
 from private_llm_hf.architectures import architecture
 from private_llm_hf.client import Secret
 from private_llm_hf.handles import PrivateCache, PrivateEncoderOutput
-from private_llm_hf.wire import OPENED, Message
+from private_llm_hf.wire import GUARD, OPENED, Message
 
 if TYPE_CHECKING:
     from private_llm_hf.model import PrivateModel
@@ -180,6 +181,7 @@ class Forward:
             },
             self.secrets,
         )
+        require(opened.pop(GUARD, torch.zeros(1)))
         values: dict[str, Any] = {name: value.to(torch.float32) for name, value in opened.items()}
         if "token" in values:
             values["logits"] = _as_logits(values.pop("token"), self.config.get_text_config().vocab_size)

@@ -81,6 +81,7 @@ class Lanes(Parties):
             found = self._lanes[0].use_held(description, mine)
             if found:
                 self._load_like(dict.fromkeys(range(1, len(self._lanes)), 0))
+                self.ranges = self._lanes[0].ranges
             return found
 
     @contextmanager
@@ -101,6 +102,7 @@ class Lanes(Parties):
 
                 yield sink
             self._load_like({lane: other for lane, other in like.items() if lane != other})
+            self.ranges = self._lanes[0].ranges
 
     def _load_like(self, like: dict[int, int]) -> None:
         """Lanes build their model from the shares that another lane of the same party holds."""

@@ -10,6 +10,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from private_llm.errors import PatchMismatch
+from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.batch_norm import Fold, Folder, fold_batch_norms
 from private_llm_hf.network import Network
 from private_llm_hf.weights import Sink, WeightList, skeleton
@@ -27,12 +28,14 @@ def model_class(name: str) -> type[PreTrainedModel]:
     return found
 
 
-def describe(model_class: type[PreTrainedModel], config: PretrainedConfig) -> Message:
-    """What parties need to know to build a model: class, configuration, and a digest of both."""
+def describe(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, ranges: Ranges = UNKNOWN
+) -> Message:  # fmt: skip
+    """What parties need to know to build a model: class, configuration, a digest of both, and the ranges."""
     values = {k: v for k, v in json.loads(config.to_json_string(use_diff=False)).items() if k not in _PASSING}
     facts = {"class": model_class.__name__, "config": values}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return {**facts, "model": digest}
+    return {**facts, "model": digest, "ranges": ranges.to_dict()}
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,10 @@ from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.ahead import Ahead
 from private_llm.protocols.dealing import assemble, keys_held, pieces, sends_parts
 from private_llm.protocols.session import Session, join
+from private_llm.ranges import Ranges
 from private_llm.ring.prg import Seed
 from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.range_check import verdict
 from private_llm.tensor.secret import SecretTensor
 from private_llm.tensor.secret_index import SecretIndex
 from private_llm_hf.cascade_cut import states_before_cut, stop_behind
@@ -40,7 +42,7 @@ from private_llm_hf.party_model import build_party_model
 from private_llm_hf.serving import Pulse, reported, serve_commands
 from private_llm_hf.share_files import ShareFile
 from private_llm_hf.stored import OffloadFile, Stored
-from private_llm_hf.wire import OPENED, PUBLIC, Message, recv_message, send_message
+from private_llm_hf.wire import GUARD, OPENED, PUBLIC, Message, recv_message, send_message
 
 
 class Party:
@@ -98,26 +100,28 @@ class Party:
             if self.held is None:
                 raise ShareFileError("the client wants a model that this party holds no share file of")
             message = self.held.description
+            ranges = Ranges(message["ranges"])
             weights = {
-                name: Stored(shape, functools.partial(self._from_file, self.held, name))
+                name: Stored(shape, functools.partial(self._from_file, self.held, name, ranges))
                 for name, shape in self.held.shapes.items()
             }
         elif message["like"] is not None:
             other = self.lanes[message["like"]]
             message, weights = other.description, self._weights_of(other)
         else:
-            weights = dict(self._receive_weights())
+            weights = dict(self._receive_weights(Ranges(message["ranges"])))
         self.description = message
+        self.session.known.ranges = Ranges(message["ranges"])
         self.model = build_party_model(message["config"], message["class"], weights, self.session, self._pulse.beat)
         if message.get("stop_behind") is not None:
             stop_behind(self.model, message["stop_behind"])
         self.stored = {name: value for name, value in weights.items() if isinstance(value, Stored)}
         self._pulse.watch(self.model)
         self.transport.ledger.reset()
-        self._answer({"loaded": True})
+        self._answer({"loaded": True, "ranges": self.session.known.ranges.to_dict()})
 
-    def _from_file(self, held: ShareFile, name: str) -> Fixed:
-        return Fixed(self.session, held.weight(name), self.session.frac)
+    def _from_file(self, held: ShareFile, name: str, ranges: Ranges) -> Fixed:
+        return Fixed(self.session, held.weight(name), ranges.frac_of_weight(name, self.session.frac))
 
     def _weights_of(self, other: Party) -> dict[str, Fixed | Tensor | Stored]:
         """The shares of another lane with the same casting: the same memory or file, used in this lane's session."""
@@ -131,10 +135,10 @@ class Party:
 
     def _mine(self, value: Fixed | Tensor) -> Fixed | Tensor:
         if isinstance(value, SecretTensor):
-            value = value.fixed
+            value = value.raw
         return Fixed(self.session, value.share, value.frac) if isinstance(value, Fixed) else value.detach()
 
-    def _receive_weights(self) -> Iterator[tuple[str, Fixed | Tensor | Stored]]:
+    def _receive_weights(self, ranges: Ranges) -> Iterator[tuple[str, Fixed | Tensor | Stored]]:
         public = self.config.weights == "public"
         count = 0 if public else keys_held(self.config, self.role)
         raw = [self.transport.recv(CLIENT, "weight key", (32,), torch.uint8) for _ in range(count)]
@@ -151,7 +155,7 @@ class Party:
                 received = self._receive_pieces(shape, torch.int32).view(torch.float32)
             elif sends_parts(self.config, self.role):
                 received = self._receive_pieces(shape, self.session.ring.dtype)
-            made = functools.partial(self._weight, keys, shape, name)
+            made = functools.partial(self._weight, keys, shape, name, ranges)
             if offload is None:
                 yield name, made(received)
                 continue
@@ -159,12 +163,14 @@ class Party:
                 offload.write(name, received)
             yield name, Stored(shape, functools.partial(_read, made, offload, name))
 
-    def _weight(self, keys: list[Seed], shape: tuple[int, ...], name: str, received: Tensor | None) -> Fixed | Tensor:
+    def _weight(
+        self, keys: list[Seed], shape: tuple[int, ...], name: str, ranges: Ranges, received: Tensor | None
+    ) -> Fixed | Tensor:
         """One weight from what the client sent for it; masks come from their seeds."""
         if self.config.weights == "public" and received is not None:
             return received
         share = assemble(self.config, self.role, keys, received, shape, name)
-        return Fixed(self.session, share, self.session.frac)
+        return Fixed(self.session, share, ranges.frac_of_weight(name, self.session.frac))
 
     def _receive_pieces(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         whole = torch.empty(shape, dtype=dtype)
@@ -233,6 +239,8 @@ class Party:
     def _reveal(self, result: ModelOutput, wanted: list[str]) -> None:
         """State names, shapes and fractional bits of the outputs, then open them towards the client."""
         outputs = []
+        with self.transport.ledger.scope(GUARD):
+            checked = verdict(self.session)
         for name in wanted:
             value = result.get(name)
             if not isinstance(value, SecretTensor):
@@ -242,6 +250,8 @@ class Party:
             elif name == "logits":  # and nothing else, whatever the client asks for
                 with self.transport.ledger.scope(self.config.reveal):
                     outputs.append((self.config.reveal, argmax(value.fixed)))
+        if checked is not None:
+            outputs.append((GUARD, checked))
         described = [[name, list(fixed.shape), fixed.frac] for name, fixed in outputs]
         self._answer({"class": type(result).__name__, "outputs": described})
         for _, fixed in outputs:
@@ -253,8 +263,8 @@ class Party:
         if wrong:
             raise TransportError(f"hidden states go to nodes, from {self.config.parties} on; got {wrong}")
         share = states.fixed.share
-        self._answer({"class": "", "outputs": []})
         pieces = [(endpoint, share.map(functools.partial(_rows_of, rows))) for endpoint, rows in slices]
+        self._reveal(ModelOutput(), [])
         with self.transport.ledger.scope("states to the nodes"):
             self.session.protocol.reveal(pieces)
 

@@ -82,7 +82,7 @@ def meta_parameters(config: Mapping[str, Any], class_name: str, session: Session
     made: dict[str, Fixed | Tensor] = {}
     for name, value in model.named_parameters():
         parts = [torch.empty(value.shape, dtype=session.ring.dtype, device="meta") for _ in range(count)]
-        made[name] = Fixed(session, Share(tuple(parts)), session.frac)
+        made[name] = Fixed(session, Share(tuple(parts)), session.known.ranges.frac_of_weight(name, session.frac))
     return made
 
 
@@ -124,6 +124,16 @@ def _attention(model_type: str) -> str:
 def _match(section: str, module: nn.Module) -> Any:  # noqa: ANN401 - a JSON value
     name = type(module).__name__
     return next((facts for names, facts in table(section).items() if re.fullmatch(names, name)), None)
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    """Whether a module spells the root-mean-square norm by hand."""
+    return _match("rms_norms", module) is not None
+
+
+def is_gelu(module: nn.Module) -> bool:
+    """Whether a module spells GELU by hand."""
+    return _match("gelus", module) is not None
 
 
 def replacement(module: nn.Module) -> nn.Module | None:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PatchMismatch
+from private_llm.ranges import QUANTITIES, UNKNOWN, Ranges, layer_of
 from private_llm.sharding import ShardingPlan
 from private_llm_hf.architectures import architecture, module_rules
 from private_llm_hf.cascade_attention import run_without_values
@@ -44,6 +45,7 @@ class Plan:
     total: int
     embedding: int
     heading: str = "public"
+    ranges: Ranges = UNKNOWN
 
     def parameters(self, exclude_embeddings: bool = False) -> int:
         """Number of weights, tied ones once."""
@@ -57,6 +59,8 @@ class Plan:
         for row in _merge(self.rows):
             table.add_row(row.name, row.kind, row.becomes, row.public, f"{row.parameters:,}" if row.parameters else "")
         yield table
+        if self.ranges.modules:
+            yield ranges_table(self.ranges)
 
     def __str__(self) -> str:
         console = Console(width=160, record=False, file=None, no_color=True)
@@ -106,6 +110,29 @@ def make_plan(model: PreTrainedModel, config: PrivateConfig) -> Plan:
     if config.plan is not None:
         heading = "each node sees" if config.split is None else "public, or each node sees"
     return Plan(type(model).__name__, tuple(rows), secret, sum(unique.values()), sum(embedding.values()), heading)
+
+
+def ranges_table(ranges: Ranges) -> Table:
+    """What all parties know of the sizes of values: powers of two, layers side by side."""
+    table = Table(title="ranges (public)", caption="values stay below 2^n; frac: fractional bits that products keep")
+    table.add_column("module", overflow="fold")
+    for quantity in QUANTITIES:
+        table.add_column(quantity, justify="right")
+    layers: dict[str, dict[str, list[int]]] = {}
+    for name, known in ranges.modules.items():
+        here = layers.setdefault(layer_of(name), {})
+        for quantity, exponent in known.items():
+            here.setdefault(quantity, []).append(exponent)
+    for name, exponents in layers.items():
+        table.add_row(name, *(_span(exponents.get(quantity, [])) for quantity in QUANTITIES))
+    return table
+
+
+def _span(exponents: list[int]) -> str:
+    if not exponents:
+        return ""
+    low, high = min(exponents), max(exponents)
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def _node_rule(kind: str, plan: ShardingPlan, split: int | None) -> tuple[str, str]:

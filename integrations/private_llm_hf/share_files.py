@@ -29,13 +29,14 @@ from private_llm.errors import ShareFileError
 from private_llm.net.roles import named
 from private_llm.protocols.dealing import Dealer, assemble, pieces, sends_parts
 from private_llm.protocols.share import Share
+from private_llm.ranges import Ranges
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 from private_llm_hf.stored import read_tensor
 from private_llm_hf.weights import WeightList, encode_weight
 from private_llm_hf.wire import Message
 
-FORMAT = "private-llm share file 1"
+FORMAT = "private-llm share file 2"
 _AGREE = ("protocol", "ring", "frac_bits")
 _BLANK = "0" * 64
 _CHUNK = 1 << 22
@@ -52,7 +53,7 @@ class ShareWriter:
     def __init__(self, folder: Path, config: PrivateConfig, description: Message, wanted: WeightList) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._config, self._ring = config, Ring(config.ring)
-        self._dealer = Dealer(config)
+        self._dealer, self._ranges = Dealer(config), Ranges(description["ranges"])
         self._missing = set(wanted.shapes)
         self.paths = [share_path(folder, party) for party in range(config.parties)]
         dealing = secrets.token_hex(16)
@@ -72,9 +73,9 @@ class ShareWriter:
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         """Share one weight. Raises DomainError with its name if the ring cannot hold it."""
-        dealing = self._dealer.begin(name)
+        dealing, frac = self._dealer.begin(name), self._ranges.frac_of_weight(name, self._config.frac_bits)
         for piece in pieces(tensor):
-            elements = encode_weight(name, piece, self._ring, self._config.frac_bits)
+            elements = encode_weight(name, piece, self._ring, frac)
             for out, part in zip(self._files, dealing.deal(elements), strict=True):
                 if part is not None:
                     out.append(name, part)

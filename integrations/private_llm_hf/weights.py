@@ -166,6 +166,12 @@ def stream_checkpoint(
     collector.finish()
 
 
+def load_plain(cls: type[PreTrainedModel], source: str, config: PretrainedConfig, **hf: object) -> PreTrainedModel:
+    """The owner's plaintext model, whole and in float32, for calibration."""
+    with _LOADING:
+        return cls.from_pretrained(source, config=copy.deepcopy(config), dtype=torch.float32, **hf).eval()
+
+
 def encode_weight(name: str, tensor: Tensor, ring: Ring, frac: int) -> Tensor:
     """A weight as ring elements. Raises DomainError with the weight's name for NaN, infinities and overflow."""
     try:

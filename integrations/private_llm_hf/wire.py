@@ -20,6 +20,9 @@ from private_llm.net.transport import Transport, endpoint_name
 OPENED = ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output")
 """Outputs that a client may ask to open, if the architecture returns them."""
 
+GUARD = "range check"
+"""Name under which the verdict on the ranges of a call is opened and booked."""
+
 PUBLIC = frozenset(
     {"attention_mask", "decoder_attention_mask", "position_ids", "token_type_ids", "use_cache", "logits_to_keep"}
 )

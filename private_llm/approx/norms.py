@@ -91,7 +91,12 @@ def rms_norm(
 
 def one_sum(frac: int, width: int, rows: RowRange) -> bool:
     """Whether rows of this range, with `frac` fractional bits, need no second sum of squares."""
-    return rows.square + _log2(width) + 2 * frac <= _WRAP_FREE
+    return frac <= fitting_bits(width, rows)
+
+
+def fitting_bits(width: int, rows: RowRange) -> int:
+    """Most fractional bits with which one sum of squares holds rows of this range."""
+    return (_WRAP_FREE - rows.square - _log2(width)) // 2
 
 
 def _log2(width: int) -> int:
@@ -99,7 +104,7 @@ def _log2(width: int) -> int:
 
 
 def _mean(x: Fixed, reach: int) -> Fixed:
-    """Means within +-2^reach, to 2^-f: total times an integer factor, and where that is coarse, of the remainder too."""
+    """Means within +-2^reach, to 2^-f: the sum times an integer factor, and if that is coarse, its remainder too."""
     width = x.shape[-1]
     total, whole = x.sum(-1, keepdim=True), _log2(width)
     mean, bits = _divided(total, width, reach)

@@ -5,21 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from private_llm.protocols.share import BitShare
+from private_llm.ranges import REACH
 from private_llm.tensor.fixed import Fixed
 
-RANGE_BITS = 20
+RANGE_BITS = REACH
 """Arguments of every comparison lie within |x| < 2^20 - 2^10: about a million."""
 
 RESOLUTION_BITS = 6
 """Coarse comparisons are right except up to 2^-6 above a threshold."""
 
+SHORTEST = 6
+"""Least bits of magnitude of a calibrated range: thresholds reach 14."""
+
+
+def reach(x: Fixed) -> int:
+    """Bits of magnitude of an activation's arguments: those of calibration, one more for what its check lets pass."""
+    known = x.session.exponent("compare")
+    return RANGE_BITS if known is None else min(RANGE_BITS, max(SHORTEST, known) + 1)
+
 
 def sign_bits(x: Fixed, thresholds: Sequence[float], extra: int = 0) -> BitShare:
-    """Rows [x < threshold_k], exact, for |x| < 2^(20 + extra) and |threshold| < 2^10.
+    """Rows [x < threshold_k], exact, for |x| < 2^(reach + extra) and |threshold| < 2^10.
 
     24.6 bytes an element and 13.6 for each further threshold (18 fractional bits, 64-bit ring); 4 rounds.
     """
-    return x.below(thresholds, bits=min(x.session.ring.bits, x.frac + RANGE_BITS + extra + 1))
+    return x.below(thresholds, bits=min(x.session.ring.bits, x.frac + reach(x) + extra + 1))
 
 
 def coarse_bits(x: Fixed, thresholds: Sequence[float], extra: int = 0, resolution: int = RESOLUTION_BITS) -> BitShare:
@@ -27,7 +37,7 @@ def coarse_bits(x: Fixed, thresholds: Sequence[float], extra: int = 0, resolutio
 
     16.5 bytes an element and 9 for each further threshold; 3 rounds. For uses that are continuous at a threshold.
     """
-    bits = min(x.session.ring.bits, x.frac + RANGE_BITS + extra + 1)
+    bits = min(x.session.ring.bits, x.frac + reach(x) + extra + 1)
     return x.below(thresholds, bits=bits, low=max(0, x.frac - resolution))
 
 
@@ -39,7 +49,7 @@ def key_bits(x: Fixed) -> BitShare:
     """
     config = x.session.config
     if config.relu_bits is None:
-        bits = min(x.session.ring.bits, x.frac + RANGE_BITS + 1)
+        bits = min(x.session.ring.bits, x.frac + reach(x) + 1)
     else:
         bits = min(x.session.ring.bits, config.relu_bits + x.frac - config.frac_bits)
     return x.below([0.0], bits=bits, low=max(0, config.relu_low + x.frac - config.frac_bits))

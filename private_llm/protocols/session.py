@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,20 +27,33 @@ from private_llm.protocols.quad.views import GROUPS, meet_groups
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio.client import TrioClient, deal_trio, open_trio, receive_input_keys
 from private_llm.protocols.trio.party import Trio
+from private_llm.ranges import Ranges
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
+
+
+class Known:
+    """The ranges that a session works with, set once when its model is loaded, and the checks that a call owes.
+
+    owed: (signed sums of rows, bits that they may have), see tensor/range_check.py.
+    """
+
+    def __init__(self) -> None:
+        self.ranges = Ranges()
+        self.owed: list[tuple[Share, int]] = []
 
 
 @dataclass(frozen=True, eq=False)
 class Session:
     """Everything an operation of one party needs.
 
-    `device` is where inputs arrive, "meta" when only costs are counted.
+    `device` is where inputs arrive, "meta" when only costs are counted. `known` are the ranges of the loaded model.
     """
 
     config: PrivateConfig
     protocol: Protocol
     device: str = "cpu"
+    known: Known = field(default_factory=Known)
 
     @property
     def ring(self) -> Ring:
@@ -56,6 +69,10 @@ class Session:
     def party(self) -> int:
         """This party's number."""
         return self.protocol.party
+
+    def exponent(self, quantity: str) -> int | None:
+        """What calibration tells of the module that is being computed (`ranges.QUANTITIES`), or None."""
+        return self.known.ranges.of(self.protocol.ledger.scope_name, quantity)
 
     def __repr__(self) -> str:
         return f"Session({self.protocol.name}, party {self.party}, ring {self.ring.bits}, f={self.frac})"

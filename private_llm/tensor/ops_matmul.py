@@ -11,6 +11,7 @@ from private_llm.protocols.session import Session
 from private_llm.tensor.dispatch import implements
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.ops_pointwise import Operand, mul, plus
+from private_llm.tensor.range_check import watch
 from private_llm.tensor.scale import same_session
 from private_llm.tensor.secret import SecretTensor
 
@@ -25,14 +26,16 @@ def ring_weight(session: Session, weight: Tensor, device: torch.device) -> Tenso
     return held[key]
 
 
-def product(x: Fixed, y: Fixed) -> Fixed:
-    """torch.matmul of two secrets, truncated to the session's fractional bits."""
-    return x.matmul(y)
+def product(x: Fixed, y: Fixed, frac: int | None = None) -> Fixed:
+    """torch.matmul of two secrets, truncated to `frac` (default: the session's) fractional bits."""
+    return x.matmul(y, frac=frac)
 
 
-def product_public(x: Fixed, y: Tensor, left: bool = False) -> Fixed:
+def product_public(x: Fixed, y: Tensor, left: bool = False, frac: int | None = None) -> Fixed:
     """x @ y (or y @ x) for ring elements y with the session's fractional bits: local, then one truncation."""
-    return x.with_share(x.proto.bilinear_public(Matmul(), x.share, y, x.frac, left), x.session.frac)
+    out = x.session.frac if frac is None else frac
+    shift = x.frac + x.session.frac - out
+    return x.with_share(x.proto.bilinear_public(Matmul(), x.share, y, shift, left), out)
 
 
 @implements(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)
@@ -72,19 +75,33 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> SecretTenso
     """x @ weight.T + bias: x [.., K], weight [N, K], bias [N], each secret or plain (at least one secret)."""
     if not isinstance(x, SecretTensor):
         raise UnsupportedOp("linear of a plain input with secret weights; share the input (Session input) first")
-    value = x.operand
+    value, frac = _in_range(x.operand), x.session.exponent("frac")
     if isinstance(weight, SecretTensor):
         same_session(x, weight)
-        out = SecretTensor(product(value, weight.operand.view(Tensor.t)))
+        out = SecretTensor(product(value, weight.operand.view(Tensor.t), frac))
     else:
-        out = SecretTensor(product_public(value, ring_weight(x.session, weight, value.share.parts[0].device).t()))
-    return out if bias is None else plus(out, bias)
+        elements = ring_weight(x.session, weight, value.share.parts[0].device)
+        out = SecretTensor(product_public(value, elements.t(), frac=frac))
+    out._coarse = frac is not None and frac < x.session.frac
+    out = out if bias is None else plus(out, bias)
+    watch(out.raw)
+    return out
+
+
+def _in_range(x: Fixed) -> Fixed:
+    """x with as many fractional bits as the results of this module's products leave room for."""
+    known, session = x.session.exponent("output"), x.session
+    if known is None or session.ring.bits < 64:
+        return x
+    return x.at(min(x.frac, session.ring.value_bits - 1 - session.frac - known))
 
 
 @implements(torch.addmm, Tensor.addmm)
 def addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> SecretTensor:
     """Beta * bias + alpha * x @ y (GPT-2's Conv1D)."""
-    return _combined(bias, matmul(x, y), beta, alpha)
+    out = _combined(bias, matmul(x, y), beta, alpha)
+    watch(out.raw)
+    return out
 
 
 @implements(torch.baddbmm, Tensor.baddbmm)

@@ -28,10 +28,16 @@ def plus(x: SecretTensor, y: Operand) -> SecretTensor:
     """x + y for a secret x; a public y may hold minus infinities (an additive mask)."""
     if isinstance(y, SecretTensor):
         a, b = aligned(x, y)
-        return SecretTensor(a + b)
+        return _like(SecretTensor(a + b), x, y)
     if isinstance(y, Tensor):
-        return _plus_public(x, y)
+        return _like(_plus_public(x, y), x)
     return SecretTensor(x.raw + y) if y else x.viewed(lambda part: part)
+
+
+def _like(made: SecretTensor, *sources: SecretTensor) -> SecretTensor:
+    """A sum with a coarse value is coarse."""
+    made._coarse = any(source.coarse for source in sources)
+    return made
 
 
 def _plus_public(x: SecretTensor, y: Tensor) -> SecretTensor:
@@ -63,7 +69,7 @@ def sub(x: Operand, y: Operand, *, alpha: float = 1) -> SecretTensor:
         y = mul(y, alpha) if isinstance(y, SecretTensor) else y * alpha
     if isinstance(x, SecretTensor) and isinstance(y, SecretTensor):
         a, b = aligned(x, y)
-        return SecretTensor(a - b)
+        return _like(SecretTensor(a - b), x, y)
     return plus(x, -y) if isinstance(x, SecretTensor) else plus(neg(_secret(y, "sub")), x)
 
 
@@ -225,7 +231,7 @@ def cuda(x: SecretTensor, device: TorchArg = None, *_: object, **__: object) -> 
 def clone(x: SecretTensor, **_: object) -> SecretTensor:
     """A new tensor object; shares are never written to, so they are not copied."""
     out = SecretTensor(x._fixed)
-    out._hidden = x._hidden
+    out._hidden, out._coarse = x._hidden, x._coarse
     return out
 
 

@@ -118,11 +118,17 @@ def encoded(x: Fixed, values: Tensor, bits: int) -> Tensor:
 
 
 def aligned(x: SecretTensor, y: SecretTensor) -> tuple[Fixed, Fixed]:
-    """Both operands of a sum: as they are when their fractional bits agree, else without surplus bits."""
+    """Both operands of a sum: as they are when their fractional bits agree, else without surplus bits.
+
+    Beside a coarse one the other is cut to its bits, for good: a residual stream whose values have become massive.
+    """
     same_session(x, y)
     a, b = x.raw, y.raw
     if a.frac == b.frac:
         return a, b
+    if x.coarse or y.coarse:
+        frac = min(a.frac, b.frac)
+        return x.coarsen(frac), y.coarsen(frac)
     if abs(a.frac - b.frac) > SLACK:
         return x.operand, y.operand
     return a, b

@@ -28,7 +28,8 @@ _CPU = torch.device("cpu")
 class SecretTensor(Guarded):
     """One party's share of a tensor; everything but its values is public. `repr` shows the shape only."""
 
-    __slots__ = ("_family", "_fixed", "_hidden")
+    __slots__ = ("_coarse", "_family", "_fixed", "_hidden")
+    _coarse: bool
     _fixed: Fixed
     _family: object | None
     _hidden: Tensor | None
@@ -44,6 +45,7 @@ class SecretTensor(Guarded):
         self._fixed = fixed
         self._family = None
         self._hidden = None
+        self._coarse = False
         return self
 
     def __init__(self, fixed: Fixed) -> None:
@@ -78,6 +80,16 @@ class SecretTensor(Guarded):
         return self._fixed
 
     @property
+    def coarse(self) -> bool:
+        """Whether this value is meant to have fewer fractional bits than the session (massive residual streams)."""
+        return self._coarse
+
+    def coarsen(self, frac: int) -> Fixed:
+        """The share with `frac` fractional bits, from now on; one truncation if it has more."""
+        self._fixed, self._coarse = self.raw.at(frac), True
+        return self._fixed
+
+    @property
     def hidden(self) -> Tensor | None:
         """Public mask, True where an entry stands for minus infinity, or None."""
         return self._hidden
@@ -97,6 +109,7 @@ class SecretTensor(Guarded):
         """A secret made of moved elements of this one (`hidden` moved alike)."""
         x = self._fixed
         out = SecretTensor(Fixed(x.session, Share(parts), x.frac))
+        out._coarse = self._coarse
         if self._family is None:
             self._family = object()
         out._family = self._family
@@ -110,7 +123,7 @@ class SecretTensor(Guarded):
                 "in-place operation on a secret tensor that is a view, has views, or would change its shape; "
                 "use the out-of-place form"
             )
-        self._fixed, self._hidden = value._fixed, value._hidden
+        self._fixed, self._hidden, self._coarse = value._fixed, value._hidden, value._coarse
         return self
 
     # -- public facts, answered without going through PyTorch --------------------------------------------------
@@ -151,6 +164,6 @@ class SecretTensor(Guarded):
     def __copy__(self) -> SecretTensor:
         """A new object for the same (never written) shares."""
         out = SecretTensor(self._fixed)
-        out._hidden = self._hidden
+        out._hidden, out._coarse = self._hidden, self._coarse
         out.__dict__.update(self.__dict__)
         return out

@@ -27,7 +27,7 @@ def run_table(chain: Chain, z: Tensor, noise: dict[int, float] | None = None) ->
 
 
 def noise_units(chain: Chain, z: Tensor, frac: int = 18) -> float:
-    """Largest change of the result, in whole units of 2^-frac, when every product is off by one unit of its last place."""
+    """Largest change of the result, in whole units of 2^-frac, when every product is off by one unit."""
     exact = run_table(chain, z)[-1]
     total = torch.zeros_like(z)
     for index, step in enumerate(chain.steps[:-1]):

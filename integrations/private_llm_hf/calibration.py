@@ -1,0 +1,182 @@
+"""Calibration: run the owner's plaintext model and note, for every module, the power of two that its values need.
+
+The model runs once on text (tokens of it, or tokens of every kind where there is no tokenizer). A mode of PyTorch sees
+the operations that private rules exist for, hooks say in which module they run. Of each module only the largest values
+stay, as exponents with head room (`private_llm.ranges`); no value and no token of the text goes anywhere.
+
+Which products may leave fewer fractional bits: those that are added to a residual stream before a norm that can then
+do with one sum of squares. The stream is followed from the product over sums to the norm that reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from private_llm.approx.norms import RowRange, fitting_bits
+from private_llm.config import PrivateConfig
+from private_llm.errors import DomainError
+from private_llm.nn.ops_norm import COARSEST
+from private_llm.ranges import REACH, SQUARE_HEAD_ROOM, Ranges, exponent
+from private_llm.tensor.dispatch import TorchArg
+from private_llm_hf.party_model import is_gelu, is_rms_norm
+
+_PRODUCTS = {F.linear, torch.addmm, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, torch.baddbmm}
+_COMPARED = {F.relu, torch.relu, F.gelu, F.silu, torch.nn.functional.relu}
+_SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__}
+_SAME = {F.dropout, torch.dropout, Tensor.to, Tensor.float, Tensor.contiguous, Tensor.view, Tensor.reshape}
+
+
+class Largest(TorchFunctionMode):
+    """Notes the largest values of each module while the mode is on; see the module header."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.largest: dict[str, dict[str, float]] = {}
+        self.widths: dict[str, int] = {}
+        self.feeds: dict[str, set[str]] = {}
+        """Norms that read a residual sum, by the products that were added to it."""
+        self._names = {module: name for name, module in model.named_modules()}
+        self._running: list[str] = []
+        self._streams: dict[int, tuple[Tensor, set[str]]] = {}
+
+    def enter(self, module: nn.Module, inputs: tuple[object, ...]) -> None:
+        """A module begins."""
+        self._running.append(self._names[module])
+        if not inputs or not isinstance(inputs[0], Tensor):
+            return
+        if is_rms_norm(module):
+            self.note_rows(inputs[0], centred=False)
+        elif is_gelu(module):
+            self._note_compared(inputs[0])
+        if is_rms_norm(module) or isinstance(module, nn.LayerNorm):
+            self._read(inputs[0])
+
+    def leave(self, *_: object) -> None:
+        """The module that began last has ended."""
+        self._running.pop()
+
+    def __torch_function__(
+        self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
+    ) -> TorchArg:
+        """Run the operation, and look at what it was given and made."""
+        out = func(*args, **(kwargs or {}))
+        if func in _PRODUCTS and out.is_floating_point():
+            rows = out.detach().float().norm(dim=-1)
+            self._note("output", float(rows.max()) if rows.numel() else 0.0)
+            if func is F.linear:
+                self._streams[id(out)] = (out, {self._scope})
+        elif func in _COMPARED:
+            self._note_compared(args[0])
+        elif func in (F.layer_norm, torch.layer_norm):
+            self.note_rows(args[0], centred=True)
+        elif func in (F.rms_norm, torch.rms_norm):
+            self.note_rows(args[0], centred=False)
+        elif func in _SUMS or func in _SAME:
+            self._follow(out, args)
+        return out
+
+    @property
+    def _scope(self) -> str:
+        return self._running[-1] if self._running else ""
+
+    def _note(self, quantity: str, value: float) -> None:
+        known = self.largest.setdefault(self._scope, {})
+        if not math.isfinite(value):
+            raise DomainError(f"calibration: module '{self._scope}' of the plaintext model makes NaN or infinity")
+        known[quantity] = max(known.get(quantity, 0.0), value)
+
+    def _note_compared(self, x: Tensor) -> None:
+        """Arguments of an activation; 1.702 of them where GELU is x sigmoid(1.702 x)."""
+        rows = x.detach().float().norm(dim=-1)
+        self._note("compare", 1.702 * float(rows.max()) if rows.numel() else 0.0)
+
+    def note_rows(self, x: Tensor, centred: bool) -> None:
+        """The rows of a norm's input."""
+        x = x.detach().double()
+        mean = x.mean(-1, keepdim=True)
+        if centred:
+            self._note("mean", float(mean.abs().max()))
+            self._note("square", float((x - mean).square().mean(-1).max()))
+        else:
+            self._note("square", float(x.square().mean(-1).max()))
+        self._note("entry", float(x.abs().max()))
+        self.widths[self._scope] = x.shape[-1]
+
+    def _follow(self, out: TorchArg, args: Sequence[TorchArg]) -> None:
+        """A sum carries the products of both sides; so does what is the same tensor under another shape."""
+        if not isinstance(out, Tensor) or not out.is_floating_point():
+            return
+        found = [self._streams[id(a)][1] for a in args if isinstance(a, Tensor) and id(a) in self._streams]
+        if found:
+            self._streams[id(out)] = (out, set().union(*found))
+
+    def _read(self, x: Tensor) -> None:
+        """The running norm reads x: products that were added to it belong to this norm, and to no later one."""
+        stream = self._streams.get(id(x))
+        if stream is not None:
+            for name in stream[1]:
+                self.feeds.setdefault(name, set()).add(self._scope)
+            self._streams[id(x)] = (x, set())
+
+    def forget(self) -> None:
+        """Drop the tensors that were followed."""
+        self._streams.clear()
+
+
+@contextmanager
+def watching(model: nn.Module) -> Iterator[Largest]:
+    """`Largest` over everything that `model` does inside."""
+    largest = Largest(model)
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(largest.enter))
+        handles.append(module.register_forward_hook(largest.leave, always_call=True))
+    try:
+        with torch.no_grad(), largest:
+            yield largest
+    finally:
+        largest.forget()
+        for handle in handles:
+            handle.remove()
+
+
+def ranges_of(largest: Largest, config: PrivateConfig) -> Ranges:
+    """Exponents with head room for what was met. Raises DomainError naming the module whose values do not fit."""
+    modules: dict[str, dict[str, int]] = {}
+    for name, met in largest.largest.items():
+        entry = max(met.get(key, 0.0) for key in ("output", "compare", "entry"))
+        if entry >= 2.0**REACH and config.ring == 64:
+            raise DomainError(
+                f"module '{name}' has values of 2^{math.log2(entry):.1f}; want less than 2^{REACH}. Nothing was sent. "
+                "No fixed-point plan of this library holds this model; scale that layer's weights down if its "
+                "architecture allows"
+            )
+        known: dict[str, int] = {key: exponent(met[key]) for key in ("output", "compare", "mean") if key in met}
+        if "square" in met:
+            known["square"] = exponent(met["square"], SQUARE_HEAD_ROOM)
+        modules[name] = known
+    for product, norms in largest.feeds.items():
+        fits = [fitting_bits(largest.widths[norm], RowRange(modules[norm]["square"], 0)) for norm in norms]
+        if norms and COARSEST <= min(fits) < config.frac_bits and product in modules:
+            modules[product]["frac"] = min(fits)
+    return Ranges({name: known for name, known in modules.items() if known})
+
+
+def calibrate(model: nn.Module, config: PrivateConfig, batches: Sequence[Callable[[nn.Module], object]]) -> Ranges:
+    """Run `model` (plaintext, all weights present) on every batch and return its ranges.
+
+    batches: functions that call the model once. The model stays as it is; it should be in eval mode.
+    Raises DomainError naming a module whose values fit no plan, before anything was sent.
+    """
+    with watching(model) as largest:
+        for batch in batches:
+            batch(model)
+            largest.forget()
+    return ranges_of(largest, config)

@@ -1,0 +1,113 @@
+"""What is publicly known of the sizes of a model's values: a few powers of two per module.
+
+Calibration (the owner's plaintext model, on a text of his choice) notes them, all parties agree upon them, and
+operations use them: how many fractional bits a product keeps, whether one sum of squares is enough for a norm, how long
+a comparison's adder must be, and what the check of ranges demands. Exponents already contain the head room below.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from private_llm.errors import ConfigError, DomainError
+
+HEAD_ROOM = 5
+"""Bits between the largest value met in calibration and the stated power of two."""
+
+SQUARE_HEAD_ROOM = 6
+"""The same for mean squares of rows, so 3 bits for the entries."""
+
+REACH = 20
+"""Where nothing is known, values are promised to stay below 2^REACH (a million)."""
+
+QUANTITIES = {
+    "output": "results of products stay below 2^output",
+    "compare": "arguments of ReLU, GELU and SiLU stay below 2^compare",
+    "square": "mean squares of a norm's rows stay below 2^square",
+    "mean": "means of a norm's rows stay within +-2^mean",
+    "frac": "results of products, and bias, keep `frac` fractional bits",
+}
+"""What is known of a module, and what its exponent says."""
+
+_SMALLEST, _LARGEST = -40, 63
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """{module: {quantity: exponent}} with the quantities of `QUANTITIES`; empty where nobody has calibrated.
+
+    Raises ConfigError for unknown quantities and exponents that are no integers from -40 to 63.
+    """
+
+    modules: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.modules, Mapping):
+            raise ConfigError(f"ranges: got {type(self.modules).__name__}; want a mapping from modules to exponents")
+        for name, known in self.modules.items():
+            if not isinstance(name, str) or not isinstance(known, Mapping):
+                raise ConfigError("ranges: want a mapping from module names to mappings of exponents")
+            for quantity, exponent in known.items():
+                if quantity not in QUANTITIES:
+                    raise ConfigError(f"ranges of {name!r}: got {quantity!r}; want one of {', '.join(QUANTITIES)}")
+                if type(exponent) is not int or not _SMALLEST <= exponent <= _LARGEST:
+                    raise ConfigError(
+                        f"ranges of {name!r}: {quantity}={exponent!r}; want an integer from {_SMALLEST} to {_LARGEST}"
+                    )
+
+    def of(self, module: str, quantity: str) -> int | None:
+        """The exponent, or None if nothing is known. `a.q+k+v` is a group of layers that run as one product."""
+        known = self.modules.get(module)
+        if known is not None:
+            return known.get(quantity)
+        path, _, names = module.rpartition(".")
+        if "+" not in names:
+            return None
+        found = [self.of(f"{path}.{name}" if path else name, quantity) for name in names.split("+")]
+        exponents = [exponent for exponent in found if exponent is not None]
+        return max(exponents) if len(exponents) == len(found) else None
+
+    def frac_of_weight(self, name: str, default: int) -> int:
+        """Fractional bits of a weight by its name: a bias has those of the product it is added to."""
+        module, _, own = name.rpartition(".")
+        found = self.of(module, "frac") if own == "bias" else None
+        return default if found is None else found
+
+    def to_dict(self) -> dict[str, dict[str, int]]:
+        """The inverse of the constructor, as JSON can hold it."""
+        return {name: dict(known) for name, known in self.modules.items()}
+
+    def digest(self) -> str:
+        """What parties compare: equal for equal ranges."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+    @classmethod
+    def from_json(cls, text: str) -> Ranges:
+        """Ranges from a file of `private-llm calibrate`. Raises ConfigError for anything else."""
+        try:
+            values: Any = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"ranges: {error}; want the JSON that `private-llm calibrate` writes") from None
+        return cls(values["modules"] if isinstance(values, dict) and "modules" in values else values)
+
+
+def exponent(largest: float, head_room: int = HEAD_ROOM) -> int:
+    """The power of two above `largest` with head room. Raises DomainError for NaN and infinities."""
+    if not math.isfinite(largest):
+        raise DomainError(f"calibration met the value {largest}; the plaintext model itself leaves float32")
+    return max(_SMALLEST, math.ceil(math.log2(max(largest, 2.0**-60)))) + head_room
+
+
+def layer_of(module: str) -> str:
+    """A module's name without layer numbers, by which equal layers are shown in one line."""
+    return re.sub(r"\b\d+\b", "#", module)
+
+
+UNKNOWN = Ranges()
+"""What is known without calibration: nothing."""

@@ -1,0 +1,93 @@
+"""Did every value stay in its range? One bit per call, for the client alone.
+
+    p = sum of +-x over a row, for SKETCHES public patterns of signs         local
+    v = [|p| < 2^e for all rows of all watched tensors of the call]          one comparison at the end of the call
+    the client opens 1 - v together with the outputs
+
+A product that leaves the ring comes out as garbage of the ring's size, so watching results is enough to see it, and a
+sum of signed entries sees a large entry among many without a comparison for each: whatever the others are, one of the
+two signs of an entry of 2^(e+1) or more makes |p| at least 2^e, so that each pattern misses it with probability 1/2 at
+most, and all with 2^-8. A row of norm n has |p| above 8 n with probability below 10^-13, so values that calibration has
+seen, with its head room of 32, raise no alarm. What the client learns is declared in threat.py. A cheating party of a
+semi-honest protocol is not its subject: it finds honest mistakes, models whose values outgrow their plan.
+
+Cost for n watched rows: 16 n comparisons over the whole ring and as many injections of a bit, 66 bytes each, 9 or 10
+rounds for a call of any length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import DomainError
+from private_llm.kernels.forms import Matmul
+from private_llm.protocols.session import Session
+from private_llm.protocols.share import Share
+from private_llm.ranges import REACH
+from private_llm.tensor.fixed import Fixed, arithmetic
+
+SKETCHES = 8
+"""Patterns of signs per row."""
+
+UNKNOWN = REACH + 3
+"""Bits of magnitude that the signed sums of a module without calibration may have."""
+
+
+def watch(x: Fixed, bits: int | None = None) -> None:
+    """Owe a check of the rows of x [.., width]: signed sums below 2^bits in ring elements. Local.
+
+    bits: default, the calibrated `output` of the module that is computed. Nothing is done with guard=False or in a
+    32-bit ring.
+    """
+    session = x.session
+    if not session.config.guard or session.ring.bits < 64 or not x.numel():
+        return
+    if bits is None:
+        known = session.exponent("output")
+        bits = x.frac + (UNKNOWN if known is None else known)
+    bits = min(bits, session.ring.value_bits - 1)
+    signs = _signs(x.shape[-1], str(x.share.parts[0].device))
+    sums = x.share.map(lambda part: Matmul().product(part.reshape(-1, part.shape[-1]), signs))
+    session.known.owed.append((sums, bits))
+
+
+def verdict(session: Session) -> Fixed | None:
+    """A secret [1]: 1 if a watched value of this call left its range, else 0. None if nothing was watched."""
+    owed, session.known.owed = session.known.owed, []
+    if not owed:
+        return None
+    both = []
+    for sums, bits in owed:
+        flat = Fixed(session, sums, 0).view(lambda part: part.reshape(-1))
+        proto, bound = flat.proto, 1 << bits
+        both += [proto.add_public(flat.share, -bound), proto.add_public(proto.neg(flat.share), -bound)]
+    device = both[0].parts[0].device
+    columns = zip(*(share.parts for share in both), strict=True)
+    every = Fixed(session, Share(tuple(torch.cat([part.to(device) for part in column]) for column in columns)), 0)
+    outside = every.proto.invert(every.below([0.0]))
+    count = arithmetic(session, outside, [1.0], 0).sum(0, keepdim=True)
+    some = (-count).below([0.0], bits=every.numel().bit_length() + 2)
+    return arithmetic(session, some, [1.0], 0)
+
+
+def require(flag: Tensor) -> None:
+    """What the client does with the opened verdict. Raises DomainError if a value left its range."""
+    if bool((flag != 0).any()):
+        raise DomainError(
+            "a value left its range, so this answer would be wrong and is withheld (nobody else learns of it). "
+            "`private-llm diff MODEL --text FILE` names the module; `private-llm calibrate MODEL --text FILE` on "
+            "texts like yours, or fewer fractional bits (frac_bits), give it room; guard=False switches this check off"
+        )
+
+
+@lru_cache(maxsize=64)
+def _signs(width: int, device: str) -> Tensor:
+    """Public signs [width, SKETCHES]: the same for everybody, and not chosen by anybody."""
+    raw = hashlib.shake_256(b"private-llm range check %d" % width).digest(width)
+    octets = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(torch.int64)
+    signs = ((octets[:, None] >> torch.arange(SKETCHES)) & 1) * 2 - 1
+    return signs.to(device)
