@@ -21,17 +21,6 @@ from private_llm_hf.wire import Message, recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")
 _REPORTED = re.compile(rf"({WHO}): \w+: |the client stopped")
-_FOREIGN = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    NameError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 
 def serve_commands(
@@ -87,7 +76,7 @@ def reported(config: PrivateConfig, number: int, transport: Transport, serve: Ca
         reason = f"{who}: {type(error).__name__}: {error}"
         if isinstance(error, TransportError) and _REPORTED.search(str(error)):
             reason = str(error)  # another endpoint's reason, passed on unchanged
-    except _FOREIGN as error:
+    except Exception as error:  # noqa: BLE001 - the end of a session: whatever its client caused ends it, nothing else
         # The others wait for this endpoint, so they must learn that it stops. An unforeseen error's text might hold
         # values, so only its kind and place travel; the text stays in this endpoint's own log.
         _LOG.exception("%s stops", named(config, who))

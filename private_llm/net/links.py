@@ -108,7 +108,7 @@ class Outgoing:
                 dropped = self._queue.pop()
                 self._sequence = dropped.sequence
                 self._queued -= dropped.size
-        self.note(Kind.ABORT, reason.encode()[: wire.MAX_NOTE])
+        self.note(Kind.ABORT, wire.legible(reason).encode()[: wire.MAX_NOTE])
 
     def note(self, kind: Kind, text: bytes) -> None:
         """Send a short message that is not data; nothing happens on a broken connection."""
@@ -293,7 +293,7 @@ class Incoming:
         self._start += HEADER_BYTES + frame.nbytes
         self._sequence += 1
         if frame.kind is Kind.ABORT:
-            self.ended, self.aborted = body.decode(errors="replace"), True
+            self.ended, self.aborted = wire.legible(body.decode(errors="replace")), True
             raise PartyFailed(self.ended)
         if frame.kind is Kind.BYE:
             self.left, self.ended = True, f"{endpoint_name(self.peer)} has closed the session"
