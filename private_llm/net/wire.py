@@ -99,7 +99,9 @@ def tag_bytes(tag: str) -> bytes:
 
 
 def encode(kind: Kind, sender: int, session: bytes, sequence: int, tag: str, dtype: torch.dtype, count: int) -> bytes:
-    """The header of a payload of `count` elements."""
+    """The header of a payload of `count` elements. Raises DomainError for a sender that no endpoint is."""
+    if not 0 <= sender <= 255:
+        raise DomainError(f"sender: got endpoint {sender}; want 0 to 255")
     return _LAYOUT.pack(MAGIC, WIRE_VERSION, kind, dtype_code(dtype), sender, session, sequence, count, tag_bytes(tag))
 
 
