@@ -181,7 +181,7 @@ def test_an_announcement_takes_no_memory_and_no_more_disk_than_there_is(
     tape = Tape(tmp_path)
     room = os.statvfs_result((4096, 4096, 0, 0, 1 << 20, 0, 0, 0, 0, 255))
     monkeypatch.setattr(module.os, "fstatvfs", lambda _: room)
-    with pytest.raises(ShareFileError, match="a message of 17179869184 bytes .* has room for 4294967296"):
+    with pytest.raises(ShareFileError, match=r"a message of 17179869184 bytes .* has room for 4294967296"):
         store_call(Announcing(2), 0, tape, lambda: None)
     assert asked == [wire.HEADER_BYTES]
     room = os.statvfs_result((4096, 4096, 0, 0, 1 << 30, 0, 0, 0, 0, 255))
