@@ -32,7 +32,7 @@ from private_llm_hf.wire import Message
 
 LARGEST_NUMBER = 1 << 24
 """Largest whole number in a configuration; the longest contexts of today have 10 million positions."""
-MOST_TENSORS = 100_000
+MOST_TENSORS = 20_000
 """Tensors that building a model may ask for; a model of 405 B parameters has 1200 weights."""
 MOST_BUFFERS = 1 << 30
 """Bytes of public buffers that a model may have."""
