@@ -44,12 +44,17 @@ class ModuleRule:
 
 def architecture(config: PretrainedConfig) -> Architecture:
     """The architecture of a configuration. Raises PatchMismatch, listing what is supported."""
+    return architecture_of(config.model_type)
+
+
+def architecture_of(model_type: object) -> Architecture:
+    """The architecture of a model type. Raises PatchMismatch, listing what is supported."""
     table = _architectures()
-    found = table.get(config.model_type)
+    found = table.get(model_type) if isinstance(model_type, str) else None
     if found is None:
         raise PatchMismatch(
-            f"unknown architecture '{config.model_type}'; supported: {', '.join(sorted(table))} (another one needs an "
-            "entry in private_llm_hf/models/architectures.json and a test against its plaintext self)"
+            f"unknown architecture {str(model_type)[:80]!r}; supported: {', '.join(sorted(table))} (another one needs "
+            "an entry in private_llm_hf/models/architectures.json and a test against its plaintext self)"
         )
     return found
 

@@ -19,7 +19,7 @@ from private_llm.sharded.wire import recv_floats
 from private_llm_hf.architectures import architecture
 from private_llm_hf.cascade_attention import cascade_config, listen, register
 from private_llm_hf.cascade_cut import StandIn
-from private_llm_hf.layout import model_class
+from private_llm_hf.layout import accepted_class
 from private_llm_hf.weights import WithoutWeights
 from private_llm_hf.wire import OPENED, Message
 
@@ -37,8 +37,8 @@ class CompNode:
         self._config, self._links, self._exchange, self._device = config, links, exchange, device
         register()
         values = dict(description["config"])
+        kind = accepted_class(description["class"], values)
         settings = cascade_config(AutoConfig.for_model(values.pop("model_type"), **values))
-        kind = model_class(description["class"])
         with WithoutWeights():
             model = kind(settings)
         self._behind = None if description["behind"] is None else StandIn(model, description["behind"])

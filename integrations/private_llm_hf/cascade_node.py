@@ -25,6 +25,7 @@ from private_llm.sharded.exchange import Exchange
 from private_llm.sharded.facts import AttentionCall, Step
 from private_llm.sharded.wire import send_floats
 from private_llm.sharding import ShardingPlan
+from private_llm_hf.announced import announced_shapes, take_announced
 from private_llm_hf.cascade_comp import CompNode
 from private_llm_hf.costs import rows_of
 from private_llm_hf.held import HeldModel, claim
@@ -90,7 +91,10 @@ class Node:
         calls = [AttentionCall(**facts) for facts in message["calls"]]
         links = PlacedTransport(self.transport, lambda: self._device)
         if self.number < self.plan.alpha:
-            weights = self._own_weights() if message["held"] else self._weights()
+            if message["held"] or self._held is not None:
+                message, weights = self._own_model(message)
+            else:
+                weights = self._weights(message)
             exchange = Exchange(self.plan, links, calls)
             self._comp = CompNode(self.config, self._links, message, exchange, weights, self._device)
             self._pulse.watch(self._comp.model)
@@ -100,18 +104,22 @@ class Node:
         self.transport.ledger.reset()
         send_message(self.transport, CLIENT, {"loaded": True})
 
-    def _own_weights(self) -> dict[str, Tensor]:
+    def _own_model(self, message: Message) -> tuple[Message, dict[str, Tensor]]:
+        """The model that this CompNode read itself: a node that was started with one serves no other."""
         if self._held is None:
             raise ConfigError("the client sends no weights, and this CompNode holds none (--model)")
-        return self._held.weights
+        if not message["held"]:
+            raise ConfigError("this CompNode was started with a model (--model) and serves that model only")
+        return {**message, **self._held.description}, self._held.weights
 
-    def _weights(self) -> dict[str, Tensor]:
+    def _weights(self, message: Message) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
+        wanted = announced_shapes(message, torch.float32.itemsize)
         while True:
             header = recv_message(self.transport, CLIENT)
             if header["weight"] is None:
                 return weights
-            raw = self.transport.recv(CLIENT, "weight", tuple(header["shape"]), torch.int32)
+            raw = self.transport.recv(CLIENT, "weight", take_announced(wanted, header), torch.int32)
             weights[header["weight"]] = raw.view(torch.float32)
 
     def _forward(self, message: Message) -> None:

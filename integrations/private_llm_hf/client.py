@@ -24,7 +24,7 @@ from private_llm import errors
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError, ShareFileError, TransportError
 from private_llm.net.ledger import Ledger
-from private_llm.net.roles import WHO, named
+from private_llm.net.roles import HEARSAY, WHO, named
 from private_llm.net.transport import Transport
 from private_llm.protocols.ahead import stretch_label
 from private_llm.protocols.dealing import Dealer, pieces
@@ -40,7 +40,7 @@ from private_llm_hf.wire import Message, recv_message, send_message
 Secret = Tensor | tuple[Tensor, int]
 """Ring elements, or token ids (int64) and the size of their vocabulary."""
 
-_REMOTE = re.compile(rf"({WHO}): (\w+): (.*)", re.DOTALL)
+_REMOTE = re.compile(rf"({HEARSAY}(?:{WHO})): (\w+): (.*)", re.DOTALL)
 
 
 class Parties:
@@ -327,8 +327,8 @@ class Parties:
 
 
 def _remote_error(error: TransportError) -> PrivateLLMError:
-    """The error a party reported, under its own class; its text names the party."""
-    match = _REMOTE.search(str(error))
+    """The error a party reported, under its own class; its text names the party, and who passed it on."""
+    match = _REMOTE.match(str(error))
     if match is None:
         return error
     kind = getattr(errors, match[2], None)

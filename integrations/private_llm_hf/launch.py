@@ -5,22 +5,25 @@ Threads and processes on one machine protect nobody from that machine's owner; h
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, TransportError
 from private_llm.kernels.parallel import threads_per_node, threads_per_party
 from private_llm.net.children import start_children
 from private_llm.net.hub import connect
 from private_llm.net.local import LocalHub
-from private_llm.net.roles import called, named_errors
-from private_llm.net.transport import CLIENT
+from private_llm.net.roles import called, named, named_errors
+from private_llm.net.transport import CLIENT, Transport
 from private_llm_hf.client import Parties
 from private_llm_hf.held import HeldModel
 from private_llm_hf.lanes import join_lanes
@@ -31,6 +34,11 @@ _FOREVER_S = 1e8
 """Seconds that a serving party waits for its next client: three years."""
 _EXIT_S = 5.0
 """Seconds that threads may take to end."""
+_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
+"""Seconds before a serving party listens again after its links could not be made: at first, and at most."""
+
+_LOG = logging.getLogger("private_llm")
 
 
 def start_parties(config: PrivateConfig, hub: LocalHub | None = None) -> Parties:
@@ -77,25 +85,51 @@ def serve_party(
 
     `notice` is told when a session begins and why it ended. share_file: this party's share of a model. checkpoint:
     folder or hub id of the public model that a CompNode reads itself, so that clients need not send it.
-    Raises ConfigError, ShareFileError and PatchMismatch before listening; an error inside a session ends that session
-    only.
+    Raises ConfigError, ShareFileError and PatchMismatch before listening; an error inside a session, or while others
+    connect, ends that session only.
     """
     if config.party_mode != "remote":
         config = replace(config, party_mode="remote")
     if not 0 <= number < config.endpoints:
         raise ConfigError(f"party: got {number}; want 0 to {config.endpoints - 1} for {config.protocol!r}")
     held = _held(config, number, share_file, checkpoint)
-    served = 0
+    served = failed = 0
     while sessions is None or served < sessions:
         notice(f"{called(config, number)} waits for the others at {config.hosts[number]}")
-        with named_errors(config):
-            transport = connect(config, number, wait_s=_FOREVER_S)
         try:
-            reason = run_party(config, number, transport, held)
-        finally:
-            transport.close()
+            transport = connect(config, number, wait_s=_FOREVER_S)
+        except ConfigError as error:
+            if not served and not failed:
+                raise ConfigError(named(config, str(error))) from None
+            failed = _try_again(config, error, failed, notice)
+            continue
+        except (TransportError, OSError) as error:  # another endpoint's doing: it may be right the next time
+            failed = _try_again(config, error, failed, notice)
+            continue
+        failed = 0
+        reason = _session(config, number, transport, held)
         served += 1
         notice(f"session {served} ended" + (f": {reason}" if reason else ""))
+
+
+def _try_again(config: PrivateConfig, error: Exception, failed: int, notice: Callable[[str], None]) -> int:
+    """Say why the others were not reached, and pause: longer each time, because nobody can be served meanwhile."""
+    pause = min(_PAUSE_S * 2**failed, _LONGEST_PAUSE_S)
+    notice(f"no session: {named(config, str(error))}; trying again in {pause:g} s")
+    time.sleep(pause)
+    return failed + 1
+
+
+def _session(
+    config: PrivateConfig, number: int, transport: Transport, held: ShareFile | HeldModel | None
+) -> str | None:
+    """Serve one client and close the links. Returns None, or why it failed."""
+    try:
+        with closing(transport):
+            return run_party(config, number, transport, held)
+    except Exception as error:  # noqa: BLE001 - the end of a session: nothing that a client caused ends the party
+        _LOG.exception("%s: a session did not end in order", called(config, number))
+        return f"{called(config, number)}: {type(error).__name__}"
 
 
 def _held(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import transformers
@@ -11,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from private_llm.errors import PatchMismatch
 from private_llm.ranges import UNKNOWN, Ranges
+from private_llm_hf.architectures import architecture_of
 from private_llm_hf.batch_norm import Fold, Folder, fold_batch_norms
 from private_llm_hf.network import Network
 from private_llm_hf.weights import Sink, WeightList, skeleton
@@ -25,6 +27,22 @@ def model_class(name: str) -> type[PreTrainedModel]:
     found = Network if name == Network.__name__ else getattr(transformers, name, None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise PatchMismatch(f"model class: got {name!r}; want a PreTrainedModel of transformers")
+    return found
+
+
+def accepted_class(name: object, config: object) -> type[PreTrainedModel]:
+    """The class called `name`, if `architecture()` accepts the type of the configuration, and it is the class's own.
+
+    Builds nothing. Raises PatchMismatch.
+    """
+    model_type = config.get("model_type") if isinstance(config, Mapping) else None
+    architecture_of(model_type)
+    try:
+        found = model_class(name if isinstance(name, str) else "")
+    except (ImportError, RuntimeError) as error:  # transformers' own, for what it lacks here
+        raise PatchMismatch(f"model class {name!r} cannot be loaded here: {type(error).__name__}") from None
+    if getattr(found.config_class, "model_type", None) != model_type:
+        raise PatchMismatch(f"model class {name!r} is none of architecture '{model_type}'")
     return found
 
 

@@ -34,6 +34,7 @@ from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.range_check import verdict
 from private_llm.tensor.secret import SecretTensor
 from private_llm.tensor.secret_index import SecretIndex
+from private_llm_hf.announced import Shapes, announced_shapes, input_shape, take_announced
 from private_llm_hf.cascade_cut import states_before_cut, stop_behind
 from private_llm_hf.cascade_node import Node
 from private_llm_hf.costs import rows_of
@@ -108,8 +109,10 @@ class Party:
         elif message["like"] is not None:
             other = self.lanes[message["like"]]
             message, weights = other.description, self._weights_of(other)
+        elif self.held is not None:
+            raise ShareFileError("this party was started with a share file and serves the model of that file only")
         else:
-            weights = dict(self._receive_weights(Ranges(message["ranges"])))
+            weights = dict(self._receive_weights(self._announced(message), Ranges(message["ranges"])))
         self.description = message
         self.session.known.ranges = Ranges(message["ranges"])
         self.model = build_party_model(message["config"], message["class"], weights, self.session, self._pulse.beat)
@@ -119,6 +122,13 @@ class Party:
         self._pulse.watch(self.model)
         self.transport.ledger.reset()
         self._answer({"loaded": True, "ranges": self.session.known.ranges.to_dict()})
+
+    def _announced(self, message: Message) -> Shapes:
+        """The weights that a client must send for the model that it describes."""
+        each = self.session.ring.bytes * (keys_held(self.config, self.role) + sends_parts(self.config, self.role))
+        if self.config.weights == "public":
+            each = torch.float32.itemsize
+        return announced_shapes(message, each, whole=self.config.offload_folder is None)
 
     def _from_file(self, held: ShareFile, name: str, ranges: Ranges) -> Fixed:
         return Fixed(self.session, held.weight(name), ranges.frac_of_weight(name, self.session.frac))
@@ -138,7 +148,7 @@ class Party:
             value = value.raw
         return Fixed(self.session, value.share, value.frac) if isinstance(value, Fixed) else value.detach()
 
-    def _receive_weights(self, ranges: Ranges) -> Iterator[tuple[str, Fixed | Tensor | Stored]]:
+    def _receive_weights(self, wanted: Shapes, ranges: Ranges) -> Iterator[tuple[str, Fixed | Tensor | Stored]]:
         public = self.config.weights == "public"
         count = 0 if public else keys_held(self.config, self.role)
         raw = [self.transport.recv(CLIENT, "weight key", (32,), torch.uint8) for _ in range(count)]
@@ -150,7 +160,7 @@ class Party:
             self._pulse.beat()
             if name is None:
                 return
-            shape, received = tuple(header["shape"]), None
+            shape, received = take_announced(wanted, header), None
             if public:
                 received = self._receive_pieces(shape, torch.int32).view(torch.float32)
             elif sends_parts(self.config, self.role):
@@ -226,15 +236,17 @@ class Party:
 
     def _receive(self, model: PreTrainedModel, item: Message) -> dict[str, Tensor]:
         """One secret input: token ids arrive as index shares and become embeddings, values come as they are."""
-        shape, name = tuple(item["shape"]), item["name"]
+        shape, name = input_shape(item["shape"]), item["name"]
         protocol = self.session.protocol.on(torch.device(self.session.device))
         if item["kind"] == "values":
             share = protocol.receive_input(shape)
             return {name: SecretTensor(Fixed(self.session, share, self.session.frac))}
-        owner = model.get_decoder() if name.startswith("decoder_") else model
-        index = protocol.receive_index(math.prod(shape), item["vocabulary"])
+        table = (model.get_decoder() if name.startswith("decoder_") else model).get_input_embeddings()
+        if item["vocabulary"] != table.num_embeddings:  # the work of a lookup follows from this number
+            raise TransportError(f"vocabulary: got {item['vocabulary']!r}; the model has {table.num_embeddings} tokens")
+        index = protocol.receive_index(math.prod(shape), table.num_embeddings)
         ids = SecretIndex(self.session, index, shape)
-        return {name.replace("input_ids", "inputs_embeds"): owner.get_input_embeddings()(ids)}
+        return {name.replace("input_ids", "inputs_embeds"): table(ids)}
 
     def _reveal(self, result: ModelOutput, wanted: list[str]) -> None:
         """State names, shapes and fractional bits of the outputs, then open them towards the client."""
@@ -259,9 +271,11 @@ class Party:
 
     def _pass_on(self, states: SecretTensor, slices: list[tuple[int, list[int]]]) -> None:
         """Reveal to each CompNode behind a split its rows of the hidden states."""
-        wrong = [endpoint for endpoint, _ in slices if endpoint < self.config.parties]
+        plan, first = self.config.plan, self.config.parties
+        nodes = range(first, first) if plan is None else range(first, first + plan.alpha)
+        wrong = [endpoint for endpoint, _ in slices if type(endpoint) is not int or endpoint not in nodes]
         if wrong:
-            raise TransportError(f"hidden states go to nodes, from {self.config.parties} on; got {wrong}")
+            raise TransportError(f"hidden states go to CompNodes, {nodes.start} to {nodes.stop - 1}; got {wrong}")
         share = states.fixed.share
         pieces = [(endpoint, share.map(functools.partial(_rows_of, rows))) for endpoint, rows in slices]
         self._reveal(ModelOutput(), [])

@@ -32,7 +32,7 @@ from private_llm_hf.architectures import table
 from private_llm_hf.attention import register
 from private_llm_hf.batch_norm import fold_batch_norms
 from private_llm_hf.cache import SecretCache, SecretEncoderDecoderCache
-from private_llm_hf.layout import model_class
+from private_llm_hf.layout import accepted_class
 from private_llm_hf.placement import Placement, Value
 from private_llm_hf.plan import make_plan
 from private_llm_hf.weights import WithoutWeights
@@ -93,8 +93,11 @@ def new_cache(model: PreTrainedModel) -> SecretCache | SecretEncoderDecoderCache
 
 # -- the bare tree ---------------------------------------------------------------------------------------------
 def empty_model(config: Mapping[str, Any], class_name: str) -> PreTrainedModel:
-    """The module tree without weights and with real (public) buffers; batch norms are folded away."""
-    cls = model_class(class_name)
+    """The module tree without weights and with real (public) buffers; batch norms are folded away.
+
+    Raises PatchMismatch, before anything is built, for a class that `architecture()` does not accept.
+    """
+    cls = accepted_class(class_name, config)
     register()
     with WithoutWeights():
         model = cls(party_config(config))

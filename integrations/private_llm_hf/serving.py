@@ -15,23 +15,12 @@ from torch import nn
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PrivateLLMError, TransportError
-from private_llm.net.roles import WHO, named
+from private_llm.net.roles import HEARSAY, WHO, named
 from private_llm.net.transport import CLIENT, Transport
 from private_llm_hf.wire import Message, recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")
-_REPORTED = re.compile(rf"({WHO}): \w+: |the client stopped")
-_FOREIGN = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    NameError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+_REPORTED = re.compile(rf"{HEARSAY}(?:(?:{WHO}): \w+: |the client stopped)")
 
 
 def serve_commands(
@@ -85,9 +74,9 @@ def reported(config: PrivateConfig, number: int, transport: Transport, serve: Ca
         serve()
     except PrivateLLMError as error:
         reason = f"{who}: {type(error).__name__}: {error}"
-        if isinstance(error, TransportError) and _REPORTED.search(str(error)):
+        if isinstance(error, TransportError) and _REPORTED.match(str(error)):
             reason = str(error)  # another endpoint's reason, passed on unchanged
-    except _FOREIGN as error:
+    except Exception as error:  # noqa: BLE001 - the end of a session: whatever its client caused ends it, nothing else
         # The others wait for this endpoint, so they must learn that it stops. An unforeseen error's text might hold
         # values, so only its kind and place travel; the text stays in this endpoint's own log.
         _LOG.exception("%s stops", named(config, who))

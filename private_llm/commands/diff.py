@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from rich.markup import escape
+
 from private_llm.commands.classify import read_images
 from private_llm.commands.models import image_model, plaintext_model, tokenizer_of
 from private_llm.commands.output import CONSOLE, emit_json, emit_table, progress_bar
@@ -44,6 +46,6 @@ def diff(
     headings = ("module", "class", "largest value", "largest error", "mean error")
     emit_table(f"{source}: {config.ring}-bit ring, {config.frac_bits} fractional bits", headings, cells)
     if found.stopped is not None:
-        CONSOLE.print(f"[red]stopped:[/] {found.stopped}", highlight=False)
+        CONSOLE.print(f"[red]stopped:[/] {escape(found.stopped)}", highlight=False)
     else:
         CONSOLE.print("no product left the ring", highlight=False)

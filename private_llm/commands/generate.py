@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
+
 from private_llm.bench.record import RecordingHub
 from private_llm.bench.rows import machine
 from private_llm.commands.models import demo_model, plaintext_model, tokenizer_of
@@ -75,9 +77,9 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
         parts = [{"name": layer.name, "bytes": layer.bytes_total, "rounds": layer.rounds} for layer in layers]
         emit_json({**facts, "tokens_equal": equal, "tokens": total, **figures(made, config), "layers": parts})
         return
-    CONSOLE.print(f"[bold]prompt   [/] {prompt}", highlight=False)
-    CONSOLE.print(f"[bold]private  [/] {texts[0]}", highlight=False)
-    CONSOLE.print(f"[bold]plaintext[/] {texts[1]}", highlight=False)
+    CONSOLE.print(f"[bold]prompt   [/] {escape(prompt)}", highlight=False)
+    CONSOLE.print(f"[bold]private  [/] {escape(texts[0])}", highlight=False)
+    CONSOLE.print(f"[bold]plaintext[/] {escape(texts[1])}", highlight=False)
     note = ""
     if equal < total:
         gap = margin(plain, reference[: start + equal])

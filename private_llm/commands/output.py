@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -23,12 +24,12 @@ def emit_json(value: object) -> None:
 
 
 def emit_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> None:
-    """A table; everything but the first column is right-aligned."""
-    table = Table(title=title, caption=caption or None)
+    """A table; everything but the first column is right-aligned. No text in it is read as markup."""
+    table = Table(title=escape(title), caption=escape(caption) if caption else None)
     for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left", overflow="fold")
+        table.add_column(escape(heading), justify="right" if index else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+        table.add_row(*(escape(str(cell)) for cell in row))
     CONSOLE.print(table)
 
 
@@ -49,7 +50,7 @@ def duration(seconds: float) -> str:
 @contextmanager
 def progress_bar(total: int | None = None, quiet: bool = False) -> Iterator[Any]:
     """A bar on stderr; the yielded function takes a description and advances by one."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=NOTES, transient=True, disable=quiet or not NOTES.is_terminal) as bar:
         task = bar.add_task("", total=total)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from private_llm.commands.models import quiet
-from private_llm.commands.output import CONSOLE, NOTES, emit_json, progress_bar, size
+from private_llm.commands.output import CONSOLE, emit_json, progress_bar, size
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm.net.roles import named
 from private_llm.net.transport import endpoint_name
+from private_llm.net.wire import legible
 
 TASKS = ("causal-lm", "seq2seq", "classification", "features", "image")
 """What a shared checkpoint will be used for: which of transformers' auto classes loads it."""
@@ -52,8 +55,10 @@ def share(source: str, out: Path, config: PrivateConfig, task: str, as_json: boo
         return
     for party, path in enumerate(paths):
         holder = named(config, f"party {party}")
-        CONSOLE.print(f"for {holder} alone: {path} ({size(path.stat().st_size)})", highlight=False)
-    CONSOLE.print(f"for users: {out / 'client'} (configuration and tokenizer, no weights)", highlight=False)
+        CONSOLE.print(f"for {holder} alone: {path} ({size(path.stat().st_size)})", highlight=False, markup=False)
+    CONSOLE.print(
+        f"for users: {out / 'client'} (configuration and tokenizer, no weights)", highlight=False, markup=False
+    )
 
 
 def party(
@@ -62,10 +67,17 @@ def party(
     """Serve sessions until interrupted."""
     from private_llm_hf.launch import serve_party
 
-    def notice(line: str) -> None:
-        NOTES.print(line, highlight=False)
-
     serve_party(config, number, share_file, sessions, notice, checkpoint)
+
+
+def notice(line: str) -> None:
+    """Print what a serving party reports: plain text, because others' words stand in it, which may look like markup.
+
+    A terminal that is gone does not end the party.
+    """
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the stream was closed
+        sys.stderr.write(f"{legible(line)}\n")
+        sys.stderr.flush()
 
 
 def devices(device: str, device_map: str, max_memory: str, offload_folder: str | None) -> dict[str, Any]:
@@ -99,9 +111,10 @@ def certs(out: Path, config: PrivateConfig, parties: int | None, days: float) ->
     made = make_certificates(out, config.endpoints if parties is None else parties, days)
     for endpoint, tls in made.items():
         holder = named(config, endpoint_name(endpoint))
-        CONSOLE.print(f"for {holder} alone: {tls.certificate} with {tls.key}", highlight=False)
+        CONSOLE.print(f"for {holder} alone: {tls.certificate} with {tls.key}", highlight=False, markup=False)
     CONSOLE.print(
         f"signed by {out / 'ca.pem'}. All keys were made on this machine: for trying out. Parties that distrust each "
         "other make their own keys and let a CA they agree upon sign them.",
         highlight=False,
+        markup=False,
     )

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import platform
+from pathlib import Path
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 """Parameter names of mallopt(3)."""
 _MAPPED_FROM = 1 << 30
 _KEPT = (1 << 31) - 1
 _GROWTH = 256 << 20
+_CONTAINER = Path("/sys/fs/cgroup/memory.max")
+"""Where Linux says how much memory a container may use."""
+
+
+def memory_bytes() -> int:
+    """Main memory of this machine, or of the container that this process runs in."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
+        return min(whole, int(_CONTAINER.read_text()))
+    return whole
 
 
 def tune_allocator() -> bool:

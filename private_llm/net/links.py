@@ -12,10 +12,12 @@ decides whether the peer counts as dead.
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import socket
 import ssl
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from private_llm.errors import PartyFailed, TransportError
 from private_llm.net import wire
+from private_llm.net.roles import PASSES_ON, attributed
 from private_llm.net.transport import endpoint_name
 from private_llm.net.wire import HEADER_BYTES, Kind
 
@@ -108,7 +111,7 @@ class Outgoing:
                 dropped = self._queue.pop()
                 self._sequence = dropped.sequence
                 self._queued -= dropped.size
-        self.note(Kind.ABORT, reason.encode()[: wire.MAX_NOTE])
+        self.note(Kind.ABORT, wire.legible(reason).encode()[: wire.MAX_NOTE])
 
     def note(self, kind: Kind, text: bytes) -> None:
         """Send a short message that is not data; nothing happens on a broken connection."""
@@ -192,9 +195,13 @@ class Outgoing:
 class Incoming:
     """The receiving end from `peer`."""
 
-    def __init__(self, sock: socket.socket, peer: int, session: bytes, slice_s: float) -> None:
+    def __init__(
+        self, sock: socket.socket, peer: int, session: bytes, slice_s: float, patience_s: float = math.inf
+    ) -> None:
+        """patience_s: how long a payload is waited for, whatever the peer says about its own waiting."""
         sock.setblocking(False)
         self.peer = peer
+        self._patience = patience_s
         self.waits_for: int | None = None
         self.ended: str | None = None
         self.left = False
@@ -210,7 +217,7 @@ class Incoming:
     def receive(self, tag: str, shape: tuple[int, ...], dtype: torch.dtype, idle: Idle) -> Tensor:
         """The next payload, which must have this tag, dtype and number of elements."""
         out = torch.empty(shape, dtype=dtype)
-        head = self._data_header(idle)
+        head = self._data_header(idle, time.monotonic() + self._patience)
         want = wire.encode(Kind.DATA, self.peer, self._session, self._sequence, tag, dtype, out.numel())
         if head != want:
             self._explain(head, tag, dtype, out.numel())
@@ -223,7 +230,12 @@ class Incoming:
 
     def wait(self, idle: Idle) -> None:
         """Return as soon as a payload begins."""
-        self._data_header(idle)
+        self._data_header(idle, math.inf)
+
+    @property
+    def first_hand(self) -> bool:
+        """Whether the peer ended the session and gave a reason of its own."""
+        return self.aborted and self.ended is not None and PASSES_ON not in self.ended
 
     def glance(self) -> None:
         """Read notes that have arrived, without waiting; raises PartyFailed on an abort or a broken connection."""
@@ -243,8 +255,8 @@ class Incoming:
         self._sock.close()
 
     # -- frames -----------------------------------------------------------------------------------------
-    def _data_header(self, idle: Idle) -> memoryview:
-        """The header of the next payload; notes before it are acted upon."""
+    def _data_header(self, idle: Idle, deadline: float) -> memoryview:
+        """The header of the next payload; notes before it are acted upon, until the deadline."""
         while True:
             self._need(HEADER_BYTES, idle)
             head = self._buffer[self._start : self._start + HEADER_BYTES]
@@ -253,6 +265,10 @@ class Incoming:
             frame = self._checked(head)
             self._need(HEADER_BYTES + frame.nbytes, idle)
             self._take_note()
+            if time.monotonic() > deadline:
+                raise PartyFailed(
+                    f"{endpoint_name(self.peer)} sent nothing for {self._patience:g} s but word that it waits itself"
+                )
             idle(self, 0.0)
 
     def _checked(self, head: memoryview) -> wire.Frame:
@@ -293,7 +309,7 @@ class Incoming:
         self._start += HEADER_BYTES + frame.nbytes
         self._sequence += 1
         if frame.kind is Kind.ABORT:
-            self.ended, self.aborted = body.decode(errors="replace"), True
+            self.ended, self.aborted = attributed(self.peer, wire.legible(body.decode(errors="replace"))), True
             raise PartyFailed(self.ended)
         if frame.kind is Kind.BYE:
             self.left, self.ended = True, f"{endpoint_name(self.peer)} has closed the session"

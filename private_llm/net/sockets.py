@@ -4,8 +4,10 @@
 
 - a broken connection: PartyFailed at once, with the name of the peer and what was awaited;
 - silence for `timeout` seconds: the same. An endpoint that waits tells the others for whom, so that the
-  one that is really silent is named, not the one next to it;
-- whoever fails first sends its reason to all others, which raise PartyFailed with the same reason.
+  one that is really silent is named, not the one next to it; who says nothing else for `timeout` times the number of
+  endpoints has failed, too;
+- whoever fails first sends its reason to all others, which raise PartyFailed with the same reason. A reason that names
+  another endpoint than the one that gave it is marked as passed on: nobody speaks for another.
 
 The ledger counts payload bytes; `wire_bytes` also counts headers and notes (not the overhead of TLS).
 A transport belongs to one thread; only `abort` may be called from another. Lanes have connections of their own, so
@@ -14,6 +16,7 @@ that none waits behind the frames of another; the end of one lane is the end of 
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 
@@ -26,6 +29,8 @@ from private_llm.net.transport import Transport, endpoint_name
 from private_llm.net.wire import Kind
 
 _NOBODY = memoryview(b"")
+_FIRST_HAND_S = 0.2
+"""Seconds to wait for the words of the endpoint that failed, when another has passed them on."""
 
 
 class Pair:
@@ -49,7 +54,10 @@ class SocketTransport(Transport):
         self._failure: str | None = None
         self._lanes = [self]
         self._out = {peer: Outgoing(pair.out, me, peer, pair.out_session) for peer, pair in pairs.items()}
-        self._in = {peer: Incoming(pair.inn, peer, pair.in_session, self._slice) for peer, pair in pairs.items()}
+        patience = timeout * (len(pairs) + 1)  # the longest chain of endpoints of which each waits for the next
+        self._in = {
+            peer: Incoming(pair.inn, peer, pair.in_session, self._slice, patience) for peer, pair in pairs.items()
+        }
 
     @property
     def wire_bytes(self) -> int:
@@ -141,14 +149,20 @@ class SocketTransport(Transport):
         return type(error)(reason)
 
     def _told(self, peer: int) -> str | None:
-        """The reason of an abort that lies unread behind a broken connection."""
-        for link in [self._in[peer], *self._in.values()]:
-            try:
-                link.glance()
-            except TransportError:
-                if link.aborted:
+        """The reason of an abort that lies unread behind a broken connection: rather from whom it is than passed on."""
+        deadline = time.monotonic() + _FIRST_HAND_S
+        while True:
+            heard = None
+            for link in [self._in[peer], *self._in.values()]:
+                with contextlib.suppress(TransportError):
+                    link.glance()
+                if link.first_hand:
                     return link.ended
-        return None
+                if link.aborted and heard is None:
+                    heard = link.ended
+            if heard is None or time.monotonic() > deadline:
+                return heard
+            time.sleep(_FIRST_HAND_S / 20)
 
     def _glance(self, but: Incoming, silence: float = 0.0) -> None:
         """Act upon notes from all others."""
@@ -166,6 +180,8 @@ class SocketTransport(Transport):
         self._check()
         self._glance(link)
         root = link.waits_for
+        if root is not None and root != self.me and root not in self._in:
+            raise TransportError(f"from {endpoint_name(link.peer)}: it waits for endpoint {root}, and there is none")
         if silence <= self._slice and root != self.me:
             text = bytes([link.peer if root is None else root])
             for out in self._out.values():

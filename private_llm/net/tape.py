@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -63,13 +63,25 @@ class Tape:
     # -- writing ----------------------------------------------------------------------------------------------
     def append(self, tag: str, payload: Tensor) -> None:
         """Store one message."""
-        raw = payload.reshape(-1).contiguous().view(torch.uint8).numpy()
-        header = self._header(Kind.DATA, tag, payload.dtype, payload.numel())
+        self.append_pieces(tag, payload.dtype, payload.numel(), pieces_of(payload))
+
+    def append_pieces(self, tag: str, dtype: torch.dtype, count: int, pieces: Iterable[Tensor]) -> None:
+        """Store one message of `count` elements that comes as in `pieces_of`.
+
+        Raises ShareFileError, before the first piece, for more than the disk has room for.
+        """
+        size, place = count * dtype.itemsize, os.fstatvfs(self._file.fileno())
+        if size > place.f_bavail * place.f_frsize:
+            raise ShareFileError(
+                f"a message of {size} bytes is to be stored, and the disk of the tape has room for "
+                f"{place.f_bavail * place.f_frsize}; make room, or name another tape_folder"
+            )
+        header = self._header(Kind.DATA, tag, dtype, count)
         self._write(header)
-        for start in range(0, len(raw), _PIECE):
-            piece = raw[start : start + _PIECE]
-            sealed = self._space(len(piece) + _SEAL)
-            self._cipher.encrypt_into(self._nonce(), piece.data, header, sealed)
+        for piece in pieces:
+            raw = piece.view(torch.uint8).numpy()
+            sealed = self._space(len(raw) + _SEAL)
+            self._cipher.encrypt_into(self._nonce(), raw.data, header, sealed)
             self._write(sealed)
 
     def end_call(self) -> None:
@@ -153,8 +165,19 @@ class Tape:
         return f"Tape(messages={self._messages})"
 
 
+def pieces_of(payload: Tensor) -> Iterator[Tensor]:
+    """The elements of a message in order, in 1-D pieces of at most `_PIECE` bytes; none of an empty one."""
+    flat = payload.reshape(-1).contiguous()
+    step = _PIECE // payload.element_size()
+    for start in range(0, flat.numel(), step):
+        yield flat[start : start + step]
+
+
 class AheadTransport(Transport):
-    """The helping party's links while it runs ahead: every message is announced to its receiver."""
+    """The helping party's links while it runs ahead: every message is announced to its receiver, and goes in pieces.
+
+    So the receiver, who cannot know what is right, never has more of a message in memory than one piece.
+    """
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.me)
@@ -164,7 +187,8 @@ class AheadTransport(Transport):
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """Announce and send."""
         self._announce(to, wire.encode(Kind.DATA, self.me, bytes(8), 0, tag, payload.dtype, payload.numel()))
-        self._inner.send(to, tag, payload)
+        for piece in pieces_of(payload):
+            self._inner.send(to, tag, piece)
 
     def end_call(self, keepers: Iterable[int]) -> None:
         """Tell those who store that this call has no more messages."""
@@ -212,12 +236,23 @@ class TapeTransport(Transport):
 
 
 def store_call(transport: Transport, helper: int, tape: Tape, beat: Callable[[], None]) -> None:
-    """Write the messages of one call of `helper` to the tape as they come; `beat` is called for each."""
+    """Write the messages of one call of `helper` to the tape as they come; `beat` is called for each.
+
+    Raises TransportError for an announcement that is malformed, ShareFileError for one that the disk has no room for.
+    """
     while True:
         raw = transport.recv(helper, ANNOUNCED, (HEADER_BYTES,), torch.uint8)
         frame = wire.decode(raw.cpu().numpy().tobytes())
         if frame.kind is Kind.BYE:
             tape.end_call()
             return
-        tape.append(frame.tag, transport.recv(helper, frame.tag, (frame.count,), frame.dtype).cpu())
+        tape.append_pieces(frame.tag, frame.dtype, frame.count, _coming(transport, helper, frame))
         beat()
+
+
+def _coming(transport: Transport, helper: int, frame: Frame) -> Iterator[Tensor]:
+    """The pieces of an announced message as they come."""
+    step = _PIECE // frame.dtype.itemsize
+    for start in range(0, frame.count, step):
+        size = min(step, frame.count - start)
+        yield transport.recv(helper, frame.tag, (size,), frame.dtype).cpu()

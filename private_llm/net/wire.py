@@ -84,6 +84,11 @@ def dtype_code(dtype: torch.dtype) -> int:
     return code
 
 
+def legible(text: str) -> str:
+    """`text` from another endpoint as it may be printed: one line, without control characters and lone surrogates."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
 @lru_cache(maxsize=1024)
 def tag_bytes(tag: str) -> bytes:
     """A tag as it travels. Raises DomainError when it is too long or holds a zero byte."""
@@ -94,7 +99,9 @@ def tag_bytes(tag: str) -> bytes:
 
 
 def encode(kind: Kind, sender: int, session: bytes, sequence: int, tag: str, dtype: torch.dtype, count: int) -> bytes:
-    """The header of a payload of `count` elements."""
+    """The header of a payload of `count` elements. Raises DomainError for a sender that no endpoint is."""
+    if not 0 <= sender <= 255:
+        raise DomainError(f"sender: got endpoint {sender}; want 0 to 255")
     return _LAYOUT.pack(MAGIC, WIRE_VERSION, kind, dtype_code(dtype), sender, session, sequence, count, tag_bytes(tag))
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from private_llm_hf import launch, party, patch
-from private_llm_hf.client import Parties
+from private_llm_hf.client import Parties, _remote_error
 from private_llm_hf.wire import recv_message, send_message
 from transformers import PreTrainedModel
 
@@ -246,3 +246,23 @@ def test_an_unknown_command() -> None:
     model.parties.command({"do": "dance"})
     with pytest.raises(TransportError, match="unknown command 'dance'"):
         model(IDS)
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "text"),
+    [
+        ("party 2: DomainError: x", DomainError, "party 2: x"),
+        ("party 1 passes on: party 2: DomainError: x", DomainError, "party 1 passes on: party 2: x"),
+        ("the dealer passes on: party 2: Odd: x", PartyFailed, "the dealer passes on: party 2: Odd: x"),
+        (
+            "party 1 passes on: oh, party 2: DomainError: x",
+            PartyFailed,
+            "party 1 passes on: oh, party 2: DomainError: x",
+        ),
+    ],
+)
+def test_who_is_blamed_by_whom(reason: str, kind: type[PrivateLLMError], text: str) -> None:
+    """A party's words reach the user under its own name, or under the name of the one that claims to repeat them."""
+    found = _remote_error(PartyFailed(reason))
+    assert type(found) is kind
+    assert str(found) == text

@@ -14,7 +14,7 @@ from private_llm_hf.preprocess import GeneratePlan
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from private_llm.errors import ConfigError, PartyFailed, PatchMismatch, ProtocolAbort, WeakProtection
+from private_llm.errors import ConfigError, PartyFailed, PatchMismatch, ProtocolAbort, TransportError, WeakProtection
 from private_llm.net.local import LocalHub, LocalTransport
 from private_llm.net.record import Alter, Message, RecordingTransport
 from private_llm.net.transport import CLIENT
@@ -209,3 +209,15 @@ def test_loading_warns_of_attacks_beyond_searches() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", WeakProtection)
         patch(tiny.build("opt"), settings(plan=ShardingPlan(3, 3, 1, accept_weak_plan=True))).close()
+
+
+@pytest.mark.parametrize("endpoint", [1, 3 + PLAN.alpha, CLIENT, "3"])
+def test_states_go_to_comp_nodes_only(endpoint: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that names a party, an AttnNode or itself gets an error from the parties, and nobody any state."""
+    with patch(tiny.build("opt"), settings()) as private, torch.no_grad():
+        honest = private.parties.ask
+        monkeypatch.setattr(
+            private.parties, "ask", lambda call, secrets: honest({**call, "slices": [[endpoint, [0]]]}, secrets)
+        )
+        with pytest.raises(TransportError, match=r"party \d: hidden states go to CompNodes, 3 to 5; got"):
+            private(**text())

@@ -2,6 +2,7 @@
 
 import socket
 import struct
+import threading
 import time
 
 import pytest
@@ -285,3 +286,84 @@ def test_a_circle_of_waits_ends():
     results = run_threads(transports, dict.fromkeys(circle, lambda t: t.recv(circle[t.me], "m", (1,), torch.int64)))
     assert {type(result) for result in results.values()} == {PartyFailed}
     assert all("was silent for 1 s" in str(result) for result in results.values())
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_word_of_waiting_holds_nobody_for_ever(root):
+    """Who says nothing but that it waits, for itself or for the one who waits for it, has failed in the end."""
+    zero, peer, _ = raw_peer(timeout=0.5)
+    over = threading.Event()
+
+    def say_so():
+        for sequence in range(200):
+            if over.wait(0.05):
+                break
+            peer.sendall(frame(bytes([root]), kind=wire.Kind.WAITING, sequence=sequence, tag="waiting"))
+
+    thread = threading.Thread(target=say_so, daemon=True)
+    thread.start()
+    with pytest.raises(PartyFailed, match=r"party 1 sent nothing for 1 s but word that it waits itself"):
+        zero.recv(1, "mul", (4,), torch.uint8)
+    over.set()
+    thread.join(10)
+
+
+def test_word_of_waiting_does_not_count_between_requests():
+    zero, peer, _ = raw_peer(timeout=0.2)
+    for sequence in range(8):
+        peer.sendall(frame(bytes([0]), kind=wire.Kind.WAITING, sequence=sequence, tag="waiting"))
+        time.sleep(0.1)
+    peer.sendall(frame(bytes(4), sequence=8))
+    zero.wait(1)
+    assert zero.recv(1, "mul", (4,), torch.uint8).tolist() == [0] * 4
+
+
+def test_nobody_waits_for_an_endpoint_that_is_none():
+    zero, peer, _ = raw_peer()
+    peer.sendall(frame(bytes([77]), kind=wire.Kind.WAITING, tag="waiting"))
+    with pytest.raises(TransportError, match="it waits for endpoint 77, and there is none"):
+        zero.recv(1, "mul", (4,), torch.uint8)
+
+
+def test_no_endpoint_has_a_number_that_does_not_fit():
+    with pytest.raises(DomainError, match="got endpoint 256; want 0 to 255"):
+        wire.encode(wire.Kind.DATA, 256, SESSION, 0, "t", torch.uint8, 0)
+
+
+@pytest.mark.parametrize(
+    ("said", "heard"),
+    [
+        ("party 2: DomainError: x", "party 1 passes on: party 2: DomainError: x"),
+        ("the dealer: DomainError: x", "party 1 passes on: the dealer: DomainError: x"),
+        ("the client stopped: x", "party 1 passes on: the client stopped: x"),
+        ("well, party 2: DomainError: x", "party 1 passes on: well, party 2: DomainError: x"),
+        ("party 1: DomainError: party 2 lied", "party 1: DomainError: party 2 lied"),
+        ("party 1: x\x1b[2J\n[/y]", "party 1: x [2J [/y]"),
+        ("party 1: \ud800", "party 1:  "),
+    ],
+)
+def test_nobody_speaks_for_another(said, heard):
+    zero, one = couple()
+    one.abort(said)
+    with pytest.raises(PartyFailed) as caught:
+        zero.recv(1, "mul", (4,), torch.uint8)
+    assert str(caught.value) == heard
+
+
+def test_words_are_heard_from_whom_they_are():
+    """Party 0 passes on what party 2 said before the client has looked at its link with party 2."""
+    transports = open_mesh()
+    transports[0].abort("party 2: DomainError: x")
+    results = {}
+
+    def listen():
+        with pytest.raises(PartyFailed) as caught:
+            transports[CLIENT].recv(0, "m", (1,), torch.int64)
+        results["heard"] = str(caught.value)
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    time.sleep(0.05)
+    transports[2].abort("party 2: DomainError: x")
+    thread.join(10)
+    assert results["heard"] == "party 2: DomainError: x"

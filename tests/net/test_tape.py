@@ -11,9 +11,11 @@ import torch
 
 from private_llm.errors import ConfigError, ProtocolAbort, ShareFileError, TransportError
 from private_llm.net import tape as module
+from private_llm.net import wire
 from private_llm.net.ledger import CONTROL
 from private_llm.net.local import LocalHub
 from private_llm.net.tape import AheadTransport, Tape, TapeTransport, store_call
+from private_llm.net.transport import MetaTransport
 
 MESSAGES = [
     ("mul", torch.arange(-5, 6)),
@@ -159,3 +161,44 @@ def test_nothing_is_heard_while_running_ahead() -> None:
         ahead.recv(255, "input", (1,), torch.int64)
     with pytest.raises(TransportError, match="waits for nobody"):
         ahead.wait(1)
+
+
+def test_an_announcement_takes_no_memory_and_no_more_disk_than_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A helper that announces 16 GiB: refused when the disk has no room, otherwise received piece by piece."""
+    asked: list[int] = []
+    count = wire.MAX_PAYLOAD // 8
+
+    class Announcing(MetaTransport):
+        def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            asked.append(shape[0] * dtype.itemsize)
+            if tag != module.ANNOUNCED:
+                raise TransportError("the helper stopped")
+            header = wire.encode(wire.Kind.DATA, 0, bytes(8), 0, "mul", torch.int64, count)
+            return torch.frombuffer(bytearray(header), dtype=torch.uint8)
+
+    tape = Tape(tmp_path)
+    room = os.statvfs_result((4096, 4096, 0, 0, 1 << 20, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(module.os, "fstatvfs", lambda _: room)
+    with pytest.raises(ShareFileError, match=r"a message of 17179869184 bytes .* has room for 4294967296"):
+        store_call(Announcing(2), 0, tape, lambda: None)
+    assert asked == [wire.HEADER_BYTES]
+    room = os.statvfs_result((4096, 4096, 0, 0, 1 << 30, 0, 0, 0, 0, 255))
+    with pytest.raises(TransportError, match="the helper stopped"):
+        store_call(Announcing(2), 0, tape, lambda: None)
+    assert max(asked) == module._PIECE
+    tape.close()
+
+
+def test_large_messages_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIECE", 64)
+    hub = LocalHub(3, timeout=5)
+    ahead, tape = AheadTransport(hub.transport(0)), Tape(tmp_path)
+    for tag, payload in MESSAGES:
+        ahead.send(2, tag, payload)
+    ahead.end_call([2])
+    store_call(hub.transport(2), 0, tape, lambda: None)
+    tape.rewind()
+    read_call(tape)
+    tape.close()

@@ -15,7 +15,7 @@ from private_llm.errors import ProtocolAbort, UnsupportedOp
 from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder
 from private_llm.protocols.protocol import Links
-from private_llm.protocols.quad.roles import RoleTransport, member
+from private_llm.protocols.quad.roles import Member, RoleTransport
 from private_llm.protocols.quad.views import TAG_BYTES, View, as_bytes, as_tensor, same
 from private_llm.protocols.trio.party import Trio
 from private_llm.ring.prg import Seed
@@ -83,22 +83,22 @@ class QuadRecords(Trio):
     def _tell(self, tag: str, payload: Tensor) -> None:
         """Parties 1 and 2, who both know it, to party 0: party 2 sends, party 1 records."""
         if self.party == 2:
-            self.transport.send(member(0), tag, payload)
+            self.transport.send(Member(0), tag, payload)
         else:
             self._views[0].absorb(payload)
 
     def _told(self, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Party 0: what party 2 tells, recorded with party 1."""
-        payload = self.transport.recv(member(2), tag, shape, dtype)
+        payload = self.transport.recv(Member(2), tag, shape, dtype)
         self._views[1].absorb(payload)
         return payload
 
     def _tell_piece(self, tag: str, payload: Tensor) -> None:
         """Party 3's piece to party 0: it enters a recorded value with coefficient 1, so nothing else is recorded."""
-        self.transport.send(member(0), tag, payload)
+        self.transport.send(Member(0), tag, payload)
 
     def _piece(self, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self.transport.recv(member(3), tag, shape, dtype)
+        return self.transport.recv(Member(3), tag, shape, dtype)
 
     def _confirm(self, value: Tensor) -> None:
         """Record a value that parties 0, 1 and 2 must hold alike."""
@@ -116,16 +116,16 @@ class QuadRecords(Trio):
         if self._apart and self.party == 3:
             return  # it runs ahead, sees no data and opens nothing
         if self.party == 0:
-            tags = [self.transport.recv(member(other), "verify", (TAG_BYTES,), torch.uint8) for other in (1, 2)]
+            tags = [self.transport.recv(Member(other), "verify", (TAG_BYTES,), torch.uint8) for other in (1, 2)]
             honest = same(tags, [self._views[other].close() for other in (1, 2)])
             for other in (1, 2) if self._apart else (1, 2, 3):
-                self.transport.send(member(other), "verify", as_tensor(bytes([honest])))
+                self.transport.send(Member(other), "verify", as_tensor(bytes([honest])))
         else:
             for view in self._views.values():
-                self.transport.send(member(0), "verify", as_tensor(view.close()))
+                self.transport.send(Member(0), "verify", as_tensor(view.close()))
             for _ in range(2):
                 self.ledger.add_round("verify")
-            answer = self.transport.recv(member(0), "verify", (1,), torch.uint8)
+            answer = self.transport.recv(Member(0), "verify", (1,), torch.uint8)
             honest = answer.is_meta or as_bytes(answer) == b"\1"
         if not honest:
             self._deviation = True

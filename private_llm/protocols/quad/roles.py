@@ -1,7 +1,8 @@
 """The links of Quad as Trio's code sees them: role 0 is played by parties 0 and 3, roles 1 and 2 by parties 1 and 2.
 
 What role 0 sends to role 2 is sent by party 3; party 0 computes the same bytes and absorbs them into its view with
-party 2, who absorbs what it received. `member(p)` addresses party p itself.
+party 2, who absorbs what it received. A `Member` addresses a party itself. Plain numbers from 4 on are endpoints that
+have no role: nodes behind a split, and the client.
 """
 
 from __future__ import annotations
@@ -9,19 +10,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from private_llm.errors import TransportError
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.quad.views import View
 
-_MEMBERS = 16
+_ROLES = (0, 1, 2)
+_PARTIES = 4
 
 
-def member(party: int) -> int:
-    """The address of a party itself, where its bare number would mean a role."""
-    return _MEMBERS + party
+class Member(int):
+    """The address of a party itself, where its bare number would mean a role.
+
+    A type of its own and no range of numbers: every number from 4 on may be a node's, who must never get what is
+    meant for a party, nor a party what is meant for a node.
+    """
+
+    def __new__(cls, party: int) -> Member:
+        """Raises TransportError for a number that is no party's."""
+        if not 0 <= party < _PARTIES:
+            raise TransportError(f"member: got {party}; want a party of quad, 0 to {_PARTIES - 1}")
+        return super().__new__(cls, party)
 
 
 class RoleTransport(Transport):
-    """`inner`, whose ledger it shares, addressed by role. `views`: this party's ends, by the other party."""
+    """`inner`, whose ledger it shares, addressed by role. `views`: this party's ends, by the other party.
+
+    Every method raises TransportError for a number that is neither a role nor an endpoint without one.
+    """
 
     def __init__(self, inner: Transport, party: int, views: dict[int, View]) -> None:
         super().__init__(inner.me)
@@ -30,7 +45,7 @@ class RoleTransport(Transport):
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """Send and book under the number of the receiving party; party 0 only absorbs what role 0 sends."""
-        if self._party == 0 and to == 2:
+        if self._party == 0 and to == 2 and not isinstance(to, Member):
             self._views[2].absorb(payload)
         else:
             self._inner.send(self._at(to), tag, payload)
@@ -40,17 +55,21 @@ class RoleTransport(Transport):
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         payload = self._inner._recv(self._at(frm), tag, shape, dtype)
-        if frm == 0:
+        if frm == 0 and not isinstance(frm, Member):
             self._views[0].absorb(payload)
         return payload
 
-    def _at(self, endpoint: int) -> int:
-        """The party behind an address: the helper that speaks is party 3."""
-        if endpoint == CLIENT:
-            return CLIENT
-        if endpoint >= _MEMBERS:
-            return endpoint - _MEMBERS
-        return endpoint or 3
+    def _at(self, address: int) -> int:
+        """The endpoint behind an address: of role 0 it is party 3, the helper that speaks."""
+        if isinstance(address, Member):
+            return int(address)
+        if address in _ROLES:
+            return address or 3
+        if not _PARTIES <= address <= CLIENT:
+            raise TransportError(
+                f"address: got {address}; want a role (0 to 2), a member, or an endpoint from {_PARTIES} to {CLIENT}"
+            )
+        return address
 
     def wait(self, frm: int) -> None:
         """As the inner transport."""

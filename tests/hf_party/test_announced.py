@@ -1,0 +1,134 @@
+"""What a client may announce: refused before anything is built, allocated or received."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from private_llm_hf import announced
+from private_llm_hf.announced import announced_shapes, take_announced
+from private_llm_hf.layout import Layout, accepted_class, describe
+from private_llm_hf.party_model import empty_model
+
+from private_llm.errors import PatchMismatch
+from private_llm.kernels.memory import memory_bytes
+from tests.hf import images, tiny
+
+
+def description(name: str = "opt", **changes: object) -> dict[str, Any]:
+    model = tiny.build(name)
+    made = describe(type(model), model.config)
+    return {**made, "config": {**made["config"], **changes}}
+
+
+@pytest.mark.parametrize("name", tiny.ALL)
+def test_what_is_announced_is_what_the_owner_sends(name: str) -> None:
+    model = tiny.build(name)
+    found = announced_shapes(describe(type(model), model.config), 16)
+    assert found == Layout.of(type(model), model.config).shared.shapes
+
+
+@pytest.mark.parametrize("name", images.HF)
+def test_images_whose_norms_are_folded(name: str) -> None:
+    model, _ = images.build(name)
+    found = announced_shapes(describe(type(model), model.config), 16)
+    assert found == Layout.of(type(model), model.config).shared.shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("DetrModel", "detr", "unknown architecture 'detr'"),
+        ("DetrModel", "opt", "class 'DetrModel' is none of architecture 'opt'"),
+        ("BertModel", "opt", "class 'BertModel' is none of architecture 'opt'"),
+        ("PreTrainedModel", "opt", "is none of architecture 'opt'"),
+        ("OPTConfig", "opt", "want a PreTrainedModel"),
+        ("__class__", "opt", "want a PreTrainedModel"),
+        ("no such class", "opt", "want a PreTrainedModel"),
+        (None, "opt", "want a PreTrainedModel"),
+        ("OPTModel", ["opt"], "unknown architecture"),
+        ("OPTModel", None, "unknown architecture"),
+    ],
+)
+def test_classes_are_checked_before_anything_is_built(
+    name: object, kind: object, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(*_: object, **__: object) -> None:
+        raise AssertionError("something was built")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.__init__", build)
+    for check in (accepted_class, lambda n, c: empty_model(c, n)):
+        with pytest.raises(PatchMismatch, match=message):
+            check(name, {"model_type": kind})
+    with pytest.raises(PatchMismatch, match=message):
+        announced_shapes({"class": name, "config": {"model_type": kind}}, 16)
+
+
+@pytest.mark.parametrize("config", [None, [], "opt", 3, {}])
+def test_configurations_are_objects(config: object) -> None:
+    with pytest.raises(PatchMismatch, match="unknown architecture"):
+        accepted_class("OPTModel", config)
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "max_position_embeddings", "vocab_size"])
+@pytest.mark.parametrize("size", [1 << 40, -(1 << 40), [[1 << 40]]])
+def test_numbers_beyond_any_model(key: str, size: object) -> None:
+    with pytest.raises(PatchMismatch, match=f"configuration: '{key}' may not be above"):
+        announced_shapes(description(**{key: size}), 16)
+
+
+def test_bases_of_rotary_embeddings_may_be_large() -> None:
+    assert announced_shapes(description("llama", rope_theta=10**11), 16)
+
+
+def test_too_many_layers_are_noticed_while_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(announced, "MOST_TENSORS", 300)
+    assert announced_shapes(description(), 16)
+    with pytest.raises(PatchMismatch, match="more than 300 weights"):
+        announced_shapes(description(num_hidden_layers=1_000_000), 16)
+
+
+def test_a_model_that_no_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    huge = description(vocab_size=1 << 24, word_embed_proj_dim=1 << 20)
+    with pytest.raises(PatchMismatch, match=rf"its weights need \d+ bytes here, and this machine has {memory_bytes()}"):
+        announced_shapes(huge, 16)
+    with pytest.raises(PatchMismatch, match="its largest weight needs"):
+        announced_shapes(huge, 16, whole=False)
+    weights = tiny.build("opt").num_parameters() * 16
+    monkeypatch.setattr(announced, "memory_bytes", lambda: weights // 2)
+    with pytest.raises(PatchMismatch, match="its weights need"):
+        announced_shapes(description(), 16)
+    assert announced_shapes(description(), 16, whole=False)
+
+
+def test_buffers_beyond_any_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(announced, "MOST_BUFFERS", 8)
+    with pytest.raises(PatchMismatch, match="bytes of buffers; want at most 8"):
+        announced_shapes(description("llama"), 16)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"weight": "b", "shape": [2, 3]}, "has none of that name"),
+        ({"weight": ["a"], "shape": [2, 3]}, "has none of that name"),
+        ({"weight": "a", "shape": [2, 1 << 40]}, r"got shape \[2, 1099511627776\]; want \[2, 3\]"),
+        ({"weight": "a", "shape": [3, 2]}, "want"),
+        ({"weight": "a", "shape": "23"}, "want"),
+    ],
+)
+def test_weights_that_were_not_announced(header: dict[str, Any], message: str) -> None:
+    with pytest.raises(PatchMismatch, match=message):
+        take_announced({"a": (2, 3)}, header)
+
+
+def test_a_weight_comes_once() -> None:
+    wanted = {"a": (2, 3)}
+    assert take_announced(wanted, {"weight": "a", "shape": [2, 3]}) == (2, 3)
+    with pytest.raises(PatchMismatch, match="it came before"):
+        take_announced(wanted, {"weight": "a", "shape": [2, 3]})
+
+
+def test_memory_is_that_of_the_machine() -> None:
+    assert memory_bytes() > torch.zeros(1 << 20).nbytes
