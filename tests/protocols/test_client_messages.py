@@ -151,7 +151,7 @@ def stripped(message: Tensor, known: Sequence[Seed], label: str, skipped: int) -
 @pytest.mark.parametrize("secret", [0, 12345])
 def test_every_input_has_a_mask_of_its_own_that_its_receiver_lacks(protocol: str, secret: int) -> None:
     """The same values eight times in each of two sessions: whatever a party subtracts, uniform numbers are left, and
-    nothing is left twice."""
+    none comes twice."""
     values = torch.full((N,), secret, dtype=torch.int64)
     left: dict[int, list[list[Tensor]]] = {party: [] for party in HEARERS[protocol]}
     labels = [label for label in STRETCHES for _ in range(2)]
@@ -164,7 +164,7 @@ def test_every_input_has_a_mask_of_its_own_that_its_receiver_lacks(protocol: str
                 left[party].append(stripped(message, keys[party], label, N * labels[:number].count(label)))
     for rests in left.values():
         assert all(chi_square(rest.numpy().tobytes()) < CHI_SQUARE_255 for each in rests for rest in each)
-        least = [each[-1] for each in rests]  # less all masks that the party knows
-        assert_unrelated(itertools.combinations([rest.numpy().tobytes() for rest in least], 2))
-        elements = torch.cat(least)
-        assert elements.unique().numel() == elements.numel(), "an element of a mask served twice, at another place"
+        for alike in zip(*rests, strict=True):  # less the same masks
+            assert_unrelated(itertools.combinations([rest.numpy().tobytes() for rest in alike], 2))
+            elements = torch.cat(alike)
+            assert elements.unique().numel() == elements.numel(), "an element of a mask served twice, at another place"
