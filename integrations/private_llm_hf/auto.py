@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +33,7 @@ from private_llm_hf.layout import Layout, describe
 from private_llm_hf.model import private_class
 from private_llm_hf.network import Network
 from private_llm_hf.plan import make_plan
-from private_llm_hf.share_files import ShareWriter
+from private_llm_hf.share_files import ShareWriter, refuse_taken
 from private_llm_hf.weights import Sink, WeightList, stream_checkpoint, stream_loaded
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -194,12 +195,14 @@ def share_checkpoint(
     private_config: PrivateConfig | None = None,
     auto: type[_AutoPrivate] = AutoPrivateModelForCausalLM,
     progress: Callable[[str, int, int], None] | None = None,
+    overwrite: bool = False,
     **hf_kwargs: object,
 ) -> list[Path]:
     """Split a checkpoint into one share file per party, reading and writing tensor by tensor.
 
     Also writes `folder`/client with configuration and tokenizer: all a user needs. `progress` is told each weight's
-    name, how many are done and how many there are. Returns the parties' files, in order.
+    name, how many are done and how many there are. Returns the parties' files, in order; only their owner may open
+    them. Raises ShareFileError for a folder that holds a sharing already, unless `overwrite`; a failure leaves none.
     """
     private_config = _checked(private_config)
     if private_config.weights == "public":
@@ -211,7 +214,13 @@ def share_checkpoint(
     make_plan(layout.model, private_config)
     wanted = layout.shared
     target = Path(folder)
-    with ShareWriter(target, private_config, describe(model_class, config), wanted) as writer:
+    client = target / "client"
+    if not overwrite:
+        refuse_taken(client)
+    with (
+        _made_or_removed(client),
+        ShareWriter(target, private_config, describe(model_class, config), wanted, overwrite) as writer,
+    ):
         done = itertools.count(1)
 
         def sink(name: str, tensor: Tensor) -> None:
@@ -220,8 +229,20 @@ def share_checkpoint(
                 progress(name, next(done), len(wanted.shapes))
 
         stream_checkpoint(model_class, source, config, layout.source, layout.folding(sink), **hf_kwargs)
-    _client_folder(source, target / "client", config, model_class, dict(hf_kwargs))
+        _client_folder(source, client, config, model_class, dict(hf_kwargs))
     return writer.paths
+
+
+@contextlib.contextmanager
+def _made_or_removed(folder: Path) -> Iterator[None]:
+    """A folder that is made inside does not stay behind an error; one that was there stays as it is."""
+    there = folder.exists()
+    try:
+        yield
+    except BaseException:
+        if not there:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _client_folder(
