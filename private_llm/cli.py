@@ -225,11 +225,12 @@ def share(
     ring: RingOption = 64,
     as_json: Json = False,
     frac_bits: FracOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a sharing that is in the folder already.")] = False,
 ) -> None:
     """As the model owner: split a checkpoint into one share file per party, tensor by tensor."""
     from private_llm.commands.parties import share as run
 
-    run(checkpoint, out, _config(protocol, ring, **_bits(frac_bits)), task, as_json)
+    run(checkpoint, out, _config(protocol, ring, **_bits(frac_bits)), task, as_json, force)
 
 
 @app.command()

@@ -31,18 +31,25 @@ TRIO = Threat(
     kind="protocol",
     corrupt="any one of the three parties, semi-honest (it follows the protocol and keeps everything it sees)",
     learns=(
-        ("party 0", "shapes, the public shortcuts below; of values it receives only keys of point functions"),
-        ("party 1 or party 2", "shapes, the public shortcuts below; uniformly random ring elements and bits"),
+        (
+            "party 0",
+            "shapes, the public shortcuts below; of values it receives only seeds of masks and keys of point functions",
+        ),
+        (
+            "party 1 or party 2",
+            "shapes, the public shortcuts below; uniformly random ring elements and bits, and keys of point functions",
+        ),
         ("two parties together", "everything: weights, prompt and output"),
         ("a party that deviates", "may change results unnoticed; privacy and correctness are then not promised"),
-        ("the client", "what it asked for: logits, or only tokens or classes"),
+        ("the client", "what it asked for: logits or hidden states, or only tokens or classes"),
         ("a wiretapper", "frame sizes and times if links are TLS; on unencrypted links possibly everything"),
     ),
     source=(
         "Three-party masked sharing and its product: the Trio protocol of PIGEON (Harth-Kitzerow, Wang, Carle). "
         "Comparison by three-bit blocks and the two-round truncation are variants written here; the argument that "
         "each message is masked by a stream that its receiver lacks is in the headers of "
-        "private_llm/protocols/trio/, and a test checks the uniformity of received messages. No outside review yet."
+        "private_llm/protocols/trio/; tests check that what a party receives, from the client too, is uniform, that "
+        "no mask comes twice and that no party holds two keys of a pair. No outside review yet."
     ),
     setting="protocol='trio' (default)",
 )
@@ -81,13 +88,16 @@ DEALER = Threat(
     learns=(
         (
             "the dealer",
-            "shapes and the public shortcuts below; masks, which it knows by design; nothing that depends on weights, "
-            "prompt or output ever reaches it (token lookups use one-hot rows, not the keys that trio's party 0 gets)",
+            "masks, which it knows by design, and shapes and the public shortcuts below; no weight, token, activation "
+            "or logit reaches it, not even masked or as a key (token lookups use one-hot rows, not the keys that "
+            "trio's party 0 gets). The shortcuts are facts about the prompt and the output, too: lengths, which beams "
+            "survive, how far a cache is cut back, when generation stops. Of calls that were preprocessed it hears "
+            "nothing but their plan",
         ),
         ("party 1 or party 2", "shapes, the public shortcuts below; uniformly random ring elements and bits"),
         ("the two parties together, or the dealer with one of them", "everything: weights, prompt and output"),
         ("an endpoint that deviates", "may change results unnoticed; privacy and correctness are then not promised"),
-        ("the client", "what it asked for: logits, or only tokens or classes"),
+        ("the client", "as in trio"),
         ("a wiretapper", "frame sizes and times if links are TLS; on unencrypted links possibly everything"),
     ),
     source=(
@@ -213,7 +223,7 @@ CASCADE = Threat(
 TRUNCATION = Threat(
     name="truncation by one unit",
     kind="shortcut",
-    corrupt="as trio",
+    corrupt="as the protocol",
     learns=(
         ("nobody", "nothing more"),
         (
@@ -226,7 +236,7 @@ TRUNCATION = Threat(
     source=(
         "Li et al. (USENIX Security 2023) showed that truncation whose rounding bit is correlated with a party's view "
         "does not realise exact probabilistic truncation. Here the rounding bit is a function of the value and of "
-        "party 0's mask R alone; it is stated as part of the functionality. Derivation: header of "
+        "the helping party's mask R alone; it is stated as part of the functionality. Derivation: header of "
         "private_llm/protocols/trio/arithmetic.py."
     ),
     setting="truncation='unit' (default); truncation='exact' corrects the unit by one more comparison",
@@ -235,7 +245,7 @@ TRUNCATION = Threat(
 COARSE = Threat(
     name="coarse comparisons",
     kind="shortcut",
-    corrupt="as trio",
+    corrupt="as the protocol",
     learns=(
         ("nobody", "nothing more: the messages are those of a shorter adder"),
         (
@@ -258,15 +268,20 @@ COARSE = Threat(
 LOOKUP = Threat(
     name="token lookup by point functions",
     kind="shortcut",
-    corrupt="as trio; security of a single key rests on AES being a good pseudorandom generator",
+    corrupt="as the protocol; security of a single key rests on AES being a good pseudorandom generator",
     learns=(
-        ("each party", "two keys a token, each pseudorandom alone; only two parties together hold a matching pair"),
+        (
+            "each party",
+            "two keys a token (quad: four), each of another pair and pseudorandom alone; only two parties together "
+            "hold a matching pair",
+        ),
     ),
     source=(
         "distributed point functions of Boyle, Gilboa, Ishai (CCS 2016), figure 1; their combination with the three "
-        "replicated components of a table is argued in TrioArithmetic.lookup"
+        "replicated components of a table is argued in TrioArithmetic.lookup; a test expands all that one party "
+        "gets, and finds no token"
     ),
-    setting="always on for token ids under trio; dealer and preprocessed calls share one-hot rows instead",
+    setting="always on for token ids under trio and quad; dealer and preprocessed calls share one-hot rows instead",
 )
 
 SHAPES = Threat(
@@ -276,7 +291,10 @@ SHAPES = Threat(
     learns=(
         ("every party, and whoever sees the traffic", "the architecture and its configuration (of a plain network: "
          "its layers, their sizes and names), batch size, size of images, prompt length, attention mask and "
-         "positions, which beams survive (indices only)"),
+         "positions"),
+        ("every party (the dealer too)", "what is done with a cache between two calls: which rows go on, that is which "
+         "beams survive (indices only), and how far it is cut back. With beams and with drafts these depend on the "
+         "prompt and the text"),
     ),
     source=(
         "order, size and rounds of all messages are functions of these public facts alone; a test runs two different "
@@ -296,6 +314,37 @@ STOP_TIME = Threat(
     source="generate() runs at the client, one call per token; to hide the length, ask for a fixed number of tokens "
     "(min_new_tokens = max_new_tokens) and cut the text at the client",
     setting="always on; avoidable as described",
+)  # fmt: skip
+
+DRAFTS = Threat(
+    name="speculative decoding",
+    kind="shortcut",
+    corrupt="as the protocol",
+    learns=(
+        ("every party (the dealer too), and whoever sees the traffic", "how many tokens were drafted in each step, and "
+         "how many of them were accepted, because the cache is cut back to them: how well the draft model, or a "
+         "look-up in the prompt, foresees the private text. The number of drafts tells more where it is not fixed: "
+         "with prompt_lookup_num_tokens it says whether the last words occurred before"),
+    ),
+    source="the draft model runs at the client; the parties only run its proposals through the private model. To hide "
+    "the counts, generate without drafts",
+    setting="generate(assistant_model=...) or generate(prompt_lookup_num_tokens=...), under every protocol",
+)  # fmt: skip
+
+SHARE_FILES = Threat(
+    name="share files",
+    kind="shortcut",
+    corrupt="as the protocol",
+    learns=(
+        ("who reads one party's file", "what that party knows: the model's configuration, names and shapes of its "
+         "weights, seeds of masks, uniformly random ring elements. The file is as secret as the party: it is not "
+         "encrypted, only its owner's account may open it, and it stays valid as long as its sharing is used"),
+        ("who reads the files of two parties", "all weights"),
+    ),
+    source="each file is made anew, follows no link and replaces none; `private-llm share --force` deals new masks for "
+    "all parties, which makes older files useless together with the new ones. "
+    "integrations/private_llm_hf/share_files.py",
+    setting="private-llm share",
 )  # fmt: skip
 
 REVEAL_LOGITS = Threat(
@@ -336,7 +385,7 @@ PUBLIC_WEIGHTS = Threat(
 ONE_MACHINE = Threat(
     name="all parties on one machine",
     kind="shortcut",
-    corrupt="nobody: who owns the machine owns all three shares",
+    corrupt="nobody: who owns the machine owns all shares",
     learns=(("the machine's owner", "everything"),),
     source="for trying out, tests and measurements; real use needs one host per party, run by those who do not collude",
     setting="party_mode='threads' or 'processes'; party_mode='remote' is the real thing",
@@ -419,9 +468,11 @@ ENTRIES: tuple[Threat, ...] = (
     LOOKUP,
     SHAPES,
     STOP_TIME,
+    DRAFTS,
     REVEAL_LOGITS,
     REVEAL_TOKEN,
     PUBLIC_WEIGHTS,
+    SHARE_FILES,
     SPLIT,
     LANES,
     ONE_MACHINE,

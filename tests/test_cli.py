@@ -193,6 +193,13 @@ def test_diff_says_what_a_ring_cannot_hold(run: Run, checkpoint: Path) -> None:
     assert "32" in str(last["stopped"])
 
 
+def test_share_overwrites_when_told_to(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    command = ("share", str(checkpoint), "--out", str(tmp_path / "shares"))
+    (first,) = rows(run, *command)
+    assert "--force" in run(*command, code=2)
+    assert rows(run, *command, "--force") == [first]
+
+
 def test_share_party_generate(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     """The three hosts' commands, on loopback with mutual TLS."""
     (shared,) = rows(run, "share", str(checkpoint), "--out", str(tmp_path / "shares"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,7 +37,7 @@ from private_llm_hf.layout import Layout, describe
 from private_llm_hf.model import private_class
 from private_llm_hf.network import Network
 from private_llm_hf.plan import make_plan
-from private_llm_hf.share_files import ShareWriter
+from private_llm_hf.share_files import ShareWriter, refuse_taken
 from private_llm_hf.weights import Sink, WeightList, load_plain, stream_checkpoint, stream_loaded
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -244,13 +245,15 @@ def share_checkpoint(
     auto: type[_AutoPrivate] = AutoPrivateModelForCausalLM,
     progress: Callable[[str, int, int], None] | None = None,
     ranges: Ranges | None = None,
+    overwrite: bool = False,
     **hf_kwargs: Any,  # noqa: ANN401 - as transformers
 ) -> list[Path]:
     """Split a checkpoint into one share file per party, reading and writing tensor by tensor.
 
     Also writes `folder`/client with configuration and tokenizer: all a user needs. `progress` is told each weight's
-    name, how many are done and how many there are. ranges: as for `from_pretrained`, stored with the
-    shares. Returns the parties' files, in order.
+    name, how many are done and how many there are. ranges: as for `from_pretrained`, stored with the shares. Returns
+    the parties' files, in order; only their owner may open them. Raises ShareFileError for a folder that holds a
+    sharing already, unless `overwrite`; a failure leaves none.
     """
     private_config = _checked(private_config)
     if private_config.weights == "public":
@@ -262,9 +265,16 @@ def share_checkpoint(
     make_plan(layout.model, private_config)
     wanted = layout.shared
     target = Path(folder)
+    client = target / "client"
+    if not overwrite:
+        refuse_taken(client)
     if ranges is None:
         ranges = checkpoint_ranges(model_class, source, config, private_config, **hf_kwargs)
-    with ShareWriter(target, private_config, describe(model_class, config, ranges), wanted) as writer:
+    description = describe(model_class, config, ranges)
+    with (
+        _made_or_removed(client),
+        ShareWriter(target, private_config, description, wanted, overwrite) as writer,
+    ):
         done = itertools.count(1)
 
         def sink(name: str, tensor: Tensor) -> None:
@@ -273,8 +283,20 @@ def share_checkpoint(
                 progress(name, next(done), len(wanted.shapes))
 
         stream_checkpoint(model_class, source, config, layout.source, layout.folding(sink), **hf_kwargs)
-    _client_folder(source, target / "client", config, model_class, dict(hf_kwargs))
+        _client_folder(source, client, config, model_class, dict(hf_kwargs))
     return writer.paths
+
+
+@contextlib.contextmanager
+def _made_or_removed(folder: Path) -> Iterator[None]:
+    """A folder that is made inside does not stay behind an error; one that was there stays as it is."""
+    there = folder.exists()
+    try:
+        yield
+    except BaseException:
+        if not there:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _client_folder(

@@ -7,10 +7,14 @@ refused; a digest of the data catches damage.
 
 The header of a safetensors file comes first, so sizes are laid out from the model's shapes before any tensor is
 seen, and the digest is filled in at the end, into space kept for it.
+
+Files are written under other names, as new files that follow no link, and take their own when all of them are whole: a
+sharing is there for all parties or for none, and one that was there before is not touched unless that is asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -50,14 +54,27 @@ def share_path(folder: Path, party: int) -> Path:
 class ShareWriter:
     """Writes the files of all parties; use as a context manager and pass it each weight once, in any order."""
 
-    def __init__(self, folder: Path, config: PrivateConfig, description: Message, wanted: WeightList) -> None:
+    def __init__(
+        self, folder: Path, config: PrivateConfig, description: Message, wanted: WeightList, overwrite: bool = False
+    ) -> None:
+        """overwrite: replace another sharing's files. Raises ShareFileError if there are some and it is not set."""
         folder.mkdir(parents=True, exist_ok=True)
         self._config, self._ring = config, Ring(config.ring)
         self._dealer, self._ranges = Dealer(config), Ranges(description["ranges"])
         self._missing = set(wanted.shapes)
         self.paths = [share_path(folder, party) for party in range(config.parties)]
-        dealing = secrets.token_hex(16)
-        self._files = []
+        self._overwrite = overwrite
+        if not overwrite:
+            refuse_taken(*sorted(folder.glob("party*.safetensors")))  # a link to nowhere, too
+        self._files: list[_Out] = []
+        try:
+            self._begin(description, wanted)
+        except BaseException:
+            self._discard()
+            raise
+
+    def _begin(self, description: Message, wanted: WeightList) -> None:
+        config, dealing = self._config, secrets.token_hex(16)
         for party, path in enumerate(self.paths):
             metadata = {
                 "format": FORMAT,
@@ -69,7 +86,9 @@ class ShareWriter:
                 "keys": json.dumps([seed.raw().hex() for seed in self._dealer.keys(party)]),
             }
             holds_data = sends_parts(config, party)
-            self._files.append(_Out(path, metadata, wanted.shapes if holds_data else {}, self._ring))
+            if self._overwrite:
+                partial_path(path).unlink(missing_ok=True)
+            self._files.append(_Out(partial_path(path), metadata, wanted.shapes if holds_data else {}, self._ring))
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         """Share one weight. Raises DomainError with its name if the ring cannot hold it."""
@@ -85,22 +104,75 @@ class ShareWriter:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        complete = kind is None and not self._missing
+        try:
+            if kind is None and self._missing:
+                missing = ", ".join(sorted(self._missing)[:20])
+                raise ShareFileError(f"not every weight was shared; missing: {missing}")
+            if kind is None:
+                for out in self._files:
+                    out.finish()
+                self._publish()
+        finally:
+            self._discard()
+
+    def _publish(self) -> None:
+        """Give all files their names, or none."""
+        named: list[Path] = []
+        try:
+            for path in self.paths:
+                if not self._overwrite:
+                    os.close(_create(path))  # now the name is ours to replace, and nobody else's file
+                    named.append(path)
+            for path in self.paths:
+                partial_path(path).replace(path)
+        except BaseException:
+            for path in named:
+                path.unlink(missing_ok=True)
+            raise
+
+    def _discard(self) -> None:
+        """Close all files, and delete what has not taken its name."""
         for out in self._files:
-            out.finish(complete)
-        if kind is None and not complete:
-            raise ShareFileError(f"not every weight was shared; missing: {', '.join(sorted(self._missing)[:20])}")
+            out.discard()
+
+
+def partial_path(path: Path) -> Path:
+    """Where a share file is written before it is whole."""
+    return path.with_suffix(".partial")
+
+
+def refuse_taken(*paths: Path) -> None:
+    """Raises ShareFileError if one of them is there, even if it is a link to nowhere."""
+    for path in paths:
+        if os.path.lexists(path):
+            raise _taken(path)
+
+
+def _taken(path: Path) -> ShareFileError:
+    return ShareFileError(
+        f"{path} exists already: a sharing, or what one that was cut off has left, and no sharing is overwritten by "
+        "itself; choose an empty folder, or say overwrite=True (`private-llm share --force`)"
+    )
+
+
+def _create(path: Path) -> int:
+    """A new file that only its owner may open. Raises ShareFileError for a name that is taken, be it by a link."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except FileExistsError:
+        raise _taken(path) from None
+    except OSError as error:
+        raise ShareFileError(f"{path} cannot be written: {error.strerror}; choose another folder") from None
 
 
 class _Out:
-    """One safetensors file, written where its header says, renamed when it is whole."""
+    """One safetensors file, written where its header says."""
 
     def __init__(self, path: Path, metadata: dict[str, str], shapes: dict[str, tuple[int, ...]], ring: Ring) -> None:
-        self.path, self._partial = path, path.with_suffix(".partial")
+        self._path, self._metadata = path, metadata
         header: dict[str, Any] = {"__metadata__": {**metadata, "digest": _BLANK}}
         self._next: dict[str, int] = {}
         self._hashes: dict[str, hashlib.blake2b] = {}
-        self._metadata = metadata
         end = 0
         for name, shape in shapes.items():
             start = end
@@ -116,10 +188,13 @@ class _Out:
         raw += b" " * (-len(raw) % 8)
         self._blank_at = 8 + raw.index(f'"digest": "{_BLANK}"'.encode()) + len('"digest": "')
         self._data_at = 8 + len(raw)
-        descriptor = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        self._file = os.fdopen(descriptor, "r+b")
-        self._file.write(len(raw).to_bytes(8, "little") + raw)
-        self._file.truncate(self._data_at + end)
+        self._file = os.fdopen(_create(path), "r+b")
+        try:
+            self._file.write(len(raw).to_bytes(8, "little") + raw)
+            self._file.truncate(self._data_at + end)
+        except BaseException:
+            self.discard()
+            raise
 
     def append(self, name: str, part: Tensor) -> None:
         """Put the next elements of one tensor at their place."""
@@ -129,17 +204,18 @@ class _Out:
         self._file.write(raw)
         self._next[name] += raw.nbytes
 
-    def finish(self, complete: bool) -> None:
-        """Fill in the digest and take the final name, or remove the partial file."""
-        if complete:
-            self._file.seek(self._blank_at)
-            parts = {name: made.digest() for name, made in self._hashes.items()}
-            self._file.write(_digest(self._metadata, parts).encode())
+    def finish(self) -> None:
+        """Fill in the digest."""
+        self._file.seek(self._blank_at)
+        parts = {name: made.digest() for name, made in self._hashes.items()}
+        self._file.write(_digest(self._metadata, parts).encode())
         self._file.close()
-        if complete:
-            self._partial.replace(self.path)
-        else:
-            self._partial.unlink()
+
+    def discard(self) -> None:
+        """Delete the file if it has not taken another name."""
+        with contextlib.suppress(OSError):  # what could not be written (a full disk) is not missed
+            self._file.close()
+        self._path.unlink(missing_ok=True)
 
 
 def _extents(path: Path) -> dict[str, tuple[int, int]]:

@@ -45,7 +45,7 @@ def key_bits(x: Fixed) -> BitShare:
     """[x < 0] for ReLU, with the key bits of the configuration (`relu_bits`, `relu_low`).
 
     Needs -2^(relu_bits-1) + 2^relu_low <= x * 2^frac < 2^(relu_bits-1), exact except up to 2^(relu_low - frac) above 0.
-    A debug session (`debug_ranges`) names the module that leaves this range. 0.38 bytes an element less for each bit.
+    A debug session (`debug_ranges`) names the module that leaves this range. About 0.65 bytes an element less a bit.
     """
     config = x.session.config
     if config.relu_bits is None:

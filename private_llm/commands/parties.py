@@ -21,8 +21,8 @@ TASKS = ("causal-lm", "seq2seq", "classification", "features", "image")
 """What a shared checkpoint will be used for: which of transformers' auto classes loads it."""
 
 
-def share(source: str, out: Path, config: PrivateConfig, task: str, as_json: bool) -> None:
-    """Write one share file per party."""
+def share(source: str, out: Path, config: PrivateConfig, task: str, as_json: bool, force: bool = False) -> None:
+    """Write one share file per party. force: over those of another sharing."""
     import private_llm_hf as hf
     from private_llm_hf.auto import share_checkpoint
 
@@ -44,8 +44,9 @@ def share(source: str, out: Path, config: PrivateConfig, task: str, as_json: boo
         with progress_bar(None, as_json) as step:
             step("sharing", 0)
             paths = share_checkpoint(
-                source, out, config, auto=autos[task], progress=lambda name, done, total: step(f"{done}/{total} {name}")
-            )
+                source, out, config, auto=autos[task], overwrite=force,
+                progress=lambda name, done, total: step(f"{done}/{total} {name}"),
+            )  # fmt: skip
     except PrivateLLMError:
         raise
     except (OSError, ValueError) as error:

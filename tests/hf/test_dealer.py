@@ -13,6 +13,7 @@ from private_llm_hf.share_files import ShareFile, share_path
 
 from private_llm.errors import ConfigError, PartyFailed, ShareFileError, TransportError
 from private_llm.net.local import LocalHub
+from private_llm.net.transport import Transport
 from tests.hf import tiny
 from tests.hf.compare import BATCH, GREEDY
 from tests.hf.test_remote import free_ports, running
@@ -35,6 +36,30 @@ def test_remote_hosts_with_share_files(tmp_path: Path) -> None:
     with pytest.raises(ShareFileError, match="belongs to party 1; this is the dealer"):
         ShareFile.open(share_path(tmp_path / "shares", 1), config, 0)
     assert (tmp_path / "shares" / "party0.safetensors").stat().st_size < 10_000, "the dealer holds seeds, no weights"
+
+
+def test_the_dealer_hears_how_many_drafted_tokens_were_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As threat.py says: same prompt, same text, and its requests still tell a good draft model from a bad one."""
+    from private_llm_hf import client
+
+    heard: list[dict[str, object]] = []
+    send = client.send_message
+
+    def listening(transport: Transport, party: int, message: dict[str, object]) -> None:
+        if party == 0:
+            heard.append(message)
+        send(transport, party, message)
+
+    monkeypatch.setattr(client, "send_message", listening)
+    model = tiny.build("opt")
+    ids, rejected, texts = torch.tensor([[5, 6, 7, 8]]), [], []
+    with patch(model, DEALER) as private:
+        for draft in (model, tiny.build("opt", seed=5)):
+            heard.clear()
+            texts.append(private.generate(ids, assistant_model=draft, max_new_tokens=6, do_sample=False))
+            rejected.append(sum(int(str(each["count"])) for each in heard if each.get("how") == "crop"))
+    assert torch.equal(*texts)
+    assert rejected[0] == 0 != rejected[1]
 
 
 # -- what users read ------------------------------------------------------------------------------------------

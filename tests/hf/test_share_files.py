@@ -112,6 +112,120 @@ def test_a_bad_weight_leaves_no_files(tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_sharing_is_not_overwritten_by_itself(checkpoint: Path, tmp_path: Path) -> None:
+    share_checkpoint(str(checkpoint), tmp_path, TRIO)
+    before = snapshot(tmp_path)
+    with pytest.raises(ShareFileError, match=r"client exists already: .*private-llm share --force"):
+        share_checkpoint(str(checkpoint), tmp_path, TRIO)
+    (tmp_path / "client").rename(tmp_path / "handed over")
+    with pytest.raises(ShareFileError, match=r"party0\.safetensors exists already"):
+        share_checkpoint(str(checkpoint), tmp_path, TRIO)
+    (tmp_path / "handed over").rename(tmp_path / "client")
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("left", [*PARTY_FILES, 3])
+def test_one_file_of_a_sharing_is_enough_to_refuse(checkpoint: Path, tmp_path: Path, left: int) -> None:
+    """Before a weight is read; also the file of a fourth party."""
+    share_path(tmp_path, left).write_text("another sharing's")
+    seen: list[str] = []
+    with pytest.raises(ShareFileError, match=f"party{left}.safetensors exists already"):
+        share_checkpoint(str(checkpoint), tmp_path, TRIO, progress=lambda name, *_: seen.append(name))
+    assert not seen
+    assert snapshot(tmp_path) == {f"party{left}.safetensors": b"another sharing's"}
+
+
+def test_a_sharing_is_replaced_on_request(checkpoint: Path, tmp_path: Path) -> None:
+    share_checkpoint(str(checkpoint), tmp_path, TRIO)
+    first = ShareFile.open(share_path(tmp_path, 0), TRIO, 0).dealing
+    share_path(tmp_path, 1).chmod(0o644)
+    share_checkpoint(str(checkpoint), tmp_path, TRIO, overwrite=True)
+    dealings = {ShareFile.open(share_path(tmp_path, p), TRIO, p).dealing for p in PARTY_FILES}
+    assert len(dealings) == 1
+    assert first not in dealings
+    assert stat.S_IMODE(share_path(tmp_path, 1).stat().st_mode) == 0o600
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("ending", ["partial", "safetensors"])
+def test_no_share_is_written_through_a_link(checkpoint: Path, tmp_path: Path, ending: str) -> None:
+    """Somebody who may write to the folder put a link where a file will be made."""
+    victim, out = tmp_path / "victim", tmp_path / "out"
+    out.mkdir()
+    victim.write_text("precious")
+    link = out / f"party1.{ending}"
+    link.symlink_to(victim)
+    with pytest.raises(ShareFileError, match=f"party1.{ending} exists already"):
+        share_checkpoint(str(checkpoint), out, TRIO)
+    assert list(out.iterdir()) == [link]
+    share_checkpoint(str(checkpoint), out, TRIO, overwrite=True)
+    assert victim.read_text() == "precious"
+    assert not share_path(out, 1).is_symlink()
+
+
+def test_a_link_to_nowhere_is_no_free_name(checkpoint: Path, tmp_path: Path) -> None:
+    share_path(tmp_path, 2).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ShareFileError, match=r"party2\.safetensors exists already"):
+        share_checkpoint(str(checkpoint), tmp_path, TRIO)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_file_that_anyone_may_read_is_not_filled(checkpoint: Path, tmp_path: Path) -> None:
+    """A file that was cut off, or was put there to be read later: its rights would stay as they are."""
+    waiting = tmp_path / "party2.partial"
+    waiting.touch(0o666)
+    with pytest.raises(ShareFileError, match=r"party2\.partial exists already: .*cut off"):
+        share_checkpoint(str(checkpoint), tmp_path, TRIO)
+    with waiting.open("rb") as reader:
+        share_checkpoint(str(checkpoint), tmp_path, TRIO, overwrite=True)
+        assert reader.read() == b""
+    assert all(stat.S_IMODE(share_path(tmp_path, p).stat().st_mode) == 0o600 for p in PARTY_FILES)
+
+
+def test_a_name_taken_meanwhile_leaves_no_sharing(checkpoint: Path, tmp_path: Path) -> None:
+    """All files take their names, or none."""
+
+    def meanwhile(name: str, done: int, total: int) -> None:
+        if done == total:
+            share_path(tmp_path, 2).write_text("another's")
+
+    with pytest.raises(ShareFileError, match=r"party2\.safetensors exists already"):
+        share_checkpoint(str(checkpoint), tmp_path, TRIO, progress=meanwhile)
+    assert snapshot(tmp_path) == {"party2.safetensors": b"another's"}
+
+
+@pytest.mark.parametrize("error", [OSError("no tokenizer today"), KeyboardInterrupt()])
+def test_a_failure_leaves_nothing(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def failing(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("private_llm_hf.auto._generation_config", failing)  # behind the last weight
+    with pytest.raises(type(error)):
+        share_checkpoint(str(checkpoint), tmp_path, TRIO)
+    assert snapshot(tmp_path) == {}
+    monkeypatch.undo()
+    assert share_checkpoint(str(checkpoint), tmp_path, TRIO), "and the next try finds the folder free"
+
+
+def test_an_old_sharing_survives_a_failed_new_one(tmp_path: Path) -> None:
+    model = tiny.build("llama")
+    model.save_pretrained(tmp_path / "checkpoint")
+    share_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "out", TRIO)
+    before = snapshot(tmp_path / "out")
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "checkpoint")
+    with pytest.raises(DomainError, match=r"weight 'lm_head.weight'"):
+        share_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "out", TRIO, overwrite=True)
+    assert snapshot(tmp_path / "out") == before
+
+
 def test_large_tensors_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("private_llm.protocols.dealing.PIECE", 256)
     tiny.build("opt").save_pretrained(tmp_path / "checkpoint")

@@ -1,8 +1,10 @@
-"""What each party receives is uniform whatever the secrets are, and nothing is sent twice."""
+"""What each party receives, from other parties and from the client, is uniform whatever the secrets are, and no mask
+serves twice. (Keys of point functions: test_client_messages.py.)"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -22,15 +24,15 @@ from tests.session import run_session
 N = 4096
 CHI_SQUARE_255 = 378.0
 """Bound of a chi-square statistic with 255 degrees of freedom at p = 1e-9."""
-SETUP = ("hello", "group key", "group digest", "verify")
+SETUP = ("hello", "input key", "group key", "group digest", "index", "verify")
 """Messages that carry keys, digests and verdicts, not values."""
 HEARERS = {"trio": (1, 2), "quad": (0, 1, 2)}
-"""Who receives anything while it computes: Trio's party 0 and Quad's party 3 only send."""
+"""Who receives values, from other parties or from the client: Trio's party 0 and Quad's party 3 only send."""
 every = pytest.mark.parametrize("protocol", list(HEARERS))
 
 
 class Tap:
-    """One recorder per party; `received` is what other parties sent it after the agreement on keys."""
+    """One recorder per party; `received` is what the other endpoints sent it after the agreement on keys."""
 
     def __init__(self) -> None:
         self.recorders: dict[int, RecordingTransport] = {}
@@ -42,15 +44,16 @@ class Tap:
     @property
     def received(self) -> dict[int, list[bytes]]:
         """Payloads by receiving party, in order."""
-        return {
-            party: [
-                message.payload.numpy().tobytes()
-                for message in recorder.messages
-                if message.direction == "received" and message.peer != CLIENT and message.tag not in SETUP
-                if message.payload is not None
-            ]
-            for party, recorder in self.recorders.items()
-        }
+        return {party: [*self._of(party, lambda peer, tag: tag not in SETUP)] for party in self.recorders}
+
+    def from_client(self, party: int, tag: str) -> list[bytes]:
+        """Payloads that the client sent to a party under one tag, in order."""
+        return [*self._of(party, lambda peer, got: peer == CLIENT and got == tag)]
+
+    def _of(self, party: int, wanted: Callable[[int, str], bool]) -> Iterator[bytes]:
+        for message in self.recorders[party].messages:
+            if message.direction == "received" and wanted(message.peer, message.tag) and message.payload is not None:
+                yield message.payload.numpy().tobytes()
 
 
 def program(p: Protocol, x: Share, y: Share) -> Share:
@@ -70,6 +73,20 @@ def chi_square(data: bytes) -> float:
     counts = np.bincount(np.frombuffer(data, dtype=np.uint8), minlength=256)
     expected = len(data) / 256
     return float(((counts - expected) ** 2 / expected).sum())
+
+
+def assert_unrelated(pairs: Iterable[tuple[bytes, bytes]]) -> None:
+    """Of each pair neither XOR nor difference says anything, as it would if one mask were in both."""
+    seen = 0
+    for one, other in pairs:
+        size = min(len(one), len(other))
+        if size < 8192:
+            continue
+        a, b = (np.frombuffer(each[:size], dtype=np.int64) for each in (one, other))
+        for related in (a ^ b, a - b, a + b):
+            assert chi_square(related.tobytes()) < CHI_SQUARE_255
+        seen += 1
+    assert seen
 
 
 @every
@@ -93,6 +110,7 @@ def test_every_party_receives_uniform_bytes(
         assert len(messages) == len(set(messages))
         assert max(chi_square(message) for message in messages if len(message) >= 8192) < CHI_SQUARE_255
         assert chi_square(b"".join(messages)) < CHI_SQUARE_255
+        assert_unrelated(itertools.combinations(messages, 2))
 
 
 GROUPS = {"trio": ((0, 1), (0, 2)), "quad": ((0, 1, 3), (0, 2, 3), (1, 2, 3))}
@@ -171,6 +189,53 @@ def test_two_runs_of_the_same_secrets_share_no_message(protocol: str) -> None:
     for party in HEARERS[protocol]:
         assert first.received[party]
         assert not set(first.received[party]) & set(second.received[party])
+        assert_unrelated(itertools.product(first.received[party], second.received[party]))
+
+
+def square(x: Share) -> Share:
+    return x.map(lambda part: part.view(64, 64))
+
+
+OPERATIONS: dict[str, Callable[[Protocol, Share, Share], object]] = {
+    "mul": lambda p, x, y: p.mul(x, y),
+    "mul and shift": lambda p, x, y: p.mul(x, y, 18),
+    "matmul": lambda p, x, y: p.matmul(square(x), square(y), 18),
+    "truncate": lambda p, x, y: p.truncate(x, 18),
+    "poly": lambda p, x, y: p.poly(x, [1, 2, 3, 4], 1),
+    "msb": lambda p, x, y: p.msb(x, [0, 1 << 18]),
+    "a2b": lambda p, x, y: p.a2b(x),
+    "relu": lambda p, x, y: p.inject(p.msb(x, [0]), y, [1], [0], 3),
+    "lookup": lambda p, x, y: p.lookup(p.receive_index(64, 64), square(x)),
+}
+
+
+@every
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_operation_that_is_repeated_has_masks_of_its_own(protocol: str, operation: str) -> None:
+    """The same operands twice: a mask that came back would leave a relation between the messages of both times."""
+
+    tap = Tap()
+    values = torch.arange(N, dtype=torch.int64) << 8
+
+    def at_party(session: Session, transport: Transport) -> None:
+        x, y = (session.protocol.receive_input((N,)) for _ in range(2))
+        for _ in range(2):
+            OPERATIONS[operation](session.protocol, x, y)
+        session.protocol.reveal_to_client(x)
+
+    def at_client(client: ClientEnd) -> None:
+        for _ in range(2):
+            client.share(values)
+        for _ in range(2 if operation == "lookup" else 0):
+            client.share_index(torch.zeros(64, dtype=torch.int64), 64)
+        client.open((N,))
+
+    run_session(PrivateConfig.from_dict({"protocol": protocol}), at_party, at_client, wrap=tap)
+    for party in HEARERS[protocol]:
+        heard = tap.received[party][2:]  # behind the two inputs
+        first, second = heard[: len(heard) // 2], heard[len(heard) // 2 :]
+        assert [len(message) for message in first] == [len(message) for message in second]
+        assert_unrelated([(b"".join(first), b"".join(second))])
 
 
 def test_shares_of_a_party_say_nothing_about_the_value() -> None:

@@ -1,14 +1,15 @@
-"""`dealer`: two computing parties (1 and 2) and a dealer (endpoint 0), who knows masks and never sees data.
+"""`dealer`: two computing parties (1 and 2) and a dealer (endpoint 0), who knows masks and gets no value of theirs.
 
 The sharing is Trio's (trio/arithmetic.py), because its party 0 is a dealer: [x] = x + a1 + a2 with a1 known to party 1,
 a2 to party 2, both to the dealer; between the two parties x is held additively, (x + a2) - a2 = x and the like.
 What the dealer sends (shares of products of masks, of mask bits, of rounding corrections) is the correlated
-randomness of a product, a comparison or a truncation. It depends on shapes alone, so the dealer may be days ahead.
+randomness of a product, a comparison or a truncation. It depends on masks and public facts alone (shapes, and which
+rows of a cache go on), so the dealer may be days ahead of calls whose public facts are known before.
 
 What differs from Trio:
-  1. The dealer receives nothing that depends on data. Trio's client hands party 0 keys of point functions for token
-     lookups; here it shares one-hot rows between the two parties: 2 `domain` elements an index from the client, then
-     a product with the table (one finish), local for a public table.
+  1. The dealer receives no share and no key of a value, only what all may know (threat.py). Trio's client hands
+     party 0 keys of point functions for token lookups; here it shares one-hot rows between the two parties: 2 `domain`
+     elements an index from the client, then a product with the table (one finish), local for a public table.
   2. `remask`: a bilinear product first gives both operands fresh masks b1, b2 (streams of dealer and party i):
      party i sends b_i - a_i for both operands and adds what it receives to its masked component. That is the opening
      of Beaver's multiplication as in CrypTen and Comet: (|x| + |y|) elements each way, 1 round, on top of the product.
