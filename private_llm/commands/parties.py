@@ -46,6 +46,9 @@ def share(source: str, out: Path, config: PrivateConfig, task: str, as_json: boo
     except PrivateLLMError:
         raise
     except (OSError, ValueError) as error:
+        named_by_it = getattr(error, "filename", None)
+        if named_by_it is not None and Path(named_by_it).absolute().is_relative_to(out.absolute()):
+            raise  # the folder for the shares is wrong, not the checkpoint
         raise ConfigError(f"checkpoint {source!r}: {str(error).splitlines()[0]}") from None
     if as_json:
         emit_json({"name": "share", "files": {str(path): path.stat().st_size for path in paths}})
