@@ -90,10 +90,17 @@ def _plan(text: str, weak: bool = False, split: int | None = None) -> dict[str, 
     if not text:
         return {}
     parts = text.split(",")
-    if len(parts) not in (3, 4) or not all(part.strip().isdigit() for part in parts):
+    if len(parts) not in (3, 4) or not all(part.strip().isdecimal() for part in parts):
         raise ConfigError(f"plan: got {text!r}; want alpha,c,m or alpha,c,m,rho, for instance 8,8,2")
     names = ("alpha", "c", "m", "rho")
     return {"plan": {**dict(zip(names, map(int, parts), strict=False)), "accept_weak_plan": weak}}
+
+
+def _folder(name: str) -> Path:
+    """Where to write. An empty name would be the working folder to pathlib."""
+    if not name.strip():
+        raise ConfigError("out: got an empty name; want a folder ('.' for this one)")
+    return Path(name)
 
 
 LanesOption = Annotated[int, typer.Option(help="Sessions side by side that share the rows of a batch.")]
@@ -246,7 +253,7 @@ def classify(
 @app.command()
 def share(
     checkpoint: Annotated[str, typer.Argument(help="Model folder or hub id.")],
-    out: Annotated[Path, typer.Option("--out", help="Folder for one share file per party.")],
+    out: Annotated[str, typer.Option("--out", help="Folder for one share file per party.")],
     task: Annotated[str, typer.Option(help="causal-lm, seq2seq, classification, features or image.")] = "causal-lm",
     protocol: ProtocolOption = ProtocolName.TRIO,
     ring: RingOption = 64,
@@ -256,7 +263,7 @@ def share(
     """As the model owner: split a checkpoint into one share file per party, tensor by tensor."""
     from private_llm.commands.parties import share as run
 
-    run(checkpoint, out, _config(protocol, ring, **_bits(frac_bits)), task, as_json)
+    run(checkpoint, _folder(out), _config(protocol, ring, **_bits(frac_bits)), task, as_json)
 
 
 @app.command()
@@ -293,6 +300,8 @@ def party(
 
     if not hosts:
         raise ConfigError("hosts: got none; want host:port of every party, in order, the same at all endpoints")
+    if sessions is not None and sessions < 1:
+        raise ConfigError(f"sessions: got {sessions}; want at least 1, or leave it out to serve until interrupted")
     endpoints = _config(protocol, ring, **_plan(plan, accept_weak_plan, split)).endpoints
     if not 0 <= index < endpoints:
         raise ConfigError(f"index: got {index}; want 0 to {endpoints - 1} for {protocol.value!r}")
@@ -309,7 +318,7 @@ def party(
 
 @app.command()
 def certs(
-    out: Annotated[Path, typer.Option("--out", help="Folder for ca.pem and one certificate per endpoint.")],
+    out: Annotated[str, typer.Option("--out", help="Folder for ca.pem and one certificate per endpoint.")],
     parties: Annotated[int | None, typer.Option(help="How many parties (default: those of --protocol).")] = None,
     days: Annotated[float, typer.Option(help="How long they are valid.")] = 365.0,
     protocol: ProtocolOption = ProtocolName.TRIO,
@@ -320,7 +329,7 @@ def certs(
     from private_llm.commands.parties import certs as run
 
     config = _config(protocol, 64, **_plan(plan, split=split))
-    run(out, config, parties, days)
+    run(_folder(out), config, parties, days)
 
 
 @app.command()

@@ -145,6 +145,15 @@ def test_bench_in_processes_sends_the_same(run: Run) -> None:
         (("generate", "any", "--prompt", "x", "--tls", "/nowhere"), "--tls and --allow-plain-loopback protect nothing"),
         (("generate", "any", "--prompt", "x", "--hosts", ""), "hosts: got none"),
         (("generate", "any", "--prompt", "x", "--hosts", "a:1,b:2,c:3", "--party-mode", "threads"), "leave it out"),
+        (("party", "--index", "0", "--hosts", "a:1,b:2,c:3", "--sessions", "0"), "sessions: got 0"),
+        (("share", "any", "--out", ""), "out: got an empty name"),
+        (("certs", "--out", " "), "out: got an empty name"),
+        (("certs", "--out", "never-written", "--days", "nan"), "days: got nan"),
+        (("certs", "--out", "never-written", "--days", "-1"), "days: got -1"),
+        (("certs", "--out", "never-written", "--parties", "0"), "parties: got 0"),
+        (("audit", "\N{SUPERSCRIPT TWO},8,2"), "want alpha,c,m"),
+        (("estimate", "opt-125m", "--gmacs", "1", "--latency", "nan"), "got 1000 Mbit/s and nan ms"),
+        (("estimate", "opt-125m", "--gmacs", "1", "--image", "3x8x8"), "'opt-125m' reads text"),
         (("demo", "--plot", "costs.txt"), "want a name that ends in .png"),
         (("demo", "--plot", "/nope/x.png"), "cannot write '/nope/x.png'"),
         (("bench", "relu", "--plot", "/nope/x.png"), "cannot write '/nope/x.png'"),
@@ -192,6 +201,19 @@ def test_a_file_that_cannot_be_written_is_named(run: Run, checkpoint: Path, tmp_
     (tmp_path / "file").write_text("")
     told = run("share", str(checkpoint), "--out", str(tmp_path / "file"), code=2)
     assert told.startswith(f"private-llm: {tmp_path / 'file'}")
+
+
+def test_long_work_is_not_silent_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from private_llm.commands import output
+
+    monkeypatch.setattr(output, "QUIET_SECONDS", 0.0)
+    with output.progress_bar(2) as step:
+        step("building", 0)
+        step("counting")
+    assert capsys.readouterr().err.splitlines() == ["building: 0 of 2", "counting: 1 of 2"]
+    with output.progress_bar(2, quiet=True) as step:
+        step("counting")
+    assert capsys.readouterr().err == ""
 
 
 def test_help_lists_the_built_in_shapes(run: Run) -> None:

@@ -11,6 +11,7 @@ from private_llm.commands.hardware import Hardware, Work
 from private_llm.commands.models import shape_of
 from private_llm.commands.output import duration, emit_json, emit_table, progress_bar, size
 from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
 
 if TYPE_CHECKING:
     from private_llm_hf.estimate import Estimate, LayerCost
@@ -26,13 +27,16 @@ def estimate(
 
     hardware = Hardware.of(bandwidth, latency, gmacs, config.plan is not None)
     model_class, model_config = shape_of(model)
+    vision = architecture(model_config).kind == "vision"
+    if image is not None and not vision:
+        raise ConfigError(f"image: {model!r} reads text; give --seq")
     with progress_bar(max(1, new_tokens), quiet=as_json) as step:
         step("building the model", 0)
         found = run(
             model_class, model_config, config, sequence, new_tokens, batch,
             lambda: step("counting forwards"), None if image is None else parse_shape(image),
         )  # fmt: skip
-    if architecture(model_config).kind == "vision":
+    if vision:
         sequence = 0
     work = Work(model, sequence, new_tokens, batch)
     if as_json:

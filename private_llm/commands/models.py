@@ -69,7 +69,7 @@ def image_model(source: str) -> Any:  # noqa: ANN401 - a transformers model
 
 
 def image_config(source: str) -> Any:  # noqa: ANN401 - a transformers configuration
-    """The configuration of an image classifier. Raises ConfigError."""
+    """The configuration of an image classifier, or of any other model. Raises ConfigError."""
     import private_llm_hf  # noqa: F401 - makes plain networks known to transformers
     from transformers import AutoConfig
 
