@@ -368,6 +368,8 @@ def estimate(
     given = [ShardingPlan(**_plan(text)["plan"]) for text in plan or []]
     if plans or len(given) > 1:
         config = _config(protocol, ring, **more, **_plan("", split=split))
+        if image is not None:
+            raise ConfigError("image: token sharding is for text; leave out --image")
         hardware = Hardware.of(bandwidth, latency, gmacs, sharded=True)
         compare_plans(Work(model, seq, new, batch), config, given, plans, as_json, hardware)
         return

@@ -17,7 +17,7 @@ from private_llm.bench.measure import measure
 from private_llm.bench.pigeon import REFERENCE_MACHINE, Job, jobs
 from private_llm.bench.record import RecordingHub
 from private_llm.bench.rows import Row, machine
-from private_llm.bench.work import parse_shape
+from private_llm.bench.work import Work, parse_shape
 from private_llm.commands.output import duration, emit_json, emit_table, progress_bar, size
 from private_llm.commands.plot_bench import check_name, plot_table, plot_timeline
 from private_llm.config import PrivateConfig
@@ -55,6 +55,9 @@ def bench(
     chosen = list(names) or list(NAMES)
     sizes = parse_shape(shape) if shape else None
     works = [make(name, sizes, count, tiny) for name in chosen]
+    shared = [work.name for work in works if isinstance(work, Work)]
+    if config.protocol == "cascade" and shared:
+        raise ConfigError(f"'cascade' has no shares, which {shared[0]!r} computes on; its own table is `bench cascade`")
     recorder = (
         None if plot is None else RecordingHub(config.parties, config.timeout_s, *(() if speed is None else (speed,)))
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,7 +110,9 @@ def _load(what: str, auto: Any, source: str, **more: Any) -> Any:  # noqa: ANN40
 
 
 def _unusable(what: str, source: str, error: Exception) -> ConfigError:
-    said = " ".join(line.strip() for line in str(error).strip().splitlines()[:2]) or type(error).__name__
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    said = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    said = re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", said)
     return ConfigError(f"{what} of {source!r}: {said} (want a model folder or a hub id)")
 
 

@@ -61,7 +61,7 @@ def test_every_family(name: str) -> None:
         ("qwen3", {"protocol": "quad"}, 2),
         ("t5", {"protocol": "dealer", "weights": "public"}, 2),
         ("opt", {"weights": "public", "protocol": "quad", "reveal": "token"}, 2),
-        ("gpt2", {"truncation": "exact", "adder": "ripple"}, 2),
+        ("gpt2", {"truncation": "exact"}, 2),
         ("gemma2", {"protocol": "plain", "insecure": True}, 2),
         ("opt", {"split": 2, "plan": ShardingPlan(3, 3, 1)}, 2),
     ],
