@@ -498,3 +498,7 @@ def _in_words(error: Exception) -> tuple[str, int]:
         return f"{error.filename}: {error.strerror or type(error).__name__}", 2
     first = next(iter(str(error).strip().splitlines()), "no message")
     return f"unforeseen {type(error).__name__}: {first}; `private-llm --traceback ...` shows where it comes from", 1
+
+
+if __name__ == "__main__":
+    main()

@@ -157,6 +157,7 @@ def test_bench_in_processes_sends_the_same(run: Run) -> None:
         (("estimate", "opt-125m", "--protocol", "cascade", "--plans", "--image", "3x8x8"), "leave out --image"),
         (("diff", "--image", "x.png"), "Unrecognized configuration class OPTConfig for this kind of AutoModel"),
         (("bench", "relu", "--tiny", "--protocol", "cascade"), "its own table is `bench cascade`"),
+        (("bench", "opt-layer", "--shape", "1x4x15x2x24"), "got hidden 15; want a multiple of 2 heads"),
         (("demo", "--plot", "costs.txt"), "want a name that ends in .png"),
         (("demo", "--plot", "/nope/x.png"), "cannot write '/nope/x.png'"),
         (("bench", "relu", "--plot", "/nope/x.png"), "cannot write '/nope/x.png'"),

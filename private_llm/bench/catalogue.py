@@ -69,4 +69,9 @@ def make(name: str, shape: Shape | None = None, count: int | None = None, tiny: 
         chosen = (*chosen[:place], count, *chosen[place + 1 :])
     if len(chosen) != len(default) and len(default) > 1:
         raise ConfigError(f"benchmark {name!r}: got {len(chosen)} sizes; want {len(default)}: {entry.dims}")
+    sizes = dict(zip(entry.dims.split(" x "), chosen, strict=False))
+    if sizes.get("hidden", 0) % sizes.get("heads", 1):
+        raise ConfigError(
+            f"benchmark {name!r}: got hidden {sizes['hidden']}; want a multiple of {sizes['heads']} heads"
+        )
     return entry.make(chosen)
