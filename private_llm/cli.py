@@ -1,7 +1,8 @@
 """The command line. Each command parses its options here and runs in `private_llm/commands/`.
 
 This is the bottom of the ladder: commands may use the HuggingFace integration, which they import when they run.
-Errors of the library are one message on stderr and exit code 2, without a traceback.
+Errors of the library, and files that cannot be read or written, are one message on stderr and exit code 2; what
+nobody foresaw is one message and exit code 1. `private-llm --traceback COMMAND` shows the traceback of any of them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,12 @@ import typer
 from private_llm.config import VERSION, PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm.sharding import ShardingPlan
+
+SHAPES = (
+    "opt-125m", "opt-1.3b", "opt-6.7b", "llama-7b", "llama-13b", "gpt2", "bert-base", "resnet-18", "resnet-50",
+    "mobilenet-v2", "convnext-tiny", "lenet5", "alexnet", "vgg16-cifar10", "vgg16-imagenet",
+)  # fmt: skip
+"""What `estimate` knows by name. Spelled out: the list itself is in a package that is slow to import."""
 
 app = typer.Typer(
     name="private-llm",
@@ -61,6 +68,8 @@ def _bits(frac_bits: int | None) -> dict[str, Any]:
 
 def _config(protocol: ProtocolName, ring: int, mode: PartyMode = PartyMode.AUTO, **more: Any) -> PrivateConfig:  # noqa: ANN401
     values: dict[str, Any] = {"protocol": protocol.value, "ring": ring, **more}
+    if "hosts" in more and mode is not PartyMode.AUTO:
+        raise ConfigError(f"party-mode: got {mode.value!r} with --hosts, where the parties run already; leave it out")
     values.setdefault("party_mode", mode.value)
     if ring == 32:
         values.setdefault("frac_bits", 12)
@@ -81,26 +90,42 @@ def _plan(text: str, weak: bool = False, split: int | None = None) -> dict[str, 
     if not text:
         return {}
     parts = text.split(",")
-    if len(parts) not in (3, 4) or not all(part.strip().isdigit() for part in parts):
+    if len(parts) not in (3, 4) or not all(part.strip().isdecimal() for part in parts):
         raise ConfigError(f"plan: got {text!r}; want alpha,c,m or alpha,c,m,rho, for instance 8,8,2")
     names = ("alpha", "c", "m", "rho")
     return {"plan": {**dict(zip(names, map(int, parts), strict=False)), "accept_weak_plan": weak}}
+
+
+def _folder(name: str) -> Path:
+    """Where to write. An empty name would be the working folder to pathlib."""
+    if not name.strip():
+        raise ConfigError("out: got an empty name; want a folder ('.' for this one)")
+    return Path(name)
 
 
 LanesOption = Annotated[int, typer.Option(help="Sessions side by side that share the rows of a batch.")]
 PermuteOption = Annotated[bool, typer.Option("--permute", help="Another party plays each role in each lane.")]
 PromptOption = Annotated[str, typer.Option("--prompt", help="Text to continue.")]
 TokensOption = Annotated[int, typer.Option("--max-new-tokens", help="How many tokens at most.")]
-HostsOption = Annotated[list[str] | None, typer.Option("--hosts", help="host:port of each party, in order; repeat.")]
+HostsOption = Annotated[
+    list[str] | None,
+    typer.Option("--hosts", help="host:port of each party, in order: joined by commas, or the option repeated."),
+]
 TlsOption = Annotated[Path | None, typer.Option("--tls", help="Folder with ca.pem and this endpoint's .pem and .key.")]
 LoopbackOption = Annotated[bool, typer.Option(help="Allow unencrypted sockets, on loopback addresses only.")]
 
 
 def _remote(hosts: list[str] | None, tls: Path | None, endpoint: str, loopback: bool) -> dict[str, Any]:
     """Settings for parties on hosts of their own."""
-    if not hosts:
+    addresses = [address.strip() for item in hosts or [] for address in item.split(",") if address.strip()]
+    if not addresses:
+        if hosts or tls is not None or loopback:
+            raise ConfigError(
+                "hosts: got none; want host:port of every party, in order. Without --hosts the parties run on this "
+                "machine, and --tls and --allow-plain-loopback protect nothing"
+            )
         return {}
-    values: dict[str, Any] = {"party_mode": "remote", "hosts": [h for item in hosts for h in item.split(",")]}
+    values: dict[str, Any] = {"party_mode": "remote", "hosts": addresses}
     if tls is not None:
         names = {"certificate": f"{endpoint}.pem", "key": f"{endpoint}.key", "ca": "ca.pem"}
         missing = [name for name in names.values() if not (tls / name).is_file()]
@@ -158,12 +183,21 @@ def generate(
     """Private generate() of any supported model."""
     from private_llm.commands.generate import generate as run
 
+    sampling = _sampling(temperature, top_p)
     more = {**_remote(hosts, tls, "client", allow_plain_loopback), **_plan(plan, accept_weak_plan, split)}
     config = _config(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **more)
-    sampling: dict[str, Any] = {"do_sample": temperature > 0}
-    if temperature > 0:
-        sampling.update(temperature=temperature, top_p=top_p)
     run(model, prompt, config, new_tokens, as_json, sampling, preprocess)
+
+
+def _sampling(temperature: float, top_p: float) -> dict[str, Any]:
+    """Settings of generate()."""
+    if not 0 <= temperature < float("inf"):
+        raise ConfigError(f"temperature: got {temperature:g}; want 0 (greedy) or a positive number")
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"top-p: got {top_p:g}; want a probability above 0, at most 1")
+    if temperature == 0 and top_p < 1:
+        raise ConfigError("top-p: greedy text has no use for it; give a --temperature above 0")
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
 
 
 @app.command()
@@ -219,7 +253,7 @@ def classify(
 @app.command()
 def share(
     checkpoint: Annotated[str, typer.Argument(help="Model folder or hub id.")],
-    out: Annotated[Path, typer.Option("--out", help="Folder for one share file per party.")],
+    out: Annotated[str, typer.Option("--out", help="Folder for one share file per party.")],
     task: Annotated[str, typer.Option(help="causal-lm, seq2seq, classification, features or image.")] = "causal-lm",
     protocol: ProtocolOption = ProtocolName.TRIO,
     ring: RingOption = 64,
@@ -230,7 +264,7 @@ def share(
     """As the model owner: split a checkpoint into one share file per party, tensor by tensor."""
     from private_llm.commands.parties import share as run
 
-    run(checkpoint, out, _config(protocol, ring, **_bits(frac_bits)), task, as_json, force)
+    run(checkpoint, _folder(out), _config(protocol, ring, **_bits(frac_bits)), task, as_json, force)
 
 
 @app.command()
@@ -267,6 +301,11 @@ def party(
 
     if not hosts:
         raise ConfigError("hosts: got none; want host:port of every party, in order, the same at all endpoints")
+    if sessions is not None and sessions < 1:
+        raise ConfigError(f"sessions: got {sessions}; want at least 1, or leave it out to serve until interrupted")
+    endpoints = _config(protocol, ring, **_plan(plan, accept_weak_plan, split)).endpoints
+    if not 0 <= index < endpoints:
+        raise ConfigError(f"index: got {index}; want 0 to {endpoints - 1} for {protocol.value!r}")
     remote = _remote(hosts, tls, f"party{index}", allow_plain_loopback)
     remote |= (
         devices(device, device_map, max_memory, offload_folder)
@@ -280,7 +319,7 @@ def party(
 
 @app.command()
 def certs(
-    out: Annotated[Path, typer.Option("--out", help="Folder for ca.pem and one certificate per endpoint.")],
+    out: Annotated[str, typer.Option("--out", help="Folder for ca.pem and one certificate per endpoint.")],
     parties: Annotated[int | None, typer.Option(help="How many parties (default: those of --protocol).")] = None,
     days: Annotated[float, typer.Option(help="How long they are valid.")] = 365.0,
     protocol: ProtocolOption = ProtocolName.TRIO,
@@ -291,12 +330,14 @@ def certs(
     from private_llm.commands.parties import certs as run
 
     config = _config(protocol, 64, **_plan(plan, split=split))
-    run(out, config, parties, days)
+    run(_folder(out), config, parties, days)
 
 
 @app.command()
 def estimate(
-    model: Annotated[str, typer.Argument(help="A built-in shape (opt-125m, llama-7b, vgg16-cifar10, ...) or a model.")],
+    model: Annotated[
+        str, typer.Argument(help=f"A config.json, model folder or hub id; or one of {', '.join(SHAPES)}.")
+    ],
     seq: Annotated[int, typer.Option("--seq", help="Tokens of the prompt.")] = 128,
     new: Annotated[int, typer.Option("--new", help="Tokens to generate; 0: one forward.")] = 0,
     batch: Annotated[int, typer.Option(help="Rows.")] = 1,
@@ -328,6 +369,8 @@ def estimate(
     given = [ShardingPlan(**_plan(text)["plan"]) for text in plan or []]
     if plans or len(given) > 1:
         config = _config(protocol, ring, **more, **_plan("", split=split))
+        if image is not None:
+            raise ConfigError("image: token sharding is for text; leave out --image")
         hardware = Hardware.of(bandwidth, latency, gmacs, sharded=True)
         compare_plans(Work(model, seq, new, batch), config, given, plans, as_json, hardware)
         return
@@ -364,7 +407,7 @@ def bench(
         ProtocolName | None, typer.Option("--protocol", help="Default: trio; for pigeon both trio and quad.")
     ] = None,
     ring: RingOption = 64,
-    n: Annotated[int | None, typer.Option("--n", help="First size of the shape (elements, tokens).")] = None,
+    n: Annotated[int | None, typer.Option("--n", help="How many elements, rows, tokens or images.")] = None,
     repeat: Annotated[int, typer.Option(help="Timed repetitions after one warm-up.")] = 5,
     shape: Annotated[str | None, typer.Option(help="Sizes joined by 'x', for instance 128x768x3072.")] = None,
     party_mode: Annotated[
@@ -430,6 +473,7 @@ def _show_version(value: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True)] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
 ) -> None:
     pass
 
@@ -439,6 +483,23 @@ def main() -> None:
     warnings.showwarning = lambda message, *_: typer.echo(f"warning: {message}", err=True)
     try:
         app()
-    except PrivateLLMError as error:
-        typer.echo(f"private-llm: {error}", err=True)
-        sys.exit(2)
+    except Exception as error:
+        if "--traceback" in sys.argv:
+            raise
+        message, code = _in_words(error)
+        typer.echo(f"private-llm: {message}", err=True)
+        sys.exit(code)
+
+
+def _in_words(error: Exception) -> tuple[str, int]:
+    """One message for people, and the exit code."""
+    if isinstance(error, PrivateLLMError):
+        return str(error), 2
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror or type(error).__name__}", 2
+    first = next(iter(str(error).strip().splitlines()), "no message")
+    return f"unforeseen {type(error).__name__}: {first}; `private-llm --traceback ...` shows where it comes from", 1
+
+
+if __name__ == "__main__":
+    main()

@@ -173,8 +173,11 @@ class PrivateConfig:
             raise ConfigError("permute: want protocol 'trio' or 'quad' (whose parties are equals) and lanes above 1")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s: got {self.timeout_s!r}; want a positive number of seconds")
+        if isinstance(self.hosts, str):
+            raise ConfigError(f"hosts: got the text {self.hosts!r}; want a list, {self.hosts.split(',')!r}")
         if self.party_mode == "remote" and len(self.hosts) != self.endpoints:
-            raise ConfigError(f"hosts: got {len(self.hosts)} addresses; want {self.endpoints} for {self.protocol!r}")
+            given = f"{len(self.hosts)} address{'' if len(self.hosts) == 1 else 'es'}"
+            raise ConfigError(f"hosts: got {given}; want {self.endpoints} for {self.protocol!r}")
         self._check_devices()
 
     def _check_devices(self) -> None:
@@ -244,7 +247,7 @@ class PrivateConfig:
             values["tls"] = TLSConfig(**values["tls"])
         if isinstance(values.get("plan"), dict):
             values["plan"] = ShardingPlan.from_dict(values["plan"])
-        if "hosts" in values:
+        if not isinstance(values.get("hosts", ""), str):
             values["hosts"] = tuple(values["hosts"])
         return cls(**values)
 

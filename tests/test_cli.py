@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -129,16 +130,105 @@ def test_bench_in_processes_sends_the_same(run: Run) -> None:
         (("estimate", "bert-base", "--seq", "4", "--new", "2"), "does not generate"),
         (("estimate", "opt-125m", "--seq", "4000"), "the model has 2048"),
         (("generate", "no-such-model", "--prompt", "x"), "tokenizer of 'no-such-model'"),
+        (("generate", "/no/such", "--prompt", "x"), "'/no/such': no such folder"),
+        (("generate", "", "--prompt", "x"), "tokenizer of '': got an empty name"),
+        (("generate", "/", "--prompt", "x"), "'/': the folder holds no config.json"),
         (("party", "--index", "0"), "hosts: got none"),
         (("party", "--index", "0", "--hosts", "a:1,b:2"), "hosts: got 2 addresses; want 3"),
         (("party", "--index", "0", "--hosts", "a:1,b:2,c:3", "--tls", "/nowhere"), "lacks party0.pem"),
+        (("party", "--index", "3", "--hosts", "a:1,b:2,c:3", "--tls", "/nowhere"), "index: got 3; want 0 to 2"),
+        (("party", "--index", "-1", "--hosts", "a:1,b:2,c:3", "--tls", "/nowhere"), "index: got -1; want 0 to 2"),
+        (("generate", "any", "--prompt", "x", "--temperature", "1", "--top-p", "2"), "top-p: got 2; want a prob"),
+        (("generate", "any", "--prompt", "x", "--temperature", "1", "--top-p", "nan"), "top-p: got nan"),
+        (("generate", "any", "--prompt", "x", "--temperature", "-1"), "temperature: got -1"),
+        (("generate", "any", "--prompt", "x", "--top-p", "0.5"), "greedy text has no use for it"),
+        (("generate", "any", "--prompt", "x", "--tls", "/nowhere"), "--tls and --allow-plain-loopback protect nothing"),
+        (("generate", "any", "--prompt", "x", "--hosts", ""), "hosts: got none"),
+        (("generate", "any", "--prompt", "x", "--hosts", "a:1,b:2,c:3", "--party-mode", "threads"), "leave it out"),
+        (("party", "--index", "0", "--hosts", "a:1,b:2,c:3", "--sessions", "0"), "sessions: got 0"),
+        (("share", "any", "--out", ""), "out: got an empty name"),
+        (("certs", "--out", " "), "out: got an empty name"),
+        (("certs", "--out", "never-written", "--days", "nan"), "days: got nan"),
+        (("certs", "--out", "never-written", "--days", "-1"), "days: got -1"),
+        (("certs", "--out", "never-written", "--parties", "0"), "parties: got 0"),
+        (("audit", "\N{SUPERSCRIPT TWO},8,2"), "want alpha,c,m"),
+        (("estimate", "opt-125m", "--gmacs", "1", "--latency", "nan"), "got 1000 Mbit/s and nan ms"),
+        (("estimate", "opt-125m", "--gmacs", "1", "--image", "3x8x8"), "'opt-125m' reads text"),
+        (("estimate", "opt-125m", "--protocol", "cascade", "--plans", "--image", "3x8x8"), "leave out --image"),
+        (("diff", "--image", "x.png"), "Unrecognized configuration class OPTConfig for this kind of AutoModel"),
+        (("bench", "relu", "--tiny", "--protocol", "cascade"), "its own table is `bench cascade`"),
+        (("bench", "opt-layer", "--shape", "1x4x15x2x24"), "got hidden 15; want a multiple of 2 heads"),
         (("demo", "--plot", "costs.txt"), "want a name that ends in .png"),
+        (("demo", "--plot", "/nope/x.png"), "cannot write '/nope/x.png'"),
+        (("bench", "relu", "--plot", "/nope/x.png"), "cannot write '/nope/x.png'"),
         (("share", "no-such-model", "--out", "never-written"), "no-such-model"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_mistakes_are_one_message(run: Run, arguments: tuple[str, ...], message: str) -> None:
     assert message in " ".join(run(*arguments, code=2).split())
+
+
+def test_a_folder_without_weights_says_what_it_may_be(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    for path in checkpoint.iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    for arguments in (("generate", str(tmp_path), "--prompt", "a"), ("diff", str(tmp_path), "--prompt", "a")):
+        assert "the parties are (--hosts)" in " ".join(run(*arguments, code=2).split())
+
+
+@pytest.mark.parametrize("text", ["{nope", "[]", '{"model_type": "llama", "hidden_size": "x"}', '{"model_type": 3}'])
+def test_a_configuration_that_is_none_is_one_message(run: Run, tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert f"configuration of '{tmp_path}'" in run("estimate", str(tmp_path), code=2).replace("\n", "")
+
+
+def test_what_nobody_foresaw_is_one_message_with_a_way_to_its_traceback(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from private_llm.commands import doctor
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("the reason\nand more")
+
+    monkeypatch.setattr(doctor, "doctor", fails)
+    told = run("doctor", code=1)
+    assert told.splitlines() == [
+        "private-llm: unforeseen RuntimeError: the reason; `private-llm --traceback ...` shows where it comes from"
+    ]
+    monkeypatch.setattr(sys, "argv", ["private-llm", "--traceback", "doctor"])
+    with pytest.raises(RuntimeError, match="the reason"):
+        main()
+
+
+def test_a_file_that_cannot_be_written_is_named(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    told = run("share", str(checkpoint), "--out", str(tmp_path / "file"), code=2)
+    assert told.startswith(f"private-llm: {tmp_path / 'file'}")
+
+
+def test_long_work_is_not_silent_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from private_llm.commands import output
+
+    monkeypatch.setattr(output, "QUIET_SECONDS", 0.0)
+    with output.progress_bar(2) as step:
+        step("building", 0)
+        step("counting")
+    assert capsys.readouterr().err.splitlines() == ["building: 0 of 2", "counting: 1 of 2"]
+    with output.progress_bar(2, quiet=True) as step:
+        step("counting")
+    assert capsys.readouterr().err == ""
+
+
+def test_help_lists_the_built_in_shapes(run: Run) -> None:
+    from private_llm_hf.networks import BUILDERS
+
+    from private_llm.cli import SHAPES
+
+    listed = json.loads(resources.files("private_llm_hf").joinpath("models", "shapes.json").read_text())
+    assert sorted(SHAPES) == sorted([*listed, *BUILDERS])
+    told = re.sub(r"[\s│]+", "", run("estimate", "--help"))
+    assert all(name in told for name in SHAPES)
 
 
 def test_estimate_of_a_folder(run: Run, checkpoint: Path) -> None:
@@ -150,6 +240,16 @@ def test_estimate_of_a_folder(run: Run, checkpoint: Path) -> None:
     assert isinstance(found["seconds"], float)
     assert isinstance(found["rounds"], int)
     assert found["seconds"] > found["rounds"] * 0.01
+    (one,) = rows(run, "estimate", str(checkpoint), "--seq", "5", "--new", "1", "--gmacs", "1", "--latency", "10")
+    first, rate = found["seconds_first_token"], found["tokens_per_second"]
+    assert isinstance(first, float)
+    assert isinstance(rate, float)
+    assert first == pytest.approx(one["seconds"])
+    assert first + 1 / rate == pytest.approx(found["seconds"])
+    assert one["tokens_per_second"] is None
+    told = run("estimate", str(checkpoint), "--seq", "5", "--new", "2", "--gmacs", "1")
+    assert "time to first token" in told
+    assert "tokens per second after it" in told
 
 
 def test_generate(run: Run, checkpoint: Path) -> None:

@@ -223,4 +223,4 @@ class MetaNodes(Nodes):
         """What was counted."""
         held = [cache_bytes(self.plan, self.calls, *kept) for kept in self._kept.values()]
         most = max((count for one in held for count in one.values()), default=0)
-        return Sharded(self._forwards, self.calls, self._weight_bytes, most)
+        return Sharded(tuple(self._forwards), self.calls, self._weight_bytes, most)

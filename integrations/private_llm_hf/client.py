@@ -87,8 +87,10 @@ class Parties:
     def _end_session(self, reason: str) -> None:
         if self._over is None:
             self._over = reason
-            self._transport.abort(f"the client stopped: {reason}")
-            self._shutdown()
+            try:
+                self._transport.abort(f"the client stopped: {reason}")
+            finally:  # an interrupt may come here too
+                self._shutdown()
 
     def _tell(self, message: Message, parties: Iterable[int] | None = None) -> None:
         for party in self.members if parties is None else parties:
@@ -320,7 +322,11 @@ class Parties:
                 self._stop()
             except TransportError:
                 self._transport.abort("the client closed the session")
-            self._shutdown()
+            except BaseException:  # interrupted halfway: the parties would wait for the rest
+                self._transport.abort("the client was interrupted")
+                raise
+            finally:
+                self._shutdown()
 
     def _stop(self) -> None:
         self._tell({"do": "stop"})

@@ -21,6 +21,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, WeakProtection
@@ -43,6 +44,7 @@ from private_llm_hf.networks import BUILDERS
 from private_llm_hf.party import Party
 from private_llm_hf.party_model import build_party_model, meta_parameters
 from private_llm_hf.plan import make_plan
+from private_llm_hf.priced_once import price_once
 from private_llm_hf.wire import Message
 
 
@@ -79,13 +81,15 @@ class Estimate:
     """All costs of a run. Bytes, rounds and multiply-adds are exact; memory counts weights and cache of one party.
 
     Under token sharding weights are those of a CompNode, and the cache is that of the fullest AttnNode; behind a split
-    both are of a party, and `sharded` has those of the nodes.
+    both are of a party, and `sharded` has those of the nodes. prompt: when text is generated, the part of it that comes
+    before the first new token.
     """
 
     costs: Costs
     weight_bytes: int
     cache_bytes: int
     sharded: Sharded | None = None
+    prompt: Estimate | None = None
 
     def layers(self) -> list[LayerCost]:
         """See `by_layer`; those of nodes behind the others."""
@@ -134,7 +138,7 @@ def by_stages(forwards: Iterable[Iterable[Stage]]) -> list[LayerCost]:
 class _MetaParty(Party):
     """A party that counts."""
 
-    def __init__(self, config: PrivateConfig, number: int, description: Message) -> None:
+    def __init__(self, config: PrivateConfig, number: int, description: Message, every_layer: bool) -> None:
         session = meta_session(config, number)
         self.config, self.number, self.transport = config, number, session.protocol.transport
         self.session = session
@@ -142,6 +146,8 @@ class _MetaParty(Party):
         self.answer: Message = {}
         parameters = meta_parameters(description["config"], description["class"], session)
         self.model = build_party_model(description["config"], description["class"], parameters, session)
+        if not every_layer:
+            price_once(self.model, self.transport.ledger)
         self.transport.ledger.reset()
 
     def _answer(self, message: Message) -> None:
@@ -174,10 +180,12 @@ def _bytes(value: Tensor) -> int:
 class _MetaParties:
     """Stands where the client's link to the parties stands; answers every call with zeros of the right shape."""
 
-    def __init__(self, config: PrivateConfig, description: Message, progress: Callable[[], None]) -> None:
+    def __init__(
+        self, config: PrivateConfig, description: Message, progress: Callable[[], None], every_layer: bool
+    ) -> None:
         self.config = config
         self.ring = Ring(config.ring)
-        self.parties = [_MetaParty(config, number, description) for number in range(config.parties)]
+        self.parties = [_MetaParty(config, number, description, every_layer) for number in range(config.parties)]
         transport = MetaTransport(CLIENT)
         self._end = client_end(config, transport)
         transport.ledger.reset()
@@ -245,10 +253,10 @@ class _MetaSplit(_MetaParties):
 
     def __init__(
         self, config: PrivateConfig, model_class: type[PreTrainedModel], settings: PretrainedConfig,
-        progress: Callable[[], None],
+        progress: Callable[[], None], every_layer: bool,
     ) -> None:  # fmt: skip
         cut = Cut.of(model_class, settings, config.split or 0)
-        super().__init__(config, describe(model_class, cut.shortened(settings)), lambda: None)
+        super().__init__(config, describe(model_class, cut.shortened(settings)), lambda: None, every_layer)
         for party in self.parties:
             stop_behind(cast(nn.Module, party.model), f"{cut.path}.{cut.count - 1}")
         self._nodes = MetaNodes(config, model_class, settings, progress, cut)
@@ -284,19 +292,21 @@ def estimate(
     batch: int = 1,
     progress: Callable[[], None] = lambda: None,
     image: Sequence[int] | None = None,
+    every_layer: bool = False,
 ) -> Estimate:
     """Cost of one forward over `sequence` tokens, or of generating `new_tokens` after a prompt of that length.
 
     Models of images take a batch of them instead, each of shape `image` (default: what the configuration says).
-    Loading the weights is not counted. progress is called after each forward. Raises ConfigError for sizes below 1 and
-    whatever the run itself would raise (DomainError for too long sequences, PatchMismatch for unknown modules).
+    Loading the weights is not counted. progress is called after each forward. Layers of equal cost are priced once
+    (see `priced_once.py`), which changes no figure; every_layer=True runs each. Raises ConfigError for sizes below 1
+    and whatever the run itself would raise (DomainError for too long sequences, PatchMismatch for unknown modules).
     """
     if sequence < 1 or new_tokens < 0 or batch < 1:
         raise ConfigError(f"estimate: got seq {sequence}, new {new_tokens}, batch {batch}; want at least 1, 0 and 1")
     bare = Layout.of(model_class, config).model
     if new_tokens and not bare.can_generate():
         raise ConfigError(f"{model_class.__name__} does not generate; leave out --new")
-    parties = _link(model_class, config, private_config, progress)
+    parties = _link(model_class, config, private_config, progress, every_layer)
     generation = None
     if bare.can_generate():
         generation = GenerationConfig.from_model_config(config)
@@ -305,31 +315,49 @@ def estimate(
     model = private_class(model_class)(config, cast(Parties, parties), plan, generation)
     ids = torch.ones(batch, sequence, dtype=torch.int64)
     mask = torch.ones_like(ids)
+    first = _FirstToken(parties.estimate)
     with torch.no_grad():
         if architecture(config).kind == "vision":
             model(torch.zeros(batch, *(image or image_shape(config))))
         elif new_tokens:
             model.generate(
                 input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, num_beams=1,
-                pad_token_id=0,
+                pad_token_id=0, streamer=first,
             )  # fmt: skip
         else:
             model(input_ids=ids, attention_mask=mask)
-    return parties.estimate()
+    return dataclasses.replace(parties.estimate(), prompt=first.prompt)
+
+
+class _FirstToken(BaseStreamer):  # type: ignore[misc]
+    """Notes what was counted when the first new token comes."""
+
+    def __init__(self, estimate: Callable[[], Estimate]) -> None:
+        self.prompt: Estimate | None = None
+        self._estimate, self._puts = estimate, 0
+
+    def put(self, value: Tensor) -> None:
+        """The prompt comes first, then one token of each row at a time."""
+        self._puts += 1
+        if self._puts == 2:
+            self.prompt = self._estimate()
+
+    def end(self) -> None:
+        """Generation is over."""
 
 
 def _link(
     model_class: type[PreTrainedModel], config: PretrainedConfig, private_config: PrivateConfig,
-    progress: Callable[[], None],
+    progress: Callable[[], None], every_layer: bool,
 ) -> _MetaParties | _ShardedOnly:  # fmt: skip
     if private_config.plan is None:
-        return _MetaParties(private_config, describe(model_class, config), progress)
+        return _MetaParties(private_config, describe(model_class, config), progress, every_layer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", WeakProtection)  # no text is at risk here
         check_sharding(model_class, config, private_config.plan, private_config.split)
     if private_config.split is None:
         return _ShardedOnly(private_config, model_class, config, progress)
-    return _MetaSplit(private_config, model_class, config, progress)
+    return _MetaSplit(private_config, model_class, config, progress, every_layer)
 
 
 def image_shape(config: PretrainedConfig) -> tuple[int, ...]:

@@ -15,7 +15,8 @@ from private_llm.errors import ConfigError
 class Entry:
     """make: from a shape to a work. usual, tiny: shapes. dims: what the numbers of a shape mean.
 
-    `count` (--n) replaces the number of elements or tokens: the second size of layers and models, else the first.
+    `count` (--n) replaces the number of elements, rows, images or tokens: the second size where tokens are, or else
+    the first.
     """
 
     make: Callable[[Shape], Work | WholeWork]
@@ -64,8 +65,13 @@ def make(name: str, shape: Shape | None = None, count: int | None = None, tiny: 
     if count is not None:
         if count < 1:
             raise ConfigError(f"n: got {count}; want at least 1")
-        place = 1 if entry.dims.startswith("batch") else 0
+        place = 1 if "tokens" in entry.dims else 0
         chosen = (*chosen[:place], count, *chosen[place + 1 :])
     if len(chosen) != len(default) and len(default) > 1:
         raise ConfigError(f"benchmark {name!r}: got {len(chosen)} sizes; want {len(default)}: {entry.dims}")
+    sizes = dict(zip(entry.dims.split(" x "), chosen, strict=False))
+    if sizes.get("hidden", 0) % sizes.get("heads", 1):
+        raise ConfigError(
+            f"benchmark {name!r}: got hidden {sizes['hidden']}; want a multiple of {sizes['heads']} heads"
+        )
     return entry.make(chosen)

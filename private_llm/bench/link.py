@@ -27,7 +27,7 @@ class LinkSpeed:
     latency_ms: float
 
     def __post_init__(self) -> None:
-        if not self.bandwidth_mbit > 0 or self.latency_ms < 0:
+        if not self.bandwidth_mbit > 0 or not 0 <= self.latency_ms < float("inf"):
             raise ConfigError(
                 f"link: got {self.bandwidth_mbit:g} Mbit/s and {self.latency_ms:g} ms; want a positive bandwidth and "
                 "a latency of at least 0"

@@ -21,6 +21,8 @@ from private_llm.bench.work import Shape, Work
 from private_llm.config import PrivateConfig
 
 Party = Literal["trio", "quad"]
+REFERENCE_MACHINE = "two cores of a 2.6 GHz Xeon with AVX-512 and VAES"
+"""Where the reference's figures were taken; nobody took them on the machine of whoever runs this table."""
 PROTOCOLS: tuple[Party, ...] = ("trio", "quad")
 
 
@@ -109,13 +111,25 @@ class Job:
         return min(rows, key=lambda row: row.seconds["median"])
 
     def to_dict(self, row: Row) -> dict[str, Any]:
-        """The row as JSON, with the figures that it is compared with."""
-        aim, reference = self.line.aim[self.protocol], self.line.reference[self.protocol]
+        """The row as JSON, with the figures that it is compared with (None at other shapes than theirs)."""
+        label = f"{row.name} {'x'.join(map(str, row.shape))}"
+        compared = dict.fromkeys(("aim_seconds", "aim_bytes", "reference_seconds", "reference_bytes"))
+        if self.comparable:
+            label = self.line.label
+            aim, reference = self.line.aim[self.protocol], self.line.reference[self.protocol]
+            compared = {
+                "aim_seconds": aim.seconds, "aim_bytes": _bytes(aim),
+                "reference_seconds": reference.seconds, "reference_bytes": _bytes(reference),
+            }  # fmt: skip
         return {
-            **row.to_dict(), "name": f"pigeon-{row.name}", "label": self.line.label,
-            "aim_seconds": aim.seconds, "aim_bytes": _bytes(aim),
-            "reference_seconds": reference.seconds, "reference_bytes": _bytes(reference),
+            **row.to_dict(), "name": f"pigeon-{row.name}", "label": label, **compared,
+            "reference_machine": REFERENCE_MACHINE,
         }  # fmt: skip
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the shape is the reference's."""
+        return self.work.shape == self.line.shape
 
 
 def jobs(config: PrivateConfig, protocols: Sequence[Party] = PROTOCOLS, tiny: bool = False) -> Iterator[Job]:

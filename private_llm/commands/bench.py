@@ -14,10 +14,10 @@ from private_llm.bench.kernels import count as kernel_count
 from private_llm.bench.kernels import measure_kernels
 from private_llm.bench.link import LinkSpeed
 from private_llm.bench.measure import measure
-from private_llm.bench.pigeon import Job, jobs
+from private_llm.bench.pigeon import REFERENCE_MACHINE, Job, jobs
 from private_llm.bench.record import RecordingHub
 from private_llm.bench.rows import Row, machine
-from private_llm.bench.work import parse_shape
+from private_llm.bench.work import Work, parse_shape
 from private_llm.commands.output import duration, emit_json, emit_table, progress_bar, size
 from private_llm.commands.plot_bench import check_name, plot_table, plot_timeline
 from private_llm.config import PrivateConfig
@@ -55,6 +55,9 @@ def bench(
     chosen = list(names) or list(NAMES)
     sizes = parse_shape(shape) if shape else None
     works = [make(name, sizes, count, tiny) for name in chosen]
+    shared = [work.name for work in works if isinstance(work, Work)]
+    if config.protocol == "cascade" and shared:
+        raise ConfigError(f"'cascade' has no shares, which {shared[0]!r} computes on; its own table is `bench cascade`")
     recorder = (
         None if plot is None else RecordingHub(config.parties, config.timeout_s, *(() if speed is None else (speed,)))
     )
@@ -172,17 +175,20 @@ def _table(rows: Sequence[Row]) -> None:
 def _pigeon_table(rows: Sequence[tuple[Job, Row]]) -> None:
     cells = []
     for job, row in rows:
-        aim, reference = job.line.aim[job.protocol], job.line.reference[job.protocol]
+        facts = job.to_dict(row)
         times = " ".join(f"{row.seconds[which]:.3f}" for which in ("min", "median", "max"))
-        sizes = [f"{row.bytes_total / 1e6:.1f}"]
-        sizes += ["-" if figure.megabytes is None else f"{figure.megabytes:.1f}" for figure in (aim, reference)]
-        work = f"{job.line.label}, {row.ring} bits"
+        compared = [_or_dash(facts[name], 1.0, 3) for name in ("aim_seconds", "reference_seconds")]
+        sizes = [_or_dash(facts[name], 1e-6, 1) for name in ("bytes_total", "aim_bytes", "reference_bytes")]
+        work = f"{facts['label']}, {row.ring} bits"
         cells.append((
-            work, row.protocol, row.party_mode, times, f"{aim.seconds:.2f}", f"{reference.seconds:.3f}", *sizes,
-            row.rounds, f"{row.error_max:.0e}",
+            work, row.protocol, row.party_mode, times, *compared, *sizes, row.rounds, f"{row.error_max:.0e}",
         ))  # fmt: skip
     headings = ("work", "protocol", "parties", "s: min med max", "aim", "C++", "MB", "aim", "C++", "rounds", "error")
-    title = "PIGEON's works"
-    if any(job.work.shape != job.line.shape for job, _ in rows):
-        title += "; tiny shapes, not those of the labels"
-    emit_table(title, headings, cells, caption=machine())
+    title, caption = "PIGEON's works", f"here: {machine()}; C++: on {REFERENCE_MACHINE}"
+    if not all(job.comparable for job, _ in rows):
+        title, caption = f"{title} at tiny shapes, which nothing is known to compare with", machine()
+    emit_table(title, headings, cells, caption=caption)
+
+
+def _or_dash(value: float | None, factor: float, digits: int) -> str:
+    return "-" if value is None else f"{value * factor:.{digits}f}"

@@ -11,6 +11,7 @@ from private_llm.commands.hardware import Hardware, Work
 from private_llm.commands.models import shape_of
 from private_llm.commands.output import duration, emit_json, emit_table, progress_bar, size
 from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
 
 if TYPE_CHECKING:
     from private_llm_hf.estimate import Estimate, LayerCost
@@ -26,12 +27,16 @@ def estimate(
 
     hardware = Hardware.of(bandwidth, latency, gmacs, config.plan is not None)
     model_class, model_config = shape_of(model)
+    vision = architecture(model_config).kind == "vision"
+    if image is not None and not vision:
+        raise ConfigError(f"image: {model!r} reads text; give --seq")
     with progress_bar(max(1, new_tokens), quiet=as_json) as step:
+        step("building the model", 0)
         found = run(
             model_class, model_config, config, sequence, new_tokens, batch,
             lambda: step("counting forwards"), None if image is None else parse_shape(image),
         )  # fmt: skip
-    if architecture(model_config).kind == "vision":
+    if vision:
         sequence = 0
     work = Work(model, sequence, new_tokens, batch)
     if as_json:
@@ -50,7 +55,7 @@ def _summary(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardw
         "seq": work.sequence, "new": work.new, "batch": work.batch, **found.costs.to_dict(), "macs_per_party": macs,
         "memory_per_party": {"weights": found.weight_bytes, "cache": found.cache_bytes},
         "bandwidth_mbit": hardware.link.bandwidth_mbit, "latency_ms": hardware.link.latency_ms,
-        "gmacs": round(speed, 2), "seconds": sum(times),
+        "gmacs": round(speed, 2), "seconds": sum(times), **speeds(work, found, hardware),
         **({} if config.plan is None else sharding_facts(work, found, config, hardware)),
         "layers": [
             {
@@ -60,6 +65,22 @@ def _summary(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardw
             for layer, seconds in zip(layers, times, strict=True)
         ],
     }  # fmt: skip
+
+
+def speeds(work: Work, found: Estimate, hardware: Hardware) -> dict[str, float | None]:
+    """Seconds until the first new token, and new tokens a second after it (of all rows); None where there are none."""
+    if found.prompt is None:
+        return {"seconds_first_token": None, "tokens_per_second": None}
+    first, total = (sum(hardware.seconds(layer) for layer in part.layers()) for part in (found.prompt, found))
+    later = (work.new - 1) * work.batch
+    return {"seconds_first_token": first, "tokens_per_second": later / (total - first) if later else None}
+
+
+def _speed_rows(work: Work, found: Estimate, hardware: Hardware) -> list[tuple[str, object]]:
+    """The same for people."""
+    first, rate = speeds(work, found, hardware).values()
+    rows: list[tuple[str, object]] = [] if first is None else [("time to first token", duration(first))]
+    return rows if rate is None else [*rows, ("tokens per second after it", f"{rate:.3g}")]
 
 
 def _tables(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardware) -> None:
@@ -75,8 +96,11 @@ def _tables(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardwa
     caption = f"{link.bandwidth_mbit:g} Mbit/s, {link.latency_ms:g} ms one way, {', '.join(hardware.speeds(config))}"
     emit_table(f"{work}, {config.protocol}", headings, rows, caption)
     total = duration(sum(hardware.seconds(layer) for layer in layers))
+    pace = _speed_rows(work, found, hardware)
     if config.plan is not None:
-        emit_table("in sum", ("what", "how much"), [*sharding_rows(work, found, config, hardware), ("time", total)])
+        emit_table(
+            "in sum", ("what", "how much"), [*sharding_rows(work, found, config, hardware), *pace, ("time", total)]
+        )
         return
     costs = found.costs
     emit_table(
@@ -86,7 +110,7 @@ def _tables(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardwa
             ("of these preprocessing, which may be sent before", size(costs.preprocessing.total)),
             ("rounds", costs.rounds),
             ("memory per party, weights", size(found.weight_bytes)),
-            ("memory per party, cache", size(found.cache_bytes)),
+            ("memory per party, cache", size(found.cache_bytes)), *pace,
             ("time (latency, busiest link, matrix products)", total),
         ],
     )  # fmt: skip

@@ -11,8 +11,9 @@ from rich.markup import escape
 
 from private_llm.bench.record import RecordingHub
 from private_llm.bench.rows import machine
-from private_llm.commands.models import demo_model, plaintext_model, tokenizer_of
+from private_llm.commands.models import demo_model, loaded_from, plaintext_model, tokenizer_of
 from private_llm.commands.output import CONSOLE, duration, emit_json, emit_table, progress_bar, size
+from private_llm.commands.plot_bench import check_name
 from private_llm.commands.text import TokenClock, agreement, by_link, margin
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
@@ -55,9 +56,9 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
     """The bundled model: private against plaintext, and where the bytes go."""
     from private_llm_hf.estimate import by_layer
 
+    hub = _recording(config, plot)
     source = demo_model()
     tokenizer, plain = tokenizer_of(source), plaintext_model(source)
-    hub = _recording(config, plot)
     made = run(source, tokenizer, prompt, config, new_tokens, as_json, {"do_sample": False}, plain, hub)
     start = len(made.prompt)
     reference = plain.generate(**_inputs(tokenizer, prompt), max_new_tokens=new_tokens, do_sample=False)[0]
@@ -109,7 +110,7 @@ def run(
     with progress_bar(new_tokens, quiet) as step:
         step("sharing the weights", 0)
         if loaded is None:
-            model = AutoPrivateModelForCausalLM.from_pretrained(source, config)
+            model = loaded_from(AutoPrivateModelForCausalLM, source, config)
         else:
             model = patch(loaded, config, hub)
         try:
@@ -132,8 +133,7 @@ def _recording(config: PrivateConfig, plot: Path | None) -> RecordingHub | None:
     """What the picture's timeline is read from; parties that are processes are not recorded."""
     if plot is None:
         return None
-    if plot.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"plot: got {plot.name!r}; want a name that ends in .png, .svg or .pdf")
+    check_name(plot)
     return RecordingHub(config.endpoints, config.timeout_s) if config.party_mode in ("auto", "threads") else None
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, PrivateLLMError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from private_llm.config import PrivateConfig
 
 DEMO_PROMPT = "The history of the city begins with"
 LONG_PROMPT = (
@@ -17,6 +20,9 @@ LONG_PROMPT = (
     "years of the century"
 )
 """Long enough to be dealt to the CompNodes of the default plan."""
+
+
+_WEIGHTS = (".safetensors", ".bin", ".gguf")
 
 
 def demo_model() -> str:
@@ -64,11 +70,24 @@ def image_model(source: str) -> Any:  # noqa: ANN401 - a transformers model
 
 
 def image_config(source: str) -> Any:  # noqa: ANN401 - a transformers configuration
-    """The configuration of an image classifier. Raises ConfigError."""
+    """The configuration of an image classifier, or of any other model. Raises ConfigError."""
     import private_llm_hf  # noqa: F401 - makes plain networks known to transformers
     from transformers import AutoConfig
 
     return _load("configuration", AutoConfig, source)
+
+
+def loaded_from(auto: Any, source: str, config: PrivateConfig) -> Any:  # noqa: ANN401 - a private model
+    """The private model that `auto` makes of a checkpoint, or at the parties of `config`. Raises ConfigError."""
+    if not config.hosts:
+        _want_weights(source)
+    quiet()
+    try:
+        return auto.from_pretrained(source, config)
+    except PrivateLLMError:
+        raise
+    except (OSError, ValueError) as error:
+        raise _unusable("model", source, error) from error
 
 
 def quiet() -> None:
@@ -81,8 +100,41 @@ def quiet() -> None:
 
 def _load(what: str, auto: Any, source: str, **more: Any) -> Any:  # noqa: ANN401 - transformers' auto classes
     quiet()
+    _want_config(what, source)
+    if what == "model":
+        _want_weights(source)
     try:
         return auto.from_pretrained(source, **more)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"{what} of {source!r}: {first} (want a model folder or a hub id)") from None
+    except Exception as error:
+        raise _unusable(what, source, error) from error
+
+
+def _unusable(what: str, source: str, error: Exception) -> ConfigError:
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    said = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    said = re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", said)
+    return ConfigError(f"{what} of {source!r}: {said} (want a model folder or a hub id)")
+
+
+def _want_config(what: str, source: str) -> None:
+    """Raises ConfigError for names that transformers would look up as a hub id and report upon as one."""
+    path = Path(source)
+    wrong = None
+    if not source.strip():
+        wrong = "got an empty name"
+    elif not path.exists() and (source.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2):
+        wrong = "no such folder"
+    elif path.is_dir() and not (path / "config.json").is_file():
+        wrong = "the folder holds no config.json"
+    if wrong is not None:
+        raise ConfigError(f"{what} of {source!r}: {wrong} (want a model folder or a hub id)")
+
+
+def _want_weights(source: str) -> None:
+    """Raises ConfigError for a folder that describes a model and does not hold it."""
+    folder = Path(source)
+    if (folder / "config.json").is_file() and not any(path.suffix in _WEIGHTS for path in folder.iterdir()):
+        raise ConfigError(
+            f"model of {source!r}: the folder holds no weights; if it is the client folder of share files, say where "
+            "the parties are (--hosts), else name a model folder"
+        )

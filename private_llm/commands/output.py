@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from rich.table import Table
 
 CONSOLE = Console(width=None if sys.stdout.isatty() else 120)
 NOTES = Console(stderr=True)
+QUIET_SECONDS = 10.0
+"""The least time between two lines of progress where there is no terminal to draw a bar on."""
 
 
 def emit_json(value: object) -> None:
@@ -49,12 +52,20 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def progress_bar(total: int | None = None, quiet: bool = False) -> Iterator[Any]:
-    """A bar on stderr; the yielded function takes a description and advances by one."""
+    """A bar on stderr; the yielded function takes a description and advances by one.
+
+    Where stderr is no terminal, a line now and then instead, so that long work is not silent in a log.
+    """
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=NOTES, transient=True, disable=quiet or not NOTES.is_terminal) as bar:
-        task = bar.add_task("", total=total)
+        task, said = bar.add_task("", total=total), time.monotonic()
 
         def step(description: str = "", advance: int = 1) -> None:
+            nonlocal said
             bar.update(task, description=description or None, advance=advance)
+            if not quiet and not NOTES.is_terminal and time.monotonic() - said >= QUIET_SECONDS:
+                said, state = time.monotonic(), bar.tasks[task]
+                whole = "" if total is None else f" of {total}"
+                NOTES.print(f"{state.description}: {state.completed:.0f}{whole}", highlight=False, markup=False)
 
         yield step

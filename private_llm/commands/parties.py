@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from private_llm.commands.models import quiet
+from private_llm.commands.models import image_config, quiet
 from private_llm.commands.output import CONSOLE, emit_json, progress_bar, size
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError
@@ -19,6 +19,10 @@ from private_llm.net.wire import legible
 
 TASKS = ("causal-lm", "seq2seq", "classification", "features", "image")
 """What a shared checkpoint will be used for: which of transformers' auto classes loads it."""
+
+
+_LONGEST = 36500
+"""Days that a certificate is valid at most: dates of certificates end with the year 9999."""
 
 
 def share(source: str, out: Path, config: PrivateConfig, task: str, as_json: bool, force: bool = False) -> None:
@@ -40,6 +44,7 @@ def share(source: str, out: Path, config: PrivateConfig, task: str, as_json: boo
     )  # fmt: skip
     if task not in autos:
         raise ConfigError(f"task: got {task!r}; want one of {', '.join(TASKS)}")
+    image_config(source)  # says what is wrong with a configuration
     try:
         with progress_bar(None, as_json) as step:
             step("sharing", 0)
@@ -50,6 +55,9 @@ def share(source: str, out: Path, config: PrivateConfig, task: str, as_json: boo
     except PrivateLLMError:
         raise
     except (OSError, ValueError) as error:
+        named_by_it = getattr(error, "filename", None)
+        if named_by_it is not None and Path(named_by_it).absolute().is_relative_to(out.absolute()):
+            raise  # the folder for the shares is wrong, not the checkpoint
         raise ConfigError(f"checkpoint {source!r}: {str(error).splitlines()[0]}") from None
     if as_json:
         emit_json({"name": "share", "files": {str(path): path.stat().st_size for path in paths}})
@@ -109,6 +117,10 @@ def certs(out: Path, config: PrivateConfig, parties: int | None, days: float) ->
     """Write a CA and one certificate per endpoint: `parties` of them, or all of `config`, and the client."""
     from private_llm.net.certificates import make_certificates
 
+    if parties is not None and parties < 1:
+        raise ConfigError(f"parties: got {parties}; want at least 1")
+    if not 0 < days <= _LONGEST:
+        raise ConfigError(f"days: got {days:g}; want more than 0, at most {_LONGEST}")
     made = make_certificates(out, config.endpoints if parties is None else parties, days)
     for endpoint, tls in made.items():
         holder = named(config, endpoint_name(endpoint))

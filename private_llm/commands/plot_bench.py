@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ Span = tuple[float, float]
 
 
 def check_name(path: Path) -> None:
-    """Raises ConfigError for a file name that says no kind of picture."""
+    """Before any work: raises ConfigError for a name that says no kind of picture, or a place that takes no file."""
     if path.suffix not in _ENDINGS:
         raise ConfigError(f"plot: got {path.name!r}; want a name that ends in {', '.join(_ENDINGS)}")
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"plot: cannot write {str(path)!r}; want a new or old file in a folder that you may write to")
 
 
 def plot_timeline(hub: RecordingHub, config: PrivateConfig, title: str, span: Span, path: Path) -> None:
@@ -57,11 +60,13 @@ def plot_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
     columns = {
         "here": ([row["seconds"]["median"] for row in rows], [row["bytes_total"] for row in rows], _OURS),
         "aim": ([row["aim_seconds"] for row in rows], [row["aim_bytes"] for row in rows], _AIM),
-        "C++ reference": (
+        f"C++ reference, {rows[0]['reference_machine']}": (
             [row["reference_seconds"] for row in rows], [row["reference_bytes"] for row in rows], _REFERENCE,
         ),
     }  # fmt: skip
     for place, (name, (seconds, sizes, colour)) in enumerate(columns.items()):
+        if seconds[0] is None:
+            continue  # other shapes than the reference's
         spots = [index + 0.27 * (place - 1) for index in range(len(rows))]
         left.barh(spots, seconds, height=0.25, color=colour, label=name)
         right.barh(spots, [0 if size is None else size / 1e6 for size in sizes], height=0.25, color=colour)

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from private_llm.bench.pigeon import LINES, jobs
+from private_llm.bench.catalogue import make
+from private_llm.bench.pigeon import LINES, REFERENCE_MACHINE, jobs
+from private_llm.bench.rows import Row
 from private_llm.cli import app
+from private_llm.commands.bench import _pigeon_table
 from private_llm.config import PrivateConfig
 
 
@@ -35,10 +38,33 @@ def test_rows_carry_the_figures_they_are_compared_with(protocol: str, tmp_path: 
     assert [(row["name"], row["ring"]) for row in rows] == [(f"pigeon-{line.work}", line.ring) for line in LINES]
     for row, line in zip(rows, LINES, strict=True):
         assert row["protocol"] == protocol
-        assert row["reference_seconds"] > 0 < row["aim_seconds"]
+        assert row["reference_seconds"] is row["aim_seconds"] is None  # not at these shapes
         assert row["bytes_total"] == sum(row["bytes_per_party"].values()) > row["bytes_preprocessing"] > 0
         assert row["error_max"] < 2e-2, line
     assert "<svg" in picture.read_text()
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+def test_the_reference_stands_under_the_name_of_its_own_machine(
+    tiny: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nowhere beside other shapes than its own."""
+    job = next(job for job in jobs(PrivateConfig(), tiny=tiny) if job.line.label.startswith("LeNet"))
+    row = Row(
+        "lenet", "trio", 32, job.work.shape, 3, dict.fromkeys(("min", "median", "max"), 7.0), 10**6, {}, 5, 0.0, 1,
+        "threads", 1,
+    )  # fmt: skip
+    monkeypatch.setattr("private_llm.commands.output.CONSOLE.width", 200)
+    _pigeon_table([(job, row)])
+    told = " ".join(capsys.readouterr().out.split())
+    assert ("0.035" in told) is (REFERENCE_MACHINE in told) is (LINES[4].label in told) is not tiny
+    assert (job.to_dict(row)["reference_seconds"] is None) is tiny
+
+
+def test_n_counts_images() -> None:
+    assert make("lenet", count=4).shape == (4, 1, 28, 28)
+    assert make("opt-layer", count=4, tiny=True).shape[1] == 4
+    assert make("relu", count=4).shape == (4,)
 
 
 @pytest.mark.parametrize("wrong", [("pigeon", "relu"), ("pigeon", "--n", "3"), ("pigeon", "--protocol", "plain")])

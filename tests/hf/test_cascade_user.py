@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from importlib import resources
@@ -192,7 +191,7 @@ def test_an_interrupt_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -
     from private_llm_hf.cascade_client import Nodes
 
     def interrupted(self: Nodes, *_: object) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # in this thread and now; os.kill may choose another, and return before
 
     private = patch(tiny.build("llama"), settings())
     monkeypatch.setattr(Nodes, "_outputs", interrupted)
@@ -203,6 +202,31 @@ def test_an_interrupt_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -
         private(text())
     private.close()
     private.close()
+
+
+@pytest.mark.parametrize("moment", ["_stop", "abort"])
+def test_an_interrupt_at_the_end_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """Ctrl-C while a session is being closed, or while it is being given up."""
+    from private_llm_hf.client import Parties
+
+    from private_llm.net.local import LocalTransport
+
+    private = patch(tiny.build("llama"), settings())
+    owner = Parties if moment == "_stop" else LocalTransport
+    before = getattr(owner, moment)
+
+    def interrupted(self: object, *given: object) -> None:
+        monkeypatch.setattr(owner, moment, before)
+        if moment == "abort":
+            before(self, *given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, moment, interrupted)
+    if moment == "abort":
+        monkeypatch.setattr(Parties, "_answer", lambda *_: 1 / 0)
+    with pytest.raises(KeyboardInterrupt):
+        _ = private.close() if moment == "_stop" else private(text())
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("party")]
 
 
 def test_bad_inputs_leave_the_session_usable() -> None:
