@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.net.local import LocalHub
-from private_llm.protocols.plain import Plain
+from private_llm.protocols.ranges import Ranges
 from private_llm.protocols.session import Session
-from private_llm.protocols.share import Share
+from private_llm.protocols.share import cleartext
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
@@ -151,7 +151,7 @@ def _decoded(value: Tensor) -> Tensor:
 
 def _session(config: PrivateConfig) -> Session:
     transport = LocalHub(1).transport(0)
-    return Session(config, Plain(0, transport, Ring(config.ring), debug_ranges=True))
+    return Session(config, Ranges(0, transport, Ring(config.ring)))
 
 
 def _weights(model: PreTrainedModel, session: Session) -> list[tuple[str, Fixed]]:
@@ -159,7 +159,7 @@ def _weights(model: PreTrainedModel, session: Session) -> list[tuple[str, Fixed]
 
     def take(name: str, value: Tensor) -> None:
         elements = encode_weight(name, value, session.ring, session.frac)
-        made.append((name, Fixed(session, Share((elements,)), session.frac)))
+        made.append((name, Fixed(session, cleartext(elements, watched=True), session.frac)))
 
     layout = Layout.of(type(model), model.config)
     stream_loaded(model, layout.source, layout.folding(take))
@@ -167,4 +167,4 @@ def _weights(model: PreTrainedModel, session: Session) -> list[tuple[str, Fixed]
 
 
 def _fixed(session: Session, value: Tensor) -> Fixed:
-    return Fixed(session, Share((session.ring.encode(value, session.frac),)), session.frac)
+    return Fixed(session, cleartext(session.ring.encode(value, session.frac), watched=True), session.frac)

@@ -7,14 +7,16 @@ operation rebinds the object, and is refused where another tensor shares its mem
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
+from private_llm.protocols.ranges import Ranges
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
+from private_llm.tensor.dispatch import TorchArg, op_name
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.guard import Guarded
 
@@ -48,6 +50,25 @@ class SecretTensor(Guarded):
 
     def __init__(self, fixed: Fixed) -> None:
         """State is set by `__new__`."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: TorchArg,
+        types: Sequence[type],
+        args: Sequence[TorchArg] = (),
+        kwargs: Mapping[str, TorchArg] | None = None,
+    ) -> TorchArg:
+        """The closed table; a debug session checks every result, also of what is local, and knows its operation."""
+        ranges = _ranges(args)
+        if ranges is None:
+            return super().__torch_function__(func, types, args, kwargs)
+        with ranges.ledger.op(op_name(func)):
+            made = super().__torch_function__(func, types, args, kwargs)
+            for out in made if isinstance(made, tuple | list) else (made,):
+                if isinstance(out, SecretTensor):
+                    ranges.check("the result", out._fixed.share)
+        return made
 
     # -- what a rule reads ---------------------------------------------------------------------------------
     @property
@@ -154,3 +175,14 @@ class SecretTensor(Guarded):
         out._hidden = self._hidden
         out.__dict__.update(self.__dict__)
         return out
+
+
+def _ranges(args: Sequence[TorchArg]) -> Ranges | None:
+    """The protocol of the first secret among the arguments, if it is one that checks ranges."""
+    for arg in args:
+        if isinstance(arg, SecretTensor):
+            protocol = arg.session.protocol
+            return protocol if isinstance(protocol, Ranges) else None
+        if isinstance(arg, tuple | list) and (found := _ranges(arg)) is not None:
+            return found
+    return None
