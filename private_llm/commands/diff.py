@@ -46,4 +46,4 @@ def diff(
     if found.stopped is not None:
         CONSOLE.print(f"[red]stopped:[/] {found.stopped}", highlight=False)
     else:
-        CONSOLE.print("no product left the ring", highlight=False)
+        CONSOLE.print("no value left its range", highlight=False)

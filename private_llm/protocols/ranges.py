@@ -42,7 +42,7 @@ class Ranges(Plain):
         return Share((elements,))
 
     def _operand(self, x: Share) -> Share:
-        return self.check("the operand of the next step", x)
+        return self.check("an operand", x)
 
     def _fits(self, what: str, exact: Tensor, shift: int) -> None:
         """Before a division by 2^shift."""
@@ -55,7 +55,8 @@ class Ranges(Plain):
         rule = self.ledger.op_name
         raise DomainError(
             f"{what}{f' of {rule}' if rule else ''} in module '{self.ledger.scope_name or 'unknown'}' reaches "
-            f"2^{math.log2(largest):.1f}; a {self.ring.bits}-bit ring holds {kind} below 2^{math.log2(limit):.0f} "
+            f"2^{math.log2(largest):.1f}; a {self.ring.bits}-bit ring holds {kind} below 2^{math.log2(limit):.0f}, "
+            f"{largest / limit:.3g} times less "
             "(lower frac_bits, or use the 64-bit ring)"
         )
 
