@@ -21,8 +21,7 @@ from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.guard import Guarded
 
 SLACK = 6
-"""Fractional bits above the session's that rules accept without truncating first: none in a 32-bit ring, whose
-products have no bit to spare."""
+"""Fractional bits above the session's that sums and scores of attention accept without truncating first."""
 
 _CPU = torch.device("cpu")
 
@@ -86,10 +85,9 @@ class SecretTensor(Guarded):
 
     @property
     def operand(self) -> Fixed:
-        """The share with at most `SLACK` fractional bits more than the session's: an operand of a product."""
+        """The share with no more fractional bits than the session's: products have no bit to spare."""
         x = self.raw
-        slack = SLACK if x.session.ring.bits == 64 else 0
-        return x if x.frac <= x.session.frac + slack else self.fixed
+        return x if x.frac <= x.session.frac else self.fixed
 
     @property
     def raw(self) -> Fixed:
