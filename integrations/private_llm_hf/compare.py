@@ -1,6 +1,7 @@
 """Module by module against plaintext: the same input through the private arithmetic (`plain`) and through float64.
 
-Finds which module an error comes from, and names the module whose products leave the ring. It runs where the
+Finds which module an error comes from, and names the module and operation whose values leave the ring, local steps
+included (protocols/checked_plain.py). It runs where the
 plaintext is known anyway, at the model owner; the arithmetic is that of the real protocols up to one unit a truncation.
 """
 
@@ -17,9 +18,9 @@ from transformers import PreTrainedModel
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.net.local import LocalHub
-from private_llm.protocols.plain import Plain
+from private_llm.protocols.checked_plain import CheckedPlain
 from private_llm.protocols.session import Session
-from private_llm.protocols.share import Share
+from private_llm.protocols.share import cleartext
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
@@ -42,7 +43,10 @@ class ModuleError:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All modules in the order in which they finished; `stopped` says why the run ended early, if it did."""
+    """All modules in the order in which they finished; `stopped` says why the run ended early, if it did.
+
+    Where a value left its range, that is the module, the operation, the largest value and the limit.
+    """
 
     modules: tuple[ModuleError, ...]
     stopped: str | None
@@ -76,7 +80,7 @@ def compare(model: PreTrainedModel, given: Tensor, config: PrivateConfig) -> Com
         try:
             private(**inputs, return_dict=True)
         except DomainError as refused:
-            stopped = str(refused)
+            stopped = found.named(str(refused))
     rows = []
     for name, value in found.values.items():
         right = expected.values.get(name)
@@ -118,12 +122,20 @@ class _Outputs:
 
     def __init__(self, model: nn.Module) -> None:
         self.values: dict[str, Tensor] = {}
+        self._running: list[str] = []
         for name, module in model.named_modules():
             if name:
+                module.register_forward_pre_hook(lambda module, inputs, name=name: self._running.append(name))
                 module.register_forward_hook(self._hook(name))
+
+    def named(self, refusal: str) -> str:
+        """What stopped the run, with the innermost module that had not finished."""
+        where = f"module '{self._running[-1]}'" if self._running else ""
+        return refusal if "module '" in refusal or not where else f"{where}: {refusal}"
 
     def _hook(self, name: str) -> Callable[[nn.Module, object, object], None]:
         def keep(module: nn.Module, inputs: object, output: object) -> None:
+            self._running.pop()
             value = _first(output)
             if value is not None:
                 self.values[name] = _decoded(value)
@@ -151,7 +163,7 @@ def _decoded(value: Tensor) -> Tensor:
 
 def _session(config: PrivateConfig) -> Session:
     transport = LocalHub(1).transport(0)
-    return Session(config, Plain(0, transport, Ring(config.ring), debug_ranges=True))
+    return Session(config, CheckedPlain(0, transport, Ring(config.ring)))
 
 
 def _weights(model: PreTrainedModel, session: Session) -> list[tuple[str, Fixed]]:
@@ -159,7 +171,7 @@ def _weights(model: PreTrainedModel, session: Session) -> list[tuple[str, Fixed]
 
     def take(name: str, value: Tensor) -> None:
         elements = encode_weight(name, value, session.ring, session.frac)
-        made.append((name, Fixed(session, Share((elements,)), session.frac)))
+        made.append((name, Fixed(session, cleartext(elements, watched=True), session.frac)))
 
     layout = Layout.of(type(model), model.config)
     stream_loaded(model, layout.source, layout.folding(take))
@@ -167,4 +179,4 @@ def _weights(model: PreTrainedModel, session: Session) -> list[tuple[str, Fixed]
 
 
 def _fixed(session: Session, value: Tensor) -> Fixed:
-    return Fixed(session, Share((session.ring.encode(value, session.frac),)), session.frac)
+    return Fixed(session, cleartext(session.ring.encode(value, session.frac), watched=True), session.frac)

@@ -168,11 +168,19 @@ def _inverse_root_of_any_row(d: Fixed, eps: float, rows: RowRange) -> Fixed:
     if shift >= d.frac:
         raise DomainError(f"norm: rows of {width} with {d.frac} fractional bits leave the ring; truncate first")
     small = d.with_share(d.proto.truncate(d.share, shift))
-    square = _squares(_stacked(d, small))
+    d.proto.expect_rows("a norm's row, divided,", small.share, 2.0**_WRAP_FREE)
+    with d.proto.may_wrap():
+        return _chosen_root(_stacked(d, small), eps, rows, shift)
+
+
+def _chosen_root(both: Fixed, eps: float, rows: RowRange, shift: int) -> Fixed:
+    """The inverse root from rows [0] or from rows divided by 2^shift [1], whichever is right."""
+    width, widest, frac = both.shape[-1], rows.square + _log2(both.shape[-1]), both.frac
+    square = _squares(both)
     eps_of_both = torch.tensor([width * eps, width * eps * 4.0**-shift], dtype=torch.float64)
     square = square + eps_of_both.view(2, *[1] * (square.share.parts[0].dim() - 1))
     # A first sum is right below `change`, a second one exact enough from there on.
-    change = min(width * 2.0 ** (27 - 2 * d.frac + 2 * shift), 2.0 ** (_WRAP_FREE - 1 - 2 * d.frac))
+    change = min(width * 2.0 ** (27 - 2 * frac + 2 * shift), 2.0 ** (_WRAP_FREE - 1 - 2 * frac))
     low = max(min(max(0.98 * width * eps, width * 2.0**-24), change * 4.0**-shift / 2), 2.0 ** (10 - square.frac))
     high = max(2.0 ** (widest - 2 * shift), change)
     bits = _inverse_bits(rows)
@@ -183,9 +191,9 @@ def _inverse_root_of_any_row(d: Fixed, eps: float, rows: RowRange) -> Fixed:
     # The bits of the first half are those of sums that may have wrapped: they choose between zero and zero.
     apart = first - second
     pair = apart.view(lambda part: torch.stack([torch.zeros_like(part), part]).reshape(-1))
-    picked = d.proto.inject(found.below.row(row), pair.share, [1], [0])
+    picked = both.proto.inject(found.below.row(row), pair.share, [1], [0])
     chosen = second + second.with_share(picked).view(lambda part: part.view(2, *second.shape)[1])
-    return chosen.with_share(d.proto.truncate(chosen.share, shift))
+    return chosen.with_share(both.proto.truncate(chosen.share, shift))
 
 
 def _stacked(x: Fixed, y: Fixed) -> Fixed:

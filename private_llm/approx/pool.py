@@ -78,13 +78,11 @@ def adaptive_spans(size: int, count: int) -> list[Span]:
     return [(window * size // count, -(-(window + 1) * size // count)) for window in range(count)]
 
 
-def window_sums(x: Fixed, rows: Sequence[Span], columns: Sequence[Span]) -> Fixed:
-    """Sums over all windows rows x columns of [..., H, W], zeros outside. Local."""
-    return x.view(lambda part: _sums(_sums(part, -1, columns), -2, rows))
+def window_sums(part: Tensor, dim: int, windows: Sequence[Span]) -> Tensor:
+    """Sums over windows along one dimension (-1 or -2), zeros outside. Linear.
 
-
-def _sums(part: Tensor, dim: int, windows: Sequence[Span]) -> Tensor:
-    """Along one dimension: strided slices where windows are regular, else window by window."""
+    Strided slices where windows are regular, else window by window.
+    """
     before, after = max(0, -windows[0][0]), max(0, windows[-1][1] - part.shape[dim])
     if before or after:
         part = torch.nn.functional.pad(part, (before, after) if dim == -1 else (0, 0, before, after))

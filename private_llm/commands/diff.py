@@ -48,4 +48,4 @@ def diff(
     if found.stopped is not None:
         CONSOLE.print(f"[red]stopped:[/] {escape(found.stopped)}", highlight=False)
     else:
-        CONSOLE.print("no product left the ring", highlight=False)
+        CONSOLE.print("no value left its range", highlight=False)

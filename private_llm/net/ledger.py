@@ -57,6 +57,11 @@ class Ledger:
         """The innermost module being computed, or an empty string."""
         return self._scope[-1] if self._scope else ""
 
+    @property
+    def op_name(self) -> str:
+        """The outermost operation being computed, or an empty string."""
+        return self._tag[0] if self._tag else ""
+
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
         """Book everything inside under the module `name`."""
@@ -76,7 +81,7 @@ class Ledger:
             self._tag.pop()
 
     def _name(self, tag: str) -> str:
-        return self._tag[0] if self._tag else tag
+        return self.op_name or tag
 
     def timing(self, name: str) -> AbstractContextManager[None]:
         """Around what should count as `name` in `seconds`; only the ledger of a benchmark looks at the clock."""

@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 _ALL = Rows(())
 
 SCALE_BITS = 14
-"""Bits of a score scale that is no power of two: relative error 2^-14; |scaled scores| may reach 2^8."""
+"""Bits of a score scale that is no power of two: relative error 2^-14; one truncation of q removes them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +89,8 @@ def attend(
 
     mask: public, boolean. bias: broadcastable to [B, H, q, k], secret or public. Returns [B, H, q, Dv]; queries
     that see nothing get zeros. Communicates one product per allowed score, softmax on those, one product per output.
+    Scores, scaled, may reach 2^20. Where `scale` is no power of two and q comes straight from a rotary embedding, |q|
+    must stay below 2^14 (16384): its surplus bits and those of the scale are removed in one truncation.
     """
     batch, heads, queries, depth = query.shape
     groups, keys = key.shape[1], key.shape[2]
@@ -120,8 +122,8 @@ def _scores(query: Fixed, key: Fixed, scale: float, select: Tensor | None, frac:
     bits = n.bit_length() - 1
     if n != 1:  # q times n / 2^bits, which lies in [1, 2)
         query = Fixed(session, query.scale_int(n).share, query.frac + bits)
-    if query.frac > session.frac + SCALE_BITS + SLACK:  # rope already left its bits in q: one truncation for both
-        query = query.at(session.frac)
+    if query.frac > session.frac and query.frac - exponent - bits > session.frac + SLACK:
+        query = query.at(session.frac)  # one truncation, for the scale and what rope left
     query = Fixed(session, query.share, query.frac - exponent - bits)
     return query.matmul(key.view(lambda part: part.transpose(-1, -2)), frac=frac, select=select)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from private_llm.approx.pool import Pair, Span, adaptive_spans, max_pool2d, spans, window_sums
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.tensor.dispatch import TorchArg, implements
-from private_llm.tensor.scale import divided
+from private_llm.tensor.means import mean_of
 from private_llm.tensor.secret import SecretTensor
 
 
@@ -43,29 +43,26 @@ def avg_pool2d_rule(
     x: SecretTensor, kernel_size: TorchArg, stride: TorchArg = None, padding: TorchArg = 0, ceil_mode: bool = False,
     count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> SecretTensor:  # fmt: skip
-    """Means over windows; local, and truncated with the next product (a power of two never is)."""
+    """Means over windows, exact in range wherever the mean is (tensor/means.py); large windows truncate their sums."""
     kernel, pads = _pair(kernel_size), _pair(padding)
     _check("avg_pool2d", x, kernel, pads)
     step = kernel if stride is None or stride == [] else _pair(stride)
     rows, columns = (spans(x.shape[dim], kernel[dim], step[dim], pads[dim], ceil_mode) for dim in (-2, -1))
-    total = SecretTensor(window_sums(x.raw, rows, columns))
-    if divisor_override is not None:
-        return SecretTensor(divided(total, divisor_override))
     outside = pads if count_include_pad else (0, 0)
-    return _means(total, _lengths(rows, x.shape[-2], outside[0]), _lengths(columns, x.shape[-1], outside[1]))
+    sizes = _lengths(rows, x.shape[-2], outside[0]), _lengths(columns, x.shape[-1], outside[1])
+    return _means(x, rows, columns, sizes, divisor_override)
 
 
 @implements(F.adaptive_avg_pool2d)
 def adaptive_avg_pool2d_rule(x: SecretTensor, output_size: TorchArg) -> SecretTensor:
-    """Means over as many windows as asked for; local, and truncated with the next product."""
+    """Means over as many windows as asked for; as `avg_pool2d`."""
     _check("adaptive_avg_pool2d", x, (1, 1), (0, 0))
     wanted = (output_size, output_size) if output_size is None or isinstance(output_size, int) else output_size
     rows, columns = (
         adaptive_spans(x.shape[dim], x.shape[dim] if count is None else count)
         for dim, count in zip((-2, -1), wanted, strict=True)
     )
-    total = SecretTensor(window_sums(x.raw, rows, columns))
-    return _means(total, _lengths(rows, x.shape[-2]), _lengths(columns, x.shape[-1]))
+    return _means(x, rows, columns, (_lengths(rows, x.shape[-2]), _lengths(columns, x.shape[-1])))
 
 
 def _lengths(windows: list[Span], size: int, padding: int = 0) -> list[int]:
@@ -73,8 +70,19 @@ def _lengths(windows: list[Span], size: int, padding: int = 0) -> list[int]:
     return [min(stop, size + padding) - max(start, -padding) for start, stop in windows]
 
 
-def _means(total: SecretTensor, tall: list[int], wide: list[int]) -> SecretTensor:
-    """Sums divided by the (public) sizes of their windows."""
-    if len({*tall}) == len({*wide}) == 1:
-        return SecretTensor(divided(total, tall[0] * wide[0]))
-    return SecretTensor(divided(total, torch.outer(torch.tensor(tall), torch.tensor(wide))))
+def _means(
+    x: SecretTensor, rows: list[Span], columns: list[Span], sizes: tuple[list[int], list[int]],
+    divisor: int | None = None,
+) -> SecretTensor:  # fmt: skip
+    """Sums over windows divided by their (public) sizes, or all by one number."""
+    tall, wide = sizes
+    counts: int | torch.Tensor
+    if divisor is not None:
+        counts = divisor
+    elif len({*tall}) == len({*wide}) == 1:
+        counts = tall[0] * wide[0]
+    else:
+        counts = torch.outer(torch.tensor(tall), torch.tensor(wide))
+    longest = max(stop - start for start, stop in columns), max(stop - start for start, stop in rows)
+    across, down = (lambda part: window_sums(part, -1, columns)), (lambda part: window_sums(part, -2, rows))
+    return SecretTensor(mean_of(x, across, down, longest, counts))

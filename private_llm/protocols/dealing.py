@@ -14,7 +14,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ShareFileError
-from private_llm.protocols.share import Share
+from private_llm.protocols.share import Share, cleartext
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import Ring
 
@@ -94,7 +94,7 @@ def assemble(
     """
     ring = Ring(config.ring)
     if config.protocol == "plain":
-        return Share((_present(received, shape, label),))
+        return cleartext(_present(received, shape, label), config.debug_ranges)
     if len(keys) != keys_held(config, party):
         raise ShareFileError(f"mask seeds: got {len(keys)}; want {keys_held(config, party)} for party {party}")
     masks = tuple(_mask(seed, label, shape, ring) for seed in keys)

@@ -1,23 +1,21 @@
 """`plain`: one party, no secrecy, the same interface and fixed-point arithmetic as the real protocols.
 
 It exists as the reference the suite compares every protocol with, and to tell an approximation's error
-from a protocol's. A session refuses to start it without `insecure=True`.
+from a protocol's (`ranges.py` is the same with every range checked). A session refuses to start it without
+`insecure=True`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from private_llm.errors import DomainError
 from private_llm.kernels.forms import Form
-from private_llm.net.transport import CLIENT, Transport
+from private_llm.net.transport import CLIENT
 from private_llm.protocols.protocol import Protocol, Weights
 from private_llm.protocols.share import BitShare, Index, Share, words_for
-from private_llm.ring.ring import Ring
 
 
 class Plain(Protocol):
@@ -26,24 +24,9 @@ class Plain(Protocol):
     name = "plain"
     parties = 1
 
-    def __init__(self, party: int, transport: Transport, ring: Ring, debug_ranges: bool = False) -> None:
-        super().__init__(party, transport, ring)
-        self.debug_ranges = debug_ranges
-
-    def _check_range(self, what: str, exact: Tensor) -> None:
-        """Debug sessions recompute products in float64, which does not wrap, and name the module that overflows."""
-        if self.debug_ranges and exact.numel() and not exact.is_meta:
-            largest = float(exact.abs().max())
-            if largest >= 2.0 ** (self.ring.bits - 2):
-                raise DomainError(
-                    f"{what} in module '{self.ledger.scope_name or 'unknown'}' reaches 2^{math.log2(largest):.1f}; a "
-                    f"{self.ring.bits}-bit ring holds values below 2^{self.ring.bits - 2} before truncation "
-                    "(lower frac_bits, or use the 64-bit ring)"
-                )
-
     def add_public(self, x: Share, c: int | Tensor) -> Share:
         """x + c."""
-        return Share((x.parts[0] + c,))
+        return x.map(lambda part: part + c)
 
     def public(self, c: Tensor) -> Share:
         """C itself."""
@@ -55,32 +38,18 @@ class Plain(Protocol):
 
     def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
         """floor(x y / 2^shift)."""
-        if self.debug_ranges:
-            self._check_range("a product", x.parts[0].double() * y.parts[0].double())
         return self.truncate(Share((x.parts[0] * y.parts[0],)), shift)
 
     def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
         """floor(B(x, y) / 2^shift), optionally at selected outputs only."""
-        if self.debug_ranges:
-            self._check_range(f"a {form.tag}", form.real(x.parts[0].double(), y.parts[0].double()))
         out = form.product(x.parts[0], y.parts[0])
         if select is not None:
             out = out.reshape(-1)[select]
         return self.truncate(Share((out,)), shift)
 
-    def bilinear_public(self, form: Form, x: Share, c: Tensor, shift: int = 0, left: bool = False) -> Share:
-        """floor(B(x, c) / 2^shift), or of B(c, x)."""
-        if self.debug_ranges:
-            pair = (c.double(), x.parts[0].double()) if left else (x.parts[0].double(), c.double())
-            self._check_range(f"a {form.tag}", form.real(*pair))
-        return super().bilinear_public(form, x, c, shift, left)
-
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
         """Horner's rule in the ring."""
         value = x.parts[0]
-        if self.debug_ranges:
-            exact = sum(float(c) * value.double() ** i for i, c in enumerate(coefficients))
-            self._check_range("a polynomial", torch.as_tensor(exact))
         out = torch.full_like(value, self.ring.constant(coefficients[-1]))
         for c in reversed(coefficients[:-1]):
             out = out * value + self.ring.constant(c)
@@ -90,26 +59,23 @@ class Plain(Protocol):
         """Sign bits by comparison, exact for every `low`."""
         flat = x.parts[0].reshape(-1)
         width = bits or self.ring.bits
-        if self.debug_ranges and bits is not None and flat.numel():
-            reached = max(float((flat.double() + c).abs().max()) for c in offsets)
-            if reached >= 2.0 ** (bits - 1):
-                raise DomainError(
-                    f"a comparison in module '{self.ledger.scope_name or 'unknown'}' meets 2^{math.log2(reached):.1f}, "
-                    f"beyond its promised range of 2^{bits - 1} (activations of this model are too large)"
-                )
         rows = [_pack(((flat + c) >> (width - 1)) & 1) for c in offsets]
         return BitShare((torch.stack(rows),), flat.numel())
 
     def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
         """sum of bit_k * (w_k x + c_k)."""
-        out = torch.zeros(bits.count, dtype=self.ring.dtype, device=bits.parts[0].device)
+        return self.truncate(Share((self._injected(bits, x, weights, constants, self.ring.dtype),)), shift)
+
+    @staticmethod
+    def _injected(bits: BitShare, x: Share | None, weights: Weights, constants: Weights, dtype: torch.dtype) -> Tensor:
+        out = torch.zeros(bits.count, dtype=dtype, device=bits.parts[0].device)
         for k in range(bits.rows):
-            bit = _unpack(bits.parts[0][k], bits.count).to(self.ring.dtype)
+            bit = _unpack(bits.parts[0][k], bits.count).to(dtype)
             term = (
                 _flat(constants[k]) if x is None else x.parts[0].reshape(-1) * _flat(weights[k]) + _flat(constants[k])
             )
             out = out + bit * term
-        return self.truncate(Share((out,)), shift)
+        return out
 
     def xor(self, x: BitShare, y: BitShare) -> BitShare:
         """X ^ y."""

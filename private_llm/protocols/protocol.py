@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
 import torch
@@ -55,6 +55,16 @@ class Protocol(ABC):
         Raises UnsupportedOp for a protocol without separate preprocessing.
         """
         raise UnsupportedOp(f"protocol '{self.name}' has no separate preprocessing; want 'trio', 'quad' or 'dealer'")
+
+    def may_wrap(self) -> AbstractContextManager[None]:
+        """Around steps whose values may leave the ring, because what wrapped is multiplied by zero later on.
+
+        Only debug sessions, which refuse every other wrap, do anything here.
+        """
+        return nullcontext()
+
+    def expect_rows(self, what: str, x: Share, square: float) -> None:  # noqa: B027 - debug sessions alone look
+        """State that the sums of squares of rows, in squared ring elements, are below `square`."""
 
     def take_witnesses(self) -> list[str]:
         """What the client needs of a party that ran ahead to check what others will open (hexadecimal, in order)."""

@@ -16,6 +16,7 @@ from private_llm.net.placed import PlacedTransport
 from private_llm.net.roles import named
 from private_llm.net.transport import CLIENT, MetaTransport, Transport
 from private_llm.protocols.adder import Adder
+from private_llm.protocols.checked_plain import CheckedPlain
 from private_llm.protocols.dealer.party import TwoPartyDealer
 from private_llm.protocols.dealing import keys_held
 from private_llm.protocols.exact import Exact
@@ -24,7 +25,7 @@ from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad.bits import Quad
 from private_llm.protocols.quad.client import QuadClient, deal_quad, open_quad
 from private_llm.protocols.quad.views import GROUPS, meet_groups
-from private_llm.protocols.share import Share
+from private_llm.protocols.share import Share, cleartext
 from private_llm.protocols.trio.client import TrioClient, deal_trio, open_trio, receive_input_keys
 from private_llm.protocols.trio.party import Trio
 from private_llm.ranges import Ranges
@@ -110,7 +111,7 @@ def join(config: PrivateConfig, party: int, transport: Transport) -> Session:
     ring, device = Ring(config.ring), device_for(config.device, party)
     if config.protocol == "plain":
         _meet(config, transport, [CLIENT])
-        return _placed(config, Plain(party, transport, ring, config.debug_ranges), device)
+        return _placed(config, (CheckedPlain if config.debug_ranges else Plain)(party, transport, ring), device)
     others = [p for p in range(config.parties) if p != party]
     seeds = _meet(config, transport, [*others, CLIENT])
     keys = receive_input_keys(transport, keys_held(config, party))
@@ -191,7 +192,7 @@ def _adder(config: PrivateConfig) -> Adder:
 def deal(config: PrivateConfig, elements: Tensor, seed: Seed, label: str) -> list[Share]:
     """Split ring elements into one share per party; masks come from `seed` under `label` (use each label once)."""
     if config.protocol == "plain":
-        return [Share((elements,))]
+        return [cleartext(elements, config.debug_ranges)]
     if config.protocol == "quad":
         return deal_quad(elements, Ring(config.ring), seed, label)
     return deal_trio(elements, Ring(config.ring), seed, label)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import PlaintextLeak, UnsupportedOp
-from private_llm.kernels.ops import gather_rows, ring_matmul
+from private_llm.kernels.forms import Matmul
+from private_llm.kernels.ops import gather_rows
 from private_llm.protocols.share import Share
 from private_llm.tensor.dispatch import TorchArg, implements
 from private_llm.tensor.fixed import Fixed
@@ -137,7 +138,7 @@ def embedding(
         same_session(input, weight)
         return SecretTensor(rows.matmul(weight.operand, weight.operand.frac))
     elements = ring_weight(input.session, weight, rows.share.parts[0].device)
-    return SecretTensor(rows.with_share(rows.share.map(lambda part: ring_matmul(part, elements)), rows.session.frac))
+    return SecretTensor(rows.with_share(rows.proto.bilinear_public(Matmul(), rows.share, elements), rows.session.frac))
 
 
 def _looked_up(tokens: SecretIndex, weight: Tensor) -> SecretTensor:

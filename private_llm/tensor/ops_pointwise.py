@@ -9,6 +9,7 @@ from torch import Tensor
 
 from private_llm.errors import PlaintextLeak, UnsupportedOp
 from private_llm.tensor.dispatch import TorchArg, implements
+from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.scale import aligned, encoded, same_session, times_public, times_scalar
 from private_llm.tensor.secret import SecretTensor
 
@@ -31,7 +32,13 @@ def plus(x: SecretTensor, y: Operand) -> SecretTensor:
         return _like(SecretTensor(a + b), x, y)
     if isinstance(y, Tensor):
         return _like(_plus_public(x, y), x)
-    return SecretTensor(x.raw + y) if y else x.viewed(lambda part: part)
+    return SecretTensor(_roomy(x, abs(y)) + y) if y else x.viewed(lambda part: part)
+
+
+def _roomy(x: SecretTensor, largest: float) -> Fixed:
+    """x as it is if a public addend of this size fits with its fractional bits, else without surplus bits."""
+    value = x.raw
+    return value if largest * 2.0**value.frac < 2.0 ** (value.session.ring.value_bits - 1) else x.operand
 
 
 def _like(made: SecretTensor, *sources: SecretTensor) -> SecretTensor:
@@ -45,7 +52,8 @@ def _plus_public(x: SecretTensor, y: Tensor) -> SecretTensor:
     if y.is_floating_point() and y.dim() > 1 and y.numel() and bool(y.min() <= MINUS_INFINITY):
         hidden = y <= MINUS_INFINITY
         y = y.masked_fill(hidden, 0.0)
-    value = x.raw
+    surplus = y.numel() > 0 and x.raw.frac > x.session.frac
+    value = _roomy(x, float(y.abs().max())) if surplus else x.raw
     out = SecretTensor(value.with_share(value.proto.add_public(value.share, encoded(value, y, value.frac))))
     return out if hidden is None else out.masked(hidden.expand(out.shape))
 

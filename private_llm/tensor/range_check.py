@@ -40,11 +40,12 @@ UNKNOWN = REACH + 3
 def watch(x: Fixed, bits: int | None = None) -> None:
     """Owe a check of the rows of x [.., width]: signed sums below 2^bits in ring elements. Local.
 
-    bits: default, the calibrated `output` of the module that is computed. Nothing is done with guard=False or in a
-    32-bit ring.
+    bits: default, the calibrated `output` of the module that is computed. Nothing is done with guard=False, in a
+    32-bit ring, or in debug sessions, which check everything.
     """
     session = x.session
-    if not session.config.guard or session.ring.bits < 64 or not x.numel():
+    config = session.config
+    if not config.guard or config.debug_ranges or session.ring.bits < 64 or not x.numel():
         return
     if bits is None:
         known = session.exponent("output")

@@ -47,17 +47,23 @@ def _scalar(session: Session, factor: float) -> tuple[int, int]:
     """(n, e) with factor ~ n * 2^e; in a small ring n has no more bits behind the point than a weight."""
     _, exponent = math.frexp(factor) if math.isfinite(factor) else (0.0, 0)
     n, e = dyadic(factor, CONSTANT_BITS)
-    if session.ring.bits == 64 or abs(n) == 1:
-        return n, e
-    return dyadic(factor, max(1, session.frac + exponent))
+    if session.ring.bits == 32 and abs(n) != 1:
+        n, e = dyadic(factor, max(1, session.frac + exponent))
+    return (n, e) if -e <= session.ring.value_bits else (0, 0)  # the product is below one unit
 
 
 def times_scalar(x: SecretTensor, factor: float) -> Fixed:
-    """x * factor, truncating at most what an earlier product left over."""
+    """x * factor, truncating at most what an earlier product left over.
+
+    Holds for |x| < 2^(ring bits - 2 - 2 f) and a product below it, f >= 16 (64 bits) fractional bits; with fewer, for
+    |x| < 2^(46 - f).
+    """
     n, exponent = _scalar(x.session, factor)
     value = x.raw if abs(n) == 1 else x.operand
     if exponent > 0:
-        n, exponent = n << exponent, 0
+        surplus = min(exponent, max(0, value.frac - x.session.frac))  # moves the point, the elements stay as they are
+        value = value.with_share(value.share, value.frac - surplus)
+        n, exponent = n << (exponent - surplus), 0
     if n != 1:
         value = value.scale_int(n)
     return Fixed(value.session, value.share, value.frac - exponent) if exponent else value
@@ -72,25 +78,6 @@ def times_public(x: SecretTensor, factor: Tensor) -> Fixed:
     bits = 0 if not factor.is_floating_point() else constant_bits(value.session)
     out = value.with_share(value.proto.mul_public(value.share, encoded(value, factor, bits)), value.frac + bits)
     return out if value.session.ring.bits == 64 else out.at(value.session.frac)
-
-
-def divided(x: SecretTensor, counts: int | Tensor) -> Fixed:
-    """Sums x to means, x / counts; counts are positive, a tensor of integers broadcasts.
-
-    1 / count has `frac` bits behind the point in a small ring, which is coarse for large counts. There the sums are
-    first divided by a power of two (one more truncation), so that a factor near 1 remains: relative error 2^-9 or less.
-    """
-    session = x.session
-    largest = int(counts.max()) if isinstance(counts, Tensor) else counts
-    octave = largest.bit_length() - 1
-    exact = isinstance(counts, int) and counts == 1 << octave
-    if session.ring.bits == 64 or exact or largest < 1 << max(0, session.frac - 8):
-        octave = 0
-    elif octave:
-        x = SecretTensor(Fixed(session, x.raw.share, x.raw.frac + octave).at(session.frac))
-    if isinstance(counts, Tensor):
-        return times_public(x, (1 << octave) / counts.to(torch.float64))
-    return times_scalar(x, (1 << octave) / counts)
 
 
 _encodings: WeakKeyDictionary[Session, OrderedDict[tuple[object, ...], tuple[Tensor, Tensor]]] = WeakKeyDictionary()
@@ -118,7 +105,7 @@ def encoded(x: Fixed, values: Tensor, bits: int) -> Tensor:
 
 
 def aligned(x: SecretTensor, y: SecretTensor) -> tuple[Fixed, Fixed]:
-    """Both operands of a sum: as they are when their fractional bits agree, else without surplus bits.
+    """Both operands of a sum: as they are when their fractional bits agree, else without (many) surplus bits.
 
     Beside a coarse one the other is cut to its bits, for good: a residual stream whose values have become massive.
     """
@@ -129,7 +116,7 @@ def aligned(x: SecretTensor, y: SecretTensor) -> tuple[Fixed, Fixed]:
     if x.coarse or y.coarse:
         frac = min(a.frac, b.frac)
         return x.coarsen(frac), y.coarsen(frac)
-    if abs(a.frac - b.frac) > SLACK:
+    if max(a.frac, b.frac) > x.session.frac + SLACK:
         return x.operand, y.operand
     return a, b
 

@@ -7,20 +7,21 @@ operation rebinds the object, and is refused where another tensor shares its mem
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
+from private_llm.protocols.checked_plain import CheckedPlain
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
+from private_llm.tensor.dispatch import TorchArg, op_name
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.guard import Guarded
 
 SLACK = 6
-"""Fractional bits above the session's that rules accept without truncating first: none in a 32-bit ring, whose
-products have no bit to spare."""
+"""Fractional bits above the session's that sums and scores of attention accept without truncating first."""
 
 _CPU = torch.device("cpu")
 
@@ -51,6 +52,25 @@ class SecretTensor(Guarded):
     def __init__(self, fixed: Fixed) -> None:
         """State is set by `__new__`."""
 
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: TorchArg,
+        types: Sequence[type],
+        args: Sequence[TorchArg] = (),
+        kwargs: Mapping[str, TorchArg] | None = None,
+    ) -> TorchArg:
+        """The closed table; a debug session checks every result, also of what is local, and knows its operation."""
+        ranges = _ranges(args)
+        if ranges is None:
+            return super().__torch_function__(func, types, args, kwargs)
+        with ranges.ledger.op(op_name(func)):
+            made = super().__torch_function__(func, types, args, kwargs)
+            for out in made if isinstance(made, tuple | list) else (made,):
+                if isinstance(out, SecretTensor):
+                    ranges.check("the result", out._fixed.share)
+        return made
+
     # -- what a rule reads ---------------------------------------------------------------------------------
     @property
     def session(self) -> Session:
@@ -67,10 +87,9 @@ class SecretTensor(Guarded):
 
     @property
     def operand(self) -> Fixed:
-        """The share with at most `SLACK` fractional bits more than the session's: an operand of a product."""
+        """The share with no more fractional bits than the session's: products have no bit to spare."""
         x = self.raw
-        slack = SLACK if x.session.ring.bits == 64 else 0
-        return x if x.frac <= x.session.frac + slack else self.fixed
+        return x if x.frac <= x.session.frac else self.fixed
 
     @property
     def raw(self) -> Fixed:
@@ -167,3 +186,14 @@ class SecretTensor(Guarded):
         out._hidden, out._coarse = self._hidden, self._coarse
         out.__dict__.update(self.__dict__)
         return out
+
+
+def _ranges(args: Sequence[TorchArg]) -> CheckedPlain | None:
+    """The protocol of the first secret among the arguments, if it is one that checks ranges."""
+    for arg in args:
+        if isinstance(arg, SecretTensor):
+            protocol = arg.session.protocol
+            return protocol if isinstance(protocol, CheckedPlain) else None
+        if isinstance(arg, tuple | list) and (found := _ranges(arg)) is not None:
+            return found
+    return None

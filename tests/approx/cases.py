@@ -88,8 +88,8 @@ CASES = [
     Case("tanh", activations.tanh, torch.tanh, 2e-4, HALF, (0.0, -5.0, 5.0), lambda n: _logistic(n, 38, 11),
          4 * noise_units(tables.LOGISTIC, FULL[FULL <= 0.26])),
     Case(
-        "exp", exp, torch.exp, 6e-5, (WIDE[0], 0.25), (-14.0,),
-        lambda n: cost.msb(n, 39, 1, low=16) + cost.inject(R, n, 1, 1, 0) + products(n, 22, 28, 39, 36),
+        "exp", exp, torch.exp, 6e-5, (-(2.0**21) + 2**10, 0.25), (-14.0,),
+        lambda n: cost.msb(n, 40, 1, low=16) + cost.inject(R, n, 1, 1, 0) + products(n, 22, 28, 39, 36),
         noise_units(tables.EXP, FULL[FULL >= -0.75]),
     ),
 ]  # fmt: skip

@@ -112,7 +112,7 @@ def price(entries: int, pairs: list[int], row_count: int, width: int) -> Cost:
     total = Cost()
     for pair in pairs:
         total = total + cost.msb(pair, 40, low=12) + cost.inject(R, pair, 1, 1, 0)
-    total = total + cost.msb(entries, 39, low=16) + cost.inject(R, entries, 1, 1, 0)
+    total = total + cost.msb(entries, 40, low=16) + cost.inject(R, entries, 1, 1, 0)
     for shift in (22, 28, 39, 36):
         total = total + cost.product(R, entries, shift)
     high = 1.3 * width

@@ -67,6 +67,52 @@ def test_a_broken_promise_of_range_names_the_module() -> None:
         run_ring(config, [torch.tensor([1 << 19, 0])], compare, (2,))
 
 
+LOCAL: list[Callable[[Protocol, Share], Share]] = [
+    lambda p, x: x.map(lambda part: part.sum(0, dtype=part.dtype).expand(4)),
+    lambda p, x: p.mul_public(x, 3),
+    lambda p, x: p.mul_public(x, torch.full((4,), 1 << 40)),
+    lambda p, x: p.add(p.add(x, x), p.add(x, x)),
+    lambda p, x: p.sub(p.neg(x), p.add(x, x)),
+    lambda p, x: p.add_public(x, 1 << 62),
+    lambda p, x: x.map(lambda part: torch.stack([part[::2] + part[1::2], part[:2] + part[2:]]).reshape(4)),
+]
+
+
+@pytest.mark.parametrize("then", ["product", "comparison", "bits", "choice", "output"])
+@pytest.mark.parametrize("local", LOCAL)
+def test_a_local_step_that_wraps_is_found_at_the_next_step(
+    local: Callable[[Protocol, Share], Share], then: str
+) -> None:
+    config = PrivateConfig(protocol="plain", insecure=True, debug_ranges=True)
+
+    def program(p: Protocol, x: Share) -> Share:
+        made = local(p, x)
+        with p.ledger.scope("model.layers.3.mlp"):
+            if then == "product":
+                return p.mul(made, p.public(torch.ones(4, dtype=torch.int64)), 18)
+            if then == "comparison":
+                return p.inject(p.msb(made), None, [0], [1])
+            if then == "bits":
+                return p.inject(p.a2b(made).row(63), None, [0], [1])
+            if then == "choice":
+                return p.inject(p.msb(x), made, [1], [0])
+            p.reveal_to_client(made)
+            return made
+
+    run_ring(config, [torch.full((4,), 1 << 20)], lambda p, x: x, (4,))
+    wraps = torch.full((4,), (1 << 62) + 12345)
+    with pytest.raises(DomainError, match=r"in module 'model.layers.3.mlp' reaches 2\^\d+.*a 64-bit ring holds"):
+        run_ring(config, [wraps], program, (4,))
+
+
+def test_values_that_come_back_into_the_ring_are_right() -> None:
+    """Only what an operation receives counts: elements are numbers modulo 2^64, so a detour is no error."""
+    config = PrivateConfig(protocol="plain", insecure=True, debug_ranges=True)
+    x = torch.full((4,), (1 << 62) + 12345)
+    run = run_ring(config, [x], lambda p, v: p.sub(p.mul_public(v, 4), p.mul_public(v, 3)), (4,))
+    assert torch.equal(run.result, x)
+
+
 def test_the_check_is_off_unless_asked_for() -> None:
     config = PrivateConfig(protocol="plain", insecure=True)
     run = run_ring(config, [torch.full((2,), 1 << 31)], lambda p, x: p.mul(x, x), (2,))

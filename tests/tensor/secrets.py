@@ -7,9 +7,10 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.net.local import LocalHub
+from private_llm.protocols.checked_plain import CheckedPlain
 from private_llm.protocols.plain import Plain
 from private_llm.protocols.session import Session
-from private_llm.protocols.share import Share
+from private_llm.protocols.share import cleartext
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
@@ -18,13 +19,14 @@ from private_llm.tensor.secret import SecretTensor
 def plain_session(**settings: object) -> Session:
     """A session of the cleartext reference protocol, alone."""
     config = PrivateConfig(protocol="plain", insecure=True, **settings)  # type: ignore[arg-type]
-    return Session(config, Plain(0, LocalHub(1).transport(0), Ring(config.ring)))
+    protocol = CheckedPlain if config.debug_ranges else Plain
+    return Session(config, protocol(0, LocalHub(1).transport(0), Ring(config.ring)))
 
 
 def fixed(session: Session, values: Tensor, frac: int | None = None) -> Fixed:
     """Real values as a secret with `frac` fractional bits (default: the session's)."""
     frac = session.frac if frac is None else frac
-    return Fixed(session, Share((session.ring.encode(values, frac),)), frac)
+    return Fixed(session, cleartext(session.ring.encode(values, frac), session.config.debug_ranges), frac)
 
 
 def secret(session: Session, values: Tensor, frac: int | None = None) -> SecretTensor:
