@@ -96,6 +96,9 @@ TlsOption = Annotated[Path | None, typer.Option("--tls", help="Folder with ca.pe
 LoopbackOption = Annotated[bool, typer.Option(help="Allow unencrypted sockets, on loopback addresses only.")]
 
 
+GgufOption = Annotated[str | None, typer.Option("--gguf-file", help="A GGUF file in the model's folder or repository.")]
+
+
 def _remote(hosts: list[str] | None, tls: Path | None, endpoint: str, loopback: bool) -> dict[str, Any]:
     """Settings for parties on hosts of their own."""
     if not hosts:
@@ -154,6 +157,7 @@ def generate(
     plan: PlanOption = "",
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
+    gguf_file: GgufOption = None,
 ) -> None:
     """Private generate() of any supported model."""
     from private_llm.commands.generate import generate as run
@@ -163,7 +167,7 @@ def generate(
     sampling: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         sampling.update(temperature=temperature, top_p=top_p)
-    run(model, prompt, config, new_tokens, as_json, sampling, preprocess)
+    run(model, prompt, config, new_tokens, as_json, sampling, preprocess, gguf_file)
 
 
 @app.command()
@@ -225,11 +229,12 @@ def share(
     ring: RingOption = 64,
     as_json: Json = False,
     frac_bits: FracOption = None,
+    gguf_file: GgufOption = None,
 ) -> None:
     """As the model owner: split a checkpoint into one share file per party, tensor by tensor."""
     from private_llm.commands.parties import share as run
 
-    run(checkpoint, out, _config(protocol, ring, **_bits(frac_bits)), task, as_json)
+    run(checkpoint, out, _config(protocol, ring, **_bits(frac_bits)), task, as_json, gguf_file)
 
 
 @app.command()

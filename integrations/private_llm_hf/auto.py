@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import transformers
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoImageProcessor,
     AutoTokenizer,
     GenerationConfig,
@@ -25,7 +24,9 @@ from private_llm.errors import ConfigError, PatchMismatch
 from private_llm.net.local import LocalHub
 from private_llm_hf.architectures import architecture
 from private_llm_hf.cascade_client import check_sharding
+from private_llm_hf.checkpoints import Checkpoint
 from private_llm_hf.client import Parties
+from private_llm_hf.dense import dense_model, without_quantisation
 from private_llm_hf.held import WeightsDigest
 from private_llm_hf.launch import start_parties
 from private_llm_hf.layout import Layout, describe
@@ -33,7 +34,7 @@ from private_llm_hf.model import private_class
 from private_llm_hf.network import Network
 from private_llm_hf.plan import make_plan
 from private_llm_hf.share_files import ShareWriter
-from private_llm_hf.weights import Sink, WeightList, stream_checkpoint, stream_loaded
+from private_llm_hf.weights import Sink, WeightList, stream_loaded
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 Start = Callable[[PrivateConfig, LocalHub | None], Parties]
@@ -66,23 +67,23 @@ class _AutoPrivate:
         """Share a checkpoint (hub id or folder) with the parties; returns the model to use like any other.
 
         private_config: how to run it (default: three parties, semi-honest, on this machine). hf_kwargs: transformers'
-        download and loading arguments; others change the model's configuration.
+        download and loading arguments (`gguf_file` too; a `dtype` changes nothing, see `Checkpoint`); others change
+        the model's configuration. Quantised weights are unpacked and adapters merged where transformers or peft can.
         Raises PatchMismatch for architectures, modules or checkpoints without a rule, before anything is sent.
         """
         private_config = _checked(private_config)
         download = {key: hf_kwargs.pop(key) for key in _DOWNLOAD if key in hf_kwargs}
         loading = {key: hf_kwargs.pop(key) for key in _LOADING if key in hf_kwargs}
-        config = hf_kwargs.pop("config", None)
-        if config is None:
-            config, unused = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **download, **hf_kwargs)
-            if unused:
-                raise ConfigError(f"unknown argument(s) {', '.join(sorted(unused))} for from_pretrained")
+        checkpoint = Checkpoint(source, hf_kwargs, download)
+        config, unused = checkpoint.config(**download, **hf_kwargs)
+        if unused:
+            raise ConfigError(f"unknown argument(s) {', '.join(sorted(unused))} for from_pretrained")
         architecture(config)
         model_class = _model_class(cls.auto_class, config)
 
         def weights(wanted: WeightList, sink: Sink, local: bool = False) -> None:
             where = {**download, "local_files_only": True} if local else download
-            stream_checkpoint(model_class, source, config, wanted, sink, **where, **loading)
+            checkpoint.stream(model_class, config, wanted, sink, **where, **loading)
 
         generation = _generation_config(model_class, source, config, download)
         return _open(model_class, config, private_config, weights, generation)
@@ -132,6 +133,7 @@ def patch(
     private_config = _checked(private_config)
     if not isinstance(model, nn.Module):
         raise PatchMismatch(f"patch: got {type(model).__name__}; want a transformers model or a torch.nn.Module")
+    model = dense_model(model)
     if not isinstance(model, PreTrainedModel):
         model = Network.of(model)
     if type(model) not in (Network, getattr(transformers, type(model).__name__, None)):
@@ -148,7 +150,7 @@ def patch(
     def weights(wanted: WeightList, sink: Sink, local: bool = True) -> None:
         stream_loaded(model, wanted, sink)
 
-    return _open(type(model), model.config, private_config, weights, generation, hub, start)
+    return _open(type(model), without_quantisation(model.config), private_config, weights, generation, hub, start)
 
 
 def _open(
@@ -204,7 +206,8 @@ def share_checkpoint(
     private_config = _checked(private_config)
     if private_config.weights == "public":
         raise ConfigError("share files hold secret weights; with weights='public' parties get the checkpoint")
-    config = AutoConfig.from_pretrained(source, **hf_kwargs)
+    checkpoint = Checkpoint(source, hf_kwargs, hf_kwargs)
+    config, _ = checkpoint.config(**hf_kwargs)
     architecture(config)
     model_class = _model_class(auto.auto_class, config)
     layout = Layout.of(model_class, config)
@@ -219,15 +222,17 @@ def share_checkpoint(
             if progress is not None:
                 progress(name, next(done), len(wanted.shapes))
 
-        stream_checkpoint(model_class, source, config, layout.source, layout.folding(sink), **hf_kwargs)
-    _client_folder(source, target / "client", config, model_class, dict(hf_kwargs))
+        checkpoint.stream(model_class, config, layout.source, layout.folding(sink), **hf_kwargs)
+    _client_folder(checkpoint, target / "client", config, model_class, dict(hf_kwargs))
     return writer.paths
 
 
 def _client_folder(
-    source: str, folder: Path, config: PretrainedConfig, model_class: type[PreTrainedModel], download: dict[str, Any]
-) -> None:
+    checkpoint: Checkpoint, folder: Path, config: PretrainedConfig, model_class: type[PreTrainedModel],
+    download: dict[str, Any],
+) -> None:  # fmt: skip
     """Configuration, generation settings and tokenizer for the user of share files."""
+    source = checkpoint.source
     config.architectures = [model_class.__name__]
     config.save_pretrained(folder)
     generation = _generation_config(model_class, source, config, download)
@@ -238,7 +243,9 @@ def _client_folder(
             AutoImageProcessor.from_pretrained(source, **download).save_pretrained(folder)
         return
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **download)
+        tokenizer = AutoTokenizer.from_pretrained(
+            checkpoint.tokenizer_source, **checkpoint.tokenizer_options, **download
+        )
     except (OSError, ValueError):
         return  # a checkpoint without tokenizer
     if tokenizer.vocab_size > 0:  # for some families transformers makes up an empty one

@@ -39,11 +39,18 @@ def shape_of(source: str) -> tuple[type[PreTrainedModel], PretrainedConfig]:
     return model_class_of(config), config
 
 
-def tokenizer_of(source: str) -> Any:  # noqa: ANN401 - a transformers tokenizer
-    """The tokenizer of a model folder or hub id. Raises ConfigError."""
+def tokenizer_of(source: str, gguf_file: str | None = None) -> Any:  # noqa: ANN401 - a transformers tokenizer
+    """The tokenizer of a model folder or hub id, or of a GGUF file there. Raises ConfigError."""
+    from private_llm_hf.checkpoints import Checkpoint
     from transformers import AutoTokenizer
 
-    return _load("tokenizer", AutoTokenizer, source)
+    checkpoint = Checkpoint(source, gguf_options(gguf_file), {})
+    return _load("tokenizer", AutoTokenizer, checkpoint.tokenizer_source, **checkpoint.tokenizer_options)
+
+
+def gguf_options(gguf_file: str | None) -> dict[str, Any]:
+    """What from_pretrained needs to read a GGUF file."""
+    return {} if gguf_file is None else {"gguf_file": gguf_file}
 
 
 def plaintext_model(source: str) -> Any:  # noqa: ANN401 - a transformers model
@@ -83,6 +90,6 @@ def _load(what: str, auto: Any, source: str, **more: Any) -> Any:  # noqa: ANN40
     quiet()
     try:
         return auto.from_pretrained(source, **more)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"{what} of {source!r}: {first} (want a model folder or a hub id)") from None

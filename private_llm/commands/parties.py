@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from private_llm.commands.models import quiet
+from private_llm.commands.models import gguf_options, quiet
 from private_llm.commands.output import CONSOLE, NOTES, emit_json, progress_bar, size
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError
@@ -18,7 +18,9 @@ TASKS = ("causal-lm", "seq2seq", "classification", "features", "image")
 """What a shared checkpoint will be used for: which of transformers' auto classes loads it."""
 
 
-def share(source: str, out: Path, config: PrivateConfig, task: str, as_json: bool) -> None:
+def share(
+    source: str, out: Path, config: PrivateConfig, task: str, as_json: bool, gguf_file: str | None = None
+) -> None:
     """Write one share file per party."""
     import private_llm_hf as hf
     from private_llm_hf.auto import share_checkpoint
@@ -41,8 +43,9 @@ def share(source: str, out: Path, config: PrivateConfig, task: str, as_json: boo
         with progress_bar(None, as_json) as step:
             step("sharing", 0)
             paths = share_checkpoint(
-                source, out, config, auto=autos[task], progress=lambda name, done, total: step(f"{done}/{total} {name}")
-            )
+                source, out, config, auto=autos[task], **gguf_options(gguf_file),
+                progress=lambda name, done, total: step(f"{done}/{total} {name}"),
+            )  # fmt: skip
     except PrivateLLMError:
         raise
     except (OSError, ValueError) as error:
