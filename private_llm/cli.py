@@ -224,7 +224,9 @@ def classify(
 def share(
     checkpoint: Annotated[str, typer.Argument(help="Model folder or hub id.")],
     out: Annotated[Path, typer.Option("--out", help="Folder for one share file per party.")],
-    task: Annotated[str, typer.Option(help="causal-lm, seq2seq, classification, features or image.")] = "causal-lm",
+    task: Annotated[
+        str, typer.Option(help="causal-lm, seq2seq, classification, features, image or masked-lm.")
+    ] = "causal-lm",
     protocol: ProtocolOption = ProtocolName.TRIO,
     ring: RingOption = 64,
     as_json: Json = False,

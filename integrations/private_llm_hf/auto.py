@@ -101,6 +101,12 @@ class AutoPrivateModelForSeq2SeqLM(_AutoPrivate):
     auto_class = transformers.AutoModelForSeq2SeqLM
 
 
+class AutoPrivateModelForMaskedLM(_AutoPrivate):
+    """Encoders that fill in masked tokens."""
+
+    auto_class = transformers.AutoModelForMaskedLM
+
+
 class AutoPrivateModelForSequenceClassification(_AutoPrivate):
     """Classifiers of sentences."""
 

@@ -14,7 +14,7 @@ from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm.net.roles import named
 from private_llm.net.transport import endpoint_name
 
-TASKS = ("causal-lm", "seq2seq", "classification", "features", "image")
+TASKS = ("causal-lm", "seq2seq", "classification", "features", "image", "masked-lm")
 """What a shared checkpoint will be used for: which of transformers' auto classes loads it."""
 
 
@@ -32,7 +32,7 @@ def share(
             (
                 hf.AutoPrivateModelForCausalLM, hf.AutoPrivateModelForSeq2SeqLM,
                 hf.AutoPrivateModelForSequenceClassification, hf.AutoPrivateModel,
-                hf.AutoPrivateModelForImageClassification,
+                hf.AutoPrivateModelForImageClassification, hf.AutoPrivateModelForMaskedLM,
             ),
             strict=True,
         )
