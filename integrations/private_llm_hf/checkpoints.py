@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,7 +42,8 @@ class Checkpoint:
         if self.gguf_file is None and self.source.endswith(".gguf") and Path(self.source).is_file():
             folder, name = Path(self.source).parent, Path(self.source).name
             raise ConfigError(
-                f"got the GGUF file {name!r} itself; want its folder {str(folder)!r} and gguf_file={name!r}"
+                f"got the GGUF file {name!r} itself; want its folder {str(folder)!r} and "
+                f"gguf_file={name!r} (--gguf-file)"
             )
         self._where = dict(download)
         self._base = None if self.gguf_file is not None else _base_of_adapter(self.source, self._where)
@@ -126,7 +128,9 @@ class Checkpoint:
         with self._readable():
             from peft import PeftModel
 
-            adapted = PeftModel.from_pretrained(model, self.source, **self._where)
+            with warnings.catch_warnings():  # peft goes on with adapters that it made up
+                warnings.filterwarnings("error", message="Found missing adapter keys")
+                adapted = PeftModel.from_pretrained(model, self.source, **self._where)
             own = {part for settings in adapted.peft_config.values() for part in settings.modules_to_save or ()}
             return dense_model(adapted, owned=True), {name for name in missing if own.isdisjoint(name.split("."))}
 
@@ -142,7 +146,7 @@ class Checkpoint:
             raise ConfigError(
                 f"checkpoint {self._called}: a package is missing to read it: {wanted or first_line(error)}"
             ) from None
-        except FOREIGN as error:
+        except (*FOREIGN, UserWarning) as error:
             if not self._special:
                 raise
             raise PatchMismatch(

@@ -95,10 +95,10 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer)}
     for name, layer in layers.items():
-        if layer.disable_adapters:
-            layer.unmerge()
-        else:
+        if not layer.disable_adapters:
             layer.merge(safe_merge=True)
+        elif layer.merged:
+            layer.unmerge()
         model.set_submodule(name, layer.get_base_layer())
     return model
 

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 import torch
 import transformers as tr
-from private_llm_hf import AutoPrivateModelForCausalLM, AutoPrivateModelForSequenceClassification, patch
+from private_llm_hf import (
+    AutoPrivateModel,
+    AutoPrivateModelForCausalLM,
+    AutoPrivateModelForSequenceClassification,
+    patch,
+)
 from private_llm_hf.auto import share_checkpoint
 from private_llm_hf.checkpoints import Checkpoint
 from private_llm_hf.held import HeldModel
@@ -240,7 +245,7 @@ class Lora:
     def __init__(self, peft: ModuleType) -> None:
         self.peft = peft
 
-    def on(self, model: tr.PreTrainedModel, *names: str, task: str = "CAUSAL_LM") -> tr.PreTrainedModel:
+    def on(self, model: tr.PreTrainedModel, *names: str, task: str | None = "CAUSAL_LM") -> tr.PreTrainedModel:
         settings = self.peft.LoraConfig(r=4, target_modules=list(names), init_lora_weights=False, task_type=task)
         return self.peft.get_peft_model(model, settings).eval()
 
@@ -282,12 +287,26 @@ def test_an_adapter_checkpoint_with_its_own_head(lora: Lora, tmp_path: Path) -> 
     source = str(tmp_path / "adapter")
     with torch.no_grad(), AutoPrivateModelForSequenceClassification.from_pretrained(source, PLAIN) as private:
         assert private(input_ids=IDS).logits.shape == (1, 2)
-    lora.peft.get_peft_model(tiny.build("bert"), lora.peft.LoraConfig(target_modules=["query"])).save_pretrained(source)
-    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    settings["base_model_name_or_path"] = str(tmp_path / "base")
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    headless = lora.on(tiny.build("bert", tr.BertForSequenceClassification), "query", task=None)
+    headless.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    headless.save_pretrained(tmp_path / "adapter")
     with pytest.raises(PatchMismatch, match=r"lacks 2 weight\(s\) of BertForSequenceClassification: classifier"):
         AutoPrivateModelForSequenceClassification.from_pretrained(source, PLAIN)
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
+def test_an_adapter_of_another_class_is_refused(lora: Lora, tmp_path: Path) -> None:
+    """peft goes on with adapters that it made up, and says so in a warning only."""
+    tiny.build("bert").save_pretrained(tmp_path / "base")
+    adapted = lora.on(tiny.build("bert"), "query", task=None)
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "adapter")
+    source = str(tmp_path / "adapter")
+    with pytest.raises(PatchMismatch, match=r"cannot make plain weights of it .*missing adapter keys"):
+        AutoPrivateModelForSequenceClassification.from_pretrained(source, PLAIN)
+    with torch.no_grad(), AutoPrivateModel.from_pretrained(source, PLAIN) as private:
+        want = adapted(input_ids=IDS).last_hidden_state
+        assert worst(private(input_ids=IDS).last_hidden_state, want) < LOGIT_ERROR
 
 
 def test_prompt_tuning_cannot_be_merged(lora: Lora) -> None:
