@@ -194,7 +194,7 @@ class Packed(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
-        return func(*[a.dequantize() if isinstance(a, Packed) else a for a in args], **(kwargs or {}))
+        raise NotImplementedError(f"Packed: {func}")
 
 
 def packed(unpacks: bool) -> tr.PreTrainedModel:
