@@ -115,6 +115,9 @@ TlsOption = Annotated[Path | None, typer.Option("--tls", help="Folder with ca.pe
 LoopbackOption = Annotated[bool, typer.Option(help="Allow unencrypted sockets, on loopback addresses only.")]
 
 
+GgufOption = Annotated[str | None, typer.Option("--gguf-file", help="A GGUF file in the model's folder or repository.")]
+
+
 def _remote(hosts: list[str] | None, tls: Path | None, endpoint: str, loopback: bool) -> dict[str, Any]:
     """Settings for parties on hosts of their own."""
     addresses = [address.strip() for item in hosts or [] for address in item.split(",") if address.strip()]
@@ -179,6 +182,7 @@ def generate(
     plan: PlanOption = "",
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
+    gguf_file: GgufOption = None,
 ) -> None:
     """Private generate() of any supported model."""
     from private_llm.commands.generate import generate as run
@@ -186,7 +190,7 @@ def generate(
     sampling = _sampling(temperature, top_p)
     more = {**_remote(hosts, tls, "client", allow_plain_loopback), **_plan(plan, accept_weak_plan, split)}
     config = _config(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **more)
-    run(model, prompt, config, new_tokens, as_json, sampling, preprocess)
+    run(model, prompt, config, new_tokens, as_json, sampling, preprocess, gguf_file)
 
 
 def _sampling(temperature: float, top_p: float) -> dict[str, Any]:
@@ -254,17 +258,20 @@ def classify(
 def share(
     checkpoint: Annotated[str, typer.Argument(help="Model folder or hub id.")],
     out: Annotated[str, typer.Option("--out", help="Folder for one share file per party.")],
-    task: Annotated[str, typer.Option(help="causal-lm, seq2seq, classification, features or image.")] = "causal-lm",
+    task: Annotated[
+        str, typer.Option(help="causal-lm, seq2seq, classification, features, image or masked-lm.")
+    ] = "causal-lm",
     protocol: ProtocolOption = ProtocolName.TRIO,
     ring: RingOption = 64,
     as_json: Json = False,
     frac_bits: FracOption = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a sharing that is in the folder already.")] = False,
+    gguf_file: GgufOption = None,
 ) -> None:
     """As the model owner: split a checkpoint into one share file per party, tensor by tensor."""
     from private_llm.commands.parties import share as run
 
-    run(checkpoint, _folder(out), _config(protocol, ring, **_bits(frac_bits)), task, as_json, force)
+    run(checkpoint, _folder(out), _config(protocol, ring, **_bits(frac_bits)), task, as_json, force, gguf_file)
 
 
 @app.command()

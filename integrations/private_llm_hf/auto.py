@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import transformers
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoImageProcessor,
     AutoTokenizer,
     GenerationConfig,
@@ -25,12 +24,13 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PatchMismatch
 from private_llm.net.local import LocalHub
-from private_llm.ranges import UNKNOWN, Ranges
+from private_llm.ranges import Ranges
 from private_llm_hf.architectures import architecture
-from private_llm_hf.calibration import calibrate
-from private_llm_hf.calibration_text import batches
+from private_llm_hf.calibration_runs import checkpoint_ranges, loaded_ranges
 from private_llm_hf.cascade_client import check_sharding
+from private_llm_hf.checkpoints import Checkpoint
 from private_llm_hf.client import Parties
+from private_llm_hf.dense import dense_model, without_quantisation
 from private_llm_hf.held import WeightsDigest
 from private_llm_hf.launch import start_parties
 from private_llm_hf.layout import Layout, describe
@@ -38,7 +38,7 @@ from private_llm_hf.model import private_class
 from private_llm_hf.network import Network
 from private_llm_hf.plan import make_plan
 from private_llm_hf.share_files import ShareWriter, refuse_taken
-from private_llm_hf.weights import Sink, WeightList, load_plain, stream_checkpoint, stream_loaded
+from private_llm_hf.weights import Sink, WeightList, stream_loaded
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 Start = Callable[[PrivateConfig, LocalHub | None], Parties]
@@ -73,27 +73,28 @@ class _AutoPrivate:
 
         private_config: how to run it (default: three parties, semi-honest, on this machine). ranges: those of
         `private-llm calibrate` (default: calibrated now, on the bundled text, unless calibrate=False). hf_kwargs:
-        transformers' download and loading arguments; others change the model's configuration.
+        transformers' download and loading arguments (`gguf_file` too; a `dtype` changes nothing, see `Checkpoint`);
+        others change the model's configuration. Quantised weights are unpacked and adapters merged where transformers
+        or peft can.
         Raises DomainError naming a module whose values fit no plan, before anything is sent.
         Raises PatchMismatch for architectures, modules or checkpoints without a rule, before anything is sent.
         """
         private_config = _checked(private_config)
         download = {key: hf_kwargs.pop(key) for key in _DOWNLOAD if key in hf_kwargs}
         loading = {key: hf_kwargs.pop(key) for key in _LOADING if key in hf_kwargs}
-        config = hf_kwargs.pop("config", None)
-        if config is None:
-            config, unused = AutoConfig.from_pretrained(source, return_unused_kwargs=True, **download, **hf_kwargs)
-            if unused:
-                raise ConfigError(f"unknown argument(s) {', '.join(sorted(unused))} for from_pretrained")
+        checkpoint = Checkpoint(source, hf_kwargs, download)
+        config, unused = checkpoint.config(**download, **hf_kwargs)
+        if unused:
+            raise ConfigError(f"unknown argument(s) {', '.join(sorted(unused))} for from_pretrained")
         architecture(config)
         model_class = _model_class(cls.auto_class, config)
 
         def weights(wanted: WeightList, sink: Sink, local: bool = False) -> None:
             where = {**download, "local_files_only": True} if local else download
-            stream_checkpoint(model_class, source, config, wanted, sink, **where, **loading)
+            checkpoint.stream(model_class, config, wanted, sink, **where, **loading)
 
         def measured() -> Ranges:
-            return checkpoint_ranges(model_class, source, config, private_config, **download, **loading)
+            return checkpoint_ranges(checkpoint, model_class, config, private_config, hf={**download, **loading})
 
         generation = _generation_config(model_class, source, config, download)
         return _open(model_class, config, private_config, weights, generation, ranges or measured)
@@ -109,6 +110,12 @@ class AutoPrivateModelForSeq2SeqLM(_AutoPrivate):
     """Encoder-decoders that generate text."""
 
     auto_class = transformers.AutoModelForSeq2SeqLM
+
+
+class AutoPrivateModelForMaskedLM(_AutoPrivate):
+    """Encoders that fill in masked tokens."""
+
+    auto_class = transformers.AutoModelForMaskedLM
 
 
 class AutoPrivateModelForSequenceClassification(_AutoPrivate):
@@ -143,6 +150,7 @@ def patch(
     private_config = _checked(private_config)
     if not isinstance(model, nn.Module):
         raise PatchMismatch(f"patch: got {type(model).__name__}; want a transformers model or a torch.nn.Module")
+    model = dense_model(model)
     if not isinstance(model, PreTrainedModel):
         model = Network.of(model)
     if type(model) not in (Network, getattr(transformers, type(model).__name__, None)):
@@ -159,8 +167,9 @@ def patch(
     def weights(wanted: WeightList, sink: Sink, local: bool = True) -> None:
         stream_loaded(model, wanted, sink)
 
+    config = without_quantisation(model.config)
     return _open(
-        type(model), model.config, private_config, weights, generation,
+        type(model), config, private_config, weights, generation,
         ranges or (lambda: loaded_ranges(model, private_config)), hub, start,
     )  # fmt: skip
 
@@ -206,38 +215,6 @@ def _open(
     return made
 
 
-def can_calibrate(config: PretrainedConfig, private_config: PrivateConfig) -> bool:
-    """Whether calibration is wanted and has something to say: models of text in the 64-bit ring."""
-    wanted = private_config.calibrate and private_config.ring == 64 and private_config.protocol != "cascade"
-    return wanted and architecture(config).kind != "vision"
-
-
-def checkpoint_ranges(
-    model_class: type[PreTrainedModel], source: str, config: PretrainedConfig, private_config: PrivateConfig,
-    text: str | None = None, **hf: Any,  # noqa: ANN401 - as transformers
-) -> Ranges:  # fmt: skip
-    """Calibrate a checkpoint on `text` (default: the bundled one); nothing is known of what cannot be calibrated."""
-    if not can_calibrate(config, private_config):
-        return UNKNOWN
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **hf)
-    except (OSError, ValueError, KeyError):
-        tokenizer = None
-    model = load_plain(model_class, source, config, **hf)
-    return calibrate(model, private_config, batches(config, tokenizer, text))
-
-
-def loaded_ranges(model: nn.Module, private_config: PrivateConfig) -> Ranges:
-    """Calibrate a model in memory, on tokens from all over its vocabulary; its mode stays as it was."""
-    if not isinstance(model, PreTrainedModel) or not can_calibrate(model.config, private_config):
-        return UNKNOWN
-    training = model.training
-    try:
-        return calibrate(model.eval(), private_config, batches(model.config, None))
-    finally:
-        model.train(training)
-
-
 def share_checkpoint(
     source: str,
     folder: str | Path,
@@ -258,7 +235,8 @@ def share_checkpoint(
     private_config = _checked(private_config)
     if private_config.weights == "public":
         raise ConfigError("share files hold secret weights; with weights='public' parties get the checkpoint")
-    config = AutoConfig.from_pretrained(source, **hf_kwargs)
+    checkpoint = Checkpoint(source, hf_kwargs, hf_kwargs)
+    config, _ = checkpoint.config(**hf_kwargs)
     architecture(config)
     model_class = _model_class(auto.auto_class, config)
     layout = Layout.of(model_class, config)
@@ -269,7 +247,7 @@ def share_checkpoint(
     if not overwrite:
         refuse_taken(client)
     if ranges is None:
-        ranges = checkpoint_ranges(model_class, source, config, private_config, **hf_kwargs)
+        ranges = checkpoint_ranges(checkpoint, model_class, config, private_config, hf=hf_kwargs)
     description = describe(model_class, config, ranges)
     with (
         _made_or_removed(client),
@@ -282,8 +260,8 @@ def share_checkpoint(
             if progress is not None:
                 progress(name, next(done), len(wanted.shapes))
 
-        stream_checkpoint(model_class, source, config, layout.source, layout.folding(sink), **hf_kwargs)
-        _client_folder(source, client, config, model_class, dict(hf_kwargs))
+        checkpoint.stream(model_class, config, layout.source, layout.folding(sink), **hf_kwargs)
+        _client_folder(checkpoint, client, config, model_class, dict(hf_kwargs))
     return writer.paths
 
 
@@ -300,9 +278,11 @@ def _made_or_removed(folder: Path) -> Iterator[None]:
 
 
 def _client_folder(
-    source: str, folder: Path, config: PretrainedConfig, model_class: type[PreTrainedModel], download: dict[str, Any]
-) -> None:
+    checkpoint: Checkpoint, folder: Path, config: PretrainedConfig, model_class: type[PreTrainedModel],
+    download: dict[str, Any],
+) -> None:  # fmt: skip
     """Configuration, generation settings and tokenizer for the user of share files."""
+    source = checkpoint.source
     config.architectures = [model_class.__name__]
     config.save_pretrained(folder)
     generation = _generation_config(model_class, source, config, download)
@@ -313,7 +293,9 @@ def _client_folder(
             AutoImageProcessor.from_pretrained(source, **download).save_pretrained(folder)
         return
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **download)
+        tokenizer = AutoTokenizer.from_pretrained(
+            checkpoint.tokenizer_source, **checkpoint.tokenizer_options, **download
+        )
     except (OSError, ValueError):
         return  # a checkpoint without tokenizer
     if tokenizer.vocab_size > 0:  # for some families transformers makes up an empty one

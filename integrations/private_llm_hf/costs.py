@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from private_llm.net.ledger import CONTROL, Cost, Ledger, merge
+from private_llm.net.ledger import CONTROL, Cost, Ledger, merge, size
+from private_llm.net.transport import endpoint_name
 
 Rows = dict[str, Any]
 
@@ -22,9 +23,13 @@ def rows_of(ledger: Ledger) -> Rows:
     }
 
 
-@dataclass(frozen=True)
+_SHOWN = 12
+"""Lines of a printed part; what is not among the dearest goes into one line."""
+
+
+@dataclass(frozen=True, repr=False)
 class Costs:
-    """The ledgers of all endpoints of a session."""
+    """The ledgers of all endpoints of a session; prints as a summary, what costs most first."""
 
     ledgers: tuple[Ledger, ...]
     helpers: tuple[Ledger, ...] = ()
@@ -94,6 +99,20 @@ class Costs:
                 rounds[name] = max(rounds.get(name, 0), n)
         return {name: (sent.get(name, 0), rounds.get(name, 0)) for name in sorted({*sent, *rounds})}
 
+    def __repr__(self) -> str:
+        ahead = self.preprocessing.total
+        apart = f" ({size(ahead)} of it preprocessing)" if ahead else ""
+        return f"{size(self.bytes_total)} over all links{apart}, {self.rounds} rounds"
+
+    def __str__(self) -> str:
+        links = {f"{endpoint_name(a)} to {endpoint_name(b)}": (n, 0) for (a, b), n in self.cost.sent.items() if n}
+        layers: dict[str, tuple[int, int]] = {}
+        for name, (sent, rounds) in self.by_module().items():
+            before = layers.get(layer_of(name), (0, 0))
+            layers[layer_of(name)] = (before[0] + sent, before[1] + rounds)
+        parts = (("link", links), ("layer", layers), ("operation", self.by_op()))
+        return "\n".join([repr(self), *(line for title, rows in parts for line in _lines(title, rows))])
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON output."""
         per_party: dict[str, int] = {}
@@ -110,3 +129,17 @@ def layer_of(scope: str) -> str:
     """`model.layers.3.mlp.up_proj` belongs to `model.layers.3`; what has no number keeps its name."""
     found = re.match(r"(.*?\.\d+)(\.|$)", scope)
     return found[1] if found else scope or "input and output"
+
+
+def _lines(title: str, rows: dict[str, tuple[int, int]]) -> list[str]:
+    """(bytes, rounds) by name as aligned lines, the largest first."""
+    ranked = sorted(rows.items(), key=lambda row: row[1], reverse=True)
+    shown, rest = ranked[:_SHOWN], [row for _, row in ranked[_SHOWN:]]
+    if rest:
+        shown.append((f"{len(rest)} more", (sum(sent for sent, _ in rest), sum(rounds for _, rounds in rest))))
+    width = max((len(name) for name, _ in shown), default=0)
+    rounds = [f"{count:>9} rounds" if count else "" for _, (_, count) in shown]
+    told = [
+        f"  {n:<{width}} {size(sent):>11}{count}".rstrip() for (n, (sent, _)), count in zip(shown, rounds, strict=True)
+    ]
+    return [f"by {title}", *told] if told else []

@@ -17,13 +17,13 @@ from private_llm_hf import inputs as check
 from private_llm_hf.architectures import architecture
 from private_llm_hf.client import Secret
 from private_llm_hf.handles import PrivateCache, PrivateEncoderOutput
+from private_llm_hf.losses import Labels
 from private_llm_hf.wire import GUARD, OPENED, Message
 
 if TYPE_CHECKING:
     from private_llm_hf.model import PrivateModel
 
 _REFUSED = {
-    "labels": "losses are not computed privately; take the logits and compute the loss yourself",
     "output_attentions": "attention weights stay at the parties",
     "output_hidden_states": "hidden states stay at the parties",
     "output_router_logits": "router logits stay at the parties",
@@ -46,6 +46,7 @@ class Forward:
         self.public: dict[str, Any] = {}
         self.listed: list[Message] = []
         self.secrets: list[Secret] = []
+        self.labels: Labels | None = None
 
     def run(self) -> ModelOutput | tuple[object, ...]:
         """Check, send, open. Raises DomainError and UnsupportedOp before anything is sent."""
@@ -54,12 +55,17 @@ class Forward:
             value = self.given.pop(name, None)
             if value is not None and value is not False:
                 raise UnsupportedOp(f"{name}: {reason}")
+        labels = self.given.pop("labels", None)
+        if labels is not None:
+            self.labels = Labels(self.model.original_class, self.config, self.parties.config.reveal, labels)
         output = self._decode() if self.config.is_encoder_decoder else self._single()
         return output if as_dict else output.to_tuple()
 
     # -- one stack: decoder-only, encoder-only, vision ------------------------------------------------------
     def _single(self) -> ModelOutput:
         rows, length = self._secret("")
+        if self.labels is not None:
+            self.labels.check(rows, length, self.given.get("logits_to_keep"))
         cache = self._cache(rows, length)
         past = cache.length if cache is not None else 0
         check.check_positions(self.config, past + length)
@@ -72,6 +78,8 @@ class Forward:
 
     # -- two stacks ---------------------------------------------------------------------------------------------
     def _decode(self) -> ModelOutput:
+        if self.labels is not None:
+            self._start_with(self.labels)
         encoded = self.given.pop("encoder_outputs", None)
         if encoded is None:
             names = ("input_ids", "inputs_embeds")
@@ -91,6 +99,15 @@ class Forward:
         output = self._call(cache, length, encoded)
         output["encoder_last_hidden_state"] = encoded.last_hidden_state
         return output
+
+    def _start_with(self, labels: Labels) -> None:
+        """A decoder without inputs of its own reads the labels, shifted behind its start token."""
+        names = ("decoder_input_ids", "decoder_inputs_embeds")
+        if not any(name in self.given for name in names):
+            self.given[names[0]] = self.model.shifted(labels.labels)
+        read = next(self.given[name] for name in names if name in self.given)
+        if isinstance(read, Tensor) and read.ndim > 1:  # what is not is refused as an input
+            labels.check(read.shape[0], read.shape[1], self.given.get("logits_to_keep"))
 
     # -- pieces ---------------------------------------------------------------------------------------------------
     def _secret(self, prefix: str) -> tuple[int, int]:
@@ -187,6 +204,8 @@ class Forward:
             values["logits"] = _as_logits(values.pop("token"), self.config.get_text_config().vocab_size)
         if "class" in values:
             values["logits"] = _as_logits(values.pop("class"), self.model.classes(self.listed[0]["shape"]))
+        if self.labels is not None:
+            values["loss"] = self.labels.loss(values["logits"])
         if cache is not None:
             cache.rows = self.listed[0]["shape"][0]
             cache.length += length

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig
 
 from private_llm.errors import ConfigError, PrivateLLMError, TransportError
 from private_llm.protocols.dealing import pieces
+from private_llm_hf.checkpoints import Checkpoint
 from private_llm_hf.layout import Layout, describe, model_class
-from private_llm_hf.weights import stream_checkpoint
 from private_llm_hf.wire import Message
 
 
@@ -52,7 +51,8 @@ class HeldModel:
         Raises ConfigError if there is no such checkpoint, PatchMismatch if weights are missing or do not fit.
         """
         try:
-            config = AutoConfig.from_pretrained(source)
+            checkpoint = Checkpoint(source, {}, {})
+            config, _ = checkpoint.config()
             names = getattr(config, "architectures", None) or []
             if len(names) != 1:
                 raise ConfigError(f"model {source!r}: its configuration names the classes {names}; want one")
@@ -65,7 +65,7 @@ class HeldModel:
                 weights[name] = tensor.to("cpu", torch.float32, copy=True)  # what is streamed may be a mapped file
 
             layout = Layout.of(found, config)
-            stream_checkpoint(found, source, config, layout.source, layout.folding(sink))
+            checkpoint.stream(found, config, layout.source, layout.folding(sink))
         except PrivateLLMError:
             raise
         except (OSError, ValueError, SafetensorError) as error:  # transformers' and safetensors' own

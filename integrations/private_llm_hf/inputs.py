@@ -69,6 +69,16 @@ def check_positions(config: PretrainedConfig, length: int) -> None:
         )
 
 
+def check_generated(config: PretrainedConfig, length: int) -> None:
+    """Refuse a generation that would cross the model's positions, before its first token (the last one needs none)."""
+    limit = max_positions(config)
+    if limit is not None and length > limit:
+        raise DomainError(
+            f"generate: prompt and new tokens take {length} positions; the model has {limit} (shorten the prompt or "
+            "max_new_tokens)"
+        )
+
+
 def max_positions(config: PretrainedConfig) -> int | None:
     """How many positions a model has, or None if it is not limited."""
     positions = architecture(config).positions

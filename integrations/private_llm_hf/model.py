@@ -10,7 +10,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -24,6 +24,8 @@ from private_llm_hf.client import Parties
 from private_llm_hf.costs import Costs
 from private_llm_hf.forward import Forward, encode_prompt
 from private_llm_hf.handles import PrivateCache
+from private_llm_hf.inputs import check_generated
+from private_llm_hf.libraries import known_to_pipelines, refuse_swallowed
 from private_llm_hf.plan import Plan
 from private_llm_hf.preprocess import AnyPlan, Preprocessed, rehearse
 from private_llm_hf.weights import skeleton
@@ -128,10 +130,22 @@ class PrivateModel:
             raise UnsupportedOp(f"{type(self).__name__} has no encoder of its own")
         return _Encoder(self)
 
+    def shifted(self, labels: torch.Tensor) -> torch.Tensor:
+        """What the decoder of an encoder-decoder model reads when its outputs are compared with these labels."""
+        made: torch.Tensor = cast(Any, self)._shift_right(labels)
+        return made
+
     def _prepare_cache_for_generation(
-        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *_: object, **__: object
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: object = None,
+        batch_size: int = 1,
+        max_cache_length: int = 0,
     ) -> None:
-        """Generate() starts: the cache will live at the parties."""
+        """Generate() starts: all positions must exist, and the cache will live at the parties."""
+        if not self.config.is_encoder_decoder:
+            check_generated(self.config, max_cache_length)
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ConfigError(
                 f"cache_implementation: got {generation_config.cache_implementation!r}; want None (the parties "
@@ -178,6 +192,43 @@ class PrivateModel:
         """Refused."""
         raise UnsupportedOp("the output head is with the parties, a secret one only as shares")
 
+    def tie_weights(self, *_: object, **__: object) -> None:
+        """Nothing to do: tied weights were shared once, and are one at the parties."""
+
+    def compile(self, *_: object, **__: object) -> None:
+        """Nothing to do, as for `torch.compile(model)`: the client computes nothing that compiling would speed up."""
+
+    def to(self, *args: object, **kwargs: object) -> PrivateModel:
+        """The model as it is: the client stays on its CPU. Raises UnsupportedOp for a dtype other than float32."""
+        for value in (*args, *kwargs.values()):
+            dtype = value.dtype if isinstance(value, torch.Tensor) else value
+            if isinstance(dtype, torch.dtype) and dtype != torch.float32:
+                self._refuse_dtype(dtype)
+        return self
+
+    def half(self) -> PrivateModel:
+        """Refused."""
+        self._refuse_dtype(torch.float16)
+        return self
+
+    def bfloat16(self) -> PrivateModel:
+        """Refused."""
+        self._refuse_dtype(torch.bfloat16)
+        return self
+
+    def double(self) -> PrivateModel:
+        """Refused."""
+        self._refuse_dtype(torch.float64)
+        return self
+
+    def _refuse_dtype(self, dtype: torch.dtype) -> None:
+        config = self.parties.config
+        raise UnsupportedOp(
+            f"{dtype}: a private model has no dtype to change: it computes in fixed point ({config.ring} bits, "
+            f"{config.frac_bits} of them fractional) and gives float32; for another precision load it with another "
+            "PrivateConfig.ring and frac_bits, and convert the outputs"
+        )
+
     def train(self, mode: bool = True) -> PrivateModel:
         """Only mode=False (evaluation)."""
         if mode:
@@ -221,6 +272,8 @@ def _refuse_beyond_token(generation: GenerationConfig, processors: LogitsProcess
 
 _CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
 
+refuse_swallowed(PrivateModel)
+
 
 def private_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The private subclass of a model class: one per class, so that isinstance means something."""
@@ -242,6 +295,7 @@ def _make_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
                 given.update(given.pop(name, {}))
         return finish(Forward(self, given).run(), self.config)
 
+    forward = torch.compiler.disable(forward)  # a compiler that follows it would trace links and threads
     # generate() asks forward for its arguments, so it must answer like the original
     forward.__signature__ = signature  # type: ignore[attr-defined]
     forward.__doc__ = f"{original.__name__}.forward, computed by the parties."
@@ -251,4 +305,6 @@ def _make_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         "__module__": __name__,
         "__doc__": f"{original.__name__}, private.",
     }
-    return type(f"Private{original.__name__}", (PrivateModel, original), body)
+    made: type[PreTrainedModel] = type(f"Private{original.__name__}", (PrivateModel, original), body)
+    known_to_pipelines(made, original)
+    return made

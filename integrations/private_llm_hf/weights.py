@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
@@ -37,7 +37,7 @@ STATISTICS = ("running_mean", "running_var")
 
 _METHOD = "private-llm-share"
 
-_LOADING = threading.Lock()
+LOADING = threading.Lock()
 """transformers patches its own classes while it loads: two loads at once would leave models untied for good."""
 
 
@@ -142,9 +142,23 @@ def stream_loaded(model: PreTrainedModel, wanted: WeightList, sink: Sink) -> Non
     """Pass on every weight of a model that is already in memory."""
     collector = Collector(wanted, sink)
     for name, value in model.state_dict().items():
-        if value.is_floating_point():
-            collector.take(name, value)
+        if isinstance(value, Tensor) and value.is_floating_point():
+            collector.take(name, dense_weight(name, value))
     collector.finish()
+
+
+def dense_weight(name: str, value: Tensor) -> Tensor:
+    """A weight as a plain tensor; one of a class of its own (torchao's, for instance) must be able to `dequantize`."""
+    if type(value) in (Tensor, nn.Parameter, nn.Buffer):
+        return value
+    if type(value).dequantize is not Tensor.dequantize:
+        plain = value.dequantize()
+        if type(plain) is Tensor:
+            return plain
+    raise PatchMismatch(
+        f"weight '{name}': got a {type(value).__name__}, which cannot be made a plain tensor; want the model in float "
+        "or half precision"
+    )
 
 
 def stream_checkpoint(
@@ -154,7 +168,7 @@ def stream_checkpoint(
     collector = Collector(wanted, sink)
     settings = copy.deepcopy(config)
     try:
-        with _LOADING:
+        with LOADING:
             cls.from_pretrained(source, config=settings, quantization_config=_StreamConfig(collector), **hf)
     except RuntimeError:
         # transformers records what a conversion raised and reports a RuntimeError of its own at the end
@@ -164,12 +178,6 @@ def stream_checkpoint(
     if collector.error is not None:
         raise collector.error
     collector.finish()
-
-
-def load_plain(cls: type[PreTrainedModel], source: str, config: PretrainedConfig, **hf: object) -> PreTrainedModel:
-    """The owner's plaintext model, whole and in float32, for calibration."""
-    with _LOADING:
-        return cls.from_pretrained(source, config=copy.deepcopy(config), dtype=torch.float32, **hf).eval()
 
 
 def encode_weight(name: str, tensor: Tensor, ring: Ring, frac: int) -> Tensor:

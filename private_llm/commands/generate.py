@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from private_llm.bench.record import RecordingHub
 from private_llm.bench.rows import machine
-from private_llm.commands.models import demo_model, loaded_from, plaintext_model, tokenizer_of
+from private_llm.commands.models import demo_model, gguf_options, loaded_from, plaintext_model, tokenizer_of
 from private_llm.commands.output import CONSOLE, duration, emit_json, emit_table, progress_bar, size
 from private_llm.commands.plot_bench import check_name
 from private_llm.commands.text import TokenClock, agreement, by_link, margin
@@ -39,11 +39,12 @@ class Made:
 
 def generate(
     source: str, prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, sampling: dict[str, Any],
-    preprocess: bool = False,
+    preprocess: bool = False, gguf_file: str | None = None,
 ) -> None:  # fmt: skip
     """Generate privately and print the text as soon as it is complete, with its cost."""
-    tokenizer = tokenizer_of(source)
-    made = run(source, tokenizer, prompt, config, new_tokens, as_json, sampling, preprocess=preprocess)
+    tokenizer = tokenizer_of(source, gguf_file)
+    form = gguf_options(gguf_file)
+    made = run(source, tokenizer, prompt, config, new_tokens, as_json, sampling, preprocess=preprocess, form=form)
     text = tokenizer.decode(made.ids, skip_special_tokens=True)
     if as_json:
         emit_json({"model": source, "prompt": prompt, "private_text": text, **figures(made, config)})
@@ -100,8 +101,9 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
 def run(
     source: str, tokenizer: Any, prompt: str, config: PrivateConfig, new_tokens: int, quiet: bool,  # noqa: ANN401
     sampling: dict[str, Any], loaded: Any = None, hub: LocalHub | None = None, preprocess: bool = False,  # noqa: ANN401
+    form: dict[str, Any] | None = None,
 ) -> Made:  # fmt: skip
-    """Share the model (`loaded`, or the checkpoint `source`), generate, and collect times and costs."""
+    """Share the model (`loaded`, or the checkpoint `source` in a `form`), generate, and collect times and costs."""
     from private_llm_hf import AutoPrivateModelForCausalLM, GeneratePlan, patch
 
     if new_tokens < 1:
@@ -110,7 +112,7 @@ def run(
     with progress_bar(new_tokens, quiet) as step:
         step("sharing the weights", 0)
         if loaded is None:
-            model = loaded_from(AutoPrivateModelForCausalLM, source, config)
+            model = loaded_from(AutoPrivateModelForCausalLM, source, config, **(form or {}))
         else:
             model = patch(loaded, config, hub)
         try:

@@ -45,11 +45,18 @@ def shape_of(source: str) -> tuple[type[PreTrainedModel], PretrainedConfig]:
     return model_class_of(config), config
 
 
-def tokenizer_of(source: str) -> Any:  # noqa: ANN401 - a transformers tokenizer
-    """The tokenizer of a model folder or hub id. Raises ConfigError."""
+def tokenizer_of(source: str, gguf_file: str | None = None) -> Any:  # noqa: ANN401 - a transformers tokenizer
+    """The tokenizer of a model folder or hub id, or of a GGUF file there. Raises ConfigError."""
+    from private_llm_hf.checkpoints import Checkpoint
     from transformers import AutoTokenizer
 
-    return _load("tokenizer", AutoTokenizer, source)
+    checkpoint = Checkpoint(source, gguf_options(gguf_file), {})
+    return _load("tokenizer", AutoTokenizer, checkpoint.tokenizer_source, **checkpoint.tokenizer_options)
+
+
+def gguf_options(gguf_file: str | None) -> dict[str, Any]:
+    """What from_pretrained needs to read a GGUF file."""
+    return {} if gguf_file is None else {"gguf_file": gguf_file}
 
 
 def plaintext_model(source: str) -> Any:  # noqa: ANN401 - a transformers model
@@ -77,13 +84,13 @@ def image_config(source: str) -> Any:  # noqa: ANN401 - a transformers configura
     return _load("configuration", AutoConfig, source)
 
 
-def loaded_from(auto: Any, source: str, config: PrivateConfig) -> Any:  # noqa: ANN401 - a private model
+def loaded_from(auto: Any, source: str, config: PrivateConfig, **form: Any) -> Any:  # noqa: ANN401 - a private model
     """The private model that `auto` makes of a checkpoint, or at the parties of `config`. Raises ConfigError."""
     if not config.hosts:
         _want_weights(source)
     quiet()
     try:
-        return auto.from_pretrained(source, config)
+        return auto.from_pretrained(source, config, **form)
     except PrivateLLMError:
         raise
     except (OSError, ValueError) as error:
@@ -100,7 +107,8 @@ def quiet() -> None:
 
 def _load(what: str, auto: Any, source: str, **more: Any) -> Any:  # noqa: ANN401 - transformers' auto classes
     quiet()
-    _want_config(what, source)
+    if "gguf_file" not in more:
+        _want_config(what, source)
     if what == "model":
         _want_weights(source)
     try:

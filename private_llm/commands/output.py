@@ -14,6 +14,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from private_llm.net.ledger import size as size
+
 CONSOLE = Console(width=None if sys.stdout.isatty() else 120)
 NOTES = Console(stderr=True)
 QUIET_SECONDS = 10.0
@@ -34,15 +36,6 @@ def emit_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[obje
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))
     CONSOLE.print(table)
-
-
-def size(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"
 
 
 def duration(seconds: float) -> str:

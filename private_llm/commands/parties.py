@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from private_llm.commands.models import image_config, quiet
+from private_llm.commands.models import gguf_options, image_config, quiet
 from private_llm.commands.output import CONSOLE, emit_json, progress_bar, size
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError
@@ -17,7 +17,7 @@ from private_llm.net.roles import named
 from private_llm.net.transport import endpoint_name
 from private_llm.net.wire import legible
 
-TASKS = ("causal-lm", "seq2seq", "classification", "features", "image")
+TASKS = ("causal-lm", "seq2seq", "classification", "features", "image", "masked-lm")
 """What a shared checkpoint will be used for: which of transformers' auto classes loads it."""
 
 
@@ -25,7 +25,10 @@ _LONGEST = 36500
 """Days that a certificate is valid at most: dates of certificates end with the year 9999."""
 
 
-def share(source: str, out: Path, config: PrivateConfig, task: str, as_json: bool, force: bool = False) -> None:
+def share(
+    source: str, out: Path, config: PrivateConfig, task: str, as_json: bool, force: bool = False,
+    gguf_file: str | None = None,
+) -> None:  # fmt: skip
     """Write one share file per party. force: over those of another sharing."""
     import private_llm_hf as hf
     from private_llm_hf.auto import share_checkpoint
@@ -37,7 +40,7 @@ def share(source: str, out: Path, config: PrivateConfig, task: str, as_json: boo
             (
                 hf.AutoPrivateModelForCausalLM, hf.AutoPrivateModelForSeq2SeqLM,
                 hf.AutoPrivateModelForSequenceClassification, hf.AutoPrivateModel,
-                hf.AutoPrivateModelForImageClassification,
+                hf.AutoPrivateModelForImageClassification, hf.AutoPrivateModelForMaskedLM,
             ),
             strict=True,
         )
@@ -49,7 +52,7 @@ def share(source: str, out: Path, config: PrivateConfig, task: str, as_json: boo
         with progress_bar(None, as_json) as step:
             step("sharing", 0)
             paths = share_checkpoint(
-                source, out, config, auto=autos[task], overwrite=force,
+                source, out, config, auto=autos[task], overwrite=force, **gguf_options(gguf_file),
                 progress=lambda name, done, total: step(f"{done}/{total} {name}"),
             )  # fmt: skip
     except PrivateLLMError:

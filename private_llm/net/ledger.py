@@ -121,3 +121,12 @@ def merge(ledgers: list[Ledger]) -> Cost:
         for link, count in ledger.cost().sent.items():
             sent[link] = sent.get(link, 0) + count
     return Cost(sent, max((ledger.cost().rounds for ledger in ledgers), default=0))
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"

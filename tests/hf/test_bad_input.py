@@ -133,7 +133,6 @@ def test_images(vit: PreTrainedModel, pixels: torch.Tensor, message: str) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"labels": IDS}, "labels: losses are not computed privately"),
         ({"output_attentions": True}, "output_attentions: attention weights stay"),
         ({"output_hidden_states": True}, "output_hidden_states: hidden states stay"),
         ({"cross_attn": IDS}, r"forward argument\(s\) cross_attn"),

@@ -1,4 +1,4 @@
-"""What the owner's plaintext model is run on for calibration: text in its own tokens, and tokens of every kind."""
+"""Calibration runs: which models are calibrated, and on what: text in their tokens, and tokens of every kind."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
+from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.architectures import architecture
+from private_llm_hf.calibration import calibrate
+from private_llm_hf.checkpoints import Checkpoint
 
 LENGTH = 128
 """Tokens of a row."""
@@ -21,6 +25,46 @@ ROWS = 2
 """Rows of text."""
 
 _PRIME = 7919
+
+
+def can_calibrate(config: PretrainedConfig, private_config: PrivateConfig) -> bool:
+    """Whether calibration is wanted and has something to say: models of text in the 64-bit ring."""
+    wanted = private_config.calibrate and private_config.ring == 64 and private_config.protocol != "cascade"
+    return wanted and architecture(config).kind != "vision"
+
+
+def checkpoint_ranges(
+    checkpoint: Checkpoint, model_class: type[PreTrainedModel], config: PretrainedConfig,
+    private_config: PrivateConfig, hf: dict[str, Any], text: str | None = None,
+) -> Ranges:  # fmt: skip
+    """Calibrate a checkpoint on `text` (default: the bundled one); nothing is known of what cannot be calibrated.
+
+    hf: where it lies and how it is loaded, as for `Checkpoint.load`. The whole plaintext model is in memory meanwhile.
+    """
+    if not can_calibrate(config, private_config):
+        return UNKNOWN
+    model = checkpoint.load(model_class, config, **hf)
+    return calibrate(model, private_config, batches(config, _tokenizer(checkpoint, hf), text))
+
+
+def _tokenizer(checkpoint: Checkpoint, hf: dict[str, Any]) -> PreTrainedTokenizerBase | None:
+    """The checkpoint's tokenizer; None without one (transformers makes up an empty one for some)."""
+    try:
+        found = AutoTokenizer.from_pretrained(checkpoint.tokenizer_source, **checkpoint.tokenizer_options, **hf)
+    except (OSError, ValueError, KeyError):
+        return None
+    return found if found.vocab_size > 0 else None
+
+
+def loaded_ranges(model: nn.Module, private_config: PrivateConfig) -> Ranges:
+    """Calibrate a model in memory, on tokens from all over its vocabulary; its mode stays as it was."""
+    if not isinstance(model, PreTrainedModel) or not can_calibrate(model.config, private_config):
+        return UNKNOWN
+    training = model.training
+    try:
+        return calibrate(model.eval(), private_config, batches(model.config, None))
+    finally:
+        model.train(training)
 
 
 def bundled_text() -> str:

@@ -1,0 +1,74 @@
+"""The command line with checkpoints that are not plain weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tr
+
+from private_llm.cli import main
+from tests.hf import tiny
+from tests.hf.gguf_file import write_gguf
+
+Run = Callable[..., str]
+FILE = "tiny.Q4_1.gguf"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command in this process; its output if it ends with `code` 0, else its errors."""
+
+    def call(*arguments: str, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["private-llm", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert ended.value.code == code, out + err
+        return out if code == 0 else err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("gguf")
+    write_gguf(tiny.build("llama"), made / FILE)
+    return made
+
+
+def test_generate_reads_a_gguf_file(run: Run, folder: Path) -> None:
+    options = ("--gguf-file", FILE, "--prompt", "cabxyz", "--max-new-tokens", "4", "--json")
+    (line,) = run("generate", str(folder), *options).splitlines()
+    tokenizer = tr.AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
+    plain = tr.AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32)
+    prompt = tokenizer("cabxyz", return_tensors="pt")
+    want = plain.generate(**prompt, max_new_tokens=4, do_sample=False)[0]
+    assert json.loads(line)["private_text"] == tokenizer.decode(want, skip_special_tokens=True)
+
+
+def test_share_reads_a_gguf_file(run: Run, folder: Path, tmp_path: Path) -> None:
+    (line,) = run("share", str(folder), "--gguf-file", FILE, "--out", str(tmp_path), "--json").splitlines()
+    assert len(json.loads(line)["files"]) == 3
+    tokenizer = tr.AutoTokenizer.from_pretrained(tmp_path / "client")
+    assert tokenizer.chat_template is not None
+
+
+@pytest.mark.parametrize("command", ["generate", "share"])
+def test_a_gguf_file_that_is_not_there(run: Run, folder: Path, tmp_path: Path, command: str) -> None:
+    more = ("--prompt", "a") if command == "generate" else ("--out", str(tmp_path / "out"))
+    text = run(command, str(folder), "--gguf-file", "other.gguf", *more, code=2)
+    assert "other.gguf" in text
+    assert "Traceback" not in text
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["generate", "share"])
+def test_a_gguf_file_instead_of_its_folder(run: Run, folder: Path, tmp_path: Path, command: str) -> None:
+    more = ("--prompt", "a") if command == "generate" else ("--out", str(tmp_path / "out"))
+    text = run(command, str(folder / FILE), *more, code=2)
+    assert f"gguf_file='{FILE}' (--gguf-file)" in text
