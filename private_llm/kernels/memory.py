@@ -36,9 +36,9 @@ def tune_allocator() -> bool:
 
 
 def trim_allocator() -> bool:
-    """Return freed memory to the system, of all heaps; False where malloc is another one than glibc's.
+    """Return freed memory to the system; False where malloc is another one than glibc's.
 
-    For the end of a session: the next one would not find these pages, but others may.
+    For the end of a session. All heaps but the first keep the end of their last piece: 64 MB each at most.
     """
     glibc = _glibc()
     if glibc is None:

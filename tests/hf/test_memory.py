@@ -14,12 +14,12 @@ import transformers as tr
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.party_model import build_party_model
 
+from private_llm.bench.memory import live_bytes
 from private_llm.nn.linear import SharedInput
 from private_llm.protocols.dealing import keys_held, sends_parts
 from private_llm.sharding import ShardingPlan
 from tests.hf import tiny
 from tests.hf_party.parties import description, weights_of
-from tests.live import live_bytes
 from tests.tensor.secrets import fixed, plain_session
 
 TINY = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from private_llm.kernels.memory import ARENAS
+
 CODE = """
 import resource, torch
 from private_llm.kernels.memory import tune_allocator
@@ -37,8 +39,8 @@ def work(there):
     made = [torch.ones(1 << 20, dtype=torch.int64) for _ in range(4)]
     there.wait()
 before = resident()
-there = threading.Barrier(12)
-threads = [threading.Thread(target=work, args=(there,)) for _ in range(12)]
+there = threading.Barrier(16)
+threads = [threading.Thread(target=work, args=(there,)) for _ in range(16)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 kept = resident() - before
@@ -66,7 +68,10 @@ def test_freed_tensors_are_used_again() -> None:
 
 
 def test_threads_that_ended_give_their_memory_back() -> None:
-    """Twelve threads with 32 MB each: what they freed stays for the next ones, until it is given back."""
+    """Sixteen threads with 32 MB each: what they freed stays for the next ones, until it is given back.
+
+    All but the main heap keep the end of their last piece, which has 64 MB.
+    """
     kept, trimmed = printed(THREADS)
-    assert kept > 100 << 20
-    assert trimmed < 32 << 20
+    assert kept > 400 << 20
+    assert trimmed < (ARENAS - 1) * (64 << 20)
