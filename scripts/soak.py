@@ -2,7 +2,7 @@
 
 python scripts/soak.py                      200 sessions of threads in this process, 200 of parties with processes
 python scripts/soak.py --sessions 50 --protocol quad
-python scripts/soak.py --tiny               a few sessions of a small model
+python scripts/soak.py --tiny               eight sessions of a small model
 
 Each session shares a checkpoint, generates a few tokens from a prompt of another length, and is closed. After it the
 resident memory of every process is noted, and here the bytes of tensors that are alive. One JSON object per process;
@@ -125,13 +125,13 @@ def await_notice(process: subprocess.Popen[str], wanted: str) -> None:
 def main() -> None:
     """Print one JSON object per process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sessions", type=int, default=200, help="sessions of each kind")
+    parser.add_argument("--sessions", type=int, help="sessions of each kind (default: 200, tiny 8)")
     parser.add_argument("--protocol", default="trio", help="trio, quad or dealer")
     parser.add_argument("--only", choices=["threads", "remote"], help="one of both kinds")
     parser.add_argument("--every", type=int, default=10, help="sessions for each line of progress (standard error)")
     parser.add_argument("--tiny", action="store_true", help="a few sessions of a small model")
     given = parser.parse_args()
-    sessions, every = (8, 4) if given.tiny else (given.sessions, given.every)
+    sessions, every = given.sessions or (8 if given.tiny else 200), 4 if given.tiny else given.every
     logging.disable_progress_bar()
     rows = []
 

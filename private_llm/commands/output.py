@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,7 +49,10 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def progress_bar(total: int | None = None, quiet: bool = False) -> Iterator[Any]:
-    """A bar on stderr; the yielded function takes a description and advances by one."""
+    """A bar on stderr; the yielded function takes a description and advances by one.
+
+    Unless `quiet`, it also says when kernels are compiled meanwhile, which takes longer than all else.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=NOTES, transient=True, disable=quiet or not NOTES.is_terminal) as bar:
         task = bar.add_task("", total=total)
@@ -56,4 +60,22 @@ def progress_bar(total: int | None = None, quiet: bool = False) -> Iterator[Any]
         def step(description: str = "", advance: int = 1) -> None:
             bar.update(task, description=description or None, advance=advance)
 
-        yield step
+        with contextlib.nullcontext() if quiet else compile_notes(lambda line: step(line, 0)):
+            yield step
+
+
+@contextmanager
+def compile_notes(show: Callable[[str], None] = lambda line: None) -> Iterator[None]:
+    """Whoever waits for kernels is told why: once, in a line on stderr, and of each kernel through `show`."""
+    from private_llm.kernels.compiling import telling, why_compiling  # Numba takes a second to import
+
+    said: list[str] = []
+
+    def tell(name: str) -> None:
+        said.append(name)
+        if len(said) == 1:
+            NOTES.print(why_compiling(), markup=False, highlight=False, soft_wrap=True)
+        show(f"compiling {name}")
+
+    with telling(tell):
+        yield

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from private_llm.commands.models import quiet
-from private_llm.commands.output import CONSOLE, NOTES, emit_json, progress_bar, size
+from private_llm.commands.output import CONSOLE, NOTES, compile_notes, emit_json, progress_bar, size
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm.net.roles import named
@@ -65,7 +65,8 @@ def party(
     def notice(line: str) -> None:
         NOTES.print(line, highlight=False)
 
-    serve_party(config, number, share_file, sessions, notice, checkpoint)
+    with compile_notes():
+        serve_party(config, number, share_file, sessions, notice, checkpoint)
 
 
 def devices(device: str, device_map: str, max_memory: str, offload_folder: str | None) -> dict[str, Any]:
