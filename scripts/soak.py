@@ -5,7 +5,8 @@ python scripts/soak.py --sessions 50 --protocol quad
 python scripts/soak.py --tiny               eight sessions of a small model
 
 Each session shares a checkpoint, generates a few tokens from a prompt of another length, and is closed. After it the
-resident memory of every process is noted, and here the bytes of tensors that are alive. One JSON object per process;
+own resident memory of every process (no pages of files, which come and go) is noted, and here the bytes of tensors
+that are alive. One JSON object per process;
 the exit status is 1 if a line is not flat: if by its slope, the first quarter left out, the run added more than 5 %.
 """
 
@@ -73,7 +74,7 @@ def threads(checkpoint: Path, protocol: str, sessions: int, tell: Callable[[list
     line = Line("all in one")
     for number in range(sessions):
         session(checkpoint, PrivateConfig(protocol=protocol, party_mode="threads"), number)
-        line.mb.append(process_mb())
+        line.mb.append(process_mb(entry="RssAnon"))
         line.tensors_mb.append(live_bytes() / 1e6)
         tell([line])
     return [line]
@@ -90,7 +91,7 @@ def remote(checkpoint: Path, protocol: str, sessions: int, tell: Callable[[list[
             session(checkpoint, config, number)
             for line, process in zip(lines, processes, strict=True):
                 await_notice(process, f"session {number + 1} ended")
-                line.mb.append(process_mb(process.pid))
+                line.mb.append(process_mb(process.pid, "RssAnon"))
             tell(lines)
     return lines
 
