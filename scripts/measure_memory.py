@@ -30,6 +30,7 @@ from private_llm_hf.share_files import ShareWriter, share_path
 from private_llm_hf.weights import WeightList, skeleton
 from transformers import OPTConfig, OPTForCausalLM
 
+from private_llm.bench.memory import process_mb
 from private_llm.config import PrivateConfig
 from private_llm.protocols.dealing import keys_held, sends_parts
 
@@ -79,13 +80,6 @@ def parties(folder: Path, hosts: list[str], device_map: str, patience_s: float) 
             process.wait()
 
 
-def peak_mb(process: int) -> float:
-    """The most memory that a running process has had so far."""
-    status = Path(f"/proc/{process}/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-    return float(int(line.split()[1]) / 1000)
-
-
 def measure(folder: Path, config: OPTConfig, device_map: str, sequence: int) -> Iterator[dict[str, Any]]:
     """One row per party."""
     patience_s = 120 + 30 * config.num_hidden_layers  # parties check their files before they listen
@@ -99,12 +93,12 @@ def measure(folder: Path, config: OPTConfig, device_map: str, sequence: int) -> 
         start = time.monotonic()
         with AutoPrivateModelForCausalLM.from_pretrained(str(folder / "client"), client) as model:
             row["seconds_loading"] = round(time.monotonic() - start, 1)
-            loaded = [peak_mb(process) for process in processes]
+            loaded = [process_mb(process, "VmHWM") for process in processes]
             start = time.monotonic()
             ids = torch.arange(5, 5 + sequence)[None]
             model.generate(input_ids=ids, max_new_tokens=2, do_sample=False, pad_token_id=1)
             row["seconds_two_tokens"] = round(time.monotonic() - start, 1)
-            peaks = [peak_mb(process) for process in processes]
+            peaks = [process_mb(process, "VmHWM") for process in processes]
     for party in range(3):
         parts = keys_held(client, party) + sends_parts(client, party)
         held = parts * weights * 8 / 1e6

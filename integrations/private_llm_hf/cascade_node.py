@@ -29,6 +29,7 @@ from private_llm_hf.announced import announced_shapes, take_announced
 from private_llm_hf.cascade_comp import CompNode
 from private_llm_hf.costs import rows_of
 from private_llm_hf.held import HeldModel, claim
+from private_llm_hf.party_model import release
 from private_llm_hf.serving import Pulse, serve_commands
 from private_llm_hf.wire import Message, recv_message, send_message
 
@@ -81,7 +82,16 @@ class Node:
             "cache": self._cache,
             "costs": self._costs,
         }
-        serve_commands(self.transport, commands, self._pulse)
+        try:
+            serve_commands(self.transport, commands, self._pulse)
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Free model and caches now: a model refers to its node, so Python would do it much later."""
+        comp, self._comp, self._attn = self._comp, None, None
+        if comp is not None:
+            release(comp.model)
 
     def _hello(self, _: Message) -> None:
         """Which model this CompNode holds, if it holds one."""

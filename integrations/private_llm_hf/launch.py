@@ -18,6 +18,7 @@ import torch
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, TransportError
+from private_llm.kernels.memory import trim_allocator
 from private_llm.kernels.parallel import threads_per_node, threads_per_party
 from private_llm.net.children import start_children
 from private_llm.net.hub import connect
@@ -169,6 +170,7 @@ def _start_threads(config: PrivateConfig, hub: LocalHub) -> Parties:
             if thread is not threading.current_thread():
                 thread.join(timeout=_EXIT_S)
         torch.set_num_threads(before)
+        trim_allocator()
 
     return join_lanes(config, transport, shutdown)
 

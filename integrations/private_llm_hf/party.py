@@ -22,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 from private_llm.approx.argmax import argmax
 from private_llm.config import PrivateConfig
 from private_llm.errors import ShareFileError, TransportError, UnsupportedOp
-from private_llm.kernels.memory import tune_allocator
+from private_llm.kernels.memory import trim_allocator, tune_allocator
 from private_llm.net.lanes import lane_links
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.ahead import Ahead
@@ -39,7 +39,7 @@ from private_llm_hf.cascade_cut import states_before_cut, stop_behind
 from private_llm_hf.cascade_node import Node
 from private_llm_hf.costs import rows_of
 from private_llm_hf.held import HeldModel
-from private_llm_hf.party_model import build_party_model
+from private_llm_hf.party_model import build_party_model, release
 from private_llm_hf.serving import Pulse, reported, serve_commands
 from private_llm_hf.share_files import ShareFile
 from private_llm_hf.stored import OffloadFile, Stored
@@ -78,8 +78,20 @@ class Party:
             "costs": self._costs,
             "preprocess": self._preprocess,
         }
-        with closing(self.ahead):
-            serve_commands(self.transport, commands, self._pulse, self._following)
+        try:
+            with closing(self.ahead):
+                serve_commands(self.transport, commands, self._pulse, self._following)
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Free what is large now: this object and its parts refer to each other, so Python would do it much later."""
+        model, self.model = self.model, None
+        if model is not None:
+            release(model)
+        self.stored.clear()
+        self.kept.clear()
+        del self.ahead  # which holds a method of this object
 
     def _following(self, message: Message) -> AbstractContextManager[None]:
         """With what was computed ahead for a planned request."""
@@ -115,10 +127,10 @@ class Party:
             weights = dict(self._receive_weights(self._announced(message), Ranges(message["ranges"])))
         self.description = message
         self.session.known.ranges = Ranges(message["ranges"])
+        self.stored = {name: value for name, value in weights.items() if isinstance(value, Stored)}
         self.model = build_party_model(message["config"], message["class"], weights, self.session, self._pulse.beat)
         if message.get("stop_behind") is not None:
             stop_behind(self.model, message["stop_behind"])
-        self.stored = {name: value for name, value in weights.items() if isinstance(value, Stored)}
         self._pulse.watch(self.model)
         self.transport.ledger.reset()
         self._answer({"loaded": True, "ranges": self.session.known.ranges.to_dict()})
@@ -348,4 +360,6 @@ def run_party(
     run(0)
     for thread in others:
         thread.join()
+    lanes.clear()
+    trim_allocator()
     return reasons[0] if reasons else None

@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,16 +37,17 @@ from private_llm_hf.placement import Placement, Value
 from private_llm_hf.plan import make_plan
 from private_llm_hf.weights import WithoutWeights
 
-Weights = Mapping[str, Value]
+AnyValue = TypeVar("AnyValue", bound=Value)
 
 
 def build_party_model(
-    config: Mapping[str, Any], class_name: str, parameters: Weights, session: Session,
+    config: Mapping[str, Any], class_name: str, parameters: MutableMapping[str, AnyValue], session: Session,
     progress: Callable[[], None] = lambda: None,
 ) -> PreTrainedModel:  # fmt: skip
     """A model of transformers' class `class_name` whose parameters are this party's shares.
 
-    `parameters` maps the model's own parameter names (tied ones once, under the name they are tied to) to shares.
+    `parameters` maps the model's own parameter names (tied ones once, under the name they are tied to) to shares. It
+    is emptied: a weight that becomes part of a larger one (query, key and value) is not kept beside it.
     Modules lie where the session's device_map says. `progress` is called after each weight. The result also has
     `new_cache()`. Raises PatchMismatch for modules without a rule and for missing, surplus or misshapen weights,
     ConfigError for a device_map that does not fit.
@@ -84,6 +85,16 @@ def meta_parameters(config: Mapping[str, Any], class_name: str, session: Session
         parts = [torch.empty(value.shape, dtype=session.ring.dtype, device="meta") for _ in range(count)]
         made[name] = Fixed(session, Share(tuple(parts)), session.known.ranges.frac_of_weight(name, session.frac))
     return made
+
+
+def release(model: nn.Module) -> None:
+    """Let go of a model's weights and of all else that it holds, at once; it cannot run afterwards.
+
+    A module whose forward was replaced refers to itself, so Python would free it only when it next looks for such
+    circles: many sessions later.
+    """
+    for module in list(model.modules()):
+        vars(module).clear()
 
 
 def new_cache(model: PreTrainedModel) -> SecretCache | SecretEncoderDecoderCache:
@@ -185,28 +196,30 @@ def _share_inputs(model: nn.Module, ledger: Ledger, placement: Placement) -> Non
 
 # -- weights ------------------------------------------------------------------------------------------------
 def _set_parameters(
-    model: PreTrainedModel, parameters: Weights, placement: Placement, progress: Callable[[], None]
+    model: PreTrainedModel,
+    parameters: MutableMapping[str, AnyValue],
+    placement: Placement,
+    progress: Callable[[], None],
 ) -> None:
     """Set every parameter; a tied one may come under any of its names."""
     groups: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for path, module in model.named_modules():
         for own, value in module.named_parameters(recurse=False):
             groups.setdefault(id(value), []).append((f"{path}.{own}" if path else own, module, own))
-    missing, used = [], set()
+    missing = []
     for places in groups.values():
         name = next((name for name, _, _ in places if name in parameters), None)
         if name is None:
             missing.append(places[0][0])
             continue
-        used.add(name)
-        wanted, value = places[0][1]._parameters[places[0][2]], parameters[name]
+        wanted, value = places[0][1]._parameters[places[0][2]], parameters.pop(name)
         if wanted is None or tuple(value.shape) != tuple(wanted.shape):
             raise PatchMismatch(
                 f"weight '{name}': got {tuple(value.shape)}; want {tuple(getattr(wanted, 'shape', ()))}"
             )
         placement.settle(places, value)
         progress()
-    surplus = sorted(set(parameters) - used)
+    surplus = sorted(parameters)
     if missing or surplus:
         raise PatchMismatch(
             f"{type(model).__name__}: weights do not match the model; missing: {_some(missing)}; "

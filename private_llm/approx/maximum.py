@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -58,9 +58,19 @@ class Level:
     order: Tensor
 
 
-@lru_cache(maxsize=256)
+_plans: WeakKeyDictionary[Rows, tuple[Level, ...]] = WeakKeyDictionary()
+"""Plans as long as somebody holds rows of these lengths: all layers of a forward do. One takes 32 bytes per entry."""
+
+
 def levels(rows: Rows) -> tuple[Level, ...]:
     """The tournament's plan for rows of these lengths."""
+    found = _plans.get(rows)
+    if found is None:
+        found = _plans[rows] = _levels(rows)
+    return found
+
+
+def _levels(rows: Rows) -> tuple[Level, ...]:
     made = []
     lengths = torch.tensor(rows.lengths, dtype=torch.int64)
     while int(lengths.max()) > 1:

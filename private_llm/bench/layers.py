@@ -75,7 +75,7 @@ def _layer(
     shapes = {key: tuple(value.shape) for key, value in empty_model(config, class_name).named_parameters()}
 
     def prepare(session: Session, weights: Mapping[str, Fixed]) -> Callable[[Session, Sequence[Fixed]], Fixed]:
-        model = build_party_model(config, class_name, weights, session)
+        model = build_party_model(config, class_name, dict(weights), session)
 
         def run(_: Session, values: Sequence[Fixed]) -> Fixed:
             wrapped = [SecretTensor(value) for value in values]

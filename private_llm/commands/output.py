@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,7 +48,8 @@ def duration(seconds: float) -> str:
 def progress_bar(total: int | None = None, quiet: bool = False) -> Iterator[Any]:
     """A bar on stderr; the yielded function takes a description and advances by one.
 
-    Where stderr is no terminal, a line now and then instead, so that long work is not silent in a log.
+    Where stderr is no terminal, a line now and then instead, so that long work is not silent in a log. Unless `quiet`,
+    it also says when kernels are compiled meanwhile, which takes longer than all else.
     """
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=NOTES, transient=True, disable=quiet or not NOTES.is_terminal) as bar:
@@ -61,4 +63,22 @@ def progress_bar(total: int | None = None, quiet: bool = False) -> Iterator[Any]
                 whole = "" if total is None else f" of {total}"
                 NOTES.print(f"{state.description}: {state.completed:.0f}{whole}", highlight=False, markup=False)
 
-        yield step
+        with contextlib.nullcontext() if quiet else compile_notes(lambda line: step(line, 0)):
+            yield step
+
+
+@contextmanager
+def compile_notes(show: Callable[[str], None] = lambda line: None) -> Iterator[None]:
+    """Whoever waits for kernels is told why: once, in a line on stderr, and of each kernel through `show`."""
+    from private_llm.kernels.compiling import telling, why_compiling  # Numba takes a second to import
+
+    said: list[str] = []
+
+    def tell(name: str) -> None:
+        said.append(name)
+        if len(said) == 1:
+            NOTES.print(why_compiling(), markup=False, highlight=False, soft_wrap=True)
+        show(f"compiling {name}")
+
+    with telling(tell):
+        yield

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from private_llm.commands.models import gguf_options, image_config, quiet
-from private_llm.commands.output import CONSOLE, emit_json, progress_bar, size
+from private_llm.commands.output import CONSOLE, compile_notes, emit_json, progress_bar, size
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm.net.roles import named
@@ -79,7 +79,8 @@ def party(
     """Serve sessions until interrupted."""
     from private_llm_hf.launch import serve_party
 
-    serve_party(config, number, share_file, sessions, notice, checkpoint)
+    with compile_notes():
+        serve_party(config, number, share_file, sessions, notice, checkpoint)
 
 
 def notice(line: str) -> None:

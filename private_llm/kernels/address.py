@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
 from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.kernels.compiling import compiled
 
 
 def memory(t: Tensor) -> int:
@@ -48,7 +49,7 @@ WORD = np.uint64(0)
 """The `zero` of words."""
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def table(address: int, rows: int, words: int) -> np.ndarray[Any, Any]:
     """Array [rows, words] of 64-bit words."""
     made: np.ndarray[Any, Any] = flat(address, rows * words, WORD).reshape(rows, words)

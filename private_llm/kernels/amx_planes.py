@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from private_llm.kernels.address import flat
 from private_llm.kernels.amx_tiles import TILE_BYTES, add_line, configure, instruction
+from private_llm.kernels.compiling import compiled
 
 Array = np.ndarray[Any, Any]
 
@@ -138,7 +139,7 @@ def multiply(typing_context, left, right, groups, sums):  # type: ignore[no-unty
     return types.void(types.intp, types.intp, types.intp, types.intp), codegen
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def begin(desk: int) -> None:
     """Take the tiles, 16 rows of 64 bytes each; 64 bytes of scratch at `desk`."""
     config = flat(desk, 64, _BYTE)
@@ -150,7 +151,7 @@ def begin(desk: int) -> None:
     configure(desk)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def pack_rows(x: int, pitch: int, rows: int, steps: int, packed: int, edge: Array) -> None:
     """Rows x + r pitch as planes [rows / 16][steps / 64][4][16, 64]; steps beyond the last are zeros. edge [64]."""
     groups = (steps + STEPS - 1) // STEPS
@@ -167,7 +168,7 @@ def pack_rows(x: int, pitch: int, rows: int, steps: int, packed: int, edge: Arra
             split_row(edge.ctypes.data, to + (groups - 1) * PLANES_BYTES)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def panel(
     left: int, right: int, rows: int, steps: int, columns: int, out: int, pitch: int, sums: int, edge: Array
 ) -> None:  # fmt: skip

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
+
+from private_llm.kernels.compiling import compiled
 
 TILE = 16
 """Rows and columns of a tile, in groups of four bytes."""
@@ -100,7 +102,7 @@ two_columns = _multiply(2)
 one_column = _multiply(1)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def place(shift: int, size: int) -> int:
     """Where f_shift stands among the shifted copies: 3 2 1 0, and 7 3 6 2 5 1 4 0, so f_{s-4} follows f_s."""
     if size == 4:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import binding
-from numba import config, njit
+from numba import config
 
 from private_llm.kernels.address import flat
 from private_llm.kernels.amx_tiles import (
@@ -42,6 +42,7 @@ from private_llm.kernels.amx_tiles import (
     turn,
     two_columns,
 )  # fmt: skip
+from private_llm.kernels.compiling import compiled
 
 Array = np.ndarray[Any, Any]
 
@@ -60,19 +61,19 @@ DESK_BYTES = _SUMS + 16 * TILE_BYTES
 _BYTE = np.uint8(0)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def left_bytes(rows: int, steps: int, size: int) -> int:
     """Size of a packed left block; `size` is the bytes of a ring element, here and below."""
     return (rows + 15) // 16 * ((steps + 15) // 16) * TILE_BYTES * size
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def right_bytes(steps: int, columns: int, size: int) -> int:
     """Size of a packed right block."""
     return (columns + 15) // 16 * ((steps + 15) // 16) * TILE_BYTES * (size // 4)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def pack_left(
     x: int, pitch: int, rows: int, steps: int, packed: int, desk: int, zero: np.unsignedinteger[Any]
 ) -> None:  # fmt: skip
@@ -94,7 +95,7 @@ def pack_left(
             shift_line(desk + _EDGE, to + (tiles - 1) * TILE_BYTES, run, zero)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def pack_right(
     y: int, pitch: int, steps: int, columns: int, packed: int, desk: int, zero: np.unsignedinteger[Any]
 ) -> None:  # fmt: skip
@@ -114,7 +115,7 @@ def pack_right(
             copy_line(desk + _EDGE, packed + whole * (size // 4) * run + 64 * k, run, zero)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def pack_right_turned(
     y: int, pitch: int, steps: int, columns: int, packed: int, desk: int, zero: np.unsignedinteger[Any]
 ) -> None:  # fmt: skip
@@ -138,7 +139,7 @@ def pack_right_turned(
                 turn(desk + _EDGE, 16 * size, to, run, zero)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def panel(
     left: int, right: int, rows: int, steps: int, columns: int, out: int, pitch: int, desk: int,
     zero: np.unsignedinteger[Any],
@@ -173,7 +174,7 @@ def panel(
                     last[n] += edge[n]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def begin(rows: int, desk: int) -> None:
     """Take the tiles: as many rows as left blocks of `rows` rows fill, 16 for right ones, 64 bytes each."""
     config = flat(desk, 64, _BYTE)
@@ -185,13 +186,13 @@ def begin(rows: int, desk: int) -> None:
     configure(desk)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def end() -> None:
     """Give the tiles back."""
     release()
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def product(
     x: int, y: int, out: int, batches: int, rows: int, inner: int, columns: int, turned: bool, desk: int,
     zero: np.unsignedinteger[Any],

@@ -10,14 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from private_llm.kernels.address import flat, table
+from private_llm.kernels.compiling import compiled
 
 Array = np.ndarray[Any, Any]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def transpose_words(x_at: int, n: int, zero: np.unsignedinteger[Any], out_at: int, rows: int) -> None:
     """Bit r of element 64*w+l becomes bit l of out[r, w]; x [n] of the type of `zero`, out [rows, words].
 
@@ -64,7 +64,7 @@ def transpose_words(x_at: int, n: int, zero: np.unsignedinteger[Any], out_at: in
                 out[r, w0 + lane] = buf[r, lane]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def block_monomials(
     s_at: int, rows: int, low: int, blocks: Array, out_at: int, out_rows: int, words: int
 ) -> None:  # fmt: skip
@@ -103,7 +103,7 @@ def block_monomials(
         bit += size
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def block_carries(
     m_at: int, rows: int, low: int, blocks: Array, mono_at: int, mono_rows: int, first: bool, out_at: int, words: int
 ) -> None:  # fmt: skip
@@ -175,7 +175,7 @@ def block_carries(
         bit += size
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def join_products(lam_at: int, groups: Array, count: int, out_at: int, out_rows: int, words: int) -> None:
     """Products of masks that a level of joins needs, xored into out. Helper side.
 
@@ -218,7 +218,7 @@ def join_products(lam_at: int, groups: Array, count: int, out_at: int, out_rows:
         base += groups[j]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def join_carries(
     b_at: int, lam_at: int, prod_at: int, prod_rows: int, groups: Array, count: int, first: bool, out_at: int,
     words: int,
@@ -297,14 +297,14 @@ def join_carries(
         base += groups[j]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _spread(word: np.uint64, ones: Array) -> None:
     """All ones in the elements whose bit of `word` is set, zeros in the others: conditions without branches."""
     for i in range(64):
         ones[i] = ones.dtype.type(0) - ones.dtype.type((word >> np.uint64(i)) & np.uint64(1))
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def inject_products(
     bits_at: int, rows: int, lam_at: int, weighted: Array, out_at: int, out_rows: int, n: int,
     zero: np.unsignedinteger[Any],
@@ -331,7 +331,7 @@ def inject_products(
                 extra += 1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def inject_terms(
     bits_at: int, rows: int, m_at: int, mine_at: int, shares_at: int, share_rows: int, weighted: Array,
     w_at: int, w_each: int, c_at: int, c_each: int, first: bool, out_at: int, n: int, zero: np.unsignedinteger[Any],
@@ -370,7 +370,7 @@ def inject_terms(
                 extra += 1
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _lines(factors: Array) -> Array:
     """The first factor of each row, 64 times."""
     made = np.empty((factors.shape[0], 64), dtype=factors.dtype)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from private_llm.kernels.address import WORD, flat
+from private_llm.kernels.compiling import compiled
 from private_llm.kernels.cpu_trunc import BLOCK, pack, unpack
 
 Zero = np.unsignedinteger[Any]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def told(
     w: int, t1: int, t2: int, t3: int, half: int, own: int, f: int, n: int, zero: Zero,
     u: int, high: int, beta: int, value: int,
@@ -44,7 +44,7 @@ def told(
         pack(t_f, start, count, f, packed)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def piece(
     e: int, g1: int, g2: int, t1: int, t2: int, t3: int, f: int, n: int, zero: Zero, fields: int, u: int
 ) -> None:  # fmt: skip
@@ -71,7 +71,7 @@ def piece(
         pack(t_f, start, count, f, packed)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def part(
     r: int, beta: int, theirs: int, high: int, a1: int, a2: int, f: int, n: int, zero: Zero, made: int, value: int
 ) -> None:  # fmt: skip
@@ -99,7 +99,7 @@ def part(
             values[i] = own + first[i] + second[i]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def opening(first: int, second: int, e: int, g1: int, g2: int, n: int, zero: Zero, r: int, value: int) -> None:
     """r = e + g1 + g2; value = first + second + r + 2^(bits-2)."""
     x, y, a, b, c = flat(first, n, zero), flat(second, n, zero), flat(e, n, zero), flat(g1, n, zero), flat(g2, n, zero)

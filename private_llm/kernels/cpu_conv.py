@@ -16,10 +16,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from private_llm.kernels import cpu_matmul
 from private_llm.kernels.address import flat
+from private_llm.kernels.compiling import compiled
 
 Array = np.ndarray[Any, Any]
 
@@ -27,7 +27,7 @@ LANES = 16
 """Windows side by side."""
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def pad(x: int, wide: int, planes: int, sizes: Array, zero: np.unsignedinteger[Any]) -> None:
     """Planes [height, width] with zeros around; sizes are (height, width, above and below, left and right)."""
     height, width, above, beside = sizes
@@ -48,7 +48,7 @@ def pad(x: int, wide: int, planes: int, sizes: Array, zero: np.unsignedinteger[A
         at += above * line
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def pad_turned(x: int, wide: int, images: int, planes: int, sizes: Array, zero: np.unsignedinteger[Any]) -> None:
     """The same of several images, whose entries at one place come side by side: [plane, row, column, image]."""
     height, width, above, beside = sizes
@@ -65,7 +65,7 @@ def pad_turned(x: int, wide: int, images: int, planes: int, sizes: Array, zero: 
                     out[to + c * images + b] = xs[b * volume + start + c]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def add_turned(made: int, out: int, images: int, volume: int, zero: np.unsignedinteger[Any]) -> None:
     """out [image, volume] += made [volume, image]."""
     sums, outs = flat(made, images * volume, zero), flat(out, images * volume, zero)
@@ -74,7 +74,7 @@ def add_turned(made: int, out: int, images: int, volume: int, zero: np.unsignedi
             outs[b * volume + i] += sums[i * images + b]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def places(first: int, width: int, plan: Array, found: Array) -> None:
     """Where the windows of the flat positions first .. first + width - 1 begin in the padded images."""
     columns, image, volume, line, down, right = plan[0], plan[1], plan[2], plan[3], plan[4], plan[5]
@@ -84,7 +84,7 @@ def places(first: int, width: int, plan: Array, found: Array) -> None:
         found[n] = batch * volume + rest // columns * down * line + rest % columns * right
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def entries(first: int, steps: int, plan: Array, found: Array) -> None:
     """Where the entries first .. first + steps - 1 of a window lie, counted from its first one."""
     line, plane, height, width, gap_h, gap_w = plan[3], plan[6], plan[7], plan[8], plan[9], plan[10]
@@ -93,7 +93,7 @@ def entries(first: int, steps: int, plan: Array, found: Array) -> None:
         found[k] = channel * plane + rest // width * gap_h * line + rest % width * gap_w
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def neighbours(places: Array, first: int) -> bool:
     """Whether 16 windows begin one after the other."""
     follow = True
@@ -102,7 +102,7 @@ def neighbours(places: Array, first: int) -> bool:
     return follow
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _windows(
     xs: Array, at: int, places: Array, width: int, offsets: Array, steps: int, tile: Array, pitch: int
 ) -> None:
@@ -120,7 +120,7 @@ def _windows(
                     tile[to + n] = xs[start + places[first + n]]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def spread(tile: Array, pitch: int, rows: int, first: int, width: int, outs: Array, at: int, plan: Array) -> None:
     """outs += tile, for positions that may belong to several images; outs [B, outputs, image]."""
     image, outputs = plan[1], plan[11]
@@ -135,7 +135,7 @@ def spread(tile: Array, pitch: int, rows: int, first: int, width: int, outs: Arr
         n += count
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def tile_product(
     x: int, w: int, out: int, plan: Array, groups: int, outputs: int, inner: int, positions: int,
     zero: np.unsignedinteger[Any],
@@ -166,7 +166,7 @@ def tile_product(
             spread(edge, pitch, each, n, width, outs, o * image, plan)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def depthwise(x: int, w: int, out: int, plan: Array, positions: int, zero: np.unsignedinteger[Any]) -> None:
     """The same where each channel is a group, with one or several outputs.
 

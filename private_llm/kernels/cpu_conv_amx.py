@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from private_llm.kernels import amx_planes
 from private_llm.kernels.address import flat
 from private_llm.kernels.amx_planes import PLANES_BYTES, STEPS, pack_rows, split_steps
 from private_llm.kernels.amx_tiles import TILE_BYTES, copy_line, release
+from private_llm.kernels.compiling import compiled
 from private_llm.kernels.cpu_amx import (
     BLOCK_BYTES,
     DESK_BYTES,
@@ -35,7 +35,7 @@ BLOCK = 6 * STEPS
 _WORD = np.uint32(0)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _windows(
     x: int, spots: Array, width: int, offsets: Array, steps: int, packed: int, edge: Array,
     zero: np.unsignedinteger[Any],
@@ -57,7 +57,7 @@ def _windows(
                 copy_line(edge.ctypes.data, to + 64 * k, run, zero)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def product(
     x: int, w: int, out: int, plan: Array, groups: int, outputs: int, inner: int, positions: int, desk: int,
     zero: np.unsignedinteger[Any],
@@ -93,7 +93,7 @@ def product(
     end()
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def _window_planes(
     x: int, spots: Array, width: int, offsets: Array, steps: int, packed: int, edge: Array
 ) -> None:  # fmt: skip
@@ -117,7 +117,7 @@ def _window_planes(
                 split_steps(at, at + 64, at + 128, at + 192, to)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def product_by_planes(
     x: int, w: int, out: int, plan: Array, groups: int, outputs: int, inner: int, positions: int, desk: int
 ) -> None:  # fmt: skip

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from private_llm.kernels.compiling import compiled
 
 Array = np.ndarray[Any, Any]
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def children(
     seeds: Array, bits: Array, left: Array, right: Array, cw: Array, cw_left: Array, cw_right: Array,
     out: Array, out_bits: Array,
@@ -38,7 +39,7 @@ def children(
                 out_bits[t, 2 * i + side] = control
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def leaves(seeds: Array, blocks: Array, bits: Array, final: Array, negate: bool, out: Array) -> None:
     """Additive shares of the one-hot rows: two 64-bit leaves a seed. out [T, domain] (32 or 64 bits)."""
     tokens, domain = out.shape

@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from private_llm.kernels.address import flat
+from private_llm.kernels.compiling import compiled
 
 Array = np.ndarray[Any, Any]
 
@@ -140,7 +141,7 @@ _row_line = _tile(1, VECTORS, along_k=False)
 _row_wide = _tile(1, 4 * VECTORS, along_k=False)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def dot_product(
     x: int, y: int, out: int, batches: int, rows: int, inner: int, columns: int, zero: np.unsignedinteger[Any]
 ) -> None:
@@ -188,7 +189,7 @@ def dot_product(
                     outs[m * columns + n] = acc
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def rows_times_panel(
     xs: Array, x_at: int, x_pitch: int, rows: int, ys: Array, y_at: int, y_pitch: int, steps: int, outs: Array,
     out_at: int, out_pitch: int,
@@ -201,7 +202,7 @@ def rows_times_panel(
         _row_line(xs, x_at + m * x_pitch, 0, ys, y_at, y_pitch, steps, outs, out_at + m * out_pitch, 0)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def row_product(
     x: int, y: int, out: int, batches: int, rows: int, inner: int, columns: int, zero: np.unsignedinteger[Any]
 ) -> None:

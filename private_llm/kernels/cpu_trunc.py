@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from private_llm.kernels.address import WORD, flat
+from private_llm.kernels.compiling import compiled
 
 Array = np.ndarray[Any, Any]
 Zero = np.unsignedinteger[Any]
@@ -21,7 +21,7 @@ Zero = np.unsignedinteger[Any]
 BLOCK = 512
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def unpack(words: Array, start: int, count: int, f: int, out: Array) -> None:
     """Fields of elements start .. start+count-1 (a full block, or the tail) into out [512]."""
     mask = np.uint64((1 << f) - 1)
@@ -50,7 +50,7 @@ def unpack(words: Array, start: int, count: int, f: int, out: Array) -> None:
         out[i] = value & mask
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def pack(fields: Array, start: int, count: int, f: int, words: Array) -> None:
     """The inverse of `unpack` into zeroed words; fields must be below 2^f."""
     base = (start >> 9) * 8 * f
@@ -76,7 +76,7 @@ def pack(fields: Array, start: int, count: int, f: int, words: Array) -> None:
             words[word + 1] |= np.uint64(fields[i]) >> np.uint64(64 - off)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def helper(
     error: int, g1: int, g2: int, z1: int, rho1: int, zeta1: int, zeta2: int, f: int, n: int, zero: Zero,
     a1: int, a2: int, z2: int, rho2: int,
@@ -119,7 +119,7 @@ def helper(
         pack(r_f, start, count, f, packed)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def opened(mine: int, theirs: int, rho: int, zeta: int, f: int, n: int, zero: Zero, w: int, packed: int) -> None:
     """Evaluator: w = mine + theirs + 2^(bits-2); packed = (1 - msb(w)) * rho + zeta mod 2^f, to be exchanged."""
     first, second, out = flat(mine, n, zero), flat(theirs, n, zero), flat(w, n, zero)
@@ -146,7 +146,7 @@ def opened(mine: int, theirs: int, rho: int, zeta: int, f: int, n: int, zero: Ze
         pack(z_f, start, count, f, fields)
 
 
-@njit(nogil=True, cache=True)
+@compiled
 def closed(
     w: int, mine: int, theirs: int, z: int, zeta: int, f: int, n: int, zero: Zero, half: int, own: int
 ) -> None:  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -154,7 +155,11 @@ def test_refusals() -> None:
         run_meta(PrivateConfig(ring=32, frac_bits=12), lambda _, a: softmax(a), [(3, 4)])
 
 
-def test_rows_are_planned_once() -> None:
-    first = levels(Rows((5, 3)))
+def test_rows_are_planned_once_while_somebody_holds_them() -> None:
+    rows = Rows((5, 3))
+    first = levels(rows)
     assert levels(Rows((5, 3))) is first
     assert [level.left.numel() for level in first] == [3, 2, 1]
+    plan = weakref.ref(first[0])
+    del first, rows  # plans are as large as the scores: those of every length ever met would fill the memory
+    assert plan() is None

@@ -1,0 +1,87 @@
+"""Kernels on disk: the next process finds them, with the same results, and never those of other sources."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = """
+import hashlib
+import numpy as np
+import torch
+from private_llm.kernels import compiling, cpu_bits, ops
+heard = []
+draw = torch.Generator().manual_seed(7)
+def word(*shape):
+    return torch.randint(-(2**62), 2**62, shape, generator=draw)
+made = []
+with compiling.telling(heard.append):
+    for rows in (1, 5):  # register tiles along either dimension, and the tiles of processors that have some
+        made += [ops.ring_matmul(word(rows, 70), word(70, 33)), ops.ring_matmul(word(rows, 70), word(33, 70).mT)]
+    made += [ops.ring_matmul(word(130, 300), word(300, 70)), ops.transpose_bits(word(130), 64)]
+    made += [ops.trunc_open(word(130), word(130), word(130), word(130), 18)[0]]
+    made += [ops.ring_conv2d(word(1, 3, 9, 9), word(4, 3, 3, 3), (1, 1), (1, 1), (1, 1), 1)]
+digest = hashlib.sha256()
+for tensor in made:
+    digest.update(tensor.contiguous().numpy().tobytes())
+stats = cpu_bits.transpose_words.stats
+print(digest.hexdigest(), len(heard), sum(stats.cache_hits.values()), compiling.FOLDER)
+"""
+SHIFTED = """
+import numpy as np
+import torch
+from private_llm.kernels import cpu_bits
+x, out = torch.arange(65), torch.zeros(65, dtype=torch.int64)
+cpu_bits.transpose_words(x.data_ptr(), 64, np.uint64(0), out.data_ptr(), 64)
+print(int(out[0]) == 0)
+"""
+
+
+def run(code: str, cache: Path | None, root: Path = ROOT) -> list[str]:
+    """What a process prints that keeps kernels in `cache`; None: nowhere, and it has no home."""
+    hidden = {"NUMBA_CACHE_DIR", "XDG_CACHE_HOME"}
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    env |= {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    env |= {"HOME": "/dev/null"} if cache is None else {"XDG_CACHE_HOME": str(cache)}
+    made = subprocess.run([sys.executable, "-c", code], cwd=root, env=env, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr[-3000:]
+    return made.stdout.split()
+
+
+@pytest.mark.slow
+def test_kernels_from_disk_give_the_same_bits(tmp_path: Path) -> None:
+    """Compiled now, read from disk, and compiled by a process that can write nowhere."""
+    digest, compilations, hits, folder = run(CODE, tmp_path)
+    assert int(compilations) > 5
+    assert hits == "0"
+    assert Path(folder).is_relative_to(tmp_path)
+    assert run(CODE, tmp_path) == [digest, "0", "1", folder]
+    assert run(CODE, None) == [digest, compilations, "0", "None"]
+
+
+def test_old_code_is_not_used_when_a_helper_in_another_file_has_changed(tmp_path: Path) -> None:
+    """`flat` gives kernels their arrays; a changed one that begins a word later must show in `transpose_words`."""
+    root = tmp_path / "sources"
+    shutil.copytree(ROOT / "private_llm", root / "private_llm", ignore=shutil.ignore_patterns("__pycache__"))
+    assert run(SHIFTED, tmp_path / "cache", root) == ["False"]
+    helper = root / "private_llm/kernels/address.py"
+    old = "builder.inttoptr(place, made.data.type)"
+    text = helper.read_text()
+    assert text.count(old) == 1
+    helper.write_text(text.replace(old, "builder.inttoptr(builder.add(place, place.type(8)), made.data.type)"))
+    assert run(SHIFTED, tmp_path / "cache", root) == ["True"]
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners of files here")
+def test_code_that_others_could_change_is_not_used(tmp_path: Path) -> None:
+    code = "from private_llm.kernels import compiling; print(compiling.FOLDER)"
+    folder = Path(run(code, tmp_path)[0])
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    assert run(code, tmp_path) == ["None"]
