@@ -259,6 +259,10 @@ def party(
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
     model: Annotated[str, typer.Option(help="Under 'cascade': this CompNode's own copy of the public model.")] = "",
+    allow: Annotated[
+        str | None, typer.Option(help="Users to admit: a file, one name a line, read at every handshake, or a,b.")
+    ] = None,
+    idle: Annotated[float, typer.Option(help="Seconds without a call that end a session (0: never).")] = 1800.0,
 ) -> None:
     """Be one party or node: wait for the others and for clients, one session after the other."""
     from private_llm.commands.parties import devices
@@ -267,6 +271,11 @@ def party(
     if not hosts:
         raise ConfigError("hosts: got none; want host:port of every party, in order, the same at all endpoints")
     remote = _remote(hosts, tls, f"party{index}", allow_plain_loopback)
+    if allow is not None:
+        if tls is None:
+            raise ConfigError("--allow: users are known by their certificates; want --tls")
+        remote["tls"] |= {"allow": allow}
+    remote["idle_s"] = idle or None
     remote |= (
         devices(device, device_map, max_memory, offload_folder)
         | _bits(frac_bits)
@@ -285,12 +294,15 @@ def certs(
     protocol: ProtocolOption = ProtocolName.TRIO,
     plan: PlanOption = "",
     split: SplitOption = None,
+    user: Annotated[
+        list[str] | None, typer.Option("--user", help="Name of a user with a certificate of its own; repeat.")
+    ] = None,
 ) -> None:
     """Certificates for trying out mutual TLS on machines of your own."""
     from private_llm.commands.parties import certs as run
 
     config = _config(protocol, 64, **_plan(plan, split=split))
-    run(out, config, parties, days)
+    run(out, config, parties, days, user or ())
 
 
 @app.command()

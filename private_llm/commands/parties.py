@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +93,16 @@ def _mapping(option: str, text: str) -> dict[str, Any] | None:
     return found
 
 
-def certs(out: Path, config: PrivateConfig, parties: int | None, days: float) -> None:
-    """Write a CA and one certificate per endpoint: `parties` of them, or all of `config`, and the client."""
-    from private_llm.net.certificates import make_certificates
+def certs(out: Path, config: PrivateConfig, parties: int | None, days: float, users: Sequence[str] = ()) -> None:
+    """Write a CA and one certificate per endpoint: `parties` of them, or all of `config`, and the client or `users`."""
+    from private_llm.net.certificates import make_certificates, user_folder
 
-    made = make_certificates(out, config.endpoints if parties is None else parties, days)
+    made = make_certificates(out, config.endpoints if parties is None else parties, days, users=users)
     for endpoint, tls in made.items():
         holder = named(config, endpoint_name(endpoint))
         CONSOLE.print(f"for {holder} alone: {tls.certificate} with {tls.key}", highlight=False)
+    for user in users:
+        CONSOLE.print(f"for user {user} alone: the folder {user_folder(out, user)}", highlight=False)
     CONSOLE.print(
         f"signed by {out / 'ca.pem'}. All keys were made on this machine: for trying out. Parties that distrust each "
         "other make their own keys and let a CA they agree upon sign them.",
