@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.kernels.parallel import threads_per_node, threads_per_party
 from private_llm.net.children import start_children
-from private_llm.net.hub import connect
+from private_llm.net.hub import connect, open_door
 from private_llm.net.local import LocalHub
 from private_llm.net.roles import called, named_errors
 from private_llm.net.transport import CLIENT
@@ -77,6 +78,7 @@ def serve_party(
 
     `notice` is told when a session begins and why it ended. share_file: this party's share of a model. checkpoint:
     folder or hub id of the public model that a CompNode reads itself, so that clients need not send it.
+    The address is kept between sessions: a second client is told that the party is busy, and waits if it wants to.
     Raises ConfigError, ShareFileError and PatchMismatch before listening; an error inside a session ends that session
     only.
     """
@@ -85,17 +87,20 @@ def serve_party(
     if not 0 <= number < config.endpoints:
         raise ConfigError(f"party: got {number}; want 0 to {config.endpoints - 1} for {config.protocol!r}")
     held = _held(config, number, share_file, checkpoint)
-    served = 0
-    while sessions is None or served < sessions:
-        notice(f"{called(config, number)} waits for the others at {config.hosts[number]}")
-        with named_errors(config):
-            transport = connect(config, number, wait_s=_FOREVER_S)
-        try:
-            reason = run_party(config, number, transport, held)
-        finally:
-            transport.close()
-        served += 1
-        notice(f"session {served} ended" + (f": {reason}" if reason else ""))
+    with named_errors(config):
+        door = open_door(config, number)
+    with closing(door):
+        served = 0
+        while sessions is None or served < sessions:
+            notice(f"{called(config, number)} waits for the others at {config.hosts[number]}")
+            with named_errors(config):
+                transport = connect(config, number, wait_s=_FOREVER_S, door=door)
+            try:
+                reason = run_party(config, number, transport, held)
+            finally:
+                transport.close()
+            served += 1
+            notice(f"session {served} ended" + (f": {reason}" if reason else ""))
 
 
 def _held(
