@@ -274,7 +274,7 @@ def party(
     if allow is not None:
         if tls is None:
             raise ConfigError("--allow: users are known by their certificates; want --tls")
-        remote["tls"] |= {"allow": allow}
+        remote["tls"] |= {"allow": str(Path(allow).resolve()) if Path(allow).is_file() else allow}
     remote["idle_s"] = idle or None
     remote |= (
         devices(device, device_map, max_memory, offload_folder)

@@ -55,8 +55,8 @@ class TLSConfig:
     """Paths of this endpoint's certificate and key and of the CA that signed all endpoints (mutual TLS 1.3).
 
     The certificate's common name must be the endpoint's name (`party0`, `party1`, ..., `client` or `client:NAME`).
-    allow: at a party, the users it admits: a file with one name a line, read at every handshake, or names joined by
-    commas (None: every client that the CA signed for).
+    allow: at a party, the users it admits: path (with a slash) of a file with a name a line, read at every handshake,
+    or names with commas (None: every client that the CA signed for).
     """
 
     certificate: str

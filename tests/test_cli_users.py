@@ -28,7 +28,9 @@ def run(*arguments: str) -> str:
     return result.output
 
 
-def test_certificates_of_users_and_a_party_that_admits_some(tmp_path: Path, served: list[PrivateConfig]) -> None:
+def test_certificates_of_users_and_a_party_that_admits_some(
+    tmp_path: Path, served: list[PrivateConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "certs"
     text = run("certs", "--out", str(folder), "--user", "alice", "--user", "bob")
     assert "for user bob alone: the folder" in text
@@ -36,7 +38,12 @@ def test_certificates_of_users_and_a_party_that_admits_some(tmp_path: Path, serv
     assert not (folder / "client.pem").exists()
     run("party", "--index", "1", *HOSTS, "--tls", str(folder), "--allow", "alice", "--idle", "60")
     run("party", "--index", "1", *HOSTS, "--tls", str(folder), "--idle", "0")
-    first, second = served
+    (tmp_path / "users").write_text("bob")
+    monkeypatch.chdir(tmp_path)
+    run("party", "--index", "1", *HOSTS, "--tls", str(folder), "--allow", "users")
+    first, second, third = served
+    assert third.tls is not None
+    assert third.tls.allow == str(tmp_path / "users")
     assert first.tls is not None
     assert second.tls is not None
     assert (first.tls.allow, first.idle_s) == ("alice", 60.0)

@@ -88,7 +88,9 @@ def open_door(config: PrivateConfig, me: int) -> Door:
     """
     addresses = _addresses(config, me, (), b"")
     if config.tls is not None:
-        Credentials(config.tls)  # a bad file is told before anything listens
+        users = Credentials(config.tls).users  # a bad file is told before anything listens
+        if users is not None:
+            users.verify()
     return Door(_listen(addresses[me], anywhere=config.tls is not None), config.endpoints)
 
 
@@ -185,7 +187,7 @@ class _Mesh:
         self._made: dict[tuple[int, bool, int], tuple[socket.socket, bytes]] = {}
         self._caller = secrets.token_bytes(CALLER_BYTES)
         self._busy_wait = config.busy_wait_s
-        self._turn_by = time.monotonic() + config.busy_wait_s
+        self._turn_by: float | None = None
         self._places: dict[int, _Place] = {}
         self._arriving: dict[int, bytes] = {}  # callers let in whose handshake is being finished, by thread
         self._refused = ""
@@ -289,6 +291,8 @@ class _Mesh:
     def _queue(self, cause: str) -> None:
         """A client is told to come later: time spent so is not counted, but must not exceed config.busy_wait_s."""
         now = time.monotonic()
+        if self._turn_by is None:
+            self._turn_by = now + self._busy_wait
         if now >= self._turn_by:
             raise PartiesBusy(
                 f"{cause}; waited {self._busy_wait:g} s for it. Try again later, or wait longer (busy_wait_s)"

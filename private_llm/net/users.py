@@ -39,14 +39,12 @@ class Users:
     """The users that a party admits."""
 
     def __init__(self, listed: str) -> None:
-        """listed: path of a file with a name a line (`#` begins a comment), or names separated by commas.
-
-        Raises ConfigError for what is neither.
-        """
-        self._file = Path(listed) if Path(listed).is_file() else None
+        """listed: path of a file (with a slash in it), a name a line, `#` begins a comment; or names with commas."""
+        self._file = Path(listed) if "/" in listed else None
         self._names = frozenset(part.strip() for part in listed.split(","))
-        if self._file is None and not all(_NAME.fullmatch(name) for name in self._names):
-            raise ConfigError(f"allow: got {listed!r}; want a file with one user name a line, or names with commas")
+
+    def verify(self) -> None:
+        """Raise ConfigError if the list cannot be read now, or holds something that is no name."""
         for name in self._admitted():
             check_user(name)
 
@@ -55,8 +53,8 @@ class Users:
         word, _, user = common_name.partition(":")
         try:
             admitted = self._admitted()
-        except ConfigError as error:
-            raise TransportError(f"nobody is admitted for now ({error})") from None
+        except ConfigError:
+            raise TransportError("this party cannot read its list of users, so nobody is admitted for now") from None
         if not user:
             raise TransportError(f"the certificate {word!r} names no user, and this party admits users by name")
         if user not in admitted:
@@ -68,5 +66,5 @@ class Users:
         try:
             text = self._file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"allow: the list of users cannot be read ({type(error).__name__})") from None
+            raise ConfigError(f"allow: no list of users can be read at {self._file} ({type(error).__name__})") from None
         return frozenset(filter(None, (line.partition("#")[0].strip() for line in text.splitlines())))

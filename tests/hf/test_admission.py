@@ -35,7 +35,7 @@ def remote(protocol: str, parties: int) -> PrivateConfig:
     return PrivateConfig.from_dict(
         {
             "protocol": protocol, "party_mode": "remote", "hosts": free_ports(parties), "allow_plain_loopback": True,
-            "timeout_s": 60.0, "busy_wait_s": 90.0,
+            "timeout_s": 120.0, "busy_wait_s": 120.0,
         }
     )  # fmt: skip
 

@@ -63,6 +63,7 @@ def test_a_list_in_a_file(tmp_path):
     path = tmp_path / "users"
     path.write_text("# who may come\nalice   # until May\n\n  bob\n")
     users = Users(str(path))
+    users.verify()
     for name in ("alice", "bob"):
         users.check(client_name(name))
     with pytest.raises(TransportError, match="user 'eve' is not on this party's list"):
@@ -74,16 +75,21 @@ def test_a_list_in_a_file(tmp_path):
         users.check("client:alice")
 
 
-@pytest.mark.parametrize("text", ["", "alice,", "/nowhere/users", "a b"])
-def test_lists_that_are_none(text):
-    with pytest.raises(ConfigError, match="allow: got"):
-        Users(text)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "user: got"), ("alice,", "user: got"), ("a b", "user: got"), ("/nowhere/users", "no list of users")],
+)
+def test_lists_that_are_none_are_refused_before_listening(folder, text, message):
+    tls = replace(of(folder, "party0"), allow=text)
+    config = PrivateConfig(protocol="plain", insecure=True, party_mode="remote", hosts=("127.0.0.1:1",), tls=tls)
+    with pytest.raises(ConfigError, match=message):
+        open_door(config, 0)
 
 
 def test_a_list_with_a_name_that_is_none(tmp_path):
     (tmp_path / "users").write_text("alice\nbob and eve\n")
     with pytest.raises(ConfigError, match="user: got 'bob and eve'"):
-        Users(str(tmp_path / "users"))
+        Users(str(tmp_path / "users")).verify()
 
 
 @pytest.fixture
