@@ -85,7 +85,11 @@ class Door:
                 sock.close()
                 continue
             self._make_room(caller)
-            threading.Thread(target=self._meet, args=(sock, caller), name="answer", daemon=True).start()
+            try:
+                threading.Thread(target=self._meet, args=(sock, caller), name="answer", daemon=True).start()
+            except RuntimeError:  # no more threads for the moment; the door must outlive that
+                self._forget(caller)
+                sock.close()
 
     def _meet(self, sock: socket.socket, caller: _Caller) -> None:
         try:

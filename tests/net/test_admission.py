@@ -48,12 +48,12 @@ def session(t):
         number(t, CLIENT, mine)
 
 
-def party(config, me, ended, reasons):
+def party(config, me, wait_s, ended, reasons):
     """One session after the other, as `private-llm party` does it."""
     with contextlib.closing(open_door(config, me)) as door:
         while not ended.is_set():
             try:
-                t = connect(config, me, wait_s=1.0, door=door)
+                t = connect(config, me, wait_s=wait_s, door=door)
             except TransportError:
                 continue  # nobody came
             try:
@@ -66,10 +66,12 @@ def party(config, me, ended, reasons):
 
 
 @contextlib.contextmanager
-def parties(config):
+def parties(config, wait_s=1.0):
     """Three parties that serve; yields why their sessions failed."""
     ended, reasons = threading.Event(), []
-    threads = [threading.Thread(target=party, args=(config, me, ended, reasons), daemon=True) for me in range(3)]
+    threads = [
+        threading.Thread(target=party, args=(config, me, wait_s, ended, reasons), daemon=True) for me in range(3)
+    ]
     for thread in threads:
         thread.start()
     try:
@@ -114,9 +116,10 @@ def test_clients_that_start_together_are_served_one_after_the_other(config, clie
 
 
 def test_a_second_client_hears_that_the_parties_are_busy(config):
-    with parties(config):
+    with parties(replace(config, timeout_s=1.0)):
         first = connect(config, CLIENT)
         assert ask(first, 1) == [1] * 3
+        time.sleep(1.5)  # however long the session lasts
         with pytest.raises(PartiesBusy, match=r"party 0 refused: it serves another client; waited 0 s .*busy_wait_s"):
             connect(replace(config, busy_wait_s=0.0), CLIENT)
         assert ask(first, 2) == [2] * 3  # it has noticed nothing
@@ -152,13 +155,12 @@ def test_who_loses_its_place_at_the_first_party_lets_go_of_all_others(config):
 
 def test_a_place_without_a_session_is_given_to_the_next(config):
     """A client that takes a place and never goes on; also one that begins at the wrong party."""
-    config = replace(config, timeout_s=1.5)
     addresses = [parse_address(host) for host in config.hosts]
-    with parties(config):
+    with parties(replace(config, timeout_s=1.5), wait_s=8.0):
         held = [hub._Mesh(config, CLIENT, addresses, b"", 10) for _ in range(2)]
         held[0]._call(0, True, 0)
         held[1]._call(1, True, 0)
-        assert whole_session(replace(config, timeout_s=10.0), 6) == [[6] * 3] * 3
+        assert whole_session(replace(config, busy_wait_s=5.0), 6) == [[6] * 3] * 3
         for mesh in held:
             mesh.close()
 

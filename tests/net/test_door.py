@@ -80,6 +80,20 @@ def test_who_has_proved_who_it_is_makes_room_and_is_not_cut_off(door):
     assert all(map(still_open, (known, first, second)))
 
 
+def test_a_moment_without_threads_does_not_close_the_door(door, monkeypatch):
+    start = doors.threading.Thread.start
+
+    def fail(thread):
+        monkeypatch.setattr(doors.threading.Thread, "start", start)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(doors.threading.Thread, "start", fail)
+    assert cut(call(door.address))
+    known = call(door.address)
+    known.sendall(b"x")
+    assert known.recv(1) == b"+"
+
+
 def test_a_caller_that_speaks_slowly_for_ever_is_cut_off(door, monkeypatch):
     monkeypatch.setattr(doors, "HANDSHAKE_S", 0.5)
     slow = call(door.address)
