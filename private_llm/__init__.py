@@ -4,6 +4,7 @@ from private_llm.config import VERSION, PrivateConfig, TLSConfig
 from private_llm.errors import (
     ConfigError,
     DomainError,
+    PartiesBusy,
     PartyFailed,
     PatchMismatch,
     PlaintextLeak,
@@ -19,6 +20,7 @@ __version__ = VERSION
 __all__ = [
     "ConfigError",
     "DomainError",
+    "PartiesBusy",
     "PartyFailed",
     "PatchMismatch",
     "PlaintextLeak",

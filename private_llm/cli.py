@@ -301,6 +301,10 @@ def party(
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
     model: Annotated[str, typer.Option(help="Under 'cascade': this CompNode's own copy of the public model.")] = "",
+    allow: Annotated[
+        str | None, typer.Option(help="Users to admit: a file, one name a line, read at every handshake, or a,b.")
+    ] = None,
+    idle: Annotated[float, typer.Option(help="Seconds without a call that end a session (0: never).")] = 1800.0,
 ) -> None:
     """Be one party or node: wait for the others and for clients, one session after the other."""
     from private_llm.commands.parties import devices
@@ -314,6 +318,11 @@ def party(
     if not 0 <= index < endpoints:
         raise ConfigError(f"index: got {index}; want 0 to {endpoints - 1} for {protocol.value!r}")
     remote = _remote(hosts, tls, f"party{index}", allow_plain_loopback)
+    if allow is not None:
+        if tls is None:
+            raise ConfigError("--allow: users are known by their certificates; want --tls")
+        remote["tls"] |= {"allow": str(Path(allow).resolve()) if Path(allow).is_file() else allow}
+    remote["idle_s"] = idle or None
     remote |= (
         devices(device, device_map, max_memory, offload_folder)
         | _bits(frac_bits)
@@ -332,12 +341,15 @@ def certs(
     protocol: ProtocolOption = ProtocolName.TRIO,
     plan: PlanOption = "",
     split: SplitOption = None,
+    user: Annotated[
+        list[str] | None, typer.Option("--user", help="Name of a user with a certificate of its own; repeat.")
+    ] = None,
 ) -> None:
     """Certificates for trying out mutual TLS on machines of your own."""
     from private_llm.commands.parties import certs as run
 
     config = _config(protocol, 64, **_plan(plan, split=split))
-    run(_folder(out), config, parties, days)
+    run(_folder(out), config, parties, days, user or ())
 
 
 @app.command()

@@ -54,12 +54,15 @@ def _device_name(key: str, where: object, *more: str) -> str:
 class TLSConfig:
     """Paths of this endpoint's certificate and key and of the CA that signed all endpoints (mutual TLS 1.3).
 
-    The certificate's common name must be the endpoint's name (`party0`, `party1`, ..., `client`).
+    The certificate's common name must be the endpoint's name (`party0`, `party1`, ..., `client` or `client:NAME`).
+    allow: at a party, the users it admits: path (with a slash) of a file with a name a line, read at every handshake,
+    or names with commas (None: every client that the CA signed for).
     """
 
     certificate: str
     key: str
     ca: str
+    allow: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,9 @@ class PrivateConfig:
     hosts: "host:port" of each party for party_mode="remote". tls: certificates of this endpoint.
     allow_plain_loopback: permit unencrypted sockets, on loopback addresses only.
     timeout_s: seconds of silence after which a party counts as dead.
+    busy_wait_s: seconds that a client waits for remote parties that serve another client (0: not at all).
+    idle_s: seconds without a call after which a remote party ends a session, so that others get their turn (None:
+    never). A client that thinks between calls sends nothing, so this is the longest thought.
     device: where a party's shares live: "cpu", "cuda:N", or "cuda" (GPU number party modulo the number of GPUs).
     device_map: how a party's layers are spread, as in transformers: "auto", "balanced", "balanced_low_0",
     "sequential", or {module name: GPU number, "cuda:N", "cpu" or "disk"} for the whole model; None: all on `device`.
@@ -132,6 +138,8 @@ class PrivateConfig:
     timeout_s: float = 120.0
     calibrate: bool = True
     guard: bool = True
+    busy_wait_s: float = 30.0
+    idle_s: float | None = 1800.0
     debug_ranges: bool = False
     insecure: bool = False
     plan: ShardingPlan | None = None
@@ -175,6 +183,11 @@ class PrivateConfig:
             raise ConfigError(f"timeout_s: got {self.timeout_s!r}; want a positive number of seconds")
         if isinstance(self.hosts, str):
             raise ConfigError(f"hosts: got the text {self.hosts!r}; want a list, {self.hosts.split(',')!r}")
+        if not self.busy_wait_s >= 0 or not (self.idle_s is None or self.idle_s > 0):
+            raise ConfigError(
+                f"busy_wait_s, idle_s: got {self.busy_wait_s!r}, {self.idle_s!r}; want 0 or more seconds, and a "
+                "positive number of seconds or None"
+            )
         if self.party_mode == "remote" and len(self.hosts) != self.endpoints:
             given = f"{len(self.hosts)} address{'' if len(self.hosts) == 1 else 'es'}"
             raise ConfigError(f"hosts: got {given}; want {self.endpoints} for {self.protocol!r}")

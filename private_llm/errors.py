@@ -37,6 +37,10 @@ class PartyFailed(TransportError):
     """Another party stopped or stalled: its name and the reason are in the message; restart the session."""
 
 
+class PartiesBusy(TransportError):
+    """The parties serve another client: try again later, or wait longer for them (`busy_wait_s`)."""
+
+
 class ProtocolAbort(PrivateLLMError):
     """A consistency check between parties failed: nothing of this session may be trusted."""
 

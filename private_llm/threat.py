@@ -391,6 +391,23 @@ ONE_MACHINE = Threat(
     setting="party_mode='threads' or 'processes'; party_mode='remote' is the real thing",
 )
 
+ADMISSION = Threat(
+    name="who may be the client of remote parties",
+    kind="shortcut",
+    corrupt="whoever reaches a party's port; a user whose certificate is no longer wanted",
+    learns=(
+        ("a caller without a certificate", "that a party listens there. It keeps a connection for 10 s at most, less "
+         "when many others call; a flood can still delay honest callers"),
+        ("a user", "that another client is being served, not who. It keeps the parties as long as it calls, and "
+         "idle_s (30 minutes) after its last call"),
+        ("the parties", "the user's name, if its certificate has one; each party admits by its own list, and one that "
+         "refuses suffices. A name that is taken off a list is refused from the next connection on; a session that "
+         "runs goes on"),
+    ),
+    source="private_llm/net/door.py, private_llm/net/users.py; one client at a time is admitted by party 0",
+    setting="party_mode='remote'; TLSConfig(allow=...) or `private-llm party --allow` for users by name",
+)  # fmt: skip
+
 LANES = Threat(
     name="lanes with permuted roles",
     kind="shortcut",
@@ -476,6 +493,7 @@ ENTRIES: tuple[Threat, ...] = (
     SPLIT,
     LANES,
     ONE_MACHINE,
+    ADMISSION,
 )
 """All entries, protocols first."""
 

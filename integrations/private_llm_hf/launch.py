@@ -21,7 +21,7 @@ from private_llm.errors import ConfigError, TransportError
 from private_llm.kernels.memory import trim_allocator
 from private_llm.kernels.parallel import threads_per_node, threads_per_party
 from private_llm.net.children import start_children
-from private_llm.net.hub import connect
+from private_llm.net.hub import connect, open_door
 from private_llm.net.local import LocalHub
 from private_llm.net.roles import called, named, named_errors
 from private_llm.net.transport import CLIENT, Transport
@@ -86,6 +86,7 @@ def serve_party(
 
     `notice` is told when a session begins and why it ended. share_file: this party's share of a model. checkpoint:
     folder or hub id of the public model that a CompNode reads itself, so that clients need not send it.
+    The address is kept between sessions: a second client is told that the party is busy, and waits if it wants to.
     Raises ConfigError, ShareFileError and PatchMismatch before listening; an error inside a session, or while others
     connect, ends that session only.
     """
@@ -95,22 +96,25 @@ def serve_party(
         raise ConfigError(f"party: got {number}; want 0 to {config.endpoints - 1} for {config.protocol!r}")
     held = _held(config, number, share_file, checkpoint)
     served = failed = 0
-    while sessions is None or served < sessions:
-        notice(f"{called(config, number)} waits for the others at {config.hosts[number]}")
-        try:
-            transport = connect(config, number, wait_s=_FOREVER_S)
-        except ConfigError as error:
-            if not served and not failed:
-                raise ConfigError(named(config, str(error))) from None
-            failed = _try_again(config, error, failed, notice)
-            continue
-        except (TransportError, OSError) as error:  # another endpoint's doing: it may be right the next time
-            failed = _try_again(config, error, failed, notice)
-            continue
-        failed = 0
-        reason = _session(config, number, transport, held)
-        served += 1
-        notice(f"session {served} ended" + (f": {reason}" if reason else ""))
+    with named_errors(config):
+        door = open_door(config, number)
+    with closing(door):
+        while sessions is None or served < sessions:
+            notice(f"{called(config, number)} waits for the others at {config.hosts[number]}")
+            try:
+                transport = connect(config, number, wait_s=_FOREVER_S, door=door)
+            except ConfigError as error:
+                if not served and not failed:
+                    raise ConfigError(named(config, str(error))) from None
+                failed = _try_again(config, error, failed, notice)
+                continue
+            except (TransportError, OSError) as error:  # another endpoint's doing: it may be right the next time
+                failed = _try_again(config, error, failed, notice)
+                continue
+            failed = 0
+            reason = _session(config, number, transport, held)
+            served += 1
+            notice(f"session {served} ended" + (f": {reason}" if reason else ""))
 
 
 def _try_again(config: PrivateConfig, error: Exception, failed: int, notice: Callable[[str], None]) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,18 +118,20 @@ def _mapping(option: str, text: str) -> dict[str, Any] | None:
     return found
 
 
-def certs(out: Path, config: PrivateConfig, parties: int | None, days: float) -> None:
-    """Write a CA and one certificate per endpoint: `parties` of them, or all of `config`, and the client."""
-    from private_llm.net.certificates import make_certificates
+def certs(out: Path, config: PrivateConfig, parties: int | None, days: float, users: Sequence[str] = ()) -> None:
+    """Write a CA and one certificate per endpoint: `parties` of them, or all of `config`, and the client or `users`."""
+    from private_llm.net.certificates import make_certificates, user_folder
 
     if parties is not None and parties < 1:
         raise ConfigError(f"parties: got {parties}; want at least 1")
     if not 0 < days <= _LONGEST:
         raise ConfigError(f"days: got {days:g}; want more than 0, at most {_LONGEST}")
-    made = make_certificates(out, config.endpoints if parties is None else parties, days)
+    made = make_certificates(out, config.endpoints if parties is None else parties, days, users=users)
     for endpoint, tls in made.items():
         holder = named(config, endpoint_name(endpoint))
         CONSOLE.print(f"for {holder} alone: {tls.certificate} with {tls.key}", highlight=False, markup=False)
+    for user in users:
+        CONSOLE.print(f"for user {user} alone: the folder {user_folder(out, user)}", highlight=False, markup=False)
     CONSOLE.print(
         f"signed by {out / 'ca.pem'}. All keys were made on this machine: for trying out. Parties that distrust each "
         "other make their own keys and let a CA they agree upon sign them.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -20,20 +21,33 @@ from private_llm.config import TLSConfig
 from private_llm.errors import ConfigError
 from private_llm.net.tls import common_name
 from private_llm.net.transport import CLIENT
+from private_llm.net.users import check_user, client_name
 
 _SKEW = datetime.timedelta(minutes=5)
 """Clocks may differ by this much."""
 
 
+def user_folder(folder: str | Path, user: str) -> Path:
+    """Where `make_certificates` puts what one user gets. Raises ConfigError for a name that no user may have."""
+    return Path(folder) / f"client-{check_user(user)}"
+
+
 def make_certificates(
-    folder: str | Path, parties: int, days: float = 365, start: datetime.datetime | None = None
+    folder: str | Path,
+    parties: int,
+    days: float = 365,
+    start: datetime.datetime | None = None,
+    users: Sequence[str] = (),
 ) -> dict[int, TLSConfig]:
     """Write `ca.pem`, and `<name>.pem` with `<name>.key` (mode 600) for each party and the client, into `folder`.
 
-    Returns each endpoint's TLSConfig. Certificates are valid for `days` from `start` (default: now).
-    Raises ConfigError when one of the files is there already.
+    users: names of users who get a certificate each, instead of a common one for all clients: `client.pem`,
+    `client.key` and `ca.pem` in a folder of their own (`user_folder`).
+    Returns the TLSConfig of each endpoint whose files lie in `folder` itself. Certificates are valid for `days` from
+    `start` (default: now). Raises ConfigError when one of the files is there already, or for a name that is none.
     """
     folder = Path(folder)
+    places = {user: user_folder(folder, user) for user in users}
     folder.mkdir(parents=True, exist_ok=True)
     start = start or datetime.datetime.now(datetime.timezone.utc)
     span = (start - _SKEW, start + datetime.timedelta(days=days))
@@ -45,11 +59,8 @@ def make_certificates(
         .add_extension(_usage(signs_certificates=True), critical=True)
         .sign(ca_key, hashes.SHA256())
     )
-    ca_path = folder / "ca.pem"
-    _write(ca_path, ca.public_bytes(serialization.Encoding.PEM), 0o644)
-    configs = {}
-    for endpoint in [*range(parties), CLIENT]:
-        name = common_name(endpoint)
+
+    def issue(name: str, place: Path, file: str) -> TLSConfig:
         key = ec.generate_private_key(ec.SECP256R1())
         uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         certificate = (
@@ -59,14 +70,21 @@ def make_certificates(
             .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
             .sign(ca_key, hashes.SHA256())
         )
-        paths = (folder / f"{name}.pem", folder / f"{name}.key")
+        paths = (place / f"{file}.pem", place / f"{file}.key")
         private = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
         _write(paths[1], private, 0o600)
         _write(paths[0], certificate.public_bytes(serialization.Encoding.PEM), 0o644)
-        configs[endpoint] = TLSConfig(certificate=str(paths[0]), key=str(paths[1]), ca=str(ca_path))
-    return configs
+        return TLSConfig(certificate=str(paths[0]), key=str(paths[1]), ca=str(place / "ca.pem"))
+
+    for place in (folder, *places.values()):
+        place.mkdir(exist_ok=True)
+        _write(place / "ca.pem", ca.public_bytes(serialization.Encoding.PEM), 0o644)
+    for user, place in places.items():
+        issue(client_name(user), place, client_name(None))
+    endpoints = [*range(parties), *([] if users else [CLIENT])]
+    return {endpoint: issue(common_name(endpoint), folder, common_name(endpoint)) for endpoint in endpoints}
 
 
 def _name(text: str) -> x509.Name:

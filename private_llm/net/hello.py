@@ -1,14 +1,16 @@
 """The handshake of one connection: both ends prove that they belong to this session and say who they are.
 
     1. connector -> acceptor   hello: to whom, which way the connection will carry data, lane,
-                               how many lanes there are, nonce n1
+                               how many lanes there are, caller (16 random bytes, the same in all connections
+                               of one start of the connector: two clients are never taken for one), nonce n1
     2. acceptor  -> connector  nonce n2, HMAC(token, "acceptor" | 1 | n2)
     3. connector -> acceptor   HMAC(token, "connector" | 1 | n2)
     4. acceptor  -> connector  empty: accepted
 
 The session's secret token itself never travels, so whoever listens on a party's port by mistake or intent
 learns nothing. With TLS the certificates have spoken before, and the token may be empty. Both ends derive from
-the nonces the 8-byte name that every later frame of this connection carries. A refusal is an abort frame.
+the nonces the 8-byte name that every later frame of this connection carries. A refusal is an abort frame; with the
+tag "busy" it means "later". Only who has proved to belong here is told anything about others.
 """
 
 from __future__ import annotations
@@ -21,16 +23,19 @@ from dataclasses import dataclass
 
 import torch
 
-from private_llm.errors import TransportError
+from private_llm.errors import PartiesBusy, TransportError
 from private_llm.net import wire
 from private_llm.net.tls import check_name
 from private_llm.net.transport import endpoint_name
+from private_llm.net.users import Users
 from private_llm.net.wire import HEADER_BYTES, Frame, Kind
 
 _NEW = bytes(8)
 """Session name of frames before there is one."""
 _NONCE = 32
 _PROOF = 32
+_BUSY = "busy"
+CALLER_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -40,19 +45,21 @@ class Greeted:
     peer: int
     inbound: bool
     session: bytes
-    lane: int = 0
+    lane: int
+    lanes: int
+    caller: bytes
 
 
 def greet(
-    sock: socket.socket, me: int, peer: int, inbound: bool, token: bytes, lane: int = 0, lanes: int = 1
+    sock: socket.socket, me: int, peer: int, inbound: bool, token: bytes, caller: bytes, lane: int = 0, lanes: int = 1
 ) -> Greeted:
     """The connector's side, for lane number `lane` of `lanes`.
 
-    Raises TransportError when refused or when the peer does not know the token;
+    Raises TransportError when refused or when the peer does not know the token, PartiesBusy when asked to come later;
     OSError (TimeoutError among them) means that the connection broke.
     """
     check_name(sock, peer)
-    first = bytes([peer, inbound, lane, lanes]) + secrets.token_bytes(_NONCE)
+    first = bytes([peer, inbound, lane, lanes]) + caller + secrets.token_bytes(_NONCE)
     _put(sock, me, 0, first)
     reply = _expect(sock, peer, 0, _NONCE + _PROOF)
     seen = bytes([me]) + first + reply[:_NONCE]
@@ -63,41 +70,50 @@ def greet(
         )
     _put(sock, me, 1, _proof(token, b"connector", seen))
     _expect(sock, peer, 1, 0)
-    return Greeted(peer, inbound, _proof(token, b"session", seen)[:8], lane)
+    return Greeted(peer, inbound, _proof(token, b"session", seen)[:8], lane, lanes, caller)
 
 
-def answer(sock: socket.socket, me: int, token: bytes, admit: Callable[[int, int], None]) -> Greeted:
-    """The acceptor's side; `admit(endpoint, lanes)` raises TransportError for one that has no business here."""
+def answer(
+    sock: socket.socket, me: int, token: bytes, admit: Callable[[Greeted], None], users: Users | None = None
+) -> Greeted:
+    """The acceptor's side. users: who may be the client, by certificate (default: all).
+
+    `admit` hears of callers that have proved who they are, and raises TransportError for one that has no business
+    here, PartiesBusy for one that should come later.
+    """
     try:
         frame, first = _get(sock)
         peer = frame.sender
-        if frame.kind is not Kind.HELLO or len(first) != 4 + _NONCE or first[1] > 1:
+        if frame.kind is not Kind.HELLO or len(first) != 4 + CALLER_BYTES + _NONCE or first[1] > 1:
             raise TransportError("the first frame is no hello")
         if first[0] != me:
             raise TransportError(f"this is {endpoint_name(me)}, not {endpoint_name(first[0])}; the hosts lists differ")
-        admit(peer, first[3])
         if first[2] >= first[3]:
             raise TransportError("the hello names a lane that does not exist")
-        check_name(sock, peer)
+        check_name(sock, peer, users)
         nonce = secrets.token_bytes(_NONCE)
         seen = bytes([peer]) + first + nonce
         _put(sock, me, 0, nonce + _proof(token, b"acceptor", seen))
         proof = _expect(sock, peer, 1, _PROOF)
         if not hmac.compare_digest(_proof(token, b"connector", seen), proof):
             raise TransportError(f"{endpoint_name(peer)} does not know this session's token")
+        session, caller = _proof(token, b"session", seen)[:8], first[4 : 4 + CALLER_BYTES]
+        greeted = Greeted(peer, bool(first[1]), session, first[2], first[3], caller)
+        admit(greeted)
     except TransportError as error:
-        _put(sock, me, 0, str(error).encode()[: wire.MAX_NOTE], Kind.ABORT)
+        tag = _BUSY if isinstance(error, PartiesBusy) else "hello"
+        _put(sock, me, 0, str(error).encode()[: wire.MAX_NOTE], Kind.ABORT, tag)
         raise
     _put(sock, me, 1, b"")
-    return Greeted(peer, bool(first[1]), _proof(token, b"session", seen)[:8], first[2])
+    return greeted
 
 
 def _proof(token: bytes, role: bytes, seen: bytes) -> bytes:
     return hmac.digest(token, b"private-llm " + role + b"\0" + seen, "sha256")
 
 
-def _put(sock: socket.socket, me: int, sequence: int, body: bytes, kind: Kind = Kind.HELLO) -> None:
-    sock.sendall(wire.encode(kind, me, _NEW, sequence, "hello", torch.uint8, len(body)) + body)
+def _put(sock: socket.socket, me: int, sequence: int, body: bytes, kind: Kind = Kind.HELLO, tag: str = "hello") -> None:
+    sock.sendall(wire.encode(kind, me, _NEW, sequence, tag, torch.uint8, len(body)) + body)
 
 
 def _get(sock: socket.socket) -> tuple[Frame, bytes]:
@@ -109,7 +125,8 @@ def _expect(sock: socket.socket, peer: int, sequence: int, size: int) -> bytes:
     """The next hello of `peer`, of `size` bytes."""
     frame, body = _get(sock)
     if frame.kind is Kind.ABORT:
-        raise TransportError(f"{endpoint_name(peer)} refused: {body.decode(errors='replace')}")
+        refusal = PartiesBusy if frame.tag == _BUSY else TransportError
+        raise refusal(f"{endpoint_name(peer)} refused: {body.decode(errors='replace')}")
     if (frame.kind, frame.sender, frame.sequence, len(body)) != (Kind.HELLO, peer, sequence, size):
         raise TransportError(f"{endpoint_name(peer)}: malformed handshake")
     return body

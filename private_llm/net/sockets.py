@@ -7,7 +7,8 @@
   one that is really silent is named, not the one next to it; who says nothing else for `timeout` times the number of
   endpoints has failed, too;
 - whoever fails first sends its reason to all others, which raise PartyFailed with the same reason. A reason that names
-  another endpoint than the one that gave it is marked as passed on: nobody speaks for another.
+  another endpoint than the one that gave it is marked as passed on: nobody speaks for another;
+- a client that asks for nothing for `idle_s` seconds: its session ends, and the parties are free for others.
 
 The ledger counts payload bytes; `wire_bytes` also counts headers and notes (not the overhead of TLS).
 A transport belongs to one thread; only `abort` may be called from another. Lanes have connections of their own, so
@@ -25,12 +26,14 @@ from torch import Tensor
 
 from private_llm.errors import ConfigError, PartyFailed, TransportError
 from private_llm.net.links import Incoming, Outgoing
-from private_llm.net.transport import Transport, endpoint_name
+from private_llm.net.transport import CLIENT, Transport, endpoint_name
 from private_llm.net.wire import Kind
 
 _NOBODY = memoryview(b"")
 _FIRST_HAND_S = 0.2
 """Seconds to wait for the words of the endpoint that failed, when another has passed them on."""
+_LIFE_S = 5.0
+"""How often a client that works says so to endpoints that may have nothing to do with what it asks for."""
 
 
 class Pair:
@@ -43,12 +46,17 @@ class Pair:
 class SocketTransport(Transport):
     """One endpoint's links to its peers; `pairs` holds the connected sockets by endpoint.
 
-    Received tensors are moved to `device`; tensors of another device are copied to the host before sending.
+    Received tensors are moved to `device`; tensors of another device are copied to the host before sending. idle_s:
+    how long `wait` waits for a client that sends nothing at all (None: for ever).
     """
 
-    def __init__(self, me: int, pairs: dict[int, Pair], timeout: float, device: str = "cpu") -> None:
+    def __init__(
+        self, me: int, pairs: dict[int, Pair], timeout: float, device: str = "cpu", idle_s: float | None = None
+    ) -> None:
         super().__init__(me)
         self.timeout = timeout
+        self.idle_s = idle_s
+        self._life = time.monotonic()
         self.device = device
         self._slice = min(1.0, timeout / 8)
         self._failure: str | None = None
@@ -88,6 +96,8 @@ class SocketTransport(Transport):
             link.send(Kind.DATA, tag, payload.dtype, count, body)
         except TransportError as error:
             raise self._fail(error, to, f"while '{tag}' was sent to {endpoint_name(to)}") from None
+        if self.me == CLIENT and time.monotonic() - self._life > _LIFE_S:
+            self._show_life()
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         self._check()
@@ -98,12 +108,29 @@ class SocketTransport(Transport):
             raise self._fail(error, frm, f"while '{tag}' of {endpoint_name(frm)} was awaited") from None
         return out if self.device == "cpu" else out.to(self.device)
 
+    def _show_life(self) -> None:
+        """Tell every endpoint, in every lane, that this client works: a call may concern only some of them."""
+        self._life = time.monotonic()
+        for lane in self._lanes:
+            for out in lane._out.values():
+                out.note(Kind.WAITING, bytes([self.me]))
+
     def wait(self, frm: int) -> None:
-        """Block, however long, until a frame from `frm` is there; PartyFailed if the session stops."""
+        """Block until a frame from `frm` is there; PartyFailed if the session stops, or after idle_s of silence."""
         self._check()
-        link = self._in[frm]
+        link, heard = self._in[frm], time.monotonic()
+
+        def look(but: Incoming, silence: float) -> None:
+            nonlocal heard
+            self._glance(but)
+            now = time.monotonic()
+            if silence == 0.0:  # it has just said that it lives
+                heard = now
+            elif self.idle_s is not None and now - heard >= self.idle_s:
+                raise PartyFailed(f"{endpoint_name(frm)} sent nothing for {self.idle_s:g} s and holds the parties")
+
         try:
-            link.wait(self._glance)
+            link.wait(look)
         except TransportError as error:
             raise self._fail(error, frm, f"while the next request of {endpoint_name(frm)} was awaited") from None
 
@@ -164,7 +191,7 @@ class SocketTransport(Transport):
                 return heard
             time.sleep(_FIRST_HAND_S / 20)
 
-    def _glance(self, but: Incoming, silence: float = 0.0) -> None:
+    def _glance(self, but: Incoming) -> None:
         """Act upon notes from all others."""
         for link in self._in.values():
             if link is not but:
@@ -188,7 +215,7 @@ class SocketTransport(Transport):
                 out.note(Kind.WAITING, text)
         if silence >= self.timeout:
             name = endpoint_name(link.peer)
-            also = "" if root is None else f", after it had waited for {endpoint_name(root)}"
+            also = "" if root is None or root == link.peer else f", after it had waited for {endpoint_name(root)}"
             raise PartyFailed(f"{name} was silent for {self.timeout:g} s{also}")
 
     def _wait_for_room(self, to: int) -> None:

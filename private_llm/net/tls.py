@@ -1,8 +1,9 @@
 """Mutual TLS 1.3 between endpoints: who a certificate belongs to, and what went wrong in words.
 
 Every endpoint shows a certificate signed by the one CA all endpoints trust; its common name is the endpoint's
-name (`party0`, `party1`, ..., `client`). Host names are not looked at: an endpoint is who its certificate
-says, wherever it runs. Session tickets are off, so that a one-way connection carries bytes one way only.
+name (`party0`, `party1`, ..., `client`, or `client:NAME` for a user with a name, see `users.py`). Host names are
+not looked at: an endpoint is who its certificate says, wherever it runs. Session tickets are off, so that a one-way
+connection carries bytes one way only.
 OpenSSL encrypts with AES-256-GCM or ChaCha20-Poly1305 and draws fresh keys for each connection; a connection
 should be renewed after about 2^24 records (RFC 8446 section 5.5; 256 GiB of full records).
 """
@@ -17,6 +18,7 @@ from typing import Any
 from private_llm.config import TLSConfig
 from private_llm.errors import ConfigError, TransportError
 from private_llm.net.transport import CLIENT, endpoint_name
+from private_llm.net.users import Users, client_name, is_client
 
 _REMEDIES = {
     "CERTIFICATE_EXPIRED": "its certificate has expired; issue new ones (private-llm certs makes a local set)",
@@ -43,12 +45,15 @@ _VERIFY_REMEDIES = {
 
 
 def common_name(endpoint: int) -> str:
-    """The common name in an endpoint's certificate."""
-    return "client" if endpoint == CLIENT else f"party{endpoint}"
+    """The common name in an endpoint's certificate (of clients: the one without a user's name)."""
+    return client_name(None) if endpoint == CLIENT else f"party{endpoint}"
 
 
 class Credentials:
-    """This endpoint's TLS contexts. Raises ConfigError if a file is missing, unreadable or does not fit."""
+    """This endpoint's TLS contexts, and the `users` it admits (None: all of its CA).
+
+    Raises ConfigError if a file is missing, unreadable or does not fit.
+    """
 
     def __init__(self, tls: TLSConfig) -> None:
         for field in ("certificate", "key", "ca"):
@@ -58,6 +63,7 @@ class Credentials:
         self._server = _context(tls, ssl.PROTOCOL_TLS_SERVER)
         self._server.num_tickets = 0
         self._client = _context(tls, ssl.PROTOCOL_TLS_CLIENT)
+        self.users = None if tls.allow is None else Users(tls.allow)
 
     def wrap(self, sock: socket.socket, *, server: bool) -> ssl.SSLSocket:
         """A TLS socket around a connected one; its `do_handshake` verifies the peer's certificate against the CA.
@@ -68,14 +74,20 @@ class Credentials:
         return context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
 
 
-def check_name(sock: socket.socket, endpoint: int) -> None:
-    """Raise TransportError unless the peer's certificate names `endpoint`; plain sockets have no certificate."""
+def check_name(sock: socket.socket, endpoint: int, users: Users | None = None) -> None:
+    """Raise TransportError unless the peer's certificate names `endpoint`; plain sockets have no certificate.
+
+    users: who may be the client (default: everybody with a client's certificate).
+    """
     if not isinstance(sock, ssl.SSLSocket):
         return
     certificate: Any = sock.getpeercert() or {}
     subject = [pair for part in certificate.get("subject", ()) for pair in part]
     names = [str(value) for key, value in subject if key == "commonName"]
-    if names != [common_name(endpoint)]:
+    if endpoint == CLIENT and len(names) == 1 and is_client(names[0]):
+        if users is not None:
+            users.check(names[0])
+    elif names != [common_name(endpoint)]:
         raise TransportError(
             f"certificate of {endpoint_name(endpoint)}: got the name {' and '.join(names) or 'none'}; want "
             f"{common_name(endpoint)}; check the order of hosts and which certificate each endpoint uses"

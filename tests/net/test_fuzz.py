@@ -63,7 +63,7 @@ def test_an_acceptor_reads_arbitrary_bytes(stream):
         far.shutdown(socket.SHUT_WR)
         near.settimeout(5)
         with pytest.raises((TransportError, ConnectionResetError)):
-            answer(near, 0, b"token", lambda peer, lane: None)
+            answer(near, 0, b"token", lambda caller: None)
 
 
 @settings(max_examples=100, deadline=None)
@@ -75,4 +75,4 @@ def test_a_connector_reads_arbitrary_bytes(stream):
         far.shutdown(socket.SHUT_WR)
         near.settimeout(5)
         with pytest.raises((TransportError, ConnectionResetError)):
-            greet(near, CLIENT, 1, True, b"token")
+            greet(near, CLIENT, 1, True, b"token", bytes(16))

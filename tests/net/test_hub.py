@@ -153,7 +153,7 @@ def test_the_token_does_not_travel():
         with pytest.raises(TransportError):
             join(CLIENT, hosts_of([squatter]), **ONE)
         thread.join()
-    assert len(seen) == 64 + 36
+    assert len(seen) == 64 + 4 + 16 + 32
     assert TOKEN not in seen
 
 
