@@ -377,7 +377,7 @@ def diff(
 @app.command()
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Which works (default: all); or a table: 'pigeon', 'cascade', 'kernels'.")
+        list[str] | None, typer.Argument(help="Works (default: all but smollm2); or a table: pigeon, cascade, kernels.")
     ] = None,
     as_json: Json = False,
     protocol: Annotated[
