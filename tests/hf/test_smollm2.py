@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,27 +99,3 @@ def test_the_converted_folder_is_a_model_like_any_other(plain: PreTrainedModel, 
     assert plain.get_output_embeddings().weight.data_ptr() == embedding.weight.data_ptr()
     text = tokenizer.decode(smollm2.chat(tokenizer, ["Hi"])["input_ids"][0])
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-
-
-def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: Path, out: Path) -> None:
-        (out / "model.safetensors").write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(smollm2, "_convert", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        smollm2.folder(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_slower_of_two_conversions_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def beaten(_: Path, out: Path) -> None:
-        place = tmp_path / out.name.removeprefix(".").rpartition("-")[0]
-        shutil.copytree(out, place)
-        (place / "model.safetensors").write_bytes(b"theirs")
-        (out / "model.safetensors").write_bytes(b"ours")
-
-    monkeypatch.setattr(smollm2, "_convert", beaten)
-    place = smollm2.folder(tmp_path)
-    assert list(tmp_path.iterdir()) == [place]
-    assert (place / "model.safetensors").read_bytes() == b"theirs"
