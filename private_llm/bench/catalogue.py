@@ -48,11 +48,14 @@ ENTRIES: dict[str, Entry] = {
         "batch x tokens x hidden x heads x layers x vocabulary",
     ),
     "generate": Entry(whole.generate, (1, 16, 32), (1, 4, 2), "batch x prompt tokens x new tokens"),
+    "smollm2": Entry(whole.smollm2, (1, 37), (1, 3), "batch x tokens"),
     "lenet": Entry(cnn.lenet, (16, 1, 28, 28), (1, 1, 28, 28), _IMAGE_DIMS),
     "alexnet": Entry(cnn.alexnet, (16, 3, 32, 32), (1, 3, 32, 32), _IMAGE_DIMS),
     "vgg16": Entry(cnn.vgg16, (16, 3, 32, 32), (1, 3, 32, 32), _IMAGE_DIMS),
 }  # fmt: skip
 NAMES = tuple(ENTRIES)
+INSTALLED_APART = ("smollm2",)
+"""Works of models that are neither bundled nor made of random numbers: run only when they are named."""
 
 
 def make(name: str, shape: Shape | None = None, count: int | None = None, tiny: bool = False) -> Work | WholeWork:

@@ -24,6 +24,7 @@ class Row:
     helping party sends). seconds_preprocessing: if these were sent apart, before: then `seconds` are the online phase.
     bytes_per_party: what each endpoint sent, "client" included. bytes_received: what each party received.
     rounds: exchanges that follow each other. error_max: largest absolute error against float64 on the same input.
+    after: of a language model, where it is measured apart: seconds, bytes and rounds of one further token.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Row:
     bytes_received: dict[str, int] = field(default_factory=dict)
     lanes: int = 1
     permute: bool = False
+    after: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The row with the machine and the versions it was taken with."""

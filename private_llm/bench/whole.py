@@ -1,4 +1,4 @@
-"""Whole models through the door that users take: forward of GPT-2 small, generate() of the bundled model."""
+"""Whole models through the door that users take: forward of GPT-2 small, generate() of the bundled model, a chat."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ class WholeWork:
     truth: Callable[[Any, Tensor], Tensor]
     plan: Callable[[], ForwardPlan | GeneratePlan] | None = None
     """Makes the plan by which `call` can be preprocessed."""
+    step: Callable[[Any], object] | None = None
+    """One more token after `call`, timed and booked apart."""
 
 
 def gpt2_forward(shape: Shape) -> WholeWork:
@@ -105,6 +107,38 @@ def generate(shape: Shape) -> WholeWork:
     return WholeWork("generate", shape, build, call, truth, plan)
 
 
+def smollm2(shape: Shape) -> WholeWork:
+    """SmolLM2-135M-Instruct reads a chat's prompt; batch x tokens. A further token after it is measured apart.
+
+    The prompt is repeated or cut to the tokens asked for. Making the model raises ConfigError if it is not installed.
+    """
+    batch, tokens = shape
+    asked: dict[str, Any] = {}
+
+    def build() -> PreTrainedModel:
+        from private_llm_hf import smollm2
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        folder = smollm2.folder()
+        ids = smollm2.chat(AutoTokenizer.from_pretrained(folder), smollm2.PROMPTS[:1])["input_ids"]
+        asked["ids"] = ids.repeat(batch, -(-tokens // ids.shape[1]))[:, :tokens]
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model.eval()
+
+    def call(model: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - a private model
+        asked["out"] = model(input_ids=asked["ids"], use_cache=True)
+        return asked["out"].logits, asked["ids"]
+
+    def step(model: Any) -> None:  # noqa: ANN401 - a private model
+        out = asked["out"]
+        best = out.logits[:, -1:].argmax(-1)
+        asked["out"] = model(input_ids=best, past_key_values=out.past_key_values, use_cache=True)
+
+    return WholeWork("smollm2", shape, build, call, lambda model, ids: model(input_ids=ids).logits, step=step)
+
+
 def measure_whole(
     work: WholeWork, config: PrivateConfig, repeat: int, speed: LinkSpeed | None, progress: Callable[[], None],
     hub: LocalHub | None = None,
@@ -118,15 +152,20 @@ def measure_whole(
         hub = SlowHub(config.parties, config.timeout_s, speed, instant="control")
     private: Any = patch(model, config, hub)
     try:
-        times = []
+        times, later = [], []
         with torch.no_grad():
             for _ in range(repeat + 1):
                 private.cost(reset=True)
                 started = time.perf_counter()
                 logits, ids = work.call(private)
                 times.append(time.perf_counter() - started)
+                made = private.cost(reset=True)
+                if work.step is not None:
+                    started = time.perf_counter()
+                    work.step(private)
+                    later.append(time.perf_counter() - started)
                 progress()
-        made = private.cost()
+        after = private.cost()
         costs = made.to_dict()
         sent = {key: costs[key] for key in ("bytes_total", "bytes_preprocessing", "bytes_per_party", "rounds")}
     finally:
@@ -140,6 +179,8 @@ def measure_whole(
         bandwidth_mbit=speed.bandwidth_mbit if speed else None, latency_ms=speed.latency_ms if speed else None,
         bytes_received={str(party): _received(made.cost.sent, party) for party in range(config.parties)},
         lanes=config.lanes, permute=config.permute,
+        after={"seconds": spread(later[1:]), "bytes_total": after.bytes_total, "rounds": after.rounds}
+        if later else None,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from private_llm.bench.apart import measure_apart
-from private_llm.bench.catalogue import NAMES, make
+from private_llm.bench.catalogue import INSTALLED_APART, NAMES, make
 from private_llm.bench.kernels import count as kernel_count
 from private_llm.bench.kernels import measure_kernels
 from private_llm.bench.link import LinkSpeed
@@ -52,7 +52,7 @@ def bench(
             raise ConfigError("--plot shows runs in one go: leave out --preprocess")
         if len(names) != 1 or config.party_mode not in _THREADS:
             raise ConfigError("--plot shows one work, with --party-mode threads: name one")
-    chosen = list(names) or list(NAMES)
+    chosen = list(names) or [name for name in NAMES if name not in INSTALLED_APART]
     sizes = parse_shape(shape) if shape else None
     works = [make(name, sizes, count, tiny) for name in chosen]
     shared = [work.name for work in works if isinstance(work, Work)]
@@ -162,6 +162,14 @@ def _table(rows: Sequence[Row]) -> None:
     title = f"{first.protocol}, {first.ring}-bit ring, {first.parties} parties ({first.party_mode})"
     headings = ("work", "shape", "median", "min", "bytes, all links", "rounds", "largest error")
     if first.seconds_preprocessing is None:
+        cells += [
+            (
+                f"{row.name}, a further token", "", duration(row.after["seconds"]["median"]),
+                duration(row.after["seconds"]["min"]), size(row.after["bytes_total"]),
+                row.after["rounds"], "",
+            )
+            for row in rows if row.after is not None
+        ]  # fmt: skip
         emit_table(title, headings, cells, caption=machine())
         return
     times = [row.seconds_preprocessing or row.seconds for row in rows]

@@ -50,7 +50,7 @@ def generate(
         emit_json({"model": source, "prompt": prompt, "private_text": text, **figures(made, config)})
         return
     CONSOLE.print(text, markup=False, highlight=False)
-    CONSOLE.print(_one_line(made), style="dim", highlight=False)
+    CONSOLE.print(cost_line(made), style="dim", highlight=False)
 
 
 def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plot: Path | None) -> None:
@@ -91,7 +91,7 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
     rows = [(layer.name, size(layer.bytes_total), layer.rounds) for layer in layers]
     if len(rows) > 1:  # nodes of a sharding plan do not book by layer
         emit_table("cost by layer, all tokens", ("layer", "bytes", "rounds"), rows)
-    CONSOLE.print(_one_line(made), highlight=False)
+    CONSOLE.print(cost_line(made), highlight=False)
     if config.party_mode != "remote":
         CONSOLE.print("All parties ran on this machine, which protects nobody from its owner.", style="yellow")
     if plot is not None:
@@ -157,7 +157,8 @@ def _inputs(tokenizer: Any, prompt: str) -> Any:  # noqa: ANN401 - transformers'
     return inputs
 
 
-def _one_line(made: Made) -> str:
+def cost_line(made: Made) -> str:
+    """Times, bytes and rounds for people."""
     new = len(made.ids) - len(made.prompt)
     ahead = made.costs.preprocessing.total
     apart = "" if made.preprocessed is None else f"preprocessed in {duration(made.preprocessed)}; "

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from private_llm.config import PrivateConfig
 
 DEMO_PROMPT = "The history of the city begins with"
+CHAT_PROMPT = "What is the capital of France?"
 LONG_PROMPT = (
     DEMO_PROMPT + " the old bridge over the river , which was built of stone by the people of the town in the early "
     "years of the century"
@@ -31,6 +32,14 @@ def demo_model() -> str:
     if not (folder / "config.json").is_file():
         raise ConfigError("the demo model is not part of this installation; name a model folder instead")
     return str(folder)
+
+
+def smollm2_model(cache: Path | None = None) -> str:
+    """The folder of SmolLM2-135M-Instruct, converted at its first use. Raises ConfigError if it is not installed."""
+    from private_llm_hf import smollm2
+
+    quiet()
+    return str(smollm2.folder(cache))
 
 
 def shape_of(source: str) -> tuple[type[PreTrainedModel], PretrainedConfig]:

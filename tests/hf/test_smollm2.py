@@ -1,0 +1,101 @@
+"""A real chat model, SmolLM2-135M-Instruct: its entries reach 24,926 beside rows near 30, and its answers stay."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from private_llm_hf import PrivateConfig, patch, smollm2
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+ROOT = Path(__file__).resolve().parents[2]
+LOGIT_ERROR = 0.02
+"""Largest error of a logit; the two best are nowhere closer than 0.08 in the answers, so no token can differ."""
+NEW_TOKENS = 10
+
+pytestmark = [
+    pytest.mark.real_model,
+    pytest.mark.slow,
+    pytest.mark.skipif(smollm2.missing() is not None, reason=str(smollm2.missing())),
+]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("real_model", ROOT / "scripts" / "real_model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    sys.modules["real_model"] = made
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return smollm2.folder()
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def private(request: pytest.FixtureRequest, plain: PreTrainedModel) -> Iterator[Any]:
+    """One session for each protocol."""
+    with patch(plain, smollm2.fitted(PrivateConfig(protocol=request.param, timeout_s=600))) as model:
+        yield model
+
+
+@pytest.mark.parametrize("private", ["trio"], indirect=True)
+def test_eight_answers_are_the_plaintext_models(
+    private: Any, plain: PreTrainedModel, tokenizer: Any, script: ModuleType
+) -> None:
+    """As one batch, padded on the left, on both sides."""
+    made = script.answers(private, plain, tokenizer, smollm2.PROMPTS, NEW_TOKENS)
+    assert made.private == made.plain
+    assert made.private[0] == "The capital of France is Paris."
+    assert made.equal == made.tokens == 8 * NEW_TOKENS
+    assert made.error <= LOGIT_ERROR
+
+
+@pytest.mark.parametrize("private", ["trio"], indirect=True)
+def test_next_tokens_agree_on_real_text(
+    private: Any, plain: PreTrainedModel, tokenizer: Any, script: ModuleType
+) -> None:
+    """Teacher-forced on 512 tokens of WikiText-2's test split."""
+    read = script.forced(private, plain, script.bundled_text(tokenizer, 512, 128))
+    assert read.tokens == 512
+    assert read.agreement >= 0.995
+    assert read.error <= LOGIT_ERROR
+
+
+@pytest.mark.parametrize("private", ["quad", "dealer"], indirect=True)
+def test_one_answer_under_the_other_protocols(
+    private: Any, plain: PreTrainedModel, tokenizer: Any, script: ModuleType
+) -> None:
+    made = script.answers(private, plain, tokenizer, ["What is the capital of France?"], 3)
+    assert made.private == made.plain == ["The capital of"]
+    assert made.error <= LOGIT_ERROR
+
+
+def test_the_converted_folder_is_a_model_like_any_other(plain: PreTrainedModel, tokenizer: Any) -> None:
+    assert not hasattr(plain.config, "quantization_config")
+    assert sum(value.numel() for value in plain.parameters()) == 134_515_008
+    embedding = plain.get_input_embeddings()
+    assert plain.get_output_embeddings().weight.data_ptr() == embedding.weight.data_ptr()
+    text = tokenizer.decode(smollm2.chat(tokenizer, ["Hi"])["input_ids"][0])
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
