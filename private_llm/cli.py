@@ -122,6 +122,8 @@ TlsOption = Annotated[Path | None, typer.Option("--tls", help="Folder with ca.pe
 LoopbackOption = Annotated[bool, typer.Option(help="Allow unencrypted sockets, on loopback addresses only.")]
 
 
+TaskOption = Annotated[str, typer.Option(help="causal-lm, seq2seq, classification, features, image or masked-lm.")]
+RangesOption = Annotated[Path | None, typer.Option("--ranges", help="A file of `private-llm calibrate --out`.")]
 GgufOption = Annotated[str | None, typer.Option("--gguf-file", help="A GGUF file in the model's folder or repository.")]
 
 
@@ -204,6 +206,7 @@ def generate(
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
     gguf_file: GgufOption = None,
+    ranges: RangesOption = None,
 ) -> None:
     """Private generate() of any supported model."""
     from private_llm.commands.generate import generate as run
@@ -211,7 +214,7 @@ def generate(
     sampling = _sampling(temperature, top_p)
     more = {**_remote(hosts, tls, "client", allow_plain_loopback), **_plan(plan, accept_weak_plan, split)}
     config = _config(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **more)
-    run(model, prompt, config, new_tokens, as_json, sampling, preprocess, gguf_file)
+    run(model, prompt, config, new_tokens, as_json, sampling, preprocess, gguf_file, ranges)
 
 
 def _sampling(temperature: float, top_p: float) -> dict[str, Any]:
@@ -279,20 +282,36 @@ def classify(
 def share(
     checkpoint: Annotated[str, typer.Argument(help="Model folder or hub id.")],
     out: Annotated[str, typer.Option("--out", help="Folder for one share file per party.")],
-    task: Annotated[
-        str, typer.Option(help="causal-lm, seq2seq, classification, features, image or masked-lm.")
-    ] = "causal-lm",
+    task: TaskOption = "causal-lm",
     protocol: ProtocolOption = ProtocolName.TRIO,
     ring: RingOption = 64,
     as_json: Json = False,
     frac_bits: FracOption = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a sharing that is in the folder already.")] = False,
     gguf_file: GgufOption = None,
+    ranges: RangesOption = None,
 ) -> None:
     """As the model owner: split a checkpoint into one share file per party, tensor by tensor."""
     from private_llm.commands.parties import share as run
 
-    run(checkpoint, _folder(out), _config(protocol, ring, **_bits(frac_bits)), task, as_json, force, gguf_file)
+    config = _config(protocol, ring, **_bits(frac_bits))
+    run(checkpoint, _folder(out), config, task, as_json, force, gguf_file, ranges)
+
+
+@app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Model folder or hub id.")],
+    text: Annotated[Path | None, typer.Option(help="A text like those of your users (default: a bundled one).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the ranges here, for --ranges.")] = None,
+    task: TaskOption = "causal-lm",
+    frac_bits: FracOption = None,
+    gguf_file: GgufOption = None,
+    as_json: Json = False,
+) -> None:
+    """As the model owner: find the range of every module's values (share, generate and patch() do it by themselves)."""
+    from private_llm.commands.calibrate import calibrate as run
+
+    run(model, _config(ProtocolName.TRIO, 64, **_bits(frac_bits)), task, text, out, as_json, gguf_file)
 
 
 @app.command()
@@ -427,6 +446,7 @@ def diff(
     everything: Annotated[bool, typer.Option("--all", help="Every module, not only layers.")] = False,
     as_json: Json = False,
     image: Annotated[Path | None, typer.Option(help="For a classifier of images: the image file.")] = None,
+    ranges: RangesOption = None,
 ) -> None:
     """Layer by layer against plaintext: errors, and values that leave the ring."""
     from private_llm.commands.diff import diff as run
@@ -434,7 +454,7 @@ def diff(
 
     more: dict[str, Any] = {} if frac_bits is None else {"frac_bits": frac_bits}
     config = _config(ProtocolName.PLAIN, ring, **more)
-    run(model or demo_model(), prompt or DEMO_PROMPT, config, everything, as_json, image)
+    run(model or demo_model(), prompt or DEMO_PROMPT, config, everything, as_json, image, ranges)
 
 
 @app.command()

@@ -222,7 +222,7 @@ def measure_smollm2(repeat: int) -> list[dict[str, Any]]:
         return []
     made = []
     for protocol, mode in (("trio", "threads"), ("trio", "processes"), ("quad", "threads"), ("dealer", "threads")):
-        config = smollm2.fitted(PrivateConfig.from_dict({"protocol": protocol, "party_mode": mode}))
+        config = PrivateConfig.from_dict({"protocol": protocol, "party_mode": mode})
         made.append(measure(make("smollm2"), config, min(repeat, 3)).to_dict())
         print(json.dumps(made[-1]), flush=True)
     keep(SMOLLM2_ROWS, made)

@@ -215,9 +215,7 @@ def main() -> int:
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     try:
-        config = smollm2.fitted(
-            PrivateConfig(protocol=options.protocol, party_mode=options.party_mode, frac_bits=options.frac_bits)
-        )
+        config = PrivateConfig(protocol=options.protocol, party_mode=options.party_mode, frac_bits=options.frac_bits)
         measure(config, options.cache, options.tiny, options.json, emit_json if options.json else rows.append)
     except PrivateLLMError as error:
         print(f"real_model: {error}", file=sys.stderr)

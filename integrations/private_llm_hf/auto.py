@@ -215,6 +215,21 @@ def _open(
     return made
 
 
+def ranges_of_checkpoint(
+    source: str, private_config: PrivateConfig | None = None, auto: type[_AutoPrivate] = AutoPrivateModelForCausalLM,
+    text: str | None = None, **hf_kwargs: Any,  # noqa: ANN401 - as transformers
+) -> Ranges:  # fmt: skip
+    """Calibrate a checkpoint on `text` (default: a bundled one) for `from_pretrained(..., ranges=...)`.
+
+    Runs the plaintext model in this process. Raises DomainError naming a module whose values fit no plan.
+    """
+    checkpoint = Checkpoint(source, hf_kwargs, hf_kwargs)
+    config, _ = checkpoint.config(**hf_kwargs)
+    architecture(config)
+    model_class = _model_class(auto.auto_class, config)
+    return checkpoint_ranges(checkpoint, model_class, config, _checked(private_config), hf_kwargs, text)
+
+
 def share_checkpoint(
     source: str,
     folder: str | Path,

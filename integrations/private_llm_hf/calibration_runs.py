@@ -26,6 +26,9 @@ ROWS = 2
 
 _PRIME = 7919
 
+_LARGEST = 32
+"""Tokens with the largest rows of embeddings that are tried, whatever the text."""
+
 
 def can_calibrate(config: PretrainedConfig, private_config: PrivateConfig) -> bool:
     """Whether calibration is wanted and has something to say: models of text in the 64-bit ring."""
@@ -44,7 +47,7 @@ def checkpoint_ranges(
     if not can_calibrate(config, private_config):
         return UNKNOWN
     model = checkpoint.load(model_class, config, **hf)
-    return calibrate(model, private_config, batches(config, _tokenizer(checkpoint, hf), text))
+    return calibrate(model, private_config, batches(model, _tokenizer(checkpoint, hf), text))
 
 
 def _tokenizer(checkpoint: Checkpoint, hf: dict[str, Any]) -> PreTrainedTokenizerBase | None:
@@ -62,7 +65,7 @@ def loaded_ranges(model: nn.Module, private_config: PrivateConfig) -> Ranges:
         return UNKNOWN
     training = model.training
     try:
-        return calibrate(model.eval(), private_config, batches(model.config, None))
+        return calibrate(model.eval(), private_config, batches(model, None))
     finally:
         model.train(training)
 
@@ -74,31 +77,35 @@ def bundled_text() -> str:
 
 
 def batches(
-    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None, text: str | None = None
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, text: str | None = None
 ) -> list[Callable[[nn.Module], object]]:
-    """Calls of the model, one for text (with a tokenizer), one for tokens spread over the vocabulary.
+    """Calls of the model: text (with a tokenizer), and tokens of every kind, those with the largest embeddings first.
 
     Raises ConfigError for a text without a tokenizer to read it, or of less than two tokens.
     """
     if text is not None and tokenizer is None:
         raise ConfigError("calibration text: the checkpoint has no tokenizer to read it; leave the text out")
-    facts = config.get_text_config()
+    facts = model.config.get_text_config()
     length = min(LENGTH, getattr(facts, "max_position_embeddings", None) or LENGTH)
     length -= min(length // 2, 4)  # some families number positions from 2, or add tokens of their own
-    rows = [_spread(facts.vocab_size, length)]
+    rows = list(_every_kind(model, length).split(length))[:ROWS]
+    rows = [row.view(1, -1) for row in rows]
     if tokenizer is not None:
         ids = tokenizer(bundled_text() if text is None else text, return_tensors="pt", verbose=False)["input_ids"][0]
         if len(ids) < 2 and text is not None:
             raise ConfigError(f"calibration text: got {len(ids)} token(s); want a text of some sentences")
         ids = ids[: ROWS * length]
         rows += [row.view(1, -1) for row in ids.split(length) if len(row) > 1]
-    kind = architecture(config).kind
+    kind = architecture(model.config).kind
     return [functools.partial(_run, ids=row, kind=kind) for row in rows]
 
 
-def _spread(vocabulary: int, length: int) -> Tensor:
-    """Token ids from all over the vocabulary, the same every time."""
-    return ((torch.arange(length) * _PRIME) % vocabulary).view(1, -1)
+def _every_kind(model: PreTrainedModel, length: int) -> Tensor:
+    """Token ids for ROWS rows: those with the largest rows of embeddings, then from all over the vocabulary."""
+    table = model.get_input_embeddings().weight
+    vocabulary = table.shape[0]
+    largest = table.detach().float().norm(dim=1).topk(min(_LARGEST, length // 2, vocabulary)).indices.cpu()
+    return torch.cat([largest, (torch.arange(ROWS * length) * _PRIME) % vocabulary])[: ROWS * length]
 
 
 def _run(model: nn.Module, ids: Tensor, kind: str) -> object:

@@ -21,6 +21,7 @@ from private_llm.net.local import LocalHub
 from private_llm.protocols.checked_plain import CheckedPlain
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import cleartext
+from private_llm.ranges import UNKNOWN, Ranges
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
@@ -52,15 +53,19 @@ class Comparison:
     stopped: str | None
 
 
-def compare(model: PreTrainedModel, given: Tensor, config: PrivateConfig) -> Comparison:
+def compare(
+    model: PreTrainedModel, given: Tensor, config: PrivateConfig, ranges: Ranges = UNKNOWN
+) -> Comparison:  # fmt: skip
     """Run token ids [B, S] or images [B, C, H, W] through both; ring and frac_bits come from `config`, no more.
+
+    ranges: what calibration found; a value that leaves them stops the run, as does one that leaves the ring.
 
     An encoder-decoder model reads tokens in both stacks, the decoder after its start token. Folded batch norms are
     folded on both sides, so that layers can be compared. Raises what patching raises.
     """
     config = replace(config, protocol="plain", insecure=True, debug_ranges=True, party_mode="auto", hosts=())
     truth = _truth(model)
-    session = _session(config)
+    session = _session(config, ranges)
     weights = dict(_weights(model, session))
     facts = describe(type(model), model.config)
     private = build_party_model(facts["config"], facts["class"], weights, session)
@@ -161,17 +166,20 @@ def _decoded(value: Tensor) -> Tensor:
     return value.to(torch.float64, copy=True)  # the model may go on in place
 
 
-def _session(config: PrivateConfig) -> Session:
+def _session(config: PrivateConfig, ranges: Ranges) -> Session:
     transport = LocalHub(1).transport(0)
-    return Session(config, CheckedPlain(0, transport, Ring(config.ring)))
+    session = Session(config, CheckedPlain(0, transport, Ring(config.ring)))
+    session.known.ranges = ranges
+    return session
 
 
 def _weights(model: PreTrainedModel, session: Session) -> list[tuple[str, Fixed]]:
     made: list[tuple[str, Fixed]] = []
 
     def take(name: str, value: Tensor) -> None:
-        elements = encode_weight(name, value, session.ring, session.frac)
-        made.append((name, Fixed(session, cleartext(elements, watched=True), session.frac)))
+        frac = session.known.ranges.frac_of_weight(name, session.frac)
+        elements = encode_weight(name, value, session.ring, frac)
+        made.append((name, Fixed(session, cleartext(elements, watched=True), frac)))
 
     layout = Layout.of(type(model), model.config)
     stream_loaded(model, layout.source, layout.folding(take))

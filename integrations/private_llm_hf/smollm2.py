@@ -12,12 +12,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 
 NAME = "SmolLM2-135M-Instruct, Q4_1 dequantised"
@@ -93,14 +91,6 @@ def chat(tokenizer: Any, prompts: Sequence[str]) -> Any:  # noqa: ANN401 - trans
     return tokenizer.apply_chat_template(
         turns, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
-
-
-def fitted(config: PrivateConfig) -> PrivateConfig:
-    """The configuration with the fractional bits that this model's values fit: 14 where nothing else was chosen.
-
-    Its residual stream reaches 24,926, whose squares leave a 64-bit ring in norms with more bits.
-    """
-    return replace(config, frac_bits=14) if config.frac_bits == PrivateConfig().frac_bits else config
 
 
 def _installed() -> tuple[str, Path] | None:

@@ -46,7 +46,6 @@ def chat(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, cac
 
     if new_tokens < 1:
         raise ConfigError(f"max-new-tokens: got {new_tokens}; want at least 1")
-    config = smollm2.fitted(config)
     with progress_bar(None, as_json) as step:
         step("loading the model; its first use converts it", 0)
         source = smollm2_model(cache)

@@ -7,17 +7,26 @@ from pathlib import Path
 
 from rich.markup import escape
 
+from private_llm.commands.calibrate import ranges_from
 from private_llm.commands.classify import read_images
 from private_llm.commands.models import image_model, plaintext_model, tokenizer_of
 from private_llm.commands.output import CONSOLE, emit_json, emit_table, progress_bar
 from private_llm.config import PrivateConfig
+from private_llm.ranges import UNKNOWN
 
 
 def diff(
-    source: str, prompt: str, config: PrivateConfig, everything: bool, as_json: bool, image: Path | None = None
-) -> None:
-    """Compare module by module on a text or an image; by default only whole layers and what lies outside them."""
+    source: str, prompt: str, config: PrivateConfig, everything: bool, as_json: bool, image: Path | None = None,
+    ranges: Path | None = None,
+) -> None:  # fmt: skip
+    """Compare module by module on a text or an image; by default only whole layers and what lies outside them.
+
+    ranges: a file of `calibrate`; by default the model is calibrated first, as `share` and `from_pretrained` do.
+    """
+    from private_llm_hf.auto import ranges_of_checkpoint
     from private_llm_hf.compare import compare
+
+    known = ranges_from(ranges)
 
     if image is None:
         model = plaintext_model(source)
@@ -27,7 +36,9 @@ def diff(
         given = read_images(source, model.config, [image]).pixels
     with progress_bar(1, as_json) as step:
         step("comparing", 0)
-        found = compare(model, given, config)
+        if known is None:
+            known = UNKNOWN if image is not None else ranges_of_checkpoint(source, config)
+        found = compare(model, given, config, known)
         step("comparing")
     rows = [row for row in found.modules if everything or not re.search(r"\.\d+\.", row.name)]
     if as_json:

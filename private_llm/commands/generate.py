@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from private_llm.bench.record import RecordingHub
 from private_llm.bench.rows import machine
+from private_llm.commands.calibrate import ranges_from
 from private_llm.commands.models import demo_model, gguf_options, loaded_from, plaintext_model, tokenizer_of
 from private_llm.commands.output import CONSOLE, duration, emit_json, emit_table, progress_bar, size
 from private_llm.commands.plot_bench import check_name
@@ -39,11 +40,11 @@ class Made:
 
 def generate(
     source: str, prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, sampling: dict[str, Any],
-    preprocess: bool = False, gguf_file: str | None = None,
+    preprocess: bool = False, gguf_file: str | None = None, ranges: Path | None = None,
 ) -> None:  # fmt: skip
     """Generate privately and print the text as soon as it is complete, with its cost."""
     tokenizer = tokenizer_of(source, gguf_file)
-    form = gguf_options(gguf_file)
+    form = {**gguf_options(gguf_file), "ranges": ranges_from(ranges)}
     made = run(source, tokenizer, prompt, config, new_tokens, as_json, sampling, preprocess=preprocess, form=form)
     text = tokenizer.decode(made.ids, skip_special_tokens=True)
     if as_json:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from private_llm.commands.calibrate import ranges_from
 from private_llm.commands.models import gguf_options, image_config, quiet
 from private_llm.commands.output import CONSOLE, compile_notes, emit_json, progress_bar, size
 from private_llm.config import PrivateConfig
@@ -26,34 +27,34 @@ _LONGEST = 36500
 """Days that a certificate is valid at most: dates of certificates end with the year 9999."""
 
 
+def auto_class(task: str) -> Any:  # noqa: ANN401 - one of the integration's auto classes
+    """Which auto class loads a checkpoint for a task. Raises ConfigError."""
+    import private_llm_hf as hf
+
+    autos = (
+        hf.AutoPrivateModelForCausalLM, hf.AutoPrivateModelForSeq2SeqLM, hf.AutoPrivateModelForSequenceClassification,
+        hf.AutoPrivateModel, hf.AutoPrivateModelForImageClassification, hf.AutoPrivateModelForMaskedLM,
+    )  # fmt: skip
+    if task not in TASKS:
+        raise ConfigError(f"task: got {task!r}; want one of {', '.join(TASKS)}")
+    return autos[TASKS.index(task)]
+
+
 def share(
     source: str, out: Path, config: PrivateConfig, task: str, as_json: bool, force: bool = False,
-    gguf_file: str | None = None,
+    gguf_file: str | None = None, ranges: Path | None = None,
 ) -> None:  # fmt: skip
-    """Write one share file per party. force: over those of another sharing."""
-    import private_llm_hf as hf
+    """Write one share file per party. force: over those of another sharing. ranges: a file of `calibrate`."""
     from private_llm_hf.auto import share_checkpoint
 
     quiet()
-    autos = dict(
-        zip(
-            TASKS,
-            (
-                hf.AutoPrivateModelForCausalLM, hf.AutoPrivateModelForSeq2SeqLM,
-                hf.AutoPrivateModelForSequenceClassification, hf.AutoPrivateModel,
-                hf.AutoPrivateModelForImageClassification, hf.AutoPrivateModelForMaskedLM,
-            ),
-            strict=True,
-        )
-    )  # fmt: skip
-    if task not in autos:
-        raise ConfigError(f"task: got {task!r}; want one of {', '.join(TASKS)}")
+    auto = auto_class(task)
     image_config(source)  # says what is wrong with a configuration
     try:
         with progress_bar(None, as_json) as step:
             step("sharing", 0)
             paths = share_checkpoint(
-                source, out, config, auto=autos[task], overwrite=force, **gguf_options(gguf_file),
+                source, out, config, auto=auto, overwrite=force, ranges=ranges_from(ranges), **gguf_options(gguf_file),
                 progress=lambda name, done, total: step(f"{done}/{total} {name}"),
             )  # fmt: skip
     except PrivateLLMError:

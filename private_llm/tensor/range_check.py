@@ -7,11 +7,12 @@
 A product that leaves the ring comes out as garbage of the ring's size, so watching results is enough to see it, and a
 sum of signed entries sees a large entry among many without a comparison for each: whatever the others are, one of the
 two signs of an entry of 2^(e+1) or more makes |p| at least 2^e, so that each pattern misses it with probability 1/2 at
-most, and all with 2^-8. A row of norm n has |p| above 8 n with probability below 10^-13, so values that calibration has
+most, and all four with 1/16; one that outweighs its row
+is never missed. A row of norm n has |p| above 8 n with probability below 10^-13, so values that calibration has
 seen, with its head room of 32, raise no alarm. What the client learns is declared in threat.py. A cheating party of a
 semi-honest protocol is not its subject: it finds honest mistakes, models whose values outgrow their plan.
 
-Cost for n watched rows: 16 n comparisons over the whole ring and as many injections of a bit, 66 bytes each, 9 or 10
+Cost for n watched rows: 8 n comparisons over the whole ring and as many injections of a bit, 66 bytes each, 9 or 10
 rounds for a call of any length.
 """
 
@@ -30,7 +31,7 @@ from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
 from private_llm.tensor.fixed import Fixed, arithmetic
 
-SKETCHES = 8
+SKETCHES = 4
 """Patterns of signs per row."""
 
 UNKNOWN = REACH + 3
@@ -80,7 +81,7 @@ def require(flag: Tensor) -> None:
     if bool((flag != 0).any()):
         raise DomainError(
             "a value left its range, so this answer would be wrong and is withheld (nobody else learns of it). "
-            "`private-llm diff MODEL --text FILE` names the module; `private-llm calibrate MODEL --text FILE` on "
+            "`private-llm diff MODEL --prompt TEXT` names the module; `private-llm calibrate MODEL --text FILE` on "
             "texts like yours, or fewer fractional bits (frac_bits), give it room; guard=False switches this check off"
         )
 

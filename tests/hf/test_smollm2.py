@@ -56,7 +56,7 @@ def tokenizer(folder: Path) -> Any:
 @pytest.fixture(scope="module")
 def private(request: pytest.FixtureRequest, plain: PreTrainedModel) -> Iterator[Any]:
     """One session for each protocol."""
-    with patch(plain, smollm2.fitted(PrivateConfig(protocol=request.param, timeout_s=600))) as model:
+    with patch(plain, PrivateConfig(protocol=request.param, timeout_s=600)) as model:
         yield model
 
 

@@ -1,0 +1,47 @@
+"""`private-llm calibrate`: the owner's plaintext model on a text, and the public powers of two that its values need."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from private_llm.commands.models import gguf_options, quiet
+from private_llm.commands.output import CONSOLE, emit_json, progress_bar
+from private_llm.config import VERSION, PrivateConfig
+from private_llm.errors import ConfigError
+from private_llm.ranges import Ranges
+
+
+def calibrate(
+    source: str, config: PrivateConfig, task: str, text: Path | None, out: Path | None, as_json: bool,
+    gguf_file: str | None = None,
+) -> None:  # fmt: skip
+    """Print the ranges of a checkpoint, and write them for `share --ranges` if `out` is given."""
+    from private_llm_hf.auto import ranges_of_checkpoint
+    from private_llm_hf.plan import ranges_table
+
+    from private_llm.commands.parties import auto_class
+
+    quiet()
+    words = None if text is None else text.read_text("utf-8")
+    with progress_bar(1, as_json) as step:
+        step("running the plaintext model", 0)
+        ranges = ranges_of_checkpoint(source, config, auto_class(task), words, **gguf_options(gguf_file))
+        step("running the plaintext model")
+    if not ranges.modules:
+        raise ConfigError(
+            f"calibrate: nothing to say of {source!r}; ranges are measured for models of text in the 64-bit ring"
+        )
+    if out is not None:
+        out.write_text(json.dumps({"version": VERSION, "modules": ranges.to_dict()}, indent=1), "utf-8")
+    if as_json:
+        emit_json({"name": "calibrate", "model": source, "modules": ranges.to_dict()})
+        return
+    CONSOLE.print(ranges_table(ranges))
+    if out is not None:
+        CONSOLE.print(f"written to {out}; use it with --ranges {out}", highlight=False, markup=False)
+
+
+def ranges_from(path: Path | None) -> Ranges | None:
+    """Ranges of a file of `private-llm calibrate`, None without one. Raises ConfigError for another file."""
+    return None if path is None else Ranges.from_json(path.read_text("utf-8"))

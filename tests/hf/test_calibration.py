@@ -1,0 +1,183 @@
+"""Calibration and massive activations: models as large as real ones answer right, or say which module does not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
+from private_llm_hf.auto import ranges_of_checkpoint, share_checkpoint
+from private_llm_hf.client import Parties
+from transformers import PreTrainedModel
+
+from private_llm.errors import ConfigError, DomainError
+from private_llm.ranges import Ranges
+from tests.hf import tiny
+from tests.hf.conftest import PLAIN
+from tests.hf.massive import massive
+
+IDS = torch.tensor([[7, 5, 9, 11, 3, 8], [5, 6, 7, 7, 9, 2]])
+FAMILIES = ["llama", "gpt2", "opt", "gemma2", "qwen3", "gpt_neox"]
+
+
+def error(model: PreTrainedModel, private: PreTrainedModel, ids: torch.Tensor = IDS) -> float:
+    """Relative to the largest logit where that is above 30: tied embeddings make massive logits of massive tokens."""
+    with torch.no_grad():
+        truth = model(input_ids=ids).logits
+    return float((private(input_ids=ids).logits - truth).abs().max()) / max(1.0, float(truth.abs().max()) / 30)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("calibrate", [True, False])
+def test_massive_activations(family: str, calibrate: bool) -> None:
+    """Rows of 25,000 beside rows of 3: right with ranges that are known, and without."""
+    model = massive(family, 25_000.0)
+    with patch(model, PrivateConfig(calibrate=calibrate)) as private:
+        assert error(model, private) <= 5e-3
+        assert bool(private.plan.ranges.modules) == calibrate
+
+
+@pytest.mark.parametrize("size", [100_000.0, 900_000.0])
+def test_the_end_of_the_domain(size: float) -> None:
+    model = massive("llama", size)
+    with patch(model, PLAIN) as private:
+        assert error(model, private) <= 5e-3
+
+
+def test_a_model_that_does_not_fit_is_refused_by_module_before_anything_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("weights were shared")
+
+    monkeypatch.setattr(Parties, "loading", never)
+    with pytest.raises(DomainError, match=r"module 'model\.layers\.0\.input_layernorm' has values of 2\^21"):
+        patch(massive("llama", 3_000_000.0), PrivateConfig())
+
+
+def test_a_massive_stream_keeps_fewer_bits_and_norms_one_sum() -> None:
+    model = massive("llama", 25_000.0)
+    with patch(model, PLAIN) as private:
+        known = private.plan.ranges
+        assert 11 <= (known.of("model.layers.0.self_attn.o_proj", "frac") or 0) < 18
+        assert known.of("model.layers.0.mlp.gate_proj", "frac") is None
+    with patch(tiny.build("llama"), PLAIN) as private:
+        assert private.plan.ranges.of("model.layers.0.self_attn.o_proj", "frac") is None
+
+
+def test_known_ranges_make_calls_cheaper() -> None:
+    model = tiny.build("llama")
+    costs = []
+    for calibrate in (True, False):
+        with patch(model, PrivateConfig(calibrate=calibrate, guard=False)) as private:
+            private.cost(reset=True)
+            private(input_ids=IDS)
+            costs.append(private.cost())
+    assert costs[0].bytes_total < 0.95 * costs[1].bytes_total
+    assert costs[0].rounds < costs[1].rounds
+
+
+def test_explain_shows_the_exponents(capsys: pytest.CaptureFixture[str]) -> None:
+    with patch(tiny.build("llama"), PLAIN) as private:
+        private.explain()
+        shown = capsys.readouterr().out
+    assert "ranges (public)" in shown
+    assert "model.layers.#.input_layernorm" in shown
+
+
+def test_calibration_leaves_the_model_as_it_was() -> None:
+    model = tiny.build("gpt2").train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with patch(model, PLAIN):
+        pass
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+# -- the guard ------------------------------------------------------------------------------------------------
+NARROW = Ranges({"model.layers.1.mlp.down_proj": {"output": -12}})
+"""No values of a tiny model are as small as that."""
+
+
+@pytest.mark.parametrize("protocol", ["trio", "quad", "dealer"])
+def test_a_value_that_leaves_its_range_withholds_the_answer(protocol: str) -> None:
+    model = tiny.build("llama")
+    with patch(model, PrivateConfig(protocol=protocol), ranges=NARROW) as private:
+        for _ in range(2):  # the session lives on
+            with pytest.raises(DomainError, match=r"a value left its range.*private-llm diff"):
+                private(input_ids=IDS)
+        with pytest.raises(DomainError, match="a value left its range"):
+            private.generate(IDS, max_new_tokens=2)
+
+
+def test_without_the_guard_nobody_says_so() -> None:
+    model = tiny.build("llama")
+    with patch(model, PrivateConfig(guard=False), ranges=NARROW) as private:
+        assert torch.isfinite(private(input_ids=IDS).logits).all()
+
+
+def test_products_that_leave_the_ring_are_seen() -> None:
+    """Nobody has calibrated, and products wrap: the ring's garbage does not reach the user."""
+    model = tiny.build("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1e12)
+    with (
+        patch(model, PrivateConfig(calibrate=False)) as private,
+        pytest.raises(DomainError, match="a value left its range"),
+    ):
+        private(input_ids=IDS)
+
+
+@pytest.mark.parametrize("reveal", ["logits", "token"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_guard_costs_at_most_5_percent_and_no_round_in_a_layer(family: str, reveal: str) -> None:
+    model = tiny.build(family)
+    found = []
+    for guard in (True, False):
+        with patch(model, PrivateConfig(guard=guard, reveal=reveal)) as private:
+            ids = IDS.repeat(1, 8)
+            private.cost(reset=True)
+            private(input_ids=ids)
+            found.append(private.cost())
+    with_guard, without = found
+    assert with_guard.bytes_total <= 1.05 * without.bytes_total
+    for ledger, other in zip(with_guard.ledgers, without.ledgers, strict=True):
+        layers = {key: count for key, count in ledger.rounds.items() if key[0] != "range check"}
+        assert layers == dict(other.rounds)
+    assert with_guard.rounds - without.rounds <= 12
+
+
+def test_share_files_carry_the_ranges(tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    tiny.build("llama").save_pretrained(source)
+    paths = share_checkpoint(str(source), tmp_path / "shares")
+    description = json.loads(_metadata(paths[1])["description"])
+    assert description["ranges"] == ranges_of_checkpoint(str(source)).to_dict()
+    given = Ranges({"lm_head": {"output": 12}})
+    paths = share_checkpoint(str(source), tmp_path / "others", ranges=given)
+    assert json.loads(_metadata(paths[0])["description"])["ranges"] == given.to_dict()
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as stored:
+        return dict(stored.metadata())
+
+
+def test_from_pretrained_calibrates_and_takes_ranges(tmp_path: Path) -> None:
+    tiny.build("llama").save_pretrained(tmp_path)
+    with AutoPrivateModelForCausalLM.from_pretrained(str(tmp_path), PLAIN) as private:
+        assert private.plan.ranges.modules
+    given = Ranges({"lm_head": {"output": 12}})
+    with AutoPrivateModelForCausalLM.from_pretrained(str(tmp_path), PLAIN, ranges=given) as private:
+        assert private.plan.ranges == given
+
+
+def test_a_text_needs_a_tokenizer(tmp_path: Path) -> None:
+    tiny.build("llama").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        ranges_of_checkpoint(str(tmp_path), text="Some words.")

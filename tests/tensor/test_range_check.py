@@ -1,0 +1,95 @@
+"""The check of ranges: what it sees, what it lets pass, what the client opens, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from private_llm.config import PrivateConfig
+from private_llm.protocols.session import Session
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.range_check import SKETCHES, require, verdict, watch
+from tests.harness import run_meta, run_parties
+
+PROTOCOLS = pytest.mark.parametrize("protocol", ["plain", "trio", "quad", "dealer"])
+
+
+def config(protocol: str, **more: object) -> PrivateConfig:
+    return PrivateConfig(protocol=protocol, insecure=protocol == "plain", **more)  # type: ignore[arg-type]
+
+
+def flag(settings: PrivateConfig, values: list[Tensor], bits: int) -> Tensor:
+    def check(session: Session, *secrets: Fixed) -> Fixed:
+        for secret in secrets:
+            watch(secret, bits)
+        found = verdict(session)
+        assert found is not None
+        return found
+
+    return run_parties(settings, check, values).value
+
+
+@PROTOCOLS
+@pytest.mark.parametrize("shape", [(5, 64), (1, 3), (2, 3, 7), (70, 1)])
+def test_values_in_their_range_pass(protocol: str, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert flag(config(protocol), [x, -x], 18 + 8).tolist() == [0.0]
+
+
+@PROTOCOLS
+@pytest.mark.parametrize("size", [2.0**9.1, -(2.0**9.1), 2.0**20, -(2.0**40), 2.0**43])
+def test_one_large_entry_among_many_is_seen(protocol: str, size: float) -> None:
+    x = torch.randn(6, 50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x[4, 17] = size
+    assert flag(config(protocol), [torch.ones(2, 2), x], 18 + 8).tolist() == [1.0]
+
+
+def test_the_client_learns_one_bit_however_many_values_left() -> None:
+    assert flag(config("trio"), [torch.full((40, 9), 3.0e6)], 18 + 8).tolist() == [1.0]
+
+
+def test_entries_that_cancel_are_seen_too() -> None:
+    """Whatever the others are, one of the two signs of an entry shows: no fixed pair of entries hides for good."""
+    seen = 0
+    for place in range(1, 40):
+        x = torch.zeros(1, 40, dtype=torch.float64)
+        x[0, 0], x[0, place] = 5000.0, -5000.0
+        seen += int(flag(config("plain"), [x], 18 + 8))
+    assert seen >= 30  # each pair is missed with probability 1/16
+
+
+def test_the_price_is_a_constant_number_of_rounds() -> None:
+    def check(rows: int, tensors: int) -> Callable[..., Fixed]:
+        def run(session: Session, x: Fixed) -> Fixed:
+            for _ in range(tensors):
+                watch(x, 30)
+            found = verdict(session)
+            assert found is not None
+            return found
+
+        return run
+
+    few = run_meta(config("trio"), check(4, 1), [(4, 64)])
+    many = run_meta(config("trio"), check(4, 100), [(4, 64)])
+    assert 0 <= many.rounds - few.rounds <= 2  # the count of violations has some bits more
+    assert many.total <= 100 * 4 * 2 * SKETCHES * 70
+    assert many.rounds <= 12
+
+
+def test_nothing_is_owed_without_the_guard_or_in_the_small_ring() -> None:
+    def none(session: Session, x: Fixed) -> Fixed:
+        watch(x)
+        assert verdict(session) is None
+        return x
+
+    for settings in (config("trio", guard=False), config("trio", ring=32, frac_bits=10)):
+        assert run_meta(settings, none, [(3, 4)]).total == 0
+
+
+def test_require() -> None:
+    require(torch.zeros(3))
+    with pytest.raises(ValueError, match="a value left its range"):
+        require(torch.tensor([0.0, 1.0]))
