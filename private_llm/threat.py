@@ -257,12 +257,43 @@ COARSE = Threat(
         ),
         (
             "range",
-            "comparisons assume |x| < 2^20; a debug session (protocol='plain', debug_ranges=True) names a module that "
-            "breaks this; relu_bits and relu_low narrow ReLU's range and precision further, to what their user states",
+            "comparisons assume |x| < 2^20, or what calibration states for their module (see ranges); a debug session "
+            "(protocol='plain', debug_ranges=True) names a module that breaks this; relu_bits and relu_low narrow "
+            "ReLU's range and precision further, to what their user states",
         ),
     ),
     source="private_llm/approx/range.py; msb in private_llm/protocols/trio/party.py",
     setting="always on",
+)
+
+RANGES = Threat(
+    name="ranges of modules, and their check",
+    kind="shortcut",
+    corrupt="as the protocol",
+    learns=(
+        (
+            "every party",
+            "of each module of the model a few powers of two: how large its products, activations and mean squares "
+            "get (with head room), and how many fractional bits it keeps. They are made from the owner's plaintext "
+            "model and a text of the owner's choice, and of that text's values only the largest one counts",
+        ),
+        (
+            "the client",
+            "the same exponents (explain() prints them), and one bit per call: whether a value left its range. "
+            "If so, the answer is withheld",
+        ),
+        ("parties", "of that bit nothing: a refused call looks like any other"),
+        (
+            "meaning of the result",
+            "values beyond their stated range give garbage; the check sees an entry that outweighs its row always, any "
+            "other with probability 15/16 or more per row, and makes no claim against parties that deviate",
+        ),
+    ),
+    source=(
+        "private_llm/ranges.py, private_llm_hf/calibration.py and private_llm/tensor/range_check.py; docs/ranges.md. "
+        "The argument for the signed sums is in the last one's header; tests open the bit under every protocol"
+    ),
+    setting="calibrate=True, guard=True (both default); models of text in the 64-bit ring",
 )
 
 LOOKUP = Threat(
@@ -480,6 +511,7 @@ ENTRIES: tuple[Threat, ...] = (
     PLAIN,
     TRUNCATION,
     COARSE,
+    RANGES,
     PRODUCT_MASKS,
     PREPROCESSED,
     LOOKUP,

@@ -57,7 +57,7 @@ def test_certs_count_the_endpoints_of_a_split(run: Run, tmp_path: Path) -> None:
     [
         (("--index", "1", "--model", "a"), "AttnNode (0, 0) (party 1) reads no checkpoint"),
         (("--index", "0", "--model", "a folder that is not there"), "model 'a folder that is not there'"),
-        (("--index", "2"), "party: got 2; want 0 to 1"),
+        (("--index", "2"), "index: got 2; want 0 to 1"),
     ],
 )
 def test_what_a_node_refuses_before_it_listens(run: Run, options: tuple[str, ...], message: str) -> None:

@@ -1,6 +1,7 @@
 """HuggingFace models on secret-shared data: `AutoPrivate*.from_pretrained` and `patch`."""
 
 from private_llm.config import PrivateConfig, TLSConfig
+from private_llm.ranges import Ranges
 from private_llm.sharding import ShardingPlan
 from private_llm_hf.auto import (
     AutoPrivateModel,
@@ -10,6 +11,7 @@ from private_llm_hf.auto import (
     AutoPrivateModelForSeq2SeqLM,
     AutoPrivateModelForSequenceClassification,
     patch,
+    ranges_of_checkpoint,
 )
 from private_llm_hf.network import Network
 from private_llm_hf.preprocess import ForwardPlan, GeneratePlan
@@ -25,7 +27,9 @@ __all__ = [
     "GeneratePlan",
     "Network",
     "PrivateConfig",
+    "Ranges",
     "ShardingPlan",
     "TLSConfig",
     "patch",
+    "ranges_of_checkpoint",
 ]

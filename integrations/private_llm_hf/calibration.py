@@ -23,7 +23,7 @@ from private_llm.approx.norms import RowRange, fitting_bits
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.nn.ops_norm import COARSEST
-from private_llm.ranges import REACH, SQUARE_HEAD_ROOM, Ranges, exponent
+from private_llm.ranges import REACH, SQUARE_HEAD_ROOM, UNKNOWN, Ranges, exponent
 from private_llm.tensor.dispatch import TorchArg
 from private_llm_hf.party_model import is_gelu, is_rms_norm
 
@@ -175,6 +175,8 @@ def calibrate(model: nn.Module, config: PrivateConfig, batches: Sequence[Callabl
     batches: functions that call the model once. The model stays as it is; it should be in eval mode.
     Raises DomainError naming a module whose values fit no plan, before anything was sent.
     """
+    if any(not bool(torch.isfinite(value).all()) for value in model.parameters()):
+        return UNKNOWN  # sharing names the weight
     with watching(model) as largest:
         for batch in batches:
             batch(model)

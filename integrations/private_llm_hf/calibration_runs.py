@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import resources
 from typing import Any
 
@@ -17,6 +18,7 @@ from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.architectures import architecture
 from private_llm_hf.calibration import calibrate
 from private_llm_hf.checkpoints import Checkpoint
+from private_llm_hf.weights import dense_weight
 
 LENGTH = 128
 """Tokens of a row."""
@@ -65,9 +67,30 @@ def loaded_ranges(model: nn.Module, private_config: PrivateConfig) -> Ranges:
         return UNKNOWN
     training = model.training
     try:
-        return calibrate(model.eval(), private_config, batches(model, None))
+        with _unpacked(model):
+            return calibrate(model.eval(), private_config, batches(model, None))
     finally:
         model.train(training)
+
+
+@contextmanager
+def _unpacked(model: nn.Module) -> Iterator[None]:
+    """Weights in classes of their own (torchao's, for instance) as plain ones inside: the values that are shared.
+
+    Raises PatchMismatch with the weight's name if one cannot be made plain.
+    """
+    held = []
+    try:
+        for path, module in model.named_modules():
+            for own, value in module.named_parameters(recurse=False):
+                plain = dense_weight(f"{path}.{own}" if path else own, value)
+                if plain is not value:
+                    held.append((module, own, value))
+                    module._parameters[own] = nn.Parameter(plain, requires_grad=False)
+        yield
+    finally:
+        for module, own, value in held:
+            module._parameters[own] = value
 
 
 def bundled_text() -> str:

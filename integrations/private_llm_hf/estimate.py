@@ -27,6 +27,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, WeakProtection
 from private_llm.net.transport import CLIENT, MetaTransport
 from private_llm.protocols.session import client_end, meta_session
+from private_llm.ranges import UNKNOWN, Ranges
 from private_llm.ring.ring import Ring
 from private_llm.sharded.cost import Stage, seconds_of
 from private_llm.tensor.fixed import Fixed
@@ -142,11 +143,12 @@ class _MetaParty(Party):
         session = meta_session(config, number)
         self.config, self.number, self.transport = config, number, session.protocol.transport
         self.session = session
+        session.known.ranges = Ranges(description["ranges"])
         self.kept = {}
         self.answer: Message = {}
         parameters = meta_parameters(description["config"], description["class"], session)
         self.model = build_party_model(description["config"], description["class"], parameters, session)
-        if not every_layer:
+        if not every_layer and not session.known.ranges.modules:  # with ranges, no two layers are equal
             price_once(self.model, self.transport.ledger)
         self.transport.ledger.reset()
 
@@ -253,10 +255,10 @@ class _MetaSplit(_MetaParties):
 
     def __init__(
         self, config: PrivateConfig, model_class: type[PreTrainedModel], settings: PretrainedConfig,
-        progress: Callable[[], None], every_layer: bool,
+        progress: Callable[[], None], every_layer: bool, ranges: Ranges,
     ) -> None:  # fmt: skip
         cut = Cut.of(model_class, settings, config.split or 0)
-        super().__init__(config, describe(model_class, cut.shortened(settings)), lambda: None, every_layer)
+        super().__init__(config, describe(model_class, cut.shortened(settings), ranges), lambda: None, every_layer)
         for party in self.parties:
             stop_behind(cast(nn.Module, party.model), f"{cut.path}.{cut.count - 1}")
         self._nodes = MetaNodes(config, model_class, settings, progress, cut)
@@ -293,12 +295,14 @@ def estimate(
     progress: Callable[[], None] = lambda: None,
     image: Sequence[int] | None = None,
     every_layer: bool = False,
+    ranges: Ranges = UNKNOWN,
 ) -> Estimate:
     """Cost of one forward over `sequence` tokens, or of generating `new_tokens` after a prompt of that length.
 
     Models of images take a batch of them instead, each of shape `image` (default: what the configuration says).
     Loading the weights is not counted. progress is called after each forward. Layers of equal cost are priced once
-    (see `priced_once.py`), which changes no figure; every_layer=True runs each. Raises ConfigError for sizes below 1
+    (see `priced_once.py`), which changes no figure; every_layer=True runs each. ranges: those of
+    calibration, with which a run costs less. Raises ConfigError for sizes below 1
     and whatever the run itself would raise (DomainError for too long sequences, PatchMismatch for unknown modules).
     """
     if sequence < 1 or new_tokens < 0 or batch < 1:
@@ -306,7 +310,7 @@ def estimate(
     bare = Layout.of(model_class, config).model
     if new_tokens and not bare.can_generate():
         raise ConfigError(f"{model_class.__name__} does not generate; leave out --new")
-    parties = _link(model_class, config, private_config, progress, every_layer)
+    parties = _link(model_class, config, private_config, progress, every_layer, ranges)
     generation = None
     if bare.can_generate():
         generation = GenerationConfig.from_model_config(config)
@@ -348,16 +352,16 @@ class _FirstToken(BaseStreamer):  # type: ignore[misc]
 
 def _link(
     model_class: type[PreTrainedModel], config: PretrainedConfig, private_config: PrivateConfig,
-    progress: Callable[[], None], every_layer: bool,
+    progress: Callable[[], None], every_layer: bool, ranges: Ranges,
 ) -> _MetaParties | _ShardedOnly:  # fmt: skip
     if private_config.plan is None:
-        return _MetaParties(private_config, describe(model_class, config), progress, every_layer)
+        return _MetaParties(private_config, describe(model_class, config, ranges), progress, every_layer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", WeakProtection)  # no text is at risk here
         check_sharding(model_class, config, private_config.plan, private_config.split)
     if private_config.split is None:
         return _ShardedOnly(private_config, model_class, config, progress)
-    return _MetaSplit(private_config, model_class, config, progress, every_layer)
+    return _MetaSplit(private_config, model_class, config, progress, every_layer, ranges)
 
 
 def image_shape(config: PretrainedConfig) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from private_llm.net.ledger import Ledger
+from private_llm.protocols.share import Share
 from private_llm.tensor.guard import Guarded
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.cache import SecretCacheLayer
@@ -72,13 +73,15 @@ class _Place:
 class _Ran:
     """A layer that was run: what it booked and left behind.
 
-    rescaled: which of the secret arguments it brought to the session's fractional bits.
+    rescaled: which of the secret arguments it brought to the session's fractional bits. owed: the range checks that it
+    left for the end of the call.
     """
 
     at: _Place
     counts: _Counts
     output: Any
     rescaled: tuple[bool, ...]
+    owed: tuple[tuple[Share, int], ...]
 
 
 def price_once(model: nn.Module, ledger: Ledger) -> None:
@@ -140,6 +143,8 @@ class _Priced:
         ran = known.get(key)
         if ran is not None:
             return self._replay(ran, secrets, caches)
+        owed = secrets[0].session.known.owed if secrets else []
+        before = len(owed)
         fracs, untouched = [secret.raw.frac for secret in secrets], self._untouched(leaves, caches)
         with _apart(self._at.ledger) as counts:
             output = self._forward(*args, **kwargs)
@@ -148,7 +153,7 @@ class _Priced:
         if inside and untouched == self._untouched(leaves, caches):
             rescaled = tuple(secret.raw.frac != frac for secret, frac in zip(secrets, fracs, strict=True))
             with suppress(_Unknown):
-                known[key] = _Ran(self._at, counts, _again(output), rescaled)
+                known[key] = _Ran(self._at, counts, _again(output), rescaled, tuple(owed[before:]))
         return output
 
     def _untouched(self, leaves: list[object], caches: list[Cache]) -> list[object]:
@@ -161,6 +166,8 @@ class _Priced:
             for secret, rescaled in zip(secrets, ran.rescaled, strict=True):
                 if rescaled:
                     _ = secret.fixed  # is remembered by the argument, and booked below
+        if secrets:
+            secrets[0].session.known.owed.extend(ran.owed)
         ran.counts.add_to(self._at.ledger, lambda scope: self._at.name + scope[len(ran.at.name) :])
         for cache in caches:
             _copy_layer(cache, ran.at.number, self._at.number)

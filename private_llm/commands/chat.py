@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ def chat(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, cac
 
     if new_tokens < 1:
         raise ConfigError(f"max-new-tokens: got {new_tokens}; want at least 1")
+    if config.party_mode == "auto":  # thousands of small steps a token: threads would wait for the interpreter's lock
+        config = replace(config, party_mode="processes")
     with progress_bar(None, as_json) as step:
         step("loading the model; its first use converts it", 0)
         source = smollm2_model(cache)

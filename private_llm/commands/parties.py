@@ -49,7 +49,8 @@ def share(
 
     quiet()
     auto = auto_class(task)
-    image_config(source)  # says what is wrong with a configuration
+    if gguf_file is None and not source.endswith(".gguf"):
+        image_config(source)  # says what is wrong with a configuration
     try:
         with progress_bar(None, as_json) as step:
             step("sharing", 0)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from private_llm_hf import PrivateConfig, patch
+from private_llm_hf.calibration_runs import loaded_ranges
 from private_llm_hf.costs import Costs
 from private_llm_hf.estimate import by_layer, estimate, model_class_of, named_shape
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError
 from tests.hf import tiny
+from tests.hf.massive import massive
 
 SHAPES = ("opt-125m", "opt-6.7b", "llama-7b", "llama-13b", "bert-base", "gpt2")
 
@@ -53,12 +55,21 @@ def real(model: PreTrainedModel, config: PrivateConfig, sequence: int, new: int)
     ],
 )
 def test_estimate_equals_the_ledger(name: str, new: int, settings: dict[str, str]) -> None:
-    config = PrivateConfig(timeout_s=60, **settings)
+    config = PrivateConfig(timeout_s=60, calibrate=False, **settings)
     model = tiny.build(name)
     found = estimate(type(model), model.config, config, sequence=7, new_tokens=new, batch=2)
     run = real(model, config, 7, new)
     assert entries(found.costs) == entries(run)
     assert found.costs.bytes_total == run.bytes_total > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_estimates_with_ranges_equal_the_ledger_of_a_calibrated_run(name: str) -> None:
+    model, config = massive(name, 25_000.0), PrivateConfig(timeout_s=60)
+    ranges = loaded_ranges(model, config)
+    assert ranges.modules
+    found = estimate(type(model), model.config, config, sequence=7, new_tokens=2, batch=2, ranges=ranges)
+    assert entries(found.costs) == entries(real(model, config, 7, 2))
 
 
 def test_public_weights_save_bytes_and_memory() -> None:

@@ -150,7 +150,9 @@ def test_a_large_model_on_many_nodes_is_counted_without_weights() -> None:
 )
 def test_a_split_costs_its_parties_and_its_nodes(name: str, protocol: str, new: int) -> None:
     model = tiny.build(name)
-    config = PrivateConfig.from_dict({"protocol": protocol, "plan": PLAN, "split": 1, "timeout_s": 60})
+    config = PrivateConfig.from_dict(
+        {"protocol": protocol, "plan": PLAN, "split": 1, "timeout_s": 60, "calibrate": False}
+    )
     found = estimate(type(model), model.config, config, sequence=13, new_tokens=new, batch=2)
     run = real(model, config, 13, new)
     assert sent(found.costs) == sent(run)

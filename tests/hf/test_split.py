@@ -163,7 +163,7 @@ def test_a_lying_party_is_noticed_by_the_node_that_opens(liar: int) -> None:
     config = settings("quad", timeout_s=20)
     hub = Listening(config, liar, alter)
     with patch(tiny.build("opt"), config, hub=hub) as private, torch.no_grad():
-        with pytest.raises(ProtocolAbort, match=r"CompNode \d \(party \d+\): .*opened different results"):
+        with pytest.raises(ProtocolAbort, match="opened different results"):
             private(text()["input_ids"])
         with pytest.raises(PartyFailed, match="session is over"):
             private(text()["input_ids"])

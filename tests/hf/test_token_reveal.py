@@ -43,7 +43,7 @@ def test_only_the_arg_max_is_opened() -> None:
         costs = private.cost()
     sent = [(op, to, count) for ledger in costs.ledgers for (_, op, to), count in ledger.sent.items()]
     opened = sum(count for op, to, count in sent if op == "reveal" and to == CLIENT)
-    assert opened == 2 * 8 * PADDED.numel(), "one ring element from each evaluator for each position"
+    assert opened == 2 * 8 * (PADDED.numel() + 1), "one ring element of each evaluator a position, and the guard"
     assert torch.equal(out.logits.argmax(-1), model(PADDED).logits.argmax(-1))
     assert torch.equal(out.logits.exp().sum(-1), torch.ones(2, 5)), "a one-hot distribution"
 
