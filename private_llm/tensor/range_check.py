@@ -62,18 +62,25 @@ def verdict(session: Session) -> Fixed | None:
     owed, session.known.owed = session.known.owed, []
     if not owed:
         return None
-    both = []
+    alike: dict[int, list[Share]] = {}
     for sums, bits in owed:
-        flat = Fixed(session, sums, 0).view(lambda part: part.reshape(-1))
+        alike.setdefault(bits, []).append(sums.map(lambda part: part.reshape(-1)))
+    device = owed[0][0].parts[0].device
+    both = []
+    for bits, shares in alike.items():
+        flat = Fixed(session, _joined(shares, device), 0)
         proto, bound = flat.proto, 1 << bits
         both += [proto.add_public(flat.share, -bound), proto.add_public(proto.neg(flat.share), -bound)]
-    device = both[0].parts[0].device
-    columns = zip(*(share.parts for share in both), strict=True)
-    every = Fixed(session, Share(tuple(torch.cat([part.to(device) for part in column]) for column in columns)), 0)
+    every = Fixed(session, _joined(both, device), 0)
     outside = every.proto.invert(every.below([0.0]))
     count = arithmetic(session, outside, [1.0], 0).sum(0, keepdim=True)
     some = (-count).below([0.0], bits=every.numel().bit_length() + 2)
     return arithmetic(session, some, [1.0], 0)
+
+
+def _joined(shares: list[Share], device: torch.device) -> Share:
+    columns = zip(*(share.parts for share in shares), strict=True)
+    return Share(tuple(torch.cat([part.to(device) for part in column]) for column in columns))
 
 
 def require(flag: Tensor) -> None:
