@@ -30,19 +30,21 @@ QUANTITIES = {
     "output": "results of products stay below 2^output",
     "compare": "arguments of ReLU, GELU and SiLU stay below 2^compare",
     "square": "mean squares of a norm's rows stay below 2^square",
-    "mean": "means of a norm's rows stay within +-2^mean",
-    "frac": "results of products, and bias, keep `frac` fractional bits",
+    "frac": "results of products and their bias, or a norm's input, keep `frac` fractional bits",
 }
 """What is known of a module, and what its exponent says."""
 
-_SMALLEST, _LARGEST = -40, 63
+_LIMITS = {"output": (-60, 30), "compare": (-60, 30), "square": (-120, 63), "frac": (8, 20)}
+"""What an exponent of each quantity may be."""
+
+_SMALLEST = -40
 
 
 @dataclass(frozen=True)
 class Ranges:
     """{module: {quantity: exponent}} with the quantities of `QUANTITIES`; empty where nobody has calibrated.
 
-    Raises ConfigError for unknown quantities and exponents that are no integers from -40 to 63.
+    Raises ConfigError for unknown quantities and exponents that no model has.
     """
 
     modules: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
@@ -56,9 +58,10 @@ class Ranges:
             for quantity, exponent in known.items():
                 if quantity not in QUANTITIES:
                     raise ConfigError(f"ranges of {name!r}: got {quantity!r}; want one of {', '.join(QUANTITIES)}")
-                if type(exponent) is not int or not _SMALLEST <= exponent <= _LARGEST:
+                low, high = _LIMITS[quantity]
+                if type(exponent) is not int or not low <= exponent <= high:
                     raise ConfigError(
-                        f"ranges of {name!r}: {quantity}={exponent!r}; want an integer from {_SMALLEST} to {_LARGEST}"
+                        f"ranges of {name!r}: {quantity}={exponent!r}; want an integer from {low} to {high}"
                     )
 
     def of(self, module: str, quantity: str) -> int | None:

@@ -285,8 +285,9 @@ RANGES = Threat(
         ("parties", "of that bit nothing: a refused call looks like any other"),
         (
             "meaning of the result",
-            "values beyond their stated range give garbage; the check sees an entry that outweighs its row always, any "
-            "other with probability 15/16 or more per row, and makes no claim against parties that deviate",
+            "values beyond their stated range give garbage; of what is watched (layers, products, scores, norms and "
+            "activations, in the 64-bit ring) the check sees an entry that outweighs its row always, any other with "
+            "probability 15/16 or more per row; it makes no claim against parties that deviate",
         ),
     ),
     source=(

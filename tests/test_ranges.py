@@ -7,7 +7,7 @@ import pytest
 from private_llm.errors import ConfigError, DomainError
 from private_llm.ranges import HEAD_ROOM, UNKNOWN, Ranges, exponent
 
-KNOWN = Ranges({"a.q": {"output": 7, "frac": 12}, "a.k": {"output": 9}, "n": {"square": 20, "mean": -3}})
+KNOWN = Ranges({"a.q": {"output": 7, "frac": 12}, "a.k": {"output": 9}, "n": {"square": 20}})
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,7 @@ KNOWN = Ranges({"a.q": {"output": 7, "frac": 12}, "a.k": {"output": 9}, "n": {"s
         ({"a": {"output": 1.5}}, "want an integer from"),
         ({"a": {"output": True}}, "want an integer from"),
         ({"a": {"output": 200}}, "want an integer from"),
+        ({"a": {"frac": 40}}, "from 8 to 20"),
         ({"a": {"ouput": 3}}, "want one of output"),
         ({"a": 3}, "mapping"),
         ([1], "mapping from modules"),

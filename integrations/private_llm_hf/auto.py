@@ -85,7 +85,9 @@ class _AutoPrivate:
         checkpoint = Checkpoint(source, hf_kwargs, download)
         config, unused = checkpoint.config(**download, **hf_kwargs)
         if unused:
-            raise ConfigError(f"unknown argument(s) {', '.join(sorted(unused))} for from_pretrained")
+            ours = [name for name in sorted(unused) if name in PrivateConfig.__dataclass_fields__]
+            hint = f"; {', '.join(ours)} belongs in PrivateConfig(...), the second argument" if ours else ""
+            raise ConfigError(f"unknown argument(s) {', '.join(sorted(unused))} for from_pretrained{hint}")
         architecture(config)
         model_class = _model_class(cls.auto_class, config)
 

@@ -19,18 +19,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from private_llm.approx.norms import RowRange, fitting_bits
+from private_llm.approx.norms import fitting_bits
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
-from private_llm.nn.ops_norm import COARSEST
 from private_llm.ranges import REACH, SQUARE_HEAD_ROOM, UNKNOWN, Ranges, exponent
 from private_llm.tensor.dispatch import TorchArg
 from private_llm_hf.party_model import is_gelu, is_rms_norm
 
-_PRODUCTS = {F.linear, torch.addmm, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, torch.baddbmm}
+_LAYERS = {F.linear, torch.addmm}
+_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm}
+_TIMES = {torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply, Tensor.mul_}
 _COMPARED = {F.relu, torch.relu, F.gelu, F.silu, torch.nn.functional.relu}
 _SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__}
 _SAME = {F.dropout, torch.dropout, Tensor.to, Tensor.float, Tensor.contiguous, Tensor.view, Tensor.reshape}
+
+
+ROUNDING = 4e-4
+"""One unit of a row with fewer fractional bits may be this part of its smallest root mean square: error about 1e-4."""
 
 
 class Largest(TorchFunctionMode):
@@ -40,6 +45,8 @@ class Largest(TorchFunctionMode):
         super().__init__()
         self.largest: dict[str, dict[str, float]] = {}
         self.widths: dict[str, int] = {}
+        self.smallest: dict[str, float] = {}
+        """Smallest mean square of a row, by norm; rows of zeros do not count."""
         self.feeds: dict[str, set[str]] = {}
         """Norms that read a residual sum, by the products that were added to it."""
         self._names = {module: name for name, module in model.named_modules()}
@@ -67,11 +74,14 @@ class Largest(TorchFunctionMode):
     ) -> TorchArg:
         """Run the operation, and look at what it was given and made."""
         out = func(*args, **(kwargs or {}))
-        if func in _PRODUCTS and out.is_floating_point():
-            rows = out.detach().float().norm(dim=-1)
-            self._note("output", float(rows.max()) if rows.numel() else 0.0)
+        if func in _LAYERS or (func in _TIMES and self._of_two_secrets(args)):
+            self._note_rows_of("output", out)
             if func is F.linear:
                 self._streams[id(out)] = (out, {self._scope})
+        elif func in _PRODUCTS and out.is_floating_point():
+            self._note("product", float(out.detach().abs().max()) if out.numel() else 0.0)
+        elif func is F.scaled_dot_product_attention:
+            self._note_scores(*args[:2])
         elif func in _COMPARED:
             self._note_compared(args[0])
         elif func in (F.layer_norm, torch.layer_norm):
@@ -92,20 +102,32 @@ class Largest(TorchFunctionMode):
             raise DomainError(f"calibration: module '{self._scope}' of the plaintext model makes NaN or infinity")
         known[quantity] = max(known.get(quantity, 0.0), value)
 
+    def _of_two_secrets(self, args: Sequence[TorchArg]) -> bool:
+        """Whether a product looks like one of two values (gate and up), not of a value with a table or a weight."""
+        if len(args) < 2 or not all(isinstance(a, Tensor) and a.is_floating_point() for a in args[:2]):
+            return False
+        return args[0].dim() > 1 and args[0].shape == args[1].shape and self._scope not in self.widths
+
+    def _note_rows_of(self, quantity: str, x: Tensor) -> None:
+        rows = x.detach().float().norm(dim=-1)
+        self._note(quantity, float(rows.max()) if rows.numel() else 0.0)
+
+    def _note_scores(self, query: Tensor, key: Tensor) -> None:
+        """Scores of fused attention before they are scaled; grouped heads share their keys."""
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        self._note("product", float((query.float() @ key.float().mT).abs().max()))
+
     def _note_compared(self, x: Tensor) -> None:
         """Arguments of an activation; 1.702 of them where GELU is x sigmoid(1.702 x)."""
-        rows = x.detach().float().norm(dim=-1)
-        self._note("compare", 1.702 * float(rows.max()) if rows.numel() else 0.0)
+        self._note_rows_of("compare", 1.702 * x)
 
     def note_rows(self, x: Tensor, centred: bool) -> None:
         """The rows of a norm's input."""
         x = x.detach().double()
-        mean = x.mean(-1, keepdim=True)
-        if centred:
-            self._note("mean", float(mean.abs().max()))
-            self._note("square", float((x - mean).square().mean(-1).max()))
-        else:
-            self._note("square", float(x.square().mean(-1).max()))
+        squares = (x - x.mean(-1, keepdim=True) if centred else x).square().mean(-1)
+        self._note("square", float(squares.max()))
+        small = [self.smallest.get(self._scope, math.inf), *squares[squares > 0].flatten().tolist()]
+        self.smallest[self._scope] = min(small)
         self._note("entry", float(x.abs().max()))
         self.widths[self._scope] = x.shape[-1]
 
@@ -152,19 +174,25 @@ def ranges_of(largest: Largest, config: PrivateConfig) -> Ranges:
     modules: dict[str, dict[str, int]] = {}
     for name, met in largest.largest.items():
         entry = max(met.get(key, 0.0) for key in ("output", "compare", "entry"))
-        if entry >= 2.0**REACH and config.ring == 64:
+        for reached, limit in ((entry, REACH), (met.get("product", 0.0), REACH + 5)):
+            if reached < 2.0**limit:
+                continue
             raise DomainError(
-                f"module '{name}' has values of 2^{math.log2(entry):.1f}; want less than 2^{REACH}. Nothing was sent. "
-                "No fixed-point plan of this library holds this model; scale that layer's weights down if its "
+                f"module '{name}' has values of 2^{math.log2(reached):.1f}; want less than 2^{limit}. Nothing was "
+                "sent. No fixed-point plan of this library holds this model; scale that layer's weights down if its "
                 "architecture allows"
             )
-        known: dict[str, int] = {key: exponent(met[key]) for key in ("output", "compare", "mean") if key in met}
+        known: dict[str, int] = {key: exponent(met[key]) for key in ("output", "compare") if key in met}
         if "square" in met:
             known["square"] = exponent(met["square"], SQUARE_HEAD_ROOM)
         modules[name] = known
+    for norm, width in largest.widths.items():
+        fit = fitting_bits(width, modules[norm]["square"])
+        if fit < config.frac_bits and 2.0**-fit <= ROUNDING * math.sqrt(largest.smallest[norm]):
+            modules[norm]["frac"] = fit
     for product, norms in largest.feeds.items():
-        fits = [fitting_bits(largest.widths[norm], RowRange(modules[norm]["square"], 0)) for norm in norms]
-        if norms and COARSEST <= min(fits) < config.frac_bits and product in modules:
+        fits = [modules[norm].get("frac", config.frac_bits) for norm in norms]
+        if product in modules and all(fit < config.frac_bits for fit in fits):
             modules[product]["frac"] = min(fits)
     return Ranges({name: known for name, known in modules.items() if known})
 

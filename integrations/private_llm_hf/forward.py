@@ -151,6 +151,10 @@ class Forward:
                 f"past_key_values: got {type(cache).__name__}; want the handle that an earlier call of this model "
                 "returned (the cache itself lives at the parties)"
             )
+        if cache.withheld:
+            raise DomainError(
+                "past_key_values: a value left its range in a call that filled this cache; start again without it"
+            )
         if cache.length and cache.rows != rows:
             raise DomainError(f"past_key_values: got a cache of {cache.rows} rows; want {rows}, as many as the inputs")
         return cache
@@ -198,7 +202,15 @@ class Forward:
             },
             self.secrets,
         )
-        require(opened.pop(GUARD, torch.zeros(1)))
+        if cache is not None:
+            cache.rows = self.listed[0]["shape"][0]
+            cache.length += length
+        try:
+            require(opened.pop(GUARD, torch.zeros(1)))
+        except DomainError:
+            if cache is not None:
+                cache.withheld = True
+            raise
         values: dict[str, Any] = {name: value.to(torch.float32) for name, value in opened.items()}
         if "token" in values:
             values["logits"] = _as_logits(values.pop("token"), self.config.get_text_config().vocab_size)
@@ -207,8 +219,6 @@ class Forward:
         if self.labels is not None:
             values["loss"] = self.labels.loss(values["logits"])
         if cache is not None:
-            cache.rows = self.listed[0]["shape"][0]
-            cache.length += length
             values["past_key_values"] = cache
         made = _output_class(kind, self.model)
         fields = {field.name for field in dataclasses.fields(made)}  # heads that do not generate hand no cache back
@@ -228,7 +238,8 @@ def encode_prompt(
     call._mask("attention_mask", rows, length)
     encoded = PrivateEncoderOutput.of(model.parties, rows, length)
     message: Message = {"cache": None, "encoded": None, "encode_to": encoded.handle, "outputs": []}
-    model.parties.forward({"public": call.public, "secret": call.listed, **message}, call.secrets)
+    _, opened = model.parties.forward({"public": call.public, "secret": call.listed, **message}, call.secrets)
+    require(opened.pop(GUARD, torch.zeros(1)))
     return encoded
 
 

@@ -29,6 +29,7 @@ class PrivateCache(Cache):  # type: ignore[misc]
         self.handle = parties.new_handle()
         self.length = 0
         self.rows = rows
+        self.withheld = False  # whether values in it left their range
         weakref.finalize(self, parties.release, self.handle)
 
     def belongs_to(self, parties: Parties) -> bool:

@@ -242,7 +242,7 @@ class Party:
         result = target(**inputs, return_dict=True)
         if message["encode_to"] is not None:
             self.kept[message["encode_to"]] = result.last_hidden_state
-            self._answer({"class": type(result).__name__, "outputs": []})
+            self._reveal(ModelOutput(), [])
             return
         self._reveal(result, message["outputs"])
 

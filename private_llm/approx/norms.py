@@ -7,7 +7,7 @@
 
 Real models have rows whose entries reach 25,000 beside rows near 30 (massive activations), and one ring product cannot
 hold the squares of both: with 18 fractional bits v stays below 2^25 or wraps. Where the range of the rows is known
-(`RowRange`, from calibration) and fits, v is one sum. Otherwise each row is summed twice, as it is and divided by a
+(`square`, from calibration) and fits, v is one sum. Otherwise each row is summed twice, as it is and divided by a
 public power of two, and the right result is chosen per row inside the protocol:
 
     c = d / 2^s                           one truncation per element, of s bits
@@ -22,7 +22,6 @@ Domain: |x| <= 2^20, mean squares from 2^-12 to 2^36, in rows of up to 2^14 entr
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,16 +44,11 @@ MEAN_BITS = 3
 """Fractional bits that deviations from the mean have more than the row: the mean of a small row is off by one unit."""
 
 
-@dataclass(frozen=True)
-class RowRange:
-    """What is publicly known of all rows: their mean squares stay below 2^square, their means within +-2^mean."""
+WIDEST = 36
+"""Mean squares stay below 2^WIDEST in rows that nobody has measured."""
 
-    square: int
-    mean: int
-
-
-WHOLE = RowRange(square=36, mean=20)
-"""The domain of a norm whose rows nobody has measured."""
+LARGEST = 20
+"""Entries, and means, stay within +-2^LARGEST."""
 
 _WRAP_FREE = 61
 """Bits that a product may have before its truncation."""
@@ -62,7 +56,7 @@ _WRAP_FREE = 61
 
 def layer_norm(
     x: Fixed, weight: Fixed | Tensor | None, bias: Fixed | Tensor | None, eps: float, frac: int | None = None,
-    rows: RowRange = WHOLE,
+    square: int = WIDEST,
 ) -> Fixed:  # fmt: skip
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, with `frac` (default: session) bits.
 
@@ -73,30 +67,32 @@ def layer_norm(
     """
     need_wide_ring(x, "layer_norm")
     width = x.shape[-1]
-    fine = x.frac + MEAN_BITS
-    if one_sum(x.frac, width, rows):  # what the ring has to spare, so that one sum stays enough
-        fine = max(bits for bits in range(x.frac, fine + 1) if one_sum(bits, width, rows))
+    fine, reach = x.frac + MEAN_BITS, LARGEST
+    if one_sum(x.frac, width, square):
+        # What the ring has to spare, so that one sum stays enough; it bounds the mean, too.
+        fine = max(bits for bits in range(x.frac, fine + 1) if one_sum(bits, width, square))
+        reach = min(LARGEST, max(1, math.ceil((_WRAP_FREE + 1 - _log2(width)) / 2) - x.frac))
     x = x.finer(fine)
-    y = _scaled(x - _mean(x, rows.mean), weight, eps, frac, rows)
+    y = _scaled(x - _mean(x, reach), weight, eps, frac, square)
     return y if bias is None else y + bias
 
 
 def rms_norm(
-    x: Fixed, weight: Fixed | Tensor | None, eps: float, frac: int | None = None, rows: RowRange = WHOLE
+    x: Fixed, weight: Fixed | Tensor | None, eps: float, frac: int | None = None, square: int = WIDEST
 ) -> Fixed:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension. Error and cost as `layer_norm`, without its mean."""
     need_wide_ring(x, "rms_norm")
-    return _scaled(x, weight, eps, frac, rows)
+    return _scaled(x, weight, eps, frac, square)
 
 
-def one_sum(frac: int, width: int, rows: RowRange) -> bool:
-    """Whether rows of this range, with `frac` fractional bits, need no second sum of squares."""
-    return frac <= fitting_bits(width, rows)
+def one_sum(frac: int, width: int, square: int) -> bool:
+    """Whether rows with mean squares below 2^square, with `frac` fractional bits, need no second sum of squares."""
+    return frac <= fitting_bits(width, square)
 
 
-def fitting_bits(width: int, rows: RowRange) -> int:
-    """Most fractional bits with which one sum of squares holds rows of this range."""
-    return (_WRAP_FREE - rows.square - _log2(width)) // 2
+def fitting_bits(width: int, square: int) -> int:
+    """Most fractional bits with which one sum of squares holds rows with mean squares below 2^square."""
+    return (_WRAP_FREE - square - _log2(width)) // 2
 
 
 def _log2(width: int) -> int:
@@ -127,22 +123,20 @@ def _divided(total: Fixed, width: int, reach: int) -> tuple[Fixed, int]:
     return total.with_share(total.proto.truncate(raw, bits + whole)), bits
 
 
-def _scaled(d: Fixed, weight: Fixed | Tensor | None, eps: float, frac: int | None, rows: RowRange) -> Fixed:
+def _scaled(d: Fixed, weight: Fixed | Tensor | None, eps: float, frac: int | None, square: int) -> Fixed:
     """d / sqrt(mean(d^2) + eps) * weight."""
     if not eps > 0:
         raise DomainError(f"norm: got eps={eps!r}; want a positive number (it bounds the inverse root)")
-    if one_sum(d.frac, d.shape[-1], rows):
-        inverse = _inverse_root(d, eps, rows)
-    else:
-        inverse = _inverse_root_of_any_row(d, eps, rows)
+    inverse = _inverse_root(d, eps) if one_sum(d.frac, d.shape[-1], square) else _inverse_root_of_any_row(d, eps)
     y = d.mul(inverse, frac=frac)
     if weight is None:
         return y
     return y.mul(weight, frac=frac) if isinstance(weight, Fixed) else y.scale(weight, frac=frac)
 
 
-def _inverse_bits(rows: RowRange) -> int:
-    return INVERSE_BITS + max(3, math.ceil(rows.square / 2))
+def _inverse_bits(square: int) -> int:
+    """Fractional bits of inverse roots of mean squares up to 2^square."""
+    return INVERSE_BITS + max(3, math.ceil(square / 2))
 
 
 def _squares(d: Fixed) -> Fixed:
@@ -152,30 +146,31 @@ def _squares(d: Fixed) -> Fixed:
     return row.matmul(column, frac=bits).view(lambda part: part.squeeze(-1))
 
 
-def _inverse_root(d: Fixed, eps: float, rows: RowRange) -> Fixed:
-    """1 / sqrt(mean(d^2) + eps) of rows whose squares fit: [.., 1]."""
-    width, square = d.shape[-1], _squares(d)
+def _inverse_root(d: Fixed, eps: float) -> Fixed:
+    """1 / sqrt(mean(d^2) + eps) of rows whose squares fit: [.., 1]. Right for all that one sum can hold."""
+    width, square, widest = d.shape[-1], _squares(d), _WRAP_FREE - 2 * d.frac
     low = max(0.98 * width * eps, 2.0 ** (10 - square.frac))
-    high = max(2.0 ** (rows.square + _log2(width)) + width * eps, 2 * low)
-    return power(square + width * eps, THIRDS, RSQRT, low, high, _inverse_bits(rows), gain=math.sqrt(width))
+    high = max(2.0**widest, 2 * low)
+    bits = _inverse_bits(widest - _log2(width))
+    return power(square + width * eps, THIRDS, RSQRT, low, high, bits, gain=math.sqrt(width))
 
 
-def _inverse_root_of_any_row(d: Fixed, eps: float, rows: RowRange) -> Fixed:
+def _inverse_root_of_any_row(d: Fixed, eps: float) -> Fixed:
     """The same by two sums. Each row of the second half of `both` is the row of the first divided by 2^s."""
     width, whole = d.shape[-1], _log2(d.shape[-1])
-    widest = rows.square + whole
+    widest = WIDEST + whole
     shift = max((5 + d.frac) // 2, math.ceil((widest + 2 * d.frac - _WRAP_FREE) / 2))
     if shift >= d.frac:
         raise DomainError(f"norm: rows of {width} with {d.frac} fractional bits leave the ring; truncate first")
     small = d.with_share(d.proto.truncate(d.share, shift))
     d.proto.expect_rows("a norm's row, divided,", small.share, 2.0**_WRAP_FREE)
     with d.proto.may_wrap():
-        return _chosen_root(_stacked(d, small), eps, rows, shift)
+        return _chosen_root(_stacked(d, small), eps, shift)
 
 
-def _chosen_root(both: Fixed, eps: float, rows: RowRange, shift: int) -> Fixed:
+def _chosen_root(both: Fixed, eps: float, shift: int) -> Fixed:
     """The inverse root from rows [0] or from rows divided by 2^shift [1], whichever is right."""
-    width, widest, frac = both.shape[-1], rows.square + _log2(both.shape[-1]), both.frac
+    width, widest, frac = both.shape[-1], WIDEST + _log2(both.shape[-1]), both.frac
     square = _squares(both)
     eps_of_both = torch.tensor([width * eps, width * eps * 4.0**-shift], dtype=torch.float64)
     square = square + eps_of_both.view(2, *[1] * (square.share.parts[0].dim() - 1))
@@ -183,7 +178,7 @@ def _chosen_root(both: Fixed, eps: float, rows: RowRange, shift: int) -> Fixed:
     change = min(width * 2.0 ** (27 - 2 * frac + 2 * shift), 2.0 ** (_WRAP_FREE - 1 - 2 * frac))
     low = max(min(max(0.98 * width * eps, width * 2.0**-24), change * 4.0**-shift / 2), 2.0 ** (10 - square.frac))
     high = max(2.0 ** (widest - 2 * shift), change)
-    bits = _inverse_bits(rows)
+    bits = _inverse_bits(WIDEST)
     found = powers(square, THIRDS, RSQRT, low, high, bits, gain=math.sqrt(width))
     row = max(i for i, t in enumerate(found.thresholds) if t <= change * 4.0**-shift)
     first = found.value.view(lambda part: part[0]).scale_int(1 << shift)

@@ -44,4 +44,11 @@ def calibrate(
 
 def ranges_from(path: Path | None) -> Ranges | None:
     """Ranges of a file of `private-llm calibrate`, None without one. Raises ConfigError for another file."""
-    return None if path is None else Ranges.from_json(path.read_text("utf-8"))
+    if path is None:
+        return None
+    try:
+        return Ranges.from_json(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"ranges: {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"ranges: {path} is no file of `private-llm calibrate --out`") from None

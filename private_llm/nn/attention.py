@@ -18,7 +18,9 @@ from private_llm.approx.softmax import softmax, softmax_ragged
 from private_llm.errors import DomainError
 from private_llm.nn.tanh import precise_tanh
 from private_llm.protocols.share import Share
+from private_llm.ranges import REACH
 from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.range_check import watch_flat
 from private_llm.tensor.scale import dyadic, times_scalar
 from private_llm.tensor.secret import SLACK, SecretTensor
 
@@ -106,6 +108,7 @@ def attend(
     else:
         capped = precise_tanh(_scores(query, key, scale / softcap, plan.select, query.session.frac + SLACK))
         scores = times_scalar(SecretTensor(capped), softcap).at(query.session.frac)
+    watch_flat(scores, REACH - 1 + scores.frac)
     if plan.select is None:
         scores = scores.view(lambda part: part.reshape(plan.shape))
     if bias is not None:

@@ -9,17 +9,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from private_llm.approx.activations import clamp, gelu, relu, sigmoid, silu
+from private_llm.approx.range import SHORTEST
 from private_llm.errors import UnsupportedOp
 from private_llm.nn.tanh import precise_tanh
+from private_llm.ranges import REACH
 from private_llm.tensor.dispatch import implements
 from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.range_check import watch, watch_flat
 from private_llm.tensor.secret import SecretTensor
 
 
 def _settled(x: Tensor, name: str) -> Fixed:
     if not isinstance(x, SecretTensor):
         raise UnsupportedOp(f"{name}: the rule needs a secret input")
-    return x.fixed
+    value, known = x.fixed, x.session.exponent("compare")
+    if known is None:
+        watch_flat(value, REACH + value.frac)
+    else:
+        watch(value, max(known, SHORTEST) + value.frac)
+    return value
 
 
 def _register(function: Callable[[Fixed], Fixed], *ops: object) -> None:

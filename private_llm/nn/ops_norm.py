@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from private_llm.approx.norms import WHOLE, RowRange, fitting_bits, layer_norm, one_sum, rms_norm
+from private_llm.approx.norms import LARGEST, WIDEST, layer_norm, one_sum, rms_norm
 from private_llm.errors import UnsupportedOp
 from private_llm.tensor.dispatch import implements
 from private_llm.tensor.fixed import Fixed
@@ -24,36 +24,28 @@ def gain(weight: Tensor | None, offset: float = 0.0) -> Fixed | Tensor | None:
     return weight.detach() + offset if offset else weight.detach()
 
 
-COARSEST = 11
-"""Fewest fractional bits to which a norm's input is cut so that one sum of squares is enough."""
+def _measured(x: SecretTensor) -> tuple[Fixed, int]:
+    """A norm's input, and the power of two above the mean squares of its rows.
 
-
-def _rows(x: SecretTensor) -> tuple[Fixed, RowRange]:
-    """A norm's input and what is known of its rows.
-
-    Where one sum of squares fits if the entries have fewer fractional bits, they are cut to those: calibration lets the
-    products of a residual sum leave no more, so that this happens once at most, where a model's values become massive.
+    Where calibration found that all rows can do with fewer fractional bits, so that one sum of squares is enough, the
+    entries are cut to those. It lets the products of a residual sum leave no more, so that this happens once at most,
+    where a model's values become massive.
     """
-    session, value = x.session, x.raw
-    square, mean = session.exponent("square"), session.exponent("mean")
-    if value.frac > session.frac:
-        value = x.fixed
-    if square is None:
-        watch(value, WHOLE.mean + 1 + value.frac)
-        return value, WHOLE
-    rows = RowRange(min(square, WHOLE.square), WHOLE.mean if mean is None else min(max(mean, 1), WHOLE.mean))
-    fit = fitting_bits(x.shape[-1], rows)
-    if COARSEST <= fit < value.frac:
-        value = x.coarsen(fit)
+    value = x.raw if x.raw.frac <= x.session.frac else x.fixed
+    width, known = x.shape[-1], x.session.exponent("square")
+    square = WIDEST if known is None else min(known, WIDEST)
+    frac = x.session.exponent("frac")
+    if frac is not None and frac < value.frac:
+        value = x.coarsen(frac)
     # One sum holds rows of a norm below 2^31 in ring elements, two hold entries of 2^20.
-    watch(value, 30 if one_sum(value.frac, x.shape[-1], rows) else WHOLE.mean + 1 + value.frac)
-    return value, rows
+    watch(value, 30 if one_sum(value.frac, width, square) else LARGEST + 1 + value.frac)
+    return value, square
 
 
 def rms_norm_rule(x: SecretTensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> SecretTensor:
     """x / rms(x) * (weight + offset) over the last dimension."""
-    value, rows = _rows(x)
-    return SecretTensor(rms_norm(value, gain(weight, offset), eps, rows=rows))
+    value, square = _measured(x)
+    return SecretTensor(rms_norm(value, gain(weight, offset), eps, square=square))
 
 
 def _last_only(x: SecretTensor, normalized_shape: Sequence[int], name: str) -> None:
@@ -72,8 +64,8 @@ def layer_norm_rule(
 ) -> SecretTensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
     _last_only(x, normalized_shape, "layer_norm")
-    value, rows = _rows(x)
-    return SecretTensor(layer_norm(value, gain(weight), gain(bias), eps, rows=rows))
+    value, square = _measured(x)
+    return SecretTensor(layer_norm(value, gain(weight), gain(bias), eps, square=square))
 
 
 @implements(torch.nn.functional.rms_norm, torch.rms_norm)

@@ -76,6 +76,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> SecretTenso
     if not isinstance(x, SecretTensor):
         raise UnsupportedOp("linear of a plain input with secret weights; share the input (Session input) first")
     value, frac = _in_range(x.operand), x.session.exponent("frac")
+    frac = None if frac is None else min(frac, x.session.frac)
     if isinstance(weight, SecretTensor):
         same_session(x, weight)
         out = SecretTensor(product(value, weight.operand.view(Tensor.t), frac))

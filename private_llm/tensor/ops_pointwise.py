@@ -10,6 +10,7 @@ from torch import Tensor
 from private_llm.errors import PlaintextLeak, UnsupportedOp
 from private_llm.tensor.dispatch import TorchArg, implements
 from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.range_check import watch
 from private_llm.tensor.scale import aligned, encoded, same_session, times_public, times_scalar
 from private_llm.tensor.secret import SecretTensor
 
@@ -98,7 +99,9 @@ def mul(x: Operand, y: Operand) -> SecretTensor:
     """Product. Secret x secret: one truncating product. With public values: local, truncated later."""
     if isinstance(x, SecretTensor) and isinstance(y, SecretTensor):
         same_session(x, y)
-        return SecretTensor(x.operand.mul(y.operand))
+        product = x.operand.mul(y.operand)
+        watch(product if product.share.parts[0].dim() else product.view(lambda part: part.reshape(1)))
+        return SecretTensor(product)
     if not isinstance(x, SecretTensor):
         x, y = y, x
     secret = _secret(x, "mul")

@@ -22,6 +22,7 @@ import hashlib
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from private_llm.errors import DomainError
@@ -34,6 +35,9 @@ from private_llm.tensor.fixed import Fixed, arithmetic
 SKETCHES = 4
 """Patterns of signs per row."""
 
+PIECE = 256
+"""Entries of one sum where there are no rows."""
+
 UNKNOWN = REACH + 3
 """Bits of magnitude that the signed sums of a module without calibration may have."""
 
@@ -41,20 +45,36 @@ UNKNOWN = REACH + 3
 def watch(x: Fixed, bits: int | None = None) -> None:
     """Owe a check of the rows of x [.., width]: signed sums below 2^bits in ring elements. Local.
 
-    bits: default, the calibrated `output` of the module that is computed. Nothing is done with guard=False, in a
-    32-bit ring, or in debug sessions, which check everything.
+    bits: default, the calibrated `output` of the module that is computed. Nothing is done with guard=False or in a
+    32-bit ring. Debug sessions compare the norms of the rows, and name the module.
     """
     session = x.session
-    config = session.config
-    if not config.guard or config.debug_ranges or session.ring.bits < 64 or not x.numel():
+    if not session.config.guard or session.ring.bits < 64 or not x.numel():
         return
     if bits is None:
         known = session.exponent("output")
         bits = x.frac + (UNKNOWN if known is None else known)
-    bits = min(bits, session.ring.value_bits - 1)
-    signs = _signs(x.shape[-1], str(x.share.parts[0].device))
+        if x.shape[-1] < PIECE:  # several short rows share their sums: head room is much more than their number
+            x = _in_pieces(x)
+    if session.config.debug_ranges:
+        x.proto.expect_rows("a value that calls watch", x.share, 4.0**bits)
+        return
+    width = x.shape[-1]
+    # Every entry may be off by a unit or two of its last place, however small the values are.
+    bits = max(width.bit_length() + 4, min(bits, session.ring.value_bits - 1))
+    signs = _signs(width, str(x.share.parts[0].device))
     sums = x.share.map(lambda part: Matmul().product(part.reshape(-1, part.shape[-1]), signs))
     session.known.owed.append((sums, bits))
+
+
+def watch_flat(x: Fixed, bits: int) -> None:
+    """As `watch`, for values without rows (scores of attention at the allowed positions): in pieces of `PIECE`."""
+    watch(_in_pieces(x), bits)
+
+
+def _in_pieces(x: Fixed) -> Fixed:
+    spare = -x.numel() % PIECE
+    return x.view(lambda part: F.pad(part.reshape(-1), (0, spare)).view(-1, PIECE))
 
 
 def verdict(session: Session) -> Fixed | None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from private_llm.approx.norms import WHOLE, RowRange, layer_norm, one_sum, rms_norm
+from private_llm.approx.norms import WIDEST, layer_norm, one_sum, rms_norm
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
@@ -102,7 +102,7 @@ def test_sixteen_fractional_bits(config: PrivateConfig) -> None:
     assert float((value - truth).abs().max()) <= 4e-5 * 4 + 6 * 2.0**-16
 
 
-KNOWN = RowRange(square=13, mean=7)
+KNOWN = 13
 """What calibration tells of rows with a root mean square of up to 16: one sum of squares is enough."""
 
 
@@ -138,9 +138,9 @@ def test_rows_beside_a_massive_one_keep_their_precision_when_their_range_is_know
     x = normal(6, 576) * 8
     x[0, 3] = 24926.0
     x = (x * 2**12).round() / 2**12
-    known = RowRange(square=math.ceil(math.log2(float(x.square().mean(-1).max()))) + 5, mean=10)
+    known = math.ceil(math.log2(float(x.square().mean(-1).max()))) + 5
     assert one_sum(12, 576, known)
-    value = run_parties(TRIO, lambda _, a: rms_norm(a, None, 1e-5, rows=known), [x], [12]).value
+    value = run_parties(TRIO, lambda _, a: rms_norm(a, None, 1e-5, square=known), [x], [12]).value
     truth = F.rms_norm(x, (576,), None, 1e-5)
     assert float(((value - truth).norm(dim=-1) / truth.norm(dim=-1)).max()) <= 1e-4
 
@@ -148,27 +148,27 @@ def test_rows_beside_a_massive_one_keep_their_precision_when_their_range_is_know
 def test_price() -> None:
     """64 bytes an element and 5 kB a row with a secret weight; 17 rounds. Meta and ledger agree."""
     shapes = [(128, 768), (768,), (768,)]
-    for rows in (KNOWN, WHOLE):
+    for square in (KNOWN, WIDEST):
 
-        def norm(_: object, a: Fixed, w: Fixed, b: Fixed, rows: RowRange = rows) -> Fixed:
-            return layer_norm(a, w, b, 1e-5, rows=rows)
+        def norm(_: object, a: Fixed, w: Fixed, b: Fixed, square: int = square) -> Fixed:
+            return layer_norm(a, w, b, 1e-5, square=square)
 
         run = run_parties(TRIO, norm, [normal(3, 80), normal(80), normal(80)])
         assert run_meta(TRIO, norm, [(3, 80), (80,), (80,)]) == run.cost
-    known = run_meta(TRIO, lambda _, a, w, b: layer_norm(a, w, b, 1e-5, rows=KNOWN), shapes)
+    known = run_meta(TRIO, lambda _, a, w, b: layer_norm(a, w, b, 1e-5, square=KNOWN), shapes)
     assert known.total <= 128 * (768 * 64 + 5400)
     assert known.rounds == 18
-    bare = run_meta(TRIO, lambda _, a: rms_norm(a, None, 1e-6, rows=KNOWN), shapes[:1])
+    bare = run_meta(TRIO, lambda _, a: rms_norm(a, None, 1e-6, square=KNOWN), shapes[:1])
     assert bare.total <= 128 * (768 * 33.5 + 5600)
     assert bare.rounds == 14
 
 
 @pytest.mark.parametrize("width", [576, 768, 2048, 4096])
 def test_rows_that_nobody_knows_cost_at_most_60_percent_more(width: int) -> None:
-    def price(rows: RowRange) -> Cost:
-        return run_meta(TRIO, lambda _, a, w: rms_norm(a, w, 1e-5, rows=rows), [(128, width), (width,)])
+    def price(square: int) -> Cost:
+        return run_meta(TRIO, lambda _, a, w: rms_norm(a, w, 1e-5, square=square), [(128, width), (width,)])
 
-    known, unknown = price(KNOWN), price(WHOLE)
+    known, unknown = price(KNOWN), price(WIDEST)
     assert unknown.total <= 1.4 * known.total
     assert unknown.rounds == known.rounds + 3
 
