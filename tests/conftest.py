@@ -4,9 +4,30 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+from collections.abc import Callable
+
+import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if shutil.which("nvidia-smi") is None:
     # Triton reads it when it is first imported, by whichever test comes first in a process.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command in this process; its output if it ends with `code` 0, else its errors."""
+
+    from private_llm.cli import main
+
+    def call(*arguments: str, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["private-llm", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert ended.value.code == code, out + err
+        return out if code == 0 else err
+
+    return call

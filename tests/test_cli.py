@@ -25,21 +25,6 @@ COMMANDS = ("demo", "generate", "classify", "audit", "share", "party", "certs", 
 Run = Callable[..., str]
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command in this process; its output if it ends with `code` 0, else its errors."""
-
-    def call(*arguments: str, code: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["private-llm", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        assert ended.value.code == code, out + err
-        return out if code == 0 else err
-
-    return call
-
-
 def rows(run: Run, *arguments: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in run(*arguments, "--json").splitlines()]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,27 +10,11 @@ import pytest
 import torch
 import transformers as tr
 
-from private_llm.cli import main
 from tests.hf import tiny
 from tests.hf.gguf_file import write_gguf
 
 Run = Callable[..., str]
 FILE = "tiny.Q4_1.gguf"
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command in this process; its output if it ends with `code` 0, else its errors."""
-
-    def call(*arguments: str, code: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["private-llm", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        assert ended.value.code == code, out + err
-        return out if code == 0 else err
-
-    return call
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from private_llm.errors import ConfigError, PatchMismatch
 from private_llm.net.local import LocalHub
 from private_llm.ranges import Ranges
 from private_llm_hf.architectures import architecture
-from private_llm_hf.calibration_runs import checkpoint_ranges, loaded_ranges
+from private_llm_hf.calibration_runs import check_ranges, checkpoint_ranges, loaded_ranges
 from private_llm_hf.cascade_client import check_sharding
 from private_llm_hf.checkpoints import Checkpoint
 from private_llm_hf.client import Parties
@@ -206,6 +206,7 @@ def _open(
         description = describe(model_class, config)
         if not parties.use_held(description, mine):
             known = ranges if isinstance(ranges, Ranges) else ranges()
+            check_ranges(layout.model, known)
             description["ranges"] = known.to_dict()
             with parties.loading(description) as sink:
                 weights(layout.source, layout.folding(sink))
@@ -265,6 +266,7 @@ def share_checkpoint(
         refuse_taken(client)
     if ranges is None:
         ranges = checkpoint_ranges(checkpoint, model_class, config, private_config, hf=hf_kwargs)
+    check_ranges(layout.model, ranges)
     description = describe(model_class, config, ranges)
     with (
         _made_or_removed(client),

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,15 +63,37 @@ def _tokenizer(checkpoint: Checkpoint, hf: dict[str, Any]) -> PreTrainedTokenize
 
 
 def loaded_ranges(model: nn.Module, private_config: PrivateConfig) -> Ranges:
-    """Calibrate a model in memory, on tokens from all over its vocabulary; its mode stays as it was."""
+    """Calibrate a model in memory; its mode stays as it was.
+
+    On the bundled text if it was loaded from a folder with a tokenizer, and on tokens from all over its vocabulary.
+    """
     if not isinstance(model, PreTrainedModel) or not can_calibrate(model.config, private_config):
         return UNKNOWN
     training = model.training
     try:
         with _unpacked(model):
-            return calibrate(model.eval(), private_config, batches(model, None))
+            return calibrate(model.eval(), private_config, batches(model, _tokenizer_beside(model)))
     finally:
         model.train(training)
+
+
+def _tokenizer_beside(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in the folder that a model was loaded from."""
+    folder = str(getattr(model.config, "_name_or_path", "") or "")
+    if not folder or not Path(folder).is_dir():
+        return None
+    found = _tokenizer(Checkpoint(folder, {}, {}), {"local_files_only": True})
+    return found if found is not None and len(found) <= model.get_input_embeddings().weight.shape[0] else None
+
+
+def check_ranges(model: nn.Module, ranges: Ranges) -> None:
+    """Raises ConfigError for ranges of modules that the model does not have."""
+    strange = sorted(set(ranges.modules) - {name for name, _ in model.named_modules()})
+    if strange:
+        raise ConfigError(
+            f"ranges: {len(strange)} module(s) are none of this {type(model).__name__}, such as {strange[0]!r}; "
+            "calibrate this very model (private-llm calibrate)"
+        )
 
 
 @contextmanager

@@ -132,8 +132,8 @@ def _check_plain(config: PrivateConfig, addresses: Sequence[Address], token: byt
     local = config.party_mode != "remote" and len(token) >= _MIN_TOKEN
     if not (config.allow_plain_loopback or local):
         raise ConfigError(
-            "connections between endpoints need certificates: set tls=TLSConfig(certificate, key, ca), or "
-            "allow_plain_loopback=True if all endpoints run on this machine"
+            "connections between endpoints need certificates: set tls=TLSConfig(certificate, key, ca) (--tls FOLDER), "
+            "or allow_plain_loopback=True (--allow-plain-loopback) if all endpoints run on this machine"
         )
     for host, port in addresses:
         for address in _resolve((host, port)):
