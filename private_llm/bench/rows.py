@@ -60,8 +60,9 @@ def spread(times: Sequence[float]) -> dict[str, float]:
 
 
 def machine() -> str:
-    """Processor, usable cores, memory and operating system in one line."""
-    return f"{cpu_model()}, {usable_cores()} cores, {memory_gib():.0f} GiB, {platform.system()}"
+    """Processor (with or without AMX, which products run on), usable cores, memory, operating system, in one line."""
+    amx = "with" if "amx_int8" in cpu_field("flags").split() else "without"
+    return f"{cpu_model()} {amx} AMX, {usable_cores()} cores, {memory_gib():.0f} GiB, {platform.system()}"
 
 
 def usable_cores() -> int:
