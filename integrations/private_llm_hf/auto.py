@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, PatchMismatch
+from private_llm.errors import ConfigError, PatchMismatch, ShareFileError
 from private_llm.net.local import LocalHub
 from private_llm.ranges import Ranges
 from private_llm_hf.architectures import architecture
@@ -262,6 +262,8 @@ def share_checkpoint(
     wanted = layout.shared
     target = Path(folder)
     client = target / "client"
+    if client.is_symlink() or (client.exists() and not client.is_dir()):
+        raise ShareFileError(f"{client} is a link or a file; want a folder there, or nothing")
     if not overwrite:
         refuse_taken(client)
     if ranges is None:

@@ -163,13 +163,19 @@ def test_price() -> None:
     assert bare.rounds == 14
 
 
-@pytest.mark.parametrize("width", [576, 768, 2048, 4096])
-def test_rows_that_nobody_knows_cost_at_most_60_percent_more(width: int) -> None:
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("width", [64, 576, 768, 2048, 4096])
+def test_rows_that_nobody_knows_cost_at_most_60_percent_more(norm: str, width: int) -> None:
     def price(square: int) -> Cost:
-        return run_meta(TRIO, lambda _, a, w: rms_norm(a, w, 1e-5, square=square), [(128, width), (width,)])
+        def run(_: object, a: Fixed, w: Fixed) -> Fixed:
+            if norm == "rms":
+                return rms_norm(a, w, 1e-5, square=square)
+            return layer_norm(a, w, None, 1e-5, square=square)
 
-    known, unknown = price(KNOWN), price(WIDEST)
-    assert unknown.total <= 1.4 * known.total
+        return run_meta(TRIO, run, [(128, width), (width,)])
+
+    known, unknown = price(12), price(WIDEST)
+    assert unknown.total <= 1.6 * known.total
     assert unknown.rounds == known.rounds + 3
 
 

@@ -258,3 +258,14 @@ def test_the_header_is_plain_safetensors(shared: Path) -> None:
         metadata = stored.metadata()
         assert json.loads(metadata["description"])["class"] == "LlamaForCausalLM"
         assert stored.get_tensor("lm_head.weight").dtype == torch.int64
+
+
+def test_a_link_where_the_client_s_folder_belongs_is_refused(tmp_path: Path) -> None:
+    source, elsewhere = tmp_path / "model", tmp_path / "elsewhere"
+    tiny.build("llama").save_pretrained(source)
+    elsewhere.mkdir()
+    (tmp_path / "shares").mkdir()
+    (tmp_path / "shares" / "client").symlink_to(elsewhere)
+    with pytest.raises(ShareFileError, match="is a link or a file"):
+        share_checkpoint(str(source), tmp_path / "shares", overwrite=True)
+    assert not list(elsewhere.iterdir())
