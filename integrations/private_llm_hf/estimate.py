@@ -43,7 +43,7 @@ from private_llm_hf.model import private_class
 from private_llm_hf.network import Network, NetworkConfig
 from private_llm_hf.networks import BUILDERS
 from private_llm_hf.party import Party
-from private_llm_hf.party_model import build_party_model, meta_parameters
+from private_llm_hf.party_model import build_party_model, empty_model, meta_parameters
 from private_llm_hf.plan import make_plan
 from private_llm_hf.priced_once import price_once
 from private_llm_hf.wire import Message
@@ -139,14 +139,16 @@ def by_stages(forwards: Iterable[Iterable[Stage]]) -> list[LayerCost]:
 class _MetaParty(Party):
     """A party that counts."""
 
-    def __init__(self, config: PrivateConfig, number: int, description: Message, every_layer: bool) -> None:
+    def __init__(
+        self, config: PrivateConfig, number: int, description: Message, every_layer: bool, empty: PreTrainedModel
+    ) -> None:
         session = meta_session(config, number)
         self.config, self.number, self.transport = config, number, session.protocol.transport
         self.session = session
         session.known.ranges = Ranges(description["ranges"])
         self.kept = {}
         self.answer: Message = {}
-        parameters = meta_parameters(description["config"], description["class"], session)
+        parameters = meta_parameters(empty, session)
         self.model = build_party_model(description["config"], description["class"], parameters, session)
         if not every_layer and not session.known.ranges.modules:  # with ranges, no two layers are equal
             price_once(self.model, self.transport.ledger)
@@ -187,7 +189,8 @@ class _MetaParties:
     ) -> None:
         self.config = config
         self.ring = Ring(config.ring)
-        self.parties = [_MetaParty(config, number, description, every_layer) for number in range(config.parties)]
+        empty = empty_model(description["config"], description["class"])
+        self.parties = [_MetaParty(config, number, description, every_layer, empty) for number in range(config.parties)]
         transport = MetaTransport(CLIENT)
         self._end = client_end(config, transport)
         transport.ledger.reset()

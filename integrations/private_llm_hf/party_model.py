@@ -65,13 +65,13 @@ def build_party_model(
     return model.eval()
 
 
-def meta_parameters(config: Mapping[str, Any], class_name: str, session: Session) -> dict[str, Fixed | Tensor]:
-    """Weights without values for a whole model: what `build_party_model` takes in a meta session.
+def meta_parameters(model: PreTrainedModel, session: Session) -> dict[str, Fixed | Tensor]:
+    """Weights without values for a whole model (as `empty_model` makes it): what `build_party_model` takes in a meta
+    session.
 
     Public weights that meet secrets only (matrices, filters, the table of tokens) have no memory. Others also meet
     public values (positions, masks), so they are real: zeros that take the memory of one number.
     """
-    model = empty_model(config, class_name)
     if session.config.weights == "public":
         products = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d, Conv1D))]
         if model.main_input_name == "input_ids":

@@ -131,7 +131,7 @@ def _meta_run(name: str, number: int, length: int = 7) -> Session:
     """A prefill and a cached step of one trio party on shares without values."""
     session = meta_session(PrivateConfig(), number)
     config, kind = description(tiny.build(name))
-    party = build_party_model(config, kind, meta_parameters(config, kind, session), session)
+    party = build_party_model(config, kind, meta_parameters(empty_model(config, kind), session), session)
     mask = torch.ones(2, length, dtype=torch.long)
     mask[1, :3] = 0
     cache = party.new_cache()
@@ -168,7 +168,7 @@ def _meta_secret(session: Session, *shape: int) -> SecretTensor:
 def test_encoders_vision_and_t5_run_on_meta_shares(name: str, number: int) -> None:
     session = meta_session(PrivateConfig(), number)
     config, kind = description(tiny.build(name))
-    party = build_party_model(config, kind, meta_parameters(config, kind, session), session)
+    party = build_party_model(config, kind, meta_parameters(empty_model(config, kind), session), session)
     mask = torch.ones(2, 7, dtype=torch.long)
     mask[1, 5:] = 0
     if name == "vit":
