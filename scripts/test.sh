@@ -6,6 +6,9 @@ prepare_environment test
 prepare_smollm2
 
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Counted before OMP_NUM_THREADS is set, because nproc would answer with that.
+workers="$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)"
+[ "$workers" -gt 4 ] && workers=4
 # Every test process runs three parties as threads already; more threads only get in each other's way.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Hundreds of short-lived parties are threads of one test process: their freed memory stays in few heaps.
@@ -16,6 +19,4 @@ bin=.venv/bin
 "$bin/ruff" format --check .
 "$bin/mypy"
 "$bin/python" -m pytest -q tests/test_ladder.py tests/test_lean_import.py
-workers="$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)"
-[ "$workers" -gt 4 ] && workers=4
 "$bin/python" -m pytest -q -n "$workers" --dist loadfile "$@"
