@@ -66,11 +66,9 @@ def layer_norm(
     more for the mean where the width is no power of two. Raises DomainError where the ring is too small.
     """
     need_wide_ring(x, "layer_norm")
-    width = x.shape[-1]
-    fine, reach = x.frac + MEAN_BITS, LARGEST
-    if one_sum(x.frac, width, square):
-        # What the ring has to spare, so that one sum stays enough; it bounds the mean, too.
-        fine = max(bits for bits in range(x.frac, fine + 1) if one_sum(bits, width, square))
+    width, reach = x.shape[-1], LARGEST
+    fine = deviation_bits(x.frac, width, square)
+    if one_sum(x.frac, width, square):  # which bounds the mean, too
         reach = min(LARGEST, max(1, math.ceil((_WRAP_FREE + 1 - _log2(width)) / 2) - x.frac))
     x = x.finer(fine)
     y = _scaled(x - _mean(x, reach), weight, eps, frac, square)
@@ -88,6 +86,13 @@ def rms_norm(
 def one_sum(frac: int, width: int, square: int) -> bool:
     """Whether rows with mean squares below 2^square, with `frac` fractional bits, need no second sum of squares."""
     return frac <= fitting_bits(width, square)
+
+
+def deviation_bits(frac: int, width: int, square: int) -> int:
+    """Fractional bits of deviations from the mean: up to MEAN_BITS more, but so that one sum stays enough if it was."""
+    if not one_sum(frac, width, square):
+        return frac + MEAN_BITS
+    return min(frac + MEAN_BITS, fitting_bits(width, square))
 
 
 def fitting_bits(width: int, square: int) -> int:

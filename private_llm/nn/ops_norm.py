@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from private_llm.approx.norms import LARGEST, WIDEST, layer_norm, one_sum, rms_norm
+from private_llm.approx.norms import LARGEST, WIDEST, deviation_bits, layer_norm, one_sum, rms_norm
 from private_llm.errors import UnsupportedOp
 from private_llm.tensor.dispatch import implements
 from private_llm.tensor.fixed import Fixed
@@ -24,7 +24,7 @@ def gain(weight: Tensor | None, offset: float = 0.0) -> Fixed | Tensor | None:
     return weight.detach() + offset if offset else weight.detach()
 
 
-def _measured(x: SecretTensor) -> tuple[Fixed, int]:
+def _measured(x: SecretTensor, centred: bool = False) -> tuple[Fixed, int]:
     """A norm's input, and the power of two above the mean squares of its rows.
 
     Where calibration found that all rows can do with fewer fractional bits, so that one sum of squares is enough, the
@@ -37,8 +37,9 @@ def _measured(x: SecretTensor) -> tuple[Fixed, int]:
     frac = x.session.exponent("frac")
     if frac is not None and frac < value.frac:
         value = x.coarsen(frac)
-    # One sum holds rows of a norm below 2^31 in ring elements, two hold entries of 2^20.
-    watch(value, 30 if one_sum(value.frac, width, square) else LARGEST + 1 + value.frac)
+    # One sum holds rows of a norm below 2^31 in ring elements of its bits, two hold entries of 2^20.
+    more = deviation_bits(value.frac, width, square) - value.frac if centred else 0
+    watch(value, 30 - more if one_sum(value.frac, width, square) else LARGEST + 1 + value.frac)
     return value, square
 
 
@@ -64,7 +65,7 @@ def layer_norm_rule(
 ) -> SecretTensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
     _last_only(x, normalized_shape, "layer_norm")
-    value, square = _measured(x)
+    value, square = _measured(x, centred=True)
     return SecretTensor(layer_norm(value, gain(weight), gain(bias), eps, square=square))
 
 
