@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.hf.test_remote import free_ports
-from tests.test_cli import Run, checkpoint, rows, run, start
+from tests.test_cli import Run, checkpoint, rows, start
 
-__all__ = ["checkpoint", "run"]  # fixtures
+__all__ = ["checkpoint"]  # a fixture
 
 PLAN = ("--protocol", "cascade", "--plan", "1,3,1")
 

@@ -20,9 +20,9 @@ from private_llm.net.transport import CLIENT
 from private_llm.sharded.cost import Stage, paper_seconds
 from private_llm.sharding import ShardingPlan
 from private_llm.sharding.audit import refuse_weak
-from tests.test_cli import Run, checkpoint, rows, run, start
+from tests.test_cli import Run, checkpoint, rows, start
 
-__all__ = ["checkpoint", "run"]  # fixtures
+__all__ = ["checkpoint"]  # a fixture
 
 LINK = ("--bandwidth", "800", "--latency", "10", "--gmacs", "1")
 
