@@ -56,7 +56,8 @@ class SocketTransport(Transport):
         super().__init__(me)
         self.timeout = timeout
         self.idle_s = idle_s
-        self._life = time.monotonic()
+        self._life = self._said_at = time.monotonic()
+        self._said: int | None = None
         self.device = device
         self._slice = min(1.0, timeout / 8)
         self._failure: str | None = None
@@ -210,13 +211,20 @@ class SocketTransport(Transport):
         if root is not None and root != self.me and root not in self._in:
             raise TransportError(f"from {endpoint_name(link.peer)}: it waits for endpoint {root}, and there is none")
         if silence <= self._slice and root != self.me:
-            text = bytes([link.peer if root is None else root])
-            for out in self._out.values():
-                out.note(Kind.WAITING, text)
+            self._pass_on(link.peer if root is None else root)
         if silence >= self.timeout:
             name = endpoint_name(link.peer)
             also = "" if root is None or root == link.peer else f", after it had waited for {endpoint_name(root)}"
             raise PartyFailed(f"{name} was silent for {self.timeout:g} s{also}")
+
+    def _pass_on(self, root: int) -> None:
+        """Say for whom this endpoint waits, unless it has just said so: two who wait in turns would echo each other."""
+        now = time.monotonic()
+        if self._said == root and now - self._said_at < self._slice / 2:
+            return
+        self._said, self._said_at = root, now
+        for out in self._out.values():
+            out.note(Kind.WAITING, bytes([root]))
 
     def _wait_for_room(self, to: int) -> None:
         """Wait until the receiver has taken enough of what is queued for it."""

@@ -318,6 +318,22 @@ def test_word_of_waiting_does_not_count_between_requests():
     assert zero.recv(1, "mul", (4,), torch.uint8).tolist() == [0] * 4
 
 
+def test_word_of_waiting_is_not_echoed_between_two_who_wait_in_turns():
+    transports = open_mesh()
+    rounds = 400
+
+    def swap(t):
+        if t.me == 1:
+            t._pass_on(0)
+        for _ in range(rounds):
+            t.exchange(3 - t.me, "m", torch.zeros(1, dtype=torch.int64))
+        return t.wire_bytes
+
+    results = run_threads(transports, {1: swap, 2: swap})
+    notes = max(results.values()) // wire.HEADER_BYTES - rounds * (wire.HEADER_BYTES + 8) // wire.HEADER_BYTES
+    assert notes < 20
+
+
 def test_nobody_waits_for_an_endpoint_that_is_none():
     zero, peer, _ = raw_peer()
     peer.sendall(frame(bytes([77]), kind=wire.Kind.WAITING, tag="waiting"))
