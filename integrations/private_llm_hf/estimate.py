@@ -46,6 +46,7 @@ from private_llm_hf.party import Party
 from private_llm_hf.party_model import build_party_model, empty_model, meta_parameters
 from private_llm_hf.plan import make_plan
 from private_llm_hf.priced_once import price_once
+from private_llm_hf.quick_shapes import QuickShapes
 from private_llm_hf.wire import Message
 
 
@@ -205,7 +206,7 @@ class _MetaParties:
                 self._end.share(secret)
             else:
                 self._end.share_index(*secret)
-        with torch.no_grad():
+        with torch.no_grad(), QuickShapes():  # type: ignore[no-untyped-call]  # PyTorch's constructor
             for party in self.parties:
                 party._forward({**call, "free": []})
         self._progress()
