@@ -49,6 +49,10 @@ class ShareFileError(PrivateLLMError, ValueError):
     """A share file is damaged, or belongs to another party, model, session or version."""
 
 
+class LowPrecision(UserWarning):
+    """Values are so small that fixed point keeps few of their digits: answers may differ from the plaintext model's."""
+
+
 class WeakProtection(UserWarning):
     """A sharding plan is used whose nodes, if they try, can work out tokens that they are not given."""
 

@@ -31,10 +31,11 @@ QUANTITIES = {
     "compare": "arguments of ReLU, GELU and SiLU stay below 2^compare",
     "square": "mean squares of a norm's rows stay below 2^square",
     "frac": "results of products and their bias, or a norm's input, keep `frac` fractional bits",
+    "weight": "a layer's small weights are shared with `weight` fractional bits",
 }
 """What is known of a module, and what its exponent says."""
 
-_LIMITS = {"output": (-60, 30), "compare": (-60, 30), "square": (-120, 63), "frac": (8, 20)}
+_LIMITS = {"output": (-60, 30), "compare": (-60, 30), "square": (-120, 63), "frac": (8, 20), "weight": (8, 40)}
 """What an exponent of each quantity may be."""
 
 _SMALLEST = -40
@@ -79,7 +80,7 @@ class Ranges:
     def frac_of_weight(self, name: str, default: int) -> int:
         """Fractional bits of a weight by its name: a bias has those of the product it is added to."""
         module, _, own = name.rpartition(".")
-        found = self.of(module, "frac") if own == "bias" else None
+        found = self.of(module, {"bias": "frac", "weight": "weight"}.get(own, ""))
         return default if found is None else found
 
     def to_dict(self) -> dict[str, dict[str, int]]:

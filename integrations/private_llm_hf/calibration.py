@@ -11,6 +11,7 @@ do with one sum of squares. The stream is followed from the product over sums to
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -21,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from private_llm.approx.norms import fitting_bits
 from private_llm.config import PrivateConfig
-from private_llm.errors import DomainError
+from private_llm.errors import DomainError, LowPrecision
 from private_llm.ranges import REACH, SQUARE_HEAD_ROOM, UNKNOWN, Ranges, exponent
+from private_llm.ring.ring import Ring
 from private_llm.tensor.dispatch import TorchArg
 from private_llm_hf.party_model import is_gelu, is_rms_norm
 
@@ -36,6 +38,15 @@ _SAME = {F.dropout, torch.dropout, Tensor.to, Tensor.float, Tensor.contiguous, T
 
 ROUNDING = 4e-4
 """One unit of a row with fewer fractional bits may be this part of its smallest root mean square: error about 1e-4."""
+
+
+VISIBLE = 2e-3
+"""One unit may be this part of a row's root mean square before a warning says so: logits are then off by 0.01."""
+
+WEIGHT_BITS = 11
+"""A layer's weights have a root mean square of 2^WEIGHT_BITS units: rounding is then 1e-4 of them."""
+
+_MOST_WEIGHT_BITS = 40
 
 
 class Largest(TorchFunctionMode):
@@ -209,4 +220,48 @@ def calibrate(model: nn.Module, config: PrivateConfig, batches: Sequence[Callabl
         for batch in batches:
             batch(model)
             largest.forget()
-    return ranges_of(largest, config)
+    _warn_of_small_rows(largest, config)
+    return with_fine_weights(model, ranges_of(largest, config), config)
+
+
+def _warn_of_small_rows(largest: Largest, config: PrivateConfig) -> None:
+    """Warn (LowPrecision) of norms whose smallest rows keep few digits: rounding is amplified to their output."""
+    small = {name: math.sqrt(square) for name, square in largest.smallest.items() if math.isfinite(square)}
+    least = 2.0**-config.frac_bits / VISIBLE
+    hit = [name for name, size in small.items() if size < least]
+    if hit:
+        worst = min(hit, key=lambda name: small[name])
+        warnings.warn(
+            f"{len(hit)} norm(s) get rows with a root mean square of {small[worst]:.1g} ('{worst}'), and with "
+            f"{config.frac_bits} fractional bits that is {small[worst] * 2.0**config.frac_bits:.1f} units: answers may "
+            "differ from the plaintext model's. Scale what is added there up (a norm undoes it), or raise frac_bits",
+            LowPrecision,
+            stacklevel=4,
+        )
+
+
+def with_fine_weights(model: nn.Module, ranges: Ranges, config: PrivateConfig) -> Ranges:
+    """`ranges`, with more fractional bits for layers whose weights are so small that rounding would show in them.
+
+    Their root mean square is then 2^`WEIGHT_BITS` units or more, as far as the layer's results leave room in a product.
+    Layers that read the same input run as one product and get the same bits.
+    """
+    tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    groups: dict[tuple[str, int], list[tuple[str, Tensor]]] = {}
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Linear | nn.Conv2d) and name in ranges.modules and id(part.weight) not in tables:
+            groups.setdefault((name.rpartition(".")[0], part.weight.shape[1]), []).append((name, part.weight))
+    modules = ranges.to_dict()
+    for members in groups.values():
+        sizes = [_root_mean_square(weight) for _, weight in members]
+        wanted = max((WEIGHT_BITS - math.floor(math.log2(size)) for size in sizes if size), default=0)
+        outputs = max(modules[name].get("output", REACH) for name, _ in members)
+        bits = min(wanted, Ring(config.ring).value_bits - 1 - config.frac_bits - outputs, _MOST_WEIGHT_BITS)
+        if bits > config.frac_bits:
+            for name, _ in members:
+                modules[name]["weight"] = bits
+    return Ranges(modules)
+
+
+def _root_mean_square(weight: Tensor) -> float:
+    return float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64)) / math.sqrt(max(weight.numel(), 1))

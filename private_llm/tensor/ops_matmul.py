@@ -75,12 +75,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> SecretTenso
     """x @ weight.T + bias: x [.., K], weight [N, K], bias [N], each secret or plain (at least one secret)."""
     if not isinstance(x, SecretTensor):
         raise UnsupportedOp("linear of a plain input with secret weights; share the input (Session input) first")
-    value, frac = _in_range(x.operand), x.session.exponent("frac")
+    frac = x.session.exponent("frac")
     frac = None if frac is None else min(frac, x.session.frac)
     if isinstance(weight, SecretTensor):
         same_session(x, weight)
-        out = SecretTensor(product(value, weight.operand.view(Tensor.t), frac))
+        held = weight.raw
+        out = SecretTensor(product(_in_range(x.operand, held.frac), held.view(Tensor.t), frac))
     else:
+        value = _in_range(x.operand, x.session.frac)
         elements = ring_weight(x.session, weight, value.share.parts[0].device)
         out = SecretTensor(product_public(value, elements.t(), frac=frac))
     out._coarse = frac is not None and frac < x.session.frac
@@ -89,12 +91,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> SecretTenso
     return out
 
 
-def _in_range(x: Fixed) -> Fixed:
-    """x with as many fractional bits as the results of this module's products leave room for."""
+def _in_range(x: Fixed, weight: int) -> Fixed:
+    """x with as many fractional bits as the results of this module's products leave room for; weight: those it has."""
     known, session = x.session.exponent("output"), x.session
     if known is None or session.ring.bits < 64:
         return x
-    return x.at(min(x.frac, session.ring.value_bits - 1 - session.frac - known))
+    return x.at(min(x.frac, session.ring.value_bits - 1 - weight - known))
 
 
 @implements(torch.addmm, Tensor.addmm)

@@ -15,7 +15,7 @@ from private_llm_hf.compare import compare
 from private_llm_hf.handles import PrivateCache
 from transformers import PreTrainedModel
 
-from private_llm.errors import ConfigError, DomainError
+from private_llm.errors import ConfigError, DomainError, LowPrecision
 from private_llm.ranges import Ranges
 from tests.hf import tiny
 from tests.hf.conftest import PLAIN
@@ -139,6 +139,32 @@ def test_a_product_that_does_not_fit_is_refused_by_module() -> None:
         mlp.down_proj.weight.mul_(2.0**-26)
     with pytest.raises(DomainError, match=r"module 'model\.layers\.0\.mlp' has values of 2\^"):
         patch(model, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("large", "small", "scale"), [("model.norm", "lm_head", 2.0**14), ("up_proj", "down_proj", 2.0**11)]
+)
+def test_small_weights_keep_their_digits(large: str, small: str, scale: float) -> None:
+    """Weights of 2^-18 behind large values: rounding to 18 bits would leave nothing of them."""
+    model = tiny.build("llama")
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.mul_(scale if large in name else 1 / scale if small in name else 1.0)
+    with patch(model, PLAIN) as private:
+        assert error(model, private) <= 1e-3
+        assert (private.plan.ranges.of("lm_head", "weight") or 0) > 18 or small != "lm_head"
+    with patch(model, PrivateConfig(calibrate=False)) as private:
+        assert error(model, private) > 1e-2
+
+
+def test_rows_too_small_for_their_digits_are_warned_of() -> None:
+    model = tiny.build("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(2.0**-11)
+    with pytest.warns(LowPrecision, match=r"model\.layers\.\d\.\w+layernorm.* fractional bits that is"):
+        loaded_ranges(model, PLAIN)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
