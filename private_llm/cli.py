@@ -302,8 +302,10 @@ def share(
 def calibrate(
     model: Annotated[str, typer.Argument(help="Model folder or hub id.")],
     text: Annotated[Path | None, typer.Option(help="A text like those of your users (default: a bundled one).")] = None,
+    image: Annotated[list[Path] | None, typer.Option(help="Images like your users' (default: noise); repeat.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the ranges here, for --ranges.")] = None,
     task: TaskOption = "causal-lm",
+    ring: RingOption = 64,
     frac_bits: FracOption = None,
     gguf_file: GgufOption = None,
     as_json: Json = False,
@@ -311,7 +313,8 @@ def calibrate(
     """As the model owner: find the range of every module's values (share, generate and patch() do it by themselves)."""
     from private_llm.commands.calibrate import calibrate as run
 
-    run(model, _config(ProtocolName.TRIO, 64, **_bits(frac_bits)), task, text, out, as_json, gguf_file)
+    config = _config(ProtocolName.TRIO, ring, **_bits(frac_bits))
+    run(model, config, task, text, out, as_json, gguf_file, image or [])
 
 
 @app.command()

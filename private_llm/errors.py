@@ -53,6 +53,10 @@ class LowPrecision(UserWarning):
     """Values are so small that fixed point keeps few of their digits: answers may differ from the plaintext model's."""
 
 
+class TightRange(UserWarning):
+    """Values come near to what the ring can hold; beyond it, answers are garbage."""
+
+
 class WeakProtection(UserWarning):
     """A sharding plan is used whose nodes, if they try, can work out tokens that they are not given."""
 

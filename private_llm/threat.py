@@ -286,15 +286,16 @@ RANGES = Threat(
         (
             "meaning of the result",
             "values beyond their stated range give garbage; of what is watched (layers, products, scores, norms and "
-            "activations, in the 64-bit ring) the check sees an entry that outweighs its row always, any other with "
-            "probability 15/16 or more per row; it makes no claim against parties that deviate",
+            "activations) the check sees, in the 64-bit ring, an entry that outweighs its row always, any other with "
+            "probability 15/16 or more per row; in the 32-bit ring, where garbage is hardly larger than values, only "
+            "what wraps widely, and nothing without calibration. It makes no claim against parties that deviate",
         ),
     ),
     source=(
         "private_llm/ranges.py, private_llm_hf/calibration.py and private_llm/tensor/range_check.py; docs/ranges.md. "
         "The argument for the signed sums is in the last one's header; tests open the bit under every protocol"
     ),
-    setting="calibrate=True, guard=True (both default); models of text in the 64-bit ring",
+    setting="calibrate=True, guard=True (both default); text in the 64-bit ring, images in both",
 )
 
 LOOKUP = Threat(

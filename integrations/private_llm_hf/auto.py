@@ -140,13 +140,14 @@ class AutoPrivateModel(_AutoPrivate):
 
 def patch(
     model: nn.Module, private_config: PrivateConfig | None = None, hub: LocalHub | None = None,
-    start: Start = start_parties, ranges: Ranges | None = None,
+    start: Start = start_parties, ranges: Ranges | None = None, images: Tensor | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """Share a model that is already loaded; the original stays as it is.
 
     A module that is not a transformers model (an `nn.Sequential`, a network of one's own) becomes a `Network`: the
     result is called with images and returns logits. hub: see `start_parties`, for which `start` may stand in (with
-    links that measure, for instance). ranges: as for `from_pretrained`.
+    links that measure, for instance). ranges: as for `from_pretrained`. images: a batch like those to come, on which a
+    network of images is calibrated (default: pictures of noise, if the model says what shape it takes).
     Raises PatchMismatch for a transformers model class of somebody else's, and for modules without a rule.
     """
     private_config = _checked(private_config)
@@ -172,7 +173,7 @@ def patch(
     config = without_quantisation(model.config)
     return _open(
         type(model), config, private_config, weights, generation,
-        ranges or (lambda: loaded_ranges(model, private_config)), hub, start,
+        ranges or (lambda: loaded_ranges(model, private_config, images)), hub, start,
     )  # fmt: skip
 
 
@@ -220,17 +221,19 @@ def _open(
 
 def ranges_of_checkpoint(
     source: str, private_config: PrivateConfig | None = None, auto: type[_AutoPrivate] = AutoPrivateModelForCausalLM,
-    text: str | None = None, **hf_kwargs: Any,  # noqa: ANN401 - as transformers
+    text: str | None = None, images: Tensor | None = None,
+    **hf_kwargs: Any,  # noqa: ANN401 - as transformers
 ) -> Ranges:  # fmt: skip
     """Calibrate a checkpoint on `text` (default: a bundled one) for `from_pretrained(..., ranges=...)`.
 
-    Runs the plaintext model in this process. Raises DomainError naming a module whose values fit no plan.
+    images: a prepared batch for a model of images (default: pictures of noise). Runs the plaintext model in this
+    process. Raises DomainError naming a module whose values fit no plan.
     """
     checkpoint = Checkpoint(source, hf_kwargs, hf_kwargs)
     config, _ = checkpoint.config(**hf_kwargs)
     architecture(config)
     model_class = _model_class(auto.auto_class, config)
-    return checkpoint_ranges(checkpoint, model_class, config, _checked(private_config), hf_kwargs, text)
+    return checkpoint_ranges(checkpoint, model_class, config, _checked(private_config), hf_kwargs, text, images)
 
 
 def share_checkpoint(

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from private_llm.approx.norms import fitting_bits
 from private_llm.config import PrivateConfig
-from private_llm.errors import DomainError, LowPrecision
+from private_llm.errors import DomainError, LowPrecision, TightRange
 from private_llm.ranges import REACH, SQUARE_HEAD_ROOM, UNKNOWN, Ranges, exponent
 from private_llm.ring.ring import Ring
 from private_llm.tensor.dispatch import TorchArg
@@ -31,7 +31,7 @@ from private_llm_hf.party_model import is_gelu, is_rms_norm
 _LAYERS = {F.linear, torch.addmm}
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm}
 _TIMES = {torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply, Tensor.mul_}
-_COMPARED = {F.relu, torch.relu, F.gelu, F.silu, torch.nn.functional.relu}
+_COMPARED = {F.relu, torch.relu, Tensor.relu, F.gelu, F.silu, F.relu6, F.hardtanh}
 _SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__}
 _SAME = {F.dropout, torch.dropout, Tensor.to, Tensor.float, Tensor.contiguous, Tensor.view, Tensor.reshape}
 
@@ -87,6 +87,7 @@ class Largest(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if func in _LAYERS or (func in _TIMES and self._of_two_secrets(args)):
             self._note_rows_of("output", out)
+            self._note_peak(out)
             if func is F.linear:
                 self._streams[id(out)] = (out, {self._scope})
         elif func in _PRODUCTS and out.is_floating_point():
@@ -131,6 +132,11 @@ class Largest(TorchFunctionMode):
     def _note_compared(self, x: Tensor) -> None:
         """Arguments of an activation; 1.702 of them where GELU is x sigmoid(1.702 x)."""
         self._note_rows_of("compare", 1.702 * x)
+        self._note_peak(x)
+
+    def _note_peak(self, x: Tensor) -> None:
+        if x.numel():
+            self._note("peak", float(x.detach().abs().max()))
 
     def note_rows(self, x: Tensor, centred: bool) -> None:
         """The rows of a norm's input."""
@@ -197,6 +203,7 @@ def ranges_of(largest: Largest, config: PrivateConfig) -> Ranges:
         if "square" in met:
             known["square"] = exponent(met["square"], SQUARE_HEAD_ROOM)
         modules[name] = known
+    _warn_of_tight_ring(largest, config)
     for norm, width in largest.widths.items():
         fit = fitting_bits(width, modules[norm]["square"])
         if fit < config.frac_bits and 2.0**-fit <= ROUNDING * math.sqrt(largest.smallest[norm]):
@@ -206,6 +213,24 @@ def ranges_of(largest: Largest, config: PrivateConfig) -> Ranges:
         if product in modules and all(fit < config.frac_bits for fit in fits):
             modules[product]["frac"] = min(fits)
     return Ranges({name: known for name, known in modules.items() if known})
+
+
+def _warn_of_tight_ring(largest: Largest, config: PrivateConfig) -> None:
+    """Warn (TightRange) of the module that comes nearest to what a product of this ring can hold, if that is near."""
+    limit = 2.0 ** (Ring(config.ring).value_bits - 2 * config.frac_bits)
+    peaks = {name: met["peak"] for name, met in largest.largest.items() if "peak" in met}
+    worst = max(peaks, key=lambda name: peaks[name], default=None)
+    if config.ring == 64 or worst is None or peaks[worst] < limit / 2:
+        return
+    fitting = math.floor((Ring(config.ring).value_bits - math.ceil(math.log2(peaks[worst])) - 1) / 2)
+    warnings.warn(
+        f"module '{worst}' reached {peaks[worst]:.3g} on pictures of noise, and a {config.ring}-bit ring with "
+        f"{config.frac_bits} fractional bits holds less than {limit:g}: values beyond that are garbage, of which the "
+        f"check of ranges sees only what outgrows everything. frac_bits={fitting} or ring=64 gives room; "
+        "`calibrate=False` silences this for images that you have tried (private-llm diff)",
+        TightRange,
+        stacklevel=4,
+    )
 
 
 def calibrate(model: nn.Module, config: PrivateConfig, batches: Sequence[Callable[[nn.Module], object]]) -> Ranges:

@@ -1,24 +1,27 @@
-"""Calibration runs: which models are calibrated, and on what: text in their tokens, and tokens of every kind."""
+"""Calibration runs: which models are calibrated, and on what: text and tokens of every kind, or pictures of noise."""
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, TightRange
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.architectures import architecture
 from private_llm_hf.calibration import calibrate
 from private_llm_hf.checkpoints import Checkpoint
+from private_llm_hf.network import NetworkConfig, image_shape
 from private_llm_hf.weights import dense_weight
 
 LENGTH = 128
@@ -27,6 +30,9 @@ LENGTH = 128
 ROWS = 2
 """Rows of text."""
 
+SPAN = 2.5
+"""Largest value of the pictures of noise: white, normalised by the usual means and deviations, is 2.2 to 2.7."""
+
 _PRIME = 7919
 
 _LARGEST = 32
@@ -34,22 +40,27 @@ _LARGEST = 32
 
 
 def can_calibrate(config: PretrainedConfig, private_config: PrivateConfig) -> bool:
-    """Whether calibration is wanted and has something to say: models of text in the 64-bit ring."""
-    wanted = private_config.calibrate and private_config.ring == 64 and private_config.protocol != "cascade"
-    return wanted and architecture(config).kind != "vision"
+    """Whether calibration is wanted and has something to say: models of images, and of text in the 64-bit ring."""
+    if not private_config.calibrate or private_config.protocol == "cascade":
+        return False
+    return private_config.ring == 64 or architecture(config).kind == "vision"
 
 
 def checkpoint_ranges(
     checkpoint: Checkpoint, model_class: type[PreTrainedModel], config: PretrainedConfig,
-    private_config: PrivateConfig, hf: dict[str, Any], text: str | None = None,
+    private_config: PrivateConfig, hf: dict[str, Any], text: str | None = None, images: Tensor | None = None,
 ) -> Ranges:  # fmt: skip
     """Calibrate a checkpoint on `text` (default: the bundled one); nothing is known of what cannot be calibrated.
+
+    images: for models of images, instead of pictures of noise.
 
     hf: where it lies and how it is loaded, as for `Checkpoint.load`. The whole plaintext model is in memory meanwhile.
     """
     if not can_calibrate(config, private_config):
         return UNKNOWN
     model = checkpoint.load(model_class, config, **hf)
+    if architecture(config).kind == "vision":
+        return _seen(model, private_config, images)
     return calibrate(model, private_config, batches(model, _tokenizer(checkpoint, hf), text))
 
 
@@ -62,16 +73,19 @@ def _tokenizer(checkpoint: Checkpoint, hf: dict[str, Any]) -> PreTrainedTokenize
     return found if found.vocab_size > 0 else None
 
 
-def loaded_ranges(model: nn.Module, private_config: PrivateConfig) -> Ranges:
+def loaded_ranges(model: nn.Module, private_config: PrivateConfig, images: Tensor | None = None) -> Ranges:
     """Calibrate a model in memory; its mode stays as it was.
 
-    On the bundled text if it was loaded from a folder with a tokenizer, and on tokens from all over its vocabulary.
+    On the bundled text if it was loaded from a folder with a tokenizer, and on tokens from all over its vocabulary; a
+    model of images on `images`, or on pictures of noise if it says what shape it takes.
     """
     if not isinstance(model, PreTrainedModel) or not can_calibrate(model.config, private_config):
         return UNKNOWN
     training = model.training
     try:
         with _unpacked(model):
+            if architecture(model.config).kind == "vision":
+                return _seen(model.eval(), private_config, images)
             return calibrate(model.eval(), private_config, batches(model, _tokenizer_beside(model)))
     finally:
         model.train(training)
@@ -144,6 +158,43 @@ def batches(
         rows += [row.view(1, -1) for row in ids.split(length) if len(row) > 1]
     kind = architecture(model.config).kind
     return [functools.partial(_run, ids=row, kind=kind) for row in rows]
+
+
+def pictures(config: PretrainedConfig) -> Tensor:
+    """Images [4, C, H, W] from -2.5 to 2.5, the span that processors leave: rough, smooth, and of one colour each half.
+
+    Natural images have spectra like 1 / frequency; the smooth picture has, the rough one has all alike.
+    """
+    channels, height, width = image_shape(config)
+    random = np.random.default_rng(_PRIME)
+    rough = random.uniform(-SPAN, SPAN, (channels, height, width))
+    across = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width)[None])
+    across[0, 0] = np.inf
+    smooth = np.fft.ifft2(np.fft.fft2(random.normal(size=(channels, height, width))) / across).real
+    smooth *= SPAN / max(float(np.abs(smooth).max()), 1e-12)
+    halves = np.where(np.arange(width) < width / 2, -SPAN, SPAN) * np.ones((channels, height, 1))
+    return torch.from_numpy(np.stack([rough, smooth, halves, np.full_like(halves, SPAN)])).float()
+
+
+def _seen(model: PreTrainedModel, private_config: PrivateConfig, images: Tensor | None) -> Ranges:
+    """Calibrate a model of images."""
+    if images is None:
+        if isinstance(model.config, NetworkConfig) and model.config.image_shape is None:
+            if private_config.ring < 64 and private_config.guard:
+                warnings.warn(
+                    "this network does not say what images it takes, so it was not calibrated, and without that a "
+                    "32-bit ring has no check of ranges: patch(model, config, images=some_images) gives both",
+                    TightRange,
+                    stacklevel=5,
+                )
+            return UNKNOWN
+        images = pictures(model.config)
+    shown = images
+
+    def look(model: nn.Module) -> object:
+        return model(shown.to(next(model.parameters()).device))
+
+    return calibrate(model, private_config, [look])
 
 
 def _every_kind(model: PreTrainedModel, length: int) -> Tensor:

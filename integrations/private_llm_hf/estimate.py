@@ -40,7 +40,7 @@ from private_llm_hf.client import Parties, Secret
 from private_llm_hf.costs import Costs, layer_of, rows_of
 from private_llm_hf.layout import Layout, describe
 from private_llm_hf.model import private_class
-from private_llm_hf.network import Network, NetworkConfig
+from private_llm_hf.network import Network, image_shape
 from private_llm_hf.networks import BUILDERS
 from private_llm_hf.party import Party
 from private_llm_hf.party_model import build_party_model, empty_model, meta_parameters
@@ -366,16 +366,6 @@ def _link(
     if private_config.split is None:
         return _ShardedOnly(private_config, model_class, config, progress)
     return _MetaSplit(private_config, model_class, config, progress, every_layer, ranges)
-
-
-def image_shape(config: PretrainedConfig) -> tuple[int, ...]:
-    """Channels, height and width of a model's images. Raises ConfigError where the configuration does not say."""
-    if isinstance(config, NetworkConfig):
-        if config.image_shape is None:
-            raise ConfigError("this network does not say what images it takes; give channels x height x width")
-        return tuple(config.image_shape)
-    size = getattr(config, "image_size", 224)
-    return (config.num_channels, *(size if isinstance(size, list | tuple) else (size, size)))
 
 
 def named_shape(name: str) -> tuple[type[PreTrainedModel], PretrainedConfig] | None:

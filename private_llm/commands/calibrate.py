@@ -1,11 +1,13 @@
-"""`private-llm calibrate`: the owner's plaintext model on a text, and the public powers of two that its values need."""
+"""`private-llm calibrate`: the owner's model on a text or images, and the public powers of two that its values need."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-from private_llm.commands.models import gguf_options, quiet
+from private_llm.commands.classify import read_images
+from private_llm.commands.models import gguf_options, image_config, quiet
 from private_llm.commands.output import CONSOLE, emit_json, progress_bar
 from private_llm.config import VERSION, PrivateConfig
 from private_llm.errors import ConfigError
@@ -14,7 +16,7 @@ from private_llm.ranges import Ranges
 
 def calibrate(
     source: str, config: PrivateConfig, task: str, text: Path | None, out: Path | None, as_json: bool,
-    gguf_file: str | None = None,
+    gguf_file: str | None = None, images: Sequence[Path] = (),
 ) -> None:  # fmt: skip
     """Print the ranges of a checkpoint, and write them for `share --ranges` if `out` is given."""
     from private_llm_hf.auto import ranges_of_checkpoint
@@ -23,14 +25,18 @@ def calibrate(
     from private_llm.commands.parties import auto_class
 
     quiet()
+    if images and text is not None:
+        raise ConfigError("calibrate: give a text or images, as the model takes")
     words = None if text is None else text.read_text("utf-8")
+    pixels = read_images(source, image_config(source), images).pixels if images else None
     with progress_bar(1, as_json) as step:
         step("running the plaintext model", 0)
-        ranges = ranges_of_checkpoint(source, config, auto_class(task), words, **gguf_options(gguf_file))
+        ranges = ranges_of_checkpoint(source, config, auto_class(task), words, pixels, **gguf_options(gguf_file))
         step("running the plaintext model")
     if not ranges.modules:
         raise ConfigError(
-            f"calibrate: nothing to say of {source!r}; ranges are measured for models of text in the 64-bit ring"
+            f"calibrate: nothing to say of {source!r}; ranges are measured for models of text in the 64-bit ring, "
+            "and for models of images that say what shape they take (or give --image)"
         )
     if out is not None:
         out.write_text(json.dumps({"version": VERSION, "modules": ranges.to_dict()}, indent=1), "utf-8")

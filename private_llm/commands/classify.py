@@ -104,8 +104,7 @@ def read_images(source: str, config: Any, files: Sequence[Path]) -> Batch:  # no
     import numpy as np
     import torch
     from PIL import Image, UnidentifiedImageError
-    from private_llm_hf.estimate import image_shape
-    from private_llm_hf.network import NetworkConfig
+    from private_llm_hf.network import NetworkConfig, image_shape
 
     try:
         pictures = [Image.open(path) for path in files]

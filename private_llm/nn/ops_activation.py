@@ -15,7 +15,7 @@ from private_llm.nn.tanh import precise_tanh
 from private_llm.ranges import REACH
 from private_llm.tensor.dispatch import implements
 from private_llm.tensor.fixed import Fixed
-from private_llm.tensor.range_check import watch, watch_flat
+from private_llm.tensor.range_check import PIECE, watch, watch_flat
 from private_llm.tensor.secret import SecretTensor
 
 
@@ -23,10 +23,11 @@ def _settled(x: Tensor, name: str) -> Fixed:
     if not isinstance(x, SecretTensor):
         raise UnsupportedOp(f"{name}: the rule needs a secret input")
     value, known = x.fixed, x.session.exponent("compare")
-    if known is None:
-        watch_flat(value, REACH + value.frac)
+    bits = value.frac + (REACH if known is None else max(known, SHORTEST))
+    if known is None or value.shape[-1] < PIECE:  # lines of images are short: they share their sums
+        watch_flat(value, bits)
     else:
-        watch(value, max(known, SHORTEST) + value.frac)
+        watch(value, bits)
     return value
 
 

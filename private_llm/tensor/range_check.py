@@ -38,6 +38,9 @@ SKETCHES = 4
 PIECE = 256
 """Entries of one sum where there are no rows."""
 
+_LESS_ROOM = 2
+"""Bits of head room given up in a 32-bit ring: garbage of a product that wrapped is no larger than 2^(31 - frac)."""
+
 UNKNOWN = REACH + 3
 """Bits of magnitude that the signed sums of a module without calibration may have."""
 
@@ -45,11 +48,13 @@ UNKNOWN = REACH + 3
 def watch(x: Fixed, bits: int | None = None) -> None:
     """Owe a check of the rows of x [.., width]: signed sums below 2^bits in ring elements. Local.
 
-    bits: default, the calibrated `output` of the module that is computed. Nothing is done with guard=False or in a
-    32-bit ring. Debug sessions compare the norms of the rows, and name the module.
+    bits: default, the calibrated `output` of the module that is computed. Nothing is done with guard=False, or in a
+    32-bit ring without calibration: its products have no bit to spare for a bound that knows nothing. Debug sessions
+    compare the norms of the rows, and name the module.
     """
     session = x.session
-    if not session.config.guard or session.ring.bits < 64 or not x.numel():
+    small = session.ring.bits < 64
+    if not session.config.guard or not x.numel() or (small and not session.known.ranges.modules):
         return
     if bits is None:
         known = session.exponent("output")
@@ -60,10 +65,12 @@ def watch(x: Fixed, bits: int | None = None) -> None:
         if session.known.ranges.modules:  # without calibration, the ring's own limits are all there is to keep
             x.proto.expect_rows("a value that calls watch", x.share, 4.0**bits)
         return
+    if small:
+        bits -= _LESS_ROOM
     width = x.shape[-1]
     # Every entry may be off by a unit or two of its last place, however small the values are.
     bits = max(width.bit_length() + 4, min(bits, session.ring.value_bits - 1))
-    signs = _signs(width, str(x.share.parts[0].device))
+    signs = _signs(width, session.ring.dtype, str(x.share.parts[0].device))
     sums = x.share.map(lambda part: Matmul().product(part.reshape(-1, part.shape[-1]), signs))
     session.known.owed.append((sums, bits))
 
@@ -115,9 +122,9 @@ def require(flag: Tensor) -> None:
 
 
 @lru_cache(maxsize=64)
-def _signs(width: int, device: str) -> Tensor:
+def _signs(width: int, dtype: torch.dtype, device: str) -> Tensor:
     """Public signs [width, SKETCHES]: the same for everybody, and not chosen by anybody."""
     raw = hashlib.shake_256(b"private-llm range check %d" % width).digest(width)
     octets = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(torch.int64)
     signs = ((octets[:, None] >> torch.arange(SKETCHES)) & 1) * 2 - 1
-    return signs.to(device)
+    return signs.to(dtype).to(device)

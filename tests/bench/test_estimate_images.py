@@ -6,14 +6,15 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import Network, PrivateConfig, patch
-from private_llm_hf.estimate import estimate, image_shape, model_class_of, named_shape
+from private_llm_hf.estimate import estimate, model_class_of, named_shape
+from private_llm_hf.network import image_shape
 from torch import nn
 
 from private_llm.errors import ConfigError
 from tests.bench.test_estimate import entries
 from tests.hf import images
 
-SMALL = {"ring": 32, "frac_bits": 10}
+SMALL = {"ring": 32, "frac_bits": 10, "calibrate": False}
 
 
 def both(model: nn.Module, pixels: torch.Tensor, config: PrivateConfig) -> None:
