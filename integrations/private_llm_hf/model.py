@@ -135,6 +135,17 @@ class PrivateModel:
         made: torch.Tensor = cast(Any, self)._shift_right(labels)
         return made
 
+    def _prepare_model_inputs(self, inputs: object = None, *args: object, **kwargs: object) -> object:
+        """As the original's, for tensors."""
+        given = args[1] if len(args) > 1 else kwargs.get("model_kwargs", {})
+        for value in (inputs, given.get("input_ids") if isinstance(given, dict) else None):
+            if value is not None and not isinstance(value, torch.Tensor):
+                raise DomainError(
+                    f"generate: got {type(value).__name__}; want a tensor of token ids: "
+                    "generate(**tokenizer(text, return_tensors='pt'))"
+                )
+        return super()._prepare_model_inputs(inputs, *args, **kwargs)  # type: ignore[misc]
+
     def _prepare_cache_for_generation(
         self,
         generation_config: GenerationConfig,

@@ -75,8 +75,12 @@ def make_plan(model: PreTrainedModel, config: PrivateConfig) -> Plan:
     nodes = _at_nodes(model, config)
     rows: list[PlanRow] = []
     unmatched: list[str] = []
+    listed: set[int] = set()
     for name, module in model.named_modules():
-        own = sum(value.numel() for value in module.parameters(recurse=False))
+        own = 0  # a tied weight counts where it is met first
+        for value in module.parameters(recurse=False):
+            own += 0 if id(value) in listed else value.numel()
+            listed.add(id(value))
         kind = type(module).__name__
         rule = next((r for r in module_rules() if r.pattern.match(kind)), None)
         if name in nodes and config.plan is not None:
@@ -84,7 +88,7 @@ def make_plan(model: PreTrainedModel, config: PrivateConfig) -> Plan:
                 rows.append(PlanRow(name or "(model)", kind, *_node_rule(kind, config.plan, config.split), own))
         elif rule is not None:
             rows.append(PlanRow(name, kind, rule.becomes, rule.public, own))
-        elif own or not any(True for _ in module.children()):
+        elif any(True for _ in module.parameters(recurse=False)) or not any(True for _ in module.children()):
             if not _is_list(module):
                 unmatched.append(f"{name} ({kind})")
         elif not _is_list(module):

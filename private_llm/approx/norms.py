@@ -30,7 +30,6 @@ from private_llm.approx.chain import need_wide_ring
 from private_llm.approx.coefficients import RSQRT
 from private_llm.approx.normalise import THIRDS, power, powers
 from private_llm.errors import DomainError
-from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 
 SQUARE_BITS = 30
@@ -62,8 +61,8 @@ def layer_norm(
 
     Relative error of a row 1e-4 (5e-5 where one sum is enough) and 2^-17 absolute. With a known range that fits: 33
     bytes an element without weight, 64 with a secret one, 48 with a public one, about 5 kB a row; 15 rounds without
-    weight, 16 with a public, 17 with a secret one. Without: 16 bytes an element and 5 kB a row more, and 3 rounds; one
-    more for the mean where the width is no power of two. Raises DomainError where the ring is too small.
+    weight, 16 with a public, 17 with a secret one; one more for the mean where the width is no power of two. Without
+    known range: 16 bytes an element and 5 kB a row more, and 3 rounds. Raises DomainError where the ring is too small.
     """
     need_wide_ring(x, "layer_norm")
     width, reach = x.shape[-1], LARGEST
@@ -170,7 +169,7 @@ def _inverse_root_of_any_row(d: Fixed, eps: float) -> Fixed:
     small = d.with_share(d.proto.truncate(d.share, shift))
     d.proto.expect_rows("a norm's row, divided,", small.share, 2.0**_WRAP_FREE)
     with d.proto.may_wrap():
-        return _chosen_root(_stacked(d, small), eps, shift)
+        return _chosen_root(d.stack(small), eps, shift)
 
 
 def _chosen_root(both: Fixed, eps: float, shift: int) -> Fixed:
@@ -194,8 +193,3 @@ def _chosen_root(both: Fixed, eps: float, shift: int) -> Fixed:
     picked = both.proto.inject(found.below.row(row), pair.share, [1], [0])
     chosen = second + second.with_share(picked).view(lambda part: part.view(2, *second.shape)[1])
     return chosen.with_share(both.proto.truncate(chosen.share, shift))
-
-
-def _stacked(x: Fixed, y: Fixed) -> Fixed:
-    pairs = zip(x.share.parts, y.share.parts, strict=True)
-    return x.with_share(Share(tuple(torch.stack(pair) for pair in pairs)))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import secrets
 import select
 import socket
@@ -28,6 +29,8 @@ from private_llm.net.hello import CALLER_BYTES, Greeted, answer, greet
 from private_llm.net.sockets import Pair, SocketTransport
 from private_llm.net.tls import Credentials, explain
 from private_llm.net.transport import CLIENT, endpoint_name
+
+_LOG = logging.getLogger("private_llm")
 
 _BACKLOG = 64
 """Connections that the system keeps for an endpoint that has not accepted them yet."""
@@ -319,6 +322,12 @@ class _Mesh:
             _part(sock)
             raise
 
+    def _refuse(self, reason: str) -> None:
+        """Remember why a caller was refused, and log it unless the one before was refused for the same reason."""
+        if reason != self._refused:
+            _LOG.warning("%s refused a caller: %s", endpoint_name(self._me), reason)
+        self._refused = reason
+
     # -- being called -------------------------------------------------------------------------------------
     def _receive(self, sock: socket.socket, proved: Callable[[], None]) -> None:
         """Make the handshake with one caller; a failure is remembered for the message, and harms nobody else."""
@@ -336,9 +345,9 @@ class _Mesh:
         except PartiesBusy:
             return  # it comes again
         except ssl.SSLError as error:
-            self._refused = explain(error, "a caller")
+            self._refuse(explain(error, "a caller"))
         except OSError as error:  # TransportError is one
-            self._refused = error.strerror or str(error)
+            self._refuse(error.strerror or str(error))
         finally:
             with self._changed:
                 self._arriving.pop(threading.get_ident(), None)

@@ -10,12 +10,9 @@ are numbers up to 24. `approx.tanh` is cheaper (276 bytes, 13 rounds), but is of
 
 from __future__ import annotations
 
-import torch
-
 from private_llm.approx.chain import need_wide_ring
 from private_llm.approx.range import coarse_bits
 from private_llm.approx.reciprocal import reciprocal
-from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 
 TOP = 4.97
@@ -39,7 +36,7 @@ def precise_tanh(x: Fixed) -> Fixed:
     z = square.with_share(square.share, _FRAC)
     z2 = z.mul(z, frac=_FRAC)
     powers = (z, z2, z2.mul(z, frac=_FRAC))
-    both = _stacked(_polynomial(powers, _ABOVE), _polynomial(powers, _BELOW)).at(_FRAC)
+    both = _polynomial(powers, _ABOVE).stack(_polynomial(powers, _BELOW)).at(_FRAC)
     above, below = both.view(lambda part: part[0]), both.view(lambda part: part[1])
     return u.mul(above, frac=_FRAC).mul(reciprocal(below, 0.99, 31.0), frac=x.frac)
 
@@ -49,9 +46,3 @@ def _polynomial(powers: tuple[Fixed, Fixed, Fixed], coefficients: tuple[float, .
     terms = [power.scale_int(round(c * (1 << _BITS))) for power, c in zip(powers, coefficients[1:], strict=True)]
     total = terms[0] + terms[1] + terms[2]
     return Fixed(total.session, total.share, _FRAC + _BITS) + coefficients[0]
-
-
-def _stacked(x: Fixed, y: Fixed) -> Fixed:
-    """Both in one tensor, so that they are truncated in one step."""
-    pairs = zip(x.share.parts, y.share.parts, strict=True)
-    return x.with_share(Share(tuple(torch.stack(pair) for pair in pairs)))

@@ -77,6 +77,11 @@ class Fixed:
         """The same value with exactly `frac` bits (truncates only if it must)."""
         return self.finer(frac) if frac >= self.frac else self.coarser(frac)
 
+    def stack(self, other: Fixed) -> Fixed:
+        """Both, of equal shape and fractional bits, along a new first dimension, for one step on both. Local."""
+        pairs = zip(self.share.parts, other.share.parts, strict=True)
+        return self.with_share(Share(tuple(torch.stack(pair) for pair in pairs)))
+
     # -- sums --------------------------------------------------------------------------------------------
     def _aligned(self, other: Fixed) -> tuple[Fixed, Fixed]:
         frac = max(self.frac, other.frac)

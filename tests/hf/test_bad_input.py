@@ -68,6 +68,14 @@ def test_generate_with_an_empty_prompt(opt: PreTrainedModel) -> None:
         opt.generate(input_ids=torch.zeros(1, 0, dtype=torch.int64), max_new_tokens=2)
 
 
+@pytest.mark.parametrize("given", [{"inputs": "hello"}, {"input_ids": [[1, 2]]}])
+def test_generate_wants_tokens(opt: PreTrainedModel, given: dict[str, object]) -> None:
+    with pytest.raises(
+        DomainError, match=r"generate: got (str|list); want a tensor of token ids: generate\(\*\*tokenizer"
+    ):
+        opt.generate(**given, max_new_tokens=2)
+
+
 @pytest.mark.parametrize(
     ("mask", "message"),
     [

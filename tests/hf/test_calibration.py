@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from private_llm_hf.calibration_runs import loaded_ranges
 from private_llm_hf.client import Parties
 from private_llm_hf.compare import compare
 from private_llm_hf.handles import PrivateCache
+from private_llm_hf.party import Party
 from transformers import PreTrainedModel
 
-from private_llm.errors import ConfigError, DomainError, LowPrecision
+from private_llm.errors import ConfigError, DomainError, LowPrecision, TransportError
 from private_llm.ranges import Ranges
 from tests.hf import tiny
 from tests.hf.conftest import PLAIN
@@ -283,3 +285,16 @@ def test_a_text_needs_a_tokenizer(tmp_path: Path) -> None:
     tiny.build("llama").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="no tokenizer"):
         ranges_of_checkpoint(str(tmp_path), text="Some words.")
+
+
+def test_parties_with_different_ranges_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Party._load
+
+    def load(self: Party, message: dict[str, Any]) -> None:
+        if self.number == 1:
+            message = {**message, "ranges": {**message["ranges"], "model.norm": {"square": 9}}}
+        original(self, message)
+
+    monkeypatch.setattr(Party, "_load", load)
+    with pytest.raises(TransportError, match="the parties gave different answers"):
+        patch(tiny.build("llama"), PrivateConfig(party_mode="threads"))

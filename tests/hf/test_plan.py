@@ -26,6 +26,7 @@ def test_every_parameter_is_in_the_plan_once(name: str) -> None:
     listed = {row.name for row in plan.rows}
     holders = {name for name, module in model.named_modules() if list(module.parameters(recurse=False))}
     assert holders <= listed
+    assert sum(row.parameters for row in plan.rows) == plan.total  # tied weights once
     assert 0 < plan.parameters(exclude_embeddings=True) < plan.total or name == "vit"
 
 

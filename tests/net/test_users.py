@@ -127,7 +127,7 @@ def session(config, tls):
     return answer
 
 
-def test_taking_a_name_off_the_list_keeps_its_user_out(served, folder):
+def test_taking_a_name_off_the_list_keeps_its_user_out(served, folder, caplog):
     config, allowed = served
     alice, bob = (of(user_folder(folder, name), "client") for name in ("alice", "bob"))
     assert (session(config, alice), session(config, bob)) == (4, 4)
@@ -135,6 +135,7 @@ def test_taking_a_name_off_the_list_keeps_its_user_out(served, folder):
     with pytest.raises(TransportError, match="party 0 refused: user 'alice' is not on this party's list"):
         session(config, alice)
     assert session(config, bob) == 4
+    assert "party 0 refused a caller: user 'alice' is not on this party's list" in caplog.text
     allowed.write_text("alice\nbob\n")
     assert session(config, alice) == 4
 
