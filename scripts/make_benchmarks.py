@@ -56,7 +56,12 @@ of this kind at the usual shapes; some of these times were taken while something
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The Markdown table of some rows."""
+    """The Markdown tables of some rows, one for each machine that they were taken on."""
+    machines = list(dict.fromkeys(row["machine"] for row in rows))
+    return "\n\n".join(_table([row for row in rows if row["machine"] == machine]) for machine in machines)
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "| work | shape | median | min | bytes, all links | rounds | largest error | CrypTen | SPU ABY3 |",
         "|---|---|---|---|---|---|---|---|---|",
