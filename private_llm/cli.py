@@ -9,21 +9,45 @@ from __future__ import annotations
 
 import sys
 import warnings
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from private_llm.config import VERSION, PrivateConfig
+from private_llm.cli_options import (
+    SHAPES,
+    DemoModel,
+    FracOption,
+    GgufOption,
+    HostsOption,
+    Json,
+    LanesOption,
+    LoopbackOption,
+    MatmulOption,
+    PartyMode,
+    PartyOption,
+    PermuteOption,
+    PlanOption,
+    PromptOption,
+    ProtocolName,
+    ProtocolOption,
+    RangesOption,
+    RingOption,
+    SplitOption,
+    TaskOption,
+    TlsOption,
+    TokensOption,
+    WeakOption,
+    bits,
+    config_of,
+    folder_of,
+    plan_of,
+    remote,
+    sampling,
+)
+from private_llm.config import VERSION
 from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm.sharding import ShardingPlan
-
-SHAPES = (
-    "opt-125m", "opt-1.3b", "opt-6.7b", "llama-7b", "llama-13b", "gpt2", "bert-base", "resnet-18", "resnet-50",
-    "mobilenet-v2", "convnext-tiny", "lenet5", "alexnet", "vgg16-cifar10", "vgg16-imagenet",
-)  # fmt: skip
-"""What `estimate` knows by name. Spelled out: the list itself is in a package that is slow to import."""
 
 app = typer.Typer(
     name="private-llm",
@@ -32,119 +56,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-class ProtocolName(str, Enum):
-    """Protocols on offer."""
-
-    TRIO = "trio"
-    QUAD = "quad"
-    DEALER = "dealer"
-    CASCADE = "cascade"
-    PLAIN = "plain"
-
-
-class DemoModel(str, Enum):
-    """Models of `demo`."""
-
-    BUNDLED = "bundled"
-    SMOLLM2 = "smollm2"
-
-
-class PartyMode(str, Enum):
-    """Where the parties run."""
-
-    AUTO = "auto"
-    THREADS = "threads"
-    PROCESSES = "processes"
-
-
-Json = Annotated[bool, typer.Option("--json", help="Print figures as JSON, one object per line.")]
-ProtocolOption = Annotated[ProtocolName, typer.Option("--protocol", help="'plain' hides nothing (for comparison).")]
-RingOption = Annotated[int, typer.Option("--ring", help="Bits of the ring: 64 or 32.")]
-MatmulOption = Annotated[str, typer.Option(help="'masked', or under 'dealer' 'remask': operand-sized traffic.")]
-PartyOption = Annotated[PartyMode, typer.Option("--party-mode", help="Parties as threads or as processes.")]
-
-
-FracOption = Annotated[int | None, typer.Option("--frac-bits", help="Fractional bits (default: 18; 12 in 32 bits).")]
-
-
-def _bits(frac_bits: int | None) -> dict[str, Any]:
-    return {} if frac_bits is None else {"frac_bits": frac_bits}
-
-
-def _config(protocol: ProtocolName, ring: int, mode: PartyMode = PartyMode.AUTO, **more: Any) -> PrivateConfig:  # noqa: ANN401
-    values: dict[str, Any] = {"protocol": protocol.value, "ring": ring, **more}
-    if "hosts" in more and mode is not PartyMode.AUTO:
-        raise ConfigError(f"party-mode: got {mode.value!r} with --hosts, where the parties run already; leave it out")
-    values.setdefault("party_mode", mode.value)
-    if ring == 32:
-        values.setdefault("frac_bits", 12)
-    return PrivateConfig.from_dict({**values, "insecure": protocol is ProtocolName.PLAIN})
-
-
-PlanOption = Annotated[str, typer.Option("--plan", help="Under 'cascade': alpha,c,m[,rho], for instance 8,8,2.")]
-WeakOption = Annotated[bool, typer.Option("--accept-weak-plan", help="Use a plan that its audit calls weak.")]
-SplitOption = Annotated[
-    int | None, typer.Option("--split", help="First layers under --protocol, the rest on the nodes of --plan.")
-]
-
-
-def _plan(text: str, weak: bool = False, split: int | None = None) -> dict[str, Any]:
-    """Settings of a sharding plan."""
-    if split is not None:
-        return {**_plan(text, weak), "split": split}
-    if not text:
-        return {}
-    parts = text.split(",")
-    if len(parts) not in (3, 4) or not all(part.strip().isdecimal() for part in parts):
-        raise ConfigError(f"plan: got {text!r}; want alpha,c,m or alpha,c,m,rho, for instance 8,8,2")
-    names = ("alpha", "c", "m", "rho")
-    return {"plan": {**dict(zip(names, map(int, parts), strict=False)), "accept_weak_plan": weak}}
-
-
-def _folder(name: str) -> Path:
-    """Where to write. An empty name would be the working folder to pathlib."""
-    if not name.strip():
-        raise ConfigError("out: got an empty name; want a folder ('.' for this one)")
-    return Path(name)
-
-
-LanesOption = Annotated[int, typer.Option(help="Sessions side by side that share the rows of a batch.")]
-PermuteOption = Annotated[bool, typer.Option("--permute", help="Another party plays each role in each lane.")]
-PromptOption = Annotated[str, typer.Option("--prompt", help="Text to continue.")]
-TokensOption = Annotated[int, typer.Option("--max-new-tokens", help="How many tokens at most.")]
-HostsOption = Annotated[
-    list[str] | None,
-    typer.Option("--hosts", help="host:port of each party, in order: joined by commas, or the option repeated."),
-]
-TlsOption = Annotated[Path | None, typer.Option("--tls", help="Folder with ca.pem and this endpoint's .pem and .key.")]
-LoopbackOption = Annotated[bool, typer.Option(help="Allow unencrypted sockets, on loopback addresses only.")]
-
-
-TaskOption = Annotated[str, typer.Option(help="causal-lm, seq2seq, classification, features, image or masked-lm.")]
-RangesOption = Annotated[Path | None, typer.Option("--ranges", help="A file of `private-llm calibrate --out`.")]
-GgufOption = Annotated[str | None, typer.Option("--gguf-file", help="A GGUF file in the model's folder or repository.")]
-
-
-def _remote(hosts: list[str] | None, tls: Path | None, endpoint: str, loopback: bool) -> dict[str, Any]:
-    """Settings for parties on hosts of their own."""
-    addresses = [address.strip() for item in hosts or [] for address in item.split(",") if address.strip()]
-    if not addresses:
-        if hosts or tls is not None or loopback:
-            raise ConfigError(
-                "hosts: got none; want host:port of every party, in order. Without --hosts the parties run on this "
-                "machine, and --tls and --allow-plain-loopback protect nothing"
-            )
-        return {}
-    values: dict[str, Any] = {"party_mode": "remote", "hosts": addresses}
-    if tls is not None:
-        names = {"certificate": f"{endpoint}.pem", "key": f"{endpoint}.key", "ca": "ca.pem"}
-        missing = [name for name in names.values() if not (tls / name).is_file()]
-        if missing:
-            raise ConfigError(f"tls: {tls} lacks {', '.join(missing)}; make certificates with `private-llm certs`")
-        values["tls"] = {key: str(tls / name) for key, name in names.items()}
-    return {**values, "allow_plain_loopback": loopback}
 
 
 @app.command()
@@ -172,7 +83,7 @@ def demo(
     from private_llm.commands.generate import demo as run
     from private_llm.commands.models import CHAT_PROMPT, DEMO_PROMPT, LONG_PROMPT
 
-    config = _config(protocol, ring, party_mode, **_plan(plan, accept_weak_plan, split))
+    config = config_of(protocol, ring, party_mode, **plan_of(plan, accept_weak_plan, split))
     new_tokens = min(new_tokens, 4) if tiny else new_tokens
     if model is DemoModel.SMOLLM2:
         if plot is not None:
@@ -211,21 +122,10 @@ def generate(
     """Private generate() of any supported model."""
     from private_llm.commands.generate import generate as run
 
-    sampling = _sampling(temperature, top_p)
-    more = {**_remote(hosts, tls, "client", allow_plain_loopback), **_plan(plan, accept_weak_plan, split)}
-    config = _config(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **more)
-    run(model, prompt, config, new_tokens, as_json, sampling, preprocess, gguf_file, ranges)
-
-
-def _sampling(temperature: float, top_p: float) -> dict[str, Any]:
-    """Settings of generate()."""
-    if not 0 <= temperature < float("inf"):
-        raise ConfigError(f"temperature: got {temperature:g}; want 0 (greedy) or a positive number")
-    if not 0 < top_p <= 1:
-        raise ConfigError(f"top-p: got {top_p:g}; want a probability above 0, at most 1")
-    if temperature == 0 and top_p < 1:
-        raise ConfigError("top-p: greedy text has no use for it; give a --temperature above 0")
-    return {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
+    chosen = sampling(temperature, top_p)
+    more = {**remote(hosts, tls, "client", allow_plain_loopback), **plan_of(plan, accept_weak_plan, split)}
+    config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **more)
+    run(model, prompt, config, new_tokens, as_json, chosen, preprocess, gguf_file, ranges)
 
 
 @app.command()
@@ -249,7 +149,7 @@ def audit(
     if not all(node.isdecimal() for node in numbers):
         raise ConfigError(f"colluding: got {colluding!r}; want endpoint numbers, for instance 0,1")
     setting = Setting(split, not bidirectional, length, known_prefix, queries)
-    run(ShardingPlan(**_plan(plan)["plan"]), [int(node) for node in numbers], setting, as_json)
+    run(ShardingPlan(**plan_of(plan)["plan"]), [int(node) for node in numbers], setting, as_json)
 
 
 @app.command()
@@ -271,10 +171,14 @@ def classify(
     """Private image classification, beside the plaintext model's answers."""
     from private_llm.commands.classify import classify as run
 
-    more = _remote(hosts, tls, "client", allow_plain_loopback)
-    more |= _bits(10 if ring == 32 and frac_bits is None else frac_bits)
+    more = remote(hosts, tls, "client", allow_plain_loopback)
+    more |= bits(10 if ring == 32 and frac_bits is None else frac_bits)
     run(
-        model, images or [], count, _config(protocol, ring, party_mode, reveal=reveal, weights=weights, **more), as_json
+        model,
+        images or [],
+        count,
+        config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, **more),
+        as_json,
     )
 
 
@@ -294,8 +198,8 @@ def share(
     """As the model owner: split a checkpoint into one share file per party, tensor by tensor."""
     from private_llm.commands.parties import share as run
 
-    config = _config(protocol, ring, **_bits(frac_bits))
-    run(checkpoint, _folder(out), config, task, as_json, force, gguf_file, ranges)
+    config = config_of(protocol, ring, **bits(frac_bits))
+    run(checkpoint, folder_of(out), config, task, as_json, force, gguf_file, ranges)
 
 
 @app.command()
@@ -313,7 +217,7 @@ def calibrate(
     """As the model owner: find the range of every module's values (share, generate and patch() do it by themselves)."""
     from private_llm.commands.calibrate import calibrate as run
 
-    config = _config(ProtocolName.TRIO, ring, **_bits(frac_bits))
+    config = config_of(ProtocolName.TRIO, ring, **bits(frac_bits))
     run(model, config, task, text, out, as_json, gguf_file, image or [])
 
 
@@ -357,22 +261,22 @@ def party(
         raise ConfigError("hosts: got none; want host:port of every party, in order, the same at all endpoints")
     if sessions is not None and sessions < 1:
         raise ConfigError(f"sessions: got {sessions}; want at least 1, or leave it out to serve until interrupted")
-    endpoints = _config(protocol, ring, **_plan(plan, accept_weak_plan, split)).endpoints
+    endpoints = config_of(protocol, ring, **plan_of(plan, accept_weak_plan, split)).endpoints
     if not 0 <= index < endpoints:
         raise ConfigError(f"index: got {index}; want 0 to {endpoints - 1} for {protocol.value!r}")
-    remote = _remote(hosts, tls, f"party{index}", allow_plain_loopback)
+    more = remote(hosts, tls, f"party{index}", allow_plain_loopback)
     if allow is not None:
         if tls is None:
             raise ConfigError("--allow: users are known by their certificates; want --tls")
-        remote["tls"] |= {"allow": str(Path(allow).resolve()) if Path(allow).is_file() else allow}
-    remote["idle_s"] = idle or None
-    remote |= (
+        more["tls"] |= {"allow": str(Path(allow).resolve()) if Path(allow).is_file() else allow}
+    more["idle_s"] = idle or None
+    more |= (
         devices(device, device_map, max_memory, offload_folder)
-        | _bits(frac_bits)
+        | bits(frac_bits)
         | {"lanes": lanes, "permute": permute}
-        | _plan(plan, accept_weak_plan, split)
+        | plan_of(plan, accept_weak_plan, split)
     )
-    config = _config(protocol, ring, reveal=reveal, matmul=matmul, tape_folder=tape_folder, timeout_s=timeout, **remote)
+    config = config_of(protocol, ring, reveal=reveal, matmul=matmul, tape_folder=tape_folder, timeout_s=timeout, **more)
     run(index, config, shares, sessions, model or None)
 
 
@@ -391,8 +295,8 @@ def certs(
     """Certificates for trying out mutual TLS on machines of your own."""
     from private_llm.commands.parties import certs as run
 
-    config = _config(protocol, 64, **_plan(plan, split=split))
-    run(_folder(out), config, parties, days, user or ())
+    config = config_of(protocol, 64, **plan_of(plan, split=split))
+    run(folder_of(out), config, parties, days, user or ())
 
 
 @app.command()
@@ -428,15 +332,15 @@ def estimate(
     from private_llm.commands.hardware import Hardware, Work
 
     more: dict[str, Any] = {"reveal": reveal, "matmul": matmul, "weights": weights}
-    given = [ShardingPlan(**_plan(text)["plan"]) for text in plan or []]
+    given = [ShardingPlan(**plan_of(text)["plan"]) for text in plan or []]
     if plans or len(given) > 1:
-        config = _config(protocol, ring, **more, **_plan("", split=split))
+        config = config_of(protocol, ring, **more, **plan_of("", split=split))
         if image is not None:
             raise ConfigError("image: token sharding is for text; leave out --image")
         hardware = Hardware.of(bandwidth, latency, gmacs, sharded=True)
         compare_plans(Work(model, seq, new, batch), config, given, plans, as_json, hardware)
         return
-    config = _config(protocol, ring, **more, **_plan("".join(plan or []), accept_weak_plan, split))
+    config = config_of(protocol, ring, **more, **plan_of("".join(plan or []), accept_weak_plan, split))
     run(model, config, as_json, seq, new, batch, bandwidth, latency, gmacs, image)
 
 
@@ -456,7 +360,7 @@ def diff(
     from private_llm.commands.models import DEMO_PROMPT, demo_model
 
     more: dict[str, Any] = {} if frac_bits is None else {"frac_bits": frac_bits}
-    config = _config(ProtocolName.PLAIN, ring, **more)
+    config = config_of(ProtocolName.PLAIN, ring, **more)
     run(model or demo_model(), prompt or DEMO_PROMPT, config, everything, as_json, image, ranges)
 
 
@@ -492,7 +396,7 @@ def bench(
     from private_llm.commands.bench import bench as run
     from private_llm.commands.bench_cascade import bench_cascade
 
-    config = _config(protocol or ProtocolName.TRIO, ring, party_mode, lanes=lanes, permute=permute, matmul=matmul)
+    config = config_of(protocol or ProtocolName.TRIO, ring, party_mode, lanes=lanes, permute=permute, matmul=matmul)
     if names and KERNELS in names:
         if len(names) > 1 or protocol or ring != 64 or preprocess or plot or n or shape or bandwidth or latency:
             raise ConfigError(

@@ -208,7 +208,7 @@ def test_long_work_is_not_silent_in_a_log(monkeypatch: pytest.MonkeyPatch, capsy
 def test_help_lists_the_built_in_shapes(run: Run) -> None:
     from private_llm_hf.networks import BUILDERS
 
-    from private_llm.cli import SHAPES
+    from private_llm.cli_options import SHAPES
 
     listed = json.loads(resources.files("private_llm_hf").joinpath("models", "shapes.json").read_text())
     assert sorted(SHAPES) == sorted([*listed, *BUILDERS])

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LADDER = (
     "errors", "ranges", "sharding", "config", "threat", "kernels", "ring", "circuits", "net", "protocols", "tensor",
-    "approx", "oblivious", "nn", "sharded", "attacks", "bench", "commands", "cli",
+    "approx", "oblivious", "nn", "sharded", "attacks", "bench", "commands", "cli_options", "cli",
 )  # fmt: skip
 OUTSIDE_RUNG = {"bench", "commands", "cli"}
 """Rooms at the bottom may use the HuggingFace integration, inside functions only: private_llm is importable alone."""

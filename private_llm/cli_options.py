@@ -1,0 +1,144 @@
+"""The options that commands share, and what they mean as settings of `PrivateConfig`."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
+
+SHAPES = (
+    "opt-125m", "opt-1.3b", "opt-6.7b", "llama-7b", "llama-13b", "gpt2", "bert-base", "resnet-18", "resnet-50",
+    "mobilenet-v2", "convnext-tiny", "lenet5", "alexnet", "vgg16-cifar10", "vgg16-imagenet",
+)  # fmt: skip
+"""What `estimate` knows by name. Spelled out: the list itself is in a package that is slow to import."""
+
+
+class ProtocolName(str, Enum):
+    """Protocols on offer."""
+
+    TRIO = "trio"
+    QUAD = "quad"
+    DEALER = "dealer"
+    CASCADE = "cascade"
+    PLAIN = "plain"
+
+
+class DemoModel(str, Enum):
+    """Models of `demo`."""
+
+    BUNDLED = "bundled"
+    SMOLLM2 = "smollm2"
+
+
+class PartyMode(str, Enum):
+    """Where the parties run."""
+
+    AUTO = "auto"
+    THREADS = "threads"
+    PROCESSES = "processes"
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print figures as JSON, one object per line.")]
+ProtocolOption = Annotated[ProtocolName, typer.Option("--protocol", help="'plain' hides nothing (for comparison).")]
+RingOption = Annotated[int, typer.Option("--ring", help="Bits of the ring: 64 or 32.")]
+MatmulOption = Annotated[str, typer.Option(help="'masked', or under 'dealer' 'remask': operand-sized traffic.")]
+PartyOption = Annotated[PartyMode, typer.Option("--party-mode", help="Parties as threads or as processes.")]
+
+
+FracOption = Annotated[int | None, typer.Option("--frac-bits", help="Fractional bits (default: 18; 12 in 32 bits).")]
+
+
+def bits(frac_bits: int | None) -> dict[str, Any]:
+    """Settings of --frac-bits."""
+    return {} if frac_bits is None else {"frac_bits": frac_bits}
+
+
+def config_of(protocol: ProtocolName, ring: int, mode: PartyMode = PartyMode.AUTO, **more: Any) -> PrivateConfig:  # noqa: ANN401
+    """The configuration of a command. Raises ConfigError for settings that do not go together."""
+    values: dict[str, Any] = {"protocol": protocol.value, "ring": ring, **more}
+    if "hosts" in more and mode is not PartyMode.AUTO:
+        raise ConfigError(f"party-mode: got {mode.value!r} with --hosts, where the parties run already; leave it out")
+    values.setdefault("party_mode", mode.value)
+    if ring == 32:
+        values.setdefault("frac_bits", 12)
+    return PrivateConfig.from_dict({**values, "insecure": protocol is ProtocolName.PLAIN})
+
+
+PlanOption = Annotated[str, typer.Option("--plan", help="Under 'cascade': alpha,c,m[,rho], for instance 8,8,2.")]
+WeakOption = Annotated[bool, typer.Option("--accept-weak-plan", help="Use a plan that its audit calls weak.")]
+SplitOption = Annotated[
+    int | None, typer.Option("--split", help="First layers under --protocol, the rest on the nodes of --plan.")
+]
+
+
+def plan_of(text: str, weak: bool = False, split: int | None = None) -> dict[str, Any]:
+    """Settings of a sharding plan."""
+    if split is not None:
+        return {**plan_of(text, weak), "split": split}
+    if not text:
+        return {}
+    parts = text.split(",")
+    if len(parts) not in (3, 4) or not all(part.strip().isdecimal() for part in parts):
+        raise ConfigError(f"plan: got {text!r}; want alpha,c,m or alpha,c,m,rho, for instance 8,8,2")
+    names = ("alpha", "c", "m", "rho")
+    return {"plan": {**dict(zip(names, map(int, parts), strict=False)), "accept_weak_plan": weak}}
+
+
+def folder_of(name: str) -> Path:
+    """Where to write. An empty name would be the working folder to pathlib."""
+    if not name.strip():
+        raise ConfigError("out: got an empty name; want a folder ('.' for this one)")
+    return Path(name)
+
+
+LanesOption = Annotated[int, typer.Option(help="Sessions side by side that share the rows of a batch.")]
+PermuteOption = Annotated[bool, typer.Option("--permute", help="Another party plays each role in each lane.")]
+PromptOption = Annotated[str, typer.Option("--prompt", help="Text to continue.")]
+TokensOption = Annotated[int, typer.Option("--max-new-tokens", help="How many tokens at most.")]
+HostsOption = Annotated[
+    list[str] | None,
+    typer.Option("--hosts", help="host:port of each party, in order: joined by commas, or the option repeated."),
+]
+TlsOption = Annotated[Path | None, typer.Option("--tls", help="Folder with ca.pem and this endpoint's .pem and .key.")]
+LoopbackOption = Annotated[bool, typer.Option(help="Allow unencrypted sockets, on loopback addresses only.")]
+
+
+TaskOption = Annotated[str, typer.Option(help="causal-lm, seq2seq, classification, features, image or masked-lm.")]
+RangesOption = Annotated[Path | None, typer.Option("--ranges", help="A file of `private-llm calibrate --out`.")]
+GgufOption = Annotated[str | None, typer.Option("--gguf-file", help="A GGUF file in the model's folder or repository.")]
+
+
+def remote(hosts: list[str] | None, tls: Path | None, endpoint: str, loopback: bool) -> dict[str, Any]:
+    """Settings for parties on hosts of their own."""
+    addresses = [address.strip() for item in hosts or [] for address in item.split(",") if address.strip()]
+    if not addresses:
+        if hosts or tls is not None or loopback:
+            raise ConfigError(
+                "hosts: got none; want host:port of every party, in order. Without --hosts the parties run on this "
+                "machine, and --tls and --allow-plain-loopback protect nothing"
+            )
+        return {}
+    values: dict[str, Any] = {"party_mode": "remote", "hosts": addresses}
+    if tls is not None:
+        names = {"certificate": f"{endpoint}.pem", "key": f"{endpoint}.key", "ca": "ca.pem"}
+        missing = [name for name in names.values() if not (tls / name).is_file()]
+        if missing:
+            raise ConfigError(f"tls: {tls} lacks {', '.join(missing)}; make certificates with `private-llm certs`")
+        values["tls"] = {key: str(tls / name) for key, name in names.items()}
+    return {**values, "allow_plain_loopback": loopback}
+
+
+def sampling(temperature: float, top_p: float) -> dict[str, Any]:
+    """Settings of generate()."""
+    if not 0 <= temperature < float("inf"):
+        raise ConfigError(f"temperature: got {temperature:g}; want 0 (greedy) or a positive number")
+    if not 0 < top_p <= 1:
+        raise ConfigError(f"top-p: got {top_p:g}; want a probability above 0, at most 1")
+    if temperature == 0 and top_p < 1:
+        raise ConfigError("top-p: greedy text has no use for it; give a --temperature above 0")
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
