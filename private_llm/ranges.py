@@ -27,15 +27,21 @@ REACH = 20
 """Where nothing is known, values are promised to stay below 2^REACH (a million)."""
 
 QUANTITIES = {
-    "output": "results of products stay below 2^output",
-    "compare": "arguments of ReLU, GELU and SiLU stay below 2^compare",
+    "output": "rows of the results of products and convolutions have norms below 2^output",
+    "compare": "rows of arguments of ReLU, GELU and SiLU have norms below 2^compare",
     "square": "mean squares of a norm's rows stay below 2^square",
     "frac": "results of products and their bias, or a norm's input, keep `frac` fractional bits",
     "weight": "a layer's small weights are shared with `weight` fractional bits",
 }
 """What is known of a module, and what its exponent says."""
 
-_LIMITS = {"output": (-60, 30), "compare": (-60, 30), "square": (-120, 63), "frac": (8, 20), "weight": (8, 40)}
+LEAST_BITS = 8
+"""Fewest fractional bits of a result."""
+
+WEIGHT_ROOM = 43
+"""Bits that a layer's small weights and its results share in a product, beside 18 fractional bits of its input."""
+
+_LIMITS = {"output": (-60, 30), "compare": (-60, 30), "square": (-120, 63), "frac": (LEAST_BITS, 20), "weight": (8, 40)}
 """What an exponent of each quantity may be."""
 
 _SMALLEST = -40
@@ -64,6 +70,11 @@ class Ranges:
                     raise ConfigError(
                         f"ranges of {name!r}: {quantity}={exponent!r}; want an integer from {low} to {high}"
                     )
+            if "weight" in known and known["weight"] + known.get("output", REACH) > WEIGHT_ROOM:
+                raise ConfigError(
+                    f"ranges of {name!r}: weight={known['weight']} with output={known.get('output')}; want them to be "
+                    f"{WEIGHT_ROOM} or less in sum (without `output`, it counts as {REACH})"
+                )
 
     def of(self, module: str, quantity: str) -> int | None:
         """The exponent, or None if nothing is known. `a.q+k+v` is a group of layers that run as one product."""

@@ -274,8 +274,9 @@ RANGES = Threat(
         (
             "every party",
             "of each module of the model a few powers of two: how large its products, activations and mean squares "
-            "get (with head room), and how many fractional bits it keeps. They are made from the owner's plaintext "
-            "model and a text of the owner's choice, and of that text's values only the largest one counts",
+            "get (with head room), how many fractional bits it keeps, and, where a layer's weights are very small, "
+            "how small. They are made from the owner's plaintext model and a text or images of the owner's choice, "
+            "and of the values that these lead to only the largest and smallest count",
         ),
         (
             "the client",
@@ -285,10 +286,11 @@ RANGES = Threat(
         ("parties", "of that bit nothing: a refused call looks like any other"),
         (
             "meaning of the result",
-            "values beyond their stated range give garbage; of what is watched (layers, products, scores, norms and "
-            "activations) the check sees, in the 64-bit ring, an entry that outweighs its row always, any other with "
-            "probability 15/16 or more per row; in the 32-bit ring, where garbage is hardly larger than values, only "
-            "what wraps widely, and nothing without calibration. It makes no claim against parties that deviate",
+            "values beyond their stated range give garbage; of what is watched (layers, convolutions, products, "
+            "scores, norms and activations) the check sees, in the 64-bit ring, any entry beyond its bound with "
+            "probability 15/16 or more per row (docs/ranges.md says when always); in the 32-bit ring, where garbage is "
+            "hardly larger than values, only what wraps widely, and nothing without calibration. It makes no claim "
+            "against parties that deviate",
         ),
     ),
     source=(

@@ -38,7 +38,7 @@ from private_llm_hf.model import private_class
 from private_llm_hf.network import Network
 from private_llm_hf.plan import make_plan
 from private_llm_hf.share_files import ShareWriter, refuse_taken
-from private_llm_hf.weights import Sink, WeightList, stream_loaded
+from private_llm_hf.weights import Sink, WeightList, skeleton, stream_loaded
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 Start = Callable[[PrivateConfig, LocalHub | None], Parties]
@@ -171,10 +171,30 @@ def patch(
         stream_loaded(model, wanted, sink)
 
     config = without_quantisation(model.config)
+    _refuse_other_constants(model, config)
     return _open(
         type(model), config, private_config, weights, generation,
         ranges or (lambda: loaded_ranges(model, private_config, images)), hub, start,
     )  # fmt: skip
+
+
+def _refuse_other_constants(model: PreTrainedModel, config: PretrainedConfig) -> None:
+    """Raise PatchMismatch for a module whose numbers (eps, scaling) are not those that its configuration gives it.
+
+    The parties build the model from its configuration, so a number that was changed afterwards would be lost.
+    """
+    built = dict(skeleton(type(model), config).named_modules())
+    for name, module in model.named_modules():
+        if name not in built or isinstance(module, nn.Dropout):
+            continue
+        for own, value in vars(module).items():
+            wanted = vars(built[name]).get(own)
+            numbers = type(value) is float and type(wanted) is float and "drop" not in own
+            if numbers and value != wanted:
+                raise PatchMismatch(
+                    f"patch: '{name}.{own}' is {value:g} here, and {wanted:g} by the model's configuration, from which "
+                    "the parties build it; change the configuration instead"
+                )
 
 
 def _open(

@@ -12,26 +12,30 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers.pytorch_utils import Conv1D
 
 from private_llm.approx.norms import fitting_bits
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, LowPrecision, TightRange
-from private_llm.ranges import REACH, SQUARE_HEAD_ROOM, UNKNOWN, Ranges, exponent
+from private_llm.ranges import LEAST_BITS, REACH, SQUARE_HEAD_ROOM, UNKNOWN, Ranges, exponent
 from private_llm.ring.ring import Ring
 from private_llm.tensor.dispatch import TorchArg
+from private_llm.tensor.range_check import PIECE
 from private_llm_hf.party_model import is_gelu, is_rms_norm
 
 _LAYERS = {F.linear, torch.addmm}
+_CONVOLUTIONS = {F.conv2d, F.conv1d}
+_RELUS = {F.relu, torch.relu, Tensor.relu}
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm}
 _TIMES = {torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply, Tensor.mul_}
-_COMPARED = {F.relu, torch.relu, Tensor.relu, F.gelu, F.silu, F.relu6, F.hardtanh}
+_COMPARED = {*_RELUS, F.gelu, F.silu, F.relu6, F.hardtanh}
 _SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__}
 _SAME = {F.dropout, torch.dropout, Tensor.to, Tensor.float, Tensor.contiguous, Tensor.view, Tensor.reshape}
 
@@ -48,6 +52,15 @@ WEIGHT_BITS = 11
 
 _MOST_WEIGHT_BITS = 40
 
+_FEW_UNITS = 128.0
+"""Weights of a root mean square of fewer units are warned of: logits are then off by 0.01."""
+
+_LARGE_SCORE = 500.0
+"""Attention scores above it are warned of."""
+
+_MOST_SCORE = 15
+"""Scores below 2^15 pass the check of ranges, which sums up 256 of them."""
+
 
 class Largest(TorchFunctionMode):
     """Notes the largest values of each module while the mode is on; see the module header."""
@@ -63,6 +76,9 @@ class Largest(TorchFunctionMode):
         self._names = {module: name for name, module in model.named_modules()}
         self._running: list[str] = []
         self._streams: dict[int, tuple[Tensor, set[str]]] = {}
+        self._convolved: tuple[str, Tensor] | None = None
+        self.folded: set[str] = set()
+        """Convolutions before a batch norm, which their weights will contain."""
 
     def enter(self, module: nn.Module, inputs: tuple[object, ...]) -> None:
         """A module begins."""
@@ -76,8 +92,10 @@ class Largest(TorchFunctionMode):
         if is_rms_norm(module) or isinstance(module, nn.LayerNorm):
             self._read(inputs[0])
 
-    def leave(self, *_: object) -> None:
+    def leave(self, module: nn.Module, inputs: object, output: object) -> None:
         """The module that began last has ended."""
+        if isinstance(output, Tensor) and (is_rms_norm(module) or isinstance(module, nn.LayerNorm)):
+            self._note("entry", float(output.detach().abs().max()) if output.numel() else 0.0)
         self._running.pop()
 
     def __torch_function__(
@@ -90,12 +108,20 @@ class Largest(TorchFunctionMode):
             self._note_peak(out)
             if func is F.linear:
                 self._streams[id(out)] = (out, {self._scope})
+        elif func in _CONVOLUTIONS:
+            self._note_convolution()
+            self._convolved = (self._scope, out)
+        elif func in (F.batch_norm, torch.batch_norm) and self._convolved is not None and args[0] is self._convolved[1]:
+            self._convolved = (self._convolved[0], out)
+            self.folded.add(self._convolved[0])
         elif func in _PRODUCTS and out.is_floating_point():
             self._note("product", float(out.detach().abs().max()) if out.numel() else 0.0)
         elif func is F.scaled_dot_product_attention:
             self._note_scores(*args[:2])
         elif func in _COMPARED:
             self._note_compared(args[0])
+            if func in _RELUS:
+                self._note("relu", float(args[0].detach().abs().max()) if args[0].numel() else 0.0)
         elif func in (F.layer_norm, torch.layer_norm):
             self.note_rows(args[0], centred=True)
         elif func in (F.rms_norm, torch.rms_norm):
@@ -108,11 +134,20 @@ class Largest(TorchFunctionMode):
     def _scope(self) -> str:
         return self._running[-1] if self._running else ""
 
-    def _note(self, quantity: str, value: float) -> None:
-        known = self.largest.setdefault(self._scope, {})
+    def _note(self, quantity: str, value: float, scope: str | None = None) -> None:
+        scope = self._scope if scope is None else scope
+        known = self.largest.setdefault(scope, {})
         if not math.isfinite(value):
-            raise DomainError(f"calibration: module '{self._scope}' of the plaintext model makes NaN or infinity")
+            raise DomainError(f"calibration: module '{scope}' of the plaintext model makes NaN or infinity")
         known[quantity] = max(known.get(quantity, 0.0), value)
+
+    def _note_convolution(self) -> None:
+        """The last convolution, or the batch norm that its weights will contain."""
+        if self._convolved is not None:
+            scope, out = self._convolved
+            self._note_rows_of("output", out, scope)
+            self._note_peak(out, scope)
+            self._convolved = None
 
     def _of_two_secrets(self, args: Sequence[TorchArg]) -> bool:
         """Whether a product looks like one of two values (gate and up), not of a value with a table or a weight."""
@@ -120,23 +155,29 @@ class Largest(TorchFunctionMode):
             return False
         return args[0].dim() > 1 and args[0].shape == args[1].shape and self._scope not in self.widths
 
-    def _note_rows_of(self, quantity: str, x: Tensor) -> None:
-        rows = x.detach().float().norm(dim=-1)
-        self._note(quantity, float(rows.max()) if rows.numel() else 0.0)
+    def _note_rows_of(self, quantity: str, x: Tensor, scope: str | None = None) -> None:
+        """Norms of rows, or where these are short, of the pieces that the check of ranges sums up."""
+        x = x.detach().float()
+        if x.dim() and x.shape[-1] < PIECE:
+            x = F.pad(x.reshape(-1), (0, -x.numel() % PIECE)).view(-1, PIECE)
+        rows = x.norm(dim=-1)
+        self._note(quantity, float(rows.max()) if rows.numel() else 0.0, scope)
 
     def _note_scores(self, query: Tensor, key: Tensor) -> None:
-        """Scores of fused attention before they are scaled; grouped heads share their keys."""
+        """Scores of fused attention, before they are scaled and after; grouped heads share their keys."""
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-        self._note("product", float((query.float() @ key.float().mT).abs().max()))
+        largest = float((query.float() @ key.float().mT).abs().max())
+        self._note("product", largest)
+        self._note("score", largest / math.sqrt(query.shape[-1]))
 
     def _note_compared(self, x: Tensor) -> None:
         """Arguments of an activation; 1.702 of them where GELU is x sigmoid(1.702 x)."""
         self._note_rows_of("compare", 1.702 * x)
         self._note_peak(x)
 
-    def _note_peak(self, x: Tensor) -> None:
+    def _note_peak(self, x: Tensor, scope: str | None = None) -> None:
         if x.numel():
-            self._note("peak", float(x.detach().abs().max()))
+            self._note("peak", float(x.detach().abs().max()), scope)
 
     def note_rows(self, x: Tensor, centred: bool) -> None:
         """The rows of a norm's input."""
@@ -165,7 +206,8 @@ class Largest(TorchFunctionMode):
             self._streams[id(x)] = (x, set())
 
     def forget(self) -> None:
-        """Drop the tensors that were followed."""
+        """The run is over: drop the tensors that were followed."""
+        self._note_convolution()
         self._streams.clear()
 
 
@@ -190,8 +232,10 @@ def ranges_of(largest: Largest, config: PrivateConfig) -> Ranges:
     """Exponents with head room for what was met. Raises DomainError naming the module whose values do not fit."""
     modules: dict[str, dict[str, int]] = {}
     for name, met in largest.largest.items():
-        entry = max(met.get(key, 0.0) for key in ("output", "compare", "entry"))
-        for reached, limit in ((entry, REACH), (met.get("product", 0.0), REACH + 5)):
+        _check_relu(name, met.get("relu", 0.0), config)
+        entry = max(met.get(key, 0.0) for key in ("peak", "entry"))
+        limits = {"product": REACH + 5, "score": _MOST_SCORE}
+        for reached, limit in ((entry, REACH), *((met.get(key, 0.0), most) for key, most in limits.items())):
             if reached < 2.0**limit:
                 continue
             raise DomainError(
@@ -206,13 +250,23 @@ def ranges_of(largest: Largest, config: PrivateConfig) -> Ranges:
     _warn_of_tight_ring(largest, config)
     for norm, width in largest.widths.items():
         fit = fitting_bits(width, modules[norm]["square"])
-        if fit < config.frac_bits and 2.0**-fit <= ROUNDING * math.sqrt(largest.smallest[norm]):
+        if LEAST_BITS <= fit < config.frac_bits and 2.0**-fit <= ROUNDING * math.sqrt(largest.smallest[norm]):
             modules[norm]["frac"] = fit
     for product, norms in largest.feeds.items():
         fits = [modules[norm].get("frac", config.frac_bits) for norm in norms]
         if product in modules and all(fit < config.frac_bits for fit in fits):
             modules[product]["frac"] = min(fits)
     return Ranges({name: known for name, known in modules.items() if known})
+
+
+def _check_relu(name: str, reached: float, config: PrivateConfig) -> None:
+    """Raise DomainError if what a ReLU was given leaves the range that `relu_bits` states."""
+    if config.relu_bits is not None and reached >= 2.0 ** (config.relu_bits - 1 - config.frac_bits):
+        raise DomainError(
+            f"module '{name}' gets {reached:.3g}, and relu_bits={config.relu_bits} with {config.frac_bits} fractional "
+            f"bits states less than {2.0 ** (config.relu_bits - 1 - config.frac_bits):g}. Nothing was sent. Want "
+            f"relu_bits={math.floor(math.log2(reached)) + 2 + config.frac_bits} or more (None: 2^20)"
+        )
 
 
 def _warn_of_tight_ring(largest: Largest, config: PrivateConfig) -> None:
@@ -246,36 +300,54 @@ def calibrate(model: nn.Module, config: PrivateConfig, batches: Sequence[Callabl
             batch(model)
             largest.forget()
     _warn_of_small_rows(largest, config)
-    return with_fine_weights(model, ranges_of(largest, config), config)
+    return with_fine_weights(model, ranges_of(largest, config), config, largest.folded)
 
 
 def _warn_of_small_rows(largest: Largest, config: PrivateConfig) -> None:
-    """Warn (LowPrecision) of norms whose smallest rows keep few digits: rounding is amplified to their output."""
+    """Warn (LowPrecision) of what keeps few digits: rows of norms that are very small, scores that are very large."""
     small = {name: math.sqrt(square) for name, square in largest.smallest.items() if math.isfinite(square)}
     least = 2.0**-config.frac_bits / VISIBLE
     hit = [name for name, size in small.items() if size < least]
     if hit:
         worst = min(hit, key=lambda name: small[name])
-        warnings.warn(
+        _warn(
             f"{len(hit)} norm(s) get rows with a root mean square of {small[worst]:.1g} ('{worst}'), and with "
             f"{config.frac_bits} fractional bits that is {small[worst] * 2.0**config.frac_bits:.1f} units: answers may "
-            "differ from the plaintext model's. Scale what is added there up (a norm undoes it), or raise frac_bits",
-            LowPrecision,
-            stacklevel=4,
+            "differ from the plaintext model's. Scale what is added there up (a norm undoes it), or raise frac_bits"
+        )
+    scores = {name: met["score"] for name, met in largest.largest.items() if met.get("score", 0.0) > _LARGE_SCORE}
+    if scores:
+        worst = max(scores, key=lambda name: scores[name])
+        _warn(
+            f"attention scores of '{worst}' reach {scores[worst]:.0f}; a norm's relative error of 1e-4 is "
+            f"{scores[worst] * 1e-4:.2f} there, so answers may differ from the plaintext model's"
         )
 
 
-def with_fine_weights(model: nn.Module, ranges: Ranges, config: PrivateConfig) -> Ranges:
+def _warn(text: str) -> None:
+    warnings.warn(text, LowPrecision, stacklevel=6)
+
+
+def with_fine_weights(
+    model: nn.Module, ranges: Ranges, config: PrivateConfig, folded: Collection[str] = ()
+) -> Ranges:  # fmt: skip
     """`ranges`, with more fractional bits for layers whose weights are so small that rounding would show in them.
 
     Their root mean square is then 2^`WEIGHT_BITS` units or more, as far as the layer's results leave room in a product.
-    Layers that read the same input run as one product and get the same bits.
+    Layers that read the same input run as one product and get the same bits. folded: convolutions whose weights will be
+    others. Warns (LowPrecision) of small weights that cannot have more bits: tables, public ones.
     """
     tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     groups: dict[tuple[str, int], list[tuple[str, Tensor]]] = {}
+    coarse: dict[str, float] = {}
     for name, part in model.named_modules():
-        if isinstance(part, nn.Linear | nn.Conv2d) and name in ranges.modules and id(part.weight) not in tables:
-            groups.setdefault((name.rpartition(".")[0], part.weight.shape[1]), []).append((name, part.weight))
+        if not isinstance(part, nn.Linear | nn.Conv2d | Conv1D) or name not in ranges.modules or name in folded:
+            continue
+        if id(part.weight) in tables or config.weights == "public":
+            coarse[name] = _root_mean_square(part.weight)
+            continue
+        inputs = part.weight.shape[0 if isinstance(part, Conv1D) else 1]
+        groups.setdefault((name.rpartition(".")[0], inputs), []).append((name, part.weight))
     modules = ranges.to_dict()
     for members in groups.values():
         sizes = [_root_mean_square(weight) for _, weight in members]
@@ -285,6 +357,19 @@ def with_fine_weights(model: nn.Module, ranges: Ranges, config: PrivateConfig) -
         if bits > config.frac_bits:
             for name, _ in members:
                 modules[name]["weight"] = bits
+        if bits < wanted:
+            coarse |= {
+                name: size * 2.0 ** (max(bits, config.frac_bits) - config.frac_bits)
+                for (name, _), size in zip(members, sizes, strict=True)
+            }
+    few = {name: size * 2.0**config.frac_bits for name, size in coarse.items() if size > 0}
+    worst = min(few, key=lambda name: few[name], default=None)
+    if config.ring == 64 and worst is not None and few[worst] < _FEW_UNITS:  # 32 bits never have many
+        _warn(
+            f"the weights of '{worst}' have a root mean square of {few[worst]:.2g} units of the last place, and cannot "
+            "have more of them here: answers may differ from the plaintext model's. Scale them up and what they are "
+            "multiplied with down"
+        )
     return Ranges(modules)
 
 

@@ -35,8 +35,8 @@ SPAN = 2.5
 
 _PRIME = 7919
 
-_LARGEST = 32
-"""Tokens with the largest rows of embeddings that are tried, whatever the text."""
+_LARGEST, _SMALLEST = 32, 8
+"""Tokens with the largest and the smallest rows of embeddings that are tried, whatever the text."""
 
 
 def can_calibrate(config: PretrainedConfig, private_config: PrivateConfig) -> bool:
@@ -198,11 +198,15 @@ def _seen(model: PreTrainedModel, private_config: PrivateConfig, images: Tensor 
 
 
 def _every_kind(model: PreTrainedModel, length: int) -> Tensor:
-    """Token ids for ROWS rows: those with the largest rows of embeddings, then from all over the vocabulary."""
+    """Token ids for ROWS rows: those with the largest and smallest embeddings, then from all over the vocabulary."""
     table = model.get_input_embeddings().weight
     vocabulary = table.shape[0]
-    largest = table.detach().float().norm(dim=1).topk(min(_LARGEST, length // 2, vocabulary)).indices.cpu()
-    return torch.cat([largest, (torch.arange(ROWS * length) * _PRIME) % vocabulary])[: ROWS * length]
+    sizes = table.detach().float().norm(dim=1).cpu()
+    largest = sizes.topk(min(_LARGEST, length // 2, vocabulary)).indices
+    there = torch.where(sizes > 0, sizes, torch.inf)
+    smallest = there.topk(min(_SMALLEST, length // 4, vocabulary), largest=False).indices
+    smallest = smallest[there[smallest].isfinite()]
+    return torch.cat([largest, smallest, (torch.arange(ROWS * length) * _PRIME) % vocabulary])[: ROWS * length]
 
 
 def _run(model: nn.Module, ids: Tensor, kind: str) -> object:

@@ -107,7 +107,10 @@ class Parties:
         """The answer of every party, or of these; all must be equal."""
         answers = [self._answer(party) for party in (self.members if parties is None else parties)]
         if any(answer != answers[0] for answer in answers[1:]):
-            raise TransportError("the parties gave different answers: they do not run the same model or version")
+            raise TransportError(
+                "the parties gave different answers: they do not run the same model, ranges (explain() shows them) or "
+                "version"
+            )
         return answers[0]
 
     # -- weights ----------------------------------------------------------------------------------------------

@@ -118,7 +118,10 @@ def make_plan(model: PreTrainedModel, config: PrivateConfig) -> Plan:
 
 def ranges_table(ranges: Ranges) -> Table:
     """What all parties know of the sizes of values: powers of two, layers side by side."""
-    table = Table(title="ranges (public)", caption="values stay below 2^n; frac: fractional bits that products keep")
+    table = Table(
+        title="ranges (public)",
+        caption="values, or norms of their rows, stay below 2^n; frac, weight: fractional bits of results, of weights",
+    )
     table.add_column("module", overflow="fold")
     for quantity in QUANTITIES:
         table.add_column(quantity, justify="right")

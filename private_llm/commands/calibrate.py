@@ -27,7 +27,10 @@ def calibrate(
     quiet()
     if images and text is not None:
         raise ConfigError("calibrate: give a text or images, as the model takes")
-    words = None if text is None else text.read_text("utf-8")
+    try:
+        words = None if text is None else text.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"text: {text} is no text in UTF-8") from None
     pixels = read_images(source, image_config(source), images).pixels if images else None
     with progress_bar(1, as_json) as step:
         step("running the plaintext model", 0)

@@ -68,7 +68,7 @@ def _joined(layers: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Ten
 
 def _together(weights: Sequence[Tensor]) -> SecretTensor | None:
     """The weights as one, without a copy, if their shares lie one below the other (another lane has joined them)."""
-    fixed = [weight.fixed for weight in weights if isinstance(weight, SecretTensor)]
+    fixed = [weight.raw for weight in weights if isinstance(weight, SecretTensor)]
     if len(fixed) < len(weights) or len({value.frac for value in fixed}) > 1:
         return None
     parts = [_whole(rows) for rows in zip(*(value.share.parts for value in fixed), strict=True)]

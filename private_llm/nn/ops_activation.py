@@ -15,20 +15,19 @@ from private_llm.nn.tanh import precise_tanh
 from private_llm.ranges import REACH
 from private_llm.tensor.dispatch import implements
 from private_llm.tensor.fixed import Fixed
-from private_llm.tensor.range_check import PIECE, watch, watch_flat
+from private_llm.tensor.range_check import watch_compared
 from private_llm.tensor.secret import SecretTensor
 
 
 def _settled(x: Tensor, name: str) -> Fixed:
     if not isinstance(x, SecretTensor):
         raise UnsupportedOp(f"{name}: the rule needs a secret input")
-    value, known = x.fixed, x.session.exponent("compare")
-    bits = value.frac + (REACH if known is None else max(known, SHORTEST))
-    if known is None or value.shape[-1] < PIECE:  # lines of images are short: they share their sums
-        watch_flat(value, bits)
-    else:
-        watch(value, bits)
-    return value
+    known, config = x.session.exponent("compare"), x.session.config
+    most = REACH if known is None else max(known, SHORTEST)
+    if name == "relu" and config.relu_bits is not None:  # the adder of its comparison has no more
+        most = min(most, config.relu_bits - 1 - config.frac_bits)
+    watch_compared(x, x.session.frac + most, rows=known is not None)
+    return x.fixed
 
 
 def _register(function: Callable[[Fixed], Fixed], *ops: object) -> None:

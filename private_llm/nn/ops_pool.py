@@ -7,8 +7,10 @@ import torch.nn.functional as F
 
 from private_llm.approx.pool import Pair, Span, adaptive_spans, max_pool2d, spans, window_sums
 from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.ranges import REACH
 from private_llm.tensor.dispatch import TorchArg, implements
 from private_llm.tensor.means import mean_of
+from private_llm.tensor.range_check import watch_compared
 from private_llm.tensor.secret import SecretTensor
 
 
@@ -35,6 +37,7 @@ def max_pool2d_rule(
     kernel = _pair(kernel_size)
     _check("max_pool2d", x, kernel, _pair(padding))
     step = kernel if stride is None or stride == [] else _pair(stride)
+    watch_compared(x, x.session.frac + REACH)
     return SecretTensor(max_pool2d(x.fixed, kernel, step, _pair(padding), _pair(dilation), ceil_mode))
 
 

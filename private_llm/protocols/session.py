@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,12 +37,14 @@ from private_llm.ring.ring import Ring
 class Known:
     """The ranges that a session works with, set once when its model is loaded, and the checks that a call owes.
 
-    owed: (signed sums of rows, bits that they may have), see tensor/range_check.py.
+    owed: (signed sums of rows, bits that they may have), see tensor/range_check.py. pending: a secret tensor, and the
+    bits that its sums may have, to be checked unless the operation on it checks it anyway.
     """
 
     def __init__(self) -> None:
         self.ranges = Ranges()
         self.owed: list[tuple[Share, int]] = []
+        self.pending: tuple[Any, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)

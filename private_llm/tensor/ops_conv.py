@@ -14,6 +14,7 @@ from private_llm.tensor.dispatch import TorchArg, implements
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.ops_matmul import ring_weight
 from private_llm.tensor.ops_pointwise import plus
+from private_llm.tensor.range_check import watch_later
 from private_llm.tensor.scale import same_session
 from private_llm.tensor.secret import SecretTensor
 
@@ -76,7 +77,9 @@ def conv2d(
     value, form = _padded(value, weight, form, padding)
     made = _convolved(value, weight, form)
     out = SecretTensor(made if x.ndim == 4 else made.view(lambda part: part.squeeze(0)))
-    return out if bias is None else plus(out, bias.view(-1, 1, 1))
+    out = out if bias is None else plus(out, bias.view(-1, 1, 1))
+    watch_later(out)
+    return out
 
 
 @implements(torch.conv1d, F.conv1d)

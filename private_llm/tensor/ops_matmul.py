@@ -102,7 +102,12 @@ def _in_range(x: Fixed, weight: int) -> Fixed:
 @implements(torch.addmm, Tensor.addmm)
 def addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> SecretTensor:
     """Beta * bias + alpha * x @ y (GPT-2's Conv1D)."""
-    out = _combined(bias, matmul(x, y), beta, alpha)
+    if isinstance(x, SecretTensor) and isinstance(y, SecretTensor):
+        same_session(x, y)
+        made = SecretTensor(product(_in_range(x.operand, y.raw.frac), y.raw))
+    else:
+        made = matmul(x, y)
+    out = _combined(bias, made, beta, alpha)
     watch(out.raw)
     return out
 

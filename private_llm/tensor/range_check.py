@@ -31,6 +31,7 @@ from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
 from private_llm.tensor.fixed import Fixed, arithmetic
+from private_llm.tensor.secret import SecretTensor
 
 SKETCHES = 4
 """Patterns of signs per row."""
@@ -75,6 +76,33 @@ def watch(x: Fixed, bits: int | None = None) -> None:
     session.known.owed.append((sums, bits))
 
 
+def watch_later(x: SecretTensor) -> None:
+    """Owe a check of x, in pieces, unless the next operation that watches anything watches x itself. Local."""
+    watch_pending(x.session)
+    known = x.session.exponent("output")
+    bits = x.raw.frac + (UNKNOWN if known is None else known)
+    if x.session.config.debug_ranges:  # which names the module that runs now
+        watch_flat(x.raw, bits)
+    else:
+        x.session.known.pending = (x, bits)
+
+
+def watch_compared(x: SecretTensor, bits: int, rows: bool = False) -> None:
+    """Owe a check of what is compared next: rows of x (if they are long and `rows` says so), or pieces. Local."""
+    watch_pending(x.session, instead=x)
+    if rows and x.shape[-1] >= PIECE:
+        watch(x.fixed, bits)
+    else:  # lines of images are short: they share their sums
+        watch_flat(x.fixed, bits)
+
+
+def watch_pending(session: Session, instead: SecretTensor | None = None) -> None:
+    """Owe the check that was put off, unless it is of `instead`."""
+    pending, session.known.pending = session.known.pending, None
+    if pending is not None and pending[0] is not instead:
+        watch_flat(pending[0].raw, pending[1])
+
+
 def watch_flat(x: Fixed, bits: int) -> None:
     """As `watch`, for values without rows (scores of attention at the allowed positions): in pieces of `PIECE`."""
     watch(_in_pieces(x), bits)
@@ -87,6 +115,7 @@ def _in_pieces(x: Fixed) -> Fixed:
 
 def verdict(session: Session) -> Fixed | None:
     """A secret [1]: 1 if a watched value of this call left its range, else 0. None if nothing was watched."""
+    watch_pending(session)
     owed, session.known.owed = session.known.owed, []
     if not owed:
         return None
@@ -116,8 +145,9 @@ def require(flag: Tensor) -> None:
     if bool((flag != 0).any()):
         raise DomainError(
             "a value left its range, so this answer would be wrong and is withheld (nobody else learns of it). "
-            "`private-llm diff MODEL --prompt TEXT` names the module; `private-llm calibrate MODEL --text FILE` on "
-            "texts like yours, or fewer fractional bits (frac_bits), give it room; guard=False switches this check off"
+            "`private-llm diff MODEL --prompt TEXT` names the module (for images: a run under protocol='plain' with "
+            "debug_ranges=True); `private-llm calibrate MODEL --text FILE`, or --image FILE, on texts or images like "
+            "yours, or fewer fractional bits (frac_bits), give it room; guard=False switches this check off"
         )
 
 
