@@ -28,7 +28,8 @@ from private_llm.ranges import LEAST_BITS, REACH, SQUARE_HEAD_ROOM, UNKNOWN, Ran
 from private_llm.ring.ring import Ring
 from private_llm.tensor.dispatch import TorchArg
 from private_llm.tensor.range_check import PIECE
-from private_llm_hf.party_model import is_gelu, is_rms_norm
+from private_llm_hf.norms import norm_of
+from private_llm_hf.party_model import is_gelu
 
 _LAYERS = {F.linear, torch.addmm}
 _CONVOLUTIONS = {F.conv2d, F.conv1d}
@@ -74,6 +75,8 @@ class Largest(TorchFunctionMode):
         self.feeds: dict[str, set[str]] = {}
         """Norms that read a residual sum, by the products that were added to it."""
         self._names = {module: name for name, module in model.named_modules()}
+        found = {module: norm_of(module) for module in self._names}
+        self._norms = {module: norm for module, norm in found.items() if norm is not None}
         self._running: list[str] = []
         self._streams: dict[int, tuple[Tensor, set[str]]] = {}
         self._convolved: tuple[str, Tensor] | None = None
@@ -85,16 +88,17 @@ class Largest(TorchFunctionMode):
         self._running.append(self._names[module])
         if not inputs or not isinstance(inputs[0], Tensor):
             return
-        if is_rms_norm(module):
-            self.note_rows(inputs[0], centred=False)
+        norm = self._norms.get(module)
+        if norm is not None:
+            self.note_rows(inputs[0], centred=norm.kind == "layer")
         elif is_gelu(module):
             self._note_compared(inputs[0])
-        if is_rms_norm(module) or isinstance(module, nn.LayerNorm):
+        if norm is not None or isinstance(module, nn.LayerNorm):
             self._read(inputs[0])
 
     def leave(self, module: nn.Module, inputs: object, output: object) -> None:
         """The module that began last has ended."""
-        if isinstance(output, Tensor) and (is_rms_norm(module) or isinstance(module, nn.LayerNorm)):
+        if isinstance(output, Tensor) and (module in self._norms or isinstance(module, nn.LayerNorm)):
             self._note("entry", float(output.detach().abs().max()) if output.numel() else 0.0)
         self._running.pop()
 

@@ -21,6 +21,7 @@ from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.architectures import architecture
 from private_llm_hf.calibration import calibrate
 from private_llm_hf.checkpoints import Checkpoint
+from private_llm_hf.inputs import max_positions
 from private_llm_hf.network import NetworkConfig, image_shape
 from private_llm_hf.weights import dense_weight
 
@@ -145,8 +146,7 @@ def batches(
     """
     if text is not None and tokenizer is None:
         raise ConfigError("calibration text: the checkpoint has no tokenizer to read it; leave the text out")
-    facts = model.config.get_text_config()
-    length = min(LENGTH, getattr(facts, "max_position_embeddings", None) or LENGTH)
+    length = min(LENGTH, max_positions(model.config.get_text_config()) or LENGTH)
     length -= min(length // 2, 4)  # some families number positions from 2, or add tokens of their own
     rows = list(_every_kind(model, length).split(length))[:ROWS]
     rows = [row.view(1, -1) for row in rows]

@@ -82,7 +82,7 @@ def check_generated(config: PretrainedConfig, length: int) -> None:
 def max_positions(config: PretrainedConfig) -> int | None:
     """How many positions a model has, or None if it is not limited."""
     positions = architecture(config).positions
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = getattr(config, "max_position_embeddings", getattr(config, "max_seq_len", None))
     if positions == "unlimited" or not isinstance(limit, int):
         return None
     return limit - config.pad_token_id - 1 if positions == "after padding" else limit

@@ -23,7 +23,6 @@ from private_llm.errors import PatchMismatch
 from private_llm.net.ledger import Ledger
 from private_llm.nn.activation import PrivateGELU, PrivateQuickGELU
 from private_llm.nn.linear import SharedInput, can_share
-from private_llm.nn.norm import PrivateRMSNorm
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
@@ -33,6 +32,7 @@ from private_llm_hf.attention import register
 from private_llm_hf.batch_norm import fold_batch_norms
 from private_llm_hf.cache import SecretCache, SecretEncoderDecoderCache
 from private_llm_hf.layout import accepted_class
+from private_llm_hf.norms import norm_of
 from private_llm_hf.placement import Placement, Value
 from private_llm_hf.plan import make_plan
 from private_llm_hf.weights import WithoutWeights
@@ -140,11 +140,6 @@ def _match(section: str, module: nn.Module) -> Any:  # noqa: ANN401 - a JSON val
     return next((facts for names, facts in table(section).items() if re.fullmatch(names, name)), None)
 
 
-def is_rms_norm(module: nn.Module) -> bool:
-    """Whether a module spells the root-mean-square norm by hand."""
-    return _match("rms_norms", module) is not None
-
-
 def is_gelu(module: nn.Module) -> bool:
     """Whether a module spells GELU by hand."""
     return _match("gelus", module) is not None
@@ -152,9 +147,9 @@ def is_gelu(module: nn.Module) -> bool:
 
 def replacement(module: nn.Module) -> nn.Module | None:
     """The private module for one that spells a norm or GELU by hand; None if its own forward is right."""
-    norm = _match("rms_norms", module)
+    norm = norm_of(module)
     if norm is not None:
-        return PrivateRMSNorm(getattr(module, "weight", None), getattr(module, norm["eps"]), norm["offset"])
+        return norm.private(module)
     kind = _match("gelus", module)
     if kind is None:
         return None

@@ -19,9 +19,12 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import PatchMismatch
 from private_llm.ranges import QUANTITIES, UNKNOWN, Ranges, layer_of
 from private_llm.sharding import ShardingPlan
-from private_llm_hf.architectures import architecture, module_rules
+from private_llm_hf.architectures import ModuleRule, architecture, module_rules
 from private_llm_hf.cascade_attention import run_without_values
 from private_llm_hf.cascade_cut import Cut
+from private_llm_hf.norms import norm_of
+
+_ANY = re.compile("")
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def make_plan(model: PreTrainedModel, config: PrivateConfig) -> Plan:
             own += 0 if id(value) in listed else value.numel()
             listed.add(id(value))
         kind = type(module).__name__
-        rule = next((r for r in module_rules() if r.pattern.match(kind)), None)
+        rule = next((r for r in module_rules() if r.pattern.match(kind)), None) or _norm_rule(module)
         if name in nodes and config.plan is not None:
             if not _is_list(module):
                 rows.append(PlanRow(name or "(model)", kind, *_node_rule(kind, config.plan, config.split), own))
@@ -114,6 +117,12 @@ def make_plan(model: PreTrainedModel, config: PrivateConfig) -> Plan:
     if config.plan is not None:
         heading = "each node sees" if config.split is None else "public, or each node sees"
     return Plan(type(model).__name__, tuple(rows), secret, sum(unique.values()), sum(embedding.values()), heading)
+
+
+def _norm_rule(module: nn.Module) -> ModuleRule | None:
+    """The rule of a norm that is one by what it computes."""
+    norm = norm_of(module)
+    return None if norm is None else ModuleRule(_ANY, f"secret {'RMS' if norm.kind == 'rms' else 'layer'} norm", "")
 
 
 def ranges_table(ranges: Ranges) -> Table:

@@ -1,7 +1,8 @@
-"""Root-mean-square norm as one module: what replaces the families' own spellings of it."""
+"""Norms as one module each: what replaces the families' own spellings of them."""
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from private_llm.errors import PlaintextLeak
@@ -26,6 +27,31 @@ class PrivateRMSNorm(nn.Module):
         if not isinstance(hidden_states, SecretTensor):
             raise PlaintextLeak("a private norm got a plain tensor; its input must be secret")
         return rms_norm_rule(hidden_states, self.weight, self.eps, self.offset)
+
+    def extra_repr(self) -> str:
+        """Constants, no values."""
+        return f"eps={self.eps}, offset={self.offset}"
+
+
+class PrivateLayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * (weight + offset) + bias, over the last dimension, by one fused protocol."""
+
+    def __init__(
+        self, weight: nn.Parameter | None, bias: nn.Parameter | None, eps: float, offset: float = 0.0
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.eps, self.offset = eps, offset
+        self.weight: Tensor | None
+        self.bias: Tensor | None
+        self.register_parameter("weight", weight)
+        self.register_parameter("bias", bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalize a secret [.., H]; same shape."""
+        weight = self.weight
+        if weight is not None and self.offset:
+            weight = weight + self.offset
+        return F.layer_norm(hidden_states, hidden_states.shape[-1:], weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
         """Constants, no values."""

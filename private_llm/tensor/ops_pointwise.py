@@ -49,6 +49,10 @@ def _like(made: SecretTensor, *sources: SecretTensor) -> SecretTensor:
 
 
 def _plus_public(x: SecretTensor, y: Tensor) -> SecretTensor:
+    if x.hidden is not None and y.is_floating_point():  # a second mask on top of the first
+        more = y <= MINUS_INFINITY
+        if not bool(y.masked_fill(more, 0.0).any()):
+            return x.masked(more.expand(x.shape))
     hidden = None
     if y.is_floating_point() and y.dim() > 1 and y.numel() and bool(y.min() <= MINUS_INFINITY):
         hidden = y <= MINUS_INFINITY
@@ -105,7 +109,14 @@ def mul(x: Operand, y: Operand) -> SecretTensor:
     if not isinstance(x, SecretTensor):
         x, y = y, x
     secret = _secret(x, "mul")
+    if secret.hidden is not None and not isinstance(y, SecretTensor) and _is_positive(y):
+        return mul(secret.shown(), y).masked(secret.hidden)  # minus infinity stays what it is
     return SecretTensor(times_public(secret, y) if isinstance(y, Tensor) else times_scalar(secret, float(y)))
+
+
+def _is_positive(y: Operand) -> bool:
+    """Whether a public factor is one positive number."""
+    return (y.numel() == 1 and float(y) > 0) if isinstance(y, Tensor) else y > 0
 
 
 @implements(torch.div, torch.true_divide, torch.divide, Tensor.div, Tensor.__truediv__, Tensor.true_divide)

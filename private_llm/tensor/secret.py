@@ -113,6 +113,10 @@ class SecretTensor(Guarded):
         """Public mask, True where an entry stands for minus infinity, or None."""
         return self._hidden
 
+    def shown(self) -> SecretTensor:
+        """The same shares, no entry of which stands for minus infinity."""
+        return SecretTensor(self._fixed)
+
     def masked(self, hidden: Tensor) -> SecretTensor:
         """The same shares with `hidden` entries (public, this shape) standing for minus infinity."""
         out = SecretTensor(self._fixed)

@@ -1,0 +1,128 @@
+"""What a hand-spelled norm computes, found by trying it: model families differ in class names, not in formulas.
+
+A copy of the module gets random weights and random rows, and its results are compared with the formulas that private
+norms know. A module that computes anything else is none of them, whatever it is called.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from private_llm.nn.norm import PrivateLayerNorm, PrivateRMSNorm
+
+_WIDTH = 16
+"""Entries of the rows that a norm without weights is tried on."""
+
+_SIZES = (3.0, 3.0, 1.0, 0.05, 0.01, 0.002)
+"""Rows so small that what is added to the variance shows."""
+
+_TOLERANCE = 1e-4
+"""Relative: families round in different places."""
+
+_USUAL = (1e-5, 1e-6)
+"""What a family may add to the variance without saying so."""
+
+_PYTORCH_S = (nn.LayerNorm.forward, nn.RMSNorm.forward, nn.Module.forward)
+
+_CANNOT = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)
+"""What a module may raise that takes no rows."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm over the last dimension: of the root mean square, or of mean and variance; `offset` goes to its weight."""
+
+    kind: Literal["rms", "layer"]
+    eps: float
+    offset: float
+
+    def private(self, module: nn.Module) -> nn.Module:
+        """The private module with the weights of `module`."""
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        if self.kind == "rms":
+            return PrivateRMSNorm(weight, self.eps, self.offset)
+        return PrivateLayerNorm(weight, bias, self.eps, self.offset)
+
+    def plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The formula itself."""
+        if self.kind == "rms":
+            out = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        else:
+            out = F.layer_norm(x, x.shape[-1:], eps=self.eps)
+        out = out if weight is None else out * (weight + self.offset)
+        return out if bias is None else out + bias
+
+
+def norm_of(module: nn.Module) -> Norm | None:
+    """The norm that a module spells by hand, or None: it is another module, or one that PyTorch spells."""
+    if type(module).forward in _PYTORCH_S or any(True for _ in module.children()):
+        return None
+    held = {name: value for name, value in module._parameters.items() if value is not None}
+    sizes = {tuple(value.shape) for value in held.values()}
+    if not set(held) <= {"weight", "bias"} or len(sizes) > 1 or any(len(size) != 1 for size in sizes):
+        return None
+    width = next(iter(sizes))[0] if sizes else _width(module)
+    if width is None or width < 2:
+        return None
+    random = np.random.default_rng(width)
+    made = {name: torch.from_numpy(random.uniform(0.5, 1.5, width)).float() for name in held}
+    rows = torch.from_numpy(random.normal(0.01, 1.0, (len(_SIZES), width))).float() * torch.tensor(_SIZES)[:, None]
+    found = _results(module, made, rows)
+    if found is None:
+        return None
+    for norm in _candidates(module):
+        wanted = norm.plain(rows, made.get("weight"), made.get("bias"))
+        if torch.allclose(found, wanted, rtol=_TOLERANCE, atol=_TOLERANCE):
+            return norm
+    return None
+
+
+def _width(module: nn.Module) -> int | None:
+    """Entries of a row for a norm without weights."""
+    stated = getattr(module, "normalized_shape", None)
+    if isinstance(stated, tuple | list | torch.Size):
+        return int(stated[0]) if len(stated) == 1 else None
+    return _WIDTH if any(True for _ in _own_numbers(module)) else None
+
+
+def _results(module: nn.Module, weights: dict[str, Tensor], rows: Tensor) -> Tensor | None:
+    """What a copy of the module with these weights makes of rows; None if it takes no rows, or returns others."""
+    tried = copy.copy(module)
+    tried._parameters = {
+        name: nn.Parameter(weights[name], requires_grad=False) if name in weights else None
+        for name in module._parameters
+    }
+    forward: Callable[[Tensor], object] = type(module).forward.__get__(tried)
+    try:
+        with torch.no_grad():
+            made = forward(rows.clone())
+    except _CANNOT:
+        return None
+    return made if isinstance(made, Tensor) and made.shape == rows.shape and made.is_floating_point() else None
+
+
+def _candidates(module: nn.Module) -> Iterator[Norm]:
+    for eps in _numbers(module):
+        for kind in ("rms", "layer"):
+            for offset in (0.0, 1.0):
+                yield Norm(kind, eps, offset)
+
+
+def _numbers(module: nn.Module) -> Iterator[float]:
+    """Numbers that may be what is added to the variance: the module's own, and the usual ones."""
+    yield from _own_numbers(module)
+    yield from _USUAL
+
+
+def _own_numbers(module: nn.Module) -> Iterator[float]:
+    for value in vars(module).values():
+        if isinstance(value, float) and 0 < value < 0.1:
+            yield value
