@@ -41,7 +41,16 @@ LEAST_BITS = 8
 WEIGHT_ROOM = 43
 """Bits that a layer's small weights and its results share in a product, beside 18 fractional bits of its input."""
 
-_LIMITS = {"output": (-60, 30), "compare": (-60, 30), "square": (-120, 63), "frac": (LEAST_BITS, 20), "weight": (8, 40)}
+LARGEST_EXPONENT = 30
+"""Largest exponent of results and of arguments: long rows of values near 2^REACH are bounded by it."""
+
+_LIMITS = {
+    "output": (-60, LARGEST_EXPONENT),
+    "compare": (-60, LARGEST_EXPONENT),
+    "square": (-120, 63),
+    "frac": (LEAST_BITS, 20),
+    "weight": (8, 40),
+}
 """What an exponent of each quantity may be."""
 
 _SMALLEST = -40

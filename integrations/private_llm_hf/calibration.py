@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from private_llm.approx.norms import fitting_bits
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, LowPrecision, TightRange
-from private_llm.ranges import LEAST_BITS, REACH, SQUARE_HEAD_ROOM, UNKNOWN, Ranges, exponent
+from private_llm.ranges import LARGEST_EXPONENT, LEAST_BITS, REACH, SQUARE_HEAD_ROOM, UNKNOWN, Ranges, exponent
 from private_llm.ring.ring import Ring
 from private_llm.tensor.dispatch import TorchArg
 from private_llm.tensor.range_check import PIECE
@@ -247,7 +247,9 @@ def ranges_of(largest: Largest, config: PrivateConfig) -> Ranges:
                 "sent. No fixed-point plan of this library holds this model; scale that layer's weights down if its "
                 "architecture allows"
             )
-        known: dict[str, int] = {key: exponent(met[key]) for key in ("output", "compare") if key in met}
+        known: dict[str, int] = {
+            key: min(exponent(met[key]), LARGEST_EXPONENT) for key in ("output", "compare") if key in met
+        }
         if "square" in met:
             known["square"] = exponent(met["square"], SQUARE_HEAD_ROOM)
         modules[name] = known

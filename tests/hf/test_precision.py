@@ -167,6 +167,16 @@ def test_large_biases_do_not_break_calibration() -> None:
     assert error(model, PLAIN) <= 5e-3
 
 
+def test_long_rows_near_the_limit_can_be_calibrated() -> None:
+    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 4096)).eval()
+    with torch.no_grad():
+        network[1].bias.fill_(9e5)
+    pixels = images.images((3, 2, 2))
+    want = images.logits(network, pixels)
+    with patch(network, PrivateConfig(), images=pixels) as private:
+        assert float((images.logits(private, pixels) - want).abs().max()) <= 0.2  # float32 has units of 0.06 there
+
+
 @pytest.mark.parametrize("known", [{"weight": 40}, {"weight": 40, "output": 30}, {"weight": 24}])
 def test_ranges_whose_products_would_wrap_are_refused(known: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="want them to be 43 or less in sum"):
