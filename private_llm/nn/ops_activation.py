@@ -18,14 +18,17 @@ from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.range_check import watch_compared
 from private_llm.tensor.secret import SecretTensor
 
+_KEY_ROOM = 7
+"""Bits that sums of 256 arguments may have more than one of them: values fill the range that `relu_bits` states."""
+
 
 def _settled(x: Tensor, name: str) -> Fixed:
     if not isinstance(x, SecretTensor):
         raise UnsupportedOp(f"{name}: the rule needs a secret input")
     known, config = x.session.exponent("compare"), x.session.config
     most = REACH if known is None else max(known, SHORTEST)
-    if name == "relu" and config.relu_bits is not None:  # the adder of its comparison has no more
-        most = min(most, config.relu_bits - 1 - config.frac_bits)
+    if name == "relu" and config.relu_bits is not None:  # calibration has made sure that single entries fit
+        most = min(most, config.relu_bits - 1 - config.frac_bits + _KEY_ROOM)
     watch_compared(x, x.session.frac + most, rows=known is not None)
     return x.fixed
 

@@ -195,8 +195,12 @@ def test_an_interrupt_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -
 
     private = patch(tiny.build("llama"), settings())
     monkeypatch.setattr(Nodes, "_outputs", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        private(text())
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            private(text())
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("party")]
     with pytest.raises(PartyFailed, match="session is over"):
         private(text())

@@ -224,7 +224,9 @@ def test_training_mode_is_refused() -> None:
 def test_masked_entries_reach_softmax_only() -> None:
     hidden = X.masked_fill(torch.eye(3, 4, dtype=torch.bool), float("-inf"))
     assert torch.equal(hidden.view(12).hidden.view(3, 4), torch.eye(3, 4, dtype=torch.bool))
-    for attempt in (lambda: hidden + 1, lambda: hidden * 2, lambda: hidden @ X.T, lambda: hidden.sum()):
+    assert torch.equal((hidden / 2).hidden, hidden.hidden)  # a positive factor leaves minus infinity what it is
+    assert bool((hidden + torch.zeros(4).index_fill(0, torch.tensor(2), float("-inf"))).hidden[:, 2].all())
+    for attempt in (lambda: hidden + 1, lambda: hidden * -2, lambda: hidden @ X.T, lambda: hidden.sum()):
         with pytest.raises(UnsupportedOp, match="minus infinity"):
             attempt()
 
