@@ -173,13 +173,8 @@ def classify(
 
     more = remote(hosts, tls, "client", allow_plain_loopback)
     more |= bits(10 if ring == 32 and frac_bits is None else frac_bits)
-    run(
-        model,
-        images or [],
-        count,
-        config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, **more),
-        as_json,
-    )
+    config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, **more)
+    run(model, images or [], count, config, as_json)
 
 
 @app.command()

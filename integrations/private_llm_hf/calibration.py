@@ -99,7 +99,7 @@ class Largest(TorchFunctionMode):
     def leave(self, module: nn.Module, inputs: object, output: object) -> None:
         """The module that began last has ended."""
         if isinstance(output, Tensor) and (module in self._norms or isinstance(module, nn.LayerNorm)):
-            self._note("entry", float(output.detach().abs().max()) if output.numel() else 0.0)
+            self._note_largest("entry", output)
         self._running.pop()
 
     def __torch_function__(
@@ -109,7 +109,7 @@ class Largest(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if func in _LAYERS or (func in _TIMES and self._of_two_secrets(args)):
             self._note_rows_of("output", out)
-            self._note_peak(out)
+            self._note_largest("peak", out)
             if func is F.linear:
                 self._streams[id(out)] = (out, {self._scope})
         elif func in _CONVOLUTIONS:
@@ -119,13 +119,13 @@ class Largest(TorchFunctionMode):
             self._convolved = (self._convolved[0], out)
             self.folded.add(self._convolved[0])
         elif func in _PRODUCTS and out.is_floating_point():
-            self._note("product", float(out.detach().abs().max()) if out.numel() else 0.0)
+            self._note_largest("product", out)
         elif func is F.scaled_dot_product_attention:
             self._note_scores(*args[:2])
         elif func in _COMPARED:
             self._note_compared(args[0])
             if func in _RELUS:
-                self._note("relu", float(args[0].detach().abs().max()) if args[0].numel() else 0.0)
+                self._note_largest("relu", args[0])
         elif func in (F.layer_norm, torch.layer_norm):
             self.note_rows(args[0], centred=True)
         elif func in (F.rms_norm, torch.rms_norm):
@@ -150,7 +150,7 @@ class Largest(TorchFunctionMode):
         if self._convolved is not None:
             scope, out = self._convolved
             self._note_rows_of("output", out, scope)
-            self._note_peak(out, scope)
+            self._note_largest("peak", out, scope)
             self._convolved = None
 
     def _of_two_secrets(self, args: Sequence[TorchArg]) -> bool:
@@ -177,11 +177,11 @@ class Largest(TorchFunctionMode):
     def _note_compared(self, x: Tensor) -> None:
         """Arguments of an activation; 1.702 of them where GELU is x sigmoid(1.702 x)."""
         self._note_rows_of("compare", 1.702 * x)
-        self._note_peak(x)
+        self._note_largest("peak", x)
 
-    def _note_peak(self, x: Tensor, scope: str | None = None) -> None:
+    def _note_largest(self, quantity: str, x: Tensor, scope: str | None = None) -> None:
         if x.numel():
-            self._note("peak", float(x.detach().abs().max()), scope)
+            self._note(quantity, float(x.detach().abs().max()), scope)
 
     def note_rows(self, x: Tensor, centred: bool) -> None:
         """The rows of a norm's input."""

@@ -131,6 +131,26 @@ def test_convolutions_without_activations_are_watched(config: PrivateConfig) -> 
         images.logits(private, pixels)
 
 
+def test_max_pools_are_watched() -> None:
+    """Their comparisons hold 2^20, and a convolution's products more: what lies between must not pass."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    pixels = images.images((3, 16, 16))
+    with torch.no_grad():
+        network[0].weight *= 2.0**21
+    with (
+        patch(network, PrivateConfig(calibrate=False)) as private,
+        pytest.raises(DomainError, match="left its range"),
+    ):
+        images.logits(private, pixels)
+
+
+def test_scores_that_the_check_would_refuse_are_refused_by_name() -> None:
+    model = scaled(tiny.build("llama"), q_proj=256.0, k_proj=256.0)
+    with pytest.raises(DomainError, match=r"module '.*self_attn' has values of 2\^"):
+        patch(model, PLAIN)
+
+
 def test_small_convolutions_keep_their_digits() -> None:
     network, pixels = plain_network()
     with torch.no_grad():
