@@ -132,17 +132,24 @@ def test_convolutions_without_activations_are_watched(config: PrivateConfig) -> 
 
 
 def test_max_pools_are_watched() -> None:
-    """Their comparisons hold 2^20, and a convolution's products more: what lies between must not pass."""
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
-    pixels = images.images((3, 16, 16))
+    """Their comparisons hold 2^20, and the check of a convolution 2^23: what lies between must not pass."""
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    pixels = torch.zeros(1, 3, 16, 16)
+    pixels[0, 0, 5, 5] = 1.0
     with torch.no_grad():
-        network[0].weight *= 2.0**21
-    with (
-        patch(network, PrivateConfig(calibrate=False)) as private,
-        pytest.raises(DomainError, match="left its range"),
-    ):
+        network[0].weight.fill_(1.5 * 2.0**21)
+    private = patch(network, PrivateConfig(calibrate=False))
+    with private, pytest.raises(DomainError, match="left its range"):
         images.logits(private, pixels)
+
+
+def test_convolutions_that_wrap_before_a_mean_are_seen() -> None:
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    with torch.no_grad():
+        network[0].weight *= 2.0**29
+    private = patch(network, PrivateConfig(calibrate=False))
+    with private, pytest.raises(DomainError, match="left its range"):
+        images.logits(private, images.images((3, 16, 16)))
 
 
 def test_scores_that_the_check_would_refuse_are_refused_by_name() -> None:
