@@ -16,6 +16,11 @@ if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The real model's minutes come first: whichever process gets them, the other has all the rest meanwhile."""
+    items.sort(key=lambda item: item.get_closest_marker("real_model") is None)
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a command in this process; its output if it ends with `code` 0, else its errors."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -76,11 +77,21 @@ def test_eight_answers_are_the_plaintext_models(
 def test_next_tokens_agree_on_real_text(
     private: Any, plain: PreTrainedModel, tokenizer: Any, script: ModuleType
 ) -> None:
-    """Teacher-forced on 512 tokens of WikiText-2's test split."""
-    read = script.forced(private, plain, script.bundled_text(tokenizer, 512, 128))
-    assert read.tokens == 512
+    """Teacher-forced on 512 tokens of WikiText-2's test split.
+
+    At position 260 the model itself is ill-conditioned: its float32 logits are off by 6e-4 there (3e-5 elsewhere), its
+    bfloat16 ones by 18. Errors may grow with that.
+    """
+    ids = script.bundled_text(tokenizer, 512, 128)
+    read = script.forced(private, plain, ids)
+    exact = copy.deepcopy(plain).double()
+    with torch.no_grad():
+        own = torch.cat([(plain(row).logits - exact(row).logits).abs().amax(-1)[0] for row in ids.split(1)])
+    assert len(read.errors) == len(own) == 512
     assert read.agreement >= 0.995
-    assert read.error <= LOGIT_ERROR
+    assert (own > LOGIT_ERROR / 200).sum() <= 2
+    assert (read.errors <= (200 * own).clamp(min=LOGIT_ERROR)).all(), read.errors.topk(5)
+    assert read.errors.median() <= LOGIT_ERROR / 10
 
 
 @pytest.mark.parametrize("private", ["quad", "dealer"], indirect=True)
