@@ -23,9 +23,11 @@ from private_llm.protocols.share import BitShare, Index, Share
 class Exact(Protocol):
     """One party's end of `inner` with exact divisions."""
 
+    divides_exactly = True
+
     def __init__(self, inner: Protocol) -> None:
         super().__init__(inner.party, inner.transport, inner.ring)
-        self.name, self.parties, self._inner = inner.name, inner.parties, inner
+        self.name, self._inner = inner.name, inner
 
     def on(self, device: torch.device | str) -> Self:
         """Draw and receive on `device` from now on."""

@@ -22,7 +22,7 @@ class Plain(Protocol):
     """The cleartext reference."""
 
     name = "plain"
-    parties = 1
+    divides_exactly = True
 
     def add_public(self, x: Share, c: int | Tensor) -> Share:
         """x + c."""

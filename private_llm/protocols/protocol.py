@@ -20,6 +20,7 @@ from private_llm.errors import UnsupportedOp
 from private_llm.kernels.forms import Conv2d, Form, Matmul
 from private_llm.net.ledger import Ledger
 from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocol_facts import names_where
 from private_llm.protocols.share import BitShare, Index, Share
 from private_llm.ring.ring import Ring
 
@@ -35,7 +36,8 @@ class Protocol(ABC):
     """One party's end of a protocol."""
 
     name: str
-    parties: int
+    divides_exactly = False
+    """Whether every division is the floor, never one unit more."""
 
     def __init__(self, party: int, transport: Transport, ring: Ring) -> None:
         self.party = party
@@ -54,7 +56,8 @@ class Protocol(ABC):
 
         Raises UnsupportedOp for a protocol without separate preprocessing.
         """
-        raise UnsupportedOp(f"protocol '{self.name}' has no separate preprocessing; want 'trio', 'quad' or 'dealer'")
+        wanted = names_where(lambda facts: facts.helper is not None)
+        raise UnsupportedOp(f"protocol '{self.name}' has no separate preprocessing; want {wanted}")
 
     def may_wrap(self) -> AbstractContextManager[None]:
         """Around steps whose values may leave the ring, because what wrapped is multiplied by zero later on.

@@ -29,7 +29,6 @@ class QuadRecords(Trio):
     """Trio's code in its role, with records."""
 
     name = "quad"
-    parties = 4
 
     def __init__(
         self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed],

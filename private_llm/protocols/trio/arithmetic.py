@@ -50,7 +50,6 @@ class TrioArithmetic(Protocol):
     """One party's arithmetic."""
 
     name = "trio"
-    parties = 3
     one_hot = False
     """Whether the client shares indices as one-hot rows, which need nothing of party 0 but masks."""
 
