@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from private_llm.kernels.forms import Form
-from private_llm.protocols.protocol import Links, Protocol, Weights
+from private_llm.protocols.boolean import Weights
+from private_llm.protocols.party_end import Links
+from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import BitShare, Index, Share
 
 
