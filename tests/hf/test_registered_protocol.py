@@ -11,7 +11,8 @@ from private_llm_hf import GeneratePlan, PrivateConfig, patch
 from private_llm_hf.estimate import estimate
 from torch import Tensor
 
-from private_llm.errors import ConfigError, PartyFailed, ProtocolAbort
+from private_llm.errors import ConfigError, PartyFailed, ProtocolAbort, UnsupportedOp
+from private_llm.net.local import LocalHub
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocol_facts import ProtocolFacts, Threat
 from private_llm.protocols.plain import Plain
@@ -75,6 +76,11 @@ def config() -> Iterator[PrivateConfig]:
         yield PrivateConfig(protocol="toy", insecure=True, timeout_s=20)
     finally:
         unregister("toy")
+
+
+def test_calls_cannot_be_preprocessed_without_a_helper() -> None:
+    with pytest.raises(UnsupportedOp, match="no separate preprocessing; want 'trio', 'quad' or 'dealer'"):
+        TwinClient(LocalHub(2).transport(CLIENT), Ring(64)).stretch("a call")
 
 
 def test_a_model_generates_and_its_cost_is_known_before(config: PrivateConfig) -> None:
