@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from private_llm.cli_options import (
+    PROTOCOLS,
     SHAPES,
     DemoModel,
     FracOption,
@@ -29,7 +30,6 @@ from private_llm.cli_options import (
     PermuteOption,
     PlanOption,
     PromptOption,
-    ProtocolName,
     ProtocolOption,
     RangesOption,
     RingOption,
@@ -42,6 +42,7 @@ from private_llm.cli_options import (
     config_of,
     folder_of,
     plan_of,
+    protocol_name,
     remote,
     sampling,
 )
@@ -64,7 +65,7 @@ def demo(
     new_tokens: TokensOption = 32,
     as_json: Json = False,
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the costs (.png, .svg).")] = None,
-    protocol: ProtocolOption = ProtocolName.TRIO,
+    protocol: ProtocolOption = "trio",
     ring: RingOption = 64,
     party_mode: PartyOption = PartyMode.AUTO,
     plan: PlanOption = "",
@@ -101,7 +102,7 @@ def generate(
     prompt: PromptOption,
     new_tokens: TokensOption = 32,
     as_json: Json = False,
-    protocol: ProtocolOption = ProtocolName.TRIO,
+    protocol: ProtocolOption = "trio",
     ring: RingOption = 64,
     reveal: Annotated[str, typer.Option(help="What the client opens: 'logits' or 'token'.")] = "logits",
     weights: Annotated[str, typer.Option(help="'secret', or 'public' for open-weight models.")] = "secret",
@@ -158,7 +159,7 @@ def classify(
     images: Annotated[list[Path] | None, typer.Argument(help="Image files (default: digits never trained on).")] = None,
     count: Annotated[int, typer.Option(help="How many of the bundled digits.")] = 100,
     as_json: Json = False,
-    protocol: ProtocolOption = ProtocolName.TRIO,
+    protocol: ProtocolOption = "trio",
     ring: Annotated[int, typer.Option("--ring", help="Bits of the ring; layer norms and GELU need 64.")] = 32,
     reveal: Annotated[str, typer.Option(help="What the client opens: 'class' or 'logits'.")] = "class",
     weights: Annotated[str, typer.Option(help="'secret', or 'public' for open-weight models.")] = "secret",
@@ -182,7 +183,7 @@ def share(
     checkpoint: Annotated[str, typer.Argument(help="Model folder or hub id.")],
     out: Annotated[str, typer.Option("--out", help="Folder for one share file per party.")],
     task: TaskOption = "causal-lm",
-    protocol: ProtocolOption = ProtocolName.TRIO,
+    protocol: ProtocolOption = "trio",
     ring: RingOption = 64,
     as_json: Json = False,
     frac_bits: FracOption = None,
@@ -212,7 +213,7 @@ def calibrate(
     """As the model owner: find the range of every module's values (share, generate and patch() do it by themselves)."""
     from private_llm.commands.calibrate import calibrate as run
 
-    config = config_of(ProtocolName.TRIO, ring, **bits(frac_bits))
+    config = config_of("trio", ring, **bits(frac_bits))
     run(model, config, task, text, out, as_json, gguf_file, image or [])
 
 
@@ -223,7 +224,7 @@ def party(
     shares: Annotated[Path | None, typer.Option("--shares", help="This party's share file.")] = None,
     tls: TlsOption = None,
     allow_plain_loopback: LoopbackOption = False,
-    protocol: ProtocolOption = ProtocolName.TRIO,
+    protocol: ProtocolOption = "trio",
     ring: RingOption = 64,
     reveal: Annotated[str, typer.Option(help="As the client's.")] = "logits",
     matmul: MatmulOption = "masked",
@@ -258,7 +259,7 @@ def party(
         raise ConfigError(f"sessions: got {sessions}; want at least 1, or leave it out to serve until interrupted")
     endpoints = config_of(protocol, ring, **plan_of(plan, accept_weak_plan, split)).endpoints
     if not 0 <= index < endpoints:
-        raise ConfigError(f"index: got {index}; want 0 to {endpoints - 1} for {protocol.value!r}")
+        raise ConfigError(f"index: got {index}; want 0 to {endpoints - 1} for {protocol!r}")
     more = remote(hosts, tls, f"party{index}", allow_plain_loopback)
     if allow is not None:
         if tls is None:
@@ -280,7 +281,7 @@ def certs(
     out: Annotated[str, typer.Option("--out", help="Folder for ca.pem and one certificate per endpoint.")],
     parties: Annotated[int | None, typer.Option(help="How many parties (default: those of --protocol).")] = None,
     days: Annotated[float, typer.Option(help="How long they are valid.")] = 365.0,
-    protocol: ProtocolOption = ProtocolName.TRIO,
+    protocol: ProtocolOption = "trio",
     plan: PlanOption = "",
     split: SplitOption = None,
     user: Annotated[
@@ -303,7 +304,7 @@ def estimate(
     new: Annotated[int, typer.Option("--new", help="Tokens to generate; 0: one forward.")] = 0,
     batch: Annotated[int, typer.Option(help="Rows.")] = 1,
     as_json: Json = False,
-    protocol: ProtocolOption = ProtocolName.TRIO,
+    protocol: ProtocolOption = "trio",
     ring: RingOption = 64,
     reveal: Annotated[str, typer.Option(help="What the client opens: 'logits' or 'token'.")] = "logits",
     bandwidth: Annotated[float, typer.Option(help="Mbit/s of each direction of a link.")] = 1000.0,
@@ -355,7 +356,7 @@ def diff(
     from private_llm.commands.models import DEMO_PROMPT, demo_model
 
     more: dict[str, Any] = {} if frac_bits is None else {"frac_bits": frac_bits}
-    config = config_of(ProtocolName.PLAIN, ring, **more)
+    config = config_of("plain", ring, **more)
     run(model or demo_model(), prompt or DEMO_PROMPT, config, everything, as_json, image, ranges)
 
 
@@ -366,7 +367,10 @@ def bench(
     ] = None,
     as_json: Json = False,
     protocol: Annotated[
-        ProtocolName | None, typer.Option("--protocol", help="Default: trio; for pigeon both trio and quad.")
+        str | None,
+        typer.Option(
+            "--protocol", parser=protocol_name, metavar=PROTOCOLS, help="Default: trio; for pigeon both trio and quad."
+        ),
     ] = None,
     ring: RingOption = 64,
     n: Annotated[int | None, typer.Option("--n", help="How many elements, rows, tokens or images.")] = None,
@@ -391,7 +395,7 @@ def bench(
     from private_llm.commands.bench import bench as run
     from private_llm.commands.bench_cascade import bench_cascade
 
-    config = config_of(protocol or ProtocolName.TRIO, ring, party_mode, lanes=lanes, permute=permute, matmul=matmul)
+    config = config_of(protocol or "trio", ring, party_mode, lanes=lanes, permute=permute, matmul=matmul)
     if names and KERNELS in names:
         if len(names) > 1 or protocol or ring != 64 or preprocess or plot or n or shape or bandwidth or latency:
             raise ConfigError(
@@ -410,7 +414,7 @@ def bench(
         given = [n, shape, bandwidth, latency]
         if len(names) > 1 or ring != 64 or preprocess or any(value is not None for value in given):
             raise ConfigError("pigeon is a table of its own: give no other name, ring, shape or link with it")
-        bench_pigeon([protocol.value] if protocol else ["trio", "quad"], config, as_json, repeat, tiny, plot)
+        bench_pigeon([protocol] if protocol else ["trio", "quad"], config, as_json, repeat, tiny, plot)
         return
     run(names or (), config, as_json, repeat, shape, n, bandwidth, latency, tiny, plot, preprocess)
 

@@ -10,6 +10,7 @@ import typer
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
+from private_llm.protocol_facts import CASCADE, protocol_facts, protocol_names
 
 SHAPES = (
     "opt-125m", "opt-1.3b", "opt-6.7b", "llama-7b", "llama-13b", "gpt2", "bert-base", "resnet-18", "resnet-50",
@@ -18,14 +19,12 @@ SHAPES = (
 """What `estimate` knows by name. Spelled out: the list itself is in a package that is slow to import."""
 
 
-class ProtocolName(str, Enum):
-    """Protocols on offer."""
-
-    TRIO = "trio"
-    QUAD = "quad"
-    DEALER = "dealer"
-    CASCADE = "cascade"
-    PLAIN = "plain"
+def protocol_name(text: str) -> str:
+    """The name of a protocol on offer. Raises BadParameter for another."""
+    offered = (*protocol_names(), CASCADE)
+    if text not in offered:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(map(repr, offered))}.")
+    return text
 
 
 class DemoModel(str, Enum):
@@ -44,7 +43,12 @@ class PartyMode(str, Enum):
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print figures as JSON, one object per line.")]
-ProtocolOption = Annotated[ProtocolName, typer.Option("--protocol", help="'plain' hides nothing (for comparison).")]
+PROTOCOLS = f"<{'|'.join((*protocol_names(), CASCADE))}>"
+"""How help texts show the names of this library's protocols."""
+ProtocolOption = Annotated[
+    str,
+    typer.Option("--protocol", parser=protocol_name, metavar=PROTOCOLS, help="'plain' hides nothing (for comparison)."),
+]
 RingOption = Annotated[int, typer.Option("--ring", help="Bits of the ring: 64 or 32.")]
 MatmulOption = Annotated[str, typer.Option(help="'masked', or under 'dealer' 'remask': operand-sized traffic.")]
 PartyOption = Annotated[PartyMode, typer.Option("--party-mode", help="Parties as threads or as processes.")]
@@ -58,15 +62,15 @@ def bits(frac_bits: int | None) -> dict[str, Any]:
     return {} if frac_bits is None else {"frac_bits": frac_bits}
 
 
-def config_of(protocol: ProtocolName, ring: int, mode: PartyMode = PartyMode.AUTO, **more: Any) -> PrivateConfig:  # noqa: ANN401
+def config_of(protocol: str, ring: int, mode: PartyMode = PartyMode.AUTO, **more: Any) -> PrivateConfig:  # noqa: ANN401
     """The configuration of a command. Raises ConfigError for settings that do not go together."""
-    values: dict[str, Any] = {"protocol": protocol.value, "ring": ring, **more}
+    values: dict[str, Any] = {"protocol": protocol, "ring": ring, **more}
     if "hosts" in more and mode is not PartyMode.AUTO:
         raise ConfigError(f"party-mode: got {mode.value!r} with --hosts, where the parties run already; leave it out")
     values.setdefault("party_mode", mode.value)
     if ring == 32:
         values.setdefault("frac_bits", 12)
-    return PrivateConfig.from_dict({**values, "insecure": protocol is ProtocolName.PLAIN})
+    return PrivateConfig.from_dict({**values, "insecure": protocol != CASCADE and not protocol_facts(protocol).hides})
 
 
 PlanOption = Annotated[str, typer.Option("--plan", help="Under 'cascade': alpha,c,m[,rho], for instance 8,8,2.")]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from private_llm.errors import ConfigError, refuse_unknown
+from private_llm.protocol_facts import CASCADE, ProtocolFacts, names_where, protocol_facts
 from private_llm.sharding import ShardingPlan
 
 VERSION = "0.1.0"
@@ -20,7 +21,6 @@ MAX_LANES = 64
 """Lanes that a session may have."""
 
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "protocol": ("trio", "quad", "dealer", "cascade", "plain"),
     "ring": (64, 32),
     "weights": ("secret", "public"),
     "reveal": ("logits", "token", "class"),
@@ -71,7 +71,8 @@ class PrivateConfig:
 
     protocol: "trio" (three parties, semi-honest, honest majority), "quad" (four parties, one of them malicious: abort),
     "dealer" (two parties and a dealer of random numbers, party 0), "cascade" (token sharding: statistical protection
-    only, public weights, nodes as in `plan`), or "plain" (no secrecy; needs insecure=True).
+    only, public weights, nodes as in `plan`), "plain" (no secrecy; needs insecure=True), or one that was registered
+    (protocols/registry.py).
     ring: bits of the ring, 64 or 32. frac_bits: fractional bits of activations and weights.
     weights: "secret" (shared by the model owner) or "public" (an open-weight model; linear layers get local).
     reveal: "logits" (the client opens logits), or only their arg max: "token" for models that generate, "class" for
@@ -115,7 +116,7 @@ class PrivateConfig:
     are the parties first, then the nodes).
     """
 
-    protocol: Literal["trio", "quad", "dealer", "cascade", "plain"] = "trio"
+    protocol: str = "trio"
     ring: Literal[64, 32] = 64
     frac_bits: int = 18
     weights: Literal["secret", "public"] = "secret"
@@ -154,16 +155,11 @@ class PrivateConfig:
         for key, allowed in _CHOICES.items():
             if getattr(self, key) not in allowed:
                 raise ConfigError(f"{key}: got {getattr(self, key)!r}; want one of {', '.join(map(repr, allowed))}")
+        self._check_protocol()
         self._check_plan()
         top = 20 if self.ring == 64 else 13
         if not 4 <= self.frac_bits <= top:
             raise ConfigError(f"frac_bits: got {self.frac_bits}; want 4 to {top} in a {self.ring}-bit ring")
-        if self.protocol == "plain" and not self.insecure:
-            raise ConfigError("protocol 'plain' hides nothing; pass insecure=True to use it for tests")
-        if self.debug_ranges and self.protocol != "plain":
-            raise ConfigError("debug_ranges reads values, so it needs protocol='plain' (and insecure=True)")
-        if self.matmul == "remask" and self.protocol != "dealer":
-            raise ConfigError("matmul='remask' is a way of protocol='dealer'; the others mask each operand once")
         if (self.bandwidth_mbit is not None and not self.bandwidth_mbit > 0) or not self.latency_ms >= 0:
             raise ConfigError(
                 f"bandwidth_mbit, latency_ms: got {self.bandwidth_mbit!r}, {self.latency_ms!r}; want a positive and a "
@@ -177,8 +173,9 @@ class PrivateConfig:
             raise ConfigError(f"relu_low: got {self.relu_low}; want 0 or more, below frac_bits ({self.frac_bits})")
         if not isinstance(self.lanes, int) or not 1 <= self.lanes <= MAX_LANES:
             raise ConfigError(f"lanes: got {self.lanes!r}; want 1 to {MAX_LANES}")
-        if self.permute and (self.protocol not in ("trio", "quad") or self.lanes == 1):
-            raise ConfigError("permute: want protocol 'trio' or 'quad' (whose parties are equals) and lanes above 1")
+        if self.permute and (self.facts is None or not self.facts.equal_parties or self.lanes == 1):
+            equals = names_where(lambda facts: facts.equal_parties)
+            raise ConfigError(f"permute: want protocol {equals} (whose parties are equals) and lanes above 1")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s: got {self.timeout_s!r}; want a positive number of seconds")
         if isinstance(self.hosts, str):
@@ -192,6 +189,21 @@ class PrivateConfig:
             given = f"{len(self.hosts)} address{'' if len(self.hosts) == 1 else 'es'}"
             raise ConfigError(f"hosts: got {given}; want {self.endpoints} for {self.protocol!r}")
         self._check_devices()
+
+    def _check_protocol(self) -> None:
+        """Raises ConfigError for an unknown protocol and for what it cannot do."""
+        facts = self.facts
+        if facts is not None and self.ring not in facts.rings:
+            rings = " or ".join(map(str, facts.rings))
+            raise ConfigError(f"ring: got {self.ring}; protocol {self.protocol!r} works with {rings} bits")
+        if facts is not None and not facts.hides and not self.insecure:
+            raise ConfigError(f"protocol {self.protocol!r} hides nothing; pass insecure=True to use it for tests")
+        if self.debug_ranges and (facts is None or not facts.checks_ranges):
+            reading = names_where(lambda facts: facts.checks_ranges)
+            raise ConfigError(f"debug_ranges reads values, so it needs protocol={reading} (and insecure=True)")
+        if self.matmul == "remask" and (facts is None or not facts.remasks):
+            ways = names_where(lambda facts: facts.remasks)
+            raise ConfigError(f"matmul='remask' is a way of protocol={ways}; the others mask each operand once")
 
     def _check_devices(self) -> None:
         """Device names become strings, so that a configuration survives JSON. Raises ConfigError for unknown ones."""
@@ -217,9 +229,9 @@ class PrivateConfig:
         if self.split is not None:
             if isinstance(self.split, bool) or not isinstance(self.split, int) or self.split < 1:
                 raise ConfigError(f"split: got {self.split!r}; want 1 or more layers under {self.protocol!r}, or None")
-            if self.protocol in ("cascade", "plain"):
+            if self.facts is None or not self.facts.hides:
                 raise ConfigError(f"split: want a protocol of secret shares before it; got {self.protocol!r}")
-        elif self.protocol != "cascade":
+        elif self.facts is not None:
             if self.plan is not None:
                 raise ConfigError(
                     f"plan: got one for protocol={self.protocol!r}; sharding plans are for 'cascade', or for the "
@@ -233,22 +245,25 @@ class PrivateConfig:
         object.__setattr__(self, "plan", self.plan or ShardingPlan())
 
     @property
+    def facts(self) -> ProtocolFacts | None:
+        """What is known of the protocol; None for token sharding. Raises ConfigError if it is registered no more."""
+        return None if self.protocol == CASCADE else protocol_facts(self.protocol)
+
+    @property
     def parties(self) -> int:
         """Number of computing parties (of protocol "cascade": nodes)."""
-        if self.protocol == "cascade":
-            return self.endpoints
-        return {"trio": 3, "quad": 4, "dealer": 3, "plain": 1}[self.protocol]
+        return self.endpoints if self.facts is None else self.facts.parties
 
     @property
     def endpoints(self) -> int:
         """Number of processes besides the client: parties, and behind a split the nodes, numbered after them."""
         nodes = 0 if self.plan is None else self.plan.nodes
-        return nodes if self.protocol == "cascade" else self.parties + nodes
+        return nodes if self.facts is None else self.facts.parties + nodes
 
     @property
     def helper(self) -> int | None:
         """The role that works in preprocessing only, or None."""
-        return {"trio": 0, "quad": 3, "dealer": 0}.get(self.protocol)
+        return None if self.facts is None else self.facts.helper
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PrivateConfig:

@@ -1,113 +1,13 @@
 """What is hidden from whom: one entry per protocol and per shortcut, as data that the documentation is made from.
 
 An entry states which corruption it withstands, what each role learns beyond its own input and output, and who
-proved it. `docs/threat-model.md` is `markdown()` of these entries; a test compares them.
+proved it. Protocols bring theirs (protocol_facts.py). `docs/threat-model.md` is `markdown()` of these entries; a test
+compares them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Threat:
-    """One protocol or shortcut.
-
-    kind: "protocol" or "shortcut". corrupt: who may be corrupt, and how. learns: (role, what that role learns).
-    source: whose construction and proof, and which part is argued in this repository only. setting: how it is chosen.
-    """
-
-    name: str
-    kind: str
-    corrupt: str
-    learns: tuple[tuple[str, str], ...]
-    source: str
-    setting: str
-
-
-TRIO = Threat(
-    name="trio",
-    kind="protocol",
-    corrupt="any one of the three parties, semi-honest (it follows the protocol and keeps everything it sees)",
-    learns=(
-        (
-            "party 0",
-            "shapes, the public shortcuts below; of values it receives only seeds of masks and keys of point functions",
-        ),
-        (
-            "party 1 or party 2",
-            "shapes, the public shortcuts below; uniformly random ring elements and bits, and keys of point functions",
-        ),
-        ("two parties together", "everything: weights, prompt and output"),
-        ("a party that deviates", "may change results unnoticed; privacy and correctness are then not promised"),
-        ("the client", "what it asked for: logits or hidden states, or only tokens or classes"),
-        ("a wiretapper", "frame sizes and times if links are TLS; on unencrypted links possibly everything"),
-    ),
-    source=(
-        "Three-party masked sharing and its product: the Trio protocol of PIGEON (Harth-Kitzerow, Wang, Carle). "
-        "Comparison by three-bit blocks and the two-round truncation are variants written here; the argument that "
-        "each message is masked by a stream that its receiver lacks is in the headers of "
-        "private_llm/protocols/trio/; tests check that what a party receives, from the client too, is uniform, that "
-        "no mask comes twice and that no party holds two keys of a pair. No outside review yet."
-    ),
-    setting="protocol='trio' (default)",
-)
-
-QUAD = Threat(
-    name="quad",
-    kind="protocol",
-    corrupt=(
-        "any one of the four parties, malicious (it may send anything at any time). Security with abort: the others "
-        "notice before anything is opened, and the client gets the right result or none"
-    ),
-    learns=(
-        ("party 0, 1 or 2", "shapes, the public shortcuts below; uniformly random ring elements, bits and point keys"),
-        ("party 3", "shapes, the public shortcuts below; of values it receives only keys of point functions"),
-        ("a party that deviates", "that the session ends, which it knew beforehand: there is one verdict, which never "
-         "says what differed. Any party can end the session, or refuse to take part"),
-        ("two parties together", "everything: weights, prompt and output"),
-        ("the client", "as in trio. Client and model owner are trusted to share what they own properly: inputs and "
-         "keys that do not fit together are noticed, malformed keys of point functions are not"),
-        ("a wiretapper", "as in trio"),
-    ),
-    source=(
-        "Trio with a second helper: the Quad protocol of PIGEON (Harth-Kitzerow, Wang, Carle). Its comparisons run "
-        "here before every opening, on one-time authentication tags, with fresh keys and a single verdict. The check "
-        "of each step (Trio's run mirrored between the two holders of the masks) is written here; the argument that a "
-        "first lie makes two honest records differ, whatever the secrets are, is in the headers of "
-        "private_llm/protocols/quad/; tests alter messages of every step and party. No outside review yet."
-    ),
-    setting="protocol='quad'",
-)  # fmt: skip
-
-DEALER = Threat(
-    name="dealer",
-    kind="protocol",
-    corrupt="any one of the two parties and the dealer, semi-honest; the dealer colludes with neither party",
-    learns=(
-        (
-            "the dealer",
-            "masks, which it knows by design, and shapes and the public shortcuts below; no weight, token, activation "
-            "or logit reaches it, not even masked or as a key (token lookups use one-hot rows, not the keys that "
-            "trio's party 0 gets). The shortcuts are facts about the prompt and the output, too: lengths, which beams "
-            "survive, how far a cache is cut back, when generation stops. Of calls that were preprocessed it hears "
-            "nothing but their plan",
-        ),
-        ("party 1 or party 2", "shapes, the public shortcuts below; uniformly random ring elements and bits"),
-        ("the two parties together, or the dealer with one of them", "everything: weights, prompt and output"),
-        ("an endpoint that deviates", "may change results unnoticed; privacy and correctness are then not promised"),
-        ("the client", "as in trio"),
-        ("a wiretapper", "frame sizes and times if links are TLS; on unencrypted links possibly everything"),
-    ),
-    source=(
-        "Multiplication with the help of a dealer: Beaver (CRYPTO 1991); function-dependent masks: ASTRA and Trio, "
-        "whose party 0 is this dealer. The dealer is a process of its own: where one of two computing parties deals "
-        "(the 'trusted first party' of other libraries), that party knows all masks and sees all masked values, hence "
-        "all data."
-    ),
-    setting="protocol='dealer'",
-)
+from private_llm.protocol_facts import Threat, protocol_facts, protocol_names
 
 PRODUCT_MASKS = Threat(
     name="masks of products",
@@ -159,15 +59,6 @@ PREPROCESSED = Threat(
         "but those digests. private_llm/protocols/ahead.py, private_llm/net/tape.py"
     ),
     setting="model.preprocess(...), with protocol='trio', 'quad' or 'dealer'",
-)
-
-PLAIN = Threat(
-    name="plain",
-    kind="protocol",
-    corrupt="nobody: the single party sees everything",
-    learns=(("the party", "weights, prompt and output in clear"),),
-    source="a reference with the same fixed-point arithmetic, for tests and for range checks",
-    setting="protocol='plain', refused without insecure=True",
 )
 
 CASCADE = Threat(
@@ -507,12 +398,7 @@ SPLIT = Threat(
     setting="split=L with protocol='trio', 'quad' or 'dealer', and plan=ShardingPlan(...)",
 )
 
-ENTRIES: tuple[Threat, ...] = (
-    TRIO,
-    QUAD,
-    DEALER,
-    CASCADE,
-    PLAIN,
+_SHORTCUTS: tuple[Threat, ...] = (
     TRUNCATION,
     COARSE,
     RANGES,
@@ -531,18 +417,22 @@ ENTRIES: tuple[Threat, ...] = (
     ONE_MACHINE,
     ADMISSION,
 )
-"""All entries, protocols first."""
 
 
-def markdown(entries: Sequence[Threat] = ENTRIES) -> str:
+def entries() -> tuple[Threat, ...]:
+    """All entries, protocols first: those of the registered protocols, then token sharding."""
+    return (*(protocol_facts(name).threat for name in protocol_names()), CASCADE, *_SHORTCUTS)
+
+
+def markdown() -> str:
     """The entries as the text of docs/threat-model.md."""
     lines = [
         "# Threat model",
         "",
-        "Made from `private_llm/threat.py` by `private-llm doctor --threats`; edit it there.",
+        "Made from `private_llm/protocol_facts.py` and `threat.py` by `private-llm doctor --threats`; edit it there.",
         "",
     ]
-    for entry in entries:
+    for entry in entries():
         lines += [f"## {entry.name} ({entry.kind})", "", f"- **Chosen by:** {entry.setting}"]
         lines += [f"- **May be corrupt:** {entry.corrupt}", "- **Who learns what:**"]
         lines += [f"  - {role}: {what}" for role, what in entry.learns]

@@ -9,7 +9,8 @@ from typing import TypeVar
 from private_llm.config import PrivateConfig
 from private_llm.net.local import LocalHub
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.session import ClientEnd, Session, join, join_as_client
+from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.session import Session, join, join_as_client
 
 Result = TypeVar("Result")
 

@@ -12,7 +12,8 @@ import pytest
 import typer
 
 from private_llm.cli import app
-from private_llm.threat import ENTRIES, markdown
+from private_llm.protocol_facts import CASCADE, protocol_names
+from private_llm.threat import entries, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
@@ -82,19 +83,17 @@ def test_the_threat_model_is_the_generated_one() -> None:
 
 
 def test_threats_are_complete() -> None:
-    for entry in ENTRIES:
+    for entry in entries():
         assert entry.kind in ("protocol", "shortcut")
         assert entry.corrupt
         assert entry.source
         assert entry.setting
         assert entry.learns
-    assert len({entry.name for entry in ENTRIES}) == len(ENTRIES)
+    assert len({entry.name for entry in entries()}) == len(entries())
 
 
 def test_every_protocol_has_a_threat_entry() -> None:
-    from private_llm import config
-
-    assert set(config._CHOICES["protocol"]) == {entry.name for entry in ENTRIES if entry.kind == "protocol"}
+    assert {*protocol_names(), CASCADE} == {entry.name for entry in entries() if entry.kind == "protocol"}
 
 
 def shown(page: Path, mark: str) -> str:

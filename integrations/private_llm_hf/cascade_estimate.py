@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from private_llm.config import PrivateConfig
 from private_llm.net.ledger import CONTROL, Ledger
 from private_llm.net.transport import CLIENT, MetaTransport
-from private_llm.protocols.session import PlainClient
+from private_llm.protocols.plain_client import PlainClient
 from private_llm.ring.ring import Ring
 from private_llm.sharded.cost import HELD, Sent, Stage, attention_stages, cache_bytes
 from private_llm.sharded.exchange import Exchange

@@ -26,10 +26,10 @@ from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLM
 from private_llm.net.ledger import Ledger
 from private_llm.net.roles import HEARSAY, WHO, named
 from private_llm.net.transport import Transport
+from private_llm.protocol_facts import names_where
 from private_llm.protocols.ahead import stretch_label
+from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.dealing import Dealer, pieces
-from private_llm.protocols.session import ClientEnd
-from private_llm.protocols.trio.client import TrioClient
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm.ring.ring import Ring
 from private_llm_hf.costs import Costs, rows_of
@@ -237,8 +237,9 @@ class Parties:
         Raises ConfigError where preprocessing cannot be apart.
         """
         helper = self.config.helper
-        if self.config.lanes > 1 or not isinstance(self._end, TrioClient) or helper is None:
-            raise ConfigError("preprocess: want protocol 'trio', 'quad' or 'dealer', and one lane")
+        if self.config.lanes > 1 or helper is None:
+            wanted = names_where(lambda facts: facts.helper is not None)
+            raise ConfigError(f"preprocess: want protocol {wanted}, and one lane")
         with self._call():
             self._drop_schedule()
             schedule = Schedule(next(self._plans), entries)
@@ -279,8 +280,6 @@ class Parties:
 
     def _apart(self, place: tuple[int, int]) -> AbstractContextManager[None]:
         """Masks of a preprocessed call."""
-        if not isinstance(self._end, TrioClient):
-            raise ConfigError("preprocess: want protocol 'trio', 'quad' or 'dealer'")
         return self._end.stretch(stretch_label(*place))
 
     # -- handles ------------------------------------------------------------------------------------------------

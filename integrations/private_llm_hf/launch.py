@@ -190,11 +190,12 @@ def _start_distributed(config: PrivateConfig) -> Parties:
     if config.lanes > 1:
         raise ConfigError("lanes: torch.distributed carries one; want lanes=1, or another party_mode")
     hub = DistHub(config.endpoints, config.timeout_s, trusted_network=config.trusted_network)
-    if config.protocol == "dealer" and hub.rank_of(CLIENT) == hub.rank_of(0):
+    facts = config.facts
+    if facts is not None and facts.dealer and hub.rank_of(CLIENT) == hub.rank_of(0):
         hub.close()
         raise ConfigError(
             f"ranks: got {config.endpoints}, which would put the client into the dealer's process; want "
-            f"{config.endpoints + 1} (dealer, two parties, nodes of a split, client)"
+            f"{config.endpoints + 1} (the dealer, {config.parties - 1} parties, nodes of a split, client)"
         )
     if CLIENT not in hub.endpoints:
         reason = run_party(config, hub.rank, hub.transport(hub.rank))

@@ -108,8 +108,8 @@ def make_plan(model: PreTrainedModel, config: PrivateConfig) -> Plan:
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     embedding = {id(table.weight): table.weight.numel() for table in tables}
     secret = "secret-shared" if config.weights == "secret" else "public"
-    if config.protocol == "plain":
-        secret = "NOT protected (protocol 'plain')"
+    if config.facts is not None and not config.facts.hides:
+        secret = f"NOT protected (protocol '{config.protocol}')"
     if config.plan is not None:
         before = "" if config.split is None else f"'{config.protocol}' up to layer {config.split - 1}, then "
         secret = f"public; {before}statistical protection only, {config.plan.nodes} nodes"

@@ -28,6 +28,7 @@ from private_llm.net.children import start_children
 from private_llm.net.ledger import CONTROL
 from private_llm.net.local import LocalHub
 from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocol_facts import names_where
 from private_llm.protocols.ahead import Ahead
 from private_llm.protocols.session import join, join_as_client
 from private_llm.ring.ring import Ring
@@ -60,7 +61,8 @@ def measure_apart(
     Raises ConfigError where there is nothing to separate, and what a party raised.
     """
     if config.helper is None or config.lanes > 1:
-        raise ConfigError("--preprocess: want protocol 'trio', 'quad' or 'dealer', and one lane")
+        wanted = names_where(lambda facts: facts.helper is not None)
+        raise ConfigError(f"--preprocess: want protocol {wanted}, and one lane")
     if isinstance(work, WholeWork):
         found = _whole(work, config, repeat, speed, progress)
     else:

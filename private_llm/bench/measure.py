@@ -27,7 +27,9 @@ from private_llm.net.lanes import lane_links
 from private_llm.net.ledger import Cost
 from private_llm.net.local import LocalHub
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.session import ClientEnd, Session, deal, join, join_as_client
+from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.dealing import deal
+from private_llm.protocols.session import Session, join, join_as_client
 from private_llm.protocols.share import Share
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring

@@ -126,17 +126,18 @@ def main() -> NoReturn:
     order = json.loads(sys.stdin.buffer.readline())
     module, _, name = order["entry"].partition(":")
     run: Run = getattr(importlib.import_module(module), name)
+    config = PrivateConfig.from_dict(order["config"])  # a protocol that only the parent registered ends all here
     parties = []
     for number in range(len(order["listeners"])):
         process = os.fork()
         if process == 0:
-            os._exit(_be_party(order, number, run))
+            os._exit(_be_party(config, order, number, run))
         parties.append(process)
     codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in parties]
     os._exit(int(any(codes)))  # at once: an orderly end of the interpreter takes seconds and has nothing to do
 
 
-def _be_party(order: Mapping[str, Any], number: int, run: Run) -> int:
+def _be_party(config: PrivateConfig, order: Mapping[str, Any], number: int, run: Run) -> int:
     """Connect and run one party; 0 if it ended well."""
     threading.Thread(target=_die_with_parent, name="parent watch", daemon=True).start()
     for other, descriptor in enumerate(order["listeners"]):
@@ -145,13 +146,13 @@ def _be_party(order: Mapping[str, Any], number: int, run: Run) -> int:
     os.write(sys.stdout.fileno(), _READY)
     try:
         transport = connect(
-            PrivateConfig.from_dict(order["config"]),
+            config,
             number,
             hosts=order["hosts"],
             token=bytes.fromhex(order["token"]),
             listener=socket.socket(fileno=order["listeners"][number]),
         )
-        reason = run(PrivateConfig.from_dict(order["config"]), number, transport, **order["extra"])
+        reason = run(config, number, transport, **order["extra"])
         transport.close()
     finally:
         sys.stderr.flush()

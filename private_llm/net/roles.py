@@ -1,7 +1,7 @@
 """What endpoints are called where people read it.
 
-Links know numbers ("party 3", as in `hosts`). Under `dealer` endpoint 0 computes nothing on data and is "the dealer";
-a node of token sharding is called by what it does, with its number: "AttnNode (0, 2) (party 4)".
+Links know numbers ("party 3", as in `hosts`). A protocol's dealer, endpoint 0, computes nothing on data and is "the
+dealer"; a node of token sharding is called by what it does, with its number: "AttnNode (0, 2) (party 4)".
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def attributed(endpoint: int, reason: str) -> str:
 
 def called(config: PrivateConfig, endpoint: int) -> str:
     """How one endpoint besides the client is called."""
-    if config.protocol == "dealer" and endpoint == 0:
+    if config.facts is not None and config.facts.dealer and endpoint == config.helper:
         return "the dealer"
     if config.plan is not None:
         node = endpoint - (config.endpoints - config.plan.nodes)

@@ -14,9 +14,6 @@ from private_llm.protocols.session import Session
 
 Request = TypeVar("Request")
 
-KEEPERS = {"trio": (2,), "dealer": (2,), "quad": (0, 2)}
-"""Who receives what the helping party sends, and stores it."""
-
 
 class Ahead(Generic[Request]):
     """The plan that is being prepared or followed; there is one at a time."""
@@ -27,7 +24,8 @@ class Ahead(Generic[Request]):
     ) -> None:  # fmt: skip
         """links: the party's own. run: computes one request and answers nobody. beat: called when there is progress."""
         self._session, self._links, self._run, self._beat = session, links, run, beat
-        self._helper, self._keepers = session.config.helper, KEEPERS.get(session.config.protocol, ())
+        facts = session.config.facts
+        self._helper, self._keepers = (None, ()) if facts is None else (facts.helper, facts.offline_receivers)
         self._tape: Tape | None = None
         self._plan = self._calls = self._next = 0
 

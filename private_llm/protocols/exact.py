@@ -16,16 +16,20 @@ import torch
 from torch import Tensor
 
 from private_llm.kernels.forms import Form
-from private_llm.protocols.protocol import Links, Protocol, Weights
+from private_llm.protocols.boolean import Weights
+from private_llm.protocols.party_end import Links
+from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import BitShare, Index, Share
 
 
 class Exact(Protocol):
     """One party's end of `inner` with exact divisions."""
 
+    divides_exactly = True
+
     def __init__(self, inner: Protocol) -> None:
         super().__init__(inner.party, inner.transport, inner.ring)
-        self.name, self.parties, self._inner = inner.name, inner.parties, inner
+        self.name, self._inner = inner.name, inner
 
     def on(self, device: torch.device | str) -> Self:
         """Draw and receive on `device` from now on."""

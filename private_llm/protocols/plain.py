@@ -14,7 +14,8 @@ from torch import Tensor
 
 from private_llm.kernels.forms import Form
 from private_llm.net.transport import CLIENT
-from private_llm.protocols.protocol import Protocol, Weights
+from private_llm.protocols.boolean import Weights
+from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import BitShare, Index, Share, words_for
 
 
@@ -22,7 +23,7 @@ class Plain(Protocol):
     """The cleartext reference."""
 
     name = "plain"
-    parties = 1
+    divides_exactly = True
 
     def add_public(self, x: Share, c: int | Tensor) -> Share:
         """x + c."""

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.net.transport import Transport
-from private_llm.protocols.session import ClientEnd, Session
+from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.session import Session
 from private_llm.ring.dpf import expand, key_words
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring

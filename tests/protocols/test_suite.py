@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import pytest
 import torch
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
-from private_llm.protocols.dealer import cost as dealer_cost
+from private_llm.protocols.prices import Prices
 from private_llm.protocols.protocol import Protocol
-from private_llm.protocols.quad import cost as quad_cost
+from private_llm.protocols.registry import protocol_names, protocol_spec
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio import cost as trio_cost
 from private_llm.ring.ring import Ring
 from tests.protocols.parties import Run, ring_values, run_ring
 
-PROTOCOLS = ["plain", "trio", "quad", "dealer"]
+PROTOCOLS = protocol_names()
 RINGS = [64, 32]
 SIZES = [1, 64, 1001]
 every = pytest.mark.parametrize(("protocol", "ring"), [(p, r) for p in PROTOCOLS for r in RINGS])
 
 
-def prices(protocol: str) -> ModuleType:
-    """The formulas of a protocol."""
-    return quad_cost if protocol == "quad" else trio_cost
+def prices(protocol: str) -> Prices:
+    """The formulas of a protocol (of `plain`, which sends nothing, any will do)."""
+    return protocol_spec(protocol).cost or trio_cost
 
 
 def config(protocol: str, ring: int, **more: object) -> PrivateConfig:
@@ -227,8 +225,7 @@ def test_lookup_of_secret_indices(protocol: str, ring: int, public: bool) -> Non
     indices = torch.tensor([0, 36, 5, 5, 17])
     program = lambda p, t, i: p.lookup(i, table if public else t)  # noqa: E731
     run = run_ring(config(protocol, ring), [table], program, (5, 6), secret_index=(indices, 37))
-    price = dealer_cost.lookup if protocol == "dealer" else prices(protocol).lookup
-    check(run, table[indices], price(Ring(ring), 5, 6, public), protocol)
+    check(run, table[indices], prices(protocol).lookup(Ring(ring), 5, 6, public), protocol)
 
 
 def test_lookup_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

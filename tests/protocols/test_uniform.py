@@ -14,8 +14,9 @@ from torch import Tensor
 from private_llm.config import PrivateConfig
 from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.protocol import Protocol
-from private_llm.protocols.session import ClientEnd, Session
+from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.ring.prg import Prg, Seed
 from tests.protocols.parties import run_ring
@@ -240,7 +241,7 @@ def test_an_operation_that_is_repeated_has_masks_of_its_own(protocol: str, opera
 
 def test_shares_of_a_party_say_nothing_about_the_value() -> None:
     """Each component of each dealt share is uniform, for a constant secret."""
-    from private_llm.protocols.session import deal
+    from private_llm.protocols.dealing import deal
 
     secret = torch.full((1 << 15,), 12345, dtype=torch.int64)
     shares = deal(PrivateConfig(), secret, Seed.fresh(), "weight")

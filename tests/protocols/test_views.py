@@ -15,12 +15,12 @@ from private_llm.errors import ProtocolAbort, TransportError
 from private_llm.net.local import LocalHub
 from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocols.dealing import deal
 from private_llm.protocols.quad.bits import Quad
-from private_llm.protocols.quad.client import QuadClient, deal_quad, digest
+from private_llm.protocols.quad.client import QuadClient, digest
 from private_llm.protocols.quad.views import GROUPS, View, as_tensor, meet_groups
 from private_llm.protocols.session import Session, join, join_as_client
 from private_llm.ring.prg import Seed
-from private_llm.ring.ring import Ring
 from tests.protocols.parties import ring_values, run_ring
 from tests.session import run_session
 
@@ -230,7 +230,7 @@ def test_digests_tell_tensors_apart() -> None:
 def test_dealt_parts_add_up_and_each_party_lacks_one_mask() -> None:
     x = ring_values(64, (3, 5), 40)
     (a1, a2, third), (x1, b1, u1), (x2, b2, u2), (c1, c2, c3) = (
-        share.parts for share in deal_quad(x, Ring(64), Seed.fresh(), "w")
+        share.parts for share in deal(QUAD, x, Seed.fresh(), "w")
     )
     assert all(torch.equal(*same) for same in ((a1, b1), (a1, c1), (a2, b2), (a2, c2), (u1, u2), (u1, c3)))
     assert all(torch.equal(masked, x) for masked in (third - u1, x1 - a2, x2 - a1))

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from private_llm.circuits.carry import CarryPlan
 from private_llm.kernels import ops
-from private_llm.protocols.protocol import Weights
+from private_llm.protocols.boolean import Weights
 from private_llm.protocols.quad import cost
 from private_llm.protocols.quad.arithmetic import QuadArithmetic
 from private_llm.protocols.share import BitShare, Share

@@ -23,7 +23,6 @@ from private_llm.protocols.quad.views import GROUPS, as_bytes
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio.client import TrioClient, one_hot
 from private_llm.ring.dpf import make_keys
-from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 
 DIGEST_BYTES = 32
@@ -124,16 +123,9 @@ def unmask(party: int, value: Tensor, masks: Sequence[Tensor]) -> Share:
     """A share from V and the two masks that party 0, 1 or 2 knows, in the order a1, a2, u."""
     part = value - masks[0]
     part -= masks[1]
+    return share_of(party, masks, part)
+
+
+def share_of(party: int, masks: Sequence[Tensor], part: Tensor) -> Share:
+    """The share of party 0, 1 or 2 from its two masks and x plus the mask that it lacks."""
     return Share((*masks, part) if party == 0 else (part, *masks))
-
-
-def deal_quad(elements: Tensor, ring: Ring, seed: Seed, label: str) -> list[Share]:
-    """One share per party with masks drawn from `seed` under `label`; a label must never be used twice."""
-    if elements.device.type == "meta":
-        return [Share((torch.empty_like(elements),) * 3) for _ in range(4)]
-    a1, a2, u = (
-        seed.stream(f"{label}/mask {k}").elements(elements.numel(), ring).view(elements.shape) for k in (1, 2, 3)
-    )
-    value = elements + a1 + a2 + u
-    known = ((a1, a2), (a1, u), (a2, u))
-    return [*(unmask(party, value, masks) for party, masks in enumerate(known)), Share((a1, a2, u))]

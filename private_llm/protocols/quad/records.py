@@ -14,7 +14,7 @@ from torch import Tensor
 from private_llm.errors import ProtocolAbort, UnsupportedOp
 from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder
-from private_llm.protocols.protocol import Links
+from private_llm.protocols.party_end import Links
 from private_llm.protocols.quad.roles import Member, RoleTransport
 from private_llm.protocols.quad.views import TAG_BYTES, View, as_bytes, as_tensor, same
 from private_llm.protocols.trio.party import Trio
@@ -29,7 +29,6 @@ class QuadRecords(Trio):
     """Trio's code in its role, with records."""
 
     name = "quad"
-    parties = 4
 
     def __init__(
         self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed],

@@ -36,7 +36,8 @@ from private_llm.errors import DomainError, ProtocolAbort
 from private_llm.kernels import ops
 from private_llm.kernels.forms import Form, Matmul
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.protocol import Links, Protocol
+from private_llm.protocols.party_end import Links
+from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import Index, Share
 from private_llm.ring.dpf import expand, key_words
 from private_llm.ring.prg import Prg, Seed
@@ -50,7 +51,6 @@ class TrioArithmetic(Protocol):
     """One party's arithmetic."""
 
     name = "trio"
-    parties = 3
     one_hot = False
     """Whether the client shares indices as one-hot rows, which need nothing of party 0 but masks."""
 

@@ -9,28 +9,29 @@ element each; the parties learn nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.share import Share
+from private_llm.net.transport import Transport
+from private_llm.protocols.client_end import ClientEnd
 from private_llm.ring.dpf import make_keys
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 
 
-class TrioClient:
+class TrioClient(ClientEnd):
     """The client's end. `one_hot`: see `TrioArithmetic`."""
 
     mask_holders: tuple[tuple[int, ...], ...] = ((0, 1), (0, 2))
     """Who knows the masks a1 and a2 of inputs."""
 
     def __init__(self, transport: Transport, ring: Ring, one_hot: bool = False) -> None:
-        self.transport, self.ring, self._one_hot = transport, ring, one_hot
+        super().__init__(transport, ring)
+        self._one_hot = one_hot
         self._keys = keys = [Seed.fresh() for _ in self.mask_holders]
         for key, parties in zip(keys, self.mask_holders, strict=True):
             for party in parties:
@@ -38,9 +39,6 @@ class TrioClient:
                 transport.send(party, "input key", payload)
         self._roots = Seed.fresh().stream("index keys")
         self._masks = [key.stream("client input") for key in keys]
-
-    def take_witnesses(self, digests: Sequence[str]) -> None:
-        """What the party that ran ahead gave to check openings with: nothing under trio and dealer."""
 
     @contextmanager
     def stretch(self, label: str) -> Iterator[None]:
@@ -93,19 +91,3 @@ def one_hot(indices: Tensor, domain: int, ring: Ring) -> Tensor:
         raise DomainError(f"an index lies outside 0 .. {domain - 1}")
     rows = torch.zeros((indices.numel(), domain), dtype=ring.dtype)
     return rows.scatter_(1, indices.reshape(-1, 1), 1)
-
-
-def receive_input_keys(transport: Transport, count: int) -> list[Seed]:
-    """The client's mask keys that this party shares: in trio both for party 0, one for the others."""
-    return [
-        Seed(bytes(transport.recv(CLIENT, "input key", (32,), torch.uint8).numpy().tobytes())) for _ in range(count)
-    ]
-
-
-def deal_trio(elements: Tensor, ring: Ring, seed: Seed, label: str) -> list[Share]:
-    """One share per party with masks drawn from `seed` under `label`; a label must never be used twice."""
-    if elements.device.type == "meta":
-        return [Share((torch.empty_like(elements), torch.empty_like(elements))) for _ in range(3)]
-    a1 = seed.stream(f"{label}/mask 1").elements(elements.numel(), ring).view(elements.shape)
-    a2 = seed.stream(f"{label}/mask 2").elements(elements.numel(), ring).view(elements.shape)
-    return [Share((a1, a2)), Share((elements + a2, a1)), Share((elements + a1, a2))]

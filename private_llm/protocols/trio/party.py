@@ -25,7 +25,7 @@ from private_llm.errors import DomainError
 from private_llm.kernels import ops
 from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder
-from private_llm.protocols.protocol import Weights
+from private_llm.protocols.boolean import Weights
 from private_llm.protocols.share import BitShare, Share, words_for
 from private_llm.protocols.trio import cost
 from private_llm.protocols.trio.arithmetic import TrioArithmetic

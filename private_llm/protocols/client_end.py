@@ -1,0 +1,47 @@
+"""The interface of the client's end of a protocol, in ring elements: how values enter and leave the sharing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+
+from private_llm.errors import UnsupportedOp
+from private_llm.net.transport import Transport
+from private_llm.protocol_facts import names_where
+from private_llm.ring.ring import Ring
+
+
+class ClientEnd(ABC):
+    """The client's end, over links to all parties. Calls come in the parties' order."""
+
+    def __init__(self, transport: Transport, ring: Ring) -> None:
+        self.transport, self.ring = transport, ring
+
+    @abstractmethod
+    def share(self, elements: Tensor) -> None:
+        """Share ring elements with the parties, who call `receive_input` with the same shape."""
+
+    @abstractmethod
+    def share_index(self, indices: Tensor, domain: int) -> None:
+        """Share int64 indices [T] below `domain`; the parties call `receive_index(T, domain)`.
+
+        Raises DomainError for an index outside the domain.
+        """
+
+    @abstractmethod
+    def open(self, shape: tuple[int, ...]) -> Tensor:
+        """Ring elements of `shape` that the parties reveal right now. Raises ProtocolAbort if a lie is noticed."""
+
+    def stretch(self, label: str) -> AbstractContextManager[None]:
+        """Around a call that was preprocessed: masks are drawn apart, once for each `label`, as at the parties.
+
+        Raises UnsupportedOp for a protocol without separate preprocessing.
+        """
+        wanted = names_where(lambda facts: facts.helper is not None)
+        raise UnsupportedOp(f"this protocol has no separate preprocessing; want {wanted}")
+
+    def take_witnesses(self, digests: Sequence[str]) -> None:  # noqa: B027 - semi-honest protocols need none
+        """What the party that ran ahead gave to check openings with (hexadecimal, in order)."""

@@ -1,0 +1,54 @@
+"""One party's end of a session: who it is, its links, and when and where it draws masks."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Self
+
+import torch
+
+from private_llm.errors import UnsupportedOp
+from private_llm.net.ledger import Ledger
+from private_llm.net.transport import Transport
+from private_llm.protocol_facts import names_where
+from private_llm.ring.ring import Ring
+
+Links = Callable[[Transport], Transport]
+"""What puts something between a protocol and its links."""
+
+
+class PartyEnd(ABC):
+    """What all interfaces of a protocol share. `party` is its number, `ring` that of arithmetic shares."""
+
+    name: str
+
+    def __init__(self, party: int, transport: Transport, ring: Ring) -> None:
+        self.party = party
+        self.transport = transport
+        self.ring = ring
+        self.device: torch.device | str = "cpu"
+        self.placed = False
+
+    def on(self, device: torch.device | str) -> Self:
+        """This end, drawing and receiving on `device` from now on: where the operands of the next operation lie."""
+        self.device = device
+        return self
+
+    def stretch(self, label: str, links: Links = lambda transport: transport) -> AbstractContextManager[None]:
+        """Inside, masks are drawn apart (once for each `label`), over `links`: the helper may run ahead.
+
+        Raises UnsupportedOp for a protocol without separate preprocessing.
+        """
+        wanted = names_where(lambda facts: facts.helper is not None)
+        raise UnsupportedOp(f"protocol '{self.name}' has no separate preprocessing; want {wanted}")
+
+    def take_witnesses(self) -> list[str]:
+        """What the client needs of a party that ran ahead to check what others will open (hexadecimal, in order)."""
+        return []
+
+    @property
+    def ledger(self) -> Ledger:
+        """Counts of what this party sent and waited for."""
+        return self.transport.ledger
