@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +18,7 @@ SHAPES = (
 """What `estimate` knows by name. Spelled out: the list itself is in a package that is slow to import."""
 
 
-class ProtocolName(str, Enum):
+class ProtocolName(StrEnum):
     """Protocols on offer."""
 
     TRIO = "trio"
@@ -28,14 +28,14 @@ class ProtocolName(str, Enum):
     PLAIN = "plain"
 
 
-class DemoModel(str, Enum):
+class DemoModel(StrEnum):
     """Models of `demo`."""
 
     BUNDLED = "bundled"
     SMOLLM2 = "smollm2"
 
 
-class PartyMode(str, Enum):
+class PartyMode(StrEnum):
     """Where the parties run."""
 
     AUTO = "auto"
