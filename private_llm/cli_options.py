@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,14 +27,14 @@ def protocol_name(text: str) -> str:
     return text
 
 
-class DemoModel(str, Enum):
+class DemoModel(StrEnum):
     """Models of `demo`."""
 
     BUNDLED = "bundled"
     SMOLLM2 = "smollm2"
 
 
-class PartyMode(str, Enum):
+class PartyMode(StrEnum):
     """Where the parties run."""
 
     AUTO = "auto"

@@ -79,14 +79,15 @@ class PrivateConfig:
     classifiers.
     adder: circuit of comparisons: "prefix" (few rounds), "ripple" (fewest bytes), "auto" (for each comparison
     the one that is faster on a network of `bandwidth_mbit` per party and `latency_ms`; "prefix" without a bandwidth).
+    bandwidth_mbit: Mbit/s of a party's connection, for adder="auto" alone. latency_ms: one way between parties.
     relu_bits: key bits of ReLU: its inputs stay below 2^(relu_bits-1-frac_bits) in magnitude (None: 2^20, or the
     whole ring). relu_low: lowest bits that ReLU ignores: inputs from 0 to 2^(relu_low-frac_bits) may become 0.
     truncation: "unit" (at most one unit in the last place too high) or "exact" (floor, by one more comparison).
     matmul: "masked" (output-sized traffic), or for "dealer" also "remask" (both operands masked anew each time, the
     classical way).
     lanes: sessions side by side that share the rows of a batch, so that one computes while another sends or waits (rows
-    beyond the batch idle). permute: another party plays each role in each lane, so that all parties and links carry
-    the same; each party then holds one weight share for each different casting (for trio min(lanes, 6) of them).
+    beyond the batch idle). permute: in each of them another party plays each role, so that all parties and links carry
+    the same; each party then holds a weight share for each different assignment of roles (for trio min(lanes, 6)).
     prg: cipher of the parties' common streams: "aes" (made on the CPU) or "chacha20" (made on the GPU if shares live
     there).
     party_mode: "threads" or "processes" on this machine, "remote" (addresses in `hosts`), "distributed" (one
@@ -99,12 +100,12 @@ class PrivateConfig:
     idle_s: seconds without a call after which a remote party ends a session, so that others get their turn (None:
     never). A client that thinks between calls sends nothing, so this is the longest thought.
     device: where a party's shares live: "cpu", "cuda:N", or "cuda" (GPU number party modulo the number of GPUs).
+    Parties need not agree on devices and folders.
     device_map: how a party's layers are spread, as in transformers: "auto", "balanced", "balanced_low_0",
     "sequential", or {module name: GPU number, "cuda:N", "cpu" or "disk"} for the whole model; None: all on `device`.
     max_memory: {device: bytes, or text like "20GB"} that the planned maps may use. offload_folder: where a party writes
     weights that are mapped to "disk" and come from the client (with a share file it reads that file instead).
     tape_folder: where a party keeps what `model.preprocess` stores (default: the system's temporary folder).
-    Devices and folders are each party's own business: parties need not agree on them.
     calibrate: run the owner's plaintext model on a bundled text before its weights are shared, and give every module
     the public powers of two that its values need (docs/ranges.md); False: one size for all, and larger messages.
     guard: check inside the protocol that values stay in their ranges; the client alone learns one bit per call, and
@@ -290,3 +291,16 @@ class PrivateConfig:
         if shared["plan"] is not None:  # what a client accepts is its own business
             shared["plan"] = {k: v for k, v in shared["plan"].items() if k not in ("rho", "accept_weak_plan")}
         return hashlib.sha256(json.dumps([VERSION, shared], sort_keys=True).encode()).digest()
+
+
+FIELD_GROUPS: dict[str, tuple[str, ...]] = {
+    "What to run": ("protocol", "weights", "reveal", "insecure"),
+    "Token sharding": ("plan", "split"),
+    "Precision": ("ring", "frac_bits", "truncation", "relu_bits", "relu_low"),
+    "Ranges and checks": ("calibrate", "guard", "debug_ranges"),
+    "Performance": ("adder", "bandwidth_mbit", "latency_ms", "matmul", "prg", "lanes", "permute"),
+    "Parties and hosts": ("party_mode", "hosts", "tls", "allow_plain_loopback", "trusted_network"),
+    "Waiting": ("timeout_s", "busy_wait_s", "idle_s"),
+    "Devices and memory": ("device", "device_map", "max_memory", "offload_folder", "tape_folder"),
+}
+"""The settings of `PrivateConfig` by what they are about, as the documentation shows them."""

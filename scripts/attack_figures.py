@@ -28,6 +28,7 @@ from private_llm.attacks.view import view_of
 from private_llm.attacks.vocab_matching import CHUNK, match_states
 from private_llm.commands.models import demo_model, plaintext_model, tokenizer_of
 from private_llm.commands.output import emit_json, progress_bar
+from private_llm.commands.pyplot import load_pyplot
 from private_llm.sharding import ShardingPlan
 
 TEXT = (
@@ -147,11 +148,7 @@ def measure(path: Path, tiny: bool) -> None:
 
 def plot(rows: list[Row], path: Path) -> None:
     """Left: seconds against gap. Middle: shares against c. Right: tokens found in rounded rows."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = load_pyplot()
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
     colours = {64: "#55a868", 512: "#dd8452", 4096: "#4c72b0"}
     for (attack, line), (vocabulary, colour) in (

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from private_llm.commands.pyplot import load_pyplot
+
 Rows = Sequence[dict[str, Any]]
 
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")
@@ -14,11 +16,7 @@ SCORES = (("rouge_l", "ROUGE-L, whole text"), ("unheld_exact", "exact tokens whe
 
 def plot(rows: Rows, path: Path) -> None:
     """Four columns: c and alpha at layer 0 and layer 1, layers, AttnNodes by m. Dashed: the guess without learning."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = load_pyplot()
     # The picture is of attackers that were trained on several plans at once; a note marks rows of another kind.
     rows = [row for row in rows if row["name"] == "inversion" and not row["note"]]
     comp = [row for row in rows if row["node"] == "any CompNode"]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a tested checkout: environment, lint, types, ladder, all tests. Arguments go to pytest.
+# From nothing to a tested checkout: environment, lint, types, layering, all tests. Arguments go to pytest.
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 prepare_environment test

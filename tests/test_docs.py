@@ -16,7 +16,8 @@ from private_llm.protocol_facts import CASCADE, protocol_names
 from private_llm.threat import entries, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+TOP = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+PAGES = sorted([*(ROOT / name for name in TOP), *(ROOT / "docs").glob("*.md")])
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -27,7 +28,7 @@ def with_python() -> list[Path]:
     return [page for page in PAGES if blocks(page, "python")]
 
 
-@pytest.mark.parametrize("page", with_python(), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", with_python(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, in one namespace. Hub ids are replaced by the bundled model, as tests have no network."""
     monkeypatch.chdir(tmp_path)
@@ -38,7 +39,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
         exec(compile(code, f"{page.name}, block {number}", "exec"), namespace)
 
 
-def test_the_readme_shows_both_doors() -> None:
+def test_the_readme_shows_both_entry_points() -> None:
     text = "".join(blocks(ROOT / "README.md", "python"))
     assert "AutoPrivateModelForCausalLM.from_pretrained(" in text
     assert "patch(" in text
@@ -68,7 +69,7 @@ def test_scripts_that_are_named_exist() -> None:
     assert not [name for name in named if not (ROOT / name).is_file()]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_files_exist(page: Path) -> None:
     text = page.read_text()
     targets = [t for t in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in t]
@@ -113,3 +114,50 @@ def test_tables_are_those_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     others["network"] = (script.bench_network.ROWS, script.bench_network.table)
     for mark, (path, table) in others.items():
         assert shown(script.PAGES[1], mark) == (table(script.read_rows(path)) if path.exists() else "")
+
+
+# -- order ------------------------------------------------------------------------------------------------------------
+README_ORDER = (
+    "Install", "Five minutes on this machine", "Three hosts", "What is protected", "Figures", "Limits",
+)  # fmt: skip
+
+
+def test_the_readme_keeps_its_order() -> None:
+    headings = re.findall(r"^## (.+)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert tuple(headings[: len(README_ORDER)]) == README_ORDER
+
+
+def test_the_index_names_every_page_once() -> None:
+    listed = re.findall(r"^\d+\. \[[^]]+\]\(([^)]+)\): .+$", (ROOT / "docs" / "README.md").read_text(), re.MULTILINE)
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert sorted(listed) == sorted([*pages, "../CONTRIBUTING.md"])
+
+
+def test_links_to_headings_lead_to_one() -> None:
+    def anchors(page: Path) -> set[str]:
+        titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+        return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+    broken = []
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+            found = (page.parent / target).resolve() if target else page
+            if anchor not in anchors(found):
+                broken.append(f"{page.name}: {target}#{anchor}")
+    assert not broken
+
+
+METAPHORS = (
+    "house", "rooms", "ladder", "rung", "rungs", "door", "doors", "tape", "tapes", "hub", "lane", "casting",
+)  # fmt: skip
+
+
+def test_prose_uses_the_field_s_words() -> None:
+    """Where no identifier is meant. "Room" for bits is left out: it is plain English."""
+    found = []
+    for page in PAGES:
+        if page.name in ("threat-model.md", "api.md", "CHANGELOG.md"):  # from code, and of the past
+            continue
+        prose = re.sub(r"```.*?```|`[^`]*`|<!-- (\w+) -->.*?<!-- /\1 -->", "", page.read_text(), flags=re.DOTALL)
+        found += [f"{page.name}: {word}" for word in METAPHORS if re.search(rf"\b{word}\b", prose, re.IGNORECASE)]
+    assert found == []

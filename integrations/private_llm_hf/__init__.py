@@ -12,6 +12,7 @@ from private_llm_hf.auto import (
     AutoPrivateModelForSequenceClassification,
     patch,
     ranges_of_checkpoint,
+    share_checkpoint,
 )
 from private_llm_hf.network import Network
 from private_llm_hf.preprocess import ForwardPlan, GeneratePlan
@@ -32,4 +33,5 @@ __all__ = [
     "TLSConfig",
     "patch",
     "ranges_of_checkpoint",
+    "share_checkpoint",
 ]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from private_llm.bench.record import Waiting
+from private_llm.commands.pyplot import load_pyplot
 from private_llm.config import PrivateConfig
 from private_llm.net.roles import named
 
@@ -20,11 +21,7 @@ def plot_costs(
     layers: Sequence[LayerCost], waits: Sequence[Waiting], config: PrivateConfig, span: tuple[float, float], path: Path
 ) -> None:
     """Bars of each layer's bytes by sender; below, the parties' work in `span` (seconds of time.perf_counter)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = load_pyplot()
     figure, (top, bottom) = pyplot.subplots(
         2, 1, figsize=(10, 3 + 0.25 * len(layers)), height_ratios=(max(3, len(layers)), 3), layout="constrained"
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from private_llm.bench.record import RecordingHub
+from private_llm.commands.pyplot import load_pyplot
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.net.roles import named
@@ -20,16 +21,17 @@ Span = tuple[float, float]
 
 
 def check_name(path: Path) -> None:
-    """Before any work: raises ConfigError for a name that says no kind of picture, or a place that takes no file."""
+    """Before any work: raises ConfigError for a name of no picture, a place that takes no file, or no matplotlib."""
     if path.suffix not in _ENDINGS:
         raise ConfigError(f"plot: got {path.name!r}; want a name that ends in {', '.join(_ENDINGS)}")
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(f"plot: cannot write {str(path)!r}; want a new or old file in a folder that you may write to")
+    load_pyplot()
 
 
 def plot_timeline(hub: RecordingHub, config: PrivateConfig, title: str, span: Span, path: Path) -> None:
     """One band for each lane of each party: computing or waiting; below it what was on the party's wires."""
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     lanes = config.lanes
     figure, axes = pyplot.subplots(figsize=(11, 1.5 + config.parties * (0.5 + 0.3 * lanes)), layout="constrained")
     height = 0.7 / lanes
@@ -54,7 +56,7 @@ def plot_timeline(hub: RecordingHub, config: PrivateConfig, title: str, span: Sp
 
 def plot_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Seconds and megabytes of each row, with aim and C++ reference (rows as `pigeon.Job.to_dict` makes them)."""
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 1.5 + 0.55 * len(rows)), layout="constrained")
     labels = [f"{row['label']}, {row['ring']} bits, {row['protocol']}" for row in rows]
     columns = {
@@ -85,7 +87,7 @@ def plot_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def plot_cascade(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Left: the busiest CompNode's time for each plan. Right: time against parameters (rows of `bench.cascade`)."""
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     nodes = [row for row in rows if row["split"] is not None]
     sizes = [row for row in rows if row["name"] == "cascade-size"]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 2 + 0.4 * max(4, len(nodes))), layout="constrained")
@@ -121,15 +123,6 @@ def _ms(seconds: float) -> float:
     return seconds * 1e3
 
 
-def _pyplot() -> Any:  # noqa: ANN401 - matplotlib is not typed, and imported only here
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _save(figure: Any, path: Path) -> None:  # noqa: ANN401 - see above
+def _save(figure: Any, path: Path) -> None:  # noqa: ANN401 - matplotlib is not typed
     figure.savefig(path, dpi=120)
-    _pyplot().close(figure)
+    load_pyplot().close(figure)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from private_llm.bench.record import Sending
+from private_llm.commands.pyplot import load_pyplot
 from private_llm.config import PrivateConfig
 from private_llm.net.ledger import CONTROL
 from private_llm.net.roles import called
@@ -33,11 +34,7 @@ def plot_nodes(
     arrived: when the prompt was handed over and when each token came (seconds of time.perf_counter). frames: everything
     sent in this time; without any (nodes in processes of their own) there is no second part.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = load_pyplot()
     sent = _sent(costs, config)
     shown, title = chosen(config, {node: sum(parts.values()) for node, parts in sent.items()})
     names = [_name(config, node) for node in shown]

@@ -48,7 +48,7 @@ class Matmul(Form):
     tag = "matmul"
 
     def product(self, x: Tensor, y: Tensor) -> Tensor:
-        """X y."""
+        """x y."""
         return ops.ring_matmul(x, y)
 
     def pair(self, x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Matmul(Form):
         return ops.ring_matmul_pair(x0, y0, x1, y1)
 
     def real(self, x: Tensor, y: Tensor) -> Tensor:
-        """X y."""
+        """x y."""
         return torch.matmul(x, y)
 
     def macs(self, x_shape: Size, y_shape: Size) -> int:
@@ -77,7 +77,7 @@ class Conv2d(Form):
     tag = "conv2d"
 
     def product(self, x: Tensor, y: Tensor) -> Tensor:
-        """X * w."""
+        """x * w."""
         return ops.ring_conv2d(x, y, self.stride, self.padding, self.dilation, self.groups)
 
     def pair(self, x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class Conv2d(Form):
         return ops.ring_conv2d_pair(x0, y0, x1, y1, self.stride, self.padding, self.dilation, self.groups)
 
     def real(self, x: Tensor, y: Tensor) -> Tensor:
-        """X * w."""
+        """x * w."""
         return torch.nn.functional.conv2d(x, y, None, self.stride, self.padding, self.dilation, self.groups)
 
     def macs(self, x_shape: Size, y_shape: Size) -> int:

@@ -49,7 +49,7 @@ def make_certificates(
     folder = Path(folder)
     places = {user: user_folder(folder, user) for user in users}
     folder.mkdir(parents=True, exist_ok=True)
-    start = start or datetime.datetime.now(datetime.timezone.utc)
+    start = start or datetime.datetime.now(datetime.UTC)
     span = (start - _SKEW, start + datetime.timedelta(days=days))
     ca_key = ec.generate_private_key(ec.SECP256R1())
     ca_name = _name(f"private-llm local CA {secrets.token_hex(4)}")  # two sets never look like one

@@ -81,7 +81,7 @@ class CheckedPlain(Plain):
 
     # -- local -------------------------------------------------------------------------------------------
     def public(self, c: Tensor) -> Share:
-        """C itself."""
+        """c itself."""
         return cleartext(c.to(self.ring.dtype), watched=True)
 
     # -- products ------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ class Plain(Protocol):
         return x.map(lambda part: part + c)
 
     def public(self, c: Tensor) -> Share:
-        """C itself."""
+        """c itself."""
         return Share((c.to(self.ring.dtype),))
 
     def truncate(self, x: Share, shift: int) -> Share:
@@ -79,7 +79,7 @@ class Plain(Protocol):
         return out
 
     def xor(self, x: BitShare, y: BitShare) -> BitShare:
-        """X ^ y."""
+        """x ^ y."""
         return BitShare((x.parts[0] ^ y.parts[0],), x.count)
 
     def invert(self, x: BitShare) -> BitShare:
@@ -87,7 +87,7 @@ class Plain(Protocol):
         return BitShare((~x.parts[0],), x.count)
 
     def and_(self, x: BitShare, y: BitShare) -> BitShare:
-        """X & y."""
+        """x & y."""
         return BitShare((x.parts[0] & y.parts[0],), x.count)
 
     def a2b(self, x: Share) -> BitShare:

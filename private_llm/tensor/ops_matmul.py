@@ -66,7 +66,7 @@ def _ring_operand(x: Fixed, y: Tensor) -> Tensor:
 
 @implements(Tensor.__rmatmul__)
 def rmatmul(x: Tensor, y: Tensor) -> SecretTensor:
-    """Y @ x."""
+    """y @ x."""
     return matmul(y, x)
 
 
@@ -101,7 +101,7 @@ def _in_range(x: Fixed, weight: int) -> Fixed:
 
 @implements(torch.addmm, Tensor.addmm)
 def addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> SecretTensor:
-    """Beta * bias + alpha * x @ y (GPT-2's Conv1D)."""
+    """beta * bias + alpha * x @ y (GPT-2's Conv1D)."""
     if isinstance(x, SecretTensor) and isinstance(y, SecretTensor):
         same_session(x, y)
         made = SecretTensor(product(_in_range(x.operand, y.raw.frac), y.raw))
@@ -114,7 +114,7 @@ def addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float =
 
 @implements(torch.baddbmm, Tensor.baddbmm)
 def baddbmm(bias: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> SecretTensor:
-    """Beta * bias + alpha * batch1 @ batch2; `bias` may be public (Bloom's alibi)."""
+    """beta * bias + alpha * batch1 @ batch2; `bias` may be public (Bloom's alibi)."""
     scaled = batch1 if alpha == 1 else mul(batch1, alpha)
     return _combined(bias, matmul(scaled, batch2), beta, 1)
 

@@ -88,7 +88,7 @@ def sub(x: Operand, y: Operand, *, alpha: float = 1) -> SecretTensor:
 
 @implements(torch.rsub, Tensor.__rsub__)
 def rsub(x: Operand, y: Operand) -> SecretTensor:
-    """Y - x; local."""
+    """y - x; local."""
     return sub(y, x)
 
 
@@ -129,7 +129,7 @@ def div(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> SecretTe
 
 @implements(torch.square, Tensor.square)
 def square(x: SecretTensor) -> SecretTensor:
-    """X^2: one truncating product."""
+    """x^2: one truncating product."""
     return mul(x, x)
 
 
@@ -185,7 +185,7 @@ def where(condition: Tensor, x: Operand, y: Operand) -> SecretTensor:
 
 
 def _kept(x: Operand, condition: Tensor) -> Operand:
-    """X where the condition holds, 0 elsewhere."""
+    """x where the condition holds, 0 elsewhere."""
     if isinstance(x, SecretTensor):
         return SecretTensor(times_public(x, condition)) if condition.numel() > 1 else mul(x, float(condition))
     return torch.where(condition, torch.as_tensor(x, dtype=torch.float32), 0.0)

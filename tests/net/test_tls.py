@@ -19,8 +19,8 @@ from private_llm.net.transport import CLIENT
 
 from .mesh import ENDPOINTS, open_mesh, run_threads
 
-YEAR_AGO = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=400)
-NEXT_YEAR = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(days=400)
+YEAR_AGO = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=400)
+NEXT_YEAR = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=400)
 
 
 @pytest.fixture(scope="module")

@@ -205,7 +205,7 @@ class QuadArithmetic(QuadRecords):
 
     # -- edges -----------------------------------------------------------------------------------------------------
     def receive_input(self, shape: tuple[int, ...]) -> Share:
-        """V from the client to parties 0, 1 and 2, who record it: 1 element each, 1 round; party 3 receives nothing."""
+        """v from the client to parties 0, 1 and 2, who record it: 1 element each, 1 round; party 3 receives nothing."""
         count = torch.Size(shape).numel()
         masks = [stream.elements(count, self.ring, self.device).view(shape) for stream in self._inputs]
         if self.party == 3:

@@ -1,0 +1,102 @@
+"""Every file of examples/ runs as it stands there, and what it prints is right."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+MODEL = str(resources.files("private_llm_hf") / "demo_model")
+
+
+def printed(out: str, label: str) -> str:
+    """What follows a label on its line."""
+    (found,) = re.findall(rf"^{re.escape(label)} *(.*)$", out, re.MULTILINE)
+    return str(found)
+
+
+def text_is_that_of_the_plaintext_model(out: str) -> None:
+    assert printed(out, "private:") == printed(out, "plaintext:")
+    assert len(printed(out, "private:")) > len("The history of the city begins with")
+    assert "0 rounds" not in printed(out, "cost:").split(", ")
+
+
+def likenesses_are_those_of_the_plaintext_model(out: str) -> None:
+    rows = [[float(number) for number in re.findall(r"0\.\d+", line)] for line in out.splitlines()]
+    (alike, alike_private), (other, other_private) = [row for row in rows if row]
+    assert abs(alike - alike_private) <= 2e-3
+    assert abs(other - other_private) <= 2e-3
+    assert alike_private > other_private + 0.02, "the two sentences with the same words"
+
+
+def digits_are_read(out: str) -> None:
+    right, count = map(int, printed(out, "right:").split(" of "))
+    assert count == 40
+    assert right >= 38
+    assert printed(out, "labels:") == "0 5 0 5 0 5 0 5 8 3 ..."
+
+
+def networks_agree(out: str) -> None:
+    for protocol in ("trio", "quad", "dealer"):
+        error = float(printed(out, f"{protocol}: largest error").split(",")[0])
+        assert 0 < error < 1e-3, "fixed point is near, not equal"
+
+
+def files_hold_shares(out: str) -> None:
+    assert int(printed(out, "calibrated").split()[0]) > 50
+    size = [int(printed(out, f"party{index}.safetensors:").split(" kB")[0]) for index in range(3)]
+    assert size[0] < 100, "party 0 gets seeds"
+    assert size[1] == size[2] > 5.9e6 * 8 / 1e3 * 0.9, "one element of 8 bytes a weight"
+    assert out.count("mode 600") == 3
+    client = printed(out, "client:").split()
+    assert "tokenizer.json" in client
+    assert not [name for name in client if name.endswith((".safetensors", ".bin"))]
+
+
+def hosts_answer(out: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    plain = AutoModelForCausalLM.from_pretrained(MODEL).float().eval()
+    made = plain.generate(**tokenizer("The history of", return_tensors="pt"), max_new_tokens=4, do_sample=False)
+    assert tokenizer.decode(made[0], skip_special_tokens=True) in out.splitlines()
+
+
+CHECKS: dict[str, Callable[[str], None]] = {
+    "classify_images": digits_are_read,
+    "compare_sentences": likenesses_are_those_of_the_plaintext_model,
+    "generate_text": text_is_that_of_the_plaintext_model,
+    "own_network": networks_agree,
+    "share_to_files": files_hold_shares,
+    "three_hosts": hosts_answer,
+}
+
+
+def test_every_example_is_checked() -> None:
+    assert {path.stem for path in EXAMPLES} == set(CHECKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(example: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [str(example)])
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'integrations'}")  # for parties in processes
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    runpy.run_path(str(example), run_name="__main__")
+    CHECKS[example.stem](capfd.readouterr().out)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_explains_itself(example: Path) -> None:
+    text = example.read_text()
+    assert text.startswith('"""')
+    assert f"python examples/{example.name}" in text
+    index = (ROOT / "README.md").read_text()
+    assert f"examples/{example.name}" in index
