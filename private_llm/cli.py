@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from private_llm.cli_options import (
+    PLUGINS,
     PROTOCOLS,
     SHAPES,
     DemoModel,
@@ -440,8 +441,11 @@ def _show_version(value: bool) -> None:
 def _root(
     version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True)] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
+    plugin: Annotated[
+        list[str] | None, typer.Option("--plugin", help="A Python module to import first, which registers handlers.")
+    ] = None,
 ) -> None:
-    pass
+    PLUGINS.set(tuple(plugin or ()))
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,9 @@ import typer
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.protocol_facts import CASCADE, protocol_facts, protocol_names
+
+PLUGINS: ContextVar[tuple[str, ...]] = ContextVar("PLUGINS", default=())
+"""What `private-llm --plugin` named, for the configurations that commands make."""
 
 SHAPES = (
     "opt-125m", "opt-1.3b", "opt-6.7b", "llama-7b", "llama-13b", "gpt2", "bert-base", "resnet-18", "resnet-50",
@@ -64,7 +68,7 @@ def bits(frac_bits: int | None) -> dict[str, Any]:
 
 def config_of(protocol: str, ring: int, mode: PartyMode = PartyMode.AUTO, **more: Any) -> PrivateConfig:  # noqa: ANN401
     """The configuration of a command. Raises ConfigError for settings that do not go together."""
-    values: dict[str, Any] = {"protocol": protocol, "ring": ring, **more}
+    values: dict[str, Any] = {"protocol": protocol, "ring": ring, "plugins": PLUGINS.get(), **more}
     if "hosts" in more and mode is not PartyMode.AUTO:
         raise ConfigError(f"party-mode: got {mode.value!r} with --hosts, where the parties run already; leave it out")
     values.setdefault("party_mode", mode.value)

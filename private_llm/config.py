@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import json
 import re
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 
 _AGREED = (
     "protocol", "ring", "frac_bits", "weights", "reveal", "adder", "bandwidth_mbit", "latency_ms", "relu_bits",
-    "relu_low", "truncation", "matmul", "prg", "lanes", "permute", "plan", "split", "guard",
+    "relu_low", "truncation", "matmul", "prg", "lanes", "permute", "plan", "split", "guard", "plugins",
 )  # fmt: skip
 """What all parties must agree upon: these settings change the order or the meaning of messages."""
 
@@ -112,6 +113,8 @@ class PrivateConfig:
     gets a DomainError instead of a wrong answer.
     debug_ranges: check that no value leaves the safe range (opens nothing to the parties' network; plain only).
     insecure: must be True for protocol="plain".
+    plugins: names of Python modules that this endpoint imports first, such as a file that calls `register_handler` or
+    registers a protocol. All endpoints need the same; nobody imports what another endpoint names.
     plan: which node sees which tokens, for protocol="cascade" and behind a split. split: the first `split` layers run
     under a secret-sharing protocol, the rest on the nodes of `plan`, which then see no token (public weights; endpoints
     are the parties first, then the nodes).
@@ -144,6 +147,7 @@ class PrivateConfig:
     idle_s: float | None = 1800.0
     debug_ranges: bool = False
     insecure: bool = False
+    plugins: tuple[str, ...] = ()
     plan: ShardingPlan | None = None
     split: int | None = None
     device: str = "cpu"
@@ -153,6 +157,7 @@ class PrivateConfig:
     tape_folder: str | None = None
 
     def __post_init__(self) -> None:
+        self._import_plugins()
         for key, allowed in _CHOICES.items():
             if getattr(self, key) not in allowed:
                 raise ConfigError(f"{key}: got {getattr(self, key)!r}; want one of {', '.join(map(repr, allowed))}")
@@ -224,6 +229,18 @@ class PrivateConfig:
             limits = {_device_name("max_memory", where): size for where, size in self.max_memory.items()}
             object.__setattr__(self, "max_memory", limits)
 
+    def _import_plugins(self) -> None:
+        if isinstance(self.plugins, str):
+            raise ConfigError(f"plugins: got the text {self.plugins!r}; want a list, [{self.plugins!r}]")
+        object.__setattr__(self, "plugins", tuple(self.plugins))
+        for name in self.plugins:
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                raise ConfigError(
+                    f"plugins: {name!r} cannot be imported ({error}); want a Python module on this endpoint's path"
+                ) from None
+
     def _check_plan(self) -> None:
         if self.plan is not None and not isinstance(self.plan, ShardingPlan):
             raise ConfigError(f"plan: got {self.plan!r}; want a ShardingPlan, such as ShardingPlan(alpha=8, c=8, m=2)")
@@ -294,7 +311,7 @@ class PrivateConfig:
 
 
 FIELD_GROUPS: dict[str, tuple[str, ...]] = {
-    "What to run": ("protocol", "weights", "reveal", "insecure"),
+    "What to run": ("protocol", "weights", "reveal", "insecure", "plugins"),
     "Token sharding": ("plan", "split"),
     "Precision": ("ring", "frac_bits", "truncation", "relu_bits", "relu_low"),
     "Ranges and checks": ("calibrate", "guard", "debug_ranges"),

@@ -14,6 +14,7 @@ from private_llm_hf.auto import (
     ranges_of_checkpoint,
     share_checkpoint,
 )
+from private_llm_hf.handlers import register_handler, unregister_handler
 from private_llm_hf.network import Network
 from private_llm_hf.preprocess import ForwardPlan, GeneratePlan
 
@@ -33,5 +34,7 @@ __all__ = [
     "TLSConfig",
     "patch",
     "ranges_of_checkpoint",
+    "register_handler",
     "share_checkpoint",
+    "unregister_handler",
 ]

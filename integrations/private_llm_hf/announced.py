@@ -27,7 +27,7 @@ from private_llm_hf.attention import register
 from private_llm_hf.batch_norm import fold_batch_norms
 from private_llm_hf.layout import accepted_class
 from private_llm_hf.party_model import party_config
-from private_llm_hf.weights import WeightList
+from private_llm_hf.weights import WeightList, weights_of_buffers
 from private_llm_hf.wire import Message
 
 LARGEST_NUMBER = 1 << 24
@@ -53,7 +53,8 @@ def announced_shapes(description: Message, bytes_each: int, whole: bool = True) 
     _check_numbers(config, "")
     register()
     with torch.device("meta"), _Counting():
-        model: PreTrainedModel = cls(party_config(config))
+        model: PreTrainedModel = cls(party_config(config, cls))
+    weights_of_buffers(model)
     fold_batch_norms(model)
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     if buffers > MOST_BUFFERS:

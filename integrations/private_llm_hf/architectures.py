@@ -1,17 +1,28 @@
-"""The architectures that are supported, as data (models/*.json): what kind each is, and a rule for each module."""
+"""What is known of architectures: transformers' own tables, exceptions to them, rules for modules (models/*.json)."""
 
 from __future__ import annotations
 
 import functools
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Literal
 
+import transformers
 from transformers import PretrainedConfig
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from private_llm.errors import PatchMismatch
+
+_FOREIGN = frozenset({"timm_wrapper"})
+"""Model types whose code is not transformers' own."""
+_LOADING = frozenset(
+    {"auto_map", "backbone", "use_timm_backbone", "use_pretrained_backbone", "custom_pipelines", "trust_remote_code"}
+)
+"""Settings that name something to be loaded."""
 
 
 @dataclass(frozen=True)
@@ -43,25 +54,92 @@ class ModuleRule:
 
 
 def architecture(config: PretrainedConfig) -> Architecture:
-    """The architecture of a configuration. Raises PatchMismatch, listing what is supported."""
+    """The architecture of a configuration. Raises PatchMismatch for a kind of model that is not run."""
     return architecture_of(config.model_type)
 
 
+@functools.cache
 def architecture_of(model_type: object) -> Architecture:
-    """The architecture of a model type. Raises PatchMismatch, listing what is supported."""
-    table = _architectures()
-    found = table.get(model_type) if isinstance(model_type, str) else None
-    if found is None:
+    """The architecture of a model type: what architectures.json says of it, the rest from transformers' own tables.
+
+    Raises PatchMismatch for what transformers does not know, and for kinds of models that are not run.
+    """
+    shown = str(model_type)[:80]
+    if not isinstance(model_type, str) or model_type not in {*CONFIG_MAPPING_NAMES, *exceptions()}:
         raise PatchMismatch(
-            f"unknown architecture {str(model_type)[:80]!r}; supported: {', '.join(sorted(table))} (another one needs "
-            "an entry in private_llm_hf/models/architectures.json and a test against its plaintext self)"
+            f"unknown architecture {shown!r}; want a model type of transformers {transformers.__version__}, or a "
+            "torch.nn network"
         )
+    facts = dict(exceptions().get(model_type, {}))
+    if "kind" not in facts:
+        facts["kind"] = _kind(model_type)
+    if "positions" not in facts or "images" not in facts:
+        usual = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING_NAMES else object
+        limited = _mentions(usual, "max_position_embeddings") or _mentions(usual, "max_seq_len")
+        facts.setdefault("positions", "limited" if limited else "unlimited")
+        facts.setdefault("images", "sized" if _mentions(usual, "image_size") else "any")
+    return Architecture(**facts)
+
+
+def _kind(model_type: str) -> str:
+    """Which stacks a model type has, by the tables of transformers' auto classes."""
+    if model_type in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        return "encoder-decoder"
+    if model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return "encoder"
+    if model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return "decoder"
+    if model_type in modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES and model_type not in _FOREIGN:
+        return "vision"
+    raise PatchMismatch(
+        f"architecture {model_type!r} is of a kind that is not run; want a model that generates text, fills in masked "
+        "tokens or classifies images, of transformers' own code"
+    )
+
+
+@functools.cache
+def classes_of(model_type: object) -> frozenset[str]:
+    """Names of the classes that transformers' auto classes load for a model type (some share those of another)."""
+    tables = (value for name, value in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES"))
+    found: set[str] = set()
+    for names in tables:
+        known = names.get(model_type, ())
+        found.update((known,) if isinstance(known, str) else known)
+    return frozenset(found)
+
+
+def refuse_loading(config: object) -> None:
+    """Raise PatchMismatch for settings that let a configuration load something else: code, or another model.
+
+    Parties build models from the configurations of their clients.
+    """
+    if not isinstance(config, Mapping):
+        return
+    for name, value in config.items():
+        if name in _LOADING and value not in (None, False, {}):
+            raise PatchMismatch(
+                f"configuration: {name!r} lets a model load code or another model; want a configuration that describes "
+                "all of it"
+            )
+        refuse_loading(value)
+
+
+def _mentions(config_class: type, name: str) -> bool:
+    """Whether configurations of this class have this number, under whatever name."""
+    return hasattr(config_class, name) or name in getattr(config_class, "attribute_map", {})
+
+
+@functools.cache
+def exceptions() -> dict[str, dict[str, Any]]:
+    """Facts by model type that transformers' tables do not tell."""
+    found: dict[str, dict[str, Any]] = _read("architectures.json")
     return found
 
 
 @functools.cache
-def _architectures() -> dict[str, Architecture]:
-    return {name: Architecture(**facts) for name, facts in _read("architectures.json").items()}
+def compared() -> frozenset[str]:
+    """Model classes that the project's tests compare with their plaintext selves: no trial before the first use."""
+    return frozenset(_read("compared.json"))
 
 
 @functools.cache
@@ -84,6 +162,6 @@ def positions_by_mask() -> frozenset[str]:
     return frozenset(found)
 
 
-def _read(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(resources.files("private_llm_hf").joinpath("models", name).read_text())
+def _read(name: str) -> Any:  # noqa: ANN401 - a JSON value
+    found: Any = json.loads(resources.files("private_llm_hf").joinpath("models", name).read_text())
     return found

@@ -24,7 +24,8 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PatchMismatch, ShareFileError
 from private_llm.net.local import LocalHub
-from private_llm.ranges import Ranges
+from private_llm.protocol_facts import CASCADE
+from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.architectures import architecture
 from private_llm_hf.calibration_runs import check_ranges, checkpoint_ranges, loaded_ranges
 from private_llm_hf.cascade_client import check_sharding
@@ -38,6 +39,8 @@ from private_llm_hf.model import private_class
 from private_llm_hf.network import Network
 from private_llm_hf.plan import make_plan
 from private_llm_hf.share_files import ShareWriter, refuse_taken
+from private_llm_hf.trial import SETTINGS as TRIAL
+from private_llm_hf.trial import require_agreement
 from private_llm_hf.weights import Sink, WeightList, skeleton, stream_loaded
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -171,19 +174,26 @@ def patch(
         stream_loaded(model, wanted, sink)
 
     config = without_quantisation(model.config)
-    _refuse_other_constants(model, config)
+    _refuse_changes(model, config)
     return _open(
         type(model), config, private_config, weights, generation,
         ranges or (lambda: loaded_ranges(model, private_config, images)), hub, start,
     )  # fmt: skip
 
 
-def _refuse_other_constants(model: PreTrainedModel, config: PretrainedConfig) -> None:
-    """Raise PatchMismatch for a module whose numbers (eps, scaling) are not those that its configuration gives it.
+def _refuse_changes(model: PreTrainedModel, config: PretrainedConfig) -> None:
+    """Raise PatchMismatch for weights and numbers (eps, scaling) other than those of its configuration.
 
-    The parties build the model from its configuration, so a number that was changed afterwards would be lost.
+    The parties build the model from its configuration, so what was changed afterwards would be lost.
     """
-    built = dict(skeleton(type(model), config).named_modules())
+    bare = skeleton(type(model), config)
+    built, wanted_weights = dict(bare.named_modules()), bare.state_dict()
+    more = [n for n, v in model.state_dict().items() if n not in wanted_weights and v.is_floating_point()]
+    if more:
+        raise PatchMismatch(
+            f"patch: weight '{more[0]}' is not in the model's configuration, from which the parties build it; want the "
+            "class as transformers loads it"
+        )
     for name, module in model.named_modules():
         if name not in built or isinstance(module, nn.Dropout):
             continue
@@ -206,8 +216,9 @@ def _open(
     ranges: Ranges | Callable[[], Ranges],
     hub: LocalHub | None = None,
     start: Start = start_parties,
+    tried: bool = False,
 ) -> PreTrainedModel:
-    """Plan, start parties, calibrate if they hold no model, share the weights, and make the client's object."""
+    """Try a class that no test compares, plan, start parties; calibrate and share the weights if they hold none."""
     layout = Layout.of(model_class, config)
 
     def mine() -> str | None:
@@ -220,6 +231,8 @@ def _open(
 
     if private_config.plan is not None:
         check_sharding(model_class, config, private_config.plan, private_config.split)
+    if not tried and private_config.protocol != CASCADE:
+        require_agreement(model_class, config, _open_small)
     plan = make_plan(layout.model, private_config)
     check_reveal(layout.model, private_config)
     parties = start(private_config, hub)
@@ -237,6 +250,16 @@ def _open(
     plan = dataclasses.replace(plan, ranges=parties.ranges)
     made = private_class(model_class)(config, parties, plan, generation)
     return made
+
+
+def _open_small(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a small model private for a trial."""
+
+    def weights(wanted: WeightList, sink: Sink, local: bool = True) -> None:
+        stream_loaded(model, wanted, sink)
+
+    generation = getattr(model, "generation_config", None)
+    return _open(type(model), model.config, TRIAL, weights, generation, UNKNOWN, tried=True)
 
 
 def ranges_of_checkpoint(
@@ -281,6 +304,7 @@ def share_checkpoint(
     architecture(config)
     model_class = _model_class(auto.auto_class, config)
     layout = Layout.of(model_class, config)
+    require_agreement(model_class, config, _open_small)
     make_plan(layout.model, private_config)
     wanted = layout.shared
     target = Path(folder)

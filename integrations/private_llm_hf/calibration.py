@@ -28,8 +28,8 @@ from private_llm.ranges import LARGEST_EXPONENT, LEAST_BITS, REACH, SQUARE_HEAD_
 from private_llm.ring.ring import Ring
 from private_llm.tensor.dispatch import TorchArg
 from private_llm.tensor.range_check import PIECE
+from private_llm_hf.handlers import match
 from private_llm_hf.norms import norm_of
-from private_llm_hf.party_model import is_gelu
 
 _LAYERS = {F.linear, torch.addmm}
 _CONVOLUTIONS = {F.conv2d, F.conv1d}
@@ -91,7 +91,7 @@ class Largest(TorchFunctionMode):
         norm = self._norms.get(module)
         if norm is not None:
             self.note_rows(inputs[0], centred=norm.kind == "layer")
-        elif is_gelu(module):
+        elif match("gelus", module) is not None:
             self._note_compared(inputs[0])
         if norm is not None or isinstance(module, nn.LayerNorm):
             self._read(inputs[0])

@@ -31,8 +31,8 @@ _REFUSED = {
 }
 
 
-_GENERATE_S = ("tokenizer", "assistant_tokenizer")
-"""Arguments of generate() itself (for stop strings), which it hands on to every forward."""
+_GENERATE_S = ("tokenizer", "assistant_tokenizer", "is_first_iteration", "next_sequence_length")
+"""Arguments of generate() itself (for stop strings, for its own steps), which it hands on to every forward."""
 
 
 class Forward:
@@ -188,7 +188,7 @@ class Forward:
                 raise DomainError(f"logits_to_keep: got {keep!r}; want a number of last positions, or 0 for all")
             self.public["logits_to_keep"] = keep
         self.given.pop("use_cache", None)
-        left = sorted(name for name, value in self.given.items() if value is not False)
+        left = sorted(name for name, value in self.given.items() if value is not False and not _is_empty(value))
         if left:
             raise UnsupportedOp(f"forward argument(s) {', '.join(left)}: no private rule; leave them out")
         kind, opened = self.parties.forward(
@@ -223,6 +223,11 @@ class Forward:
         made = _output_class(kind, self.model)
         fields = {field.name for field in dataclasses.fields(made)}  # heads that do not generate hand no cache back
         return made(**{name: value for name, value in values.items() if name in fields})
+
+
+def _is_empty(value: object) -> bool:
+    """Whether an argument says nothing, such as the encoded pictures of a text without any."""
+    return isinstance(value, dict | tuple | list) and not value
 
 
 def encode_prompt(

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from private_llm.errors import PatchMismatch
 from private_llm.ranges import UNKNOWN, Ranges
-from private_llm_hf.architectures import architecture_of
+from private_llm_hf.architectures import architecture_of, classes_of, refuse_loading
 from private_llm_hf.batch_norm import Fold, Folder, fold_batch_norms
 from private_llm_hf.network import Network
 from private_llm_hf.weights import Sink, WeightList, skeleton
@@ -37,11 +37,12 @@ def accepted_class(name: object, config: object) -> type[PreTrainedModel]:
     """
     model_type = config.get("model_type") if isinstance(config, Mapping) else None
     architecture_of(model_type)
+    refuse_loading(config)
     try:
         found = model_class(name if isinstance(name, str) else "")
     except (ImportError, RuntimeError) as error:  # transformers' own, for what it lacks here
         raise PatchMismatch(f"model class {name!r} cannot be loaded here: {type(error).__name__}") from None
-    if getattr(found.config_class, "model_type", None) != model_type:
+    if getattr(found.config_class, "model_type", None) != model_type and found.__name__ not in classes_of(model_type):
         raise PatchMismatch(f"model class {name!r} is none of architecture '{model_type}'")
     return found
 

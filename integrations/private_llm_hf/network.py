@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForImageClassification, Pretrained
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
 from private_llm.errors import ConfigError, DomainError, PatchMismatch
+from private_llm_hf.handlers import kinds_of_users
 
 Description = dict[str, Any]
 Check = Callable[[object], bool]
@@ -52,6 +53,16 @@ def _real(value: object) -> bool:
 
 def _one_or_two(check: Check) -> Check:
     return lambda value: check(value) or (isinstance(value, list) and len(value) == 2 and all(map(check, value)))
+
+
+def _setting(value: object) -> bool:
+    """A constructor argument of a user's module."""
+    return (
+        value is None
+        or isinstance(value, str | bool)
+        or _real(value)
+        or (isinstance(value, list) and all(map(_setting, value)))
+    )
 
 
 _size = _one_or_two(_count)
@@ -102,7 +113,22 @@ KINDS: dict[str, Kind] = {
     "Softmax": Kind(nn.Softmax, {"dim": lambda value: value is None or _dim(value)}),
     "LogSoftmax": Kind(nn.LogSoftmax, {"dim": lambda value: value is None or _dim(value)}),
 }  # fmt: skip
-"""The closed list."""
+"""The closed list; classes with a handler of a user (`register_handler`) come after it."""
+
+
+def kind_of(name: object) -> Kind | None:
+    """A module type by name, if it may travel."""
+    if not isinstance(name, str):
+        return None
+    own = kinds_of_users().get(name)
+    return KINDS.get(name) if own is None else Kind(own[0], dict.fromkeys(own[1], _setting))
+
+
+def kind_name(cls: type[nn.Module]) -> str | None:
+    """The name of a module type that may travel."""
+    names = {kind.build: name for name, kind in KINDS.items()}
+    return names.get(cls) or next((name for name, (own, _) in kinds_of_users().items() if own is cls), None)
+
 
 HEADS = ("Softmax", "LogSoftmax")
 """What only the client may compute, as the last step."""
@@ -166,9 +192,9 @@ def _wrong(why: str) -> PatchMismatch:
 
 
 def _check_module(name: object, facts: object) -> None:
-    kind = KINDS.get(facts["type"]) if isinstance(facts, dict) and isinstance(facts.get("type"), str) else None
+    kind = kind_of(facts.get("type")) if isinstance(facts, dict) else None
     if not isinstance(name, str) or not name or kind is None:
-        raise _wrong(f"module {name!r} has no type of the list {', '.join(KINDS)}")
+        raise _wrong(f"module {name!r} has no type of the list {', '.join((*KINDS, *kinds_of_users()))}")
     given = {key: value for key, value in cast(dict[str, object], facts).items() if key != "type"}
     if set(given) != set(kind.options):
         raise _wrong(f"module {name!r}: got arguments {sorted(given)}; want {sorted(kind.options)}")
@@ -204,7 +230,10 @@ def _check_value(place: int, value: object, depth: int) -> None:
 def build_module(facts: dict[str, Any]) -> nn.Module:
     """A module of a checked description."""
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in facts.items() if key != "type"}
-    return KINDS[facts["type"]].build(**options)
+    kind = kind_of(facts["type"])
+    if kind is None:
+        raise _wrong(f"type {facts['type']!r} has no handler any more")
+    return kind.build(**options)
 
 
 # -- running ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
@@ -21,21 +22,20 @@ from transformers.pytorch_utils import Conv1D
 import private_llm.nn  # noqa: F401 - completes the table of operations
 from private_llm.errors import PatchMismatch
 from private_llm.net.ledger import Ledger
-from private_llm.nn.activation import PrivateGELU, PrivateQuickGELU
 from private_llm.nn.linear import SharedInput, can_share
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.architectures import table
-from private_llm_hf.attention import register
+from private_llm_hf.attention import NAME, register
 from private_llm_hf.batch_norm import fold_batch_norms
 from private_llm_hf.cache import SecretCache, SecretEncoderDecoderCache
+from private_llm_hf.handlers import handler_of, match
 from private_llm_hf.layout import accepted_class
-from private_llm_hf.norms import norm_of
 from private_llm_hf.placement import Placement, Value
 from private_llm_hf.plan import make_plan
-from private_llm_hf.weights import WithoutWeights
+from private_llm_hf.weights import WithoutWeights, weights_of_buffers
 
 AnyValue = TypeVar("AnyValue", bound=Value)
 
@@ -111,58 +111,39 @@ def empty_model(config: Mapping[str, Any], class_name: str) -> PreTrainedModel:
     cls = accepted_class(class_name, config)
     register()
     with WithoutWeights():
-        model = cls(party_config(config))
+        model = cls(party_config(config, cls))
+    weights_of_buffers(model)
     model.tie_weights()
     fold_batch_norms(model)
     return model
 
 
-def party_config(config: Mapping[str, Any]) -> PretrainedConfig:
+def party_config(config: Mapping[str, Any], cls: type[PreTrainedModel]) -> PretrainedConfig:
     """A configuration for a party: private attention, float32 outside, no cache unless one is passed."""
     values = copy.deepcopy(dict(config))
     settings = AutoConfig.for_model(values.pop("model_type", ""), **values)
-    settings._attn_implementation = _attention(settings.model_type)
+    settings._attn_implementation = _attention(settings.model_type, cls)
     settings.dtype = torch.float32
     settings.use_cache = False
     return settings
 
 
-def _attention(model_type: str) -> str:
-    """`private_llm`, or for families that bypass the attention registry the spelling that our op table serves."""
-    spellings = table("attention")
-    found: str = spellings.get(model_type, spellings["_"])
+def _attention(model_type: str, cls: type[PreTrainedModel]) -> str:
+    """`private_llm`; for families that bypass the attention registry the spelling that our op table serves."""
+    usual = NAME if hasattr(sys.modules[cls.__module__], "ALL_ATTENTION_FUNCTIONS") else "eager"
+    found: str = table("attention").get(model_type, usual)
     return found
 
 
 # -- replacing ----------------------------------------------------------------------------------------------
-def _match(section: str, module: nn.Module) -> Any:  # noqa: ANN401 - a JSON value
-    name = type(module).__name__
-    return next((facts for names, facts in table(section).items() if re.fullmatch(names, name)), None)
-
-
-def is_gelu(module: nn.Module) -> bool:
-    """Whether a module spells GELU by hand."""
-    return _match("gelus", module) is not None
-
-
-def replacement(module: nn.Module) -> nn.Module | None:
-    """The private module for one that spells a norm or GELU by hand; None if its own forward is right."""
-    norm = norm_of(module)
-    if norm is not None:
-        return norm.private(module)
-    kind = _match("gelus", module)
-    if kind is None:
-        return None
-    return PrivateQuickGELU() if kind == "quick" else PrivateGELU(kind)
-
-
 def _replace_modules(model: nn.Module) -> None:
-    for parent in list(model.modules()):
+    """Children before parents: a private module may keep a child of the module that it stands for."""
+    for parent in reversed(list(model.modules())):
         for name, child in list(parent.named_children()):
-            made = replacement(child)
-            if made is not None:
-                setattr(parent, name, made)
-        places = _match("pool_first", parent)
+            handler = handler_of(child)
+            if handler is not None and handler.make is not None:
+                setattr(parent, name, handler.make(child))
+        places = match("pool_first", parent)
         if places is not None:
             _pool_first(parent, *places.split())
 

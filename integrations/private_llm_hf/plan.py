@@ -1,8 +1,8 @@
 """The patch plan: every module of a model, what runs in its place, what of it stays public.
 
-Made from the configuration alone, on the meta device, before anything is sent. Under secret sharing a module without
-a rule that does more than call its children is an error that lists names. Nodes of token sharding need no rules: they
-run every module's own forward in the clear, and the table says what they see.
+Made from the configuration alone, on the meta device, before anything is sent. Under secret sharing a module without a
+handler runs its own forward on shares; whether it can, and whether that is right, is tried (trial.py). Nodes of token
+sharding need no handlers: they run every module's own forward in the clear, and the table says what they see.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import PatchMismatch
 from private_llm.ranges import QUANTITIES, UNKNOWN, Ranges, layer_of
 from private_llm.sharding import ShardingPlan
-from private_llm_hf.architectures import ModuleRule, architecture, module_rules
+from private_llm_hf.architectures import architecture
 from private_llm_hf.cascade_attention import run_without_values
 from private_llm_hf.cascade_cut import Cut
-from private_llm_hf.norms import norm_of
-
-_ANY = re.compile("")
+from private_llm_hf.handlers import handler_of
 
 
 @dataclass(frozen=True)
@@ -73,11 +70,10 @@ class Plan:
 
 
 def make_plan(model: PreTrainedModel, config: PrivateConfig) -> Plan:
-    """The plan of a module tree (on any device). Raises PatchMismatch naming what no rule matches."""
+    """The plan of a module tree (on any device). Raises PatchMismatch for an architecture that is not run."""
     architecture(model.config)
     nodes = _at_nodes(model, config)
     rows: list[PlanRow] = []
-    unmatched: list[str] = []
     listed: set[int] = set()
     for name, module in model.named_modules():
         own = 0  # a tied weight counts where it is met first
@@ -85,25 +81,16 @@ def make_plan(model: PreTrainedModel, config: PrivateConfig) -> Plan:
             own += 0 if id(value) in listed else value.numel()
             listed.add(id(value))
         kind = type(module).__name__
-        rule = next((r for r in module_rules() if r.pattern.match(kind)), None) or _norm_rule(module)
+        handler = handler_of(module)
         if name in nodes and config.plan is not None:
             if not _is_list(module):
                 rows.append(PlanRow(name or "(model)", kind, *_node_rule(kind, config.plan, config.split), own))
-        elif rule is not None:
-            rows.append(PlanRow(name, kind, rule.becomes, rule.public, own))
-        elif any(True for _ in module.parameters(recurse=False)) or not any(True for _ in module.children()):
-            if not _is_list(module):
-                unmatched.append(f"{name} ({kind})")
+        elif handler is not None:
+            rows.append(PlanRow(name, kind, handler.becomes, handler.public, own))
         elif not _is_list(module):
             further = any(not name or other.startswith(f"{name}.") for other in nodes)
             becomes = "its own forward on shares" + (", then at CompNodes" if further else "")
-            rows.append(PlanRow(name or "(model)", kind, becomes, "", 0))
-    if unmatched:
-        shown = ", ".join(unmatched[:20]) + (f" and {len(unmatched) - 20} more" if len(unmatched) > 20 else "")
-        raise PatchMismatch(
-            f"{type(model).__name__}: no private rule for {len(unmatched)} module(s): {shown}; rules are listed in "
-            "private_llm_hf/models/modules.json"
-        )
+            rows.append(PlanRow(name or "(model)", kind, becomes, "", own))
     unique = {id(value): value.numel() for value in model.parameters()}
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     embedding = {id(table.weight): table.weight.numel() for table in tables}
@@ -119,10 +106,15 @@ def make_plan(model: PreTrainedModel, config: PrivateConfig) -> Plan:
     return Plan(type(model).__name__, tuple(rows), secret, sum(unique.values()), sum(embedding.values()), heading)
 
 
-def _norm_rule(module: nn.Module) -> ModuleRule | None:
-    """The rule of a norm that is one by what it computes."""
-    norm = norm_of(module)
-    return None if norm is None else ModuleRule(_ANY, f"secret {'RMS' if norm.kind == 'rms' else 'layer'} norm", "")
+def unknown_modules(model: PreTrainedModel) -> list[str]:
+    """Modules without a handler that do something of their own: their forward runs on shares, if it can."""
+    return [
+        f"{name} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if not _is_list(module)
+        and (any(True for _ in module.parameters(recurse=False)) or not any(True for _ in module.children()))
+        and handler_of(module) is None
+    ]
 
 
 def ranges_table(ranges: Ranges) -> Table:

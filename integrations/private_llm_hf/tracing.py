@@ -16,9 +16,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from private_llm.errors import PatchMismatch
-from private_llm_hf.network import HEADS, KINDS, Description, check_description, references
-
-_TYPES = {kind.build: name for name, kind in KINDS.items()}
+from private_llm_hf.network import HEADS, KINDS, Description, check_description, kind_name, kind_of, references
 
 _AS_MODULE: dict[object, tuple[str, tuple[str, ...]]] = {
     F.relu: ("ReLU", ("inplace",)),
@@ -61,7 +59,7 @@ _VIEWS = ("Flatten", "flatten", "reshape", "permute", "transpose", "unsqueeze", 
 
 def describe_module(module: nn.Module) -> tuple[Description, dict[str, nn.Module]]:
     """The description of `module` and its modules by name. Raises PatchMismatch listing what has no rule."""
-    root = nn.Sequential(module) if type(module) in _TYPES else module
+    root = nn.Sequential(module) if kind_name(type(module)) else module
     training = {id(part): part.training for part in root.modules()}
     root.eval()
     try:
@@ -78,11 +76,11 @@ def describe_module(module: nn.Module) -> tuple[Description, dict[str, nn.Module
 
 
 class _Tracer(fx.Tracer):
-    """Stops at PyTorch's own modules."""
+    """Stops at PyTorch's own modules, and at those with a handler of a user."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether not to look inside."""
-        return type(m) in _TYPES or super().is_leaf_module(m, module_qualified_name)
+        return kind_name(type(m)) is not None or super().is_leaf_module(m, module_qualified_name)
 
 
 class _Describer:
@@ -130,7 +128,7 @@ class _Describer:
             more = f" and {len(self._unmatched) - 20} more" if len(self._unmatched) > 20 else ""
             raise PatchMismatch(
                 f"{type(self._root).__name__}: no private rule for {len(self._unmatched)} part(s): {shown}{more}; "
-                f"networks are made of {', '.join(KINDS)}"
+                f"networks are made of {', '.join(KINDS)}, and of classes with a handler (register_handler)"
             )
 
     # -- nodes -----------------------------------------------------------------------------------------------------
@@ -241,7 +239,7 @@ def _pool_first(steps: list[dict[str, Any]], facts: dict[str, dict[str, Any]]) -
 def _refusal(module: nn.Module) -> str | None:
     """Why a leaf module may not be described, if so."""
     name = type(module).__name__
-    if type(module) not in _TYPES:
+    if kind_name(type(module)) is None:
         return name
     if module._forward_hooks or module._forward_pre_hooks:
         return f"{name} with hooks"
@@ -261,10 +259,18 @@ def _refusal(module: nn.Module) -> str | None:
 
 def _facts(module: nn.Module) -> dict[str, Any]:
     """Type and constructor arguments of a module."""
-    name = _TYPES[type(module)]
+    name = kind_name(type(module))
+    kind = kind_of(name)
     facts: dict[str, Any] = {"type": name}
-    for key in KINDS[name].options:
+    for key in kind.options if kind is not None else ():
+        if not hasattr(module, key):
+            raise PatchMismatch(
+                f"{name}: its setting {key!r} is no attribute of the module; want all settings as attributes"
+            )
         value: Any = getattr(module, key)
+        if name not in KINDS:
+            facts[key] = list(value) if isinstance(value, tuple) else value
+            continue
         if key == "bias":
             value = value is not None
         elif key == "padding" and isinstance(value, str):

@@ -45,8 +45,25 @@ def skeleton(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrained
     """The module tree of a model on the meta device: names and shapes, no weights."""
     with torch.device("meta"):
         model = cls(config)
+    weights_of_buffers(model)
     model.eval()
     return model
+
+
+def weights_of_buffers(model: nn.Module) -> None:
+    """Make parameters without values of a model's buffers that a checkpoint holds (BART's logit bias, routers' biases).
+
+    Buffers that are not stored come from the configuration and are public; statistics of batch norms are folded.
+    """
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            continue
+        for name, value in list(module._buffers.items()):
+            stored = value is not None and value.is_floating_point() and name not in module._non_persistent_buffers_set
+            if stored and value is not None:
+                del module._buffers[name]
+                empty = torch.empty_like(value, device="meta", dtype=torch.float32)
+                module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
 
 
 class WithoutWeights(TorchFunctionMode):
@@ -75,19 +92,13 @@ class WeightList:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> WeightList:
-        """All parameters of `model`, tied ones once, and the statistics of batch norms.
-
-        Raises PatchMismatch for other weights that are not parameters.
-        """
+        """All parameters of `model` (after `weights_of_buffers`), tied ones once, and the statistics of batch norms."""
         tied = dict(model.get_expanded_tied_weights_keys(all_submodels=True))
         shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False) if n not in tied}
         values = model.state_dict()
         norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
         statistics = [n for norm in norms for n in (f"{norm}.{s}" for s in STATISTICS) if n in values]
         shapes |= {n: tuple(values[n].shape) for n in statistics}
-        buffers = [n for n in values if n not in shapes and n not in tied and values[n].is_floating_point()]
-        if buffers:
-            raise PatchMismatch(f"{type(model).__name__}: no rule for buffers that hold weights: {', '.join(buffers)}")
         return cls(shapes, tied)
 
     def count(self) -> int:

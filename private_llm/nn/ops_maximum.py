@@ -10,6 +10,7 @@ from private_llm.approx.maximum import maximum
 from private_llm.errors import UnsupportedOp
 from private_llm.tensor.dispatch import TorchArg, implements
 from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.ops_pointwise import MINUS_INFINITY
 from private_llm.tensor.secret import SecretTensor
 
 
@@ -45,11 +46,21 @@ def amax(x: SecretTensor, dim: TorchArg = (), keepdim: bool = False) -> SecretTe
     return _kept(made, over, keepdim, x.ndim)
 
 
+@implements(torch.maximum, Tensor.maximum)
+def larger_of(x: Tensor, y: Tensor) -> SecretTensor:
+    """Maximum of a secret and public numbers that are all minus infinity: the secret as it is."""
+    if not isinstance(x, SecretTensor):
+        x, y = y, x
+    if not isinstance(x, SecretTensor) or isinstance(y, SecretTensor) or not bool((y <= MINUS_INFINITY).all()):
+        raise UnsupportedOp("maximum of two tensors has no private rule; want max over a dimension, or over all")
+    return x
+
+
 @implements(torch.max, Tensor.max)
-def largest(x: SecretTensor, dim: int | None = None, keepdim: bool = False) -> TorchArg:
+def largest(x: SecretTensor, dim: TorchArg = None, keepdim: bool = False) -> TorchArg:
     """Maximum over all, or (maxima, first indices) over a dimension."""
-    if not (dim is None or isinstance(dim, int)):
-        raise UnsupportedOp("max of two tensors has no private rule; want max over a dimension, or over all")
+    if isinstance(dim, Tensor):
+        return larger_of(x, dim)
     if dim is None:
         return amax(x)
     values, indices = first_maximum(_rows(x, dim))

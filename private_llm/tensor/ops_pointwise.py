@@ -49,6 +49,8 @@ def _like(made: SecretTensor, *sources: SecretTensor) -> SecretTensor:
 
 
 def _plus_public(x: SecretTensor, y: Tensor) -> SecretTensor:
+    if y.dtype == torch.bool:
+        raise UnsupportedOp("a mask of booleans added to a secret; an additive mask has 0 and minus infinity")
     if x.hidden is not None and y.is_floating_point():  # a second mask on top of the first
         more = y <= MINUS_INFINITY
         if not bool(y.masked_fill(more, 0.0).any()):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import AutoPrivateModel, AutoPrivateModelForCausalLM, PrivateConfig, patch
+from private_llm_hf.layout import accepted_class
 from transformers import DynamicCache, PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, PatchMismatch, PlaintextLeak, UnsupportedOp
@@ -180,26 +181,33 @@ def test_the_weights_do_not_come_out(opt: PreTrainedModel, tmp_path: Path) -> No
 
 
 # -- models and settings ------------------------------------------------------------------------------------
-def test_unknown_architecture_lists_the_supported(tmp_path: Path) -> None:
-    config = tr.MixtralConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        vocab_size=64,
-        intermediate_size=32,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    model = tr.MixtralForCausalLM(config)
-    with pytest.raises(PatchMismatch, match=r"unknown architecture 'mixtral'; supported: albert, .*bert, .*opt"):
+def test_a_kind_of_model_that_is_not_run(tmp_path: Path) -> None:
+    model = tr.ViTMAEModel(tr.ViTMAEConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=32))
+    with pytest.raises(PatchMismatch, match="architecture 'vit_mae' is of a kind that is not run; want a model that"):
+        patch(model, PLAIN)
+
+
+def test_operations_without_a_rule_are_listed(tmp_path: Path) -> None:
+    config = tr.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=64, state_size=4)
+    model = tr.MambaForCausalLM(config)
+    message = r"no private rule for 4 module\(s\) or operation.*layers.0.mixer \(MambaMixer\): torch.exp"
+    with pytest.raises(PatchMismatch, match=message):
         patch(model, PLAIN)
     model.save_pretrained(tmp_path)
-    with pytest.raises(PatchMismatch, match="unknown architecture 'mixtral'"):
+    with pytest.raises(PatchMismatch, match=message):
         AutoPrivateModelForCausalLM.from_pretrained(str(tmp_path), PLAIN)
+
+
+@pytest.mark.parametrize("name", ["auto_map", "backbone", "use_timm_backbone"])
+def test_a_party_builds_nothing_that_loads_something(name: str) -> None:
+    settings = {**tiny.build("opt").config.to_dict(), "text_config": {name: {"AutoModel": "somewhere--code.Model"}}}
+    with pytest.raises(PatchMismatch, match=f"{name!r} lets a model load code or another model"):
+        accepted_class("OPTForCausalLM", settings)
 
 
 def test_modules_without_a_rule_are_listed() -> None:
     model = tiny.build("opt", activation_function="mish")
-    with pytest.raises(PatchMismatch, match=r"2 module\(s\): model.decoder.layers.0.activation_fn \(MishActivation\)"):
+    with pytest.raises(PatchMismatch, match=r"layers.0.activation_fn \(MishActivation\).*layers.1.activation_fn"):
         patch(model, PLAIN)
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import transformers as tr
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.costs import Costs
-from private_llm_hf.plan import make_plan
+from private_llm_hf.plan import make_plan, unknown_modules
 from private_llm_hf.weights import WeightList, skeleton
 
 from private_llm.errors import PatchMismatch
 from private_llm.net.transport import CLIENT
 from tests.hf import tiny
-from tests.hf.compare import PADDED
+from tests.hf.compare import LOGIT_ERROR, PADDED, worst
 from tests.hf.conftest import PLAIN, TRIO
 
 
@@ -47,19 +50,45 @@ def test_explain_prints_and_returns_the_plan(capsys: pytest.CaptureFixture[str])
     assert "OPTLearnedPositionalEmbedding" in capsys.readouterr().out
 
 
-def test_a_module_with_parameters_of_its_own_needs_a_rule() -> None:
+def test_a_module_with_parameters_of_its_own_is_unknown() -> None:
     model = tiny.build("opt")
-    layer = model.model.decoder.layers[1]
-    layer.gate = torch.nn.Parameter(torch.zeros(1))
-    with pytest.raises(PatchMismatch, match=r"1 module\(s\): model.decoder.layers.1 \(OPTDecoderLayer\)"):
-        make_plan(model, PLAIN)
+    assert unknown_modules(model) == []
+    model.model.decoder.layers[1].gate = torch.nn.Parameter(torch.zeros(1))
+    assert unknown_modules(model) == ["model.decoder.layers.1 (OPTDecoderLayer)"]
 
 
-def test_buffers_that_hold_weights_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: setattr(model, "gate", torch.nn.Parameter(torch.zeros(1))), "weight 'gate' is not in"),
+        (lambda model: model.register_buffer("mean", torch.zeros(2)), "weight 'mean' is not in"),
+        (
+            lambda model: setattr(model.model.decoder.layers[0], "activation_fn", torch.nn.Tanh()),
+            r"layers.0.activation_fn .*Tanh, want .*ReLU",
+        ),
+    ],
+)
+def test_what_the_configuration_does_not_say_is_refused(
+    change: Callable[[torch.nn.Module], None], message: str
+) -> None:  # fmt: skip
     model = tiny.build("opt")
-    model.register_buffer("running_mean", torch.zeros(2))
-    with pytest.raises(PatchMismatch, match="no rule for buffers that hold weights: running_mean"):
-        WeightList.of(model)
+    change(model)
+    with pytest.raises(PatchMismatch, match=message):
+        patch(model, PLAIN)
+
+
+def test_buffers_that_hold_weights_are_shared() -> None:
+    """BART's logit bias is a buffer of the checkpoint: it reaches the parties as a share."""
+    config = tr.BartConfig(
+        vocab_size=128, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64,
+    )  # fmt: skip
+    model = tr.BartForConditionalGeneration(config).eval()
+    model.final_logits_bias += torch.linspace(-3, 3, 128)
+    assert "final_logits_bias" in WeightList.of(skeleton(type(model), config)).shapes
+    with patch(model, TRIO) as private, torch.no_grad():
+        inputs = {"input_ids": PADDED, "decoder_input_ids": PADDED}
+        assert worst(private(**inputs).logits, model(**inputs).logits) < LOGIT_ERROR
 
 
 def test_costs_by_link_module_and_operation() -> None:

@@ -1,0 +1,133 @@
+"""What runs in place of a module: one registry, which the printed plan and the parties' models both read.
+
+A handler says which modules are its own, what the plan shows for them, and what a party runs instead; without the last
+the module's own forward runs on shares. The first handler that matches decides; those of users come first.
+
+    @register_handler(MyGate, becomes="secret gate", settings=("width",))
+    class PrivateMyGate(nn.Module):
+        def __init__(self, original: MyGate) -> None: ...   # weights: original's, under original's names
+        def forward(self, x): ...                           # on SecretTensor
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+
+from private_llm.errors import ConfigError
+from private_llm.nn.activation import PrivateGELU, PrivateQuickGELU
+from private_llm_hf.architectures import module_rules, table
+from private_llm_hf.experts import PrivateExperts, PrivateRouter, is_experts, routing_of
+from private_llm_hf.norms import norm_of
+
+Make = Callable[[Any], nn.Module]
+AnyMake = TypeVar("AnyMake", bound=Make)
+
+
+@dataclass(frozen=True)
+class Handler:
+    """One kind of module. becomes, public: the plan's words. make: the private module for one, or None.
+
+    A private module has the weights of the one it stands for, as parameters of the same names. settings: of a user's
+    module, its constructor arguments; None for those of this library.
+    """
+
+    becomes: str
+    public: str = ""
+    make: Make | None = None
+    settings: tuple[str, ...] | None = None
+
+
+Find = Callable[[nn.Module], Handler | None]
+
+_of_users: dict[type[nn.Module], Handler] = {}
+
+
+def register_handler(
+    kind: type[nn.Module], becomes: str, public: str = "", settings: tuple[str, ...] = ()
+) -> Callable[[AnyMake], AnyMake]:
+    """Decorate what makes the private module for one of class `kind` (a class that takes the original, or a function).
+
+    becomes, public: what `explain()` shows. settings: names of the constructor arguments of `kind`, which its modules
+    must have as attributes: numbers, texts, flags or lists of them. With them a network of one's own (`Network`) may
+    contain such modules. Holds in this process: parties elsewhere import the file that registers, see
+    `PrivateConfig.plugins`. Raises ConfigError for a class that has a handler of a user already.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise ConfigError(f"register_handler: got {kind!r}; want a class of torch.nn.Module")
+
+    def register(make: AnyMake) -> AnyMake:
+        if kind in _of_users:
+            raise ConfigError(f"register_handler: {kind.__name__} has a handler; unregister_handler({kind.__name__})")
+        _of_users[kind] = Handler(becomes, public, make, tuple(settings))
+        return make
+
+    return register
+
+
+def unregister_handler(kind: type[nn.Module]) -> None:
+    """Take a handler away. Raises ConfigError if there is none for this class."""
+    if _of_users.pop(kind, None) is None:
+        raise ConfigError(f"unregister_handler: {kind.__name__} has no handler")
+
+
+def kinds_of_users() -> dict[str, tuple[type[nn.Module], tuple[str, ...]]]:
+    """Classes that users registered, by the name under which networks list them, with their settings."""
+    return {f"{k.__module__}.{k.__qualname__}": (k, h.settings or ()) for k, h in _of_users.items()}
+
+
+def handler_of(module: nn.Module) -> Handler | None:
+    """What runs in place of a module; None if nothing is known of it."""
+    return next((found for find in _FINDERS if (found := find(module)) is not None), None)
+
+
+def _by_user(module: nn.Module) -> Handler | None:
+    return _of_users.get(type(module))
+
+
+def _norm(module: nn.Module) -> Handler | None:
+    """A norm is one by what it computes."""
+    norm = norm_of(module)
+    if norm is None:
+        return None
+    return Handler(f"secret {'RMS' if norm.kind == 'rms' else 'layer'} norm", make=norm.private)
+
+
+def _gelu(module: nn.Module) -> Handler | None:
+    """A GELU that is spelled by hand."""
+    kind = match("gelus", module)
+    if kind is None:
+        return None
+    return Handler("secret GELU", make=lambda _: PrivateQuickGELU() if kind == "quick" else PrivateGELU(kind))
+
+
+def _experts(module: nn.Module) -> Handler | None:
+    if is_experts(module):
+        return Handler("all experts on all tokens", "number of experts", PrivateExperts)
+    routing = routing_of(module)
+    if routing is None:
+        return None
+    return Handler(
+        "secret softmax, comparisons of all pairs",
+        "experts a token",
+        lambda router: PrivateRouter(router.weight, routing),
+    )
+
+
+def _by_name(module: nn.Module) -> Handler | None:
+    """Rules of models/modules.json: operations that tensors have rules for."""
+    kind = type(module).__name__
+    return next((Handler(rule.becomes, rule.public) for rule in module_rules() if rule.pattern.match(kind)), None)
+
+
+_FINDERS: tuple[Find, ...] = (_by_user, _norm, _gelu, _experts, _by_name)
+
+
+def match(section: str, module: nn.Module) -> Any:  # noqa: ANN401 - a JSON value
+    """What a section of models/replacements.json says of a class."""
+    name = type(module).__name__
+    return next((facts for names, facts in table(section).items() if re.fullmatch(names, name)), None)

@@ -1,0 +1,157 @@
+"""Model classes that nobody has looked at: they run if a small one agrees with plaintext, and are refused if not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as tr
+from private_llm_hf import PrivateConfig, patch, register_handler, trial, unregister_handler
+from private_llm_hf.architectures import architecture, compared
+from private_llm_hf.auto import _open_small
+from private_llm_hf.miniature import miniature, small_config
+from torch import Tensor, nn
+
+from private_llm.errors import PatchMismatch
+from tests.hf.compare import BATCH, LOGIT_ERROR, MASK, worst
+from tests.hf.conftest import PLAIN, TRIO
+
+AUTO = {
+    "decoder": tr.AutoModelForCausalLM, "encoder": tr.AutoModelForMaskedLM,
+    "encoder-decoder": tr.AutoModelForSeq2SeqLM, "vision": tr.AutoModelForImageClassification,
+}  # fmt: skip
+AGREE = (
+    "olmo3", "ministral3", "vaultgemma", "nanochat", "modernbert-decoder", "jais2", "xglm", "openai-gpt", "bitnet",
+    "gpt_neox_japanese", "internlm3", "lfm2", "flex_olmo", "bart", "mbart", "pegasus", "blenderbot", "deberta",
+    "rembert", "roformer", "megatron-bert", "mobilebert", "roc_bert", "xlm-roberta-xl", "eurobert", "mpnet", "trocr",
+)  # fmt: skip
+
+
+def class_of(name: str) -> tuple[type[tr.PreTrainedModel], tr.PretrainedConfig]:
+    config = tr.AutoConfig.for_model(name)
+    found = AUTO[architecture(config).kind]._model_mapping[type(config)]
+    return (found[0] if isinstance(found, tuple) else found), config
+
+
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No trial is remembered."""
+    monkeypatch.setattr(trial, "FOLDER", None)
+
+
+@pytest.mark.parametrize("name", AGREE)
+def test_classes_that_no_other_test_compares_agree(name: str) -> None:
+    model_class, config = class_of(name)
+    assert model_class.__name__ not in compared() or name == "internlm3"
+    trial.require_agreement(model_class, config, _open_small)
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [("mamba", "mixer"), ("fnet", "fft"), ("gpt_oss", "attention sinks"), ("mamba2", ""), ("xlnet", "")],
+)
+def test_what_has_no_rule_is_listed_before_anything_is_sent(name: str, refused: str) -> None:
+    model_class, config = class_of(name)
+    with pytest.raises(PatchMismatch, match=f"{model_class.__name__}: .*{refused}"):
+        trial.require_agreement(model_class, config, _open_small)
+
+
+def test_all_modules_without_a_rule_are_listed() -> None:
+    model_class, config = class_of("fnet")
+    with pytest.raises(PatchMismatch) as refused:
+        trial.require_agreement(model_class, config, _open_small)
+    text = str(refused.value)
+    assert re.search(r"2 module\(s\) or operation\(s\)", text)
+    assert "fnet.encoder.layer.0.fourier.self (FNetBasicFourierTransform)" in text
+    assert "fnet.encoder.layer.1.fourier.self (FNetBasicFourierTransform)" in text
+
+
+# -- a rule that is wrong ---------------------------------------------------------------------------------------------
+class Doubled(nn.Module):
+    """Not what it stands for."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x
+
+
+@pytest.fixture
+def wrong() -> Iterator[type[nn.Module]]:
+    kind = type(tr.activations.ACT2FN["gelu"])
+    register_handler(kind, "twice its input")(Doubled)
+    yield kind
+    unregister_handler(kind)
+
+
+def test_a_wrong_result_is_refused_with_the_first_module_that_differs(wrong: type[nn.Module]) -> None:
+    model_class, config = class_of("roformer")
+    with pytest.raises(PatchMismatch, match=r"would be wrong.*on two texts.*differs is .*intermediate_act_fn \(GELU"):
+        trial.require_agreement(model_class, config, _open_small)
+
+
+def test_patch_tries_first(monkeypatch: pytest.MonkeyPatch, wrong: type[nn.Module]) -> None:
+    model = miniature(*class_of("roformer"))
+
+    def start(*_: object) -> None:
+        pytest.fail("parties were started for a class that does not agree")
+
+    with pytest.raises(PatchMismatch, match="RoFormerForMaskedLM: its private result would be wrong"):
+        patch(model, TRIO, start=start)
+
+
+def test_a_compared_class_with_an_unknown_module_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An activation without a handler: the class is one of the tests', this setting is not."""
+    config = tr.AutoConfig.for_model("llama", hidden_act="mish")
+    with pytest.raises(PatchMismatch, match=r"mlp.act_fn \(MishActivation\).*mish"):
+        patch(miniature(tr.LlamaForCausalLM, config), PLAIN)
+
+
+# -- what is remembered ---------------------------------------------------------------------------------------------
+def test_a_class_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+    monkeypatch.setattr(trial, "FOLDER", tmp_path / "kernels")
+    monkeypatch.setattr(trial, "_try", lambda model, make: tries.append(type(model).__name__))
+    (model_class, config), other = class_of("rembert"), tr.AutoConfig.for_model("rembert", hidden_act="relu")
+    for settings in (config, config, other, config):
+        trial.require_agreement(model_class, settings, _open_small)
+    assert len(tries) == 2  # the other setting is another model
+
+
+def test_a_failed_trial_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "FOLDER", tmp_path / "kernels")
+    model_class, config = class_of("fnet")
+    for _ in range(2):
+        with pytest.raises(PatchMismatch, match="fft"):
+            trial.require_agreement(model_class, config, _open_small)
+    assert not list((tmp_path / "agreed").iterdir())
+
+
+# -- the small model --------------------------------------------------------------------------------------------------
+def test_a_small_config_keeps_settings_and_the_kind_of_heads() -> None:
+    config = tr.LlamaConfig(
+        hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, hidden_act="relu", attention_bias=True
+    )
+    small = small_config(config)
+    assert (small.hidden_size, small.num_attention_heads, small.num_key_value_heads) == (32, 4, 2)
+    assert (small.hidden_act, small.attention_bias) == ("relu", True)
+    assert small_config(tr.LlamaConfig(num_key_value_heads=1)).num_key_value_heads == 1
+    assert small_config(tr.LlamaConfig()).num_key_value_heads == 4
+
+
+def test_every_kind_of_layer_is_in_the_small_model() -> None:
+    kinds = ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 4
+    config = tr.Qwen3Config(num_hidden_layers=8, layer_types=kinds, sliding_window=4096, use_sliding_window=True)
+    small = small_config(config)
+    assert small.layer_types == kinds[:4]
+    assert small.sliding_window == 4
+
+
+def test_the_real_model_runs_after_its_trial() -> None:
+    model = miniature(*class_of("xglm"))
+    with patch(model, PrivateConfig(protocol="trio", timeout_s=60)) as private, torch.no_grad():
+        assert worst(private(**BATCH).logits, model(**BATCH).logits, MASK) < LOGIT_ERROR
