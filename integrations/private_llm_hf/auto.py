@@ -39,8 +39,7 @@ from private_llm_hf.model import private_class
 from private_llm_hf.network import Network
 from private_llm_hf.plan import make_plan
 from private_llm_hf.share_files import ShareWriter, refuse_taken
-from private_llm_hf.trial import SETTINGS as TRIAL
-from private_llm_hf.trial import require_agreement
+from private_llm_hf.trial import AT_NODES, require_agreement
 from private_llm_hf.weights import Sink, WeightList, skeleton, stream_loaded
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -233,6 +232,8 @@ def _open(
         check_sharding(model_class, config, private_config.plan, private_config.split)
     if not tried and private_config.protocol != CASCADE:
         require_agreement(model_class, config, _open_small)
+    if not tried and private_config.plan is not None:
+        require_agreement(model_class, config, _open_small, AT_NODES)
     plan = make_plan(layout.model, private_config)
     check_reveal(layout.model, private_config)
     parties = start(private_config, hub)
@@ -252,14 +253,14 @@ def _open(
     return made
 
 
-def _open_small(model: PreTrainedModel) -> PreTrainedModel:
+def _open_small(model: PreTrainedModel, settings: PrivateConfig) -> PreTrainedModel:
     """Make a small model private for a trial."""
 
     def weights(wanted: WeightList, sink: Sink, local: bool = True) -> None:
         stream_loaded(model, wanted, sink)
 
     generation = getattr(model, "generation_config", None)
-    return _open(type(model), model.config, TRIAL, weights, generation, UNKNOWN, tried=True)
+    return _open(type(model), model.config, settings, weights, generation, UNKNOWN, tried=True)
 
 
 def ranges_of_checkpoint(

@@ -9,9 +9,11 @@ Takes seconds, sends nothing, knows nothing of the weights. What passed is remem
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,20 +28,23 @@ import private_llm
 from private_llm.config import PrivateConfig
 from private_llm.errors import PatchMismatch
 from private_llm.kernels.compiling import FOLDER
+from private_llm.sharding import ShardingPlan
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.architectures import architecture, compared
 from private_llm_hf.calibration_runs import pictures
 from private_llm_hf.compare import compare
 from private_llm_hf.handlers import handler_of
 from private_llm_hf.miniature import miniature
-from private_llm_hf.network import NetworkConfig
+from private_llm_hf.network import Network, NetworkConfig
 from private_llm_hf.plan import unknown_modules
 from private_llm_hf.survey import survey
 from private_llm_hf.weights import skeleton
 from private_llm_hf.wire import OPENED
 
-SETTINGS = PrivateConfig(protocol="plain", insecure=True, party_mode="threads", calibrate=False, guard=False)
+ON_SHARES = PrivateConfig(protocol="plain", insecure=True, party_mode="threads", calibrate=False, guard=False)
 """How the small model runs: the rules of every protocol, on numbers that are nobody's."""
+AT_NODES = PrivateConfig(protocol="cascade", plan=ShardingPlan(2, 2, 1, accept_weak_plan=True), party_mode="threads")
+"""The same for token sharding."""
 
 _SPREAD = 0.05
 """Largest difference, in standard deviations of the plaintext outputs. Fixed point stays a hundred times below it."""
@@ -51,8 +56,8 @@ _LENGTH = 6
 _SIDE = 32
 """Pixels of images, where any size goes."""
 
-Open = Callable[[PreTrainedModel], PreTrainedModel]
-"""Makes a model private, under SETTINGS, without a trial."""
+Open = Callable[[PreTrainedModel, PrivateConfig], PreTrainedModel]
+"""Makes a model private without a trial."""
 
 
 @dataclass(frozen=True)
@@ -64,31 +69,41 @@ class _Case:
     mask: Tensor | None = None
 
 
-def require_agreement(model_class: type[PreTrainedModel], config: PretrainedConfig, make_private: Open) -> None:
+def require_agreement(
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    make_private: Open,
+    settings: PrivateConfig = ON_SHARES,
+) -> None:
     """Compare a small model of this class with its plaintext self, unless that was done before.
 
-    A handler of a user is tried with every class, each time. Raises PatchMismatch naming the modules and operations
-    without a rule, or the first module that differs.
+    settings: ON_SHARES or AT_NODES. A handler of a user is tried with every class, each time. Raises PatchMismatch
+    naming the modules and operations without a rule, or the first module that differs.
     """
     bare = skeleton(model_class, config)
-    of_user = any(
-        (handler := handler_of(module)) is not None and handler.settings is not None for module in bare.modules()
-    )
-    if model_class.__name__ in compared() and not of_user and not unknown_modules(bare):
+    sharded = settings == AT_NODES
+    of_user = not sharded and _has_handler_of_user(bare)
+    known = model_class.__name__ in compared("token sharding" if sharded else "shares")
+    if known and not of_user and (sharded or not unknown_modules(bare)):
         return
     if isinstance(config, NetworkConfig) and config.image_shape is None:
         return  # nobody knows what it could be tried on
     model = miniature(model_class, config)
-    passed = None if of_user else _note(model)
+    passed = None if of_user else _note(model, settings)
     if passed is not None and passed.exists():
         return
     with _quiet():
-        _try(model, make_private)
+        _try(model, functools.partial(make_private, model, settings), "" if sharded else "on shares")
     if passed is not None:
         passed.write_text(f"{model_class.__name__}\n")
 
 
-def _try(model: PreTrainedModel, make_private: Open) -> None:
+def _has_handler_of_user(model: PreTrainedModel) -> bool:
+    found = (handler_of(module) for module in model.modules())
+    return any(handler is not None and handler.settings is not None for handler in found)
+
+
+def _try(model: PreTrainedModel, make_private: Callable[[], PreTrainedModel], on_shares: str) -> None:
     name = type(model).__name__
     cases = list(_cases(model))
     with torch.no_grad():
@@ -97,17 +112,18 @@ def _try(model: PreTrainedModel, make_private: Open) -> None:
         except Exception as error:  # whatever a foreign forward raises
             raise PatchMismatch(f"{name}: a small model of this class does not run in the clear: {error}") from error
         try:
-            with make_private(model) as private:
+            with make_private() as private:
                 for case, expected in zip(cases, wanted, strict=True):
                     _compare(model, case, expected, case.run(private))
         except _Differs as difference:
             raise PatchMismatch(
                 f"{name}: its private result would be wrong. A small model of this class with random weights, "
-                f"{difference}, so nothing was sent. {_first_difference(model)}Report the class, or add what it needs "
-                "(docs/how-to-add.md)"
+                f"{difference}, so nothing was sent. {_first_difference(model) if on_shares else ''}Report the class, "
+                "or add what it needs (docs/how-to-add.md)"
             ) from None
         except Exception as refused:  # whatever a foreign forward raises at a party or here
-            raise PatchMismatch(f"{name}: {_refusals(model, str(refused) or type(refused).__name__)}") from refused
+            first = str(refused) or type(refused).__name__
+            raise PatchMismatch(f"{name}: {_refusals(model, first) if on_shares else first}") from refused
 
 
 class _Differs(Exception):
@@ -174,6 +190,8 @@ def _pictures(config: PretrainedConfig) -> Tensor:
 
 def _forward(**given: Tensor) -> Callable[[PreTrainedModel], dict[str, Tensor]]:
     def run(model: PreTrainedModel) -> dict[str, Tensor]:
+        if isinstance(model, Network):
+            return {"logits": model(**given)}  # the private one's too is a tensor
         output = model(**given, return_dict=True)
         return {name: output[name] for name in OPENED if isinstance(output.get(name), Tensor)}
 
@@ -218,7 +236,7 @@ def _first_difference(model: PreTrainedModel) -> str:
     vision = architecture(model.config).kind == "vision"
     given = _pictures(model.config) if vision else _tokens(model.config)[0]
     try:
-        rows = compare(model, given, SETTINGS).modules
+        rows = compare(model, given, ON_SHARES).modules
     except Exception:  # noqa: BLE001 - an explanation that fails must not hide what it was to explain
         return ""
     for row in rows:
@@ -253,12 +271,14 @@ def _refusals(model: PreTrainedModel, first: str) -> str:
 
 
 # -- what is remembered -----------------------------------------------------------------------------------------------
-def _note(model: PreTrainedModel) -> Path | None:
+def _note(model: PreTrainedModel, settings: PrivateConfig) -> Path | None:
     """The file that says that this class with these settings agreed, under these versions; None without a folder."""
     if FOLDER is None:
         return None
     digest = hashlib.sha256(
-        json.dumps([type(model).__name__, transformers.__version__, torch.__version__, _sources()]).encode()
+        json.dumps(
+            [type(model).__name__, settings.protocol, transformers.__version__, torch.__version__, _sources()]
+        ).encode()
         + model.config.to_json_string(use_diff=False).encode()
     ).hexdigest()[:16]
     folder = FOLDER.parent / "agreed"
@@ -283,7 +303,9 @@ def _quiet() -> Iterator[None]:
     transformers.logging.set_verbosity_error()
     ours.setLevel(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         transformers.logging.set_verbosity(before[0])
         ours.setLevel(before[1])

@@ -42,9 +42,19 @@ LOADING = threading.Lock()
 
 
 def skeleton(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """The module tree of a model on the meta device: names and shapes, no weights."""
-    with torch.device("meta"):
-        model = cls(config)
+    """The module tree of a model on the meta device: names and shapes, no weights.
+
+    Raises PatchMismatch for a configuration from which transformers builds no model.
+    """
+    try:
+        with torch.device("meta"):
+            model = cls(config)
+    except PrivateLLMError:
+        raise
+    except Exception as error:  # a foreign constructor may raise anything
+        raise PatchMismatch(
+            f"{cls.__name__}: its configuration makes no model here ({type(error).__name__}: {error})"
+        ) from error
     weights_of_buffers(model)
     model.eval()
     return model

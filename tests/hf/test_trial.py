@@ -115,7 +115,7 @@ def test_a_compared_class_with_an_unknown_module_is_tried(monkeypatch: pytest.Mo
 def test_a_class_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tries = []
     monkeypatch.setattr(trial, "FOLDER", tmp_path / "kernels")
-    monkeypatch.setattr(trial, "_try", lambda model, make: tries.append(type(model).__name__))
+    monkeypatch.setattr(trial, "_try", lambda model, *_: tries.append(type(model).__name__))
     (model_class, config), other = class_of("rembert"), tr.AutoConfig.for_model("rembert", hidden_act="relu")
     for settings in (config, config, other, config):
         trial.require_agreement(model_class, settings, _open_small)
@@ -155,3 +155,16 @@ def test_the_real_model_runs_after_its_trial() -> None:
     model = miniature(*class_of("xglm"))
     with patch(model, PrivateConfig(protocol="trio", timeout_s=60)) as private, torch.no_grad():
         assert worst(private(**BATCH).logits, model(**BATCH).logits, MASK) < LOGIT_ERROR
+
+
+# -- token sharding ---------------------------------------------------------------------------------------------------
+def test_token_sharding_is_tried_too() -> None:
+    model_class, config = class_of("olmo2")
+    assert model_class.__name__ not in compared("token sharding")
+    trial.require_agreement(model_class, config, _open_small, trial.AT_NODES)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("mamba", "mixer|cache|MambaForCausalLM"), ("gptj", "attention")])
+def test_what_nodes_cannot_share_is_refused(name: str, reason: str) -> None:
+    with pytest.raises(PatchMismatch, match=reason):
+        trial.require_agreement(*class_of(name), _open_small, trial.AT_NODES)
