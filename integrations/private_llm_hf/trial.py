@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 import torch
@@ -24,7 +25,6 @@ import transformers
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PretrainedConfig, PreTrainedModel
 
-import private_llm
 from private_llm.config import PrivateConfig
 from private_llm.errors import PatchMismatch
 from private_llm.kernels.compiling import FOLDER
@@ -289,7 +289,7 @@ def _note(model: PreTrainedModel, settings: PrivateConfig) -> Path | None:
 def _sources() -> str:
     """A digest of this library's code: a change may change what agrees."""
     made = hashlib.sha256()
-    for root in (Path(private_llm.__file__).parent, Path(__file__).parent):
+    for root in (Path(str(resources.files(package))) for package in ("private_llm", "private_llm_hf")):
         for path in sorted((*root.rglob("*.py"), *root.rglob("*.json"))):
             made.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
     return made.hexdigest()

@@ -26,7 +26,7 @@ _WRITABLE_BY_OTHERS = 0o022
 def _digest() -> str:
     """Of everything that decides what a kernel's machine code is, but for the processor, which Numba looks at."""
     made = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in sorted(Path(__file__).parent.rglob("*.py")):
         made.update(source.name.encode() + b"\0" + hashlib.sha256(source.read_bytes()).digest())
     return made.hexdigest()[:16]
 
