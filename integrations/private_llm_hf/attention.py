@@ -58,8 +58,8 @@ def private_attention(
         raise DomainError(f"attention mask: got {attention_mask.dtype}; want a boolean mask, True where allowed")
     out = attend(
         query.raw,
-        key.operand,
-        value.operand,
+        key.to_operand(),
+        value.to_operand(),
         attention_mask,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap,
@@ -71,5 +71,5 @@ def private_attention(
 def _bias(bias: Tensor | None) -> Fixed | Tensor | None:
     """A position bias (T5) as an addend, secret or public; public zeros are none."""
     if isinstance(bias, SecretTensor):
-        return bias.fixed
+        return bias.to_fixed()
     return bias if bias is not None and bool(bias.any()) else None

@@ -96,7 +96,7 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """Append and return everything held. Raises UnsupportedOp for plain tensors."""
         if not (isinstance(key_states, SecretTensor) and isinstance(value_states, SecretTensor)):
             raise UnsupportedOp("a secret cache takes secret keys and values only")
-        key, value = key_states.fixed, value_states.fixed
+        key, value = key_states.to_fixed(), value_states.to_fixed()
         if self._rows is None:
             self._rows = (_Rows(key), _Rows(value))
             self.is_initialized = True

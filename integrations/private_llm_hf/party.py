@@ -270,10 +270,10 @@ class Party:
             if not isinstance(value, SecretTensor):
                 continue
             if self.config.reveal == "logits":
-                outputs.append((name, value.fixed))
+                outputs.append((name, value.to_fixed()))
             elif name == "logits":  # and nothing else, whatever the client asks for
                 with self.transport.ledger.scope(self.config.reveal):
-                    outputs.append((self.config.reveal, argmax(value.fixed)))
+                    outputs.append((self.config.reveal, argmax(value.to_fixed())))
         if checked is not None:
             outputs.append((GUARD, checked))
         described = [[name, list(fixed.shape), fixed.frac] for name, fixed in outputs]
@@ -288,7 +288,7 @@ class Party:
         wrong = [endpoint for endpoint, _ in slices if type(endpoint) is not int or endpoint not in nodes]
         if wrong:
             raise TransportError(f"hidden states go to CompNodes, {nodes.start} to {nodes.stop - 1}; got {wrong}")
-        share = states.fixed.share
+        share = states.to_fixed().share
         pieces = [(endpoint, share.map(functools.partial(_rows_of, rows))) for endpoint, rows in slices]
         self._reveal(ModelOutput(), [])
         with self.transport.ledger.scope("states to the nodes"):

@@ -170,7 +170,7 @@ class _Priced:
         with _apart(self._at.ledger):
             for secret, rescaled in zip(secrets, ran.rescaled, strict=True):
                 if rescaled:
-                    _ = secret.fixed  # is remembered by the argument, and booked below
+                    secret.to_fixed()  # is remembered by the argument, and booked below
         if secrets:
             secrets[0].session.known.owed.extend(ran.owed)
         ran.counts.add_to(self._at.ledger, lambda scope: self._at.name + scope[len(ran.at.name) :])
