@@ -78,7 +78,7 @@ class SecretTensor(Guarded):
         return self._fixed.session
 
     def to_fixed(self) -> Fixed:
-        """The share with the session's fractional bits, from now on; one truncation (which communicates) if it has others."""
+        """The share with the session's fractional bits, from now on. If it has others: one truncation, which sends."""
         x = self.raw
         if x.frac != x.session.frac:
             x = self._fixed = x.at(x.session.frac)
