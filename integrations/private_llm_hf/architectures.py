@@ -78,6 +78,13 @@ def table(section: str) -> dict[str, Any]:
     return found
 
 
+def attention_of(model_type: str) -> str:
+    """`private_llm`, or for families that bypass the attention registry the spelling that our op table serves."""
+    spellings = table("attention")
+    found: str = spellings.get(model_type, spellings["_"])
+    return found
+
+
 def positions_by_mask() -> frozenset[str]:
     """Model types that number positions by unmasked tokens unless they are given numbers."""
     found: list[str] = _read("replacements.json")["positions_by_mask"]

@@ -1,19 +1,30 @@
 """The KV cache of one party behind HuggingFace's cache interface; what it holds is in `private_llm.nn.kv_cache`.
 
 To transformers a cache is as long as the text: its lengths are positions, so that position numbers and masks are
-those of the whole text. A layer never drops what a sliding window leaves behind: that is the mask's business, and
-masked positions cost no traffic.
+those of the whole text. What a model's own sliding window leaves behind is the mask's business, and masked positions
+cost no traffic; what stays in memory is decided by a policy (private_llm/cache_policy.py) after each call.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
+from private_llm.cache_policy import KEEP_ALL, CacheFacts, CachePolicy
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.nn.kv_cache import KVBuffer
+from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
+
+
+class HeldKeys(SecretTensor):
+    """The keys that a layer under an evicting policy hands to attention: they know which layer to ask."""
+
+    __slots__ = ("layer",)
+    layer: SecretCacheLayer
 
 
 class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -23,9 +34,12 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     layer_types = ()
 
-    def __init__(self, **_: object) -> None:
+    def __init__(self, policy: CachePolicy = KEEP_ALL) -> None:
+        self.policy = policy
         self.buffer = KVBuffer()
         self.is_initialized = False
+        self._start, self._attended = 0, False
+        self._mass: Fixed | None = None
 
     @property
     def keys(self) -> SecretTensor | None:
@@ -44,12 +58,46 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Append and return everything held. Raises UnsupportedOp for plain tensors."""
+        """Append and return everything held; keys as `HeldKeys` if the policy evicts. Raises UnsupportedOp for plain
+        tensors.
+        """
         if not (isinstance(key_states, SecretTensor) and isinstance(value_states, SecretTensor)):
             raise UnsupportedOp("a secret cache takes secret keys and values only")
         self.is_initialized = True
+        self._start = self.buffer.position
         keys, values = self.buffer.append(key_states.to_fixed(), value_states.to_fixed())
-        return SecretTensor(keys), SecretTensor(values)
+        if self.policy == KEEP_ALL:
+            return SecretTensor(keys), SecretTensor(values)
+        self._attended, self._mass = False, None
+        handed = HeldKeys(keys)
+        handed.layer = self
+        return handed, SecretTensor(values)
+
+    def attended(self, mass: Fixed | None) -> None:
+        """Attention has taken this call's keys, the mask's columns that belong to them, and made the mass asked for."""
+        self._attended, self._mass = True, mass
+
+    def evict(self, number: int, padding: Tensor | None) -> None:
+        """Ask the policy, after a call, what stays; `number`: of this layer.
+
+        Raises UnsupportedOp if the model's attention did not ask which entries its keys are, or if the policy keeps
+        another number of entries than it said.
+        """
+        if not self._attended:
+            raise UnsupportedOp(
+                f"cache_policy: layer {number} of this model attends in a way of its own, which does not know of "
+                "evicted entries; use KeepAll()"
+            )
+        buffer, first = self.buffer, self._start == 0
+        facts = CacheFacts(number, buffer.position, buffer.positions_held(), padding)
+        mass = None if self._mass is None else SecretTensor(self._mass)
+        want = self.policy.entries(buffer.length, first)
+        index = (self.policy.after_prefill if first else self.policy.after_step)(facts, mass)
+        if index is not None:
+            buffer.keep(index)
+        if buffer.length != want:
+            raise UnsupportedOp(f"cache_policy: {self.policy.name} kept {buffer.length} entries; it had said {want}")
+        self._mass = None
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(positions after this query, number of the first)."""
@@ -65,8 +113,7 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything."""
-        self.buffer = KVBuffer()
-        self.is_initialized = False
+        self.buffer, self.is_initialized = KVBuffer(), False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop that many (given as a negative number, as transformers does) positions at the end."""
@@ -88,16 +135,25 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, object]) -> SecretCacheLayer:
         """Another holder of the same entries so far."""
-        twin = memo[id(self)] = SecretCacheLayer()
+        twin = memo[id(self)] = SecretCacheLayer(self.policy)
         twin.buffer, twin.is_initialized = self.buffer.copy(), self.is_initialized
+        twin._start, twin._attended, twin._mass = self._start, self._attended, self._mass
         return twin
 
 
 class SecretCache(Cache):  # type: ignore[misc]
     """All layers of a decoder. Copying (copy.deepcopy) shares the entries so far."""
 
-    def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=SecretCacheLayer)
+    def __init__(self, policy: CachePolicy = KEEP_ALL) -> None:
+        self.policy = policy
+        super().__init__(layer_class_to_replicate=functools.partial(SecretCacheLayer, self.policy))
+
+    def evict(self, padding: Tensor | None) -> None:
+        """Ask the policy in every layer, after a call. padding: [B, position], non-zero where a token counts."""
+        if self.policy == KEEP_ALL:
+            return
+        for number, layer in enumerate(self.layers):
+            layer.evict(number, None if padding is None else padding.bool())
 
 
 class SecretEncoderDecoderCache(EncoderDecoderCache):  # type: ignore[misc]

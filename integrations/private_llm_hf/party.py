@@ -35,6 +35,7 @@ from private_llm.tensor.range_check import verdict
 from private_llm.tensor.secret import SecretTensor
 from private_llm.tensor.secret_index import SecretIndex
 from private_llm_hf.announced import Shapes, announced_shapes, input_shape, take_announced
+from private_llm_hf.cache import SecretCache
 from private_llm_hf.cascade_cut import states_before_cut, stop_behind
 from private_llm_hf.cascade_node import Node
 from private_llm_hf.costs import rows_of
@@ -240,6 +241,9 @@ class Party:
             return
         target = model.get_encoder() if message["encode_to"] is not None else model
         result = target(**inputs, return_dict=True)
+        if isinstance(inputs.get("past_key_values"), SecretCache):
+            with self.transport.ledger.scope("cache policy"):
+                inputs["past_key_values"].evict(inputs.get("attention_mask"))
         if message["encode_to"] is not None:
             self.kept[message["encode_to"]] = result.last_hidden_state
             self._reveal(ModelOutput(), [])

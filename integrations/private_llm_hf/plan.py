@@ -15,11 +15,12 @@ from rich.table import Table
 from torch import nn
 from transformers import PreTrainedModel
 
+from private_llm.cache_policy import KEEP_ALL
 from private_llm.config import PrivateConfig
-from private_llm.errors import PatchMismatch
+from private_llm.errors import ConfigError, PatchMismatch
 from private_llm.ranges import QUANTITIES, UNKNOWN, Ranges, layer_of
 from private_llm.sharding import ShardingPlan
-from private_llm_hf.architectures import ModuleRule, architecture, module_rules
+from private_llm_hf.architectures import ModuleRule, architecture, attention_of, module_rules
 from private_llm_hf.cascade_attention import run_without_values
 from private_llm_hf.cascade_cut import Cut
 from private_llm_hf.norms import norm_of
@@ -73,8 +74,10 @@ class Plan:
 
 
 def make_plan(model: PreTrainedModel, config: PrivateConfig) -> Plan:
-    """The plan of a module tree (on any device). Raises PatchMismatch naming what no rule matches."""
-    architecture(model.config)
+    """The plan of a module tree (on any device). Raises PatchMismatch naming what no rule matches, ConfigError for a
+    cache policy that the model's attention cannot follow.
+    """
+    _check_cache_policy(model, config)
     nodes = _at_nodes(model, config)
     rows: list[PlanRow] = []
     unmatched: list[str] = []
@@ -117,6 +120,15 @@ def make_plan(model: PreTrainedModel, config: PrivateConfig) -> Plan:
     if config.plan is not None:
         heading = "each node sees" if config.split is None else "public, or each node sees"
     return Plan(type(model).__name__, tuple(rows), secret, sum(unique.values()), sum(embedding.values()), heading)
+
+
+def _check_cache_policy(model: PreTrainedModel, config: PrivateConfig) -> None:
+    kind, model_type = architecture(model.config).kind, model.config.model_type
+    if config.cache_policy != KEEP_ALL and (kind != "decoder" or attention_of(model_type) != attention_of("")):
+        raise ConfigError(
+            f"{type(model).__name__}: cache_policy {config.cache_policy.name!r} needs a decoder whose attention goes "
+            f"through transformers' attention interface, which {model_type!r} is not; use KeepAll()"
+        )
 
 
 def _norm_rule(module: nn.Module) -> ModuleRule | None:
