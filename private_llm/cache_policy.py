@@ -43,12 +43,11 @@ class CachePolicy(ABC):
     How many stay is a function of how many there are (`entries`), the same for all rows, heads and layers: the client
     knows it without being told, and no shape depends on a secret.
 
-    A choice by secrets, such as MPCache's, takes two things more. Its prefill step asks for the mass of the last fifth
-    of the prompt (`mass_queries`), makes one-hot rows [B, G, kept, held] of the largest entries by an oblivious top-k,
-    and multiplies keys and values with them; that product belongs into `KVBuffer`, beside `keep`, because the
-    positions of the result are secret: masks then cannot be told apart by entry, so such a choice must never take
-    padding. Its decode step selects entries for one query and evicts nothing; that belongs into attention, before
-    the scores. Either one says in `threat.py` that only the numbers are public.
+    A choice by secrets, such as MPCache's, takes more. After the prefill it asks for the mass of the prompt's last
+    fifth (`mass_queries`) and makes one-hot rows [B, G, kept, held] of the largest entries by an oblivious top-k; the
+    product of these with keys and values belongs into `KVBuffer`, beside `keep`. Positions are secret from then on,
+    so no mask can tell such entries apart: the choice must never take padding. In a decode step it selects entries
+    for one query and evicts nothing; that belongs into attention, before the scores.
     """
 
     name: ClassVar[str]
