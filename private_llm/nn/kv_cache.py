@@ -159,7 +159,7 @@ class KVBuffer:
             at = at.repeat_interleave(heads // at.shape[1], dim=1)
         outer = torch.broadcast_shapes(table.shape[:2], at.shape[:2])
         wide = at.unsqueeze(2).expand(*outer, table.shape[2], -1)
-        return table.expand(*outer, -1, -1).gather(-1, wide)
+        return table.expand(*outer, -1, -1).gather(-1, wide.to(table.device))
 
     def crop(self, count: int) -> None:
         """Forget the last `count` positions. Raises DomainError if some of them were evicted and earlier ones not."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from private_llm.cache_policy import KEEP_ALL, CacheFacts, CachePolicy, SlidingWindow
 from private_llm.errors import ConfigError, DomainError, PartyFailed, UnsupportedOp
-from tests.hf import tiny
+from tests.hf import families, tiny
 from tests.hf.compare import BATCH, LOGIT_ERROR, MASK, PADDED, worst
 from tests.hf.conftest import PLAIN, TRIO
 from tests.tensor.secrets import opened
@@ -30,7 +30,7 @@ WINDOW = SlidingWindow(recent=3, first=1)
 CONFIGS = {"plain": replace(PLAIN, cache_policy=WINDOW), "trio": replace(TRIO, cache_policy=WINDOW)}
 
 
-def allowed(mask: Tensor, policy: SlidingWindow = WINDOW) -> Tensor:
+def allowed(mask: Tensor) -> Tensor:
     """bool [B, 1, S, S]: which positions a query may see, for a prompt of PROMPT read at once and single steps."""
     rows, length = mask.shape
     made = torch.zeros(rows, 1, length, length, dtype=torch.bool)
@@ -38,27 +38,27 @@ def allowed(mask: Tensor, policy: SlidingWindow = WINDOW) -> Tensor:
         begin = int(mask[row].argmax())
         for query in range(length):
             for key in range(begin, query + 1):
-                sink, recent = key - begin < policy.first, key >= query - policy.recent
+                sink, recent = key - begin < WINDOW.first, key >= query - WINDOW.recent
                 made[row, 0, query, key] = query < PROMPT or key == query or sink or recent
     return made
 
 
-def windowed(name: str, policy: SlidingWindow = WINDOW, **changes: object) -> PreTrainedModel:
-    """A plaintext model that generates under the mask of `allowed`, without a cache."""
-    original = tiny.ALL[name][0]
+def windowed(model: PreTrainedModel) -> PreTrainedModel:
+    """The plaintext model, generating under the mask of `allowed`, without a cache."""
+    original = type(model)
 
-    class Windowed(original):  # type: ignore[misc, valid-type]
-        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: object) -> object:
-            mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-            ban = torch.zeros(mask.shape[0], 1, mask.shape[1], mask.shape[1])
-            ban.masked_fill_(~allowed(mask, policy), torch.finfo(torch.float32).min)
-            kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-            if name == "opt":
-                kwargs["position_ids"] = mask.cumsum(-1) * mask - 1
-            kwargs["use_cache"] = False
-            return super().forward(input_ids=input_ids, attention_mask=ban, **kwargs)
+    def forward(
+        self: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: object
+    ) -> object:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        ban = torch.zeros(mask.shape[0], 1, mask.shape[1], mask.shape[1])
+        ban.masked_fill_(~allowed(mask), torch.finfo(torch.float32).min)
+        opt = self.config.model_type == "opt"
+        kwargs["position_ids"] = mask.cumsum(-1) * mask - 1 if opt else (mask.cumsum(-1) - 1).clamp(min=0)
+        kwargs["use_cache"] = False
+        return original.forward(self, input_ids=input_ids, attention_mask=ban, **kwargs)
 
-    model = tiny.build(name, Windowed, **changes)
+    model.__class__ = type(f"Windowed{original.__name__}", (original,), {"forward": forward})
     model.generation_config.use_cache = False
     return model
 
@@ -70,7 +70,7 @@ def test_tokens_and_logits_are_those_of_the_forbidding_mask(name: str, protocol:
     asked = {**BATCH, "max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     with patch(tiny.build(name), CONFIGS[protocol]) as private, torch.no_grad():
         got = private.generate(**asked)
-    want, whole = windowed(name).generate(**asked), tiny.build(name).generate(**asked)
+    want, whole = windowed(tiny.build(name)).generate(**asked), tiny.build(name).generate(**asked)
     assert torch.equal(got.sequences, want.sequences)
     assert max(worst(a, b) for a, b in zip(got.logits, want.logits, strict=True)) < LOGIT_ERROR
     apart = [worst(a, b) for a, b in zip(want.logits, whole.logits, strict=True)]
@@ -78,22 +78,30 @@ def test_tokens_and_logits_are_those_of_the_forbidding_mask(name: str, protocol:
     assert min(apart[1:]) > 10 * LOGIT_ERROR  # and what is evicted matters
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3_text", "phi3", "gpt_neox"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3_text", "gpt_neox", "gpt_bigcode", "ctrl", "exaone4"])
 def test_other_families(name: str) -> None:
-    """Norms of queries and keys; the model's own windows, which are longer than ours."""
+    """Norms of queries and keys; the model's own windows, which are longer than ours; one key head for all."""
+    build = tiny.build if name in tiny.ALL else families.build
     asked = {**BATCH, "max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    with patch(tiny.build(name), CONFIGS["plain"]) as private, torch.no_grad():
+    with patch(build(name), CONFIGS["plain"]) as private, torch.no_grad():
         got = private.generate(**asked)
-    want = windowed(name).generate(**asked)
+    want = windowed(build(name)).generate(**asked)
     assert torch.equal(got.sequences, want.sequences)
     assert max(worst(a, b) for a, b in zip(got.logits, want.logits, strict=True)) < LOGIT_ERROR
+
+
+def test_values_stay_in_range_and_guarded_while_entries_go() -> None:
+    """A debug session checks every tensor, those that were moved too."""
+    asked = {**BATCH, "max_new_tokens": 4, "do_sample": False}
+    with patch(tiny.build("llama"), replace(CONFIGS["plain"], debug_ranges=True)) as private:
+        assert torch.equal(private.generate(**asked), windowed(tiny.build("llama")).generate(**asked))
 
 
 @pytest.mark.parametrize("protocol", CONFIGS)
 def test_beams(protocol: str) -> None:
     asked = {**BATCH, "max_new_tokens": 6, "num_beams": 3, "do_sample": False}
     with patch(tiny.build("llama"), CONFIGS[protocol]) as private:
-        assert torch.equal(private.generate(**asked), windowed("llama").generate(**asked))
+        assert torch.equal(private.generate(**asked), windowed(tiny.build("llama")).generate(**asked))
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +113,7 @@ def private() -> Iterator[PreTrainedModel]:
 def reference(tokens: Tensor, mask: Tensor) -> Tensor:
     """Logits of a whole text [B, S, V]."""
     with torch.no_grad():
-        made: Tensor = windowed("llama")(tokens, attention_mask=mask).logits
+        made: Tensor = windowed(tiny.build("llama"))(tokens, attention_mask=mask).logits
     return made
 
 
@@ -215,13 +223,13 @@ def test_preprocessed_calls_evict_too() -> None:
     asked = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     with patch(tiny.build("llama"), CONFIGS["trio"]) as private:
         private.preprocess(GeneratePlan(prompt=PROMPT, new_tokens=4, batch=2, attention_mask=MASK))
-        assert torch.equal(private.generate(**BATCH, **asked), windowed("llama").generate(**BATCH, **asked))
+        assert torch.equal(private.generate(**BATCH, **asked), windowed(tiny.build("llama")).generate(**BATCH, **asked))
 
 
 def test_lanes_evict_for_themselves() -> None:
     asked = {"max_new_tokens": 4, "do_sample": False}
     with patch(tiny.build("llama"), replace(CONFIGS["trio"], lanes=2)) as private:
-        assert torch.equal(private.generate(**BATCH, **asked), windowed("llama").generate(**BATCH, **asked))
+        assert torch.equal(private.generate(**BATCH, **asked), windowed(tiny.build("llama")).generate(**BATCH, **asked))
 
 
 # -- other policies ---------------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ import private_llm.nn  # noqa: F401 - registers the rules
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.nn.attention import attend, attend_and_weigh, pattern
-from private_llm.protocols.session import meta_session
+from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
+from tests.harness import run_parties
 from tests.tensor.secrets import fixed, noise, opened, plain_session, secret
 
 S = plain_session()
@@ -70,6 +71,24 @@ def test_attention_mass_is_the_column_sums_of_softmax(mask: str, groups: int, co
     assert (opened(mass) - want).abs().max() <= 4 // groups * 5 * 1e-4  # softmax's error, as often as it is added
     alone = attend(fixed(S, q), fixed(S, k), fixed(S, v), allowed, 0.25)
     assert torch.equal(opened(mixed), opened(alone))
+
+
+@pytest.mark.parametrize("protocol", ["trio", "quad", "dealer"])
+def test_attention_mass_under_every_protocol(protocol: str) -> None:
+    q, k, v = noise(2, 4, 5, 8), noise(2, 2, 7, 8, seed=1), noise(2, 2, 7, 6, seed=2)
+    mask = MASKS["padding"]
+
+    def mass(_: Session, query: Fixed, key: Fixed, value: Fixed) -> Fixed:
+        found = attend_and_weigh(query, key, value, mask, 0.25, None, None, counted=3)[1]
+        if found is None:
+            raise AssertionError("no mass")
+        return found
+
+    got = run_parties(PrivateConfig(protocol=protocol), mass, [q, k, v]).value
+    scores = (q @ k.repeat_interleave(2, 1).transpose(-1, -2) * 0.25).masked_fill(~mask, -1e30)
+    want = scores.softmax(-1)[:, :, -3:].sum(2).view(2, 2, 2, 7).sum(2)
+    assert (got - want).abs().max() <= 2 * 3 * 1e-4
+    assert not got[0, :, :3].any()  # padding gets none, exactly
 
 
 def test_attention_mass_sends_nothing_and_is_not_made_unasked() -> None:
