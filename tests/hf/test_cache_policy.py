@@ -141,7 +141,7 @@ def test_a_short_text_evicts_nothing(private: PreTrainedModel) -> None:
 
 
 def test_recent_positions_can_be_cropped_and_evicted_ones_not(private: PreTrainedModel) -> None:
-    text = torch.cat([PADDED[1:], torch.tensor([[11, 12, 13, 14]])], 1)
+    text = torch.cat([PADDED[1:], torch.tensor([[11, 12, 13, 14, 15]])], 1)
     cache = private(text[:, :5], use_cache=True).past_key_values
     for step in range(5, 8):
         cache = private(text[:, step : step + 1], past_key_values=cache).past_key_values
@@ -161,9 +161,14 @@ def test_recent_positions_can_be_cropped_and_evicted_ones_not(private: PreTraine
         want = tiny.build("llama")(text[:, :7], attention_mask=additive).logits[:, 6:]
     assert worst(got, want) < LOGIT_ERROR
     assert (cache.position, cache.kv_length) == (7, 3)
-    got = private(text[:, 8:], past_key_values=twin).logits
-    assert worst(got, reference(text, torch.ones_like(text))[:, 8:]) < LOGIT_ERROR
-    twin.crop(-9)
+    want = reference(text, torch.ones_like(text))
+    for step in (8, 9):
+        got = private(text[:, step : step + 1], past_key_values=twin).logits
+        assert worst(got, want[:, step : step + 1]) < LOGIT_ERROR
+        assert (twin.position, twin.kv_length) == (step + 1, 4)
+    with pytest.raises(DomainError, match="only the last 3 positions"):
+        twin.crop(-4)
+    twin.crop(-10)
     assert (twin.position, twin.kv_length) == (0, 0)
     again = private(text[:, :5], past_key_values=twin)
     assert worst(again.logits, reference(text[:, :5], torch.ones(1, 5, dtype=torch.int64))) < LOGIT_ERROR
@@ -361,9 +366,8 @@ def test_attention_that_does_not_ask_for_its_entries_ends_the_call(monkeypatch: 
     """A family that moves keys between cache and attention would attend under the wrong mask."""
     from private_llm_hf import cache
 
-    monkeypatch.setattr(cache.SecretCacheLayer, "attended", lambda self, mass: None)
-    with (
-        patch(tiny.build("llama"), CONFIGS["plain"]) as private,
-        pytest.raises((UnsupportedOp, PartyFailed), match="attends in a way of its own"),
-    ):
-        private(PADDED[1:], use_cache=True)
+    with patch(tiny.build("llama"), CONFIGS["plain"]) as private:
+        held = private(PADDED[1:], use_cache=True).past_key_values
+        monkeypatch.setattr(cache.SecretCacheLayer, "attended", lambda self, mass: None)
+        with pytest.raises((UnsupportedOp, PartyFailed), match="attends in a way of its own"):
+            private(torch.tensor([[3]]), past_key_values=held)
