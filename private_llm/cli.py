@@ -18,6 +18,7 @@ from private_llm.cli_options import (
     PLUGINS,
     PROTOCOLS,
     SHAPES,
+    CachePolicyOption,
     DemoModel,
     FracOption,
     GgufOption,
@@ -40,6 +41,7 @@ from private_llm.cli_options import (
     TokensOption,
     WeakOption,
     bits,
+    cache_policy_of,
     config_of,
     folder_of,
     plan_of,
@@ -118,6 +120,7 @@ def generate(
     plan: PlanOption = "",
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
+    cache_policy: CachePolicyOption = "",
     gguf_file: GgufOption = None,
     ranges: RangesOption = None,
 ) -> None:
@@ -126,6 +129,7 @@ def generate(
 
     chosen = sampling(temperature, top_p)
     more = {**remote(hosts, tls, "client", allow_plain_loopback), **plan_of(plan, accept_weak_plan, split)}
+    more |= cache_policy_of(cache_policy)
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **more)
     run(model, prompt, config, new_tokens, as_json, chosen, preprocess, gguf_file, ranges)
 
@@ -244,6 +248,7 @@ def party(
     plan: PlanOption = "",
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
+    cache_policy: CachePolicyOption = "",
     model: Annotated[str, typer.Option(help="Under 'cascade': this CompNode's own copy of the public model.")] = "",
     allow: Annotated[
         str | None, typer.Option(help="Users to admit: a file, one name a line, read at every handshake, or a,b.")
@@ -272,6 +277,7 @@ def party(
         | bits(frac_bits)
         | {"lanes": lanes, "permute": permute}
         | plan_of(plan, accept_weak_plan, split)
+        | cache_policy_of(cache_policy)
     )
     config = config_of(protocol, ring, reveal=reveal, matmul=matmul, tape_folder=tape_folder, timeout_s=timeout, **more)
     run(index, config, shares, sessions, model or None)
@@ -322,13 +328,14 @@ def estimate(
     plans: Annotated[bool, typer.Option("--plans", help="Under 'cascade': compare usual plans.")] = False,
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
+    cache_policy: CachePolicyOption = "",
 ) -> None:
     """What a run will cost, without weights and without hardware."""
     from private_llm.commands.estimate import estimate as run
     from private_llm.commands.estimate_plans import compare_plans
     from private_llm.commands.hardware import Hardware, Work
 
-    more: dict[str, Any] = {"reveal": reveal, "matmul": matmul, "weights": weights}
+    more: dict[str, Any] = {"reveal": reveal, "matmul": matmul, "weights": weights, **cache_policy_of(cache_policy)}
     given = [ShardingPlan(**plan_of(text)["plan"]) for text in plan or []]
     if plans or len(given) > 1:
         config = config_of(protocol, ring, **more, **plan_of("", split=split))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from private_llm.cache_policy import KEEP_ALL, CachePolicy, policy_of
 from private_llm.errors import ConfigError, refuse_unknown
 from private_llm.protocol_facts import CASCADE, ProtocolFacts, names_where, protocol_facts
 from private_llm.sharding import ShardingPlan
@@ -35,6 +36,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 _AGREED = (
     "protocol", "ring", "frac_bits", "weights", "reveal", "adder", "bandwidth_mbit", "latency_ms", "relu_bits",
     "relu_low", "truncation", "matmul", "prg", "lanes", "permute", "plan", "split", "guard", "plugins",
+    "cache_policy",
 )  # fmt: skip
 """What all parties must agree upon: these settings change the order or the meaning of messages."""
 
@@ -86,6 +88,8 @@ class PrivateConfig:
     truncation: "unit" (at most one unit in the last place too high) or "exact" (floor, by one more comparison).
     matmul: "masked" (output-sized traffic), or for "dealer" also "remask" (both operands masked anew each time, the
     classical way).
+    cache_policy: which entries of the KV cache stay after each call: KeepAll(), or SlidingWindow(recent=256, first=4),
+    the first tokens and the most recent ones. What is evicted costs later steps nothing, and they do not see it.
     lanes: sessions side by side that share the rows of a batch, so that one computes while another sends or waits (rows
     beyond the batch idle). permute: in each of them another party plays each role, so that all parties and links carry
     the same; each party then holds a weight share for each different assignment of roles (for trio min(lanes, 6)).
@@ -132,6 +136,7 @@ class PrivateConfig:
     relu_low: int = 0
     truncation: Literal["unit", "exact"] = "unit"
     matmul: Literal["masked", "remask"] = "masked"
+    cache_policy: CachePolicy = KEEP_ALL
     prg: Literal["aes", "chacha20"] = "aes"
     lanes: int = 1
     permute: bool = False
@@ -163,6 +168,7 @@ class PrivateConfig:
                 raise ConfigError(f"{key}: got {getattr(self, key)!r}; want one of {', '.join(map(repr, allowed))}")
         self._check_protocol()
         self._check_plan()
+        self._check_cache_policy()
         top = 20 if self.ring == 64 else 13
         if not 4 <= self.frac_bits <= top:
             raise ConfigError(f"frac_bits: got {self.frac_bits}; want 4 to {top} in a {self.ring}-bit ring")
@@ -262,6 +268,12 @@ class PrivateConfig:
         object.__setattr__(self, "weights", "public")
         object.__setattr__(self, "plan", self.plan or ShardingPlan())
 
+    def _check_cache_policy(self) -> None:
+        if not isinstance(self.cache_policy, CachePolicy):
+            raise ConfigError(f"cache_policy: got {self.cache_policy!r}; want a CachePolicy, such as KeepAll()")
+        if self.plan is not None and self.cache_policy != KEEP_ALL:
+            raise ConfigError("cache_policy: nodes of a sharding plan keep all entries; leave it out")
+
     @property
     def facts(self) -> ProtocolFacts | None:
         """What is known of the protocol; None for token sharding. Raises ConfigError if it is registered no more."""
@@ -293,13 +305,15 @@ class PrivateConfig:
             values["tls"] = TLSConfig(**values["tls"])
         if isinstance(values.get("plan"), dict):
             values["plan"] = ShardingPlan.from_dict(values["plan"])
+        if isinstance(values.get("cache_policy"), dict):
+            values["cache_policy"] = policy_of(values["cache_policy"])
         if not isinstance(values.get("hosts", ""), str):
             values["hosts"] = tuple(values["hosts"])
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """The inverse of `from_dict`."""
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "cache_policy": self.cache_policy.to_dict()}
 
     def agreement(self) -> bytes:
         """Digest of everything all parties must agree upon, with the library's version."""
@@ -315,7 +329,7 @@ FIELD_GROUPS: dict[str, tuple[str, ...]] = {
     "Token sharding": ("plan", "split"),
     "Precision": ("ring", "frac_bits", "truncation", "relu_bits", "relu_low"),
     "Ranges and checks": ("calibrate", "guard", "debug_ranges"),
-    "Performance": ("adder", "bandwidth_mbit", "latency_ms", "matmul", "prg", "lanes", "permute"),
+    "Performance": ("adder", "bandwidth_mbit", "latency_ms", "matmul", "prg", "cache_policy", "lanes", "permute"),
     "Parties and hosts": ("party_mode", "hosts", "tls", "allow_plain_loopback", "trusted_network"),
     "Waiting": ("timeout_s", "busy_wait_s", "idle_s"),
     "Devices and memory": ("device", "device_map", "max_memory", "offload_folder", "tape_folder"),

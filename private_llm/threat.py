@@ -229,6 +229,22 @@ SHAPES = Threat(
     setting="always on",
 )  # fmt: skip
 
+CACHE_POLICY = Threat(
+    name="entries that a cache policy evicts",
+    kind="shortcut",
+    corrupt="as the protocol",
+    learns=(
+        ("every party, and whoever sees the traffic", "nothing more: the policy and its numbers are settings that all "
+         "endpoints agree upon, and SlidingWindow chooses by lengths, padding and positions, which are public anyway"),
+        ("meaning of the result", "later tokens do not see what was evicted: the answer is that of the model under the "
+         "mask of the window, not that of the whole text"),
+    ),
+    source="private_llm/cache_policy.py. A policy gets the attention mass of the entries as shares and answers with "
+    "public indices: one that would open a mass to choose by it has to say so here. Tests compare tokens and logits "
+    "with a plaintext model whose mask forbids what is evicted, and the bytes of late steps with each other",
+    setting="cache_policy=SlidingWindow(...); KeepAll() is the default",
+)  # fmt: skip
+
 STOP_TIME = Threat(
     name="token count and stop time",
     kind="shortcut",
@@ -406,6 +422,7 @@ _SHORTCUTS: tuple[Threat, ...] = (
     PREPROCESSED,
     LOOKUP,
     SHAPES,
+    CACHE_POLICY,
     STOP_TIME,
     DRAFTS,
     REVEAL_LOGITS,

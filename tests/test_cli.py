@@ -128,6 +128,12 @@ def test_bench_in_processes_sends_the_same(run: Run) -> None:
         (("generate", "any", "--prompt", "x", "--temperature", "-1"), "temperature: got -1"),
         (("generate", "any", "--prompt", "x", "--top-p", "0.5"), "greedy text has no use for it"),
         (("generate", "any", "--prompt", "x", "--tls", "/nowhere"), "--tls and --allow-plain-loopback protect nothing"),
+        (
+            ("generate", "any", "--prompt", "x", "--cache-policy", "sliding-window,recent"),
+            "got 'sliding-window,recent'",
+        ),
+        (("generate", "any", "--prompt", "x", "--cache-policy", "newest"), "cache_policy: got 'newest'"),
+        (("estimate", "opt-125m", "--cache-policy", "sliding-window,last=3"), "cache_policy: unknown key(s) last"),
         (("generate", "any", "--prompt", "x", "--hosts", ""), "hosts: got none"),
         (("generate", "any", "--prompt", "x", "--hosts", "a:1,b:2,c:3", "--party-mode", "threads"), "leave it out"),
         (("party", "--index", "0", "--hosts", "a:1,b:2,c:3", "--sessions", "0"), "sessions: got 0"),
@@ -246,6 +252,24 @@ def test_generate(run: Run, checkpoint: Path) -> None:
     by_link = made["bytes_by_link"]
     assert isinstance(by_link, dict)
     assert sum(by_link.values()) == made["bytes_total"]
+
+
+def test_generate_under_a_cache_policy(run: Run, checkpoint: Path) -> None:
+    """The setting reaches parties in processes; a window costs less, in a run and in an estimate."""
+    policy = ("--cache-policy", "sliding-window,recent=3,first=1")
+    ask = ("generate", str(checkpoint), "--prompt", "a b c", "--max-new-tokens", "6")
+    (whole,) = rows(run, *ask)
+    (threads,) = rows(run, *ask, *policy)
+    (processes,) = rows(run, *ask, *policy, "--party-mode", "processes")
+    assert (threads["bytes_total"], threads["private_text"]) == (processes["bytes_total"], processes["private_text"])
+    assert threads["bytes_total"] < whole["bytes_total"]
+    size = ("estimate", str(checkpoint), "--seq", "3", "--new", "6")
+    (full,), (window,) = rows(run, *size), rows(run, *size, *policy)
+    assert window["bytes_total"] < full["bytes_total"]
+    kept, held = window["memory_per_party"], full["memory_per_party"]
+    assert isinstance(kept, dict)
+    assert isinstance(held, dict)
+    assert kept["cache"] * 8 == held["cache"] * 4
 
 
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])

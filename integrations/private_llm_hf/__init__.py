@@ -1,5 +1,6 @@
 """HuggingFace models on secret-shared data: `AutoPrivate*.from_pretrained` and `patch`."""
 
+from private_llm.cache_policy import KeepAll, SlidingWindow
 from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.ranges import Ranges
 from private_llm.sharding import ShardingPlan
@@ -27,10 +28,12 @@ __all__ = [
     "AutoPrivateModelForSequenceClassification",
     "ForwardPlan",
     "GeneratePlan",
+    "KeepAll",
     "Network",
     "PrivateConfig",
     "Ranges",
     "ShardingPlan",
+    "SlidingWindow",
     "TLSConfig",
     "patch",
     "ranges_of_checkpoint",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Literal
 
 import transformers
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
@@ -153,6 +154,13 @@ def module_rules() -> tuple[ModuleRule, ...]:
 def table(section: str) -> dict[str, Any]:
     """A section of replacements.json: what of a family is done in another way."""
     found: dict[str, Any] = _read("replacements.json")[section]
+    return found
+
+
+def attention_of(model_type: str, cls: type[PreTrainedModel]) -> str:
+    """`private_llm`; for families that bypass the attention registry the spelling that our op table serves."""
+    usual = "private_llm" if hasattr(sys.modules[cls.__module__], "ALL_ATTENTION_FUNCTIONS") else "eager"
+    found: str = table("attention").get(model_type, usual)
     return found
 
 

@@ -12,9 +12,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.nn.attention import attend
+from private_llm.nn.attention import attend_and_weigh
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
+from private_llm_hf.cache import HeldKeys
 
 NAME = "private_llm"
 """What `config._attn_implementation` is set to."""
@@ -48,7 +49,10 @@ def private_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """q [B, H, q, D], k and v [B, G, kv, D], all secret, to ([B, q, H, D], no attention weights)."""
+    """q [B, H, q, D], k and v [B, G, kv, D], all secret, to ([B, q, H, D], no attention weights).
+
+    The mask is as wide as the text; of a cache whose policy evicts, the columns of its entries are taken.
+    """
     if not (isinstance(query, SecretTensor) and isinstance(key, SecretTensor) and isinstance(value, SecretTensor)):
         raise UnsupportedOp(f"{type(module).__name__}: private attention needs secret query, key and value")
     if s_aux is not None:
@@ -59,20 +63,26 @@ def private_attention(
         raise DomainError(f"{type(module).__name__} is causal but got no mask; the mask function is not registered")
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise DomainError(f"attention mask: got {attention_mask.dtype}; want a boolean mask, True where allowed")
-    out = attend(
+    layer = key.layer if isinstance(key, HeldKeys) else None
+    if layer is not None and attention_mask is not None:
+        attention_mask = layer.buffer.columns(attention_mask, query.shape[1])
+    out, mass = attend_and_weigh(
         query.raw,
-        key.operand,
-        value.operand,
+        key.to_operand(),
+        value.to_operand(),
         attention_mask,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap,
         _bias(position_bias),
+        counted=0 if layer is None else layer.policy.mass_queries(query.shape[2]),
     )
+    if layer is not None:
+        layer.attended(mass)
     return SecretTensor(out.view(lambda part: part.transpose(1, 2))), None
 
 
 def _bias(bias: Tensor | None) -> Fixed | Tensor | None:
     """A position bias (T5) as an addend, secret or public; public zeros are none."""
     if isinstance(bias, SecretTensor):
-        return bias.fixed
+        return bias.to_fixed()
     return bias if bias is not None and bool(bias.any()) else None

@@ -1,117 +1,111 @@
-"""The KV cache of one party: HuggingFace's cache interface, layers that hold shares.
+"""The KV cache of one party behind HuggingFace's cache interface; what it holds is in `private_llm.nn.kv_cache`.
 
-Each layer appends into a buffer that grows by half, so a decode step copies nothing but its own entries. A layer
-always keeps the full length: sliding windows are the mask's business, and masked positions cost no traffic.
+To transformers a cache is as long as the text: its lengths are positions, so that position numbers and masks are
+those of the whole text. What a model's own sliding window leaves behind is the mask's business, and masked positions
+cost no traffic; what stays in memory is decided by a policy (private_llm/cache_policy.py) after each call.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
+from private_llm.cache_policy import KEEP_ALL, CacheFacts, CachePolicy
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.protocols.share import Share
+from private_llm.nn.kv_cache import KVBuffer
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 
-_SPARE = 32
 
+class HeldKeys(SecretTensor):
+    """The keys that a layer under an evicting policy hands to attention: they know which layer to ask."""
 
-class _Rows:
-    """Shares [B, H, length, D] in buffers of larger capacity. Entries below `length` are never overwritten."""
-
-    def __init__(self, first: Fixed) -> None:
-        self.sample = first
-        self.parts = first.share.parts
-        self.length = first.shape[2]
-
-    def append(self, new: Fixed) -> None:
-        """More positions at the end; the same batch, heads and size."""
-        total = self.length + new.shape[2]
-        if total > self.parts[0].shape[2]:
-            self.parts = tuple(self._grown(part, total + total // 2 + _SPARE) for part in self.parts)
-        for part, more in zip(self.parts, new.share.parts, strict=True):
-            part[:, :, self.length : total] = more
-        self.length = total
-
-    def _grown(self, part: Tensor, capacity: int) -> Tensor:
-        batch, heads, _, size = part.shape
-        buffer = torch.empty((batch, heads, capacity, size), dtype=part.dtype, device=part.device)
-        buffer[:, :, : self.length] = part[:, :, : self.length]
-        return buffer
-
-    def seal(self) -> None:
-        """Give up the spare room: the next append moves to a new buffer (others may hold this one)."""
-        self.parts = tuple(part[:, :, : self.length] for part in self.parts)
-
-    def crop(self, length: int) -> None:
-        """Keep the first `length` positions."""
-        self.length = length
-        self.seal()
-
-    def select(self, index: Tensor) -> None:
-        """Keep, repeat or reorder batch rows."""
-        self.parts = tuple(part[:, :, : self.length].index_select(0, index.to(part.device)) for part in self.parts)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> _Rows:
-        """Another holder of the same entries; either goes on in a buffer of its own."""
-        self.seal()
-        twin = memo[id(self)] = _Rows(self.sample)
-        twin.parts, twin.length = self.parts, self.length
-        return twin
-
-    def secret(self) -> SecretTensor:
-        """The entries held."""
-        held = tuple(part[:, :, : self.length] for part in self.parts)
-        return SecretTensor(Fixed(self.sample.session, Share(held), self.sample.frac))
+    __slots__ = ("layer",)
+    layer: SecretCacheLayer
 
 
 class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer as shares, full length."""
+    """Keys and values of one layer as shares."""
 
     is_sliding = False
     is_croppable = True
     layer_types = ()
 
-    def __init__(self, **_: object) -> None:
-        self._rows: tuple[_Rows, _Rows] | None = None
+    def __init__(self, policy: CachePolicy = KEEP_ALL) -> None:
+        self.policy = policy
+        self.buffer = KVBuffer()
         self.is_initialized = False
+        self._start, self._attended = 0, False
+        self._mass: Fixed | None = None
 
     @property
     def keys(self) -> SecretTensor | None:
-        """[B, G, length, D], or None while empty."""
-        return None if self._rows is None else self._rows[0].secret()
+        """[B, G, entries, D], or None while empty."""
+        held = self.buffer.keys
+        return None if held is None else SecretTensor(held)
 
     @property
     def values(self) -> SecretTensor | None:
-        """[B, G, length, D], or None while empty."""
-        return None if self._rows is None else self._rows[1].secret()
+        """[B, G, entries, Dv], or None while empty."""
+        held = self.buffer.values
+        return None if held is None else SecretTensor(held)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare: the first update decides the shapes."""
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Append and return everything held. Raises UnsupportedOp for plain tensors."""
+        """Append and return everything held; keys as `HeldKeys` if the policy evicts. Raises UnsupportedOp for plain
+        tensors.
+        """
         if not (isinstance(key_states, SecretTensor) and isinstance(value_states, SecretTensor)):
             raise UnsupportedOp("a secret cache takes secret keys and values only")
-        key, value = key_states.fixed, value_states.fixed
-        if self._rows is None:
-            self._rows = (_Rows(key), _Rows(value))
-            self.is_initialized = True
-            return key_states, value_states
-        self._rows[0].append(key)
-        self._rows[1].append(value)
-        return self._rows[0].secret(), self._rows[1].secret()
+        self.is_initialized = True
+        self._start = self.buffer.position
+        keys, values = self.buffer.append(key_states.to_fixed(), value_states.to_fixed())
+        if self.policy == KEEP_ALL:
+            return SecretTensor(keys), SecretTensor(values)
+        self._attended, self._mass = False, None
+        handed = HeldKeys(keys)
+        handed.layer = self
+        return handed, SecretTensor(values)
+
+    def attended(self, mass: Fixed | None) -> None:
+        """Attention has taken this call's keys, the mask's columns that belong to them, and made the mass asked for."""
+        self._attended, self._mass = True, mass
+
+    def evict(self, number: int, padding: Tensor | None) -> None:
+        """Ask the policy, after a call, what stays; `number`: of this layer.
+
+        Raises UnsupportedOp if the model's attention did not ask which entries its keys are, or if the policy keeps
+        another number of entries than it said.
+        """
+        if not self._attended:
+            raise UnsupportedOp(
+                f"cache_policy: layer {number} of this model attends in a way of its own, which does not know of "
+                "evicted entries; use KeepAll()"
+            )
+        buffer, first = self.buffer, self._start == 0
+        facts = CacheFacts(number, buffer.position, buffer.positions_held(), padding)
+        mass = None if self._mass is None else SecretTensor(self._mass)
+        want = self.policy.entries(buffer.length, first)
+        index = (self.policy.after_prefill if first else self.policy.after_step)(facts, mass)
+        if index is not None:
+            buffer.keep(index)
+        if buffer.length != want:
+            raise UnsupportedOp(f"cache_policy: {self.policy.name} kept {buffer.length} entries; it had said {want}")
+        self._mass = None
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(keys after this query, offset of the first key)."""
-        return self.get_seq_length() + query_length, 0
+        """(positions after this query, number of the first)."""
+        return self.buffer.position + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Positions held."""
-        return 0 if self._rows is None else self._rows[0].length
+        """The number of the next position."""
+        return self.buffer.position
 
     def get_max_length(self) -> int:
         """-1: no limit."""
@@ -119,20 +113,17 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything."""
-        self._rows = None
-        self.is_initialized = False
+        self.buffer, self.is_initialized = KVBuffer(), False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop that many (given as a negative number, as transformers does) positions at the end."""
         if tokens_to_remove > 0:
             raise DomainError(f"crop: got {tokens_to_remove}; want a negative number of positions to remove")
-        for rows in self._rows or ():
-            rows.crop(max(0, rows.length + tokens_to_remove))
+        self.buffer.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows by public indices (beam search)."""
-        for rows in self._rows or ():
-            rows.select(beam_idx)
+        self.buffer.select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows."""
@@ -140,16 +131,29 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times in a row."""
-        if self._rows is not None:
-            count = self._rows[0].parts[0].shape[0]
-            self.reorder_cache(torch.arange(count).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(self.buffer.batch).repeat_interleave(repeats))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SecretCacheLayer:
+        """Another holder of the same entries so far."""
+        twin = memo[id(self)] = SecretCacheLayer(self.policy)
+        twin.buffer, twin.is_initialized = self.buffer.copy(), self.is_initialized
+        twin._start, twin._attended, twin._mass = self._start, self._attended, self._mass
+        return twin
 
 
 class SecretCache(Cache):  # type: ignore[misc]
     """All layers of a decoder. Copying (copy.deepcopy) shares the entries so far."""
 
-    def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=SecretCacheLayer)
+    def __init__(self, policy: CachePolicy = KEEP_ALL) -> None:
+        self.policy = policy
+        super().__init__(layer_class_to_replicate=functools.partial(SecretCacheLayer, self.policy))
+
+    def evict(self, padding: Tensor | None) -> None:
+        """Ask the policy in every layer, after a call. padding: [B, position], non-zero where a token counts."""
+        if self.policy == KEEP_ALL:
+            return
+        for number, layer in enumerate(self.layers):
+            layer.evict(number, None if padding is None else padding.bool())
 
 
 class SecretEncoderDecoderCache(EncoderDecoderCache):  # type: ignore[misc]

@@ -63,7 +63,7 @@ class PrivateRouter(nn.Module):
         probabilities = logits.softmax(-1)
         if not isinstance(probabilities, SecretTensor) or not isinstance(logits, SecretTensor):
             raise PlaintextLeak("a private router's weights became plain")
-        chosen = probabilities.operand.mul(among_largest(logits.operand, self.routing.k))
+        chosen = probabilities.to_operand().mul(among_largest(logits.to_operand(), self.routing.k))
         if self.routing.normal and self.routing.k < logits.shape[-1]:
             low = self.routing.k / logits.shape[-1]
             chosen = chosen.mul(reciprocal(chosen.sum(-1, keepdim=True), 0.99 * low, 1.01))

@@ -67,7 +67,7 @@ class Forward:
         if self.labels is not None:
             self.labels.check(rows, length, self.given.get("logits_to_keep"))
         cache = self._cache(rows, length)
-        past = cache.length if cache is not None else 0
+        past = cache.position if cache is not None else 0
         check.check_positions(self.config, past + length)
         mask = self._mask("attention_mask", rows, past + length)
         self._positions(rows, length, mask)
@@ -93,7 +93,7 @@ class Forward:
         if len(encoded.row_index) != rows:
             raise DomainError(f"encoder_outputs: got {len(encoded.row_index)} rows; want {rows}")
         cache = self._cache(rows, length)
-        past = cache.length if cache is not None else 0
+        past = cache.position if cache is not None else 0
         self._mask("attention_mask", rows, encoded.length)
         self._mask("decoder_attention_mask", rows, past + length)
         output = self._call(cache, length, encoded)
@@ -155,7 +155,7 @@ class Forward:
             raise DomainError(
                 "past_key_values: a value left its range in a call that filled this cache; start again without it"
             )
-        if cache.length and cache.rows != rows:
+        if cache.position and cache.rows != rows:
             raise DomainError(f"past_key_values: got a cache of {cache.rows} rows; want {rows}, as many as the inputs")
         return cache
 
@@ -204,7 +204,7 @@ class Forward:
         )
         if cache is not None:
             cache.rows = self.listed[0]["shape"][0]
-            cache.length += length
+            cache.extend(length)
         try:
             require(opened.pop(GUARD, torch.zeros(1)))
         except DomainError:

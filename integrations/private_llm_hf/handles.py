@@ -20,17 +20,30 @@ from private_llm_hf.client import Parties
 class PrivateCache(Cache):  # type: ignore[misc]
     """The handle of a KV cache at the parties; made by the model, passed back as `past_key_values`.
 
-    Its length is public. Reordering (beam search) tells the parties which rows continue.
+    position: the number of the next position per row, which transformers takes for the cache's length. kv_length: how
+    many entries each row has, fewer if the session's cache policy evicts. Both are public. Reordering (beam search)
+    tells the parties which rows continue.
     """
 
     def __init__(self, parties: Parties, rows: int) -> None:
         super().__init__(layers=[])
         self._parties = parties
         self.handle = parties.new_handle()
-        self.length = 0
+        self.position = self.kv_length = 0
+        self._newest = 0  # entries of the last positions that are certainly held
         self.rows = rows
         self.withheld = False  # whether values in it left their range
         weakref.finalize(self, parties.release, self.handle)
+
+    def extend(self, length: int) -> None:
+        """A call ran that cached `length` further positions, and the parties' policy chose what stays."""
+        policy = self._parties.config.cache_policy
+        held = self.kv_length + length
+        self.kv_length = policy.entries(held, prefill=self.position == 0)
+        self.position += length
+        self._newest += length
+        if self.kv_length < held and policy.newest is not None:
+            self._newest = min(self._newest, policy.newest)
 
     def belongs_to(self, parties: Parties) -> bool:
         """Whether this handle is of that session."""
@@ -44,7 +57,7 @@ class PrivateCache(Cache):  # type: ignore[misc]
     @property
     def is_initialized(self) -> bool:
         """Whether something was cached."""
-        return self.length > 0
+        return self.position > 0
 
     @property
     def is_croppable(self) -> bool:
@@ -55,26 +68,27 @@ class PrivateCache(Cache):  # type: ignore[misc]
         return 0
 
     def __repr__(self) -> str:
-        return f"PrivateCache(handle={self.handle}, rows={self.rows}, length={self.length})"
+        held = f", kv_length={self.kv_length}" if self.kv_length < self.position else ""
+        return f"PrivateCache(handle={self.handle}, rows={self.rows}, position={self.position}{held})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrivateCache:
         twin = PrivateCache(self._parties, self.rows)
-        twin.length = self.length
-        if self.length:
+        twin.position, twin.kv_length, twin._newest = self.position, self.kv_length, self._newest
+        if self.position:
             self._parties.command({"do": "cache", "handle": self.handle, "how": "copy", "to": twin.handle})
         return twin
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Cached positions per row."""
-        return self.length
+        """The number of the next position: cached positions per row, evicted ones too."""
+        return self.position
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """No maximum."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """(key length, offset) for `query_length` further positions."""
-        return self.length + query_length, 0
+        """(positions after `query_length` further ones, number of the first)."""
+        return self.position + query_length, 0
 
     def update(self, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Keys and values never reach the client."""
@@ -85,7 +99,7 @@ class PrivateCache(Cache):  # type: ignore[misc]
     def _rows(self, how: str, index: Tensor) -> None:
         if index.ndim != 1 or not 0 <= int(index.min()) <= int(index.max()) < max(self.rows, 1):
             raise DomainError(f"cache rows: got {index.tolist()}; want indices below {self.rows}")
-        if self.length:
+        if self.position:
             self._parties.command(
                 {"do": "cache", "handle": self.handle, "how": how, "index": index.to(torch.int64).cpu()}
             )
@@ -108,16 +122,22 @@ class PrivateCache(Cache):  # type: ignore[misc]
         """Forget the last `tokens_to_remove` positions (0 or negative, as transformers counts them)."""
         if tokens_to_remove > 0:
             raise DomainError(f"crop: got {tokens_to_remove}; want 0 or a negative number of positions to remove")
-        count = min(-tokens_to_remove, self.length)
+        count = min(-tokens_to_remove, self.position)
+        if self._newest < count < self.position:
+            raise DomainError(
+                f"crop: got {tokens_to_remove}; of this cache only the last {self._newest} positions can be removed, "
+                "because entries before them were evicted"
+            )
         if count:
             self._parties.command({"do": "cache", "handle": self.handle, "how": "crop", "count": count})
-            self.length -= count
+            self.position -= count
+            self.kv_length, self._newest = max(0, self.kv_length - count), max(0, self._newest - count)
 
     def reset(self) -> None:
         """Forget everything."""
-        if self.length:
+        if self.position:
             self._parties.command({"do": "cache", "handle": self.handle, "how": "reset"})
-            self.length = 0
+            self.position = self.kv_length = self._newest = 0
 
 
 class PrivateEncoderOutput(BaseModelOutput):  # type: ignore[misc]

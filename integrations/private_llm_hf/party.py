@@ -35,6 +35,7 @@ from private_llm.tensor.range_check import verdict
 from private_llm.tensor.secret import SecretTensor
 from private_llm.tensor.secret_index import SecretIndex
 from private_llm_hf.announced import Shapes, announced_shapes, input_shape, take_announced
+from private_llm_hf.cache import SecretCache
 from private_llm_hf.cascade_cut import states_before_cut, stop_behind
 from private_llm_hf.cascade_node import Node
 from private_llm_hf.costs import rows_of
@@ -240,6 +241,9 @@ class Party:
             return
         target = model.get_encoder() if message["encode_to"] is not None else model
         result = target(**inputs, return_dict=True)
+        if isinstance(inputs.get("past_key_values"), SecretCache):
+            with self.transport.ledger.scope("cache policy"):
+                inputs["past_key_values"].evict(inputs.get("attention_mask"))
         if message["encode_to"] is not None:
             self.kept[message["encode_to"]] = result.last_hidden_state
             self._reveal(ModelOutput(), [])
@@ -270,10 +274,10 @@ class Party:
             if not isinstance(value, SecretTensor):
                 continue
             if self.config.reveal == "logits":
-                outputs.append((name, value.fixed))
+                outputs.append((name, value.to_fixed()))
             elif name == "logits":  # and nothing else, whatever the client asks for
                 with self.transport.ledger.scope(self.config.reveal):
-                    outputs.append((self.config.reveal, argmax(value.fixed)))
+                    outputs.append((self.config.reveal, argmax(value.to_fixed())))
         if checked is not None:
             outputs.append((GUARD, checked))
         described = [[name, list(fixed.shape), fixed.frac] for name, fixed in outputs]
@@ -288,7 +292,7 @@ class Party:
         wrong = [endpoint for endpoint, _ in slices if type(endpoint) is not int or endpoint not in nodes]
         if wrong:
             raise TransportError(f"hidden states go to CompNodes, {nodes.start} to {nodes.stop - 1}; got {wrong}")
-        share = states.fixed.share
+        share = states.to_fixed().share
         pieces = [(endpoint, share.map(functools.partial(_rows_of, rows))) for endpoint, rows in slices]
         self._reveal(ModelOutput(), [])
         with self.transport.ledger.scope("states to the nodes"):

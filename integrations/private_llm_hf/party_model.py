@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import re
-import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
@@ -20,6 +19,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import private_llm.nn  # noqa: F401 - completes the table of operations
+from private_llm.cache_policy import CachePolicy
 from private_llm.errors import PatchMismatch
 from private_llm.net.ledger import Ledger
 from private_llm.nn.linear import SharedInput, can_share
@@ -27,8 +27,8 @@ from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
-from private_llm_hf.architectures import table
-from private_llm_hf.attention import NAME, register
+from private_llm_hf.architectures import attention_of, table
+from private_llm_hf.attention import register
 from private_llm_hf.batch_norm import fold_batch_norms
 from private_llm_hf.cache import SecretCache, SecretEncoderDecoderCache
 from private_llm_hf.handlers import handler_of, match
@@ -58,7 +58,7 @@ def build_party_model(
     placement = Placement(model, session)
     _set_parameters(model, parameters, placement, progress)
     _check_complete(model, session, placement.on_disk)
-    model.new_cache = functools.partial(new_cache, model)
+    model.new_cache = functools.partial(new_cache, model, session.config.cache_policy)
     _share_inputs(model, session.protocol.ledger, placement)
     _book_by_module(model, session.protocol.ledger)
     placement.attach(model)
@@ -97,9 +97,9 @@ def release(model: nn.Module) -> None:
         vars(module).clear()
 
 
-def new_cache(model: PreTrainedModel) -> SecretCache | SecretEncoderDecoderCache:
-    """An empty KV cache for this model."""
-    return SecretEncoderDecoderCache() if model.config.is_encoder_decoder else SecretCache()
+def new_cache(model: PreTrainedModel, policy: CachePolicy) -> SecretCache | SecretEncoderDecoderCache:
+    """An empty KV cache for this model (with two stacks it keeps all: `make_plan` refuses another policy)."""
+    return SecretEncoderDecoderCache() if model.config.is_encoder_decoder else SecretCache(policy)
 
 
 # -- the bare tree ---------------------------------------------------------------------------------------------
@@ -122,17 +122,10 @@ def party_config(config: Mapping[str, Any], cls: type[PreTrainedModel]) -> Pretr
     """A configuration for a party: private attention, float32 outside, no cache unless one is passed."""
     values = copy.deepcopy(dict(config))
     settings = AutoConfig.for_model(values.pop("model_type", ""), **values)
-    settings._attn_implementation = _attention(settings.model_type, cls)
+    settings._attn_implementation = attention_of(settings.model_type, cls)
     settings.dtype = torch.float32
     settings.use_cache = False
     return settings
-
-
-def _attention(model_type: str, cls: type[PreTrainedModel]) -> str:
-    """`private_llm`; for families that bypass the attention registry the spelling that our op table serves."""
-    usual = NAME if hasattr(sys.modules[cls.__module__], "ALL_ATTENTION_FUNCTIONS") else "eager"
-    found: str = table("attention").get(model_type, usual)
-    return found
 
 
 # -- replacing ----------------------------------------------------------------------------------------------

@@ -15,10 +15,12 @@ from rich.table import Table
 from torch import nn
 from transformers import PreTrainedModel
 
+from private_llm.cache_policy import KEEP_ALL
 from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
 from private_llm.ranges import QUANTITIES, UNKNOWN, Ranges, layer_of
 from private_llm.sharding import ShardingPlan
-from private_llm_hf.architectures import architecture
+from private_llm_hf.architectures import architecture, attention_of
 from private_llm_hf.cascade_attention import run_without_values
 from private_llm_hf.cascade_cut import Cut
 from private_llm_hf.handlers import handler_of
@@ -70,8 +72,12 @@ class Plan:
 
 
 def make_plan(model: PreTrainedModel, config: PrivateConfig) -> Plan:
-    """The plan of a module tree (on any device). Raises PatchMismatch for an architecture that is not run."""
-    architecture(model.config)
+    """The plan of a module tree (on any device).
+
+    Raises PatchMismatch for an architecture that is not run, ConfigError for a cache policy that the model's attention
+    cannot follow.
+    """
+    _check_cache_policy(model, config)
     nodes = _at_nodes(model, config)
     rows: list[PlanRow] = []
     listed: set[int] = set()
@@ -115,6 +121,17 @@ def unknown_modules(model: PreTrainedModel) -> list[str]:
         and (any(True for _ in module.parameters(recurse=False)) or not any(True for _ in module.children()))
         and handler_of(module) is None
     ]
+
+
+def _check_cache_policy(model: PreTrainedModel, config: PrivateConfig) -> None:
+    kind, model_type = architecture(model.config).kind, model.config.model_type
+    if config.cache_policy != KEEP_ALL and (
+        kind != "decoder" or attention_of(model_type, type(model)) != "private_llm"
+    ):
+        raise ConfigError(
+            f"{type(model).__name__}: cache_policy {config.cache_policy.name!r} needs a decoder whose attention goes "
+            f"through transformers' attention interface, which {model_type!r} is not; use KeepAll()"
+        )
 
 
 def ranges_table(ranges: Ranges) -> Table:

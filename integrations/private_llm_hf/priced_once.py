@@ -170,7 +170,7 @@ class _Priced:
         with _apart(self._at.ledger):
             for secret, rescaled in zip(secrets, ran.rescaled, strict=True):
                 if rescaled:
-                    _ = secret.fixed  # is remembered by the argument, and booked below
+                    secret.to_fixed()  # is remembered by the argument, and booked below
         if secrets:
             secrets[0].session.known.owed.extend(ran.owed)
         ran.counts.add_to(self._at.ledger, lambda scope: self._at.name + scope[len(ran.at.name) :])
@@ -270,7 +270,8 @@ def _held(cache: Cache, number: int) -> Hashable:
     layer = cache.layers[number]
     if not isinstance(layer, SecretCacheLayer):
         raise _Unknown
-    return _compared((layer.keys, layer.values))
+    buffer = layer.buffer
+    return _compared((layer.keys, layer.values, buffer.position, buffer.positions))
 
 
 def _copy_layer(cache: Cache, frm: int, to: int) -> None:
@@ -281,7 +282,7 @@ def _copy_layer(cache: Cache, frm: int, to: int) -> None:
             _copy_layer(part, frm, to)
     elif frm < len(cache.layers):
         while len(cache.layers) <= to:
-            cache.layers.append(SecretCacheLayer())
+            cache.layers.append(SecretCacheLayer(cache.layers[frm].policy))
         cache.layers[to] = copy.deepcopy(cache.layers[frm])
 
 

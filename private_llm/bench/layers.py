@@ -82,7 +82,7 @@ def _layer(
             out = forward(model, wrapped, model.new_cache(), mask)
             if not isinstance(out, SecretTensor):
                 raise TypeError(f"{name}: the layer returned {type(out).__name__}")
-            return out.fixed
+            return out.to_fixed()
 
         return run
 

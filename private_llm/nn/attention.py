@@ -94,13 +94,26 @@ def attend(
     Scores, scaled, may reach 2^20. Where `scale` is no power of two and q comes straight from a rotary embedding, |q|
     must stay below 2^14 (16384): its surplus bits and those of the scale are removed in one truncation.
     """
+    return attend_and_weigh(query, key, value, mask, scale, softcap, bias, counted=0)[0]
+
+
+def attend_and_weigh(
+    query: Fixed, key: Fixed, value: Fixed, mask: Tensor | None, scale: float, softcap: float | None,
+    bias: Fixed | Tensor | None, counted: int,
+) -> tuple[Fixed, Fixed | None]:  # fmt: skip
+    """As `attend`, with the attention mass that each key got from the last `counted` queries, or None for 0.
+
+    The mass is [B, G, k]: the sum of the probabilities over these queries and over the H / G heads that share the key
+    head; queries that see nothing add nothing. It is a local sum, so asking for it sends nothing.
+    """
     batch, heads, queries, depth = query.shape
     groups, keys = key.shape[1], key.shape[2]
     if heads % groups:
         raise DomainError(f"attention: got {heads} query heads for {groups} key heads; want a multiple")
     plan = pattern(mask, batch, heads, queries, keys, query.share.parts[0].device)
     if plan.select is not None and not plan.rows.count:
-        return _nothing(query, (batch, heads, queries, value.shape[-1]))
+        nobody = _nothing(query, (batch, groups, keys)) if counted else None
+        return _nothing(query, (batch, heads, queries, value.shape[-1])), nobody
     grouped = (batch, groups, heads // groups * queries)
     query = query.view(lambda part: part.reshape(*grouped, depth))
     if softcap is None:
@@ -113,9 +126,17 @@ def attend(
         scores = scores.view(lambda part: part.reshape(plan.shape))
     if bias is not None:
         scores = scores + _at_scores(bias, plan)
-    weights = soften(scores, plan).view(lambda part: part.reshape(*grouped, keys))
-    mixed = weights.matmul(value)
-    return mixed.view(lambda part: part.reshape(batch, heads, queries, -1))
+    weights = soften(scores, plan)
+    mixed = weights.view(lambda part: part.reshape(*grouped, keys)).matmul(value)
+    mass = _mass(weights, groups, counted) if counted else None
+    return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), mass
+
+
+def _mass(weights: Fixed, groups: int, counted: int) -> Fixed:
+    """Probabilities [B, H, q, k] of the last `counted` queries, summed over them and the heads of a group. Local."""
+    batch, _, _, keys = weights.shape
+    newest = weights.view(lambda part: part[:, :, -counted:].reshape(batch, groups, -1, keys))
+    return newest.sum(2)
 
 
 def _scores(query: Fixed, key: Fixed, scale: float, select: Tensor | None, frac: int) -> Fixed:

@@ -30,7 +30,7 @@ def _settled(x: Tensor, name: str) -> Fixed:
     if name == "relu" and config.relu_bits is not None:  # calibration has made sure that single entries fit
         most = min(most, config.relu_bits - 1 - config.frac_bits + _KEY_ROOM)
     watch_compared(x, x.session.frac + most, rows=known is not None)
-    return x.fixed
+    return x.to_fixed()
 
 
 def _register(function: Callable[[Fixed], Fixed], *ops: object) -> None:

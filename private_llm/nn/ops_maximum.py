@@ -17,8 +17,8 @@ from private_llm.tensor.secret import SecretTensor
 def _rows(x: SecretTensor, dim: int | None) -> Fixed:
     """The entries to compare as the last dimension."""
     if dim is None:
-        return x.fixed.view(lambda part: part.reshape(-1))
-    return x.fixed.view(lambda part: part.movedim(dim, -1))
+        return x.to_fixed().view(lambda part: part.reshape(-1))
+    return x.to_fixed().view(lambda part: part.movedim(dim, -1))
 
 
 def _kept(made: Fixed, dim: int | None, keepdim: bool, ndim: int) -> SecretTensor:

@@ -18,7 +18,7 @@ from private_llm.tensor.secret import SecretTensor
 def gain(weight: Tensor | None, offset: float = 0.0) -> Fixed | Tensor | None:
     """A norm's weight as the approximations take it: secret, public or none."""
     if isinstance(weight, SecretTensor):
-        return weight.fixed + offset if offset else weight.fixed
+        return weight.to_fixed() + offset if offset else weight.to_fixed()
     if weight is None:
         return None
     return weight.detach() + offset if offset else weight.detach()
@@ -31,7 +31,7 @@ def _measured(x: SecretTensor, centred: bool = False) -> tuple[Fixed, int]:
     entries are cut to those. It lets the products of a residual sum leave no more, so that this happens once at most,
     where a model's values become massive.
     """
-    value = x.raw if x.raw.frac <= x.session.frac else x.fixed
+    value = x.raw if x.raw.frac <= x.session.frac else x.to_fixed()
     width, known = x.shape[-1], x.session.exponent("square")
     square = WIDEST if known is None else min(known, WIDEST)
     frac = x.session.exponent("frac")

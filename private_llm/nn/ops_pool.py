@@ -38,7 +38,7 @@ def max_pool2d_rule(
     _check("max_pool2d", x, kernel, _pair(padding))
     step = kernel if stride is None or stride == [] else _pair(stride)
     watch_compared(x, x.session.frac + REACH)
-    return SecretTensor(max_pool2d(x.fixed, kernel, step, _pair(padding), _pair(dilation), ceil_mode))
+    return SecretTensor(max_pool2d(x.to_fixed(), kernel, step, _pair(padding), _pair(dilation), ceil_mode))
 
 
 @implements(F.avg_pool2d)

@@ -22,7 +22,7 @@ def softmax_rule(x: Tensor, dim: int | None = None, *_: object, **__: object) ->
     rows = (1, 1, shape[:-1].numel(), shape[-1])
     hidden = x.hidden
     allowed = None if hidden is None else ~hidden.reshape(rows)
-    scores = SecretTensor(x._fixed).fixed
+    scores = SecretTensor(x._fixed).to_fixed()
     plan = pattern(allowed, *rows, device=scores.share.parts[0].device)
     if plan.select is None:
         return SecretTensor(soften(scores, plan))
@@ -49,7 +49,7 @@ def attention_rule(
     allowed, bias = _read_mask(query, key, attn_mask, is_causal)
     q, k, v = (t for t in operands if isinstance(t, SecretTensor))
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    return SecretTensor(attend(q.raw, k.operand, v.operand, allowed, factor, bias=bias))
+    return SecretTensor(attend(q.raw, k.to_operand(), v.to_operand(), allowed, factor, bias=bias))
 
 
 def _read_mask(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, Tensor | None]:

@@ -34,7 +34,7 @@ def mean_of(x: SecretTensor, first: Partial, then: Partial, sizes: tuple[int, in
     power of two). Beyond, one truncation of each sum of `first`; beyond 2^f entries in one step, one of every entry.
     """
     steps = [_log2(size) for size in sizes]
-    value = x.raw if sum(steps) <= _room(x.raw) else x.fixed
+    value = x.raw if sum(steps) <= _room(x.raw) else x.to_fixed()
     if sum(steps) <= _room(value):
         return divided(value.view(lambda part: then(first(part))), counts)
     before = [max(0, bits - _room(value)) for bits in steps]

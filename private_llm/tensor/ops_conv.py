@@ -72,7 +72,9 @@ def conv2d(
         raise UnsupportedOp("conv2d of a plain input with secret weights; share the input (Session input) first")
     if isinstance(weight, SecretTensor):
         same_session(x, weight)
-    value = x.operand if x.ndim == 4 else x.operand.view(lambda part: part.unsqueeze(0))
+    value = x.to_operand()
+    if x.ndim != 4:
+        value = value.view(lambda part: part.unsqueeze(0))
     form = Conv2d(stride=pair(stride), dilation=pair(dilation), groups=groups)
     value, form = _padded(value, weight, form, padding)
     made = _convolved(value, weight, form)

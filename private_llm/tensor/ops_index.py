@@ -48,7 +48,7 @@ def setitem(x: Tensor, index: TorchArg, value: TorchArg) -> None:
     if not isinstance(value, SecretTensor):
         raise UnsupportedOp("x[index] = plain value on a secret tensor; build it with torch.where or torch.cat")
     same_session(x, value)
-    mine, theirs = x.fixed, value.fixed
+    mine, theirs = x.to_fixed(), value.to_fixed()
     parts = [part.clone() for part in mine.share.parts]
     for part, new in zip(parts, theirs.share.parts, strict=True):
         part[index] = new
@@ -92,7 +92,7 @@ def _joined(tensors: Sequence[Tensor], dim: int, join: TorchArg) -> SecretTensor
 
 def _at(t: Tensor, frac: int, session: TorchArg, sample: SecretTensor) -> Fixed:
     if isinstance(t, SecretTensor):
-        return t.raw if t.raw.frac == frac else t.fixed
+        return t.raw if t.raw.frac == frac else t.to_fixed()
     elements = session.ring.encode(t, frac).to(sample.raw.share.parts[0].device)
     return Fixed(session, session.protocol.public(elements), frac)
 
@@ -136,7 +136,8 @@ def embedding(
         )
     if isinstance(weight, SecretTensor):
         same_session(input, weight)
-        return SecretTensor(rows.matmul(weight.operand, weight.operand.frac))
+        table = weight.to_operand()
+        return SecretTensor(rows.matmul(table, table.frac))
     elements = ring_weight(input.session, weight, rows.share.parts[0].device)
     return SecretTensor(rows.with_share(rows.proto.bilinear_public(Matmul(), rows.share, elements), rows.session.frac))
 
@@ -147,7 +148,7 @@ def _looked_up(tokens: SecretIndex, weight: Tensor) -> SecretTensor:
     if tokens.held.domain != weight.shape[0]:
         raise UnsupportedOp(f"lookup of indices below {tokens.held.domain} in a table of {weight.shape[0]} rows")
     if isinstance(weight, SecretTensor):
-        table = weight.operand
+        table = weight.to_operand()
         share = table.proto.lookup(tokens.held.to(table.share.parts[0].device), table.share)
         frac = table.frac
     else:

@@ -43,13 +43,13 @@ def matmul(x: Tensor, y: Tensor) -> SecretTensor:
     """x @ y; at least one of them secret."""
     if isinstance(x, SecretTensor) and isinstance(y, SecretTensor):
         same_session(x, y)
-        return SecretTensor(product(x.operand, y.operand))
+        return SecretTensor(product(x.to_operand(), y.to_operand()))
     if isinstance(x, SecretTensor):
-        value = x.operand
+        value = x.to_operand()
         return SecretTensor(product_public(value, _ring_operand(value, y)))
     if not isinstance(y, SecretTensor):
         raise PlaintextLeak("matmul of two plain tensors reached the private table")
-    value = y.operand
+    value = y.to_operand()
     return SecretTensor(product_public(value, _ring_operand(value, x), left=True))
 
 
@@ -80,9 +80,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> SecretTenso
     if isinstance(weight, SecretTensor):
         same_session(x, weight)
         held = weight.raw
-        out = SecretTensor(product(_in_range(x.operand, held.frac), held.view(Tensor.t), frac))
+        out = SecretTensor(product(_in_range(x.to_operand(), held.frac), held.view(Tensor.t), frac))
     else:
-        value = _in_range(x.operand, x.session.frac)
+        value = _in_range(x.to_operand(), x.session.frac)
         elements = ring_weight(x.session, weight, value.share.parts[0].device)
         out = SecretTensor(product_public(value, elements.t(), frac=frac))
     out._coarse = frac is not None and frac < x.session.frac
@@ -104,7 +104,7 @@ def addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float =
     """beta * bias + alpha * x @ y (GPT-2's Conv1D)."""
     if isinstance(x, SecretTensor) and isinstance(y, SecretTensor):
         same_session(x, y)
-        made = SecretTensor(product(_in_range(x.operand, y.raw.frac), y.raw))
+        made = SecretTensor(product(_in_range(x.to_operand(), y.raw.frac), y.raw))
     else:
         made = matmul(x, y)
     out = _combined(bias, made, beta, alpha)

@@ -39,7 +39,7 @@ def plus(x: SecretTensor, y: Operand) -> SecretTensor:
 def _roomy(x: SecretTensor, largest: float) -> Fixed:
     """x as it is if a public addend of this size fits with its fractional bits, else without surplus bits."""
     value = x.raw
-    return value if largest * 2.0**value.frac < 2.0 ** (value.session.ring.value_bits - 1) else x.operand
+    return value if largest * 2.0**value.frac < 2.0 ** (value.session.ring.value_bits - 1) else x.to_operand()
 
 
 def _like(made: SecretTensor, *sources: SecretTensor) -> SecretTensor:
@@ -105,7 +105,7 @@ def mul(x: Operand, y: Operand) -> SecretTensor:
     """Product. Secret x secret: one truncating product. With public values: local, truncated later."""
     if isinstance(x, SecretTensor) and isinstance(y, SecretTensor):
         same_session(x, y)
-        product = x.operand.mul(y.operand)
+        product = x.to_operand().mul(y.to_operand())
         watch(product if product.share.parts[0].dim() else product.view(lambda part: part.reshape(1)))
         return SecretTensor(product)
     if not isinstance(x, SecretTensor):

@@ -25,7 +25,7 @@ def total(
     x: SecretTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> SecretTensor:
     """Sum over dimensions. The sum must stay below the limit of a product (2^26 with 18 fractional bits)."""
-    value = x.raw if x.raw.frac <= 2 * x.session.frac else x.fixed
+    value = x.raw if x.raw.frac <= 2 * x.session.frac else x.to_fixed()
     return SecretTensor(value.sum(_dims(x, dim), keepdim))
 
 

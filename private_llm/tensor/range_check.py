@@ -91,9 +91,9 @@ def watch_compared(x: SecretTensor, bits: int, rows: bool = False) -> None:
     """Owe a check of what is compared next: rows of x (if they are long and `rows` says so), or pieces. Local."""
     watch_pending(x.session, instead=x)
     if rows and x.shape[-1] >= PIECE:
-        watch(x.fixed, bits)
+        watch(x.to_fixed(), bits)
     else:  # lines of images are short: they share their sums
-        watch_flat(x.fixed, bits)
+        watch_flat(x.to_fixed(), bits)
 
 
 def watch_pending(session: Session, instead: SecretTensor | None = None) -> None:

@@ -2,7 +2,7 @@
 
 A power of two costs nothing and loses nothing (value = ring / 2^frac, so only `frac` changes). Any other
 factor is held as an integer of at most `CONSTANT_BITS` bits times a power of two; the product keeps the
-extra fractional bits until some rule needs an operand without them (`SecretTensor.operand`), which then
+extra fractional bits until some rule needs an operand without them (`SecretTensor.to_operand()`), which then
 truncates once. So RoPE (x cos + rotated(x) sin) truncates once per tensor, not twice, and `q * head_dim**-0.5`
 for a head size that is a power of four never does.
 """
@@ -59,7 +59,7 @@ def times_scalar(x: SecretTensor, factor: float) -> Fixed:
     |x| < 2^(46 - f).
     """
     n, exponent = _scalar(x.session, factor)
-    value = x.raw if abs(n) == 1 else x.operand
+    value = x.raw if abs(n) == 1 else x.to_operand()
     if exponent > 0:
         surplus = min(exponent, max(0, value.frac - x.session.frac))  # moves the point, the elements stay as they are
         value = value.with_share(value.share, value.frac - surplus)
@@ -74,7 +74,7 @@ def times_public(x: SecretTensor, factor: Tensor) -> Fixed:
     if factor.numel() == 1 and factor.dim() <= x.ndim:
         product = SecretTensor(times_scalar(x, float(factor)))
         return product.viewed(lambda part: part.expand(torch.broadcast_shapes(part.shape, factor.shape))).raw
-    value = x.operand
+    value = x.to_operand()
     bits = 0 if not factor.is_floating_point() else constant_bits(value.session)
     out = value.with_share(value.proto.mul_public(value.share, encoded(value, factor, bits)), value.frac + bits)
     return out if value.session.ring.bits == 64 else out.at(value.session.frac)
@@ -117,7 +117,7 @@ def aligned(x: SecretTensor, y: SecretTensor) -> tuple[Fixed, Fixed]:
         frac = min(a.frac, b.frac)
         return x.coarsen(frac), y.coarsen(frac)
     if max(a.frac, b.frac) > x.session.frac + SLACK:
-        return x.operand, y.operand
+        return x.to_operand(), y.to_operand()
     return a, b
 
 

@@ -77,19 +77,19 @@ class SecretTensor(Guarded):
         """The session whose parties hold the other shares."""
         return self._fixed.session
 
-    @property
-    def fixed(self) -> Fixed:
-        """The share with the session's fractional bits; truncates (and remembers it) if it has others."""
+    def to_fixed(self) -> Fixed:
+        """The share with the session's fractional bits, from now on. If it has others: one truncation, which sends."""
         x = self.raw
         if x.frac != x.session.frac:
             x = self._fixed = x.at(x.session.frac)
         return x
 
-    @property
-    def operand(self) -> Fixed:
-        """The share with no more fractional bits than the session's: products have no bit to spare."""
+    def to_operand(self) -> Fixed:
+        """The share with no more fractional bits than the session's, for products have no bit to spare; truncates as
+        `to_fixed` if it has more.
+        """
         x = self.raw
-        return x if x.frac <= x.session.frac else self.fixed
+        return x if x.frac <= x.session.frac else self.to_fixed()
 
     @property
     def raw(self) -> Fixed:

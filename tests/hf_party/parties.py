@@ -59,7 +59,7 @@ def error(private: Tensor, plain: Tensor, mask: Tensor | None = None) -> float:
     """Largest difference, at unmasked positions."""
     if not isinstance(private, SecretTensor):
         raise TypeError("the party's output is not secret")
-    difference = (opened(private.fixed) - plain).abs()
+    difference = (opened(private.to_fixed()) - plain).abs()
     return float((difference if mask is None else difference[mask.bool()]).max())
 
 

@@ -160,4 +160,4 @@ def test_inference_mode_changes_nothing() -> None:
         with mode():
             embeds = party.get_input_embeddings()(tokens(session, text))
             outputs.append(party(inputs_embeds=embeds, return_dict=True).logits)
-    assert torch.equal(opened(outputs[0].fixed), opened(outputs[1].fixed))
+    assert torch.equal(opened(outputs[0].to_fixed()), opened(outputs[1].to_fixed()))

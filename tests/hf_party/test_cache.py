@@ -41,9 +41,9 @@ def test_it_grows_and_agrees_with_a_dynamic_cache() -> None:
 
 def test_an_append_does_not_copy_what_is_held() -> None:
     layer, _ = _filled(5, 1)
-    before = layer._rows[0].parts[0].data_ptr()
+    before = layer.buffer._rows[0].parts[0].data_ptr()
     layer.update(secret(S, noise(3, 2, 1, 4)), secret(S, noise(3, 2, 1, 4)))
-    assert layer._rows[0].parts[0].data_ptr() == before
+    assert layer.buffer._rows[0].parts[0].data_ptr() == before
 
 
 @pytest.mark.parametrize("index", [[2, 0, 0], [1], [0, 1, 2, 2, 1, 0]])

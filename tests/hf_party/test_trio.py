@@ -39,7 +39,7 @@ def _program(model: PreTrainedModel) -> Callable[..., list[Fixed]]:
                 if kind != "BloomForCausalLM":
                     public["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -rows.shape[1] :]
                 out = party(inputs_embeds=embeds, past_key_values=cache, return_dict=True, **public)
-                logits.append(out.logits.fixed)
+                logits.append(out.logits.to_fixed())
                 mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
         return logits
 
@@ -102,7 +102,7 @@ def test_a_whole_model_with_public_weights(name: str) -> None:
         with torch.no_grad():
             embeds = party.get_input_embeddings()(SecretTensor(prompt))
             out = party(inputs_embeds=embeds, attention_mask=torch.ones(1, 5, dtype=torch.long), return_dict=True)
-        return out.logits.fixed
+        return out.logits.to_fixed()
 
     text = ids(1, 5)
     done = run_parties(settings, run, [F.one_hot(text, VOCABULARY).double()], [0])

@@ -14,10 +14,11 @@ from torch import Tensor
 import private_llm.nn  # noqa: F401 - registers the rules
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.nn.attention import attend, pattern
-from private_llm.protocols.session import meta_session
+from private_llm.nn.attention import attend, attend_and_weigh, pattern
+from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
+from tests.harness import run_parties
 from tests.tensor.secrets import fixed, noise, opened, plain_session, secret
 
 S = plain_session()
@@ -55,6 +56,57 @@ def test_masks_and_grouped_heads(mask: str, groups: int) -> None:
     assert tuple(got.shape) == (2, 4, 5, 6)
     assert (opened(got) - want).abs().max() <= BOUND
     assert not opened(got)[~allowed.expand(2, 4, 5, 7).any(-1)].any()
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("groups", "counted"), [(4, 5), (2, 5), (2, 2), (1, 1), (1, 9)])
+def test_attention_mass_is_the_column_sums_of_softmax(mask: str, groups: int, counted: int) -> None:
+    q, k, v = noise(2, 4, 5, 8), noise(2, groups, 7, 8, seed=1), noise(2, groups, 7, 6, seed=2)
+    allowed = MASKS[mask].expand(2, -1, 5, 7)
+    mixed, mass = attend_and_weigh(fixed(S, q), fixed(S, k), fixed(S, v), allowed, 0.25, None, None, counted)
+    scores = (q @ k.repeat_interleave(4 // groups, 1).transpose(-1, -2) * 0.25).masked_fill(~allowed, -1e30)
+    want = (scores.softmax(-1) * allowed)[:, :, -counted:].sum(2).view(2, groups, -1, 7).sum(2)
+    assert mass is not None
+    assert tuple(mass.shape) == (2, groups, 7)
+    assert (opened(mass) - want).abs().max() <= 4 // groups * 5 * 1e-4  # softmax's error, as often as it is added
+    alone = attend(fixed(S, q), fixed(S, k), fixed(S, v), allowed, 0.25)
+    assert torch.equal(opened(mixed), opened(alone))
+
+
+@pytest.mark.parametrize("protocol", ["trio", "quad", "dealer"])
+def test_attention_mass_under_every_protocol(protocol: str) -> None:
+    q, k, v = noise(2, 4, 5, 8), noise(2, 2, 7, 8, seed=1), noise(2, 2, 7, 6, seed=2)
+    mask = MASKS["padding"]
+
+    def mass(_: Session, query: Fixed, key: Fixed, value: Fixed) -> Fixed:
+        found = attend_and_weigh(query, key, value, mask, 0.25, None, None, counted=3)[1]
+        if found is None:
+            raise AssertionError("no mass")
+        return found
+
+    got = run_parties(PrivateConfig(protocol=protocol), mass, [q, k, v]).value
+    scores = (q @ k.repeat_interleave(2, 1).transpose(-1, -2) * 0.25).masked_fill(~mask, -1e30)
+    want = scores.softmax(-1)[:, :, -3:].sum(2).view(2, 2, 2, 7).sum(2)
+    assert (got - want).abs().max() <= 2 * 3 * 1e-4
+    assert not got[0, :, :3].any()  # padding gets none, exactly
+
+
+def test_attention_mass_sends_nothing_and_is_not_made_unasked() -> None:
+    def cost(counted: int) -> tuple[object, bool]:
+        session = meta_session(PrivateConfig(), 1)
+        q, k, v = (
+            Fixed(session, Share(tuple(torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(2))), 18)
+            for shape in ((1, 4, 6, 8), (1, 2, 6, 8), (1, 2, 6, 8))
+        )
+        session.protocol.ledger.reset()
+        mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+        _, mass = attend_and_weigh(q, k, v, mask, 0.25, None, None, counted)
+        ledger = session.protocol.ledger
+        return (dict(ledger.sent), dict(ledger.rounds), dict(ledger.macs)), mass is not None
+
+    (without, made), (asked, too) = cost(0), cost(3)
+    assert without == asked
+    assert (made, too) == (False, True)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25, 8**-0.5, 80**-0.5, 0.07])

@@ -64,10 +64,10 @@ def test_batch_norm(session: Session, shape: tuple[int, ...], hidden: str) -> No
     got = F.batch_norm(secret(session, x), m, var, w, b)
     unit = 2.0**-session.frac
     bound = (2 * x.abs().max() + 2 * mean.abs().max() + 4) * unit
-    assert (opened(got.fixed) - want).abs().max() <= bound  # type: ignore[attr-defined]
+    assert (opened(got.to_fixed()) - want).abs().max() <= bound  # type: ignore[attr-defined]
     assert not torch.equal(want, F.batch_norm(x, mean, var))
     plain = F.batch_norm(secret(session, x), mean, var)
-    assert (opened(plain.fixed) - F.batch_norm(x, mean, var)).abs().max() <= bound  # type: ignore[attr-defined]
+    assert (opened(plain.to_fixed()) - F.batch_norm(x, mean, var)).abs().max() <= bound  # type: ignore[attr-defined]
 
 
 def test_batch_norm_needs_public_running_statistics() -> None:

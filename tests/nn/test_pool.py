@@ -98,7 +98,7 @@ def test_windows_that_do_not_fit_are_refused() -> None:
 def _both(_: object, x: Fixed) -> list[Fixed]:
     """Maxima and means of overlapping windows."""
     value = SecretTensor(x)
-    return [F.max_pool2d(value, 3, 2, 1).fixed, F.avg_pool2d(value, 2).raw]
+    return [F.max_pool2d(value, 3, 2, 1).to_fixed(), F.avg_pool2d(value, 2).raw]
 
 
 @pytest.mark.parametrize("bits", [64, 32])
@@ -110,16 +110,16 @@ def test_trio_gives_the_same_for_the_stated_cost(bits: int) -> None:
     assert torch.equal(found.values[0], F.max_pool2d(x, 3, 2, 1))
     assert torch.equal(found.values[1], F.avg_pool2d(x, 2))
     assert run_meta(config, _both, [x.shape]) == found.cost
-    alone = run_meta(config, lambda _, v: F.max_pool2d(SecretTensor(v), 3, 2, 1).fixed, [x.shape])
+    alone = run_meta(config, lambda _, v: F.max_pool2d(SecretTensor(v), 3, 2, 1).to_fixed(), [x.shape])
     assert alone == found.cost, "the mean of four is local"
 
 
 def test_a_maximum_takes_as_few_comparisons_as_stated() -> None:
     """Along the width 2 per entry of half the columns, along the height 2 per output: counted by their bytes."""
     config = PrivateConfig()
-    one = run_meta(config, lambda _, v: F.max_pool2d(SecretTensor(v), (1, 2)).fixed, [(1, 1, 64, 128)])
+    one = run_meta(config, lambda _, v: F.max_pool2d(SecretTensor(v), (1, 2)).to_fixed(), [(1, 1, 64, 128)])
     each = one.total / (64 * 64)
-    pooled = run_meta(config, lambda _, v: F.max_pool2d(SecretTensor(v), 3, 2, 1).fixed, [(1, 1, 64, 64)])
+    pooled = run_meta(config, lambda _, v: F.max_pool2d(SecretTensor(v), 3, 2, 1).to_fixed(), [(1, 1, 64, 64)])
     comparisons = 2 * 64 * 32 + 2 * 32 * 32
     assert abs(pooled.total / each - comparisons) < 0.01 * comparisons
     assert pooled.rounds == 4 * one.rounds

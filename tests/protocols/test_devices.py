@@ -91,7 +91,7 @@ OPERATIONS: dict[str, Callable[[Fixed], Fixed]] = {
 def _image(x: Fixed, rule: Callable[[Tensor], Tensor]) -> Fixed:
     made = rule(SecretTensor(x.view(lambda part: part.view(1, 1, 4, 4))))
     assert isinstance(made, SecretTensor)
-    return made.fixed
+    return made.to_fixed()
 
 
 PLACES = [*(("trio", n) for n in range(3)), *(("quad", n) for n in range(4)), *(("dealer", n) for n in range(3))]
@@ -127,7 +127,7 @@ def test_a_lookup_happens_where_the_table_lies(number: int, public: bool) -> Non
     table = torch.zeros(10, 4, device=META) if public else SecretTensor(held(here, META, 10, 4))
     rows = F.embedding(ids.to(META), table)
     assert isinstance(rows, SecretTensor)
-    assert {part.device for part in rows.fixed.share.parts} == {META}
+    assert {part.device for part in rows.to_fixed().share.parts} == {META}
 
 
 def test_rows_of_a_point_function_come_back_to_the_device_of_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_a_secret_moves_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     x = secret(plain_session(), torch.ones(2, 3))
     assert x.to("cpu") is x
     moved: list[object] = []
-    part = x.fixed.share.parts[0]
+    part = x.to_fixed().share.parts[0]
 
     def to(self: Tensor, *where: object) -> Tensor:
         moved.append((self is part, *where))

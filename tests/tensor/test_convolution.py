@@ -87,7 +87,7 @@ def _layer(weight: Tensor | None, **how: Any) -> Callable[..., Fixed]:
         assert w is not None
         made = F.conv2d(SecretTensor(x), w, **how)
         assert isinstance(made, SecretTensor)
-        return made.fixed
+        return made.to_fixed()
 
     return run
 

@@ -42,7 +42,7 @@ class Case:
 
 def _settled(x: Tensor) -> Tensor:
     """Truncated, as the next product would."""
-    return SecretTensor(x.fixed) if isinstance(x, SecretTensor) else x
+    return SecretTensor(x.to_fixed()) if isinstance(x, SecretTensor) else x
 
 
 def _rows(count: int) -> Tensor:
@@ -110,7 +110,7 @@ def test_trio_holds_the_same_limits(ring: int, frac: int) -> None:
     config = PrivateConfig(ring=ring, frac_bits=frac)
 
     def program(_: object, *inputs: Fixed) -> list[Fixed]:
-        return [case.run(SecretTensor(x)).fixed for case, x in zip(cases, inputs, strict=True)]
+        return [case.run(SecretTensor(x)).to_fixed() for case, x in zip(cases, inputs, strict=True)]
 
     inputs = [_given(case, ring, frac) for case in cases]
     found = run_parties(config, program, inputs)

@@ -115,7 +115,7 @@ def test_products_are_right_up_to_their_truncation(name: str) -> None:
     x, y = noise(2, 3, 4, seed=1).clamp(-4, 4), noise(2, 3, 4, seed=2).clamp(-4, 4)
     got = make(secret(S, x), secret(S, y))
     assert isinstance(got, SecretTensor)
-    assert (opened(got.fixed) - make(x, y)).abs().max() <= bound
+    assert (opened(got.to_fixed()) - make(x, y)).abs().max() <= bound
 
 
 def test_a_public_alibi_takes_a_secret_product() -> None:
@@ -154,9 +154,9 @@ def test_public_factors_truncate_late_and_once() -> None:
     assert (x * 0.25)._fixed.frac == S.frac + 2  # a power of two is free, exact and accepted by products
     scaled = x * 0.3
     assert scaled._fixed.frac > S.frac + SLACK
-    settled = scaled.fixed
+    settled = scaled.to_fixed()
     assert settled.frac == S.frac
-    assert scaled.fixed is settled  # remembered
+    assert scaled.to_fixed() is settled  # remembered
     assert (scaled + x)._fixed.frac == S.frac
 
 

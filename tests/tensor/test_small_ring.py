@@ -28,7 +28,7 @@ def _session(frac: int) -> tuple[Session, float, float]:
 
 def _settled(x: Tensor) -> Tensor:
     assert isinstance(x, SecretTensor)
-    return opened(x.fixed)
+    return opened(x.to_fixed())
 
 
 @pytest.mark.parametrize("frac", FRACS)

@@ -1,0 +1,201 @@
+"""The KV cache of one decoder layer: keys and values as shares, and which positions they belong to.
+
+Two numbers that are often equal are kept apart: `position`, the number of the next token (what rotary and learned
+positions use, and how wide a mask is), and `length`, how many entries are held. They part when entries are evicted:
+`keep` drops entries by public indices, and those that stay remember the positions they were made at, so neither the
+keys nor the masks change their meaning. Everything here is local: no rounds, no bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import DomainError
+from private_llm.protocols.share import Share
+from private_llm.tensor.fixed import Fixed
+
+_SPARE = 32
+
+
+class _Rows:
+    """Shares [B, G, length, D] in buffers that grow by half. Entries below `length` are never overwritten."""
+
+    def __init__(self, first: Fixed) -> None:
+        self.sample = first
+        self.parts = first.share.parts
+        self.length = first.shape[2]
+
+    def append(self, new: Fixed) -> None:
+        """More entries at the end; the same batch, heads and size."""
+        total = self.length + new.shape[2]
+        if total > self.parts[0].shape[2]:
+            held, capacity = self.held().share.parts, total + total // 2 + _SPARE
+            self.parts = tuple(_in_buffer(part, capacity) for part in held)
+        for part, more in zip(self.parts, new.share.parts, strict=True):
+            part[:, :, self.length : total] = more
+        self.length = total
+
+    def keep(self, index: Tensor) -> None:
+        """Only the entries `index` [B or 1, G or 1, kept], with room for the next ones."""
+        batch, heads, _, size = self.parts[0].shape
+        self.length = index.shape[-1]
+        wide = index.unsqueeze(-1).expand(batch, heads, self.length, size)
+        picked = (part.gather(2, wide.to(part.device)) for part in self.parts)
+        self.parts = tuple(_in_buffer(part, self.length + _SPARE) for part in picked)
+
+    def seal(self) -> None:
+        """Give up the spare room: the next append moves to a new buffer (others may hold this one)."""
+        self.parts = tuple(part[:, :, : self.length] for part in self.parts)
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` entries."""
+        self.length = length
+        self.seal()
+
+    def select(self, index: Tensor) -> None:
+        """Keep, repeat or reorder batch rows."""
+        self.parts = tuple(part[:, :, : self.length].index_select(0, index.to(part.device)) for part in self.parts)
+
+    def copy(self) -> _Rows:
+        """Another holder of the same entries; either goes on in a buffer of its own."""
+        self.seal()
+        twin = _Rows(self.sample)
+        twin.parts, twin.length = self.parts, self.length
+        return twin
+
+    def held(self) -> Fixed:
+        """The entries."""
+        return self.sample.with_share(Share(tuple(part[:, :, : self.length] for part in self.parts)))
+
+
+def _in_buffer(part: Tensor, capacity: int) -> Tensor:
+    batch, heads, length, size = part.shape
+    buffer = torch.empty((batch, heads, capacity, size), dtype=part.dtype, device=part.device)
+    buffer[:, :, :length] = part
+    return buffer
+
+
+class KVBuffer:
+    """Keys [B, G, length, D] and values [B, G, length, Dv] of one layer.
+
+    position: the number of the next position. positions: those of the entries, int64 [B or 1, G or 1, length],
+    ascending; None while nothing was evicted, when they are 0 .. position - 1.
+    """
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.positions: Tensor | None = None
+        self._rows: tuple[_Rows, _Rows] | None = None
+
+    @property
+    def length(self) -> int:
+        """Entries that are held, per row and head."""
+        return 0 if self._rows is None else self._rows[0].length
+
+    @property
+    def keys(self) -> Fixed | None:
+        """[B, G, length, D], or None while empty."""
+        return None if self._rows is None else self._rows[0].held()
+
+    @property
+    def values(self) -> Fixed | None:
+        """[B, G, length, Dv], or None while empty."""
+        return None if self._rows is None else self._rows[1].held()
+
+    def append(self, key: Fixed, value: Fixed) -> tuple[Fixed, Fixed]:
+        """Entries of the next positions, [B, G, new, D] and [B, G, new, Dv]; the first decide about sizes.
+
+        Returns all keys and values held.
+        """
+        new = key.shape[2]
+        if self._rows is None:
+            self._rows = (_Rows(key), _Rows(value))
+        else:
+            for rows, more in zip(self._rows, (key, value), strict=True):
+                rows.append(more)
+        if self.positions is not None:
+            made = torch.arange(self.position, self.position + new).expand(*self.positions.shape[:2], new)
+            self.positions = torch.cat([self.positions, made], dim=-1)
+        self.position += new
+        return self._rows[0].held(), self._rows[1].held()
+
+    def positions_held(self) -> Tensor:
+        """As `positions`, also while nothing was evicted: [B or 1, G or 1, length]."""
+        return torch.arange(self.length).view(1, 1, -1) if self.positions is None else self.positions
+
+    def keep(self, index: Tensor) -> None:
+        """Evict all entries but `index`: int64 [kept], or [B or 1, G or 1, kept], into the entries held.
+
+        Raises DomainError for another shape, and for indices that do not ascend or do not exist.
+        """
+        if self._rows is None:
+            raise DomainError("keep: this cache holds nothing yet")
+        index = index.view(1, 1, -1) if index.ndim == 1 else index
+        batch, heads = self._rows[0].parts[0].shape[:2]
+        if index.ndim != 3 or index.shape[0] not in (1, batch) or index.shape[1] not in (1, heads):
+            raise DomainError(
+                f"keep: got indices of shape {tuple(index.shape)}; want [kept] or [{batch} or 1, {heads} or 1, kept]"
+            )
+        if not index.numel() or bool((index < 0).any() | (index >= self.length).any() | (index.diff() <= 0).any()):
+            raise DomainError(f"keep: want one or more indices, ascending, from 0 to {self.length - 1}")
+        if index.shape[-1] == self.length:
+            return
+        held = self.positions_held()
+        rows, groups = (max(pair) for pair in zip(held.shape[:2], index.shape[:2], strict=True))
+        self.positions = held.expand(rows, groups, -1).gather(-1, index.expand(rows, groups, -1))
+        for each in self._rows:
+            each.keep(index)
+
+    def columns(self, table: Tensor, heads: int) -> Tensor:
+        """Of a public table over all positions, such as a mask [B or 1, H or 1, q, position], the held columns.
+
+        heads: query heads, a multiple of G. Returns [B or 1, H or 1, q, length].
+        """
+        if self._rows is None or self.positions is None:
+            return table
+        at = self.positions
+        if at.shape[1] > 1:
+            at = at.repeat_interleave(heads // at.shape[1], dim=1)
+        outer = torch.broadcast_shapes(table.shape[:2], at.shape[:2])
+        wide = at.unsqueeze(2).expand(*outer, table.shape[2], -1)
+        return table.expand(*outer, -1, -1).gather(-1, wide.to(table.device))
+
+    def crop(self, count: int) -> None:
+        """Forget the last `count` positions. Raises DomainError if some of them were evicted and earlier ones not."""
+        start = max(0, self.position - count)
+        if self._rows is None:
+            return
+        if self.positions is None:
+            length = min(self.length, start)
+        else:
+            length = self.length - count if start else 0
+            if start and (length < 0 or not bool(((self.positions >= start).sum(-1) == count).all())):
+                raise DomainError(
+                    f"crop: got {count} positions; some of them were evicted from this cache, so it cannot go back to "
+                    f"position {start}"
+                )
+            self.positions = self.positions[..., :length] if start else None
+        for rows in self._rows:
+            rows.crop(length)
+        self.position = start
+
+    def select(self, index: Tensor) -> None:
+        """Keep, repeat or reorder batch rows (int64 [rows])."""
+        if self.positions is not None and self.positions.shape[0] > 1:
+            self.positions = self.positions[index]
+        for rows in self._rows or ():
+            rows.select(index)
+
+    @property
+    def batch(self) -> int:
+        """Batch rows; 0 while empty."""
+        return 0 if self._rows is None else int(self._rows[0].parts[0].shape[0])
+
+    def copy(self) -> KVBuffer:
+        """Another cache with the same entries so far; no memory is copied before one of them goes on."""
+        twin = KVBuffer()
+        twin.position, twin.positions = self.position, self.positions
+        if self._rows is not None:
+            twin._rows = (self._rows[0].copy(), self._rows[1].copy())
+        return twin
