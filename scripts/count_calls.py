@@ -77,7 +77,7 @@ class Calls:
         try:
             yield
         finally:
-            threading.setprofile(None)  # type: ignore[arg-type]  # what the documentation asks for
+            threading.setprofile(None)
 
 
 def count_calls(config: PrivateConfig, steps: int) -> dict[str, Counter[CodeType]]:

@@ -154,7 +154,7 @@ def _comparison(ring: Ring, n: int, stream: Prg) -> Iterator[_Job]:
         return stream.words(count * words).view(count, words)
 
     x, bits, mono = stream.elements(n, ring), rows(ring.bits), rows(plan.monomial_rows)
-    pairs, made, products = rows(plan.block_rows), rows(plan.joined_rows(0)), rows(plan.product_rows(0))
+    pairs, made, products = rows(plan.block_rows), rows(plan.joined_rows[0]), rows(plan.product_rows[0])
     shares = stream.elements(2 * n, ring).view(2, n)
     sign, weighted, weight = rows(1), np.array([True]), torch.ones(1, 1, dtype=ring.dtype)
     out = torch.zeros(n, dtype=ring.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,17 +53,17 @@ class Session:
     device: str = "cpu"
     known: Known = field(default_factory=Known)
 
-    @property
+    @cached_property
     def ring(self) -> Ring:
         """The ring of arithmetic shares."""
         return self.protocol.ring
 
-    @property
+    @cached_property
     def frac(self) -> int:
         """Default fractional bits of secret values."""
         return self.config.frac_bits
 
-    @property
+    @cached_property
     def party(self) -> int:
         """This party's number."""
         return self.protocol.party

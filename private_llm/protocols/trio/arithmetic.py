@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ class TrioArithmetic(Protocol):
         finally:
             self._streams, self._inputs, self.one_hot, self.transport = kept
 
-    @property
+    @cached_property
     def role(self) -> int:
         """What this party does: 0 helps, 1 and 2 evaluate."""
         return self.party

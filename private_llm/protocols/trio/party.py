@@ -76,8 +76,7 @@ class Trio(TrioArithmetic):
 
     def _msb_rows(self, plan: CarryPlan, thresholds: int, words: int) -> tuple[int, int]:
         """Words that party 0 sends, and words each evaluator sends, in sum over the levels."""
-        products = sum(plan.product_rows(level) for level in range(len(plan.levels)))
-        return (plan.monomial_rows + 1 + products * thresholds) * words, plan.online_rows * thresholds * words
+        return (plan.monomial_rows + 1 + plan.products * thresholds) * words, plan.online_rows * thresholds * words
 
     def _msb_helper(
         self, x: Share, thresholds: int, width: int, low: int, plan: CarryPlan
@@ -101,11 +100,11 @@ class Trio(TrioArithmetic):
         blocks = len(plan.blocks)
         for level, groups in enumerate(plan.levels):
             here = lam[at : at + rows * lanes].view(rows, lanes)
-            made = plan.product_rows(level)
+            made = plan.product_rows[level]
             ops.join_products(here, plan_sizes(groups), blocks, message[sent : sent + made * lanes].view(made, lanes))
             at += rows * lanes
             sent += made * lanes
-            rows, blocks = plan.joined_rows(level), len(groups)
+            rows, blocks = plan.joined_rows[level], len(groups)
         self.transport.send(2, "msb", message)
         out1 = lam1[at:].view(thresholds, words) ^ share_top
         out2 = lam2[at:].view(thresholds, words) ^ masked_top
@@ -140,10 +139,10 @@ class Trio(TrioArithmetic):
             opened.append(b)
             here = lam[at : at + rows * lanes].view(rows, lanes)
             at += rows * lanes
-            made = plan.product_rows(level)
+            made = plan.product_rows[level]
             prod = helped[used : used + made * lanes].view(made, lanes)
             used += made * lanes
-            rows = plan.joined_rows(level)
+            rows = plan.joined_rows[level]
             mine = lam[at : at + rows * lanes].view(rows, lanes).clone()
             ops.join_carries(b, here, prod, plan_sizes(groups), blocks, first, mine)
             blocks = len(groups)
@@ -282,10 +281,10 @@ class Trio(TrioArithmetic):
         """Public constants as [rows, 1], or [rows, count] when one of them is a tensor."""
         if len(values) != rows:
             raise DomainError(f"inject: got {len(values)} constants for {rows} bit rows; want one each")
-        ints = tuple(v for v in values if isinstance(v, int))
-        if len(ints) == rows:
-            return _column(ints, self.ring, self.device)
-        width = max(v.numel() for v in values if isinstance(v, Tensor))
+        tensors = [v for v in values if isinstance(v, Tensor)]
+        if not tensors:
+            return _column(tuple(values), self.ring, self.device)
+        width = max(v.numel() for v in tensors)
         made = [
             v.reshape(-1).to(self.ring.dtype).expand(width)
             if isinstance(v, Tensor)
