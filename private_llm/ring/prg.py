@@ -85,13 +85,14 @@ class Prg:
 
     def words(self, count: int, device: str | torch.device = "cpu") -> Tensor:
         """`count` uniform 64-bit words as int64 [count]."""
-        return self._draw(count, torch.int64, device)
+        return self.draw(count, torch.int64, device)
 
     def elements(self, count: int, ring: Ring, device: str | torch.device = "cpu") -> Tensor:
         """`count` uniform ring elements [count]."""
-        return self._draw(count, ring.dtype, device)
+        return self.draw(count, ring.dtype, device)
 
-    def _draw(self, count: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
+    def draw(self, count: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
+        """`count` uniform integers of a dtype [count]."""
         if str(device) == "meta":
             return torch.empty(count, dtype=dtype, device="meta")
         out = torch.empty(count, dtype=dtype)
@@ -133,9 +134,10 @@ class ChaCha(Prg):
         self._encrypt.update(_ZEROS[: -out.size % _BLOCK])
         self._at = (self._nonce, self._block)
 
-    def _draw(self, count: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
+    def draw(self, count: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
+        """`count` uniform integers of a dtype [count]."""
         where = torch.device(device)
-        return self.make(count, dtype, where) if where.type == "cuda" else super()._draw(count, dtype, where)
+        return self.make(count, dtype, where) if where.type == "cuda" else super().draw(count, dtype, where)
 
     def make(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The next `count` elements, computed by the kernel of `device`: the bytes that `fill` would give."""

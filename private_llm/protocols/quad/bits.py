@@ -161,8 +161,8 @@ class Quad(QuadArithmetic):
     def _inject_mirror(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights) -> Tensor | None:
         """Additive pieces of the sum at parties 0 and 3."""
         count, rows = bits.count, bits.rows
-        weighted = self._weighted(x, weights)
-        extra = rows + int(weighted.sum())
+        weighted, products = self._weighted(x, weights)
+        extra = rows + products
         value = torch.zeros(count, dtype=self.ring.dtype, device=self.device)
         known = value[:1] if x is None else (x.parts[0] + x.parts[1]).reshape(-1)
         if self.role:

@@ -36,6 +36,7 @@ from torch import Tensor
 from private_llm.errors import DomainError, ProtocolAbort
 from private_llm.kernels import ops
 from private_llm.kernels.forms import Form, Matmul
+from private_llm.kernels.shapes import broadcast
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.party_end import Links
 from private_llm.protocols.protocol import Protocol
@@ -93,24 +94,23 @@ class TrioArithmetic(Protocol):
         return self.party
 
     def _draw(self, count: int, which: int = 0) -> Tensor:
-        return self._streams[which].elements(count, self.ring, self.device)
+        return self._streams[which].draw(count, self.ring.dtype, self.device)
 
     def _draw_words(self, count: int, which: int = 0) -> Tensor:
-        return self._streams[which].words(count, self.device)
+        return self._streams[which].draw(count, torch.int64, self.device)
 
     # -- local ---------------------------------------------------------------------------------------------
     def add_public(self, x: Share, c: int | Tensor) -> Share:
         """The evaluators add c to their masked component."""
-        x, c = self._matched(x, c)
-        if self.role == 0:
-            return x
-        return Share((x.parts[0] + c, x.parts[1]))
+        if isinstance(c, Tensor):
+            x, c = self._matched(x, c)
+        else:
+            c = self.ring.constant(c)
+        return x if self.role == 0 else Share((x.parts[0] + c, x.parts[1]))
 
-    def _matched(self, x: Share, c: int | Tensor) -> tuple[Share, int | Tensor]:
+    def _matched(self, x: Share, c: Tensor) -> tuple[Share, Tensor]:
         """x expanded to the shape of its sum with public constants, and these as ring elements."""
-        if not isinstance(c, Tensor):
-            return x, self.ring.constant(c)
-        shape = torch.broadcast_shapes(x.shape, c.shape)
+        shape = broadcast(x.shape, c.shape)
         if shape != x.shape:
             x = x.map(lambda part: part.expand(shape))
         return x, c.to(self.ring.dtype)

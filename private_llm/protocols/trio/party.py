@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from operator import xor
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ from private_llm.protocols.trio import cost
 from private_llm.protocols.trio.arithmetic import TrioArithmetic
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
+
+Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 class Trio(TrioArithmetic):
@@ -212,7 +215,7 @@ class Trio(TrioArithmetic):
     # -- gates ----------------------------------------------------------------------------------------------
     def xor(self, x: BitShare, y: BitShare) -> BitShare:
         """Local."""
-        return BitShare(tuple(a ^ b for a, b in zip(x.parts, y.parts, strict=True)), x.count)
+        return BitShare(tuple(map(xor, x.parts, y.parts)), x.count)
 
     def invert(self, x: BitShare) -> BitShare:
         """Local: the evaluators invert B."""
@@ -247,15 +250,15 @@ class Trio(TrioArithmetic):
         piece = self._inject_piece(bits, x, weights, constants)
         return self._finish("inject", torch.Size((bits.count,)), piece, shift, helped=False)
 
-    def _weighted(self, x: Share | None, weights: Weights) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Which bit rows multiply x."""
-        return np.array([x is not None and not (isinstance(w, int) and w == 0) for w in weights], dtype=np.bool_)
+    def _weighted(self, x: Share | None, weights: Weights) -> tuple[Flags, int]:
+        """Which bit rows multiply x, and how many."""
+        return _flags(tuple([x is not None and (isinstance(w, Tensor) or w != 0) for w in weights]))
 
     def _inject_piece(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights) -> Tensor | None:
         """This evaluator's additive piece of the sum (None at the helper, who sends its products)."""
         count, rows = bits.count, bits.rows
-        weighted = self._weighted(x, weights)
-        extra = rows + int(weighted.sum())
+        weighted, products = self._weighted(x, weights)
+        extra = rows + products
         if self.role == 0:
             lam = torch.zeros(1, dtype=self.ring.dtype, device=self.device)
             if x is not None:
@@ -292,6 +295,12 @@ class Trio(TrioArithmetic):
             for v in values
         ]
         return torch.stack(made)
+
+
+@lru_cache(maxsize=1024)
+def _flags(rows: tuple[bool, ...]) -> tuple[Flags, int]:
+    """Flags as the kernels take them, and how many are set; never written to."""
+    return np.array(rows, dtype=np.bool_), sum(rows)
 
 
 @cache
