@@ -87,8 +87,6 @@ class Ranges:
 
     def of(self, module: str, quantity: str) -> int | None:
         """The exponent, or None if nothing is known. `a.q+k+v` is a group of layers that run as one product."""
-        if not self.modules:
-            return None
         known = self.modules.get(module)
         if known is not None:
             return known.get(quantity)

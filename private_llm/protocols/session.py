@@ -70,7 +70,8 @@ class Session:
 
     def exponent(self, quantity: str) -> int | None:
         """What calibration tells of the module that is being computed (`ranges.QUANTITIES`), or None."""
-        return self.known.ranges.of(self.protocol.ledger.scope_name, quantity)
+        ranges = self.known.ranges
+        return ranges.of(self.protocol.ledger.scope_name, quantity) if ranges.modules else None
 
     def __repr__(self) -> str:
         return f"Session({self.protocol.name}, party {self.party}, ring {self.ring.bits}, f={self.frac})"

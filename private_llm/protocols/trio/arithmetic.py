@@ -126,7 +126,8 @@ class TrioArithmetic(Protocol):
         """From additive pieces to a share. Evaluators pass v_i as `piece`, party 0 E if it helps (else None)."""
         if shift:
             return self._finish_shifted(tag, shape, piece, shift)[0]
-        self._require_piece(tag, piece, helped)
+        if piece is None and (helped or self.role):
+            raise self._lacking(tag)
         count = shape.numel()
         # Party 0 and party 1 share a second mask where E needs one.
         blind = self._draw(2 * count if helped and self.role < 2 else count)
@@ -144,9 +145,8 @@ class TrioArithmetic(Protocol):
         theirs = self.transport.exchange(3 - self.role, tag, masked)
         return Share(((masked + theirs - z).view(shape), z.view(shape)))
 
-    def _require_piece(self, tag: str, piece: Tensor | None, helped: bool) -> None:
-        if piece is None and (helped or self.role):
-            raise DomainError(f"{tag}: party {self.party} finishes a product without its piece")
+    def _lacking(self, tag: str) -> DomainError:
+        return DomainError(f"{tag}: party {self.party} finishes a product without its piece")
 
     def _finish_shifted(
         self, tag: str, shape: torch.Size, piece: Tensor | None, shift: int
@@ -154,7 +154,8 @@ class TrioArithmetic(Protocol):
         """The share, and what was opened: w at an evaluator, the summands of R at the helper."""
         if not 0 < shift <= self.ring.bits - 3:
             raise DomainError(f"shift: got {shift}; want 0 to {self.ring.bits - 3} in a {self.ring.bits}-bit ring")
-        self._require_piece(tag, piece, helped=False)
+        if piece is None and self.role:
+            raise self._lacking(tag)
         count = shape.numel()
         packed = ops.packed_words(count, shift)
         if self.role == 0:
@@ -189,7 +190,7 @@ class TrioArithmetic(Protocol):
     def _truncate(self, x: Share, shift: int) -> tuple[Share, tuple[Tensor, ...]]:
         count = x.numel()
         packed = ops.packed_words(count, shift)
-        first, second = (part.reshape(-1).contiguous() for part in x.parts[:2])
+        first, second = x.parts[0].reshape(-1).contiguous(), x.parts[1].reshape(-1).contiguous()
         if self.role == 0:
             (rho1, zeta1), (z1,) = self._draw_mixed(packed, count, 2, 0, elements=1)
             zeta2 = self._draw_words(packed, 1)

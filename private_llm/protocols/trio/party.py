@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from operator import xor
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -252,7 +253,11 @@ class Trio(TrioArithmetic):
 
     def _weighted(self, x: Share | None, weights: Weights) -> tuple[Flags, int]:
         """Which bit rows multiply x, and how many."""
-        return _flags(tuple([x is not None and (isinstance(w, Tensor) or w != 0) for w in weights]))
+        if x is None:
+            return _flags((False,) * len(weights))
+        if _whole(weights):
+            return _flags(tuple(map(bool, weights)))
+        return _flags(tuple([isinstance(w, Tensor) or w != 0 for w in weights]))
 
     def _inject_piece(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights) -> Tensor | None:
         """This evaluator's additive piece of the sum (None at the helper, who sends its products)."""
@@ -284,10 +289,9 @@ class Trio(TrioArithmetic):
         """Public constants as [rows, 1], or [rows, count] when one of them is a tensor."""
         if len(values) != rows:
             raise DomainError(f"inject: got {len(values)} constants for {rows} bit rows; want one each")
-        tensors = [v for v in values if isinstance(v, Tensor)]
-        if not tensors:
+        if _whole(values):
             return _column(tuple(values), self.ring, self.device)
-        width = max(v.numel() for v in tensors)
+        width = max(v.numel() for v in values if isinstance(v, Tensor))
         made = [
             v.reshape(-1).to(self.ring.dtype).expand(width)
             if isinstance(v, Tensor)
@@ -295,6 +299,11 @@ class Trio(TrioArithmetic):
             for v in values
         ]
         return torch.stack(made)
+
+
+def _whole(values: Weights) -> TypeGuard[Sequence[int]]:
+    """Whether all constants are numbers, none a tensor. They are many: types are compared in one step."""
+    return {*map(type, values)} <= {int, bool}
 
 
 @lru_cache(maxsize=1024)
