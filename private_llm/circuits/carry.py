@@ -45,6 +45,11 @@ class CarryPlan:
         return tuple(2 * len(groups) - 1 for groups in self.levels)
 
     @cached_property
+    def opened_rows(self) -> tuple[int, ...]:
+        """Rows that each evaluator sends: after the blocks, then after each level."""
+        return (self.block_rows, *self.joined_rows)
+
+    @cached_property
     def products(self) -> int:
         """Mask products of all levels."""
         return sum(self.product_rows)
@@ -52,7 +57,7 @@ class CarryPlan:
     @cached_property
     def online_rows(self) -> int:
         """Rows each evaluator sends, all levels together."""
-        return self.block_rows + sum(self.joined_rows)
+        return sum(self.opened_rows)
 
     @cached_property
     def rounds(self) -> int:

@@ -23,7 +23,7 @@ from private_llm.errors import ConfigError
 from private_llm.kernels import ops
 from private_llm.ring.ring import Ring
 
-_ZEROS = bytes(1 << 20)
+_ZEROS = memoryview(bytes(1 << 20))
 
 
 class Seed:
@@ -74,14 +74,11 @@ class Prg:
 
     def fill(self, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """Overwrite `out` (uint8, contiguous) with the next stream bytes, block-aligned per call."""
-        n = out.size
-        start = 0
-        while start < n:
-            stop = min(start + len(_ZEROS), n)
-            self._encrypt.update_into(memoryview(_ZEROS)[: stop - start], out[start:stop].data)
-            start = stop
-        if n % 16:
-            self._encrypt.update(_ZEROS[: 16 - n % 16])
+        for start in range(0, out.size, len(_ZEROS)):
+            piece = out[start : start + len(_ZEROS)]
+            self._encrypt.update_into(_ZEROS[: piece.size], piece.data)
+        if out.size % 16:
+            self._encrypt.update(_ZEROS[: -out.size % 16])
 
     def words(self, count: int, device: str | torch.device = "cpu") -> Tensor:
         """`count` uniform 64-bit words as int64 [count]."""
@@ -130,7 +127,7 @@ class ChaCha(Prg):
             self._encrypt = Cipher(algorithms.ChaCha20(self._key, counter), None).encryptor()
         for start in range(0, out.size, len(_ZEROS)):
             piece = out[start : start + len(_ZEROS)]
-            self._encrypt.update_into(memoryview(_ZEROS)[: piece.size], piece.data)
+            self._encrypt.update_into(_ZEROS[: piece.size], piece.data)
         self._encrypt.update(_ZEROS[: -out.size % _BLOCK])
         self._at = (self._nonce, self._block)
 

@@ -210,13 +210,13 @@ class TrioArithmetic(Protocol):
     # -- words and ring elements in one draw, one message ---------------------------------------------------
     def _draw_mixed(
         self, packed: int, count: int, words: int, which: int = 0, elements: int | None = None
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """`words` packed arrays and as many (or `elements`) arrays of `count` ring elements from one draw."""
         elements = words if elements is None else elements
         step = packed * 8 // self.ring.bytes
         drawn = self._draw(words * step + elements * count, which)
-        fields = drawn[: words * step].view(torch.int64).view(words, packed)
-        return list(fields.unbind()), list(drawn[words * step :].view(elements, count).unbind())
+        pieces = drawn.split_with_sizes([step] * words + [count] * elements)
+        return [piece.view(torch.int64) for piece in pieces[:words]], pieces[words:]
 
     def _mixed(self, packed: Tensor, elements: Tensor) -> tuple[Tensor, ...]:
         """The messages that carry words and ring elements; small arrays travel as one message."""
@@ -228,8 +228,8 @@ class TrioArithmetic(Protocol):
         if count > _JOINED:
             return recv(tag, (packed,), torch.int64), recv(tag, (count,), self.ring.dtype)
         step = packed * 8 // self.ring.bytes
-        joined = recv(tag, (step + count,), self.ring.dtype)
-        return joined[:step].view(torch.int64), joined[step:]
+        fields, elements = recv(tag, (step + count,), self.ring.dtype).split_with_sizes((step, count))
+        return fields.view(torch.int64), elements
 
     def _from_helper(self, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.transport.recv(0, tag, shape, dtype)

@@ -82,6 +82,15 @@ class Trio(TrioArithmetic):
         """Words that party 0 sends, and words each evaluator sends, in sum over the levels."""
         return (plan.monomial_rows + 1 + plan.products * thresholds) * words, plan.online_rows * thresholds * words
 
+    @staticmethod
+    def _helped_rows(
+        message: Tensor, plan: CarryPlan, words: int, lanes: int
+    ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        """Parts of party 0's message: monomials [rows, words], the top bit [words], products [rows, lanes] by level."""
+        sizes = (plan.monomial_rows * words, words, plan.products * lanes)
+        monomials, top, products = message.split_with_sizes(sizes)
+        return monomials.view(-1, words), top, products.view(-1, lanes).split_with_sizes(plan.product_rows)
+
     def _msb_helper(
         self, x: Share, thresholds: int, width: int, low: int, plan: CarryPlan
     ) -> tuple[BitShare, Tensor, Tensor]:
@@ -94,24 +103,19 @@ class Trio(TrioArithmetic):
         message, lam1 = drawn[:pre], drawn[pre:]
         lam2 = self._draw_words(online, 1)
         s = ops.transpose_bits(-(x.parts[0] + x.parts[1]).reshape(-1), width)
-        masked_top = message[plan.monomial_rows * words :][:words]
+        monomials, masked_top, products = self._helped_rows(message, plan, words, lanes)
         share_top = masked_top.clone()
-        ops.block_monomials(s, low, plan_sizes(plan.blocks), message[: plan.monomial_rows * words].view(-1, words))
+        ops.block_monomials(s, low, plan_sizes(plan.blocks), monomials)
         masked_top.bitwise_xor_(s[width - 1])
         lam = lam1 ^ lam2
-        at, sent = 0, (plan.monomial_rows + 1) * words
-        rows = plan.block_rows
+        masks = lam.view(-1, lanes).split_with_sizes(plan.opened_rows)
         blocks = len(plan.blocks)
         for level, groups in enumerate(plan.levels):
-            here = lam[at : at + rows * lanes].view(rows, lanes)
-            made = plan.product_rows[level]
-            ops.join_products(here, plan_sizes(groups), blocks, message[sent : sent + made * lanes].view(made, lanes))
-            at += rows * lanes
-            sent += made * lanes
-            rows, blocks = plan.joined_rows[level], len(groups)
+            ops.join_products(masks[level], plan_sizes(groups), blocks, products[level])
+            blocks = len(groups)
         self.transport.send(2, "msb", message)
-        out1 = lam1[at:].view(thresholds, words) ^ share_top
-        out2 = lam2[at:].view(thresholds, words) ^ masked_top
+        out1 = lam1[online - lanes :].view(thresholds, words) ^ share_top
+        out2 = lam2[online - lanes :].view(thresholds, words) ^ masked_top
         return BitShare((out1, out2), count), s, lam
 
     def _msb_evaluate(
@@ -130,29 +134,21 @@ class Trio(TrioArithmetic):
         else:
             lam = self._draw_words(online)
             helped = self.transport.recv(0, "msb", (pre,), torch.int64)
-        mono = helped[: plan.monomial_rows * words].view(-1, words)
-        top = helped[plan.monomial_rows * words :][:words]
-        rows, blocks = plan.block_rows, len(plan.blocks)
-        mine = lam[: rows * lanes].view(rows, lanes).clone()
+        mono, top, products = self._helped_rows(helped, plan, words, lanes)
+        masks = lam.view(-1, lanes).split_with_sizes(plan.opened_rows)
+        mine = masks[0].clone()
         repeated = mono if thresholds == 1 else mono.repeat(1, thresholds)
         ops.block_carries(planes, low, plan_sizes(plan.blocks), repeated, first, mine)
-        at, used = 0, (plan.monomial_rows + 1) * words
-        opened = []
+        blocks, opened = len(plan.blocks), []
         for level, groups in enumerate(plan.levels):
             b = mine ^ self.transport.exchange(3 - self.role, "msb", mine)
             opened.append(b)
-            here = lam[at : at + rows * lanes].view(rows, lanes)
-            at += rows * lanes
-            made = plan.product_rows[level]
-            prod = helped[used : used + made * lanes].view(made, lanes)
-            used += made * lanes
-            rows = plan.joined_rows[level]
-            mine = lam[at : at + rows * lanes].view(rows, lanes).clone()
-            ops.join_carries(b, here, prod, plan_sizes(groups), blocks, first, mine)
+            mine = masks[level + 1].clone()
+            ops.join_carries(b, masks[level], products[level], plan_sizes(groups), blocks, first, mine)
             blocks = len(groups)
         b = (mine ^ self.transport.exchange(3 - self.role, "msb", mine)).view(thresholds, words)
         opened.append(b)
-        parts = (b ^ planes[width - 1].view(thresholds, words), lam[at:].view(thresholds, words) ^ top)
+        parts = (b ^ planes[width - 1].view(thresholds, words), masks[-1].view(thresholds, words) ^ top)
         return BitShare(parts, count), planes, opened
 
     def _threshold_planes(self, x: Share, offsets: Sequence[int], width: int) -> Tensor:
