@@ -132,7 +132,6 @@ class Party:
         self.model = build_party_model(message["config"], message["class"], weights, self.session, self._pulse.beat)
         if message.get("stop_behind") is not None:
             stop_behind(self.model, message["stop_behind"])
-        self._pulse.watch(self.model)
         self.transport.ledger.reset()
         self._answer({"loaded": True, "ranges": self.session.known.ranges.to_dict()})
 

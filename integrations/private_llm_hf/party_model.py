@@ -48,9 +48,9 @@ def build_party_model(
 
     `parameters` maps the model's own parameter names (tied ones once, under the name they are tied to) to shares. It
     is emptied: a weight that becomes part of a larger one (query, key and value) is not kept beside it.
-    Modules lie where the session's device_map says. `progress` is called after each weight. The result also has
-    `new_cache()`. Raises PatchMismatch for modules without a rule and for missing, surplus or misshapen weights,
-    ConfigError for a device_map that does not fit.
+    Modules lie where the session's device_map says. `progress` is called after each weight, and later whenever a
+    module runs. The result also has `new_cache()`. Raises PatchMismatch for modules without a rule and for missing,
+    surplus or misshapen weights, ConfigError for a device_map that does not fit.
     """
     model = empty_model(config, class_name)
     make_plan(model, session.config)
@@ -60,7 +60,7 @@ def build_party_model(
     _check_complete(model, session, placement.on_disk)
     model.new_cache = functools.partial(new_cache, model, session.config.cache_policy)
     _share_inputs(model, session.protocol.ledger, placement)
-    _book_by_module(model, session.protocol.ledger)
+    _follow_modules(model, session.protocol.ledger, progress)
     placement.attach(model)
     return model.eval()
 
@@ -215,17 +215,23 @@ def _some(names: list[str]) -> str:
 
 
 # -- costs by module ------------------------------------------------------------------------------------------
-def _book_by_module(model: nn.Module, ledger: Ledger) -> None:
-    """Book what each module sends under its name (the innermost module that runs)."""
+def _follow_modules(model: nn.Module, ledger: Ledger, progress: Callable[[], None]) -> None:
+    """Book what each module sends under its name (the innermost module that runs), and report that it runs."""
     for name, module in model.named_modules():
         if name and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            module.forward = _booked(module.forward, ledger, name)
+            module.forward = _followed(module.forward, ledger, name, progress)
 
 
-def _booked(forward: Callable[..., Any], ledger: Ledger, name: str) -> Callable[..., Any]:
+def _followed(
+    forward: Callable[..., Any], ledger: Ledger, name: str, progress: Callable[[], None]
+) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
-        with ledger.scope(name):
+        progress()
+        outer, ledger.scope_name = ledger.scope_name, name  # `ledger.scope` without its generator: modules are many
+        try:
             return forward(*args, **kwargs)
+        finally:
+            ledger.scope_name = outer
 
     return run

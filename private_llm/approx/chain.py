@@ -13,11 +13,13 @@ Cost: a product with its shift per step, so 24 + 3 shift / 8 bytes an element an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
+from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 
@@ -29,6 +31,11 @@ class Form:
     frac: int
     constant: int
     weights: tuple[int, ...]
+
+    @cached_property
+    def terms(self) -> tuple[tuple[int, int], ...]:
+        """(j, weight) of the v_j that count."""
+        return tuple((index, weight) for index, weight in enumerate(self.weights) if weight)
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ def evaluate(chain: Chain, z: Fixed, frac: int | None = None) -> Fixed:
     for index, step in enumerate(chain.steps):
         last = index == len(chain.steps) - 1
         out = step.frac if frac is None or not last else frac
-        left, right = _form(z, values, step.left), _form(z, values, step.right)
+        left, right = _form(proto, values, step.left), _form(proto, values, step.right)
         values.append(proto.mul(left, right, step.left.frac + step.right.frac - out))
     return z.with_share(values[-1], out)
 
@@ -79,19 +86,20 @@ def need_wide_ring(x: Fixed, what: str) -> None:
         )
 
 
-def _form(z: Fixed, values: list[Share], form: Form) -> Share:
+def _form(proto: Protocol, values: list[Share], form: Form) -> Share:
     """One local affine combination."""
-    terms = [(weight, value) for weight, value in zip(form.weights, values, strict=False) if weight]
-    if len(terms) == 1 and terms[0][0] == 1:
-        total = terms[0][1]
+    (first, weight), *more = form.terms
+    if weight == 1 and not more:
+        total = values[first]
     else:
-        columns = zip(*(value.parts for _, value in terms), strict=True)
-        total = Share(tuple(_weighted(column, [weight for weight, _ in terms]) for column in columns))
-    return z.proto.add_public(total, form.constant) if form.constant else total
+        total = Share(tuple([_weighted(values, form, part) for part in range(len(values[first].parts))]))
+    return proto.add_public(total, form.constant) if form.constant else total
 
 
-def _weighted(column: tuple[Tensor, ...], weights: list[int]) -> Tensor:
-    out = column[0] * weights[0]
-    for part, weight in zip(column[1:], weights[1:], strict=True):
-        torch.add(out, part, alpha=weight, out=out)
+def _weighted(values: list[Share], form: Form, part: int) -> Tensor:
+    """The sum of weighted values at one part of the shares."""
+    (first, weight), *more = form.terms
+    out = values[first].parts[part] * weight
+    for index, weight in more:
+        torch.add(out, values[index].parts[part], alpha=weight, out=out)
     return out

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from private_llm.approx.chain import need_wide_ring
 from private_llm.approx.cubic import Cubic
@@ -46,7 +46,6 @@ THIRDS = Cells(4, (16, 13, 10), (1.265, 1.6, 2.0))
 """Three cells an octave: y in [1, 1.3]."""
 
 
-@cache
 def grid(cells: Cells, low: float, high: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """(thresholds, weights): weights[i] serves x up to thresholds[i], the last weight everything above."""
     octaves = range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)
@@ -86,32 +85,51 @@ def powers(
         raise DomainError(f"got a range of {low:g} to {high:g}; want 0 < low < high")
     need_wide_ring(x, "a reciprocal or reciprocal square root")
     proto = x.proto
-    thresholds, weights = grid(cells, low, high)
     weight_bits = cells.bits + math.ceil(math.log2(high))
     if x.frac + weight_bits > 60 or weight_bits < 0:
         raise DomainError(
             f"a range up to 2^{weight_bits - cells.bits} with {x.frac} fractional bits leaves the ring: truncate first"
         )
+    plan = _plan(cells, cubic, low, high, gain, weight_bits)
+    thresholds, zeros = plan.thresholds, (0,) * len(plan.thresholds)
     below = x.below(
         thresholds,
         bits=x.frac + math.ceil(math.log2(high)) + 2,
         low=max(0, math.floor(math.log2(cubic.slack * low) + x.frac)),
     )
-    integers = [round(w * 2.0**weight_bits) for w in weights]
     flat = x.view(lambda part: part.reshape(-1)).share
-    picked = proto.inject(below, flat, _differences(integers), [0] * len(thresholds))
-    scaled = proto.add(picked, proto.mul_public(flat, integers[-1]))
+    picked = proto.inject(below, flat, plan.weight_steps, zeros)
+    scaled = proto.add(picked, proto.mul_public(flat, plan.last_weight))
     y = x.with_share(proto.truncate(scaled, x.frac + weight_bits - Y_BITS), Y_BITS)
     p = (y - cubic.centre).poly(cubic.coefficients, frac=Y_BITS, bits=CUBIC_BITS)
-    factors = [gain * w ** (-cubic.power) for w in weights]
-    factor_bits = weight_bits if cubic.power == -1 and gain == 1 else Y_BITS - math.floor(math.log2(min(factors)))
-    integers = [round(c * 2.0**factor_bits) for c in factors]
-    out = proto.inject(below, p.share, _differences(integers), [0] * len(thresholds))
-    out = proto.add(out, proto.mul_public(p.share, integers[-1]))
-    shape = tuple(x.shape)
-    result = x.with_share(out.map(lambda part: part.reshape(shape)), Y_BITS + factor_bits)
+    out = proto.inject(below, p.share, plan.factor_steps, zeros)
+    out = proto.add(out, proto.mul_public(p.share, plan.last_factor))
+    shape = x.shape
+    result = x.with_share(out.map(lambda part: part.reshape(shape)), Y_BITS + plan.factor_bits)
     return Powers(result if frac is None else result.at(frac), below, thresholds)
 
 
-def _differences(steps: Sequence[int]) -> list[int]:
-    return [a - b for a, b in itertools.pairwise(steps)]
+@dataclass(frozen=True)
+class _Plan:
+    """Public integers of steps 2 and 4: of the last cell, and from each cell to the next."""
+
+    thresholds: tuple[float, ...]
+    weight_steps: tuple[int, ...]
+    last_weight: int
+    factor_steps: tuple[int, ...]
+    last_factor: int
+    factor_bits: int
+
+
+@lru_cache(maxsize=256)
+def _plan(cells: Cells, cubic: Cubic, low: float, high: float, gain: float, weight_bits: int) -> _Plan:
+    thresholds, weights = grid(cells, low, high)
+    factors = [gain * w ** (-cubic.power) for w in weights]
+    factor_bits = weight_bits if cubic.power == -1 and gain == 1 else Y_BITS - math.floor(math.log2(min(factors)))
+    *_, last_weight = integers = [round(w * 2.0**weight_bits) for w in weights]
+    *_, last_factor = scaled = [round(c * 2.0**factor_bits) for c in factors]
+    return _Plan(thresholds, _differences(integers), last_weight, _differences(scaled), last_factor, factor_bits)
+
+
+def _differences(steps: Sequence[int]) -> tuple[int, ...]:
+    return tuple(a - b for a, b in itertools.pairwise(steps))

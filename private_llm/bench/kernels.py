@@ -18,7 +18,7 @@ from private_llm.bench.rows import machine, spread
 from private_llm.circuits.carry import carry_plan
 from private_llm.config import VERSION
 from private_llm.kernels import cpu_amx, cpu_matmul, matmul, ops
-from private_llm.kernels.address import memory
+from private_llm.kernels.address import addresses
 from private_llm.kernels.memory import tune_allocator
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import RING32, RING64, Ring
@@ -127,7 +127,7 @@ def _products(ring: Ring, shape: tuple[int, int, int], stream: Prg) -> Iterator[
     work = rows * inner * columns / 1e9
 
     def registers() -> None:
-        cpu_matmul.dot_product(memory(x), memory(w), memory(out), 1, rows, inner, columns, zero)
+        cpu_matmul.dot_product(*addresses(x, w, out), 1, rows, inner, columns, zero)
 
     if cpu_amx.usable() and matmul.tiled(rows, inner, columns, turned=True):
         yield _Job("matmul", "byte tiles", ring.bits, shape, lambda: matmul.product(x, w.mT, out), work, "GMAC/s")
@@ -154,7 +154,7 @@ def _comparison(ring: Ring, n: int, stream: Prg) -> Iterator[_Job]:
         return stream.words(count * words).view(count, words)
 
     x, bits, mono = stream.elements(n, ring), rows(ring.bits), rows(plan.monomial_rows)
-    pairs, made, products = rows(plan.block_rows), rows(plan.joined_rows(0)), rows(plan.product_rows(0))
+    pairs, made, products = rows(plan.block_rows), rows(plan.joined_rows[0]), rows(plan.product_rows[0])
     shares = stream.elements(2 * n, ring).view(2, n)
     sign, weighted, weight = rows(1), np.array([True]), torch.ones(1, 1, dtype=ring.dtype)
     out = torch.zeros(n, dtype=ring.dtype)

@@ -10,7 +10,7 @@ never needs its propagate. 63 positions: 21 blocks, then 7, 3, 1 groups: four le
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 BLOCK = 3
 """Bits per block: 7 monomials for 3 bits cost fewer messages in sum than 3 for 2 or 15 for 4."""
@@ -18,36 +18,48 @@ BLOCK = 3
 
 @dataclass(frozen=True)
 class CarryPlan:
-    """Sizes, lowest first: `blocks` of bits, then the groups joined at each level."""
+    """Sizes, lowest first: `blocks` of bits, then the groups joined at each level. Sums are computed once."""
 
     positions: int
     blocks: tuple[int, ...]
     levels: tuple[tuple[int, ...], ...]
 
-    @property
+    @cached_property
     def monomial_rows(self) -> int:
         """Rows the helper shares for the blocks: all monomials of each block's bits."""
         return sum((1 << size) - 1 for size in self.blocks)
 
-    @property
+    @cached_property
     def block_rows(self) -> int:
         """Generate and propagate rows after the blocks (the lowest propagate is not made)."""
         return 2 * len(self.blocks) - 1
 
-    def product_rows(self, level: int) -> int:
-        """Mask products the helper shares for one level of joins."""
-        return sum(_PRODUCTS[(size, index == 0)] for index, size in enumerate(self.levels[level]))
+    @cached_property
+    def product_rows(self) -> tuple[int, ...]:
+        """Mask products the helper shares for each level of joins."""
+        return tuple(sum(_PRODUCTS[(size, index == 0)] for index, size in enumerate(groups)) for groups in self.levels)
 
-    def joined_rows(self, level: int) -> int:
-        """Rows after one level."""
-        return 2 * len(self.levels[level]) - 1
+    @cached_property
+    def joined_rows(self) -> tuple[int, ...]:
+        """Rows after each level."""
+        return tuple(2 * len(groups) - 1 for groups in self.levels)
 
-    @property
+    @cached_property
+    def opened_rows(self) -> tuple[int, ...]:
+        """Rows that each evaluator sends: after the blocks, then after each level."""
+        return (self.block_rows, *self.joined_rows)
+
+    @cached_property
+    def products(self) -> int:
+        """Mask products of all levels."""
+        return sum(self.product_rows)
+
+    @cached_property
     def online_rows(self) -> int:
         """Rows each evaluator sends, all levels together."""
-        return self.block_rows + sum(self.joined_rows(level) for level in range(len(self.levels)))
+        return sum(self.opened_rows)
 
-    @property
+    @cached_property
     def rounds(self) -> int:
         """Exchanges."""
         return 1 + len(self.levels)

@@ -1,7 +1,7 @@
 """Arrays over tensors' memory inside Numba kernels.
 
 A small operation spends most of its time on turning tensors into NumPy arrays (1 to 4 µs each, against 5 µs for the
-truncation of 768 elements). Kernels with many operands take addresses instead; `memory` is the only
+truncation of 768 elements). Kernels with many operands take addresses instead; `addresses` is the only
 place where a tensor becomes one, and it refuses what a flat array would misread.
 """
 
@@ -19,13 +19,17 @@ from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.compiling import compiled
 
 
-def memory(t: Tensor) -> int:
-    """Address of a contiguous CPU tensor; the caller keeps the tensor alive during the kernel."""
-    if not t.is_cpu:
-        raise UnsupportedOp(f"an operand is on {t.device}, another on the CPU; want all on one device")
-    if not t.is_contiguous():
-        raise DomainError(f"a kernel's operand of shape {tuple(t.shape)} is not contiguous; call .contiguous() first")
-    return t.data_ptr()
+def addresses(*tensors: Tensor) -> list[int]:
+    """Addresses of contiguous CPU tensors; the caller keeps the tensors alive during the kernel."""
+    found = []
+    for t in tensors:
+        if not t.is_cpu:
+            raise UnsupportedOp(f"an operand is on {t.device}, another on the CPU; want all on one device")
+        if not t.is_contiguous():
+            shape = tuple(t.shape)
+            raise DomainError(f"a kernel's operand of shape {shape} is not contiguous; call .contiguous() first")
+        found.append(t.data_ptr())
+    return found
 
 
 @intrinsic

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from private_llm.kernels import cpu_check, ops
-from private_llm.kernels.address import memory
+from private_llm.kernels.address import addresses
 
 _ZERO = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
 
@@ -23,8 +23,8 @@ def opening(first: Tensor, second: Tensor, summands: tuple[Tensor, Tensor, Tenso
         r = e + g1 + g2
         return r, first + second + r + (1 << (r.element_size() * 8 - 2))
     r, value = torch.empty_like(g1), torch.empty_like(g1)
-    operands = (memory(each) for each in (first, second, e, g1, g2))
-    cpu_check.opening(*operands, r.numel(), _ZERO[r.dtype], memory(r), memory(value))
+    operands = addresses(first, second, e, g1, g2)
+    cpu_check.opening(*operands, r.numel(), _ZERO[r.dtype], *addresses(r, value))
     return r, value
 
 
@@ -40,10 +40,8 @@ def told(
         u, _, high, beta = ops.trunc_helper(~w, none, none, t1, t2, t3, no_fields, f)
         return u, high, beta, half + own + u
     u, high, value, beta = torch.empty_like(w), torch.empty_like(w), torch.empty_like(w), torch.zeros_like(t2)
-    cpu_check.told(
-        memory(w), memory(t1), memory(t2), memory(t3), memory(half), memory(own), f, w.numel(), _ZERO[w.dtype],
-        memory(u), memory(high), memory(beta), memory(value),
-    )  # fmt: skip
+    operands = addresses(w, t1, t2, t3, half, own)
+    cpu_check.told(*operands, f, w.numel(), _ZERO[w.dtype], *addresses(u, high, beta, value))
     return u, high, beta, value
 
 
@@ -57,8 +55,8 @@ def piece(
         w, fields = ops.trunc_open(_turned(r), torch.zeros_like(r), t2, t3, f)
         return fields, ops.trunc_close(w, fields, torch.zeros_like(t2), t1, t3, f)[1]
     fields, u = torch.zeros_like(t2), torch.empty_like(t1)
-    operands = (memory(each) for each in (e, g1, g2, t1, t2, t3))
-    cpu_check.piece(*operands, f, t1.numel(), _ZERO[t1.dtype], memory(fields), memory(u))
+    operands = addresses(e, g1, g2, t1, t2, t3)
+    cpu_check.piece(*operands, f, t1.numel(), _ZERO[t1.dtype], *addresses(fields, u))
     return fields, u
 
 
@@ -72,8 +70,8 @@ def part(
         made = ops.trunc_close(w, fields, theirs, high, none, f)[0]
         return made, made + a1 + a2
     made, value = torch.empty_like(r), torch.empty_like(r)
-    operands = (memory(each) for each in (r, beta, theirs, high, a1, a2))
-    cpu_check.part(*operands, f, r.numel(), _ZERO[r.dtype], memory(made), memory(value))
+    operands = addresses(r, beta, theirs, high, a1, a2)
+    cpu_check.part(*operands, f, r.numel(), _ZERO[r.dtype], *addresses(made, value))
     return made, value
 
 

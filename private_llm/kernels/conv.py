@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from private_llm.kernels import cpu_amx, cpu_conv, cpu_conv_amx, matmul, parallel, shapes
-from private_llm.kernels.address import memory
+from private_llm.kernels.address import addresses
 from private_llm.kernels.cpu_conv import LANES
 from private_llm.kernels.matmul import RATE
 from private_llm.kernels.shapes import Pair
@@ -38,9 +38,10 @@ def product(
     if max(padding):
         wide = x.new_empty((*x.shape[:2], x.shape[2] + 2 * padding[0], x.shape[3] + 2 * padding[1]))
         sizes = np.array([*x.shape[2:], *padding])
-        cpu_conv.pad(memory(x), memory(wide), x.shape[0] * x.shape[1], sizes, _ZERO[x.dtype])
+        cpu_conv.pad(*addresses(x, wide), x.shape[0] * x.shape[1], sizes, _ZERO[x.dtype])
     plan = _plan(wide, w, size[2:], stride, dilation)
-    _Task(memory(wide), memory(w), memory(out), plan, len(x), groups, len(w), w[0].numel(), _ZERO[x.dtype]).spread()
+    images, weights, made = addresses(wide, w, out)
+    _Task(images, weights, made, plan, len(x), groups, len(w), w[0].numel(), _ZERO[x.dtype]).spread()
     return out
 
 
@@ -58,12 +59,13 @@ def _side_by_side(
     """out += x * w, as a single image whose rows hold the rows of all images entry by entry."""
     (images, channels, height, width), zero = x.shape, _ZERO[x.dtype]
     wide = x.new_empty((1, channels, height + 2 * padding[0], (width + 2 * padding[1]) * images))
-    cpu_conv.pad_turned(memory(x), memory(wide), images, channels, np.array([height, width, *padding]), zero)
+    cpu_conv.pad_turned(*addresses(x, wide), images, channels, np.array([height, width, *padding]), zero)
     _, outputs, rows, columns = out.shape
     made = x.new_zeros((outputs, rows, columns * images))
     plan = _plan(wide, w, made.shape[1:], (down, 1), (dilation[0], dilation[1] * images))
-    _Task(memory(wide), memory(w), memory(made), plan, 1, groups, outputs, w[0].numel(), zero).spread()
-    cpu_conv.add_turned(memory(made), memory(out), images, out[0].numel(), zero)
+    line, weights, sums = addresses(wide, w, made)
+    _Task(line, weights, sums, plan, 1, groups, outputs, w[0].numel(), zero).spread()
+    cpu_conv.add_turned(*addresses(made, out), images, out[0].numel(), zero)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Matmul(Form):
 
     def macs(self, x_shape: Size, y_shape: Size) -> int:
         """Outputs times K."""
-        batch = torch.broadcast_shapes(x_shape[:-2], y_shape[:-2])
+        batch = shapes.broadcast(torch.Size(x_shape[:-2]), torch.Size(y_shape[:-2]))
         return int(math.prod(batch) * x_shape[-2] * x_shape[-1] * y_shape[-1])
 
 

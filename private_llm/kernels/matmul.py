@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from private_llm.kernels import cpu_amx, cpu_matmul, parallel, shapes
-from private_llm.kernels.address import memory
+from private_llm.kernels.address import addresses
 
 _ZERO: dict[torch.dtype, np.unsignedinteger[Any]] = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
 _SHORTEST_DOT = 8
@@ -26,7 +26,7 @@ RATE, _BYTES = 2e10, 1e10
 """Multiply-adds and bytes of y in a second, to guess how many threads are worth their start."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Task:
     """out += x y by address: x [B, M, K], out [B, M, N], y [B, K, N] or, if turned, [B, N, K]; all contiguous."""
 
@@ -97,7 +97,7 @@ def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
         stacks, rows_each = 1, math.prod(batch) * rows
     else:
         if batch != y.shape[:-2]:
-            batch = torch.broadcast_shapes(batch, y.shape[:-2])
+            batch = shapes.broadcast(batch, y.shape[:-2])
             x, y = x.expand(*batch, rows, inner), y.expand(*batch, inner, columns)
         stacks, rows_each = math.prod(batch), rows
     out = torch.zeros((*batch, rows, columns), dtype=x.dtype) if onto is None else onto
@@ -111,8 +111,8 @@ def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
 
 
 def _task(x: Tensor, y: Tensor, out: Tensor, stacks: int, rows: int, turned: bool) -> _Task:
-    inner, columns = x.shape[-1], out.shape[-1]
-    return _Task(memory(x), memory(y), memory(out), stacks, rows, inner, columns, turned, _ZERO[x.dtype])
+    left, right, made = addresses(x, y, out)
+    return _Task(left, right, made, stacks, rows, x.shape[-1], out.shape[-1], turned, _ZERO[x.dtype])
 
 
 def _spread(task: _Task, x: Tensor, y: Tensor, out: Tensor) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels import conv, cpu_bits, cpu_prg, cpu_trunc, matmul, shapes
-from private_llm.kernels.address import memory
+from private_llm.kernels.address import addresses
 from private_llm.kernels.shapes import Pair
 from private_llm.kernels.shapes import packed_words as packed_words
 
@@ -111,7 +111,8 @@ def transpose_bits(x: Tensor, rows: int) -> Tensor:
         return out
     x = x.contiguous().view(-1)
     if x.is_cpu:
-        cpu_bits.transpose_words(memory(x), x.numel(), _ZERO[x.dtype], memory(out), rows)
+        at, made = addresses(x, out)
+        cpu_bits.transpose_words(at, x.numel(), _ZERO[x.dtype], made, rows)
     else:
         _gpu("bits", "transpose_bits", x, rows, out)
     return out
@@ -120,7 +121,8 @@ def transpose_bits(x: Tensor, rows: int) -> Tensor:
 def block_monomials(s: Tensor, low: int, blocks: Array, out: Tensor) -> None:
     """All monomials of the bits of each block of s [rows, W], xored into out. Helper side."""
     if s.is_cpu:
-        cpu_bits.block_monomials(memory(s), len(s), low, blocks, memory(out), len(out), s.shape[1])
+        bits, made = addresses(s, out)
+        cpu_bits.block_monomials(bits, s.shape[0], low, blocks, made, out.shape[0], s.shape[1])
     elif not s.is_meta:
         _gpu("bits", "block_monomials", s, low, blocks, out)
 
@@ -128,9 +130,8 @@ def block_monomials(s: Tensor, low: int, blocks: Array, out: Tensor) -> None:
 def block_carries(m: Tensor, low: int, blocks: Array, mono: Tensor, first: bool, out: Tensor) -> None:
     """Shares of (generate, propagate) of each block from public bits m and shared monomials, xored into out."""
     if m.is_cpu:
-        cpu_bits.block_carries(
-            memory(m), len(m), low, blocks, memory(mono), len(mono), first, memory(out), m.shape[1]
-        )  # fmt: skip
+        bits, shares, made = addresses(m, mono, out)
+        cpu_bits.block_carries(bits, m.shape[0], low, blocks, shares, mono.shape[0], first, made, m.shape[1])
     elif not m.is_meta:
         _gpu("bits", "block_carries", m, low, blocks, mono, first, out)
 
@@ -138,7 +139,8 @@ def block_carries(m: Tensor, low: int, blocks: Array, mono: Tensor, first: bool,
 def join_products(lam: Tensor, groups: Array, count: int, out: Tensor) -> None:
     """Products of masks that a level of joins needs, xored into out. Helper side."""
     if lam.is_cpu:
-        cpu_bits.join_products(memory(lam), groups, count, memory(out), len(out), lam.shape[1])
+        masks, made = addresses(lam, out)
+        cpu_bits.join_products(masks, groups, count, made, out.shape[0], lam.shape[1])
     elif not lam.is_meta:
         _gpu("bits", "join_products", lam, groups, count, out)
 
@@ -148,9 +150,8 @@ def join_carries(
 ) -> None:  # fmt: skip
     """Shares of the joined (generate, propagate) from masked rows, mask shares and product shares, xored into out."""
     if b.is_cpu:
-        cpu_bits.join_carries(
-            memory(b), memory(lam), memory(prod), len(prod), groups, count, first, memory(out), b.shape[1]
-        )  # fmt: skip
+        opened, masks, shares, made = addresses(b, lam, prod, out)
+        cpu_bits.join_carries(opened, masks, shares, prod.shape[0], groups, count, first, made, b.shape[1])
     elif not b.is_meta:
         _gpu("bits", "join_carries", b, lam, prod, groups, count, first, out)
 
@@ -160,10 +161,8 @@ def inject_products(bits: Tensor, lam: Tensor, weighted: Array, out: Tensor) -> 
     if out.is_meta or not out.numel():
         return
     if bits.is_cpu:
-        n = out.shape[1]
-        cpu_bits.inject_products(
-            memory(bits), len(bits), memory(lam), weighted, memory(out), len(out), n, _ZERO[out.dtype]
-        )  # fmt: skip
+        rows, masks, made = addresses(bits, lam, out)
+        cpu_bits.inject_products(rows, bits.shape[0], masks, weighted, made, *out.shape, _ZERO[out.dtype])
     else:
         _gpu("bits", "inject_products", bits, lam, weighted, out)
 
@@ -176,9 +175,10 @@ def inject_terms(
     if out.is_meta or not out.numel():
         return
     if bits.is_cpu:
+        rows, known, masks, helped, factors, addends, made = addresses(bits, m, mine, shares, w, c, out)
         cpu_bits.inject_terms(
-            memory(bits), len(bits), memory(m), memory(mine), memory(shares), len(shares), weighted, memory(w),
-            w.shape[1], memory(c), c.shape[1], first, memory(out), out.numel(), _ZERO[out.dtype],
+            rows, bits.shape[0], known, masks, helped, shares.shape[0], weighted, factors, w.shape[1], addends,
+            c.shape[1], first, made, out.numel(), _ZERO[out.dtype],
         )  # fmt: skip
     else:
         _gpu("bits", "inject_terms", bits, m, mine, shares, weighted, w, c, first, out)
@@ -188,12 +188,10 @@ def trunc_helper(
     error: Tensor, g1: Tensor, g2: Tensor, z1: Tensor, rho1: Tensor, zeta1: Tensor, zeta2: Tensor, f: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Party 0's step of the truncation: (a1, a2, z2, rho2)."""
-    made = a1, a2, z2, rho2 = shapes.trunc_helper(error, g1, g2, z1, rho1, zeta1, zeta2, f)
+    made = shapes.trunc_helper(error, g1, g2, z1, rho1, zeta1, zeta2, f)
     if z1.is_cpu:
-        cpu_trunc.helper(
-            memory(error), memory(g1), memory(g2), memory(z1), memory(rho1), memory(zeta1), memory(zeta2),
-            f, z1.numel(), _ZERO[z1.dtype], memory(a1), memory(a2), memory(z2), memory(rho2),
-        )  # fmt: skip
+        operands = addresses(error, g1, g2, z1, rho1, zeta1, zeta2)
+        cpu_trunc.helper(*operands, f, z1.numel(), _ZERO[z1.dtype], *addresses(*made))
     elif not z1.is_meta:
         _gpu("trunc", "trunc_helper", error, g1, g2, z1, rho1, zeta1, zeta2, f, *made)
     return made
@@ -203,10 +201,8 @@ def trunc_open(mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int) 
     """Evaluator's first step: (w, packed fields to exchange)."""
     made = w, packed = shapes.trunc_open(mine, theirs, rho, zeta, f)
     if w.is_cpu:
-        cpu_trunc.opened(
-            memory(mine), memory(theirs), memory(rho), memory(zeta), f, w.numel(), _ZERO[w.dtype], memory(w),
-            memory(packed),
-        )  # fmt: skip
+        *operands, opened, fields = addresses(mine, theirs, rho, zeta, w, packed)
+        cpu_trunc.opened(*operands, f, w.numel(), _ZERO[w.dtype], opened, fields)
     elif not w.is_meta:
         _gpu("trunc", "trunc_open", mine, theirs, rho, zeta, f, *made)
     return made
@@ -216,10 +212,8 @@ def trunc_close(w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor
     """Evaluator's last step: (value plus the other's mask, own mask)."""
     made = half, own = shapes.trunc_close(w, mine, theirs, z, zeta, f)
     if w.is_cpu:
-        cpu_trunc.closed(
-            memory(w), memory(mine), memory(theirs), memory(z), memory(zeta), f, w.numel(), _ZERO[w.dtype],
-            memory(half), memory(own),
-        )  # fmt: skip
+        *operands, value, mask = addresses(w, mine, theirs, z, zeta, half, own)
+        cpu_trunc.closed(*operands, f, w.numel(), _ZERO[w.dtype], value, mask)
     elif not w.is_meta:
         _gpu("trunc", "trunc_close", w, mine, theirs, z, zeta, f, *made)
     return made

@@ -45,43 +45,32 @@ class Ledger:
 
     def __init__(self, party: int) -> None:
         self.party = party
-        self._scope: list[str] = []
-        self._tag: list[str] = []
+        self.scope_name = ""
+        """The innermost module being computed, or an empty string."""
+        self.op_name = ""
+        """The outermost operation being computed, or an empty string."""
         self.sent: dict[tuple[str, str, int], int] = defaultdict(int)
         self.rounds: dict[tuple[str, str], int] = defaultdict(int)
         self.macs: dict[str, int] = defaultdict(int)
         self.seconds: dict[str, float] = defaultdict(float)
 
-    @property
-    def scope_name(self) -> str:
-        """The innermost module being computed, or an empty string."""
-        return self._scope[-1] if self._scope else ""
-
-    @property
-    def op_name(self) -> str:
-        """The outermost operation being computed, or an empty string."""
-        return self._tag[0] if self._tag else ""
-
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
         """Book everything inside under the module `name`."""
-        self._scope.append(name)
+        outer, self.scope_name = self.scope_name, name
         try:
             yield
         finally:
-            self._scope.pop()
+            self.scope_name = outer
 
     @contextmanager
     def op(self, name: str) -> Iterator[None]:
         """Book everything inside under the operation `name` (the outermost name wins)."""
-        self._tag.append(name)
+        outer, self.op_name = self.op_name, self.op_name or name
         try:
             yield
         finally:
-            self._tag.pop()
-
-    def _name(self, tag: str) -> str:
-        return self.op_name or tag
+            self.op_name = outer
 
     def timing(self, name: str) -> AbstractContextManager[None]:
         """Around what should count as `name` in `seconds`; only the ledger of a benchmark looks at the clock."""
@@ -89,11 +78,11 @@ class Ledger:
 
     def add_sent(self, to: int, tag: str, count: int) -> None:
         """Book `count` bytes sent to party `to`."""
-        self.sent[(self.scope_name, self._name(tag), to)] += count
+        self.sent[(self.scope_name, self.op_name or tag, to)] += count
 
     def add_round(self, tag: str) -> None:
         """Book one online round."""
-        self.rounds[(self.scope_name, self._name(tag))] += 1
+        self.rounds[(self.scope_name, self.op_name or tag)] += 1
 
     def add_macs(self, count: int) -> None:
         """Book `count` ring multiply-adds of local work."""

@@ -50,8 +50,8 @@ class LocalHub:
         self.endpoints = [*range(parties), CLIENT]
         self.timeout = timeout
         self.number = 0
-        self._lanes = _Lanes()
-        self._lanes.hubs[0] = self
+        self.lanes = _Lanes()
+        self.lanes.hubs[0] = self
         self.clear()
 
     def clear(self) -> None:
@@ -62,17 +62,17 @@ class LocalHub:
     @property
     def failure(self) -> str | None:
         """Why the session ended, in whichever lane."""
-        return self._lanes.failure
+        return self.lanes.failure
 
     def lane(self, number: int) -> LocalHub:
         """The hub of another lane of the same session."""
-        with self._lanes.lock:
-            if number not in self._lanes.hubs:
+        with self.lanes.lock:
+            if number not in self.lanes.hubs:
                 twin = copy.copy(self)
                 twin.number = number
                 twin.clear()
-                self._lanes.hubs[number] = twin
-            return self._lanes.hubs[number]
+                self.lanes.hubs[number] = twin
+            return self.lanes.hubs[number]
 
     def transport(self, me: int) -> LocalTransport:
         """The transport of endpoint `me`."""
@@ -80,10 +80,10 @@ class LocalHub:
 
     def abort(self, reason: str) -> None:
         """Wake every waiting endpoint of every lane with PartyFailed."""
-        with self._lanes.lock:
-            if self._lanes.failure is None:
-                self._lanes.failure = reason
-            hubs = list(self._lanes.hubs.values())
+        with self.lanes.lock:
+            if self.lanes.failure is None:
+                self.lanes.failure = reason
+            hubs = list(self.lanes.hubs.values())
         for link in [link for hub in hubs for link in hub.links.values()]:
             link.items.put(None)
             with link.room:
@@ -105,7 +105,7 @@ class LocalTransport(Transport):
 
     def __init__(self, hub: LocalHub, me: int) -> None:
         super().__init__(me)
-        self._hub = hub
+        self._hub, self._session = hub, hub.lanes
 
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
         link = self._hub.links[(self.me, to)]
@@ -113,11 +113,12 @@ class LocalTransport(Transport):
         if size > _SMALL:
             with link.room:
                 if not link.room.wait_for(
-                    lambda: link.ahead <= _MAX_AHEAD or self._hub.failure is not None, self._hub.timeout
+                    lambda: link.ahead <= _MAX_AHEAD or self._session.failure is not None, self._hub.timeout
                 ):
                     raise self._fail(PartyFailed(f"{endpoint_name(to)} took nothing for {self._hub.timeout:g} s"))
                 link.ahead += size
-        self._check()
+        if self._session.failure is not None:
+            raise PartyFailed(self._session.failure)
         link.items.put((tag, payload))
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -134,14 +135,15 @@ class LocalTransport(Transport):
                 f"want '{tag}' with {math.prod(shape)} x {dtype} (parties disagree on the computation)"
             )
             raise self._fail(error)
-        return payload.view(shape)
+        return payload if payload.shape == shape else payload.view(shape)
 
     def wait(self, frm: int) -> None:
         """Block until a frame from `frm` is there, however long it takes."""
         link = self._hub.links[(frm, self.me)]
         if link.peeked is None:
             link.peeked = link.items.get()
-        self._check()
+        if self._session.failure is not None:
+            raise PartyFailed(self._session.failure)
 
     def lane(self, number: int) -> LocalTransport:
         """The transport of the same endpoint in another lane."""
@@ -153,7 +155,8 @@ class LocalTransport(Transport):
 
     def _next(self, link: _Link, frm: int, tag: str) -> tuple[str, Tensor]:
         """The next tag and payload on a link."""
-        self._check()
+        if self._session.failure is not None:
+            raise PartyFailed(self._session.failure)
         item, link.peeked = link.peeked, None
         if item is None:
             self._hub.waiting[self.me] = frm
@@ -165,17 +168,14 @@ class LocalTransport(Transport):
                 raise self._fail(PartyFailed(text)) from None
             finally:
                 del self._hub.waiting[self.me]
-        self._check()
+            if self._session.failure is not None:
+                raise PartyFailed(self._session.failure)
         if item is None:
             raise PartyFailed(f"{endpoint_name(frm)} stopped")
         return item
-
-    def _check(self) -> None:
-        if self._hub.failure is not None:
-            raise PartyFailed(self._hub.failure)
 
     def _fail(self, error: TransportError) -> TransportError:
         """Stop the session because of `error`."""
         reason = f"{endpoint_name(self.me)}: {error}; restart the session, or raise timeout_s if machines are slow"
         self._hub.abort(reason)
-        return type(error)(self._hub.failure)
+        return type(error)(self._session.failure)

@@ -38,6 +38,8 @@ MAX_NOTE = 4096
 _LAYOUT = struct.Struct(">4sBBBB8sQQ32s")
 _NAMES = {1: torch.int64, 2: torch.int32, 3: torch.uint8}
 _CODES = {dtype: code for code, dtype in _NAMES.items()}
+TRAVELS = frozenset(_CODES)
+"""Dtypes that a link carries; floats would not be shares."""
 
 if sys.byteorder != "little":
     raise ConfigError("this machine is big-endian; tensors travel in little-endian memory order")
@@ -77,7 +79,7 @@ class Frame:
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """The code of a dtype. Raises DomainError for one that never travels (floats would not be shares)."""
+    """The code of a dtype. Raises DomainError for one that never travels."""
     code = _CODES.get(dtype)
     if code is None:
         raise DomainError(f"a link carries int64, int32 or uint8; got {dtype}")

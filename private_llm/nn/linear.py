@@ -41,6 +41,7 @@ class SharedInput:
             self._weights = lambda: _joined([read(layer) for layer in layers])
         self._source: tuple[Tensor, object] | None = None
         self._pieces: list[Tensor | None] = []
+        self._left = 0
 
     def piece(self, index: int, x: Tensor) -> Tensor:
         """The output of layer `index` for input x [.., K]."""
@@ -48,10 +49,11 @@ class SharedInput:
         if found is None:
             with self._ledger.scope(self._name):
                 made = F.linear(x, *self._weights()).split(self._sizes, dim=-1)
-            self._pieces, self._source = list(made), (x, _content(x))
+            self._pieces, self._source, self._left = list(made), (x, _content(x)), len(made)
             found = made[index]
         self._pieces[index] = None
-        if not any(piece is not None for piece in self._pieces):
+        self._left -= 1
+        if not self._left:
             self._source = None
         return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import add, neg, sub
 
 from torch import Tensor
 
@@ -39,15 +40,15 @@ class Arithmetic(PartyEnd):
     # -- local (no communication) ---------------------------------------------------------------------
     def add(self, x: Share, y: Share) -> Share:
         """x + y, broadcasting. Local."""
-        return Share(tuple(a + b for a, b in zip(x.parts, y.parts, strict=True)))
+        return Share(tuple(map(add, x.parts, y.parts)))
 
     def sub(self, x: Share, y: Share) -> Share:
         """x - y, broadcasting. Local."""
-        return Share(tuple(a - b for a, b in zip(x.parts, y.parts, strict=True)))
+        return Share(tuple(map(sub, x.parts, y.parts)))
 
     def neg(self, x: Share) -> Share:
         """-x. Local."""
-        return x.map(lambda part: -part)
+        return x.map(neg)
 
     def mul_public(self, x: Share, c: int | Tensor) -> Share:
         """x times public ring constants, broadcasting, no truncation. Local."""

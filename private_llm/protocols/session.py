@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,24 +53,25 @@ class Session:
     device: str = "cpu"
     known: Known = field(default_factory=Known)
 
-    @property
+    @cached_property
     def ring(self) -> Ring:
         """The ring of arithmetic shares."""
         return self.protocol.ring
 
-    @property
+    @cached_property
     def frac(self) -> int:
         """Default fractional bits of secret values."""
         return self.config.frac_bits
 
-    @property
+    @cached_property
     def party(self) -> int:
         """This party's number."""
         return self.protocol.party
 
     def exponent(self, quantity: str) -> int | None:
         """What calibration tells of the module that is being computed (`ranges.QUANTITIES`), or None."""
-        return self.known.ranges.of(self.protocol.ledger.scope_name, quantity)
+        ranges = self.known.ranges
+        return ranges.of(self.protocol.ledger.scope_name, quantity) if ranges.modules else None
 
     def __repr__(self) -> str:
         return f"Session({self.protocol.name}, party {self.party}, ring {self.ring.bits}, f={self.frac})"

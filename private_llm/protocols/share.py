@@ -26,7 +26,7 @@ class Share:
 
     def map(self, linear: Callable[[Tensor], Tensor]) -> Share:
         """Apply a linear or reordering function to every part: a local operation."""
-        return Share(tuple(linear(part) for part in self.parts))
+        return Share(tuple(map(linear, self.parts)))
 
     def __repr__(self) -> str:
         return f"Share(shape={tuple(self.shape)}, parts={len(self.parts)})"

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 from torch import Tensor
 
 from private_llm.errors import DomainError
@@ -99,11 +99,12 @@ def expand(keys: Tensor, domain: int, holder: int, ring: Ring) -> Tensor:
     control = np.full((tokens, 1), holder, dtype=np.uint64)
     packed = words[:, 2 + 2 * levels]
     one = np.uint64(1)
+    left, right, leaf = (cipher.encryptor() for cipher in (_LEFT, _RIGHT, _LEAF))
     for level in range(levels):
         out = np.empty((tokens, 2 << level, 2), dtype=np.uint64)
         bits = np.empty((tokens, 2 << level), dtype=np.uint64)
         cpu_dpf.children(
-            seeds, control, _encrypt(_LEFT, seeds), _encrypt(_RIGHT, seeds),
+            seeds, control, _encrypt(left, seeds), _encrypt(right, seeds),
             np.ascontiguousarray(words[:, 2 + 2 * level : 4 + 2 * level]),
             (packed >> np.uint64(2 * level)) & one, (packed >> np.uint64(2 * level + 1)) & one, out, bits,
         )  # fmt: skip
@@ -112,18 +113,18 @@ def expand(keys: Tensor, domain: int, holder: int, ring: Ring) -> Tensor:
     share = torch.empty((tokens, domain), dtype=ring.dtype)
     unsigned = share.numpy().view(np.uint64 if ring.bits == 64 else np.uint32)
     final = np.ascontiguousarray(words[:, 3 + 2 * levels :])
-    cpu_dpf.leaves(seeds, _encrypt(_LEAF, seeds), control, final, holder == 1, unsigned)
+    cpu_dpf.leaves(seeds, _encrypt(leaf, seeds), control, final, holder == 1, unsigned)
     return share.to(keys.device)
 
 
-def _encrypt(cipher: Cipher[modes.ECB], blocks: Array) -> Array:
+def _encrypt(encryptor: CipherContext, blocks: Array) -> Array:
     out = np.empty(blocks.size + 2, dtype=np.uint64)  # the cipher wants one spare block
     if blocks.size:
-        cipher.encryptor().update_into(blocks.data.cast("B"), out.data.cast("B"))
+        encryptor.update_into(blocks.data.cast("B"), out.data.cast("B"))
     return out[: blocks.size].reshape(blocks.shape)
 
 
 def _one_way(cipher: Cipher[modes.ECB], seeds: Array) -> Array:
     seeds = np.ascontiguousarray(seeds)
-    made: Array = _encrypt(cipher, seeds) ^ seeds
+    made: Array = _encrypt(cipher.encryptor(), seeds) ^ seeds
     return made

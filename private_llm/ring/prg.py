@@ -23,7 +23,7 @@ from private_llm.errors import ConfigError
 from private_llm.kernels import ops
 from private_llm.ring.ring import Ring
 
-_ZEROS = bytes(1 << 20)
+_ZEROS = memoryview(bytes(1 << 20))
 
 
 class Seed:
@@ -74,24 +74,22 @@ class Prg:
 
     def fill(self, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """Overwrite `out` (uint8, contiguous) with the next stream bytes, block-aligned per call."""
-        n = out.size
-        start = 0
-        while start < n:
-            stop = min(start + len(_ZEROS), n)
-            self._encrypt.update_into(memoryview(_ZEROS)[: stop - start], out[start:stop].data)
-            start = stop
-        if n % 16:
-            self._encrypt.update(_ZEROS[: 16 - n % 16])
+        for start in range(0, out.size, len(_ZEROS)):
+            piece = out[start : start + len(_ZEROS)]
+            self._encrypt.update_into(_ZEROS[: piece.size], piece.data)
+        if out.size % 16:
+            self._encrypt.update(_ZEROS[: -out.size % 16])
 
     def words(self, count: int, device: str | torch.device = "cpu") -> Tensor:
         """`count` uniform 64-bit words as int64 [count]."""
-        return self._draw(count, torch.int64, device)
+        return self.draw(count, torch.int64, device)
 
     def elements(self, count: int, ring: Ring, device: str | torch.device = "cpu") -> Tensor:
         """`count` uniform ring elements [count]."""
-        return self._draw(count, ring.dtype, device)
+        return self.draw(count, ring.dtype, device)
 
-    def _draw(self, count: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
+    def draw(self, count: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
+        """`count` uniform integers of a dtype [count]."""
         if str(device) == "meta":
             return torch.empty(count, dtype=dtype, device="meta")
         out = torch.empty(count, dtype=dtype)
@@ -129,13 +127,14 @@ class ChaCha(Prg):
             self._encrypt = Cipher(algorithms.ChaCha20(self._key, counter), None).encryptor()
         for start in range(0, out.size, len(_ZEROS)):
             piece = out[start : start + len(_ZEROS)]
-            self._encrypt.update_into(memoryview(_ZEROS)[: piece.size], piece.data)
+            self._encrypt.update_into(_ZEROS[: piece.size], piece.data)
         self._encrypt.update(_ZEROS[: -out.size % _BLOCK])
         self._at = (self._nonce, self._block)
 
-    def _draw(self, count: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
+    def draw(self, count: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
+        """`count` uniform integers of a dtype [count]."""
         where = torch.device(device)
-        return self.make(count, dtype, where) if where.type == "cuda" else super()._draw(count, dtype, where)
+        return self.make(count, dtype, where) if where.type == "cuda" else super().draw(count, dtype, where)
 
     def make(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The next `count` elements, computed by the kernel of `device`: the bytes that `fill` would give."""

@@ -7,6 +7,7 @@ modulo 2^bits by themselves, so ring arithmetic is plain torch arithmetic.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,17 +25,17 @@ class Ring:
         if self.bits not in (32, 64):
             raise ConfigError(f"ring: got {self.bits} bits; want 32 or 64")
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The torch dtype that holds one ring element."""
         return torch.int64 if self.bits == 64 else torch.int32
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Bytes of one ring element."""
         return self.bits // 8
 
-    @property
+    @cached_property
     def value_bits(self) -> int:
         """Bits of magnitude a value may use before truncation: |z| < 2^(bits-2) (wrap-free truncation)."""
         return self.bits - 2

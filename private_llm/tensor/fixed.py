@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from private_llm.errors import DomainError
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import BitShare, Share
+from private_llm.ring.ring import Ring
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,11 +37,11 @@ class Fixed:
     @property
     def shape(self) -> torch.Size:
         """Logical shape."""
-        return self.share.shape
+        return self.share.parts[0].shape
 
     def numel(self) -> int:
         """Number of elements."""
-        return self.share.numel()
+        return self.share.parts[0].numel()
 
     def with_share(self, share: Share, frac: int | None = None) -> Fixed:
         """Another share of the same session."""
@@ -47,17 +49,14 @@ class Fixed:
 
     def view(self, reorder: Callable[[Tensor], Tensor]) -> Fixed:
         """Apply a reordering or linear function (reshape, index, sum, ...) to every part."""
-        return self.with_share(self.share.map(reorder))
+        return Fixed(self.session, self.share.map(reorder), self.frac)
 
     # -- scale ------------------------------------------------------------------------------------------
     def encode(self, value: float | Tensor, frac: int) -> int | Tensor:
         """Public real constants as ring elements with `frac` bits."""
         if isinstance(value, Tensor):
             return self.session.ring.encode(value, frac).to(self.share.parts[0].device)
-        scaled = round(value * (1 << frac))
-        if abs(scaled) >= 1 << (self.session.ring.bits - 2):
-            raise DomainError(f"constant {value:g} does not fit the ring with {frac} fractional bits")
-        return scaled
+        return _encoded((value,), frac, self.session.ring)[0]
 
     def finer(self, frac: int) -> Fixed:
         """The same value with more fractional bits."""
@@ -75,6 +74,8 @@ class Fixed:
 
     def at(self, frac: int) -> Fixed:
         """The same value with exactly `frac` bits (truncates only if it must)."""
+        if frac == self.frac:
+            return self
         return self.finer(frac) if frac >= self.frac else self.coarser(frac)
 
     def stack(self, other: Fixed) -> Fixed:
@@ -84,6 +85,8 @@ class Fixed:
 
     # -- sums --------------------------------------------------------------------------------------------
     def _aligned(self, other: Fixed) -> tuple[Fixed, Fixed]:
+        if self.frac == other.frac:
+            return self, other
         frac = max(self.frac, other.frac)
         return self.finer(frac), other.finer(frac)
 
@@ -159,8 +162,7 @@ class Fixed:
         `bits` and `low` bound the adder as in `Protocol.msb`: x - threshold must fit `bits` bits, and where x lies
         less than 2^(low - frac) above a threshold the bit may be 1.
         """
-        offsets = [-round(t * (1 << self.frac)) for t in thresholds]
-        return self.proto.msb(self.share, offsets, bits, low)
+        return self.proto.msb(self.share, _offsets(tuple(thresholds), self.frac), bits, low)
 
     def choose(
         self,
@@ -176,10 +178,10 @@ class Fixed:
         """
         out = self.frac if frac is None else frac
         total = self.frac + weight_bits
-        w = [self.encode(float(v), weight_bits) for v in weights]
-        c = [self.encode(float(v), total) for v in constants]
+        ring = self.session.ring
+        w, c = _encoded(tuple(weights), weight_bits, ring), _encoded(tuple(constants), total, ring)
         raw = self.proto.inject(bits, self.share, w, c, total - out)
-        shape = tuple(self.shape)
+        shape = self.shape
         return self.with_share(raw.map(lambda part: part.reshape(shape)), out)
 
     def __repr__(self) -> str:
@@ -188,6 +190,21 @@ class Fixed:
 
 def arithmetic(session: Session, bits: BitShare, constants: Sequence[float], frac: int) -> Fixed:
     """sum over rows of bit_k * constants_k as a 1-D secret (bit to arithmetic): one step."""
-    ring = session.ring
-    encoded = [ring.constant(round(c * (1 << frac))) for c in constants]
+    encoded = [session.ring.constant(round(c * (1 << frac))) for c in constants]
     return Fixed(session, session.protocol.inject(bits, None, encoded, encoded), frac)
+
+
+@lru_cache(maxsize=1024)
+def _encoded(values: tuple[float, ...], frac: int, ring: Ring) -> tuple[int, ...]:
+    """Public real constants with `frac` fractional bits. Raises DomainError for one that the ring cannot hold."""
+    scaled = tuple(round(value * (1 << frac)) for value in values)
+    for value, made in zip(values, scaled, strict=True):
+        if abs(made) >= 1 << (ring.bits - 2):
+            raise DomainError(f"constant {value:g} does not fit the ring with {frac} fractional bits")
+    return scaled
+
+
+@lru_cache(maxsize=1024)
+def _offsets(thresholds: tuple[float, ...], frac: int) -> tuple[int, ...]:
+    """What is added to a value with `frac` fractional bits so that it is negative below each threshold."""
+    return tuple(-round(threshold * (1 << frac)) for threshold in thresholds)

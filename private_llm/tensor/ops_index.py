@@ -23,11 +23,11 @@ def _check_public(index: object) -> None:
     if isinstance(index, SecretTensor):
         raise UnsupportedOp("a secret index has no private rule; look up with one-hot rows (F.embedding)")
     if isinstance(index, slice):
-        for bound in (index.start, index.stop, index.step):
-            _check_public(bound)
-    elif isinstance(index, (tuple, list)):
+        index = (index.start, index.stop, index.step)
+    if isinstance(index, (tuple, list)):
         for entry in index:
-            _check_public(entry)
+            if not (entry is None or entry is Ellipsis or type(entry) is int):
+                _check_public(entry)
 
 
 @implements(Tensor.__getitem__)

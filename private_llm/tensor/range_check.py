@@ -22,11 +22,10 @@ import hashlib
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.kernels.forms import Matmul
+from private_llm.kernels.ops import ring_matmul
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
@@ -72,7 +71,7 @@ def watch(x: Fixed, bits: int | None = None) -> None:
     # Every entry may be off by a unit or two of its last place, however small the values are.
     bits = max(width.bit_length() + 4, min(bits, session.ring.value_bits - 1))
     signs = _signs(width, session.ring.dtype, str(x.share.parts[0].device))
-    sums = x.share.map(lambda part: Matmul().product(part.reshape(-1, part.shape[-1]), signs))
+    sums = x.share.map(lambda part: ring_matmul(part.reshape(-1, width), signs).reshape(-1))
     session.known.owed.append((sums, bits))
 
 
@@ -110,7 +109,7 @@ def watch_flat(x: Fixed, bits: int) -> None:
 
 def _in_pieces(x: Fixed) -> Fixed:
     spare = -x.numel() % PIECE
-    return x.view(lambda part: F.pad(part.reshape(-1), (0, spare)).view(-1, PIECE))
+    return x.view(lambda part: torch.constant_pad_nd(part.reshape(-1), (0, spare)).view(-1, PIECE))
 
 
 def verdict(session: Session) -> Fixed | None:
@@ -121,7 +120,7 @@ def verdict(session: Session) -> Fixed | None:
         return None
     alike: dict[int, list[Share]] = {}
     for sums, bits in owed:
-        alike.setdefault(bits, []).append(sums.map(lambda part: part.reshape(-1)))
+        alike.setdefault(bits, []).append(sums)
     device = owed[0][0].parts[0].device
     both = []
     for bits, shares in alike.items():
@@ -136,8 +135,8 @@ def verdict(session: Session) -> Fixed | None:
 
 
 def _joined(shares: list[Share], device: torch.device) -> Share:
-    columns = zip(*(share.parts for share in shares), strict=True)
-    return Share(tuple(torch.cat([part.to(device) for part in column]) for column in columns))
+    columns = zip(*[share.parts for share in shares], strict=True)
+    return Share(tuple([torch.cat([part.to(device) for part in column]) for column in columns]))
 
 
 def require(flag: Tensor) -> None:

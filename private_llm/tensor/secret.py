@@ -16,7 +16,7 @@ from private_llm.errors import UnsupportedOp
 from private_llm.protocols.checked_plain import CheckedPlain
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
-from private_llm.tensor.dispatch import TorchArg, op_name
+from private_llm.tensor.dispatch import TorchArg, dispatch, op_name
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.guard import Guarded
 
@@ -49,9 +49,6 @@ class SecretTensor(Guarded):
         self._coarse = False
         return self
 
-    def __init__(self, fixed: Fixed) -> None:
-        """State is set by `__new__`."""
-
     @classmethod
     def __torch_function__(
         cls,
@@ -63,9 +60,9 @@ class SecretTensor(Guarded):
         """The closed table; a debug session checks every result, also of what is local, and knows its operation."""
         ranges = _ranges(args)
         if ranges is None:
-            return super().__torch_function__(func, types, args, kwargs)
+            return dispatch(func, args, kwargs or {})
         with ranges.ledger.op(op_name(func)):
-            made = super().__torch_function__(func, types, args, kwargs)
+            made = dispatch(func, args, kwargs or {})
             for out in made if isinstance(made, tuple | list) else (made,):
                 if isinstance(out, SecretTensor):
                     ranges.check("the result", out._fixed.share)
@@ -126,7 +123,7 @@ class SecretTensor(Guarded):
     def viewed(self, reorder: Callable[[Tensor], Tensor]) -> SecretTensor:
         """Apply a reordering to all parts; the result counts as sharing memory with this tensor."""
         hidden = None if self._hidden is None else reorder(self._hidden)
-        return self.related(tuple(reorder(part) for part in self._fixed.share.parts), hidden)
+        return self.related(tuple(map(reorder, self._fixed.share.parts)), hidden)
 
     def related(self, parts: tuple[Tensor, ...], hidden: Tensor | None = None) -> SecretTensor:
         """A secret made of moved elements of this one (`hidden` moved alike)."""
@@ -196,8 +193,8 @@ def _ranges(args: Sequence[TorchArg]) -> CheckedPlain | None:
     """The protocol of the first secret among the arguments, if it is one that checks ranges."""
     for arg in args:
         if isinstance(arg, SecretTensor):
-            protocol = arg.session.protocol
-            return protocol if isinstance(protocol, CheckedPlain) else None
+            protocol = arg._fixed.session.protocol
+            return protocol if type(protocol) is CheckedPlain else None
         if isinstance(arg, tuple | list) and (found := _ranges(arg)) is not None:
             return found
     return None

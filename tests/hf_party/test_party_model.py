@@ -51,6 +51,25 @@ def test_tied_weights_stay_one_parameter_and_buffers_stay_public() -> None:
     assert t5.shared.weight is t5.encoder.embed_tokens.weight is t5.decoder.embed_tokens.weight
 
 
+def test_progress_is_reported_by_each_weight_and_each_module_that_runs() -> None:
+    """A client that hears of no progress takes a party that computes for long for a dead one."""
+    model, session = tiny.build("llama"), plain_session()
+    shares = {name: fixed(session, weight) for name, weight in weights_of(model).items()}
+    told: list[str] = []
+    party = build_party_model(
+        *description(model), shares, session, lambda: told.append(session.protocol.ledger.scope_name)
+    )
+    assert len(told) == len(list(party.parameters()))
+    told.clear()
+    party(inputs_embeds=party.get_input_embeddings()(tokens(session, ids(1, 3))))
+    modules = {name for name, module in party.named_modules() if name and not isinstance(module, nn.ModuleList)}
+    assert len(told) == len(modules)
+    assert {"", "model", "model.layers.1", "model.layers.1.self_attn"} <= {*told} <= {"", *modules}
+    with pytest.raises(PlaintextLeak):
+        party.model.layers[0](None)
+    assert session.protocol.ledger.scope_name == ""
+
+
 def _with_weights(changes: dict[str, Tensor | None]) -> PreTrainedModel:
     model, session = tiny.build("opt"), plain_session()
     weights = {**weights_of(model), **changes}

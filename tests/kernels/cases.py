@@ -119,13 +119,13 @@ def carry_cases() -> Iterator[Case]:
         for first in (True, False):
             yield Case("block_carries", f"{note}-{first}", (m, 1, blocks, mono, first, draw.words(rows, words)), True)
         for level, groups in enumerate(plan.levels):
-            lam, b, prod = draw.words(rows, words), draw.words(rows, words), draw.words(plan.product_rows(level), words)
+            lam, b, prod = draw.words(rows, words), draw.words(rows, words), draw.words(plan.product_rows[level], words)
             sizes, note = np.array(groups), f"{positions}-{words}-{level}"
             yield Case("join_products", note, (lam, sizes, count, prod), changes=True)
             for first in (True, False):
-                out = draw.words(plan.joined_rows(level), words)
+                out = draw.words(plan.joined_rows[level], words)
                 yield Case("join_carries", f"{note}-{first}", (b, lam, prod, sizes, count, first, out), changes=True)
-            rows, count = plan.joined_rows(level), len(groups)
+            rows, count = plan.joined_rows[level], len(groups)
 
 
 def _inject_cases(ring: Ring, n: int, kinds: tuple[bool, ...]) -> Iterator[Case]:

@@ -57,10 +57,10 @@ def test_both_evaluators_together_hold_the_carry_of_the_sum(positions: int) -> N
     for level, groups in enumerate(plan.levels):
         lam = [draw.words(held[0].shape[0], 1) for _ in range(2)]
         masked = held[0] ^ held[1] ^ lam[0] ^ lam[1]
-        prod = [draw.words(plan.product_rows(level), 1)]
+        prod = [draw.words(plan.product_rows[level], 1)]
         prod.append(prod[0].clone())
         reference.join_products(lam[0] ^ lam[1], groups, count, prod[1])
-        held = [torch.zeros(plan.joined_rows(level), 1, dtype=torch.int64) for _ in range(2)]
+        held = [torch.zeros(plan.joined_rows[level], 1, dtype=torch.int64) for _ in range(2)]
         for who in range(2):
             reference.join_carries(masked, lam[who], prod[who], groups, count, who == 0, held[who])
         count = len(groups)

@@ -40,6 +40,7 @@ from torch import Tensor
 from private_llm.errors import ProtocolAbort
 from private_llm.kernels import checks, ops
 from private_llm.kernels.forms import Form, Matmul
+from private_llm.kernels.shapes import broadcast
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.quad.client import digest, unmask
 from private_llm.protocols.quad.records import QuadRecords
@@ -55,7 +56,10 @@ class QuadArithmetic(QuadRecords):
     # -- local ---------------------------------------------------------------------------------------------------
     def add_public(self, x: Share, c: int | Tensor) -> Share:
         """Parties 0, 1 and 2 add c to their masked component."""
-        x, c = self._matched(x, c)
+        if isinstance(c, Tensor):
+            x, c = self._matched(x, c)
+        else:
+            c = self.ring.constant(c)
         a, b, third = x.parts
         if self.party == 0:
             return Share((a, b, third + c))
@@ -297,7 +301,7 @@ class _Elementwise(Form):
         return x * y
 
     def macs(self, x_shape: Sequence[int], y_shape: Sequence[int]) -> int:
-        return math.prod(torch.broadcast_shapes(tuple(x_shape), tuple(y_shape)))
+        return math.prod(broadcast(torch.Size(x_shape), torch.Size(y_shape)))
 
 
 def _selected(piece: Tensor, select: Tensor) -> Tensor:

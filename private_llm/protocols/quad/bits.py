@@ -62,8 +62,7 @@ class Quad(QuadArithmetic):
     def _check_rows(self, plan: CarryPlan, lanes: int) -> tuple[int, int, int]:
         """Words of monomials and of all rows that party 2 tells, and of those that party 3 tells."""
         monomials = plan.monomial_rows * lanes
-        products = sum(plan.product_rows(level) for level in range(len(plan.levels))) * lanes
-        return monomials, monomials + products + lanes, plan.online_rows * lanes
+        return monomials, monomials + plan.products * lanes + lanes, plan.online_rows * lanes
 
     def _msb_check_values(self, planes: Tensor, opened: Sequence[Tensor], low: int, plan: CarryPlan) -> Tensor:
         """Parties 1 and 2: monomials of the bits of M, products of the opened bits, the top bit; returns u."""
@@ -74,7 +73,7 @@ class Quad(QuadArithmetic):
         ops.block_monomials(planes, low, plan_sizes(plan.blocks), rows[:monomials].view(-1, lanes))
         at, blocks = monomials, len(plan.blocks)
         for level, groups in enumerate(plan.levels):
-            end = at + plan.product_rows(level) * lanes
+            end = at + plan.product_rows[level] * lanes
             ops.join_products(opened[level], plan_sizes(groups), blocks, rows[at:end].view(-1, lanes))
             at, blocks = end, len(groups)
         rows[at:].bitwise_xor_(planes[-1])
@@ -98,8 +97,8 @@ class Quad(QuadArithmetic):
         at, used, blocks = 0, monomials, len(plan.blocks)
         for level, groups in enumerate(plan.levels):
             known, mine = (t[at : at + count * lanes].view(-1, lanes) for t in (lam, held))
-            products = rows[used : used + plan.product_rows(level) * lanes].view(-1, lanes)
-            at, used, count = at + count * lanes, used + products.numel(), plan.joined_rows(level)
+            products = rows[used : used + plan.product_rows[level] * lanes].view(-1, lanes)
+            at, used, count = at + count * lanes, used + products.numel(), plan.joined_rows[level]
             out = made[at : at + count * lanes].view(-1, lanes)
             ops.join_carries(known, mine, products, plan_sizes(groups), blocks, first, out)
             blocks = len(groups)
@@ -162,8 +161,8 @@ class Quad(QuadArithmetic):
     def _inject_mirror(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights) -> Tensor | None:
         """Additive pieces of the sum at parties 0 and 3."""
         count, rows = bits.count, bits.rows
-        weighted = self._weighted(x, weights)
-        extra = rows + int(weighted.sum())
+        weighted, products = self._weighted(x, weights)
+        extra = rows + products
         value = torch.zeros(count, dtype=self.ring.dtype, device=self.device)
         known = value[:1] if x is None else (x.parts[0] + x.parts[1]).reshape(-1)
         if self.role:

@@ -56,8 +56,7 @@ def msb(count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
     """Sign bits (prefix adder): the mirror shares the monomials for every threshold, not once."""
     plan = carry_plan(bits - 1 - low)
     lanes = 8 * words_for(count) * thresholds
-    products = sum(plan.product_rows(level) for level in range(len(plan.levels)))
-    told = (plan.monomial_rows + products + 1) * lanes
+    told = (plan.monomial_rows + plan.products + 1) * lanes
     return main_run(trio.msb(count, bits, thresholds, low)) + Cost({(2, 0): told, (3, 0): plan.online_rows * lanes})
 
 

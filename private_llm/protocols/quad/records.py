@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class QuadRecords(Trio):
             self._seeds.append(joint)
             self._streams.append(joint.stream("trio masks"))
 
-    @property
+    @cached_property
     def role(self) -> int:
         """Parties 0 and 3 help, 1 and 2 evaluate."""
         return self.party % 3

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from torch import Tensor
 from private_llm.errors import DomainError, ProtocolAbort
 from private_llm.kernels import ops
 from private_llm.kernels.forms import Form, Matmul
+from private_llm.kernels.shapes import broadcast
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.party_end import Links
 from private_llm.protocols.protocol import Protocol
@@ -86,30 +88,29 @@ class TrioArithmetic(Protocol):
         finally:
             self._streams, self._inputs, self.one_hot, self.transport = kept
 
-    @property
+    @cached_property
     def role(self) -> int:
         """What this party does: 0 helps, 1 and 2 evaluate."""
         return self.party
 
     def _draw(self, count: int, which: int = 0) -> Tensor:
-        return self._streams[which].elements(count, self.ring, self.device)
+        return self._streams[which].draw(count, self.ring.dtype, self.device)
 
     def _draw_words(self, count: int, which: int = 0) -> Tensor:
-        return self._streams[which].words(count, self.device)
+        return self._streams[which].draw(count, torch.int64, self.device)
 
     # -- local ---------------------------------------------------------------------------------------------
     def add_public(self, x: Share, c: int | Tensor) -> Share:
         """The evaluators add c to their masked component."""
-        x, c = self._matched(x, c)
-        if self.role == 0:
-            return x
-        return Share((x.parts[0] + c, x.parts[1]))
+        if isinstance(c, Tensor):
+            x, c = self._matched(x, c)
+        else:
+            c = self.ring.constant(c)
+        return x if self.role == 0 else Share((x.parts[0] + c, x.parts[1]))
 
-    def _matched(self, x: Share, c: int | Tensor) -> tuple[Share, int | Tensor]:
+    def _matched(self, x: Share, c: Tensor) -> tuple[Share, Tensor]:
         """x expanded to the shape of its sum with public constants, and these as ring elements."""
-        if not isinstance(c, Tensor):
-            return x, self.ring.constant(c)
-        shape = torch.broadcast_shapes(x.shape, c.shape)
+        shape = broadcast(x.shape, c.shape)
         if shape != x.shape:
             x = x.map(lambda part: part.expand(shape))
         return x, c.to(self.ring.dtype)
@@ -125,7 +126,8 @@ class TrioArithmetic(Protocol):
         """From additive pieces to a share. Evaluators pass v_i as `piece`, party 0 E if it helps (else None)."""
         if shift:
             return self._finish_shifted(tag, shape, piece, shift)[0]
-        self._require_piece(tag, piece, helped)
+        if piece is None and (helped or self.role):
+            raise self._lacking(tag)
         count = shape.numel()
         # Party 0 and party 1 share a second mask where E needs one.
         blind = self._draw(2 * count if helped and self.role < 2 else count)
@@ -143,9 +145,8 @@ class TrioArithmetic(Protocol):
         theirs = self.transport.exchange(3 - self.role, tag, masked)
         return Share(((masked + theirs - z).view(shape), z.view(shape)))
 
-    def _require_piece(self, tag: str, piece: Tensor | None, helped: bool) -> None:
-        if piece is None and (helped or self.role):
-            raise DomainError(f"{tag}: party {self.party} finishes a product without its piece")
+    def _lacking(self, tag: str) -> DomainError:
+        return DomainError(f"{tag}: party {self.party} finishes a product without its piece")
 
     def _finish_shifted(
         self, tag: str, shape: torch.Size, piece: Tensor | None, shift: int
@@ -153,7 +154,8 @@ class TrioArithmetic(Protocol):
         """The share, and what was opened: w at an evaluator, the summands of R at the helper."""
         if not 0 < shift <= self.ring.bits - 3:
             raise DomainError(f"shift: got {shift}; want 0 to {self.ring.bits - 3} in a {self.ring.bits}-bit ring")
-        self._require_piece(tag, piece, helped=False)
+        if piece is None and self.role:
+            raise self._lacking(tag)
         count = shape.numel()
         packed = ops.packed_words(count, shift)
         if self.role == 0:
@@ -188,7 +190,7 @@ class TrioArithmetic(Protocol):
     def _truncate(self, x: Share, shift: int) -> tuple[Share, tuple[Tensor, ...]]:
         count = x.numel()
         packed = ops.packed_words(count, shift)
-        first, second = (part.reshape(-1).contiguous() for part in x.parts[:2])
+        first, second = x.parts[0].reshape(-1).contiguous(), x.parts[1].reshape(-1).contiguous()
         if self.role == 0:
             (rho1, zeta1), (z1,) = self._draw_mixed(packed, count, 2, 0, elements=1)
             zeta2 = self._draw_words(packed, 1)
@@ -208,13 +210,13 @@ class TrioArithmetic(Protocol):
     # -- words and ring elements in one draw, one message ---------------------------------------------------
     def _draw_mixed(
         self, packed: int, count: int, words: int, which: int = 0, elements: int | None = None
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """`words` packed arrays and as many (or `elements`) arrays of `count` ring elements from one draw."""
         elements = words if elements is None else elements
         step = packed * 8 // self.ring.bytes
         drawn = self._draw(words * step + elements * count, which)
-        fields = drawn[: words * step].view(torch.int64).view(words, packed)
-        return list(fields.unbind()), list(drawn[words * step :].view(elements, count).unbind())
+        pieces = drawn.split_with_sizes([step] * words + [count] * elements)
+        return [piece.view(torch.int64) for piece in pieces[:words]], pieces[words:]
 
     def _mixed(self, packed: Tensor, elements: Tensor) -> tuple[Tensor, ...]:
         """The messages that carry words and ring elements; small arrays travel as one message."""
@@ -226,8 +228,8 @@ class TrioArithmetic(Protocol):
         if count > _JOINED:
             return recv(tag, (packed,), torch.int64), recv(tag, (count,), self.ring.dtype)
         step = packed * 8 // self.ring.bytes
-        joined = recv(tag, (step + count,), self.ring.dtype)
-        return joined[:step].view(torch.int64), joined[step:]
+        fields, elements = recv(tag, (step + count,), self.ring.dtype).split_with_sizes((step, count))
+        return fields.view(torch.int64), elements
 
     def _from_helper(self, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self.transport.recv(0, tag, shape, dtype)

@@ -49,10 +49,10 @@ def msb(count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
     """Sign bits of `count` elements against `thresholds` offsets in a range of `bits` bits (prefix adder)."""
     plan = carry_plan(bits - 1 - low)
     word = 8 * words_for(count)
-    products = sum(plan.product_rows(level) for level in range(len(plan.levels)))
     online = plan.online_rows * thresholds * word
     return Cost(
-        {(0, 2): (plan.monomial_rows + 1 + products * thresholds) * word, (1, 2): online, (2, 1): online}, plan.rounds
+        {(0, 2): (plan.monomial_rows + 1 + plan.products * thresholds) * word, (1, 2): online, (2, 1): online},
+        plan.rounds,
     )
 
 

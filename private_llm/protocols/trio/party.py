@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from operator import xor
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -31,6 +33,8 @@ from private_llm.protocols.trio import cost
 from private_llm.protocols.trio.arithmetic import TrioArithmetic
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
+
+Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 class Trio(TrioArithmetic):
@@ -76,8 +80,16 @@ class Trio(TrioArithmetic):
 
     def _msb_rows(self, plan: CarryPlan, thresholds: int, words: int) -> tuple[int, int]:
         """Words that party 0 sends, and words each evaluator sends, in sum over the levels."""
-        products = sum(plan.product_rows(level) for level in range(len(plan.levels)))
-        return (plan.monomial_rows + 1 + products * thresholds) * words, plan.online_rows * thresholds * words
+        return (plan.monomial_rows + 1 + plan.products * thresholds) * words, plan.online_rows * thresholds * words
+
+    @staticmethod
+    def _helped_rows(
+        message: Tensor, plan: CarryPlan, words: int, lanes: int
+    ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        """Parts of party 0's message: monomials [rows, words], the top bit [words], products [rows, lanes] by level."""
+        sizes = (plan.monomial_rows * words, words, plan.products * lanes)
+        monomials, top, products = message.split_with_sizes(sizes)
+        return monomials.view(-1, words), top, products.view(-1, lanes).split_with_sizes(plan.product_rows)
 
     def _msb_helper(
         self, x: Share, thresholds: int, width: int, low: int, plan: CarryPlan
@@ -91,24 +103,19 @@ class Trio(TrioArithmetic):
         message, lam1 = drawn[:pre], drawn[pre:]
         lam2 = self._draw_words(online, 1)
         s = ops.transpose_bits(-(x.parts[0] + x.parts[1]).reshape(-1), width)
-        masked_top = message[plan.monomial_rows * words :][:words]
+        monomials, masked_top, products = self._helped_rows(message, plan, words, lanes)
         share_top = masked_top.clone()
-        ops.block_monomials(s, low, plan_sizes(plan.blocks), message[: plan.monomial_rows * words].view(-1, words))
+        ops.block_monomials(s, low, plan_sizes(plan.blocks), monomials)
         masked_top.bitwise_xor_(s[width - 1])
         lam = lam1 ^ lam2
-        at, sent = 0, (plan.monomial_rows + 1) * words
-        rows = plan.block_rows
+        masks = lam.view(-1, lanes).split_with_sizes(plan.opened_rows)
         blocks = len(plan.blocks)
         for level, groups in enumerate(plan.levels):
-            here = lam[at : at + rows * lanes].view(rows, lanes)
-            made = plan.product_rows(level)
-            ops.join_products(here, plan_sizes(groups), blocks, message[sent : sent + made * lanes].view(made, lanes))
-            at += rows * lanes
-            sent += made * lanes
-            rows, blocks = plan.joined_rows(level), len(groups)
+            ops.join_products(masks[level], plan_sizes(groups), blocks, products[level])
+            blocks = len(groups)
         self.transport.send(2, "msb", message)
-        out1 = lam1[at:].view(thresholds, words) ^ share_top
-        out2 = lam2[at:].view(thresholds, words) ^ masked_top
+        out1 = lam1[online - lanes :].view(thresholds, words) ^ share_top
+        out2 = lam2[online - lanes :].view(thresholds, words) ^ masked_top
         return BitShare((out1, out2), count), s, lam
 
     def _msb_evaluate(
@@ -127,29 +134,21 @@ class Trio(TrioArithmetic):
         else:
             lam = self._draw_words(online)
             helped = self.transport.recv(0, "msb", (pre,), torch.int64)
-        mono = helped[: plan.monomial_rows * words].view(-1, words)
-        top = helped[plan.monomial_rows * words :][:words]
-        rows, blocks = plan.block_rows, len(plan.blocks)
-        mine = lam[: rows * lanes].view(rows, lanes).clone()
+        mono, top, products = self._helped_rows(helped, plan, words, lanes)
+        masks = lam.view(-1, lanes).split_with_sizes(plan.opened_rows)
+        mine = masks[0].clone()
         repeated = mono if thresholds == 1 else mono.repeat(1, thresholds)
         ops.block_carries(planes, low, plan_sizes(plan.blocks), repeated, first, mine)
-        at, used = 0, (plan.monomial_rows + 1) * words
-        opened = []
+        blocks, opened = len(plan.blocks), []
         for level, groups in enumerate(plan.levels):
             b = mine ^ self.transport.exchange(3 - self.role, "msb", mine)
             opened.append(b)
-            here = lam[at : at + rows * lanes].view(rows, lanes)
-            at += rows * lanes
-            made = plan.product_rows(level)
-            prod = helped[used : used + made * lanes].view(made, lanes)
-            used += made * lanes
-            rows = plan.joined_rows(level)
-            mine = lam[at : at + rows * lanes].view(rows, lanes).clone()
-            ops.join_carries(b, here, prod, plan_sizes(groups), blocks, first, mine)
+            mine = masks[level + 1].clone()
+            ops.join_carries(b, masks[level], products[level], plan_sizes(groups), blocks, first, mine)
             blocks = len(groups)
         b = (mine ^ self.transport.exchange(3 - self.role, "msb", mine)).view(thresholds, words)
         opened.append(b)
-        parts = (b ^ planes[width - 1].view(thresholds, words), lam[at:].view(thresholds, words) ^ top)
+        parts = (b ^ planes[width - 1].view(thresholds, words), masks[-1].view(thresholds, words) ^ top)
         return BitShare(parts, count), planes, opened
 
     def _threshold_planes(self, x: Share, offsets: Sequence[int], width: int) -> Tensor:
@@ -213,7 +212,7 @@ class Trio(TrioArithmetic):
     # -- gates ----------------------------------------------------------------------------------------------
     def xor(self, x: BitShare, y: BitShare) -> BitShare:
         """Local."""
-        return BitShare(tuple(a ^ b for a, b in zip(x.parts, y.parts, strict=True)), x.count)
+        return BitShare(tuple(map(xor, x.parts, y.parts)), x.count)
 
     def invert(self, x: BitShare) -> BitShare:
         """Local: the evaluators invert B."""
@@ -248,15 +247,19 @@ class Trio(TrioArithmetic):
         piece = self._inject_piece(bits, x, weights, constants)
         return self._finish("inject", torch.Size((bits.count,)), piece, shift, helped=False)
 
-    def _weighted(self, x: Share | None, weights: Weights) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Which bit rows multiply x."""
-        return np.array([x is not None and not (isinstance(w, int) and w == 0) for w in weights], dtype=np.bool_)
+    def _weighted(self, x: Share | None, weights: Weights) -> tuple[Flags, int]:
+        """Which bit rows multiply x, and how many."""
+        if x is None:
+            return _flags((False,) * len(weights))
+        if _whole(weights):
+            return _flags(tuple(map(bool, weights)))
+        return _flags(tuple([isinstance(w, Tensor) or w != 0 for w in weights]))
 
     def _inject_piece(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights) -> Tensor | None:
         """This evaluator's additive piece of the sum (None at the helper, who sends its products)."""
         count, rows = bits.count, bits.rows
-        weighted = self._weighted(x, weights)
-        extra = rows + int(weighted.sum())
+        weighted, products = self._weighted(x, weights)
+        extra = rows + products
         if self.role == 0:
             lam = torch.zeros(1, dtype=self.ring.dtype, device=self.device)
             if x is not None:
@@ -282,9 +285,8 @@ class Trio(TrioArithmetic):
         """Public constants as [rows, 1], or [rows, count] when one of them is a tensor."""
         if len(values) != rows:
             raise DomainError(f"inject: got {len(values)} constants for {rows} bit rows; want one each")
-        ints = tuple(v for v in values if isinstance(v, int))
-        if len(ints) == rows:
-            return _column(ints, self.ring, self.device)
+        if _whole(values):
+            return _column(tuple(values), self.ring, self.device)
         width = max(v.numel() for v in values if isinstance(v, Tensor))
         made = [
             v.reshape(-1).to(self.ring.dtype).expand(width)
@@ -293,6 +295,17 @@ class Trio(TrioArithmetic):
             for v in values
         ]
         return torch.stack(made)
+
+
+def _whole(values: Weights) -> TypeGuard[Sequence[int]]:
+    """Whether all constants are numbers, none a tensor. They are many: types are compared in one step."""
+    return {*map(type, values)} <= {int, bool}
+
+
+@lru_cache(maxsize=1024)
+def _flags(rows: tuple[bool, ...]) -> tuple[Flags, int]:
+    """Flags as the kernels take them, and how many are set; never written to."""
+    return np.array(rows, dtype=np.bool_), sum(rows)
 
 
 @cache
