@@ -17,6 +17,7 @@ import typer
 from private_llm.cli_options import (
     PROTOCOLS,
     SHAPES,
+    AdderOption,
     DemoModel,
     FracOption,
     GgufOption,
@@ -32,6 +33,8 @@ from private_llm.cli_options import (
     PromptOption,
     ProtocolOption,
     RangesOption,
+    ReluBitsOption,
+    ReluLowOption,
     RingOption,
     SplitOption,
     TaskOption,
@@ -389,22 +392,50 @@ def bench(
     tiny: Annotated[bool, typer.Option("--tiny", help="Smallest shapes: does everything run?")] = False,
     preprocess: Annotated[bool, typer.Option("--preprocess", help="Preprocessing first, timed apart.")] = False,
     matmul: MatmulOption = "masked",
+    adder: AdderOption = None,
+    relu_bits: ReluBitsOption = None,
+    relu_low: ReluLowOption = 0,
 ) -> None:
     """Measure operations, layers and models: time, bytes, rounds and error against float64."""
     from private_llm.commands.bench import CASCADE, KERNELS, PIGEON, bench_kernels, bench_pigeon
     from private_llm.commands.bench import bench as run
     from private_llm.commands.bench_cascade import bench_cascade
 
-    config = config_of(protocol or "trio", ring, party_mode, lanes=lanes, permute=permute, matmul=matmul)
+    circuit: dict[str, Any] = {"relu_bits": relu_bits, "relu_low": relu_low}
+    if adder is not None:
+        circuit |= {"adder": adder.value, "bandwidth_mbit": bandwidth, "latency_ms": latency or 0.0}
+    circuit_given = adder is not None or relu_bits is not None or relu_low != 0
+    config = config_of(protocol or "trio", ring, party_mode, lanes=lanes, permute=permute, matmul=matmul, **circuit)
     if names and KERNELS in names:
-        if len(names) > 1 or protocol or ring != 64 or preprocess or plot or n or shape or bandwidth or latency:
+        if (
+            len(names) > 1
+            or protocol
+            or ring != 64
+            or preprocess
+            or plot
+            or n
+            or shape
+            or bandwidth
+            or latency
+            or circuit_given
+        ):
             raise ConfigError(
                 "kernels is a table of its own: give no other name or option than --repeat, --tiny, --json"
             )
         bench_kernels(as_json, repeat, tiny)
         return
     if names and CASCADE in names:
-        if len(names) > 1 or protocol or ring != 64 or preprocess or n or shape or bandwidth or latency:
+        if (
+            len(names) > 1
+            or protocol
+            or ring != 64
+            or preprocess
+            or n
+            or shape
+            or bandwidth
+            or latency
+            or circuit_given
+        ):
             raise ConfigError(
                 "cascade is a table of its own: give no other name or option than --repeat, --tiny, --json, --plot"
             )

@@ -34,6 +34,14 @@ class DemoModel(StrEnum):
     SMOLLM2 = "smollm2"
 
 
+class Adder(StrEnum):
+    """Circuits of comparisons."""
+
+    AUTO = "auto"
+    PREFIX = "prefix"
+    RIPPLE = "ripple"
+
+
 class PartyMode(StrEnum):
     """Where the parties run."""
 
@@ -51,6 +59,14 @@ ProtocolOption = Annotated[
 ]
 RingOption = Annotated[int, typer.Option("--ring", help="Bits of the ring: 64 or 32.")]
 MatmulOption = Annotated[str, typer.Option(help="'masked', or under 'dealer' 'remask': operand-sized traffic.")]
+AdderOption = Annotated[
+    Adder | None,
+    typer.Option("--adder", help="Of comparisons: fewest rounds, fewest bytes, or by --bandwidth (default: prefix)."),
+]
+ReluBitsOption = Annotated[
+    int | None, typer.Option("--relu-bits", help="Lowest bits that ReLU compares (default: what its range needs).")
+]
+ReluLowOption = Annotated[int, typer.Option("--relu-low", help="How many of them, the lowest, ReLU leaves out.")]
 PartyOption = Annotated[PartyMode, typer.Option("--party-mode", help="Parties as threads or as processes.")]
 
 

@@ -18,7 +18,7 @@ import torch
 
 from private_llm.bench.link import LinkSpeed, SlowHub
 from private_llm.bench.measure import receive_weights, send_weights
-from private_llm.bench.rows import Row, party_threads, spread
+from private_llm.bench.rows import Row, party_threads, settings, spread
 from private_llm.bench.whole import WholeWork
 from private_llm.bench.work import Work
 from private_llm.config import PrivateConfig
@@ -68,11 +68,9 @@ def measure_apart(
     else:
         found = _ring(work, config, repeat, speed, progress)
     return Row(
-        name=work.name, protocol=config.protocol, ring=config.ring, shape=work.shape, parties=config.parties,
+        **settings(config, speed), name=work.name, shape=work.shape, repeat=repeat,
         seconds=spread(found.online[1:]), bytes_total=sum(found.sent.values()), bytes_per_party=found.sent,
-        rounds=found.rounds, error_max=found.error, threads=party_threads(config.parties),
-        party_mode="threads" if config.party_mode == "auto" else config.party_mode, repeat=repeat,
-        bandwidth_mbit=speed.bandwidth_mbit if speed else None, latency_ms=speed.latency_ms if speed else None,
+        rounds=found.rounds, error_max=found.error,
         bytes_preprocessing=found.ahead, seconds_preprocessing=spread(found.before[1:]),
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from private_llm.bench.rows import Row, spread, usable_cores
+from private_llm.bench.rows import Row, settings, spread, usable_cores
 from private_llm.config import PrivateConfig
 from private_llm.net.ledger import Ledger
 from private_llm.net.timed import BUSY, SERIALISING, WAITING
@@ -154,11 +154,13 @@ class Case:
             pairs.run()
             progress()
         split = pairs.split(self.plan.alpha)
+        mode = "alone" if self.part == "alone" else self.mode
+        how = {**settings(config, None), "threads": usable_cores(), "party_mode": mode}
         row = Row(
-            name=f"cascade-{self.part}", protocol="cascade", ring=config.ring, shape=(1, self.tokens),
-            parties=self.plan.nodes, seconds=spread(pairs.private), bytes_total=costs.bytes_total,
+            **how,
+            name=f"cascade-{self.part}", shape=(1, self.tokens), repeat=repeat,
+            seconds=spread(pairs.private), bytes_total=costs.bytes_total,
             bytes_per_party=costs.to_dict()["bytes_per_party"], rounds=costs.rounds, error_max=pairs.error,
-            threads=usable_cores(), party_mode="alone" if self.part == "alone" else self.mode, repeat=repeat,
         )  # fmt: skip
         return {
             **row.to_dict(), "label": self.label, "model": self.model,

@@ -128,15 +128,19 @@ class Job:
 
     @property
     def comparable(self) -> bool:
-        """Whether the shape is the reference's."""
-        return self.work.shape == self.line.shape
+        """Whether shape and circuit are the reference's."""
+        config = self.config
+        circuit = (config.adder, config.relu_bits, config.relu_low)
+        return self.work.shape == self.line.shape and circuit == ("prefix", config.ring, 0)
 
 
 def jobs(config: PrivateConfig, protocols: Sequence[Party] = PROTOCOLS, tiny: bool = False) -> Iterator[Job]:
-    """Every line under every protocol, with the other settings of `config`; comparisons cover the whole ring.
+    """Every line under every protocol, with the other settings of `config`.
 
+    Comparisons run the parallel-prefix adder over the whole ring, unless `config` names another adder or key bits.
     tiny: smallest shapes, parties as threads unless `config` says otherwise.
     """
+    adder: Literal["prefix", "ripple"] = "ripple" if config.adder == "ripple" else "prefix"
     mode: Literal["auto", "threads", "processes", "remote", "distributed"] = config.party_mode
     if tiny and mode == "auto":
         mode = "threads"
@@ -144,7 +148,7 @@ def jobs(config: PrivateConfig, protocols: Sequence[Party] = PROTOCOLS, tiny: bo
         for line in LINES:
             settings = replace(
                 config, protocol=protocol, insecure=False, ring=line.ring, frac_bits=_FRACTION[line.ring],
-                relu_bits=line.ring, adder="prefix", party_mode=mode,
+                relu_bits=config.relu_bits or line.ring, adder=adder, party_mode=mode,
             )  # fmt: skip
             yield Job(line, protocol, make(line.work, None if tiny else line.shape, tiny=tiny), settings)
 

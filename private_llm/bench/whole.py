@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from private_llm.bench.link import LinkSpeed, SlowHub
-from private_llm.bench.rows import Row, party_threads, spread
+from private_llm.bench.rows import Row, settings, spread
 from private_llm.bench.work import Shape, random_weights
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
@@ -146,7 +146,6 @@ def measure_whole(
     """Share the model, then one warm-up call and `repeat` timed ones; the client's share and opening are inside."""
     from private_llm_hf import patch
 
-    mode = "threads" if config.party_mode == "auto" else config.party_mode
     model = work.build()
     if speed is not None and hub is None:
         hub = SlowHub(config.parties, config.timeout_s, speed, instant="control")
@@ -173,12 +172,9 @@ def measure_whole(
     with torch.no_grad():
         truth = work.truth(model.double(), ids)
     return Row(
-        name=work.name, protocol=config.protocol, ring=config.ring, shape=work.shape, parties=config.parties,
+        **settings(config, speed), name=work.name, shape=work.shape, repeat=repeat,
         seconds=spread(times[1:]), **sent, error_max=float((logits - truth).abs().max()),
-        threads=party_threads(config.parties), party_mode=mode, repeat=repeat,
-        bandwidth_mbit=speed.bandwidth_mbit if speed else None, latency_ms=speed.latency_ms if speed else None,
         bytes_received={str(party): _received(made.cost.sent, party) for party in range(config.parties)},
-        lanes=config.lanes, permute=config.permute,
         after={"seconds": spread(later[1:]), "bytes_total": after.bytes_total, "rounds": after.rounds}
         if later else None,
     )  # fmt: skip

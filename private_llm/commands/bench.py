@@ -147,7 +147,14 @@ class _Clock:
 def _title(row: Row) -> str:
     lanes = f", {row.lanes} lanes" if row.lanes > 1 else ""
     link = f", {row.bandwidth_mbit:g} Mbit/s, {row.latency_ms:g} ms" if row.bandwidth_mbit is not None else ""
-    return f"{row.name} {'x'.join(map(str, row.shape))}, {row.protocol}, {row.ring} bits{lanes}{link}"
+    return f"{row.name} {'x'.join(map(str, row.shape))}, {row.protocol}, {row.ring} bits{lanes}{_circuit(row)}{link}"
+
+
+def _circuit(row: Row) -> str:
+    """What a row's comparisons run, where somebody chose it."""
+    adder = f", {row.adder} adder" if row.adder != "auto" else ""
+    bits = row.ring if row.relu_bits is None else row.relu_bits
+    return f"{adder}, ReLU on bits {row.relu_low} to {bits - 1}" if row.relu_bits or row.relu_low else adder
 
 
 def _table(rows: Sequence[Row]) -> None:
@@ -159,7 +166,7 @@ def _table(rows: Sequence[Row]) -> None:
         for row in rows
     ]  # fmt: skip
     first = rows[0]
-    title = f"{first.protocol}, {first.ring}-bit ring, {first.parties} parties ({first.party_mode})"
+    title = f"{first.protocol}, {first.ring}-bit ring, {first.parties} parties ({first.party_mode}){_circuit(first)}"
     headings = ("work", "shape", "median", "min", "bytes, all links", "rounds", "largest error")
     if first.seconds_preprocessing is None:
         cells += [
@@ -194,7 +201,8 @@ def _pigeon_table(rows: Sequence[tuple[Job, Row]]) -> None:
     headings = ("work", "protocol", "parties", "s: min med max", "aim", "C++", "MB", "aim", "C++", "rounds", "error")
     title, caption = "PIGEON's works", f"here: {machine()}; C++: on {REFERENCE_MACHINE}"
     if not all(job.comparable for job, _ in rows):
-        title, caption = f"{title} at tiny shapes, which nothing is known to compare with", machine()
+        title = f"{title} at shapes or with comparisons that nothing is known to compare with{_circuit(rows[0][1])}"
+        caption = machine()
     emit_table(title, headings, cells, caption=caption)
 
 

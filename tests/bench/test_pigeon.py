@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -27,6 +28,14 @@ def test_all_lines_of_both_protocols() -> None:
     assert [job.protocol for job in todo] == ["trio"] * len(LINES) + ["quad"] * len(LINES)
     assert [job.work.shape for job in todo] == [line.shape for line in LINES] * 2
     assert {job.config.relu_bits for job in todo} == {32, 64}  # comparisons over the whole ring, as the reference's
+
+
+@pytest.mark.parametrize("asked", [{"adder": "ripple"}, {"relu_bits": 20}, {"relu_low": 2}])
+def test_other_circuits_are_not_compared_with_the_reference(asked: dict[str, Any]) -> None:
+    usual, other = (next(jobs(PrivateConfig(**values))) for values in ({}, asked))
+    assert usual.comparable
+    assert not other.comparable
+    assert {name: getattr(other.config, name) for name in asked} == asked
 
 
 @pytest.mark.slow
