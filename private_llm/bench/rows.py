@@ -26,6 +26,8 @@ class Row:
     bytes_per_party: what each endpoint sent, "client" included. bytes_received: what each party received.
     rounds: exchanges that follow each other. error_max: largest absolute error against float64 on the same input.
     adder, relu_bits, relu_low: of comparisons, as in `PrivateConfig`.
+    by_kind: of a whole model, by class of its modules: bytes over all links, bytes of the party that sent most, rounds,
+    median seconds of the slowest party, and Gbit/s, which are those bytes in those seconds.
     after: of a language model, where it is measured apart: seconds, bytes and rounds of one further token.
     """
 
@@ -52,6 +54,7 @@ class Row:
     adder: str = "auto"
     relu_bits: int | None = None
     relu_low: int = 0
+    by_kind: dict[str, dict[str, float]] | None = None
     after: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:

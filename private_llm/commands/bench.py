@@ -178,6 +178,8 @@ def _table(rows: Sequence[Row]) -> None:
             for row in rows if row.after is not None
         ]  # fmt: skip
         emit_table(title, headings, cells, caption=machine())
+        for row in rows:
+            _kind_table(row.name, row)
         return
     times = [row.seconds_preprocessing or row.seconds for row in rows]
     before = [(duration(each["median"]), size(row.bytes_preprocessing)) for each, row in zip(times, rows, strict=True)]
@@ -185,6 +187,19 @@ def _table(rows: Sequence[Row]) -> None:
         f"{title}; median and min of the online phase", (*headings, "preprocessing, median", "its bytes"),
         [(*cell, *more) for cell, more in zip(cells, before, strict=True)], caption=machine(),
     )  # fmt: skip
+
+
+def _kind_table(label: str, row: Row) -> None:
+    """Where a whole model's time goes, as PIGEON's Table 5 tells it."""
+    if row.by_kind is None:
+        return
+    cells = [
+        (name, duration(part["seconds"]), size(part["bytes_total"]), int(part["rounds"]), f"{part['gbit_per_s']:.3f}")
+        for name, part in row.by_kind.items()
+    ]
+    headings = ("kind of module", "median", "bytes, all links", "rounds", "Gbit/s")
+    caption = "seconds of the slowest party, waiting included; Gbit/s of the party that sends most"
+    emit_table(f"{label}, {row.protocol}, by kind", headings, cells, caption=caption)
 
 
 def _pigeon_table(rows: Sequence[tuple[Job, Row]]) -> None:
@@ -204,6 +219,8 @@ def _pigeon_table(rows: Sequence[tuple[Job, Row]]) -> None:
         title = f"{title} at shapes or with comparisons that nothing is known to compare with{_circuit(rows[0][1])}"
         caption = machine()
     emit_table(title, headings, cells, caption=caption)
+    for job, row in rows:
+        _kind_table(f"{job.to_dict(row)['label']}, {row.ring} bits", row)
 
 
 def _or_dash(value: float | None, factor: float, digits: int) -> str:

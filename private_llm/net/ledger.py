@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,6 +41,7 @@ _UNTIMED: AbstractContextManager[None] = nullcontext()
 class Ledger:
     """Counts of one party. Rounds are the exchanges this party waited for, one after the other.
 
+    spent: seconds by module, waiting included, those of a module within another not; no part of a `Cost`.
     seconds: time by name, empty but in benchmarks (see `timing`).
     """
 
@@ -50,7 +52,9 @@ class Ledger:
         self.sent: dict[tuple[str, str, int], int] = defaultdict(int)
         self.rounds: dict[tuple[str, str], int] = defaultdict(int)
         self.macs: dict[str, int] = defaultdict(int)
+        self.spent: dict[str, float] = defaultdict(float)
         self.seconds: dict[str, float] = defaultdict(float)
+        self._since = 0.0
 
     @property
     def scope_name(self) -> str:
@@ -65,11 +69,20 @@ class Ledger:
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
         """Book everything inside under the module `name`."""
+        self._spend()
         self._scope.append(name)
         try:
             yield
         finally:
+            self._spend()
             self._scope.pop()
+
+    def _spend(self) -> None:
+        """Book the time since the last call of this under the module that is being computed."""
+        now = time.perf_counter()
+        if self._scope:
+            self.spent[self._scope[-1]] += now - self._since
+        self._since = now
 
     @contextmanager
     def op(self, name: str) -> Iterator[None]:
@@ -111,7 +124,9 @@ class Ledger:
         self.sent.clear()
         self.rounds.clear()
         self.macs.clear()
+        self.spent.clear()
         self.seconds.clear()
+        self._since = time.perf_counter()
 
 
 def merge(ledgers: list[Ledger]) -> Cost:
