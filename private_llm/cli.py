@@ -397,7 +397,7 @@ def bench(
     relu_low: ReluLowOption = 0,
 ) -> None:
     """Measure operations, layers and models: time, bytes, rounds and error against float64."""
-    from private_llm.commands.bench import CASCADE, KERNELS, PIGEON, bench_kernels, bench_pigeon
+    from private_llm.commands.bench import CASCADE, KERNELS, PIGEON, bench_kernels, bench_pigeon, link_speed
     from private_llm.commands.bench import bench as run
     from private_llm.commands.bench_cascade import bench_cascade
 
@@ -406,40 +406,22 @@ def bench(
         circuit |= {"adder": adder.value, "bandwidth_mbit": bandwidth, "latency_ms": latency or 0.0}
     circuit_given = adder is not None or relu_bits is not None or relu_low != 0
     config = config_of(protocol or "trio", ring, party_mode, lanes=lanes, permute=permute, matmul=matmul, **circuit)
+    linked = bandwidth is not None or latency is not None
+    other = protocol or ring != 64 or preprocess or n or shape or circuit_given or len(names or ()) > 1
     if names and KERNELS in names:
-        if (
-            len(names) > 1
-            or protocol
-            or ring != 64
-            or preprocess
-            or plot
-            or n
-            or shape
-            or bandwidth
-            or latency
-            or circuit_given
-        ):
+        if other or plot or linked:
             raise ConfigError(
                 "kernels is a table of its own: give no other name or option than --repeat, --tiny, --json"
             )
         bench_kernels(as_json, repeat, tiny)
         return
     if names and CASCADE in names:
-        if (
-            len(names) > 1
-            or protocol
-            or ring != 64
-            or preprocess
-            or n
-            or shape
-            or bandwidth
-            or latency
-            or circuit_given
-        ):
+        if other:
             raise ConfigError(
-                "cascade is a table of its own: give no other name or option than --repeat, --tiny, --json, --plot"
+                "cascade is a table of its own: give no other name or option than --repeat, --tiny, --json, --plot, "
+                "--bandwidth, --latency"
             )
-        bench_cascade(as_json, repeat, tiny, plot)
+        bench_cascade(as_json, repeat, tiny, plot, link_speed(bandwidth, latency))
         return
     if names and PIGEON in names:
         given = [n, shape, bandwidth, latency]

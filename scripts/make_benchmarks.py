@@ -121,9 +121,11 @@ def cascade_table(rows: list[dict[str, Any]]) -> str:
         paper = [row["paper_seconds"], row["paper_vanilla_seconds"]]
         seconds = " / ".join(f"{value:.2f}" for value in paper if value is not None) or "-"
         size = "-" if row["paper_bytes"] is None else f"{row['paper_bytes'] / 1e6:.0f}"
-        kind = f"{row['partials']}, {row['wire']}"
+        nodes = row["plan"] is not None
+        plan = ",".join(map(str, row["plan"])) if nodes else f"{row['protocol']}, {row['weights']} weights"
+        kind = f"{row['partials']}, {row['wire']}" if nodes else "-"
         lines.append(
-            f"| {row['model']} | {','.join(map(str, row['plan']))} | {kind} | {row['parties']} {row['party_mode']} "
+            f"| {row['model']} | {plan} | {kind} | {row['parties']} {row['party_mode']} "
             f"| {times} | {row['vanilla_seconds']['median']:.3f} | {ratio} | {split[0]} | {split[1]} "
             f"| {row['bytes_nodes'] / 1e6:.1f} | {row['error_max']:.0e} | {seconds} | {size} |"
         )

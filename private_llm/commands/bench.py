@@ -41,11 +41,9 @@ def bench(
         raise ConfigError(f"repeat: got {repeat}; want at least 1")
     if shape is not None and count is not None:
         raise ConfigError("give --shape or --n, not both")
-    speed = None
-    if bandwidth is not None or latency is not None:
-        if config.party_mode == "processes":
-            raise ConfigError("--bandwidth and --latency shape the links of --party-mode threads only")
-        speed = LinkSpeed(1e6 if bandwidth is None else bandwidth, latency or 0.0)
+    speed = link_speed(bandwidth, latency)
+    if speed is not None and config.party_mode == "processes":
+        raise ConfigError("--bandwidth and --latency shape the links of --party-mode threads only")
     if plot is not None:
         check_name(plot)
         if preprocess:
@@ -75,6 +73,13 @@ def bench(
         plot_timeline(recorder, config, _title(rows[0]), clock.last, plot)
     if not as_json:
         _table(rows)
+
+
+def link_speed(bandwidth: float | None, latency: float | None) -> LinkSpeed | None:
+    """The emulated link of --bandwidth and --latency; one alone leaves the other unlimited."""
+    if bandwidth is None and latency is None:
+        return None
+    return LinkSpeed(1e6 if bandwidth is None else bandwidth, latency or 0.0)
 
 
 def bench_pigeon(
