@@ -366,7 +366,8 @@ def diff(
 @app.command()
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Works (default: all but smollm2); or a table: pigeon, cascade, kernels.")
+        list[str] | None,
+        typer.Argument(help="Works (default: all but large ones); or a table: pigeon, cascade, kernels."),
     ] = None,
     as_json: Json = False,
     protocol: Annotated[
@@ -395,6 +396,9 @@ def bench(
     adder: AdderOption = None,
     relu_bits: ReluBitsOption = None,
     relu_low: ReluLowOption = 0,
+    imagenet: Annotated[
+        bool, typer.Option("--imagenet", help="For pigeon: ResNet-50 and VGG-16 on ImageNet images, too.")
+    ] = False,
 ) -> None:
     """Measure operations, layers and models: time, bytes, rounds and error against float64."""
     from private_llm.commands.bench import CASCADE, KERNELS, PIGEON, bench_kernels, bench_pigeon, link_speed
@@ -427,8 +431,10 @@ def bench(
         given = [n, shape, bandwidth, latency]
         if len(names) > 1 or ring != 64 or preprocess or any(value is not None for value in given):
             raise ConfigError("pigeon is a table of its own: give no other name, ring, shape or link with it")
-        bench_pigeon([protocol] if protocol else ["trio", "quad"], config, as_json, repeat, tiny, plot)
+        bench_pigeon([protocol] if protocol else ["trio", "quad"], config, as_json, repeat, tiny, plot, imagenet)
         return
+    if imagenet:
+        raise ConfigError("--imagenet adds lines to the table of `bench pigeon`; name resnet50 or vgg16-imagenet here")
     run(names or (), config, as_json, repeat, shape, n, bandwidth, latency, tiny, plot, preprocess)
 
 

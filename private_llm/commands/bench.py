@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from private_llm.bench.apart import measure_apart
-from private_llm.bench.catalogue import INSTALLED_APART, NAMES, make
+from private_llm.bench.catalogue import INSTALLED_APART, LARGE, NAMES, make
 from private_llm.bench.kernels import count as kernel_count
 from private_llm.bench.kernels import measure_kernels
 from private_llm.bench.link import LinkSpeed
@@ -50,7 +50,7 @@ def bench(
             raise ConfigError("--plot shows runs in one go: leave out --preprocess")
         if len(names) != 1 or config.party_mode not in _THREADS:
             raise ConfigError("--plot shows one work, with --party-mode threads: name one")
-    chosen = list(names) or [name for name in NAMES if name not in INSTALLED_APART]
+    chosen = list(names) or [name for name in NAMES if name not in (*INSTALLED_APART, *LARGE)]
     sizes = parse_shape(shape) if shape else None
     works = [make(name, sizes, count, tiny) for name in chosen]
     shared = [work.name for work in works if isinstance(work, Work)]
@@ -83,14 +83,18 @@ def link_speed(bandwidth: float | None, latency: float | None) -> LinkSpeed | No
 
 
 def bench_pigeon(
-    protocols: Sequence[str], config: PrivateConfig, as_json: bool, repeat: int, tiny: bool, plot: Path | None
-) -> None:
-    """PIGEON's whole table: each work under each protocol, beside the aims and the figures of its C++ engine."""
+    protocols: Sequence[str], config: PrivateConfig, as_json: bool, repeat: int, tiny: bool, plot: Path | None,
+    imagenet: bool = False,
+) -> None:  # fmt: skip
+    """PIGEON's whole table: each work under each protocol, beside the aims and the figures of its C++ engine.
+
+    imagenet: its ImageNet networks, too.
+    """
     if repeat < 1:
         raise ConfigError(f"repeat: got {repeat}; want at least 1")
     if plot is not None:
         check_name(plot)
-    todo = list(jobs(config, [name for name in ("trio", "quad") if name in protocols], tiny))
+    todo = list(jobs(config, [name for name in ("trio", "quad") if name in protocols], tiny, imagenet))
     if not todo:
         raise ConfigError(f"pigeon: got protocol {', '.join(protocols)}; want trio or quad")
     rows = []
