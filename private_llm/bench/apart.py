@@ -1,8 +1,8 @@
 """Preprocessing apart from the online phase, both timed: `private-llm bench --preprocess`.
 
 Before each run the helping party (party 0, the dealer, in quad party 3) computes ahead and its receivers store what it
-sends; the run itself reads those tapes while it is silent. The same works as in `measure`, one lane, parties as threads
-or processes.
+sends; the run itself reads those tapes while it is silent. The same works as in `measure`, whole models in lanes, too;
+parties as threads or processes.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ def measure_apart(
     speed: of emulated links (parties as threads). progress is called after each run.
     Raises ConfigError where there is nothing to separate, and what a party raised.
     """
-    if config.helper is None or config.lanes > 1:
-        wanted = names_where(lambda facts: facts.helper is not None)
-        raise ConfigError(f"--preprocess: want protocol {wanted}, and one lane")
+    if config.helper is None:
+        raise ConfigError(f"--preprocess: want protocol {names_where(lambda facts: facts.helper is not None)}")
+    if config.lanes > 1 and isinstance(work, Work):
+        raise ConfigError(f"--preprocess: benchmark {work.name!r} runs in one lane then; lanes are for whole models")
     if isinstance(work, WholeWork):
         found = _whole(work, config, repeat, speed, progress)
     else:
