@@ -21,6 +21,7 @@ from torch import Tensor
 from private_llm.bench.link import LinkSpeed, SlowHub
 from private_llm.bench.rows import Row, settings, spread, usable_cores
 from private_llm.config import PrivateConfig
+from private_llm.kernels.parallel import nodes_at_once
 from private_llm.net.ledger import Ledger
 from private_llm.net.timed import BUSY, SERIALISING, WAITING
 from private_llm.net.transport import CLIENT
@@ -158,7 +159,10 @@ class Case:
                 pairs = _Pairs(model, _Alone(model, self.plan), None, self.tokens)
                 return self._row(pairs, config, self.runs(repeat), progress)
         nodes = TimedParties() if self.part == "nodes" else None
-        hub = None if self.speed is None else SlowHub(config.parties, config.timeout_s, self.speed, "control")
+        hub = None
+        if self.speed is not None:
+            at_once = None if self.plan is None else nodes_at_once(config.parties)
+            hub = SlowHub(config.parties, config.timeout_s, self.speed, "control", at_once)
         private: Any = patch(model, config, hub) if nodes is None else patch(model, config, start=nodes)
         with closing(private), torch.no_grad():
             return self._row(_Pairs(model, private, nodes, self.tokens), config, self.runs(repeat), progress)
