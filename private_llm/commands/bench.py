@@ -124,7 +124,8 @@ def bench_kernels(as_json: bool, repeat: int, tiny: bool) -> None:
         cells = [
             (
                 f"{row.name}, {row.note}" if row.note else row.name, row.ring, "x".join(map(str, row.shape)),
-                duration(row.seconds["median"]), duration(row.seconds["min"]), f"{row.rate:.2f} {row.unit}",
+                duration(row.seconds["median"]), duration(row.seconds["min"]), f"{row.rate:.2f} {row.unit}"
+                + ("" if row.speedup is None else f", {row.speedup:.2f} x one thread"),
             )
             for row in rows
         ]  # fmt: skip
