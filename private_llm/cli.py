@@ -18,6 +18,7 @@ from private_llm.cli_options import (
     PLUGINS,
     PROTOCOLS,
     SHAPES,
+    AdderOption,
     CachePolicyOption,
     DemoModel,
     FracOption,
@@ -34,6 +35,8 @@ from private_llm.cli_options import (
     PromptOption,
     ProtocolOption,
     RangesOption,
+    ReluBitsOption,
+    ReluLowOption,
     RingOption,
     SplitOption,
     TaskOption,
@@ -371,7 +374,8 @@ def diff(
 @app.command()
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Works (default: all but smollm2); or a table: pigeon, cascade, kernels.")
+        list[str] | None,
+        typer.Argument(help="Works (default: all but large ones); or a table: pigeon, cascade, kernels."),
     ] = None,
     as_json: Json = False,
     protocol: Annotated[
@@ -397,33 +401,48 @@ def bench(
     tiny: Annotated[bool, typer.Option("--tiny", help="Smallest shapes: does everything run?")] = False,
     preprocess: Annotated[bool, typer.Option("--preprocess", help="Preprocessing first, timed apart.")] = False,
     matmul: MatmulOption = "masked",
+    adder: AdderOption = None,
+    relu_bits: ReluBitsOption = None,
+    relu_low: ReluLowOption = 0,
+    imagenet: Annotated[
+        bool, typer.Option("--imagenet", help="For pigeon: ResNet-50 and VGG-16 on ImageNet images, too.")
+    ] = False,
 ) -> None:
     """Measure operations, layers and models: time, bytes, rounds and error against float64."""
-    from private_llm.commands.bench import CASCADE, KERNELS, PIGEON, bench_kernels, bench_pigeon
+    from private_llm.commands.bench import CASCADE, KERNELS, PIGEON, bench_kernels, bench_pigeon, link_speed
     from private_llm.commands.bench import bench as run
     from private_llm.commands.bench_cascade import bench_cascade
 
-    config = config_of(protocol or "trio", ring, party_mode, lanes=lanes, permute=permute, matmul=matmul)
+    circuit: dict[str, Any] = {"relu_bits": relu_bits, "relu_low": relu_low}
+    if adder is not None:
+        circuit |= {"adder": adder.value, "bandwidth_mbit": bandwidth, "latency_ms": latency or 0.0}
+    circuit_given = adder is not None or relu_bits is not None or relu_low != 0
+    config = config_of(protocol or "trio", ring, party_mode, lanes=lanes, permute=permute, matmul=matmul, **circuit)
+    linked = bandwidth is not None or latency is not None
+    other = protocol or ring != 64 or preprocess or n or shape or circuit_given or len(names or ()) > 1
     if names and KERNELS in names:
-        if len(names) > 1 or protocol or ring != 64 or preprocess or plot or n or shape or bandwidth or latency:
+        if other or plot or linked:
             raise ConfigError(
                 "kernels is a table of its own: give no other name or option than --repeat, --tiny, --json"
             )
         bench_kernels(as_json, repeat, tiny)
         return
     if names and CASCADE in names:
-        if len(names) > 1 or protocol or ring != 64 or preprocess or n or shape or bandwidth or latency:
+        if other:
             raise ConfigError(
-                "cascade is a table of its own: give no other name or option than --repeat, --tiny, --json, --plot"
+                "cascade is a table of its own: give no other name or option than --repeat, --tiny, --json, --plot, "
+                "--bandwidth, --latency"
             )
-        bench_cascade(as_json, repeat, tiny, plot)
+        bench_cascade(as_json, repeat, tiny, plot, link_speed(bandwidth, latency))
         return
     if names and PIGEON in names:
         given = [n, shape, bandwidth, latency]
         if len(names) > 1 or ring != 64 or preprocess or any(value is not None for value in given):
             raise ConfigError("pigeon is a table of its own: give no other name, ring, shape or link with it")
-        bench_pigeon([protocol] if protocol else ["trio", "quad"], config, as_json, repeat, tiny, plot)
+        bench_pigeon([protocol] if protocol else ["trio", "quad"], config, as_json, repeat, tiny, plot, imagenet)
         return
+    if imagenet:
+        raise ConfigError("--imagenet adds lines to the table of `bench pigeon`; name resnet50 or vgg16-imagenet here")
     run(names or (), config, as_json, repeat, shape, n, bandwidth, latency, tiny, plot, preprocess)
 
 

@@ -19,6 +19,7 @@ PLUGINS: ContextVar[tuple[str, ...]] = ContextVar("PLUGINS", default=())
 SHAPES = (
     "opt-125m", "opt-1.3b", "opt-6.7b", "llama-7b", "llama-13b", "gpt2", "bert-base", "resnet-18", "resnet-50",
     "mobilenet-v2", "convnext-tiny", "lenet5", "alexnet", "vgg16-cifar10", "vgg16-imagenet",
+    "vgg16-imagenet-average", "resnet50-average",
 )  # fmt: skip
 """What `estimate` knows by name. Spelled out: the list itself is in a package that is slow to import."""
 
@@ -38,6 +39,14 @@ class DemoModel(StrEnum):
     SMOLLM2 = "smollm2"
 
 
+class Adder(StrEnum):
+    """Circuits of comparisons."""
+
+    AUTO = "auto"
+    PREFIX = "prefix"
+    RIPPLE = "ripple"
+
+
 class PartyMode(StrEnum):
     """Where the parties run."""
 
@@ -55,6 +64,14 @@ ProtocolOption = Annotated[
 ]
 RingOption = Annotated[int, typer.Option("--ring", help="Bits of the ring: 64 or 32.")]
 MatmulOption = Annotated[str, typer.Option(help="'masked', or under 'dealer' 'remask': operand-sized traffic.")]
+AdderOption = Annotated[
+    Adder | None,
+    typer.Option("--adder", help="Of comparisons: fewest rounds, fewest bytes, or by --bandwidth (default: prefix)."),
+]
+ReluBitsOption = Annotated[
+    int | None, typer.Option("--relu-bits", help="Lowest bits that ReLU compares (default: what its range needs).")
+]
+ReluLowOption = Annotated[int, typer.Option("--relu-low", help="How many of them, the lowest, ReLU leaves out.")]
 PartyOption = Annotated[PartyMode, typer.Option("--party-mode", help="Parties as threads or as processes.")]
 
 

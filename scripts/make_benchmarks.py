@@ -22,7 +22,7 @@ import bench_network
 from private_llm_hf import smollm2
 
 from private_llm.bench import cascade
-from private_llm.bench.catalogue import NAMES, make
+from private_llm.bench.catalogue import LARGE, NAMES, make
 from private_llm.bench.measure import measure
 from private_llm.bench.pigeon import jobs
 from private_llm.config import PrivateConfig
@@ -33,7 +33,7 @@ PIGEON_ROWS = ROOT / "docs" / "pigeon.jsonl"
 CASCADE_ROWS = ROOT / "docs" / "cascade.jsonl"
 SMOLLM2_ROWS = ROOT / "docs" / "smollm2.jsonl"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
-MAIN = tuple(name for name in NAMES if name not in ("matmuls", "lenet", "alexnet", "vgg16", "smollm2"))
+MAIN = tuple(name for name in NAMES if name not in ("matmuls", "lenet", "alexnet", "vgg16", "smollm2", *LARGE))
 """The works of the first table; the others stand in PIGEON's and in a real model's."""
 PARTS = ("pigeon", "cascade", "network", "smollm2")
 
@@ -94,9 +94,11 @@ def pigeon_table(rows: list[dict[str, Any]]) -> str:
         times = "{median:.3f} ({min:.3f} to {max:.3f})".format(**row["seconds"])
         sizes = [row["bytes_total"], row["aim_bytes"], row["reference_bytes"]]
         aim_mb, reference_mb = ("-" if size is None else f"{size / 1e6:.1f}" for size in sizes[1:])
+        aim, reference = row["aim_seconds"], row["reference_seconds"]
+        seconds = "- | -" if aim is None else f"{aim:.2f} | {reference:.3f}"
         lines.append(
             f"| {row['label']} | {row['ring']} | {row['protocol']} | {row['party_mode']} | {times} "
-            f"| {row['aim_seconds']:.2f} | {row['reference_seconds']:.3f} | {sizes[0] / 1e6:.1f} | {aim_mb} "
+            f"| {seconds} | {sizes[0] / 1e6:.1f} | {aim_mb} "
             f"| {reference_mb} | {row['rounds']} | {row['error_max']:.0e} |"
         )
     first = rows[0]
@@ -121,9 +123,11 @@ def cascade_table(rows: list[dict[str, Any]]) -> str:
         paper = [row["paper_seconds"], row["paper_vanilla_seconds"]]
         seconds = " / ".join(f"{value:.2f}" for value in paper if value is not None) or "-"
         size = "-" if row["paper_bytes"] is None else f"{row['paper_bytes'] / 1e6:.0f}"
-        kind = f"{row['partials']}, {row['wire']}"
+        nodes = row["plan"] is not None
+        plan = ",".join(map(str, row["plan"])) if nodes else f"{row['protocol']}, {row['weights']} weights"
+        kind = f"{row['partials']}, {row['wire']}" if nodes else "-"
         lines.append(
-            f"| {row['model']} | {','.join(map(str, row['plan']))} | {kind} | {row['parties']} {row['party_mode']} "
+            f"| {row['model']} | {plan} | {kind} | {row['parties']} {row['party_mode']} "
             f"| {times} | {row['vanilla_seconds']['median']:.3f} | {ratio} | {split[0]} | {split[1]} "
             f"| {row['bytes_nodes'] / 1e6:.1f} | {row['error_max']:.0e} | {seconds} | {size} |"
         )
@@ -200,7 +204,7 @@ def measure_main(names: Sequence[str], rows: dict[str, dict[str, Any]], repeat: 
 def measure_pigeon(repeat: int, tiny: bool) -> list[dict[str, Any]]:
     """PIGEON's whole table."""
     made = []
-    for job in jobs(PrivateConfig(), tiny=tiny):
+    for job in jobs(PrivateConfig(), tiny=tiny, imagenet=True):
         made.append(job.to_dict(job.run(repeat)))
         print(json.dumps(made[-1]), flush=True)
     if not tiny:

@@ -92,6 +92,25 @@ def test_bench_rows_have_every_field(run: Run) -> None:
         assert sum(per_party.values()) == row["bytes_total"]
 
 
+def test_bench_compares_as_it_is_told(run: Run) -> None:
+    """A ripple adder sends fewer bytes in more rounds, key bits fewer of both; the rows say which it was."""
+    how = ("bench", "relu", "--tiny", "--repeat", "1", "--ring", "32")
+    (plain,) = rows(run, *how)
+    (ripple,) = rows(run, *how, "--adder", "ripple")
+    (key,) = rows(run, *how, "--adder", "ripple", "--relu-bits", "18", "--relu-low", "10")
+    circuits = [(row["adder"], row["relu_bits"], row["relu_low"]) for row in (plain, ripple, key)]
+    assert circuits == [("auto", None, 0), ("ripple", None, 0), ("ripple", 18, 10)]
+    assert plain["bytes_total"] > ripple["bytes_total"] > key["bytes_total"]
+    assert ripple["rounds"] > key["rounds"] > plain["rounds"]
+
+
+def test_bench_picks_the_adder_for_its_link(run: Run) -> None:
+    how = ("bench", "relu", "--n", "100000", "--repeat", "1", "--adder")
+    (prefix,) = rows(run, *how, "prefix")
+    (thin,) = rows(run, *how, "auto", "--bandwidth", "300")
+    assert thin["bytes_total"] < prefix["bytes_total"]
+
+
 def test_bench_in_processes_sends_the_same(run: Run) -> None:
     (threads,) = rows(run, "bench", "relu", "--tiny", "--repeat", "1")
     (processes,) = rows(run, "bench", "relu", "--tiny", "--repeat", "1", "--party-mode", "processes")

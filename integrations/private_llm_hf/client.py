@@ -10,6 +10,7 @@ tokens are generated, and in beam search which beams survive (indices, not token
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import threading
@@ -193,14 +194,22 @@ class Parties:
         """
         with self._lock:
             place = self._place({"do": "forward", **call})
-            with self._call():
-                if place is None:
-                    self.ask(call, secrets)
-                    return self.opened()
-                self._tell({"do": "forward", "free": [], "at": place, **call}, self._online)
-                with self._apart(place):
-                    self._share(secrets)
-                    return self.opened(self._online)
+            with self._call(), self.asking(call, secrets, place) as answer:
+                return answer()
+
+    @contextmanager
+    def asking(
+        self, call: Message, secrets: list[Secret], place: tuple[int, int] | None
+    ) -> Iterator[Callable[[], tuple[str, dict[str, Tensor]]]]:
+        """Ask at once; what is yielded waits for what comes back. place: in the schedule of what was preprocessed."""
+        if place is None:
+            self.ask(call, secrets)
+            yield self.opened
+            return
+        self._tell({"do": "forward", "free": [], "at": place, **call}, self._online)
+        with self._apart(place):
+            self._share(secrets)
+            yield functools.partial(self.opened, self._online)
 
     def ask(self, call: Message, secrets: list[Secret]) -> None:
         """The first half of `forward`: command and inputs."""
@@ -236,19 +245,32 @@ class Parties:
 
         Raises ConfigError where preprocessing cannot be apart.
         """
-        helper = self.config.helper
-        if self.config.lanes > 1 or helper is None:
-            wanted = names_where(lambda facts: facts.helper is not None)
-            raise ConfigError(f"preprocess: want protocol {wanted}, and one lane")
+        self._check_helped()
         with self._call():
-            self._drop_schedule()
-            schedule = Schedule(next(self._plans), entries)
-            message: Message = {"do": "preprocess", "plan": schedule.number, "calls": entries}
-            self._tell({**message, "free": self._take_unused()})
+            return self.prepare(entries)()
+
+    def _check_helped(self) -> int:
+        """The party that runs ahead. Raises ConfigError where none does."""
+        helper = self.config.helper
+        if helper is None:
+            raise ConfigError(f"preprocess: want protocol {names_where(lambda facts: facts.helper is not None)}")
+        return helper
+
+    def prepare(self, entries: list[Message]) -> Callable[[], int]:
+        """The first half of `preprocess`; what is returned waits for the parties and gives the bytes stored."""
+        helper = self._check_helped()
+        self._drop_schedule()
+        schedule = Schedule(next(self._plans), entries)
+        message: Message = {"do": "preprocess", "plan": schedule.number, "calls": entries}
+        self._tell({**message, "free": self._take_unused()})
+
+        def prepared() -> int:
             answers = [self._answer(party) for party in self.members]
             self._end.take_witnesses(answers[helper]["witnesses"])
             self._schedule = schedule if entries else None
             return sum(int(answer["stored"]) for answer in answers)
+
+        return prepared
 
     def _place(self, message: Message) -> tuple[int, int] | None:
         """Where a request stands in the schedule; None without one. Raises DomainError if it is not the next."""

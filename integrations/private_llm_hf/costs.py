@@ -1,9 +1,11 @@
-"""What a call or a whole generation cost: bytes by link, rounds, multiply-adds, by module and by operation."""
+"""What a call or a whole generation cost: bytes by link, rounds, multiply-adds, by module and by operation; seconds."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from private_llm.net.ledger import CONTROL, Cost, Ledger, merge, size
@@ -19,12 +21,33 @@ def rows_of(ledger: Ledger) -> Rows:
         "sent": [[scope, op, to, n] for (scope, op, to), n in ledger.sent.items() if op != CONTROL],
         "rounds": [[scope, op, n] for (scope, op), n in ledger.rounds.items() if op != CONTROL],
         "macs": [[scope, n] for scope, n in ledger.macs.items()],
+        "spent": [[scope, n] for scope, n in ledger.spent.items()],
         "seconds": dict(ledger.seconds),
     }
 
 
 _SHOWN = 12
 """Lines of a printed part; what is not among the dearest goes into one line."""
+
+
+@dataclass(frozen=True)
+class PartCost:
+    """What a module, or all modules of one kind, cost.
+
+    bytes_total: over all links. bytes_sent: by the endpoint that sent most. rounds: of the party that waited most.
+    seconds: of the slowest party from start to end, waiting included, modules within this one not; of lanes the
+    slowest. Times say nothing of values and differ from run to run, so costs that are equal may differ in them.
+    """
+
+    bytes_total: int
+    bytes_sent: int
+    rounds: int
+    seconds: float = field(compare=False)
+
+    @property
+    def gbit_per_s(self) -> float:
+        """What the endpoint that sent most sent in these seconds, in 10^9 bits a second."""
+        return self.bytes_sent * 8e-9 / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,6 +57,8 @@ class Costs:
     ledgers: tuple[Ledger, ...]
     helpers: tuple[Ledger, ...] = ()
     """Those of them whose parties work in preprocessing only."""
+    kinds: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Class of each module."""
 
     @classmethod
     def from_rows(cls, rows: list[Rows], helper: int | None = None) -> Costs:
@@ -47,6 +72,8 @@ class Costs:
                 ledger.rounds[(scope, op)] += n
             for scope, n in row["macs"]:
                 ledger.macs[scope] += n
+            for scope, n in row["spent"]:
+                ledger.spent[scope] += n
             ledger.seconds.update(row["seconds"])
             ledgers.append(ledger)
         return cls(tuple(ledgers), () if helper is None else (ledgers[helper],))
@@ -85,6 +112,46 @@ class Costs:
         """(bytes, rounds) per operation."""
         return self._by(1)
 
+    def modules(self) -> dict[str, PartCost]:
+        """Every module's bytes, rounds and seconds; "" holds what belongs to none (inputs, opening).
+
+        After `model.preprocess` the helping party's seconds are those of the phase before.
+        """
+        return self._parts(lambda name: name)
+
+    def layer_kinds(self) -> dict[str, PartCost]:
+        """The same for all modules of one class together, what took longest first."""
+        parts = self._parts(self._kind_of)
+        return dict(sorted(parts.items(), key=lambda part: part[1].seconds, reverse=True))
+
+    def _kind_of(self, name: str) -> str:
+        """The class of a module; siblings that are one product (`q_proj+k_proj`) are of one class."""
+        return self.kinds.get(name.partition("+")[0], name or layer_of(name))
+
+    def _parts(self, group: Callable[[str], str]) -> dict[str, PartCost]:
+        sent, rounds, seconds = [], [], []
+        for ledger in self.ledgers:
+            mine = Counter[str](), Counter[str](), dict[str, float]()
+            for (module, _, _), n in ledger.sent.items():
+                mine[0][group(module)] += n
+            for (module, _), n in ledger.rounds.items():
+                mine[1][group(module)] += n
+            for module, spent in ledger.spent.items():
+                mine[2][group(module)] = mine[2].get(group(module), 0.0) + spent
+            sent.append((ledger.party, mine[0]))
+            rounds.append(mine[1])
+            seconds.append(mine[2])
+        parties = {party for party, _ in sent}
+        names = sorted({name for _, each in sent for name in each}.union(*rounds, *seconds))
+        return {
+            name: PartCost(
+                sum(each[name] for _, each in sent),
+                max(sum(each[name] for party, each in sent if party == one) for one in parties),
+                max(each[name] for each in rounds), max(each.get(name, 0.0) for each in seconds),
+            )
+            for name in names
+        }  # fmt: skip
+
     def _by(self, key: int) -> dict[str, tuple[int, int]]:
         sent: dict[str, int] = {}
         rounds: dict[str, int] = {}
@@ -111,7 +178,8 @@ class Costs:
             before = layers.get(layer_of(name), (0, 0))
             layers[layer_of(name)] = (before[0] + sent, before[1] + rounds)
         parts = (("link", links), ("layer", layers), ("operation", self.by_op()))
-        return "\n".join([repr(self), *(line for title, rows in parts for line in _lines(title, rows))])
+        told = [line for title, rows in parts for line in _lines(title, rows)]
+        return "\n".join([repr(self), *told, *_kind_lines(self.layer_kinds())])
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON output."""
@@ -143,3 +211,13 @@ def _lines(title: str, rows: dict[str, tuple[int, int]]) -> list[str]:
         f"  {n:<{width}} {size(sent):>11}{count}".rstrip() for (n, (sent, _)), count in zip(shown, rounds, strict=True)
     ]
     return [f"by {title}", *told] if told else []
+
+
+def _kind_lines(parts: dict[str, PartCost]) -> list[str]:
+    """Seconds and Gbit/s by kind as aligned lines."""
+    width = max((len(name) for name in parts), default=0)
+    told = [
+        f"  {name:<{width}} {part.seconds:>9.3f} s {size(part.bytes_total):>11} {part.gbit_per_s:>7.3f} Gbit/s"
+        for name, part in list(parts.items())[:_SHOWN] if part.seconds
+    ]  # fmt: skip
+    return ["by kind, slowest party", *told] if told else []

@@ -2,7 +2,8 @@
 
 Rows go to lanes in order, as evenly as possible. A call with fewer rows than lanes takes lanes that are idle, so calls
 from several threads of the user run at the same time, each in lanes of its own. What the parties keep (caches, encoder
-outputs) stays in the lane of its rows, so rows may be reordered within a lane only.
+outputs) stays in the lane of its rows, so rows may be reordered within a lane only. What is preprocessed is planned for
+every lane: its helping party runs ahead and its receivers store, and planned calls are made one after the other.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, DomainError, TransportError, UnsupportedOp
+from private_llm.errors import ConfigError, TransportError
 from private_llm.net.lanes import Casting, casting, lane_links
 from private_llm.net.transport import Transport
 from private_llm.protocols.session import join_as_client
@@ -23,11 +24,19 @@ from private_llm_hf.cascade_client import join_nodes
 from private_llm_hf.cascade_split import join_split
 from private_llm_hf.client import Parties, Secret
 from private_llm_hf.costs import Costs
+from private_llm_hf.lane_rows import (
+    LaneRows,
+    Rows,
+    parts_of_call,
+    parts_of_command,
+    plan_lanes,
+    secrets_of,
+    spread,
+    total_of,
+)
+from private_llm_hf.schedule import Schedule
 from private_llm_hf.weights import Sink
 from private_llm_hf.wire import Message
-
-Rows = list[int]
-"""How many rows each lane holds."""
 
 
 def join_lanes(config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> Parties:
@@ -50,8 +59,8 @@ class Lanes(Parties):
         first = lanes[0]
         super().__init__(config, first._transport, first._end, first._shutdown)
         self._lanes = lanes
-        self._rows: dict[int, Rows] = {}
-        self._groups: dict[int, int] = {}
+        self._kept = LaneRows(len(lanes))
+        self._planned: list[Rows] = []
         self._busy = [0] * len(lanes)
         self._choice = threading.Lock()
 
@@ -115,27 +124,27 @@ class Lanes(Parties):
     # -- calls ------------------------------------------------------------------------------------------------
     def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
         """As `Parties.forward`, every lane its rows, all at the same time."""
-        total = int(call["secret"][0]["shape"][0])
-        indices: list[Tensor | None] = [None] * len(self._lanes)
-        kept_rows: Rows | None
-        if call["encoded"] is not None and call["encoded"]["rows"] is not None:
-            kept_rows, indices = self._by_lane(call["encoded"]["handle"], call["encoded"]["rows"])
-        else:
-            handles = (call["encoded"] and call["encoded"]["handle"], call["cache"])
-            kept_rows = next((self._rows[h] for h in handles if h is not None and h in self._rows), None)
-        if kept_rows is not None and sum(kept_rows) != total:
-            raise DomainError(f"rows: got {total}; want {sum(kept_rows)}, as many as the cache or encoder output has")
-        with self._reserved(kept_rows, total, self._groups.get(call["cache"], 1)) as rows, self._using(rows):
-            busy, start = [], 0
-            for lane, count, index in zip(self._lanes, rows, indices, strict=True):
-                if count:
-                    lane.ask(*_part(call, secrets, slice(start, start + count), total, index))
-                    busy.append(lane)
-                start += count
-            answers = [lane.opened() for lane in busy]
-        for kept in (call["cache"], call["encode_to"]):
-            if kept is not None:
-                self._rows[int(kept)] = rows
+        with self._lock:
+            place = self._place({"do": "forward", **call})
+            if place is not None:
+                return self._run(call, secrets, self._planned[place[1]])
+        return self._run(call, secrets, None)
+
+    def _run(
+        self, call: Message, secrets: list[Secret], planned: Rows | None
+    ) -> tuple[str, dict[str, Tensor]]:  # fmt: skip
+        """planned: the rows of a call that was preprocessed."""
+        total = total_of(call)
+        held, picks = self._kept.of_call(call)
+        where = self._reserved(held or planned, total, self._kept.together(call))
+        with where as rows, self._using(rows), ExitStack() as stack:
+            waiting = []
+            for number, part, mine in parts_of_call(call, rows, picks):
+                lane = self._lanes[number]
+                place = None if planned is None else lane._place({"do": "forward", **part})
+                waiting.append(stack.enter_context(lane.asking(part, secrets_of(secrets, mine, total), place)))
+            answers = [answer() for answer in waiting]
+        self._kept.keep_call(call, rows)
         kinds = {(kind, *opened) for kind, opened in answers}
         if len(kinds) != 1:
             raise TransportError("the lanes gave different answers: they do not run the same model or version")
@@ -145,7 +154,7 @@ class Lanes(Parties):
     def _reserved(self, rows: Rows | None, total: int, together: int) -> Iterator[Rows]:
         """The lanes of a call: those that hold what it continues, or idle ones; other calls keep off while it runs."""
         with self._choice:
-            rows = self._spread(total, together if total % together == 0 else 1) if rows is None else rows
+            rows = spread(total, together, self._busy) if rows is None else rows
             used = [lane for lane, count in enumerate(rows) if count]
             for lane in used:
                 self._busy[lane] += 1
@@ -156,53 +165,47 @@ class Lanes(Parties):
                 for lane in used:
                     self._busy[lane] -= 1
 
-    def _spread(self, total: int, together: int) -> Rows:
-        """Groups of rows over the lanes in order; few groups go to the lanes with the fewest calls."""
-        groups, lanes = total // together, len(self._lanes)
-        chosen = sorted(sorted(range(lanes), key=lambda lane: self._busy[lane])[:groups])
-        rows = [0] * lanes
-        for place, lane in enumerate(chosen):
-            rows[lane] = (groups // len(chosen) + (place < groups % len(chosen))) * together
-        return rows
-
     def command(self, message: Message) -> None:
         """Cache management in every lane that holds rows of the cache."""
-        handle, how = message["handle"], message["how"]
-        rows = after = self._rows[handle]
-        indices: list[Tensor | None] = [None] * len(rows)
-        if how == "select":
-            after, indices = self._by_lane(handle, message["index"])
-        with self._using(rows):
-            for lane, count, index in zip(self._lanes, rows, indices, strict=True):
-                if count:
-                    lane._tell(message if index is None else {**message, "index": index})
-        if how == "reset":
-            self._rows.pop(handle)
-        else:
-            self._rows[message["to"] if how == "copy" else handle] = after
+        with self._lock:
+            planned = self._place(message) is not None
+            rows, picks = self._kept.of_command(message)
+            with self._using(rows):
+                for number, part in parts_of_command(message, rows, picks):
+                    lane = self._lanes[number]
+                    if planned:
+                        lane._tell({**part, "at": lane._place(part)}, lane._online)
+                    else:
+                        lane._tell(part)
+            self._kept.keep_command(message)
 
-    def _by_lane(self, handle: int, index: Tensor) -> tuple[Rows, list[Tensor | None]]:
-        """Chosen rows of a kept state, lane by lane. Raises UnsupportedOp if a row would change its lane."""
-        rows = self._rows[handle]
-        owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows))[index]
-        if bool((owner[1:] < owner[:-1]).any()):
-            raise UnsupportedOp(
-                "a row of the batch would move to another lane, which cannot see it; use lanes=1 for this call, or a "
-                "number of prompts that the lanes divide evenly"
-            )
-        starts = torch.cumsum(torch.tensor([0, *rows]), 0)
-        picked: list[Tensor | None] = [index[owner == lane] - starts[lane] for lane in range(len(rows))]
-        return [int((owner == lane).sum()) for lane in range(len(rows))], picked
+    # -- preprocessing ----------------------------------------------------------------------------------------
+    def preprocess(self, entries: list[Message]) -> int:
+        """As `Parties.preprocess`, in every lane. Raises UnsupportedOp, before anything is sent, as `command` does."""
+        self._check_helped()
+        planned, parts = plan_lanes(entries, len(self._lanes))
+        schedule = Schedule(next(self._plans), entries)
+        with self._lock, self._using([1] * len(self._lanes)):
+            self._drop_schedule()
+            waiting = [lane.prepare(part) for lane, part in zip(self._lanes, parts, strict=True)]
+            stored = sum(prepared() for prepared in waiting)
+            self._planned, self._schedule = planned, schedule if entries else None
+        return stored
+
+    def _drop_schedule(self) -> None:
+        """Forget the plan as a whole; what the parties keep for it is each lane's to free."""
+        self._schedule = None
 
     # -- handles, costs -------------------------------------------------------------------------------------
     def keep_together(self, handle: int, rows: int) -> None:
         """Rows that may be reordered among themselves go to one lane."""
-        self._groups[handle] = rows
+        self._kept.keep_together(handle, rows)
 
     def release(self, handle: int) -> None:
         """Forget a handle in every lane with its next call."""
-        self._rows.pop(handle, None)
-        self._groups.pop(handle, None)
+        self._kept.release(handle)
+        for filled in self._filled.values():
+            filled.discard(handle)
         for lane in self._lanes:
             lane.release(handle)
 
@@ -214,26 +217,3 @@ class Lanes(Parties):
             tuple(ledger for costs in each for ledger in costs.ledgers),
             tuple(ledger for costs in each for ledger in costs.helpers),
         )
-
-
-def _part(
-    call: Message, secrets: list[Secret], rows: slice, total: int, index: Tensor | None
-) -> tuple[Message, list[Secret]]:
-    """The rows `rows` of a call."""
-    count = rows.stop - rows.start
-    listed, mine = [], list[Secret]()
-    for item, secret in zip(call["secret"], secrets, strict=True):
-        listed.append({**item, "shape": [count, *item["shape"][1:]]})
-        if isinstance(secret, Tensor):
-            mine.append(secret[rows])
-        else:
-            ids, vocabulary = secret
-            mine.append((ids.view(total, -1)[rows].reshape(-1), vocabulary))
-    public = {
-        name: value[rows] if isinstance(value, Tensor) and value.shape[0] == total else value
-        for name, value in call["public"].items()
-    }
-    part = {**call, "secret": listed, "public": public}
-    if index is not None:
-        part["encoded"] = {**call["encoded"], "rows": index}
-    return part, mine

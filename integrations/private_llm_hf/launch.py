@@ -19,7 +19,7 @@ import torch
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, TransportError
 from private_llm.kernels.memory import trim_allocator
-from private_llm.kernels.parallel import threads_per_node, threads_per_party
+from private_llm.kernels.parallel import nodes_at_once, threads_per_node, threads_per_party
 from private_llm.net.children import start_children
 from private_llm.net.hub import connect, open_door
 from private_llm.net.local import LocalHub
@@ -55,7 +55,8 @@ def _start(config: PrivateConfig, mode: str, hub: LocalHub | None) -> Parties:
     if hub is not None and mode != "threads":
         raise ConfigError(f"hub: got one for party_mode={mode!r}; only parties that are threads use a hub")
     if mode == "threads":
-        return _start_threads(config, hub or LocalHub(config.endpoints, timeout=config.timeout_s))
+        at_once = None if config.plan is None else nodes_at_once(config.endpoints)
+        return _start_threads(config, hub or LocalHub(config.endpoints, config.timeout_s, at_once))
     if mode == "processes":
         return _start_processes(config)
     if mode == "distributed":
@@ -159,10 +160,13 @@ def _start_threads(config: PrivateConfig, hub: LocalHub) -> Parties:
     if config.protocol == "cascade" and config.plan is not None:
         shared = threads_per_node(config.plan.alpha)
     torch.set_num_threads(shared)  # of the process, until the session ends
+
+    def run(number: int) -> None:
+        with hub.turn():
+            run_party(config, number, hub.transport(number))
+
     threads = [
-        threading.Thread(
-            target=run_party, args=(config, number, hub.transport(number)), name=f"party {number}", daemon=True
-        )
+        threading.Thread(target=run, args=(number,), name=f"party {number}", daemon=True)
         for number in range(config.endpoints)
     ]
     for thread in threads:

@@ -10,6 +10,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -96,8 +97,8 @@ class PrivateModel:
         return Preprocessed(len(entries), self.parties.preprocess(entries))
 
     def cost(self, reset: bool = False) -> Costs:
-        """Bytes, rounds and multiply-adds of all calls since the last reset, by link, module and operation."""
-        return self.parties.costs(reset)
+        """Bytes, rounds, multiply-adds and seconds of all calls since the last reset, by link, module and operation."""
+        return replace(self.parties.costs(reset), kinds={row.name: row.kind for row in self.plan.rows})
 
     def close(self) -> None:
         """Stop the parties; the model cannot be used afterwards."""

@@ -1,12 +1,14 @@
 """Image networks of the literature as plain `nn.Sequential`, in the shapes that PIGEON's engine was measured with.
 
 Sources: LeCun et al. 1998 (LeNet-5; with ReLU and average pooling as there), Krizhevsky et al. 2012 (AlexNet, cut to
-CIFAR size), Simonyan and Zisserman 2015 (VGG-16), He et al. 2016 (residual blocks).
+CIFAR size), Simonyan and Zisserman 2015 (VGG-16), He et al. 2016 (residual blocks, ResNet-50). PIGEON runs both
+ImageNet networks with average pools in place of max pools.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -44,11 +46,13 @@ def vgg16(classes: int = 10, width: int = 64) -> nn.Sequential:
     )  # fmt: skip
 
 
-def vgg16_imagenet(classes: int = 1000, width: int = 64, size: int = 224) -> nn.Sequential:
-    """Images [B, 3, size, size], size a multiple of 32; max pooling, 4096-4096 head, as published."""
+def vgg16_imagenet(
+    classes: int = 1000, width: int = 64, size: int = 224, pool: type[nn.Module] = nn.MaxPool2d
+) -> nn.Sequential:
+    """Images [B, 3, size, size], size a multiple of 32; 4096-4096 head; with max pooling as published."""
     top, hidden = 8 * width * (size // 32) ** 2, 64 * width
     return nn.Sequential(
-        *_vgg_features(width, nn.MaxPool2d),
+        *_vgg_features(width, pool),
         nn.Flatten(),
         nn.Linear(top, hidden), nn.ReLU(), nn.Dropout(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Dropout(),
         nn.Linear(hidden, classes),
@@ -75,6 +79,12 @@ def small_lenet(classes: int = 10) -> nn.Sequential:
     )  # fmt: skip
 
 
+def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
+    if stride == 1 and inputs == outputs:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+
 class ResidualBlock(nn.Module):
     """Two convolutions and the input, or its projection, added."""
 
@@ -84,15 +94,45 @@ class ResidualBlock(nn.Module):
             nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
         )
         self.second = nn.Sequential(nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs))
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+        self.shortcut = _shortcut(inputs, outputs, stride)
         self.last = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, inputs, H, W] to [B, outputs, H/stride, W/stride]."""
         made: Tensor = self.last(self.second(self.first(x)) + self.shortcut(x))
         return made
+
+
+class Bottleneck(nn.Module):
+    """A 3 x 3 convolution between two of 1 x 1, and the input, or its projection, added."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.first = nn.Sequential(nn.Conv2d(inputs, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.third = nn.Sequential(nn.Conv2d(width, outputs, 1, bias=False), nn.BatchNorm2d(outputs))
+        self.shortcut = _shortcut(inputs, outputs, stride)
+        self.last = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, inputs, H, W] to [B, 4 width, H/stride, W/stride]."""
+        made: Tensor = self.last(self.third(self.second(self.first(x))) + self.shortcut(x))
+        return made
+
+
+def resnet50(classes: int = 1000, width: int = 64, pool: type[nn.Module] = nn.AvgPool2d) -> nn.Sequential:
+    """Images [B, 3, H, W], H and W multiples of 32; with an average pool behind the stem."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+        pool(kernel_size=3, stride=2, padding=1),
+    ]  # fmt: skip
+    inputs = width
+    for stage, depth in enumerate((3, 4, 6, 3)):
+        for place in range(depth):
+            layers.append(Bottleneck(inputs, width << stage, 2 if stage and not place else 1))
+            inputs = 4 * width << stage
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
 
 
 def small_resnet(channels: int = 1, classes: int = 10, width: int = 16) -> nn.Sequential:
@@ -104,10 +144,12 @@ def small_resnet(channels: int = 1, classes: int = 10, width: int = 16) -> nn.Se
     )  # fmt: skip
 
 
-BUILDERS = {
+BUILDERS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, int, int]]] = {
     "lenet5": (lenet5, (1, 28, 28)),
     "alexnet": (alexnet, (3, 32, 32)),
     "vgg16-cifar10": (vgg16, (3, 32, 32)),
     "vgg16-imagenet": (vgg16_imagenet, (3, 224, 224)),
+    "vgg16-imagenet-average": (partial(vgg16_imagenet, pool=nn.AvgPool2d), (3, 224, 224)),
+    "resnet50-average": (resnet50, (3, 224, 224)),
 }
 """Networks by name with the image shape they are made for."""

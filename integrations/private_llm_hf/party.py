@@ -220,7 +220,10 @@ class Party:
             self.kept.pop(handle, None)
 
     def _forward(self, message: Message) -> None:
-        model = self._ready()
+        with self.transport.ledger.scope(""):  # the time of inputs and opening
+            self._run(self._ready(), message)
+
+    def _run(self, model: PreTrainedModel, message: Message) -> None:
         self._free(message)
         inputs = dict(message["public"])
         refused = sorted({*inputs} - PUBLIC) + sorted({*message["outputs"]} - {*OPENED})

@@ -228,10 +228,10 @@ def _followed(
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
         progress()
-        outer, ledger.scope_name = ledger.scope_name, name  # `ledger.scope` without its generator: modules are many
+        outer = ledger.enter(name)  # `ledger.scope` without its generator: modules are many
         try:
             return forward(*args, **kwargs)
         finally:
-            ledger.scope_name = outer
+            ledger.enter(outer)
 
     return run

@@ -1,8 +1,8 @@
 """Preprocessing apart from the online phase, both timed: `private-llm bench --preprocess`.
 
 Before each run the helping party (party 0, the dealer, in quad party 3) computes ahead and its receivers store what it
-sends; the run itself reads those tapes while it is silent. The same works as in `measure`, one lane, parties as threads
-or processes.
+sends; the run itself reads those tapes while it is silent. The same works as in `measure`, whole models in lanes, too;
+parties as threads or processes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from private_llm.bench.link import LinkSpeed, SlowHub
 from private_llm.bench.measure import receive_weights, send_weights
-from private_llm.bench.rows import Row, party_threads, spread
+from private_llm.bench.rows import Row, party_threads, settings, spread
 from private_llm.bench.whole import WholeWork
 from private_llm.bench.work import Work
 from private_llm.config import PrivateConfig
@@ -60,19 +60,18 @@ def measure_apart(
     speed: of emulated links (parties as threads). progress is called after each run.
     Raises ConfigError where there is nothing to separate, and what a party raised.
     """
-    if config.helper is None or config.lanes > 1:
-        wanted = names_where(lambda facts: facts.helper is not None)
-        raise ConfigError(f"--preprocess: want protocol {wanted}, and one lane")
+    if config.helper is None:
+        raise ConfigError(f"--preprocess: want protocol {names_where(lambda facts: facts.helper is not None)}")
+    if config.lanes > 1 and isinstance(work, Work):
+        raise ConfigError(f"--preprocess: benchmark {work.name!r} runs in one lane then; lanes are for whole models")
     if isinstance(work, WholeWork):
         found = _whole(work, config, repeat, speed, progress)
     else:
         found = _ring(work, config, repeat, speed, progress)
     return Row(
-        name=work.name, protocol=config.protocol, ring=config.ring, shape=work.shape, parties=config.parties,
+        **settings(config, speed), name=work.name, shape=work.shape, repeat=repeat,
         seconds=spread(found.online[1:]), bytes_total=sum(found.sent.values()), bytes_per_party=found.sent,
-        rounds=found.rounds, error_max=found.error, threads=party_threads(config.parties),
-        party_mode="threads" if config.party_mode == "auto" else config.party_mode, repeat=repeat,
-        bandwidth_mbit=speed.bandwidth_mbit if speed else None, latency_ms=speed.latency_ms if speed else None,
+        rounds=found.rounds, error_max=found.error,
         bytes_preprocessing=found.ahead, seconds_preprocessing=spread(found.before[1:]),
     )  # fmt: skip
 

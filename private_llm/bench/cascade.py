@@ -2,7 +2,8 @@
 
 Private and plaintext forwards take turns, so that both meet the same machine; `ratio` is over such pairs. PAPER: the
 mean seconds of its Tables 6 and 8 (16 cores of a 2.9 GHz Xeon and 2 Gbit/s between nodes) and the bytes of its
-Table 7. Its plans and open partial results are weak and here for comparison; masked ones stand beside.
+Table 7. Its plans and open partial results are weak and here for comparison; masked ones stand beside, and the same
+model under secret sharing. Behind an emulated link there are rows of nodes and of secret sharing only.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from private_llm.bench.rows import Row, spread, usable_cores
+from private_llm.bench.link import LinkSpeed, SlowHub
+from private_llm.bench.rows import Row, settings, spread, usable_cores
 from private_llm.config import PrivateConfig
+from private_llm.kernels.parallel import nodes_at_once
 from private_llm.net.ledger import Ledger
 from private_llm.net.timed import BUSY, SERIALISING, WAITING
 from private_llm.net.transport import CLIENT
@@ -92,27 +95,39 @@ _PAPER_BYTES = {
 """Table 7, numbers of two bytes."""
 
 
-Part = Literal["alone", "overhead", "nodes", "size", "bytes"]
+Part = Literal["alone", "overhead", "nodes", "size", "bytes", "link", "trio"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model under a plan.
+    """A model under a plan, or (part "trio") under three-party secret sharing.
 
     part: "alone" (what all nodes compute, without links), "overhead" (one CompNode and one AttnNode as threads),
-    "nodes" (processes), "size" (of the model) or "bytes" (numbers of two bytes, as in the paper's Table 7).
+    "nodes" (processes), "size" (of the model), "bytes" (numbers of two bytes, as in the paper's Table 7) or "link"
+    (nodes as threads behind an emulated link). weights: of part "trio"; nodes have public ones. speed: of the link.
     """
 
     part: Part
     model: str
     shape: ModelShape
-    plan: ShardingPlan
+    plan: ShardingPlan | None
     tokens: int
+    weights: Literal["public", "secret"] = "public"
+    speed: LinkSpeed | None = None
 
     @property
     def label(self) -> str:
         """For people."""
-        return f"{self.model} {self.plan.alpha},{self.plan.c},{self.plan.m} {self.plan.partials}"
+        plan = self.plan
+        how = f"trio, {self.weights} weights" if plan is None else f"{plan.alpha},{plan.c},{plan.m} {plan.partials}"
+        return f"{self.model} {how}"
+
+    @property
+    def config(self) -> PrivateConfig:
+        """The settings it runs under."""
+        if self.plan is None:
+            return PrivateConfig(protocol="trio", weights=self.weights, party_mode=self.mode)
+        return PrivateConfig(protocol="cascade", plan=self.plan, party_mode=self.mode)
 
     @property
     def mode(self) -> Literal["threads", "processes"]:
@@ -122,8 +137,9 @@ class Case:
     @property
     def paper(self) -> dict[str, float | None]:
         """What the paper says of this model under this plan, as columns of a row."""
-        key = (self.part, self.model, self.plan.alpha)
-        known = self.shape == MODELS.get(self.model) and self.plan.c == 1
+        alpha, c = (0, 0) if self.plan is None else (self.plan.alpha, self.plan.c)
+        key = (self.part, self.model, alpha)
+        known = self.shape == MODELS.get(self.model) and c == 1
         ours, vanilla = _PAPER_SECONDS.get(key, (None, None)) if known else (None, None)
         size = _PAPER_BYTES.get(key[1:]) if known and self.part == "bytes" else None
         return {"paper_seconds": ours, "paper_vanilla_seconds": vanilla, "paper_bytes": size}
@@ -137,14 +153,17 @@ class Case:
         from private_llm_hf import patch
         from private_llm_hf.timed import TimedParties
 
-        config = PrivateConfig(protocol="cascade", plan=self.plan, party_mode=self.mode)
-        model = self.shape.build()
-        if self.part == "alone":
+        config, model = self.config, self.shape.build()
+        if self.part == "alone" and self.plan is not None:
             with torch.no_grad():
                 pairs = _Pairs(model, _Alone(model, self.plan), None, self.tokens)
                 return self._row(pairs, config, self.runs(repeat), progress)
         nodes = TimedParties() if self.part == "nodes" else None
-        private: Any = patch(model, config) if nodes is None else patch(model, config, start=nodes)
+        hub = None
+        if self.speed is not None:
+            at_once = None if self.plan is None else nodes_at_once(config.parties)
+            hub = SlowHub(config.parties, config.timeout_s, self.speed, "control", at_once)
+        private: Any = patch(model, config, hub) if nodes is None else patch(model, config, start=nodes)
         with closing(private), torch.no_grad():
             return self._row(_Pairs(model, private, nodes, self.tokens), config, self.runs(repeat), progress)
 
@@ -153,23 +172,33 @@ class Case:
         for _ in range(repeat):
             pairs.run()
             progress()
-        split = pairs.split(self.plan.alpha)
+        plan = self.plan
+        split = None if plan is None else pairs.split(plan.alpha)
+        mode = "alone" if self.part == "alone" else self.mode
+        how = {**settings(config, self.speed), "threads": usable_cores(), "party_mode": mode}
         row = Row(
-            name=f"cascade-{self.part}", protocol="cascade", ring=config.ring, shape=(1, self.tokens),
-            parties=self.plan.nodes, seconds=spread(pairs.private), bytes_total=costs.bytes_total,
+            **how,
+            name=f"cascade-{self.part}", shape=(1, self.tokens), repeat=repeat,
+            seconds=spread(pairs.private), bytes_total=costs.bytes_total,
             bytes_per_party=costs.to_dict()["bytes_per_party"], rounds=costs.rounds, error_max=pairs.error,
-            threads=usable_cores(), party_mode="alone" if self.part == "alone" else self.mode, repeat=repeat,
         )  # fmt: skip
         return {
             **row.to_dict(), "label": self.label, "model": self.model,
-            "partials": self.plan.partials, "wire": self.plan.wire,
-            "plan": [self.plan.alpha, self.plan.c, self.plan.m], "parameters": pairs.parameters,
+            "partials": None if plan is None else plan.partials, "wire": None if plan is None else plan.wire,
+            "plan": None if plan is None else [plan.alpha, plan.c, plan.m], "weights": config.weights,
+            "parameters": pairs.parameters,
             "vanilla_seconds": spread(pairs.vanilla),
             "ratio": spread([ours / theirs for ours, theirs in zip(pairs.private, pairs.vanilla, strict=True)]),
             "aim_ratio": _AIM if self.part == "alone" else None, "split": split,
             "bytes_nodes": sum(n for link, n in costs.cost.sent.items() if CLIENT not in link),
             **self.paper,
         }  # fmt: skip
+
+
+WEIGHTS: tuple[Literal["public", "secret"], ...] = ("public", "secret")
+_COPIES_OF_SHARES = {"public": 14, "secret": 17}
+"""What three parties as threads need at most, weights and a pass over them, in copies of the plaintext's weights
+(measured on BERT-base: peaks of 6.9 and 8.1 GB with the two copies besides)."""
 
 
 class _Alone:
@@ -275,21 +304,26 @@ def _work(ledger: Ledger, runs: int) -> tuple[float, float]:
     return max(0.0, computing) / runs, seconds[SERIALISING] / runs
 
 
-def cases(tiny: bool = False) -> Iterator[Case]:
-    """Every row of the table. tiny: models of two small layers, few nodes."""
+def cases(tiny: bool = False, speed: LinkSpeed | None = None) -> Iterator[Case]:
+    """Every row of the table, or those behind an emulated link. tiny: models of two small layers, few nodes."""
     tokens, models = (24, _TINY) if tiny else (128, MODELS)
     berts = ("bert-base",) if tiny else ("bert-base", "bert-large")
 
     def made(part: Part, model: str, plan: ShardingPlan) -> Case:
-        return Case(part, model, models[model], plan, tokens)
+        return Case(part, model, models[model], plan, tokens, speed=speed)
 
-    yield from (made("alone", bert, _paper_plan(1)) for bert in berts)
-    yield from (made("overhead", bert, _paper_plan(1)) for bert in berts)
-    for bert in berts:
-        yield from (made("nodes", bert, plan) for plan in ([_paper_plan(2)] if tiny else _plans(bert)))
-    yield from (made("size", model, _paper_plan(2)) for model in models)
-    for bert in berts:
-        yield from (made("bytes", bert, replace(_paper_plan(alpha), wire="float16")) for alpha in (1, 4, 8))
+    if speed is not None:
+        yield from (made("link", berts[0], plan) for plan in ([_paper_plan(2)] if tiny else _plans(berts[0])))
+    else:
+        yield from (made("alone", bert, _paper_plan(1)) for bert in berts)
+        yield from (made("overhead", bert, _paper_plan(1)) for bert in berts)
+        for bert in berts:
+            yield from (made("nodes", bert, plan) for plan in ([_paper_plan(2)] if tiny else _plans(bert)))
+        yield from (made("size", model, _paper_plan(2)) for model in models)
+        for bert in berts:
+            yield from (made("bytes", bert, replace(_paper_plan(alpha), wire="float16")) for alpha in (1, 4, 8))
+    for weights in WEIGHTS:
+        yield Case("trio", berts[0], models[berts[0]], None, tokens, weights, speed)
 
 
 def _plans(model: str) -> list[ShardingPlan]:
@@ -305,8 +339,10 @@ def _paper_plan(alpha: int) -> ShardingPlan:
 
 
 def memory_needed(case: Case) -> int:
-    """Bytes for all copies of the weights: the plaintext model's, one on its way, and each process's."""
-    copies = 2 + (case.plan.alpha if case.mode == "processes" else 0)
+    """Bytes for all copies of the weights: the plaintext model's, one on its way, and each process's or party's."""
+    copies = 2 + (case.plan.alpha if case.plan is not None and case.mode == "processes" else 0)
+    if case.plan is None:
+        copies += _COPIES_OF_SHARES[case.weights]
     with torch.device("meta"):
         model = case.shape.build()
     weights: int = sum(weight.numel() * weight.itemsize for weight in model.parameters())

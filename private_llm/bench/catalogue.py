@@ -52,10 +52,14 @@ ENTRIES: dict[str, Entry] = {
     "lenet": Entry(cnn.lenet, (16, 1, 28, 28), (1, 1, 28, 28), _IMAGE_DIMS),
     "alexnet": Entry(cnn.alexnet, (16, 3, 32, 32), (1, 3, 32, 32), _IMAGE_DIMS),
     "vgg16": Entry(cnn.vgg16, (16, 3, 32, 32), (1, 3, 32, 32), _IMAGE_DIMS),
+    "resnet50": Entry(cnn.resnet50, (1, 3, 224, 224, 64), (1, 3, 32, 32, 4), f"{_IMAGE_DIMS} x filters"),
+    "vgg16-imagenet": Entry(cnn.vgg16_imagenet, (1, 3, 224, 224, 64), (1, 3, 32, 32, 4), f"{_IMAGE_DIMS} x filters"),
 }  # fmt: skip
 NAMES = tuple(ENTRIES)
 INSTALLED_APART = ("smollm2",)
 """Works of models that are neither bundled nor made of random numbers: run only when they are named."""
+LARGE = ("resnet50", "vgg16-imagenet")
+"""Works that take minutes and gigabytes: run only when they are named."""
 
 
 def make(name: str, shape: Shape | None = None, count: int | None = None, tiny: bool = False) -> Work | WholeWork:

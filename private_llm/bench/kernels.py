@@ -1,6 +1,7 @@
 """Local kernels on one core, without parties: what the steps of a protocol cost before anything is sent.
 
-Times are processor time of the measuring thread, so that other work on the machine disturbs them little.
+Times are processor time of the measuring thread, so that other work on the machine disturbs them little; but of
+transposition on all cores by the clock, in turns with one core.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ from private_llm.config import VERSION
 from private_llm.kernels import cpu_amx, cpu_matmul, matmul, ops
 from private_llm.kernels.address import addresses
 from private_llm.kernels.memory import tune_allocator
+from private_llm.kernels.parallel import usable_cores
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import RING32, RING64, Ring
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One kernel at one shape. rate: of `unit` in a second, by the fastest run. note: which of several kernels."""
+    """One kernel at one shape. rate: of `unit` in a second, by the fastest run. note: which of several kernels.
+
+    speedup: where several threads work, how many times as fast as one in the same run, fastest runs of both.
+    """
 
     name: str
     note: str
@@ -36,6 +41,7 @@ class KernelRow:
     rate: float
     unit: str
     threads: int
+    speedup: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The row with the machine and the versions it was taken with."""
@@ -44,7 +50,7 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class _Job:
-    """run: one call. work: how much it does of `unit` (G: 10^9)."""
+    """run: one call. work: how much it does of `unit` (G: 10^9). threads: that it may use."""
 
     name: str
     note: str
@@ -53,6 +59,7 @@ class _Job:
     run: Callable[[], object]
     work: float
     unit: str
+    threads: int = 1
 
 
 _PRODUCTS = ((128, 128, 128), (128, 768, 3072), (16, 768, 3072), (1, 768, 3072))
@@ -69,13 +76,14 @@ _ENOUGH_S = 0.02
 def measure_kernels(
     repeat: int = 5, tiny: bool = False, progress: Callable[[str], None] = lambda _: None
 ) -> Iterator[KernelRow]:
-    """Every job on one thread: one call to warm up, then `repeat` timed runs of as many calls as fill 20 ms."""
+    """Every job on one thread (one on all too): one call to warm up, then `repeat` timed runs, each filling 20 ms."""
     tune_allocator()  # as a party does at its start
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for ring in (RING64, RING32):
             for job in _jobs(ring, tiny):
+                torch.set_num_threads(1)
                 yield _measured(job, repeat, tiny)
                 progress(job.name)
     finally:
@@ -87,7 +95,26 @@ def count(tiny: bool = False) -> int:
     return sum(1 for ring in (RING64, RING32) for _ in _jobs(ring, tiny))
 
 
+def _in_turns(job: _Job, repeat: int) -> KernelRow:
+    """A job on its threads and on one in turns, by the clock."""
+    times: dict[int, list[float]] = {job.threads: [], 1: []}
+    for number in range(4 * repeat + 1):
+        for threads, found in times.items():
+            torch.set_num_threads(threads)
+            started = time.perf_counter()
+            job.run()
+            if number:  # the first pair warms up
+                found.append(time.perf_counter() - started)
+    many, one = times[job.threads], times[1]
+    return KernelRow(
+        job.name, job.note, job.ring, job.shape, spread(many), job.work / min(many), job.unit, job.threads,
+        min(one) / min(many),
+    )  # fmt: skip
+
+
 def _measured(job: _Job, repeat: int, tiny: bool) -> KernelRow:
+    if job.threads > 1:
+        return _in_turns(job, repeat)
     job.run()
     started = time.thread_time()
     job.run()
@@ -169,6 +196,10 @@ def _comparison(ring: Ring, n: int, stream: Prg) -> Iterator[_Job]:
     )
     for name, run in calls:
         yield _Job(name, "", ring.bits, (n,), run, n / 1e9, "G elements/s")
+    cores = usable_cores()
+    if cores > 1:
+        transpose = calls[0][1]
+        yield _Job("transpose_bits", "all cores", ring.bits, (n,), transpose, n / 1e9, "G elements/s", cores)
 
 
 def _truncation(ring: Ring, n: int, stream: Prg) -> Iterator[_Job]:

@@ -46,8 +46,10 @@ class LinkSpeed:
 class SlowHub(LocalHub):
     """A `LocalHub` whose links have a speed; frames tagged `instant` (start and stop signals) are not delayed."""
 
-    def __init__(self, parties: int, timeout: float, speed: LinkSpeed, instant: str) -> None:
-        super().__init__(parties, timeout)
+    def __init__(
+        self, parties: int, timeout: float, speed: LinkSpeed, instant: str, at_once: int | None = None
+    ) -> None:
+        super().__init__(parties, timeout, at_once)
         self.speed, self.instant = speed, frozenset([instant])
         self.free = dict.fromkeys(self.links, 0.0)  # the lanes of a session share the wires
         self.wires = threading.Lock()
@@ -90,5 +92,6 @@ class SlowTransport(LocalTransport):
         payload = super()._recv(frm, tag, shape, dtype)
         delay = self._slow.due[(frm, self.me)].popleft() - time.perf_counter()
         if delay > 0:
-            time.sleep(delay)
+            with self.aside():
+                time.sleep(delay)
         return payload

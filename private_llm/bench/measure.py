@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from private_llm.bench.link import LinkSpeed, SlowHub
-from private_llm.bench.rows import Row, party_threads, spread
+from private_llm.bench.rows import Row, party_threads, settings, spread
 from private_llm.bench.whole import WholeWork, measure_whole
 from private_llm.bench.work import Work
 from private_llm.config import PrivateConfig
@@ -121,7 +121,7 @@ def measure(
     else:
         transport, stop = _start_threads(work, config, speed, hub)
     try:
-        return _measure(work, config, mode, repeat, speed, transport, progress)
+        return _measure(work, config, repeat, speed, transport, progress)
     finally:
         stop()
 
@@ -147,7 +147,7 @@ def _start_threads(
 
 
 def _measure(
-    work: Work, config: PrivateConfig, mode: str, repeat: int, speed: LinkSpeed | None, transport: Transport,
+    work: Work, config: PrivateConfig, repeat: int, speed: LinkSpeed | None, transport: Transport,
     progress: Callable[[], None],
 ) -> Row:  # fmt: skip
     """The client's part."""
@@ -171,14 +171,11 @@ def _measure(
         truth = work.truth(values, weights)
     sent = {str(party): int(reports[party, :-2].sum()) for party in range(config.parties)}
     return Row(
-        name=work.name, protocol=config.protocol, ring=config.ring, shape=work.shape, parties=config.parties,
+        **settings(config, speed), name=work.name, shape=work.shape, repeat=repeat,
         seconds=spread(times[1:]), bytes_total=sum(sent.values()), bytes_per_party=sent,
         rounds=int(reports[:, -1].max()), error_max=float((result - truth).abs().max()),
-        threads=party_threads(config.parties), party_mode=mode, repeat=repeat,
-        bandwidth_mbit=speed.bandwidth_mbit if speed else None, latency_ms=speed.latency_ms if speed else None,
         bytes_preprocessing=int(reports[:, -2].sum()),
         bytes_received={str(party): int(reports[:, party].sum()) for party in range(config.parties)},
-        lanes=config.lanes, permute=config.permute,
     )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from private_llm.config import VERSION
+from private_llm.bench.link import LinkSpeed
+from private_llm.config import VERSION, PrivateConfig
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class Row:
     helping party sends). seconds_preprocessing: if these were sent apart, before: then `seconds` are the online phase.
     bytes_per_party: what each endpoint sent, "client" included. bytes_received: what each party received.
     rounds: exchanges that follow each other. error_max: largest absolute error against float64 on the same input.
+    adder, relu_bits, relu_low: of comparisons, as in `PrivateConfig`.
+    by_kind: of a whole model, by class of its modules: bytes over all links, bytes of the party that sent most, rounds,
+    median seconds of the slowest party, and Gbit/s, which are those bytes in those seconds.
     after: of a language model, where it is measured apart: seconds, bytes and rounds of one further token.
     """
 
@@ -47,11 +51,26 @@ class Row:
     bytes_received: dict[str, int] = field(default_factory=dict)
     lanes: int = 1
     permute: bool = False
+    adder: str = "auto"
+    relu_bits: int | None = None
+    relu_low: int = 0
+    by_kind: dict[str, dict[str, float]] | None = None
     after: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The row with the machine and the versions it was taken with."""
         return {**asdict(self), "machine": machine(), "torch": torch.__version__, "version": VERSION}
+
+
+def settings(config: PrivateConfig, speed: LinkSpeed | None) -> dict[str, Any]:
+    """The columns of a row that say how it was run, on emulated links of a speed or on those of this machine."""
+    return {
+        "protocol": config.protocol, "ring": config.ring, "parties": config.parties, "lanes": config.lanes,
+        "permute": config.permute, "adder": config.adder, "relu_bits": config.relu_bits, "relu_low": config.relu_low,
+        "threads": party_threads(config.parties),
+        "party_mode": "threads" if config.party_mode == "auto" else config.party_mode,
+        "bandwidth_mbit": speed.bandwidth_mbit if speed else None, "latency_ms": speed.latency_ms if speed else None,
+    }  # fmt: skip
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:

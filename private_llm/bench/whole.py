@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from private_llm.bench.link import LinkSpeed, SlowHub
-from private_llm.bench.rows import Row, party_threads, spread
+from private_llm.bench.rows import Row, settings, spread
 from private_llm.bench.work import Shape, random_weights
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
@@ -22,6 +23,7 @@ from private_llm.net.local import LocalHub
 
 if TYPE_CHECKING:
     from private_llm_hf import ForwardPlan, GeneratePlan
+    from private_llm_hf.costs import PartCost
     from transformers import PreTrainedModel
 
 
@@ -146,13 +148,12 @@ def measure_whole(
     """Share the model, then one warm-up call and `repeat` timed ones; the client's share and opening are inside."""
     from private_llm_hf import patch
 
-    mode = "threads" if config.party_mode == "auto" else config.party_mode
     model = work.build()
     if speed is not None and hub is None:
         hub = SlowHub(config.parties, config.timeout_s, speed, instant="control")
     private: Any = patch(model, config, hub)
     try:
-        times, later = [], []
+        times, later, kinds = [], [], []
         with torch.no_grad():
             for _ in range(repeat + 1):
                 private.cost(reset=True)
@@ -160,6 +161,7 @@ def measure_whole(
                 logits, ids = work.call(private)
                 times.append(time.perf_counter() - started)
                 made = private.cost(reset=True)
+                kinds.append(made.layer_kinds())
                 if work.step is not None:
                     started = time.perf_counter()
                     work.step(private)
@@ -173,15 +175,23 @@ def measure_whole(
     with torch.no_grad():
         truth = work.truth(model.double(), ids)
     return Row(
-        name=work.name, protocol=config.protocol, ring=config.ring, shape=work.shape, parties=config.parties,
+        **settings(config, speed), name=work.name, shape=work.shape, repeat=repeat,
         seconds=spread(times[1:]), **sent, error_max=float((logits - truth).abs().max()),
-        threads=party_threads(config.parties), party_mode=mode, repeat=repeat,
-        bandwidth_mbit=speed.bandwidth_mbit if speed else None, latency_ms=speed.latency_ms if speed else None,
         bytes_received={str(party): _received(made.cost.sent, party) for party in range(config.parties)},
-        lanes=config.lanes, permute=config.permute,
+        by_kind=_by_kind(kinds[1:]),
         after={"seconds": spread(later[1:]), "bytes_total": after.bytes_total, "rounds": after.rounds}
         if later else None,
     )  # fmt: skip
+
+
+def _by_kind(runs: Sequence[Mapping[str, PartCost]]) -> dict[str, dict[str, float]] | None:
+    """Columns of a row by kind of module, with the median seconds over the runs; None where nothing books by module."""
+    made = {}
+    for name in {name for run in runs for name, part in run.items() if part.seconds}:
+        parts = [run[name] for run in runs if name in run]
+        part = replace(parts[-1], seconds=statistics.median(each.seconds for each in parts))
+        made[name] = {**asdict(part), "gbit_per_s": part.gbit_per_s}
+    return dict(sorted(made.items(), key=lambda item: item[1]["seconds"], reverse=True)) or None
 
 
 def _received(sent: Mapping[tuple[int, int], int], party: int) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from private_llm.bench.apart import measure_apart
-from private_llm.bench.catalogue import INSTALLED_APART, NAMES, make
+from private_llm.bench.catalogue import INSTALLED_APART, LARGE, NAMES, make
 from private_llm.bench.kernels import count as kernel_count
 from private_llm.bench.kernels import measure_kernels
 from private_llm.bench.link import LinkSpeed
@@ -41,18 +41,16 @@ def bench(
         raise ConfigError(f"repeat: got {repeat}; want at least 1")
     if shape is not None and count is not None:
         raise ConfigError("give --shape or --n, not both")
-    speed = None
-    if bandwidth is not None or latency is not None:
-        if config.party_mode == "processes":
-            raise ConfigError("--bandwidth and --latency shape the links of --party-mode threads only")
-        speed = LinkSpeed(1e6 if bandwidth is None else bandwidth, latency or 0.0)
+    speed = link_speed(bandwidth, latency)
+    if speed is not None and config.party_mode == "processes":
+        raise ConfigError("--bandwidth and --latency shape the links of --party-mode threads only")
     if plot is not None:
         check_name(plot)
         if preprocess:
             raise ConfigError("--plot shows runs in one go: leave out --preprocess")
         if len(names) != 1 or config.party_mode not in _THREADS:
             raise ConfigError("--plot shows one work, with --party-mode threads: name one")
-    chosen = list(names) or [name for name in NAMES if name not in INSTALLED_APART]
+    chosen = list(names) or [name for name in NAMES if name not in (*INSTALLED_APART, *LARGE)]
     sizes = parse_shape(shape) if shape else None
     works = [make(name, sizes, count, tiny) for name in chosen]
     shared = [work.name for work in works if isinstance(work, Work)]
@@ -77,15 +75,26 @@ def bench(
         _table(rows)
 
 
+def link_speed(bandwidth: float | None, latency: float | None) -> LinkSpeed | None:
+    """The emulated link of --bandwidth and --latency; one alone leaves the other unlimited."""
+    if bandwidth is None and latency is None:
+        return None
+    return LinkSpeed(1e6 if bandwidth is None else bandwidth, latency or 0.0)
+
+
 def bench_pigeon(
-    protocols: Sequence[str], config: PrivateConfig, as_json: bool, repeat: int, tiny: bool, plot: Path | None
-) -> None:
-    """PIGEON's whole table: each work under each protocol, beside the aims and the figures of its C++ engine."""
+    protocols: Sequence[str], config: PrivateConfig, as_json: bool, repeat: int, tiny: bool, plot: Path | None,
+    imagenet: bool = False,
+) -> None:  # fmt: skip
+    """PIGEON's whole table: each work under each protocol, beside the aims and the figures of its C++ engine.
+
+    imagenet: its ImageNet networks, too.
+    """
     if repeat < 1:
         raise ConfigError(f"repeat: got {repeat}; want at least 1")
     if plot is not None:
         check_name(plot)
-    todo = list(jobs(config, [name for name in ("trio", "quad") if name in protocols], tiny))
+    todo = list(jobs(config, [name for name in ("trio", "quad") if name in protocols], tiny, imagenet))
     if not todo:
         raise ConfigError(f"pigeon: got protocol {', '.join(protocols)}; want trio or quad")
     rows = []
@@ -115,7 +124,8 @@ def bench_kernels(as_json: bool, repeat: int, tiny: bool) -> None:
         cells = [
             (
                 f"{row.name}, {row.note}" if row.note else row.name, row.ring, "x".join(map(str, row.shape)),
-                duration(row.seconds["median"]), duration(row.seconds["min"]), f"{row.rate:.2f} {row.unit}",
+                duration(row.seconds["median"]), duration(row.seconds["min"]), f"{row.rate:.2f} {row.unit}"
+                + ("" if row.speedup is None else f", {row.speedup:.2f} x one thread"),
             )
             for row in rows
         ]  # fmt: skip
@@ -147,7 +157,14 @@ class _Clock:
 def _title(row: Row) -> str:
     lanes = f", {row.lanes} lanes" if row.lanes > 1 else ""
     link = f", {row.bandwidth_mbit:g} Mbit/s, {row.latency_ms:g} ms" if row.bandwidth_mbit is not None else ""
-    return f"{row.name} {'x'.join(map(str, row.shape))}, {row.protocol}, {row.ring} bits{lanes}{link}"
+    return f"{row.name} {'x'.join(map(str, row.shape))}, {row.protocol}, {row.ring} bits{lanes}{_circuit(row)}{link}"
+
+
+def _circuit(row: Row) -> str:
+    """What a row's comparisons run, where somebody chose it."""
+    adder = f", {row.adder} adder" if row.adder != "auto" else ""
+    bits = row.ring if row.relu_bits is None else row.relu_bits
+    return f"{adder}, ReLU on bits {row.relu_low} to {bits - 1}" if row.relu_bits or row.relu_low else adder
 
 
 def _table(rows: Sequence[Row]) -> None:
@@ -159,7 +176,7 @@ def _table(rows: Sequence[Row]) -> None:
         for row in rows
     ]  # fmt: skip
     first = rows[0]
-    title = f"{first.protocol}, {first.ring}-bit ring, {first.parties} parties ({first.party_mode})"
+    title = f"{first.protocol}, {first.ring}-bit ring, {first.parties} parties ({first.party_mode}){_circuit(first)}"
     headings = ("work", "shape", "median", "min", "bytes, all links", "rounds", "largest error")
     if first.seconds_preprocessing is None:
         cells += [
@@ -171,6 +188,8 @@ def _table(rows: Sequence[Row]) -> None:
             for row in rows if row.after is not None
         ]  # fmt: skip
         emit_table(title, headings, cells, caption=machine())
+        for row in rows:
+            _kind_table(row.name, row)
         return
     times = [row.seconds_preprocessing or row.seconds for row in rows]
     before = [(duration(each["median"]), size(row.bytes_preprocessing)) for each, row in zip(times, rows, strict=True)]
@@ -178,6 +197,19 @@ def _table(rows: Sequence[Row]) -> None:
         f"{title}; median and min of the online phase", (*headings, "preprocessing, median", "its bytes"),
         [(*cell, *more) for cell, more in zip(cells, before, strict=True)], caption=machine(),
     )  # fmt: skip
+
+
+def _kind_table(label: str, row: Row) -> None:
+    """Where a whole model's time goes, as PIGEON's Table 5 tells it."""
+    if row.by_kind is None:
+        return
+    cells = [
+        (name, duration(part["seconds"]), size(part["bytes_total"]), int(part["rounds"]), f"{part['gbit_per_s']:.3f}")
+        for name, part in row.by_kind.items()
+    ]
+    headings = ("kind of module", "median", "bytes, all links", "rounds", "Gbit/s")
+    caption = "seconds of the slowest party, waiting included; Gbit/s of the party that sends most"
+    emit_table(f"{label}, {row.protocol}, by kind", headings, cells, caption=caption)
 
 
 def _pigeon_table(rows: Sequence[tuple[Job, Row]]) -> None:
@@ -194,8 +226,11 @@ def _pigeon_table(rows: Sequence[tuple[Job, Row]]) -> None:
     headings = ("work", "protocol", "parties", "s: min med max", "aim", "C++", "MB", "aim", "C++", "rounds", "error")
     title, caption = "PIGEON's works", f"here: {machine()}; C++: on {REFERENCE_MACHINE}"
     if not all(job.comparable for job, _ in rows):
-        title, caption = f"{title} at tiny shapes, which nothing is known to compare with", machine()
+        title = f"{title} at shapes or with comparisons that nothing is known to compare with{_circuit(rows[0][1])}"
+        caption = machine()
     emit_table(title, headings, cells, caption=caption)
+    for job, row in rows:
+        _kind_table(f"{job.to_dict(row)['label']}, {row.ring} bits", row)
 
 
 def _or_dash(value: float | None, factor: float, digits: int) -> str:

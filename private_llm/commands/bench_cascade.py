@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from private_llm.bench.cascade import cases, memory_needed
+from private_llm.bench.link import LinkSpeed
 from private_llm.bench.rows import machine
 from private_llm.commands.output import NOTES, duration, emit_json, emit_table, progress_bar, size
 from private_llm.commands.plot_bench import check_name, plot_cascade
@@ -18,17 +19,24 @@ _TITLES = {
     "nodes": "every node a process of this machine",
     "size": "models of other sizes, nodes as threads",
     "bytes": "numbers of two bytes between the nodes",
+    "link": "nodes as threads behind an emulated link",
+    "trio": "the same model under three-party secret sharing, parties as threads",
 }
 
 
-def bench_cascade(as_json: bool, repeat: int, tiny: bool, plot: Path | None) -> None:
-    """The whole table; what does not fit into this machine's memory is named and left out."""
+def bench_cascade(as_json: bool, repeat: int, tiny: bool, plot: Path | None, speed: LinkSpeed | None = None) -> None:
+    """The whole table, or its rows behind a link; what does not fit into this machine's memory is named and left out.
+
+    Raises ConfigError for settings that do not go together.
+    """
     if repeat < 1:
         raise ConfigError(f"repeat: got {repeat}; want at least 1")
     if plot is not None:
         check_name(plot)
+        if speed is not None:
+            raise ConfigError("--plot draws the table without a link: leave out --bandwidth and --latency")
     todo = []
-    for case in cases(tiny):
+    for case in cases(tiny, speed):
         if memory_needed(case) <= _free_bytes():
             todo.append(case)
         else:
@@ -43,7 +51,8 @@ def bench_cascade(as_json: bool, repeat: int, tiny: bool, plot: Path | None) -> 
         plot_cascade(rows, plot)
     if not as_json:
         for part, title in _TITLES.items():
-            _table(part, title, [row for row in rows if row["name"] == f"cascade-{part}"])
+            named = title if speed is None else f"{title}, {speed.bandwidth_mbit:g} Mbit/s, {speed.latency_ms:g} ms"
+            _table(part, named, [row for row in rows if row["name"] == f"cascade-{part}"])
 
 
 def _free_bytes() -> int:

@@ -70,7 +70,7 @@ def plot_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
         if seconds[0] is None:
             continue  # other shapes than the reference's
         spots = [index + 0.27 * (place - 1) for index in range(len(rows))]
-        left.barh(spots, seconds, height=0.25, color=colour, label=name)
+        left.barh(spots, [value or 0 for value in seconds], height=0.25, color=colour, label=name)
         right.barh(spots, [0 if size is None else size / 1e6 for size in sizes], height=0.25, color=colour)
     lowest = [row["seconds"]["min"] for row in rows]
     spread = [[m - low for m, low in zip(columns["here"][0], lowest, strict=True)],

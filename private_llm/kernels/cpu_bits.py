@@ -18,8 +18,12 @@ Array = np.ndarray[Any, Any]
 
 
 @compiled
-def transpose_words(x_at: int, n: int, zero: np.unsignedinteger[Any], out_at: int, rows: int) -> None:
-    """Bit r of element 64*w+l becomes bit l of out[r, w]; x [n] of the type of `zero`, out [rows, words].
+def transpose_words(
+    x_at: int, n: int, zero: np.unsignedinteger[Any], out_at: int, rows: int, first: int, last: int
+) -> None:  # fmt: skip
+    """Bit r of element 64*w+l becomes bit l of out[r, w], for w from `first`, a multiple of 8, to before `last`.
+
+    x [n] of the type of `zero`, out [rows, words].
 
     Eight blocks of 64 elements go side by side, so each step of the recursive transposition
     (Knuth 7.1.3; Usuba) is one vector instruction. Elements of 32 bits begin with the first step done: two
@@ -29,8 +33,8 @@ def transpose_words(x_at: int, n: int, zero: np.unsignedinteger[Any], out_at: in
     x, out = flat(x_at, n, zero), table(out_at, rows, words)
     buf = np.zeros((64, 8), dtype=np.uint64)
     half = x.itemsize == 4
-    for w0 in range(0, words, 8):
-        lanes = min(8, words - w0)
+    for w0 in range(first, last, 8):
+        lanes = min(8, last - w0)
         if n - 64 * w0 < 512:
             buf[:] = 0
         for lane in range(lanes):

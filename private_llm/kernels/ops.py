@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.kernels import conv, cpu_bits, cpu_prg, cpu_trunc, matmul, shapes
+from private_llm.kernels import conv, cpu_bits, cpu_prg, cpu_trunc, matmul, parallel, shapes
 from private_llm.kernels.address import addresses
 from private_llm.kernels.shapes import Pair
 from private_llm.kernels.shapes import packed_words as packed_words
 
 Array = np.ndarray[Any, Any]
 
+_TRANSPOSE_S = 2e-9
+"""About what the transposition of an element takes on one thread."""
 _ZERO = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
 
 
@@ -112,7 +114,13 @@ def transpose_bits(x: Tensor, rows: int) -> Tensor:
     x = x.contiguous().view(-1)
     if x.is_cpu:
         at, made = addresses(x, out)
-        cpu_bits.transpose_words(at, x.numel(), _ZERO[x.dtype], made, rows)
+        zero = _ZERO[x.dtype]
+
+        def words(first: int, last: int) -> None:
+            cpu_bits.transpose_words(at, x.numel(), zero, made, rows, first, last)
+
+        pieces = parallel.threads(x.numel() * _TRANSPOSE_S)
+        parallel.each(words, parallel.cuts(out.shape[1], pieces, 8))
     else:
         _gpu("bits", "transpose_bits", x, rows, out)
     return out

@@ -46,6 +46,11 @@ def threads_per_node(alpha: int) -> int:
     return max(1, usable_cores() // alpha)
 
 
+def nodes_at_once(nodes: int) -> int | None:
+    """How many nodes that are threads compute at a time: as many as there are cores; None: all may."""
+    return usable_cores() if nodes > usable_cores() else None
+
+
 def threads(seconds: float) -> int:
     """Threads for an operation that takes one thread about `seconds`."""
     return max(1, min(torch.get_num_threads(), int(seconds / LEAST_S)))

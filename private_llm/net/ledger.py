@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,6 +41,7 @@ _UNTIMED: AbstractContextManager[None] = nullcontext()
 class Ledger:
     """Counts of one party. Rounds are the exchanges this party waited for, one after the other.
 
+    spent: seconds by module, waiting included, those of a module within another not; no part of a `Cost`.
     seconds: time by name, empty but in benchmarks (see `timing`).
     """
 
@@ -52,16 +54,26 @@ class Ledger:
         self.sent: dict[tuple[str, str, int], int] = defaultdict(int)
         self.rounds: dict[tuple[str, str], int] = defaultdict(int)
         self.macs: dict[str, int] = defaultdict(int)
+        self.spent: dict[str, float] = defaultdict(float)
         self.seconds: dict[str, float] = defaultdict(float)
+        self._since = 0.0
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
         """Book everything inside under the module `name`."""
-        outer, self.scope_name = self.scope_name, name
+        outer = self.enter(name)
         try:
             yield
         finally:
-            self.scope_name = outer
+            self.enter(outer)
+
+    def enter(self, name: str) -> str:
+        """From now on the module `name` is computed; returns the one before, to which the time so far is booked."""
+        now, before = time.perf_counter(), self.scope_name
+        if before:
+            self.spent[before] += now - self._since
+        self._since, self.scope_name = now, name
+        return before
 
     @contextmanager
     def op(self, name: str) -> Iterator[None]:
@@ -100,7 +112,9 @@ class Ledger:
         self.sent.clear()
         self.rounds.clear()
         self.macs.clear()
+        self.spent.clear()
         self.seconds.clear()
+        self._since = time.perf_counter()
 
 
 def merge(ledgers: list[Ledger]) -> Cost:

@@ -9,6 +9,8 @@ import copy
 import math
 import queue
 import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -43,12 +45,43 @@ class _Lanes:
         self.failure: str | None = None
 
 
+class Turns:
+    """So many threads compute at a time; one that waits for a message lets another one compute meanwhile.
+
+    Without this, many threads fight for Python's lock and for cores. Each must be inside `taken` when it comes to
+    `given_up`, and nothing but messages may make it wait for another.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._free = threading.Semaphore(at_once)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Wait for a turn and have it."""
+        with self._free:
+            yield
+
+    @contextmanager
+    def given_up(self) -> Iterator[None]:
+        """Let another compute, and wait for a turn again."""
+        self._free.release()
+        try:
+            yield
+        finally:
+            self._free.acquire()
+
+
+_NO_TURNS: AbstractContextManager[None] = nullcontext()
+
+
 class LocalHub:
     """Creates the transports of all endpoints of one session."""
 
-    def __init__(self, parties: int, timeout: float = 60.0) -> None:
+    def __init__(self, parties: int, timeout: float = 60.0, at_once: int | None = None) -> None:
+        """at_once: how many parties compute at a time, each inside `turn` and in one thread (None: all may)."""
         self.endpoints = [*range(parties), CLIENT]
         self.timeout = timeout
+        self.turns = None if at_once is None else Turns(at_once)
         self.number = 0
         self.lanes = _Lanes()
         self.lanes.hubs[0] = self
@@ -63,6 +96,10 @@ class LocalHub:
     def failure(self) -> str | None:
         """Why the session ended, in whichever lane."""
         return self.lanes.failure
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Around all that a party does."""
+        return _NO_TURNS if self.turns is None else self.turns.taken()
 
     def lane(self, number: int) -> LocalHub:
         """The hub of another lane of the same session."""
@@ -107,19 +144,31 @@ class LocalTransport(Transport):
         super().__init__(me)
         self._hub, self._session = hub, hub.lanes
 
+    def aside(self) -> AbstractContextManager[None]:
+        """While this endpoint waits: another may compute. The client has no turns."""
+        turns = self._hub.turns
+        return _NO_TURNS if turns is None or self.me == CLIENT else turns.given_up()
+
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
         link = self._hub.links[(self.me, to)]
         size = payload.numel() * payload.element_size()
         if size > _SMALL:
+            self._make_room(link, to)
             with link.room:
-                if not link.room.wait_for(
-                    lambda: link.ahead <= _MAX_AHEAD or self._session.failure is not None, self._hub.timeout
-                ):
-                    raise self._fail(PartyFailed(f"{endpoint_name(to)} took nothing for {self._hub.timeout:g} s"))
                 link.ahead += size
         if self._session.failure is not None:
             raise PartyFailed(self._session.failure)
         link.items.put((tag, payload))
+
+    def _make_room(self, link: _Link, to: int) -> None:
+        """Wait while the receiver is too far behind."""
+        if link.ahead <= _MAX_AHEAD:
+            return
+        with self.aside(), link.room:
+            if not link.room.wait_for(
+                lambda: link.ahead <= _MAX_AHEAD or self._session.failure is not None, self._hub.timeout
+            ):
+                raise self._fail(PartyFailed(f"{endpoint_name(to)} took nothing for {self._hub.timeout:g} s"))
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         link = self._hub.links[(frm, self.me)]
@@ -141,7 +190,8 @@ class LocalTransport(Transport):
         """Block until a frame from `frm` is there, however long it takes."""
         link = self._hub.links[(frm, self.me)]
         if link.peeked is None:
-            link.peeked = link.items.get()
+            with self.aside():
+                link.peeked = link.items.get()
         if self._session.failure is not None:
             raise PartyFailed(self._session.failure)
 
@@ -161,7 +211,7 @@ class LocalTransport(Transport):
         if item is None:
             self._hub.waiting[self.me] = frm
             try:
-                item = link.items.get(timeout=self._hub.timeout)
+                item = self._awaited(link)
             except queue.Empty:
                 who = self._hub.silent(self.me, frm)
                 text = f"{who}, while '{tag}' of {endpoint_name(frm)} was awaited"
@@ -173,6 +223,13 @@ class LocalTransport(Transport):
         if item is None:
             raise PartyFailed(f"{endpoint_name(frm)} stopped")
         return item
+
+    def _awaited(self, link: _Link) -> tuple[str, Tensor] | None:
+        """What a link brings. Raises queue.Empty if that is nothing for too long."""
+        if self._hub.turns is not None and not link.items.empty():
+            return link.items.get_nowait()  # nobody else takes from this link
+        with self.aside():
+            return link.items.get(timeout=self._hub.timeout)
 
     def _fail(self, error: TransportError) -> TransportError:
         """Stop the session because of `error`."""

@@ -57,7 +57,17 @@ def test_parties_as_processes() -> None:
     assert row.error_max <= LARGEST_ERROR["relu"]
 
 
-@pytest.mark.parametrize("config", [PrivateConfig(protocol="plain", insecure=True), replace(TRIO, lanes=2)])
-def test_where_there_is_nothing_to_separate(config: PrivateConfig) -> None:
-    with pytest.raises(ConfigError, match="want protocol 'trio', 'quad' or 'dealer', and one lane"):
+@pytest.mark.parametrize(("config", "text"), [
+    (PrivateConfig(protocol="plain", insecure=True), "want protocol 'trio', 'quad' or 'dealer'"),
+    (replace(TRIO, lanes=2), "benchmark 'relu' runs in one lane then"),
+])  # fmt: skip
+def test_where_there_is_nothing_to_separate(config: PrivateConfig, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
         measure_apart(make("relu", tiny=True), config, repeat=1)
+
+
+def test_whole_models_run_ahead_in_lanes_too() -> None:
+    row = measure_apart(make("lenet", (2, 1, 28, 28)), replace(TRIO, lanes=2), repeat=1)
+    assert row.error_max <= LARGEST_ERROR["lenet"]
+    assert row.lanes == 2
+    assert row.bytes_preprocessing == row.bytes_per_party["0"] > 0

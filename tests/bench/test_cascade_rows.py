@@ -22,20 +22,27 @@ from private_llm.net.local import LocalHub
 from private_llm.net.timed import BUSY, SERIALISING, WAITING, TimedLedger, TimedTransport
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.sharded.exchange import layer_bytes
+from private_llm.sharding import ShardingPlan
 
 
 def case_of(part: str, model: str = "bert-base") -> Case:
     return next(case for case in cases(tiny=True) if (case.part, case.model) == (part, model))
 
 
+def sharded(**how: Any) -> list[tuple[Case, ShardingPlan]]:
+    """The cases of nodes with their plans."""
+    return [(case, case.plan) for case in cases(**how) if case.plan is not None]
+
+
 def bytes_of(case: Case) -> int:
     model = case.shape.build()
+    assert case.plan is not None
     return layer_bytes(case.plan, attention_calls(type(model), model.config), 1, case.tokens)
 
 
 def test_the_table_has_the_rows_of_the_paper() -> None:
     def plans(part: str, model: str) -> list[tuple[int, int, int]]:
-        chosen = [case.plan for case in cases() if (case.part, case.model) == (part, model)]
+        chosen = [plan for case, plan in sharded() if (case.part, case.model) == (part, model)]
         return [(plan.alpha, plan.c, plan.m) for plan in chosen]
 
     for model in ("bert-base", "bert-large"):
@@ -45,8 +52,10 @@ def test_the_table_has_the_rows_of_the_paper() -> None:
     assert plans("nodes", "bert-large") == [(2, 1, 1), (4, 1, 1), (8, 1, 1), (8, 4, 1)]
     assert [case.model for case in cases() if case.part == "size"] == ["bert-base", "bert-large", "llama-1b"]
     assert {case.tokens for case in cases()} == {128}
-    assert all(case.plan.wire == ("float16" if case.part == "bytes" else "float32") for case in cases())
-    assert all((case.plan.partials == "open") is (case.plan.c == 1) for case in cases())
+    assert all(plan.wire == ("float16" if case.part == "bytes" else "float32") for case, plan in sharded())
+    assert all((plan.partials == "open") is (plan.c == 1) for _, plan in sharded())
+    shared = [(case.part, case.model, case.weights) for case in cases() if case.plan is None]
+    assert shared == [("trio", "bert-base", "public"), ("trio", "bert-base", "secret")]
 
 
 @pytest.mark.parametrize(("model", "millions"), [("bert-base", 109), ("bert-large", 335), ("llama-1b", 1039)])
@@ -58,12 +67,12 @@ def test_models_have_the_sizes_of_their_names(model: str, millions: int) -> None
 
 def test_formulas_give_the_bytes_of_the_papers_table() -> None:
     compared = 0
-    for case in cases():
+    for case, plan in sharded():
         paper = case.paper["paper_bytes"]
         if case.part == "bytes":
             with torch.device("meta"):
                 model = case.shape.build()
-            made = layer_bytes(case.plan, attention_calls(type(model), model.config), 1, case.tokens)
+            made = layer_bytes(plan, attention_calls(type(model), model.config), 1, case.tokens)
             assert paper is not None
             assert abs(made / 1e6 - paper / 1e6) < 1  # the paper prints whole megabytes
             compared += 1
@@ -77,6 +86,7 @@ def test_rows_of_nodes_in_this_process(part: str, model: str) -> None:
     assert (row["name"], row["protocol"], row["model"]) == (f"cascade-{part}", "cascade", model)
     assert row["bytes_nodes"] == bytes_of(case) > 0
     assert row["bytes_total"] == sum(row["bytes_per_party"].values()) > row["bytes_nodes"]
+    assert case.plan is not None
     assert row["parties"] == case.plan.nodes
     assert 0 < row["ratio"]["min"] <= row["ratio"]["median"] <= row["ratio"]["max"]
     assert row["seconds"]["min"] > 0 < row["vanilla_seconds"]["min"]
@@ -154,7 +164,7 @@ def run(*arguments: str) -> Any:
 
 def test_the_command_draws_and_times_of_processes_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = [case_of("overhead"), case_of("nodes"), case_of("size")]
-    monkeypatch.setattr(bench_cascade, "cases", lambda tiny: chosen)
+    monkeypatch.setattr(bench_cascade, "cases", lambda tiny, speed: chosen)
     picture = tmp_path / "cascade.svg"
     result = run("--json", "--plot", str(picture))
     assert result.exit_code == 0, result.output
@@ -171,9 +181,27 @@ def test_the_command_draws_and_times_of_processes_add_up(tmp_path: Path, monkeyp
     assert row["split"]["comp"]["computing"] > 0 < row["split"]["attn"]["serialising"]
 
 
+def test_rows_behind_a_link_feel_it_and_stand_beside_secret_sharing() -> None:
+    """20 ms of latency: in each of two layers, rows go to nodes and come back."""
+    result = run("--repeat", "1", "--json", "--latency", "20")
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(row["name"], row["protocol"], row["weights"]) for row in rows] == [
+        ("cascade-link", "cascade", "public"), ("cascade-trio", "trio", "public"), ("cascade-trio", "trio", "secret"),
+    ]  # fmt: skip
+    for row in rows:
+        assert (row["latency_ms"], row["bandwidth_mbit"], row["party_mode"]) == (20.0, 1e6, "threads")
+        assert row["error_max"] < 2e-3
+        assert row["bytes_nodes"] > 0
+    assert rows[0]["seconds"]["min"] > 0.08
+    assert rows[1]["seconds"]["min"] > 0.02 * rows[1]["rounds"]
+    assert rows[1]["bytes_total"] < rows[2]["bytes_total"], "public weights need no products of shares"
+    assert "leave out --bandwidth" in str(run("--bandwidth", "9", "--plot", "x.svg").exception)
+
+
 def test_what_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = [case_of("overhead"), case_of("nodes")]
-    monkeypatch.setattr(bench_cascade, "cases", lambda tiny: chosen)
+    monkeypatch.setattr(bench_cascade, "cases", lambda tiny, speed: chosen)
     limit = memory_needed(chosen[0])
     assert memory_needed(chosen[1]) > limit  # processes have copies of their own
     monkeypatch.setattr(bench_cascade, "_free_bytes", lambda: limit)
@@ -192,10 +220,10 @@ def test_cascade_is_a_table_of_its_own(wrong: tuple[str, ...]) -> None:
 
 def test_figures_of_the_paper_stand_beside_its_own_models_and_plans_only() -> None:
     found = {
-        (case.part, case.model, case.plan.alpha, case.plan.c): (
+        (case.part, case.model, plan.alpha, plan.c): (
             case.paper["paper_seconds"], case.paper["paper_vanilla_seconds"], case.paper["paper_bytes"],
         )
-        for case in cases()
+        for case, plan in sharded()
     }  # fmt: skip
     assert found["alone", "bert-large", 1, 1] == (0.320, 0.273, None)
     assert found["nodes", "bert-base", 8, 1] == (0.74, 0.09, None)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
+from private_llm.bench import kernels
 from private_llm.bench.kernels import count, measure_kernels
 
 
@@ -16,4 +20,14 @@ def test_every_kernel_has_a_row_in_both_rings() -> None:
         found = row.to_dict()
         assert found["seconds"]["min"] <= found["seconds"]["median"] <= found["seconds"]["max"]
         assert found["unit"] in ("GMAC/s", "GB/s", "G elements/s")
-        assert found["threads"] == 1
+        assert (found["threads"] == 1) is (found["speedup"] is None) is (found["note"] != "all cores")
+
+
+def test_transposition_on_all_cores_stands_beside_itself_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    for cores, wanted in ((1, 0), (3, 2)):
+        monkeypatch.setattr(kernels, "usable_cores", lambda cores=cores: cores)
+        rows = [row for row in measure_kernels(repeat=1, tiny=True) if row.note == "all cores"]
+        assert [row.threads for row in rows] == [cores] * wanted
+        assert all(row.speedup is not None and row.speedup > 0 for row in rows)
+    assert torch.get_num_threads() == before

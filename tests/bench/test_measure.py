@@ -28,7 +28,9 @@ LARGEST_ERROR = {
     # Layers: some ten functions one after the other, activations below about 4.
     "opt-layer": 5e-3, "bert-layer": 5e-3, "opt-decode": 5e-3, "gpt2-forward": 1e-2, "generate": 5e-2,
     # Up to 16 layers of products and ReLU, activations below about 8.
-    "lenet": 5e-3, "alexnet": 5e-3, "vgg16": 5e-3,
+    "lenet": 5e-3, "alexnet": 5e-3, "vgg16": 5e-3, "vgg16-imagenet": 5e-3,
+    # The same with 53 layers.
+    "resnet50": 5e-3,
 }  # fmt: skip
 
 

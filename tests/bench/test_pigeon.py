@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from private_llm.bench.catalogue import make
-from private_llm.bench.pigeon import LINES, REFERENCE_MACHINE, jobs
+from private_llm.bench.pigeon import IMAGENET, LINES, REFERENCE_MACHINE, jobs
 from private_llm.bench.rows import Row
 from private_llm.cli import app
 from private_llm.commands.bench import _pigeon_table
@@ -27,6 +28,31 @@ def test_all_lines_of_both_protocols() -> None:
     assert [job.protocol for job in todo] == ["trio"] * len(LINES) + ["quad"] * len(LINES)
     assert [job.work.shape for job in todo] == [line.shape for line in LINES] * 2
     assert {job.config.relu_bits for job in todo} == {32, 64}  # comparisons over the whole ring, as the reference's
+
+
+@pytest.mark.parametrize("asked", [{"adder": "ripple"}, {"relu_bits": 20}, {"relu_low": 2}])
+def test_other_circuits_are_not_compared_with_the_reference(asked: dict[str, Any]) -> None:
+    usual, other = (next(jobs(PrivateConfig(**values))) for values in ({}, asked))
+    assert usual.comparable
+    assert not other.comparable
+    assert {name: getattr(other.config, name) for name in asked} == asked
+
+
+def test_imagenet_lines_are_asked_for_and_compared_with_nothing() -> None:
+    more = [job for job in jobs(PrivateConfig(), imagenet=True) if job.line in IMAGENET]
+    assert [(job.protocol, job.work.name) for job in more] == [
+        (protocol, name) for protocol in ("trio", "quad") for name in ("resnet50", "vgg16-imagenet")
+    ]
+    assert not any(job.line in IMAGENET for job in jobs(PrivateConfig()))
+    row = Row(
+        "resnet50", "trio", 32, more[0].work.shape, 3, dict.fromkeys(("min", "median", "max"), 7.0), 10**6, {}, 5, 0.0,
+        1, "threads", 1,
+    )  # fmt: skip
+    made = more[0].to_dict(row)
+    assert made["label"] == "ResNet-50, ImageNet, batch 1"
+    assert {made[f"{kind}_{unit}"] for kind in ("aim", "reference") for unit in ("seconds", "bytes")} == {None}
+    result = CliRunner().invoke(app, ["bench", "relu", "--imagenet"])
+    assert "adds lines to the table" in str(result.exception)
 
 
 @pytest.mark.slow

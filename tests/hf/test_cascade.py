@@ -12,6 +12,8 @@ from private_llm_hf.cascade_attention import attention_calls
 from transformers import GPT2ForSequenceClassification, LlamaForSequenceClassification, PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, PartyFailed, PatchMismatch
+from private_llm.kernels import parallel
+from private_llm.net.local import LocalHub
 from private_llm.sharded.exchange import layer_bytes
 from private_llm.sharding import ShardingPlan
 from tests.hf import tiny
@@ -62,6 +64,28 @@ def test_encoders_give_the_same_states(name: str, plan: ShardingPlan) -> None:
         assert float(difference[mask.bool()].max()) < ERROR
         if expected.get("pooler_output") is not None:
             assert float((expected.pooler_output - found.pooler_output).abs().max()) < ERROR
+
+
+@pytest.mark.parametrize("cores", [1, 2, 64])
+def test_nodes_take_turns_where_there_are_more_of_them_than_cores(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    """Fewer computing at a time change no number; the nodes of a split take turns with its parties."""
+    monkeypatch.setattr(parallel, "usable_cores", lambda: cores)
+    hubs: list[LocalHub] = []
+    original = LocalHub.__init__
+
+    def spy(self: LocalHub, parties: int, timeout: float = 60.0, at_once: int | None = None) -> None:
+        original(self, parties, timeout, at_once)
+        hubs.append(self)
+
+    monkeypatch.setattr(LocalHub, "__init__", spy)
+    model = tiny.build("llama")
+    before = torch.get_num_threads()
+    with patch(model, settings()) as private:
+        assert same(model, private)
+    with patch(model, PrivateConfig(split=1, plan=PLAN, weights="public", timeout_s=60)) as private:
+        assert same(model, private)
+    assert [hub.turns is None for hub in hubs] == [cores == 64] * 2
+    assert torch.get_num_threads() == before
 
 
 def test_split_shards_beams_sampling_and_a_streamed_cache() -> None:

@@ -39,7 +39,8 @@ def test_a_network_computes_what_the_module_did(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("name", "weights", "relus"), [
     ("lenet5", 61_706, 6_508), ("alexnet", 9_368_746, 126_976), ("vgg16-cifar10", 14_914_378, 276_992),
-    ("vgg16-imagenet", 138_357_544, 13_555_712),
+    ("vgg16-imagenet", 138_357_544, 13_555_712), ("vgg16-imagenet-average", 138_357_544, 13_555_712),
+    ("resnet50-average", 25_557_032, 9_608_704),
 ])  # fmt: skip
 def test_the_networks_of_the_literature(name: str, weights: int, relus: int) -> None:
     """Sizes that their papers and PIGEON's engine state."""
@@ -53,6 +54,14 @@ def test_the_networks_of_the_literature(name: str, weights: int, relus: int) -> 
         model(torch.empty(1, *shape))
     assert sum(parameter.numel() for parameter in model.parameters()) == weights
     assert sum(seen) == relus
+
+
+@pytest.mark.parametrize(("name", "pools"), [("vgg16-imagenet-average", 5), ("resnet50-average", 1)])
+def test_average_pools_stand_in_for_max_pools(name: str, pools: int) -> None:
+    with torch.device("meta"):
+        kinds = [type(module) for module in BUILDERS[name][0]().modules()]
+    assert kinds.count(nn.AvgPool2d) == pools
+    assert nn.MaxPool2d not in kinds
 
 
 def test_training_mode_is_left_as_it_was() -> None:

@@ -107,3 +107,25 @@ def test_costs_by_link_module_and_operation() -> None:
     assert costs.by_module()["model.decoder.layers.0.fc1"][0] > 0
     assert "control" not in costs.by_op()
     assert 0 < costs.rounds < 1000
+
+
+def test_seconds_and_gigabits_by_module_and_kind() -> None:
+    with patch(tiny.build("opt"), TRIO) as model:
+        model(PADDED)
+        costs = model.cost(reset=True)
+        assert not any(part.seconds for part in model.cost().modules().values())
+        model(PADDED)
+        again = model.cost()
+    modules, kinds = costs.modules(), costs.layer_kinds()
+    assert {name: (part.bytes_total, part.rounds) for name, part in modules.items() if part.bytes_total} == {
+        name: counts for name, counts in costs.by_module().items() if counts[0]
+    }
+    assert sum(part.bytes_total for part in kinds.values()) == costs.bytes_total
+    assert modules == again.modules(), "times take no part in comparisons"
+    linear = kinds["Linear"]
+    assert linear.seconds > 0
+    assert linear.gbit_per_s == pytest.approx(linear.bytes_sent * 8e-9 / linear.seconds)
+    assert linear.bytes_total / 4 <= linear.bytes_sent < linear.bytes_total  # party 0, 1 or 2, or the client
+    assert {"LayerNorm", "Embedding", "OPTAttention"} <= {*kinds}
+    assert not any("proj" in name for name in kinds), "joined products are of their layers' kind"
+    assert "by kind, slowest party" in str(costs)

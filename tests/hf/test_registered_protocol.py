@@ -130,7 +130,7 @@ def test_what_it_cannot_do_is_refused(config: PrivateConfig) -> None:
     ):
         with pytest.raises(ConfigError, match=reason):
             replace(config, **wrong)
-    no_helper = pytest.raises(ConfigError, match="want protocol 'trio', 'quad' or 'dealer', and one lane")
+    no_helper = pytest.raises(ConfigError, match="want protocol 'trio', 'quad' or 'dealer'")
     with patch(tiny.build("llama"), config) as private, no_helper:
         private.preprocess(GeneratePlan(prompt=4, new_tokens=2))
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.kernels import ops, shapes
-from private_llm.ring.ring import RING32, RING64
+from private_llm.kernels import ops, reference, shapes
+from private_llm.ring.ring import RING32, RING64, Ring
 from tests.kernels.cases import ALL, Case, Draw, expected, run
 
 FAMILIES = {"ring": "matmul", "transpose": "bits", "block": "bits", "join": "bits", "inject": "bits"}
@@ -148,3 +148,14 @@ def test_streams_beyond_the_block_counter_are_refused() -> None:
         ops.chacha20(key, nonce, 2**32 - 1, 17)
     with pytest.raises(DomainError, match="want 8 and 3"):
         ops.chacha20(key[:4], nonce, 0, 1)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("n", [1, 511, 513, 5000])
+@pytest.mark.parametrize("ring", [RING32, RING64], ids=str)
+def test_threads_share_the_words_of_a_transposition(
+    threads: int, n: int, ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("private_llm.kernels.parallel.threads", lambda seconds: threads)
+    x = Draw("threads").ring(ring, n)
+    assert torch.equal(ops.transpose_bits(x, ring.bits - 1), reference.transpose_bits(x, ring.bits - 1))

@@ -1,11 +1,13 @@
 """Parties as threads: the same promises as the wire."""
 
 import threading
+import time
 
 import pytest
 import torch
 
 from private_llm.errors import DomainError, PartyFailed, TransportError
+from private_llm.net import local
 from private_llm.net.local import LocalHub
 from private_llm.net.transport import CLIENT, MetaTransport
 
@@ -86,3 +88,72 @@ def test_floats_never_travel():
     for transport in (transports()[0], MetaTransport(0)):
         with pytest.raises(DomainError, match="int64, int32 or uint8"):
             transport.send(1, "m", torch.zeros(1))
+
+
+# -- many endpoints, few at a time --------------------------------------------------------------------------------
+class Crowd:
+    """Counts who computes, and how many did at once."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.now = self.most = 0
+
+    def compute(self) -> None:
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(0.002)
+        with self.lock:
+            self.now -= 1
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_so_many_endpoints_compute_at_a_time(at_once: int) -> None:
+    """Five in a ring pass a number on: with one turn, whoever waits must let the others go on."""
+    hub, crowd = LocalHub(5, 20.0, at_once), Crowd()
+    found: list[int] = []
+
+    def party(me: int) -> None:
+        links = hub.transport(me)
+        with hub.turn():
+            for _ in range(4):
+                crowd.compute()
+                links.send((me + 1) % 5, "x", torch.tensor([me]))
+                links.wait((me - 1) % 5)
+                found.append(int(links.recv((me - 1) % 5, "x", (1,), torch.int64)))
+
+    threads = [threading.Thread(target=party, args=(me,)) for me in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(found) == sorted([0, 1, 2, 3, 4] * 4)
+    assert crowd.most <= at_once
+
+
+def test_a_sender_that_is_too_far_ahead_lets_its_receiver_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_MAX_AHEAD", 4096)
+    hub = LocalHub(2, 5.0, 1)
+    received = []
+
+    def receive() -> None:
+        links = hub.transport(1)
+        with hub.turn():
+            received.extend(int(links.recv(0, "x", (1024,), torch.int64)[0]) for _ in range(4))
+
+    thread = threading.Thread(target=receive)
+    with hub.turn():
+        thread.start()
+        links = hub.transport(0)
+        for number in range(4):
+            links.send(1, "x", torch.full((1024,), number))
+    thread.join(10)
+    assert received == [0, 1, 2, 3]
+
+
+def test_the_client_waits_without_a_turn() -> None:
+    hub = LocalHub(1, 5.0, 1)
+    with hub.turn():
+        hub.transport(0).send(CLIENT, "x", torch.tensor([7]))
+        assert int(hub.transport(CLIENT).recv(0, "x", (1,), torch.int64)) == 7
+        assert not hub.turns._free.acquire(blocking=False)  # type: ignore[union-attr]

@@ -1,0 +1,172 @@
+"""Which rows of a batch are whose: the part of each lane in a call, in what the parties keep, and in a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import DomainError, UnsupportedOp
+from private_llm_hf.client import Secret
+from private_llm_hf.wire import Message
+
+Rows = list[int]
+"""How many rows each lane holds."""
+Picks = list[Tensor | None]
+"""For each lane which of its own rows are meant; None: all."""
+
+
+class LaneRows:
+    """The rows of caches and encoder outputs, by handle."""
+
+    def __init__(self, lanes: int) -> None:
+        self._lanes = lanes
+        self._rows: dict[int, Rows] = {}
+        self._groups: dict[int, int] = {}
+
+    def of_call(self, call: Message) -> tuple[Rows | None, Picks]:
+        """The rows of a call that continues what is kept, or None. Raises DomainError for another number of rows."""
+        found: Rows | None
+        picks: Picks = [None] * self._lanes
+        if call["encoded"] is not None and call["encoded"]["rows"] is not None:
+            found, picks = self._picked(call["encoded"]["handle"], call["encoded"]["rows"])
+        else:
+            handles = (call["encoded"] and call["encoded"]["handle"], call["cache"])
+            found = next((self._rows[h] for h in handles if h is not None and h in self._rows), None)
+        if found is not None and sum(found) != total_of(call):
+            raise DomainError(
+                f"rows: got {total_of(call)}; want {sum(found)}, as many as the cache or encoder output has"
+            )
+        return found, picks
+
+    def keep_call(self, call: Message, rows: Rows) -> None:
+        """A call was made with these rows: what it fills has them, too."""
+        for kept in (call["cache"], call["encode_to"]):
+            if kept is not None:
+                self._rows[int(kept)] = rows
+
+    def of_command(self, message: Message) -> tuple[Rows, Picks]:
+        """The rows of a cache that a command is about. Raises UnsupportedOp if one would change its lane."""
+        rows = self._rows[message["handle"]]
+        return rows, self._picked(message["handle"], message["index"])[1] if _selects(message) else [None] * len(rows)
+
+    def keep_command(self, message: Message) -> None:
+        """A command was given: what it changes has other rows now."""
+        handle, how = message["handle"], message["how"]
+        if how == "reset":
+            self._rows.pop(handle)
+        elif how == "copy":
+            self._rows[message["to"]] = self._rows[handle]
+        elif how == "select":
+            self._rows[handle] = self._picked(handle, message["index"])[0]
+
+    def _picked(self, handle: int, index: Tensor) -> tuple[Rows, Picks]:
+        """Chosen rows of a kept state, lane by lane. Raises UnsupportedOp if a row would change its lane."""
+        rows = self._rows[handle]
+        owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows))[index]
+        if bool((owner[1:] < owner[:-1]).any()):
+            raise UnsupportedOp(
+                "a row of the batch would move to another lane, which cannot see it; use lanes=1 for this call, or a "
+                "number of prompts that the lanes divide evenly"
+            )
+        starts = torch.cumsum(torch.tensor([0, *rows]), 0)
+        picks: Picks = [index[owner == lane] - starts[lane] for lane in range(len(rows))]
+        return [int((owner == lane).sum()) for lane in range(len(rows))], picks
+
+    def keep_together(self, handle: int, rows: int) -> None:
+        """Rows come in groups of so many, which stay in one lane."""
+        self._groups[handle] = rows
+
+    def together(self, call: Message) -> int:
+        """Rows in a group of this call."""
+        group = self._groups.get(call["cache"], 1)
+        return group if total_of(call) % group == 0 else 1
+
+    def release(self, handle: int) -> None:
+        """Forget a handle."""
+        self._rows.pop(handle, None)
+        self._groups.pop(handle, None)
+
+
+def total_of(call: Message) -> int:
+    """Rows of a call."""
+    return int(call["secret"][0]["shape"][0])
+
+
+def spread(total: int, together: int, busy: Sequence[int]) -> Rows:
+    """Groups of rows over the lanes in order; few groups go to the lanes with the fewest calls (`busy`)."""
+    groups, lanes = total // together, len(busy)
+    chosen = sorted(sorted(range(lanes), key=lambda lane: busy[lane])[:groups])
+    rows = [0] * lanes
+    for place, lane in enumerate(chosen):
+        rows[lane] = (groups // len(chosen) + (place < groups % len(chosen))) * together
+    return rows
+
+
+def parts_of_call(call: Message, rows: Rows, picks: Picks) -> Iterator[tuple[int, Message, slice]]:
+    """For each lane that takes part: its number, its part of the call, and which rows of the batch these are."""
+    start = 0
+    for lane, (count, index) in enumerate(zip(rows, picks, strict=True)):
+        if count:
+            yield lane, _part(call, slice(start, start + count), index), slice(start, start + count)
+        start += count
+
+
+def parts_of_command(message: Message, rows: Rows, picks: Picks) -> Iterator[tuple[int, Message]]:
+    """For each lane that holds rows: its number and its part of a command about a cache."""
+    for lane, (count, index) in enumerate(zip(rows, picks, strict=True)):
+        if count:
+            yield lane, message if index is None else {**message, "index": index}
+
+
+def plan_lanes(entries: Sequence[Message], lanes: int) -> tuple[list[Rows], list[list[Message]]]:
+    """Of planned requests, one after the other in idle lanes: the rows of each, and the requests of every lane."""
+    kept, every = LaneRows(lanes), list[Rows]()
+    parts: list[list[Message]] = [[] for _ in range(lanes)]
+    for entry in entries:
+        if entry["do"] == "forward":
+            held, picks = kept.of_call(entry)
+            rows = spread(total_of(entry), 1, [0] * lanes) if held is None else held
+            kept.keep_call(entry, rows)
+            for lane, part, _ in parts_of_call(entry, rows, picks):
+                parts[lane].append(part)
+        else:
+            rows, picks = kept.of_command(entry)
+            kept.keep_command(entry)
+            for lane, part in parts_of_command(entry, rows, picks):
+                parts[lane].append(part)
+        every.append(rows)
+    return every, parts
+
+
+def _selects(message: Message) -> bool:
+    return bool(message["how"] == "select")
+
+
+def _part(call: Message, rows: slice, index: Tensor | None) -> Message:
+    """The rows `rows` of a call."""
+    total, count = total_of(call), rows.stop - rows.start
+    part = {
+        **call,
+        "secret": [{**item, "shape": [count, *item["shape"][1:]]} for item in call["secret"]],
+        "public": {
+            name: value[rows] if isinstance(value, Tensor) and value.shape[0] == total else value
+            for name, value in call["public"].items()
+        },
+    }
+    if index is not None:
+        part["encoded"] = {**call["encoded"], "rows": index}
+    return part
+
+
+def secrets_of(secrets: Sequence[Secret], rows: slice, total: int) -> list[Secret]:
+    """The rows `rows` of the secret inputs of a call with `total` rows."""
+    mine = list[Secret]()
+    for secret in secrets:
+        if isinstance(secret, Tensor):
+            mine.append(secret[rows])
+        else:
+            ids, vocabulary = secret
+            mine.append((ids.view(total, -1)[rows].reshape(-1), vocabulary))
+    return mine
