@@ -232,6 +232,6 @@ def _followed(
         try:
             return forward(*args, **kwargs)
         finally:
-            ledger.enter(outer)
+            ledger.leave(outer)
 
     return run

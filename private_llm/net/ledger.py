@@ -57,6 +57,7 @@ class Ledger:
         self.spent: dict[str, float] = defaultdict(float)
         self.seconds: dict[str, float] = defaultdict(float)
         self._since = 0.0
+        self._open = 0
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
@@ -65,15 +66,23 @@ class Ledger:
         try:
             yield
         finally:
-            self.enter(outer)
+            self.leave(outer)
 
     def enter(self, name: str) -> str:
         """From now on the module `name` is computed; returns the one before, to which the time so far is booked."""
         now, before = time.perf_counter(), self.scope_name
-        if before:
+        if self._open:
             self.spent[before] += now - self._since
+        self._open += 1
         self._since, self.scope_name = now, name
         return before
+
+    def leave(self, before: str) -> None:
+        """The end of what `enter` began: back in the module `before`."""
+        now = time.perf_counter()
+        self.spent[self.scope_name] += now - self._since
+        self._open -= 1
+        self._since, self.scope_name = now, before
 
     @contextmanager
     def op(self, name: str) -> Iterator[None]:
