@@ -7,12 +7,16 @@ Any causal model and text; by default the bundled model, whose every token takes
     python scripts/attack_plan.py --partials open --plan 4,4,2 --nodes 1 --attacks results --budget 2e7  # Theorem 6.2
     python scripts/attack_plan.py --partials open --plan 4,2,1 --nodes 0,6       # a CompNode and an AttnNode together
     python scripts/attack_plan.py --partials open --plan 4,8,2 --nodes 1 --split 3   # behind layers of secret sharing
+    python scripts/attack_plan.py --attacks likelihood --plan 4,4,1 --nodes 2 --split 1   # other texts name its tokens
+    python scripts/attack_plan.py --attacks likelihood --encoder --model FOLDER --plan 4,4,1 --nodes 2 --split 1
     python scripts/attack_plan.py --states all --layer 3                  # vocab-matching on all hidden states
     python scripts/attack_plan.py --states permuted --layer 3 --tokens 8  # on permuted ones
     python scripts/attack_plan.py --plan 4,1,1 --nodes 5 --attacks rows,states --prior 200 --budget 1e6
 
 Prints what each attack costs at most before it starts. `--prior K` tries the K tokens that the model itself expects
-most; `--known-prefix N` gives the attacker the first N tokens.
+most; `--known-prefix N` gives the attacker the first N tokens. `likelihood` prints where the true token stands among
+all candidates, of a causal model behind the true text so far; its texts are `--corpus`, by default the bundled one.
+`--encoder --tiny` attacks a small encoder with random weights on random tokens.
 """
 
 from __future__ import annotations
@@ -20,13 +24,18 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from private_llm_hf.attacked import RowsAt, likely_tokens
 from torch import Tensor
+from transformers import AutoModel, BertConfig
 
 from private_llm.attacks.collusion import ATTACKS, Loot, bounds, collude
+from private_llm.attacks.likelihood import rank_anywhere, rank_next
 from private_llm.attacks.rows import flat
 from private_llm.attacks.scores import bleu, exact, rouge_l
 from private_llm.attacks.view import view_of
@@ -40,6 +49,9 @@ TEXT = (
     "The letter was written in the summer of the year before the war, and nobody had read it since. The old bridge "
     "over the river was built of stone, and the people of the town paid a toll to cross it every morning."
 )
+
+
+CORPUS = Path(str(resources.files("private_llm_hf").joinpath("data", "shakespeare.txt")))
 
 
 def parse() -> argparse.Namespace:
@@ -59,6 +71,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=1e5, help="candidates for each gap of a search at most")
     parser.add_argument("--prior", type=int, default=0, help="try only so many likely tokens (0: all)")
     parser.add_argument("--known-prefix", type=int, default=0, help="tokens that the attacker knows")
+    parser.add_argument("--corpus", type=Path, default=CORPUS, help="likelihood: the attacker's own texts")
+    parser.add_argument("--texts", type=int, default=800, help="likelihood: pieces of the corpus that it uses at most")
+    parser.add_argument("--positions", type=int, default=6, help="likelihood: how many tokens it looks for")
+    parser.add_argument("--encoder", action="store_true", help="likelihood: the model sees both directions")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a few tokens and candidates: does it run?")
     return parser.parse_args()
@@ -107,6 +123,75 @@ def whole(args: argparse.Namespace, model: RowsAt, ids: Tensor, vocabulary: Tens
     return loot, time.perf_counter() - start
 
 
+def random_encoder() -> Any:  # noqa: ANN401 - a transformers model
+    """A small BERT with random weights, whose values differ much from token to token."""
+    torch.manual_seed(3)
+    config = BertConfig(
+        vocab_size=200, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128,
+        max_position_embeddings=64, initializer_range=0.15,
+    )  # fmt: skip
+    return AutoModel.from_config(config).eval()
+
+
+def likelihood(args: argparse.Namespace) -> None:
+    """Rank the true token of some positions that a CompNode does not hold, behind `--split` layers."""
+    plan = ShardingPlan(*numbers(args.plan), accept_weak_plan=True, wire=args.wire)
+    nodes, length = numbers(args.nodes), 16 if args.tiny else args.tokens
+    if max(nodes) >= plan.alpha or args.partials != "masked":
+        raise ConfigError(f"likelihood: want CompNodes, 0 to {plan.alpha - 1}, and masked results")
+    count = min(args.texts, 300) if args.tiny else args.texts
+    if args.encoder and args.tiny and not args.model:
+        source = random_encoder()
+        pieces = torch.from_numpy(np.random.default_rng(5).integers(5, 200, (count + 1, length)))
+        ids, texts = pieces[0], pieces[1:]
+    else:
+        folder = args.model or demo_model()
+        tokenizer = tokenizer_of(folder)
+        source = (
+            AutoModel.from_pretrained(folder, dtype=torch.float32).eval() if args.encoder else plaintext_model(folder)
+        )
+        ids = tokenizer(args.text, return_tensors="pt")["input_ids"][0][:length]
+        corpus = args.corpus.read_text(encoding="utf-8")[: 8 * count * length]
+        other = torch.tensor(tokenizer(corpus, add_special_tokens=False, verbose=False)["input_ids"])
+        width = len(ids) - 1
+        texts = other[: len(other) // width * width].view(-1, width)[:count]
+        texts = torch.cat([ids[:1].expand(len(texts), 1), texts], 1)  # the token that every text begins with
+    model = RowsAt(source, args.split)
+    view = view_of(plan, nodes, model.call, model.layer, ids, model.of(ids))
+    if args.encoder:
+        vocabulary = torch.cat([texts.flatten(), ids]).unique()
+        wanted = [p for p in range(1, len(ids)) if p not in view.rows]
+    else:
+        vocabulary = torch.arange(source.config.get_text_config().vocab_size)
+        wanted = [p for p in range(1, max(view.rows)) if p not in view.rows]
+    if args.prior or args.tiny:  # the true tokens are always candidates: ranks count those before them
+        vocabulary = torch.cat([vocabulary[-(args.prior or 200) :], ids]).unique()
+    ranks, start = {}, time.perf_counter()
+    chosen = wanted[: 2 if args.tiny else args.positions]
+    with progress_bar(len(chosen), quiet=args.json) as step:
+        for position in chosen:
+            if args.encoder:
+                ranked = rank_anywhere(view, model, position, vocabulary, texts)
+            else:
+                ranked = rank_next(view, model, ids[:position].tolist(), vocabulary, texts)
+            ranks[position] = 1 + ranked.tolist().index(int(ids[position]))
+            step(f"position {position}")
+    row = {
+        "name": "likelihood", "plan": args.plan, "nodes": args.nodes, "split": args.split, "encoder": args.encoder,
+        "tokens": len(ids), "vocabulary": len(vocabulary), "texts": len(texts),
+        "unknown": sum(p not in view.rows for p in range(len(ids))), "rows": len({row for row, _ in view.results}),
+        "ranks": ranks, "seconds": round(time.perf_counter() - start, 2),
+    }  # fmt: skip
+    if args.json:
+        emit_json(row)
+        return
+    told = ", ".join(f"{rank} at {position}" for position, rank in ranks.items())
+    CONSOLE.print(
+        f"{row['rows']} rows, {row['unknown']} unknown tokens; rank of the true one among {len(vocabulary)}: {told}; "
+        f"{duration(row['seconds'])}", highlight=False, markup=False,
+    )  # fmt: skip
+
+
 def announce(costs: dict[str, list[int]], budget: int, speed: float, quiet: bool) -> int:
     """Print what each attack needs before it starts; candidates within the budget."""
     within = 0
@@ -153,6 +238,11 @@ def sharded(args: argparse.Namespace, source: Any, ids: Tensor, vocabulary: Tens
 def main() -> None:
     """Run one attack and show what it found beside the truth."""
     args = parse()
+    if args.attacks == "likelihood":
+        likelihood(args)
+        return
+    if args.encoder:
+        raise ConfigError("--encoder: searches need a causal model; want --attacks likelihood")
     folder = args.model or demo_model()
     source, tokenizer = plaintext_model(folder), tokenizer_of(folder)
     ids = tokenizer(args.text, return_tensors="pt")["input_ids"][0][: 6 if args.tiny else args.tokens]

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -31,6 +33,19 @@ def test_one_attack() -> None:
     assert "states: 6 searches, 1.2e+03 candidates in all" in words
     assert "ROUGE-L" in words
     assert "want nodes from 0 to 143" in run("attack_plan.py", "--nodes", "900", "--tiny", code=2).stderr
+
+
+@pytest.mark.parametrize("encoder", [False, True])
+def test_likelihoods_behind_a_split(encoder: bool) -> None:
+    how = ("--attacks", "likelihood", "--plan", "4,4,1", "--nodes", "2", "--split", "1", "--tiny")
+    more = ("--encoder",) if encoder else ()
+    row = json.loads(run("attack_plan.py", *how, *more, "--json").stdout)
+    assert (row["tokens"], row["split"], row["encoder"], row["rows"], row["unknown"]) == (16, 1, encoder, 2, 14)
+    assert len(row["ranks"]) == 2
+    assert all(1 <= rank <= row["vocabulary"] for rank in row["ranks"].values())
+    assert "rank of the true one among" in run("attack_plan.py", *how, *more).stdout
+    assert "want CompNodes, 0 to 3" in run("attack_plan.py", *how, *more, "--nodes", "4", code=2).stderr
+    assert "want --attacks likelihood" in run("attack_plan.py", "--encoder", "--tiny", code=2).stderr
 
 
 def test_figures(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ class _Reached(Exception):
 class RowsAt:
     """`attacks.rows.Attacked`: what the `layer`-th attention call (from 0) of a causal model is made of.
 
+    Of an encoder, whose rows depend on the whole text, `attacks.rows.Contextual`: `of` and `everywhere`.
+
     Keys and values of the known text are computed once and shared by all candidates: a candidate's own tokens are all
     that is run, through the layers before `layer` only.
     """
@@ -71,9 +73,14 @@ class RowsAt:
 
     def of(self, ids: Tensor) -> Rows:
         """Rows of all positions of one text [n]."""
+        q, k, v = (part[0] for part in self.everywhere(ids.unsqueeze(0)))
+        return q, k, v
+
+    def everywhere(self, texts: Tensor) -> Rows:
+        """Rows of all positions of texts [K, n]: each [K, n, heads, size]."""
         self._known, self._prefix = [], []
         with torch.inference_mode():
-            q, k, v = (part[0].transpose(0, 1) for part in self._run(ids.unsqueeze(0), 0))
+            q, k, v = (part.transpose(1, 2) for part in self._run(texts, 0))
             return q, k, v
 
     def _run(self, ids: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,6 +40,14 @@ class Attacked(Protocol):
         ...
 
 
+class Contextual(Protocol):
+    """An encoder with public weights, as an attacker runs it on whole texts."""
+
+    def everywhere(self, texts: Tensor) -> Rows:
+        """Rows of the attacked layer at all positions of texts [K, n]: each [K, n, heads, size]."""
+        ...
+
+
 def flat(rows: Rows) -> Tensor:
     """All numbers of each row, [K, numbers]."""
     return torch.cat([part.flatten(1) for part in rows], 1)
