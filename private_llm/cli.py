@@ -1,6 +1,6 @@
 """The command line. Each command parses its options here and runs in `private_llm/commands/`.
 
-This is the bottom of the ladder: commands may use the HuggingFace integration, which they import when they run.
+This is the highest layer: commands may use the HuggingFace integration, which they import when they run.
 Errors of the library, and files that cannot be read or written, are one message on stderr and exit code 2; what
 nobody foresaw is one message and exit code 1. `private-llm --traceback COMMAND` shows the traceback of any of them.
 """
@@ -54,7 +54,7 @@ from private_llm.cli_options import (
 )
 from private_llm.config import VERSION
 from private_llm.errors import ConfigError, PrivateLLMError
-from private_llm.sharding import ShardingPlan
+from private_llm.token_sharding.plans import ShardingPlan
 
 app = typer.Typer(
     name="private-llm",
@@ -150,7 +150,7 @@ def audit(
 ) -> None:
     """What a sharding plan (protocol 'cascade') protects: gaps, cost of the cheapest attack, verdict."""
     from private_llm.commands.audit import audit as run
-    from private_llm.sharding.audit import Setting
+    from private_llm.token_sharding.plans.audit import Setting
 
     if not plan:
         raise ConfigError("plan: got an empty text; want alpha,c,m or alpha,c,m,rho, for instance 8,8,2")

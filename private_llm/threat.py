@@ -56,7 +56,7 @@ PREPROCESSED = Threat(
         "Masks of each planned call come from streams of their own, used once: a second use is refused by every party "
         "and by the file, which is gone when read. In quad what party 3 sent ahead is recorded when it is read, so a "
         "lie ends the session before anything is opened, as ever; party 3 needs no verdict, because it opens nothing "
-        "but those digests. private_llm/protocols/ahead.py, private_llm/net/tape.py"
+        "but those digests. private_llm/protocols/offline_phase.py, private_llm/net/offline_store.py"
     ),
     setting="model.preprocess(...), with protocol='trio', 'quad' or 'dealer'",
 )
@@ -153,7 +153,7 @@ COARSE = Threat(
             "ReLU's range and precision further, to what their user states",
         ),
     ),
-    source="private_llm/approx/range.py; msb in private_llm/protocols/trio/party.py",
+    source="private_llm/exact/comparisons.py; msb in private_llm/protocols/trio/party.py",
     setting="always on",
 )
 
@@ -285,7 +285,7 @@ SHARE_FILES = Threat(
     ),
     source="each file is made anew, follows no link and replaces none; `private-llm share --force` deals new masks for "
     "all parties, which makes older files useless together with the new ones. "
-    "integrations/private_llm_hf/share_files.py",
+    "integrations/private_llm_hf/checkpoint/share_files.py",
     setting="private-llm share",
 )  # fmt: skip
 
@@ -346,7 +346,7 @@ ADMISSION = Threat(
          "refuses suffices. A name that is taken off a list is refused from the next connection on; a session that "
          "runs goes on"),
     ),
-    source="private_llm/net/door.py, private_llm/net/users.py; one client at a time is admitted by party 0",
+    source="private_llm/net/acceptor.py, private_llm/net/users.py; one client at a time is admitted by party 0",
     setting="party_mode='remote'; TLSConfig(allow=...) or `private-llm party --allow` for users by name",
 )  # fmt: skip
 
@@ -355,14 +355,15 @@ LANES = Threat(
     kind="shortcut",
     corrupt="as the protocol; which party is corrupt does not depend on the lane",
     learns=(
-        ("every party", "nothing more: each lane is a session with keys and masks of its own, and weights are dealt "
-         "anew, with fresh masks, for every casting, so that a party that plays several roles sees independent uniform "
-         "values in each; it never holds two roles of one dealing, which together would open the weights"),
+        ("every party", "nothing more: each lane is a session with keys and masks of its own, and weights are shared "
+         "anew, with fresh masks, for every assignment, so that a party that plays several roles sees independent "
+         "uniform values in each; it never holds two roles of one sharing, which together would open the weights"),
         ("a wiretapper", "which role a party plays in which lane (public)"),
         ("quad", "a deviation in one lane ends all lanes; another lane may have opened its own, verified rows before"),
     ),
-    source="lanes are independent runs of the protocol on disjoint rows of a batch (private_llm/net/lanes.py); tests "
-    "compare what a party holds in several lanes. PIGEON, section 5, proposes it for its load, without a proof",
+    source="lanes are independent runs of the protocol on disjoint rows of a batch "
+    "(private_llm/net/parallel_sessions.py); tests compare what a party holds in several lanes. PIGEON, section 5, "
+    "proposes it for its load, without a proof",
     setting="lanes=L with permute=True (trio and quad only: a dealer must not become a computing party)",
 )  # fmt: skip
 
@@ -407,7 +408,7 @@ SPLIT = Threat(
     ),
     source=(
         "Cascade (appendix A). The first layers open their states to the CompNodes row by row after the protocol's "
-        "own check. Searches behind it are counted in private_llm/sharding/audit.py and compared with "
+        "own check. Searches behind it are counted in private_llm/token_sharding/plans/audit.py and compared with "
         "private_llm/attacks. The statistical attack is ours and is why no more is claimed. No "
         "outside review yet"
     ),

@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from private_llm_hf.attacked import RowsAt
+from private_llm_hf.token_sharding.attacked import RowsAt
 from torch import Tensor
 
-from private_llm.attacks.collusion import collude
-from private_llm.attacks.noise import FORMATS, rounded
-from private_llm.attacks.rows import flat
-from private_llm.attacks.scores import exact
-from private_llm.attacks.view import view_of
-from private_llm.attacks.vocab_matching import CHUNK, match_states
 from private_llm.commands.models import demo_model, plaintext_model, tokenizer_of
 from private_llm.commands.output import emit_json, progress_bar
 from private_llm.commands.pyplot import load_pyplot
-from private_llm.sharding import ShardingPlan
+from private_llm.token_sharding.attacks.collusion import collude
+from private_llm.token_sharding.attacks.noise import FORMATS, rounded
+from private_llm.token_sharding.attacks.rows import flat
+from private_llm.token_sharding.attacks.scores import exact
+from private_llm.token_sharding.attacks.view import view_of
+from private_llm.token_sharding.attacks.vocab_matching import CHUNK, match_states
+from private_llm.token_sharding.plans import ShardingPlan
 
 TEXT = (
     "The letter was written in the summer of the year before the war, and nobody had read it since. The old bridge "

@@ -34,7 +34,11 @@ from torch import Tensor  # noqa: E402
 from transformers import OPTConfig, OPTForCausalLM  # noqa: E402
 
 from private_llm.config import PrivateConfig  # noqa: E402
-from private_llm.kernels import reference, triton_bits, triton_conv, triton_matmul, triton_prg  # noqa: E402
+from private_llm.kernels import reference  # noqa: E402
+from private_llm.kernels.backends.triton import bits as triton_bits  # noqa: E402
+from private_llm.kernels.backends.triton import conv as triton_conv  # noqa: E402
+from private_llm.kernels.backends.triton import matmul as triton_matmul  # noqa: E402
+from private_llm.kernels.backends.triton import prg as triton_prg  # noqa: E402
 from private_llm.ring.prg import Seed  # noqa: E402
 from private_llm.ring.ring import RING32, RING64, Ring  # noqa: E402
 

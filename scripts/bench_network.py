@@ -136,11 +136,11 @@ def make_work(plan: Plan) -> Any:  # noqa: ANN401 - a Work or a WholeWork
 
 def serve(plan: Plan, party: int, folder: Path) -> None:
     """Be one party of the switched network."""
-    from private_llm_hf.launch import serve_party
+    from private_llm_hf.client.launch import serve_party
 
     from private_llm.bench.measure import serve as serve_work
     from private_llm.bench.whole import WholeWork
-    from private_llm.net.hub import connect
+    from private_llm.net.rendezvous import connect
 
     config, work = remote_config(plan, f"party{party}", folder), make_work(plan)
     if isinstance(work, WholeWork):

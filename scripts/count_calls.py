@@ -25,7 +25,7 @@ from types import CodeType, FrameType
 
 import torch
 from private_llm_hf import patch
-from private_llm_hf.party import Party
+from private_llm_hf.party.party import Party
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from private_llm.commands.output import emit_json, emit_table

@@ -18,8 +18,8 @@ from types import FunctionType
 from typing import Any
 
 import private_llm_hf
-from private_llm_hf.costs import Costs
-from private_llm_hf.model import PrivateModel
+from private_llm_hf.client.costs import Costs
+from private_llm_hf.client.model import PrivateModel
 
 import private_llm
 from private_llm import config, errors

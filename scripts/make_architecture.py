@@ -25,6 +25,8 @@ WIDTH, GAP, LINE, MARGIN = 960, 10, 16, 16
 """Of the picture: its width, between boxes, of a line of text, at the edges; in pixels."""
 _LETTER = 6.4
 """Mean width of a letter of the descriptions."""
+PARTED = ("token_sharding",)
+"""Packages whose parts lie in different layers."""
 _COLOURS = ("#e8eef7", "#dbe5f3")
 
 
@@ -32,7 +34,10 @@ def packages() -> dict[str, list[Path]]:
     """Files of each package or module directly below private_llm, and of the integration as one."""
     found: dict[str, list[Path]] = {INTEGRATION: sorted((ROOT / "integrations" / INTEGRATION).rglob("*.py"))}
     for path in sorted((ROOT / "private_llm").iterdir()):
-        if path.is_dir() and (path / "__init__.py").exists():
+        if path.name in PARTED:
+            inner = (p for p in sorted(path.iterdir()) if (p / "__init__.py").exists())
+            found.update({f"{path.name}.{p.name}": sorted(p.rglob("*.py")) for p in inner})
+        elif path.is_dir() and (path / "__init__.py").exists():
             found[path.name] = sorted(path.rglob("*.py"))
         elif path.suffix == ".py" and path.stem != "__init__":
             found[path.stem] = [path]
@@ -59,7 +64,7 @@ def imported(path: Path) -> Iterator[str]:
             if parts[0] == INTEGRATION:
                 yield INTEGRATION
             elif parts[0] == "private_llm" and len(parts) > 1:
-                yield parts[1]
+                yield ".".join(parts[1:3]) if parts[1] in PARTED else parts[1]
 
 
 def layers() -> list[list[str]]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_network
-from private_llm_hf import smollm2
+from private_llm_hf.models import smollm2
 
 from private_llm.bench import cascade
 from private_llm.bench.catalogue import LARGE, NAMES, make

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from private_llm_hf import patch, smollm2
+from private_llm_hf import patch
+from private_llm_hf.models import smollm2
 from torch import Tensor
 
 from private_llm.bench.rows import Row, party_threads, spread

@@ -18,6 +18,6 @@ bin=.venv/bin
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy"
-"$bin/python" -m pytest -q tests/test_ladder.py tests/test_lean_import.py
+"$bin/python" -m pytest -q tests/test_layering.py tests/test_lean_import.py
 # Files keep their order (tests/conftest.py): sorted by their number of tests, the longest would come last, alone.
 "$bin/python" -m pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder "$@"

@@ -34,7 +34,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from inversion_plot import plot
-from private_llm_hf.inversion_model import SeenRows, reader, reader_of
+from private_llm_hf.token_sharding.inversion_model import SeenRows, reader, reader_of
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import safe_open
@@ -43,7 +43,9 @@ from torch import Tensor
 from train_demo_model import batches, divide, encode, load_texts, windows
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from private_llm.attacks.inversion import (
+from private_llm.bench.rows import machine
+from private_llm.config import VERSION
+from private_llm.token_sharding.attacks.inversion import (
     Inverter,
     Observers,
     any_attn,
@@ -54,9 +56,7 @@ from private_llm.attacks.inversion import (
     loss_of,
     recovery,
 )  # fmt: skip
-from private_llm.bench.rows import machine
-from private_llm.config import VERSION
-from private_llm.sharding import ShardingPlan
+from private_llm.token_sharding.plans import ShardingPlan
 
 INTEGRATION = Path(__file__).resolve().parent.parent / "integrations/private_llm_hf"
 TINY = {

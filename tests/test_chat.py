@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from private_llm_hf import smollm2
+from private_llm_hf.models import smollm2
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

@@ -11,8 +11,8 @@ import pytest
 import transformers as tr
 from PIL import Image
 from private_llm_hf import AutoPrivateModelForImageClassification, Network
-from private_llm_hf.auto import share_checkpoint
-from private_llm_hf.digits import digits, digits_model
+from private_llm_hf.api import share_checkpoint
+from private_llm_hf.vision.digits import digits, digits_model
 
 from private_llm.commands.classify import classify
 from private_llm.commands.diff import diff

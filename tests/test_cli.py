@@ -231,7 +231,7 @@ def test_long_work_is_not_silent_in_a_log(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_help_lists_the_built_in_shapes(run: Run) -> None:
-    from private_llm_hf.networks import BUILDERS
+    from private_llm_hf.vision.networks import BUILDERS
 
     from private_llm.cli_options import SHAPES
 

@@ -18,7 +18,7 @@ HOSTS = ("--hosts", "127.0.0.1:1,127.0.0.1:2,127.0.0.1:3")
 def served(monkeypatch: pytest.MonkeyPatch) -> list[PrivateConfig]:
     """The configurations with which parties would serve."""
     configs: list[PrivateConfig] = []
-    monkeypatch.setattr("private_llm_hf.launch.serve_party", lambda config, *rest: configs.append(config))
+    monkeypatch.setattr("private_llm_hf.client.launch.serve_party", lambda config, *rest: configs.append(config))
     return configs
 
 

@@ -3,8 +3,8 @@
 from private_llm.cache_policy import KeepAll, SlidingWindow
 from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.ranges import Ranges
-from private_llm.sharding import ShardingPlan
-from private_llm_hf.auto import (
+from private_llm.token_sharding.plans import ShardingPlan
+from private_llm_hf.api import (
     AutoPrivateModel,
     AutoPrivateModelForCausalLM,
     AutoPrivateModelForImageClassification,
@@ -15,9 +15,9 @@ from private_llm_hf.auto import (
     ranges_of_checkpoint,
     share_checkpoint,
 )
+from private_llm_hf.client.preprocess import ForwardPlan, GeneratePlan
 from private_llm_hf.handlers import register_handler, unregister_handler
-from private_llm_hf.network import Network
-from private_llm_hf.preprocess import ForwardPlan, GeneratePlan
+from private_llm_hf.vision.network import Network
 
 __all__ = [
     "AutoPrivateModel",

@@ -20,9 +20,9 @@ from torch import nn
 
 from private_llm.errors import ConfigError
 from private_llm.nn.activation import PrivateGELU, PrivateQuickGELU
-from private_llm_hf.architectures import module_rules, table
-from private_llm_hf.experts import PrivateExperts, PrivateRouter, is_experts, routing_of
-from private_llm_hf.norms import norm_of
+from private_llm_hf.models.architectures import module_rules, table
+from private_llm_hf.models.experts import PrivateExperts, PrivateRouter, is_experts, routing_of
+from private_llm_hf.models.norms import norm_of
 
 Make = Callable[[Any], nn.Module]
 AnyMake = TypeVar("AnyMake", bound=Make)

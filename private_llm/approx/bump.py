@@ -10,7 +10,7 @@ A wrong bit less than 2^-6 above a threshold changes nothing: both branches are 
 from __future__ import annotations
 
 from private_llm.approx.chain import Chain, evaluate
-from private_llm.approx.range import coarse_bits
+from private_llm.exact.comparisons import coarse_bits
 from private_llm.protocols.share import BitShare
 from private_llm.tensor.fixed import Fixed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from private_llm.approx.bump import folded
 from private_llm.approx.chain import evaluate
 from private_llm.approx.coefficients import LOGISTIC
-from private_llm.approx.range import coarse_bits
+from private_llm.exact.comparisons import coarse_bits
 from private_llm.tensor.fixed import Fixed
 
 TOP = 10.0

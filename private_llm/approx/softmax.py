@@ -14,10 +14,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from private_llm.approx.exp import exp
-from private_llm.approx.maximum import maximum, maximum_ragged
 from private_llm.approx.reciprocal import reciprocal
-from private_llm.approx.rows import Rows
 from private_llm.errors import DomainError
+from private_llm.exact.maximum import maximum, maximum_ragged
+from private_llm.exact.rows import Rows
 from private_llm.tensor.fixed import Fixed
 
 LONGEST = 1 << 16

@@ -1,7 +1,7 @@
 """Preprocessing apart from the online phase, both timed: `private-llm bench --preprocess`.
 
 Before each run the helping party (party 0, the dealer, in quad party 3) computes ahead and its receivers store what it
-sends; the run itself reads those tapes while it is silent. The same works as in `measure`, whole models in lanes, too;
+sends; the run itself reads those stores while it is silent. The same works as in `measure`, whole models in lanes, too;
 parties as threads or processes.
 """
 
@@ -29,7 +29,7 @@ from private_llm.net.ledger import CONTROL
 from private_llm.net.local import LocalHub
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocol_facts import names_where
-from private_llm.protocols.ahead import Ahead
+from private_llm.protocols.offline_phase import Ahead
 from private_llm.protocols.session import join, join_as_client
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed

@@ -25,13 +25,13 @@ from private_llm.kernels.parallel import nodes_at_once
 from private_llm.net.ledger import Ledger
 from private_llm.net.timed import BUSY, SERIALISING, WAITING
 from private_llm.net.transport import CLIENT
-from private_llm.sharded.facts import Step
-from private_llm.sharded.undistributed import Undistributed
-from private_llm.sharding import ShardingPlan
+from private_llm.token_sharding.nodes.facts import Step
+from private_llm.token_sharding.nodes.undistributed import Undistributed
+from private_llm.token_sharding.plans import ShardingPlan
 
 if TYPE_CHECKING:
-    from private_llm_hf.costs import Costs
-    from private_llm_hf.timed import TimedParties
+    from private_llm_hf.client.costs import Costs
+    from private_llm_hf.party.timed import TimedParties
     from transformers import PreTrainedModel
 
 Split = dict[str, dict[str, float]]
@@ -151,7 +151,7 @@ class Case:
     def run(self, repeat: int, progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Measure, and make the row of it as JSON. progress is called after each pair of forwards."""
         from private_llm_hf import patch
-        from private_llm_hf.timed import TimedParties
+        from private_llm_hf.party.timed import TimedParties
 
         config, model = self.config, self.shape.build()
         if self.part == "alone" and self.plan is not None:
@@ -205,7 +205,7 @@ class _Alone:
     """A model whose attention goes through all nodes of a plan in this thread; it sends nothing."""
 
     def __init__(self, model: PreTrainedModel, plan: ShardingPlan) -> None:
-        from private_llm_hf.cascade_attention import attention_calls, cascade_config, listen
+        from private_llm_hf.token_sharding.attention import attention_calls, cascade_config, listen
 
         self._nodes = Undistributed(plan, attention_calls(type(model), model.config))
         self._model = type(model)(cascade_config(model.config)).eval()
@@ -224,7 +224,7 @@ class _Alone:
 
     def cost(self, reset: bool) -> Costs:
         """Nothing was sent."""
-        from private_llm_hf.costs import Costs
+        from private_llm_hf.client.costs import Costs
 
         return Costs((Ledger(CLIENT),))
 

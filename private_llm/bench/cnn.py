@@ -1,4 +1,4 @@
-"""Networks of images through the door that users take: a plain `nn.Sequential`, patched, on a batch of images."""
+"""Networks of images as users run them: a plain `nn.Sequential`, patched, on a batch of images."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 
 def lenet(shape: Shape) -> WholeWork:
     """LeNet-5; batch x channels x height x width (28 x 28)."""
-    from private_llm_hf.networks import lenet5
+    from private_llm_hf.vision.networks import lenet5
 
     return _network("lenet", shape, lenet5)
 
 
 def alexnet(shape: Shape) -> WholeWork:
     """AlexNet in CIFAR shape."""
-    from private_llm_hf.networks import alexnet as build
+    from private_llm_hf.vision.networks import alexnet as build
 
     return _network("alexnet", shape, build)
 
 
 def vgg16(shape: Shape) -> WholeWork:
     """VGG-16 with average pools in CIFAR shape."""
-    from private_llm_hf.networks import vgg16 as build
+    from private_llm_hf.vision.networks import vgg16 as build
 
     return _network("vgg16", shape, build)
 
 
 def vgg16_imagenet(shape: Shape) -> WholeWork:
     """VGG-16 with average pools in ImageNet shape; batch x channels x height x width x filters of the first layer."""
-    from private_llm_hf.networks import vgg16_imagenet as build
+    from private_llm_hf.vision.networks import vgg16_imagenet as build
 
     *images, width = shape
     make = partial(build, width=width, size=images[-1], pool=nn.AvgPool2d)
@@ -49,7 +49,7 @@ def vgg16_imagenet(shape: Shape) -> WholeWork:
 
 def resnet50(shape: Shape) -> WholeWork:
     """ResNet-50 with average pools; batch x channels x height x width x filters of the first layer."""
-    from private_llm_hf.networks import resnet50 as build
+    from private_llm_hf.vision.networks import resnet50 as build
 
     *images, width = shape
     return _network("resnet50", shape, partial(build, width=width), tuple(images))

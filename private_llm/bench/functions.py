@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from private_llm.approx import activations, norms
-from private_llm.approx.argmax import argmax as fixed_argmax
 from private_llm.approx.softmax import softmax as fixed_softmax
 from private_llm.bench.work import Shape, Work
+from private_llm.exact.argmax import argmax as fixed_argmax
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
 

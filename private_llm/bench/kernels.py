@@ -18,8 +18,10 @@ from torch import Tensor
 from private_llm.bench.rows import machine, spread
 from private_llm.circuits.carry import carry_plan
 from private_llm.config import VERSION
-from private_llm.kernels import cpu_amx, cpu_matmul, matmul, ops
+from private_llm.kernels import matmul, ops
 from private_llm.kernels.address import addresses
+from private_llm.kernels.backends.cpu import amx as cpu_amx
+from private_llm.kernels.backends.cpu import matmul as cpu_matmul
 from private_llm.kernels.memory import tune_allocator
 from private_llm.kernels.parallel import usable_cores
 from private_llm.ring.prg import Prg, Seed

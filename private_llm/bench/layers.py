@@ -70,7 +70,7 @@ def _layer(
     forward: Forward,
 ) -> Work:  # fmt: skip
     """A work that runs `forward` on the one-layer model of `config`, its weights secret."""
-    from private_llm_hf.party_model import build_party_model, empty_model
+    from private_llm_hf.party.model import build_party_model, empty_model
 
     shapes = {key: tuple(value.shape) for key, value in empty_model(config, class_name).named_parameters()}
 

@@ -22,15 +22,15 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, PartyFailed, PrivateLLMError
 from private_llm.kernels.memory import tune_allocator
 from private_llm.net.children import start_children
-from private_llm.net.hub import connect
-from private_llm.net.lanes import lane_links
 from private_llm.net.ledger import Cost
 from private_llm.net.local import LocalHub
+from private_llm.net.parallel_sessions import lane_links
+from private_llm.net.rendezvous import connect
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.client_end import ClientEnd
-from private_llm.protocols.dealing import deal
 from private_llm.protocols.session import Session, join, join_as_client
 from private_llm.protocols.share import Share
+from private_llm.protocols.weight_sharing import deal
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed

@@ -1,4 +1,4 @@
-"""Whole models through the door that users take: forward of GPT-2 small, generate() of the bundled model, a chat."""
+"""Whole models as users run them: forward of GPT-2 small, generate() of the bundled model, a chat."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from private_llm.net.local import LocalHub
 
 if TYPE_CHECKING:
     from private_llm_hf import ForwardPlan, GeneratePlan
-    from private_llm_hf.costs import PartCost
+    from private_llm_hf.client.costs import PartCost
     from transformers import PreTrainedModel
 
 
@@ -118,7 +118,7 @@ def smollm2(shape: Shape) -> WholeWork:
     asked: dict[str, Any] = {}
 
     def build() -> PreTrainedModel:
-        from private_llm_hf import smollm2
+        from private_llm_hf.models import smollm2
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
 

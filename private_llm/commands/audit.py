@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from private_llm.commands.output import CONSOLE, emit_json
-from private_llm.sharding import ShardingPlan
-from private_llm.sharding.audit import Setting, fewest
-from private_llm.sharding.audit import audit as examine
+from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding.plans.audit import Setting, fewest
+from private_llm.token_sharding.plans.audit import audit as examine
 
 
 def audit(plan: ShardingPlan, colluding: list[int], setting: Setting, as_json: bool) -> None:

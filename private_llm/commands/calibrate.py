@@ -19,8 +19,8 @@ def calibrate(
     gguf_file: str | None = None, images: Sequence[Path] = (),
 ) -> None:  # fmt: skip
     """Print the ranges of a checkpoint, and write them for `share --ranges` if `out` is given."""
-    from private_llm_hf.auto import ranges_of_checkpoint
-    from private_llm_hf.plan import ranges_table
+    from private_llm_hf.api import ranges_of_checkpoint
+    from private_llm_hf.patch_plan import ranges_table
 
     from private_llm.commands.parties import auto_class
 

@@ -43,7 +43,8 @@ def chat(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, cac
 
     cache: where the converted model is kept. Raises ConfigError if the model's package is not installed.
     """
-    from private_llm_hf import patch, smollm2
+    from private_llm_hf import patch
+    from private_llm_hf.models import smollm2
 
     if new_tokens < 1:
         raise ConfigError(f"max-new-tokens: got {new_tokens}; want at least 1")

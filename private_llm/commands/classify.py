@@ -36,8 +36,8 @@ def classify(source: str, files: Sequence[Path], count: int, config: PrivateConf
     """
     import torch
     from private_llm_hf import AutoPrivateModelForImageClassification
-    from private_llm_hf.digits import digits_model
-    from private_llm_hf.network import NetworkConfig
+    from private_llm_hf.vision.digits import digits_model
+    from private_llm_hf.vision.network import NetworkConfig
 
     if bool(source) != bool(files):
         raise ConfigError("classify: give a model and image files, or neither (the bundled network and its digits)")
@@ -91,7 +91,7 @@ def _classes(output: Any) -> Tensor:  # noqa: ANN401 - logits, or a transformers
 
 
 def _digits(count: int) -> Batch:
-    from private_llm_hf.digits import digits
+    from private_llm_hf.vision.digits import digits
 
     pixels, labels = (part[:count] for part in digits(held_out=True))
     if count < 1:
@@ -104,7 +104,7 @@ def read_images(source: str, config: Any, files: Sequence[Path]) -> Batch:  # no
     import numpy as np
     import torch
     from PIL import Image, UnidentifiedImageError
-    from private_llm_hf.network import NetworkConfig, image_shape
+    from private_llm_hf.vision.network import NetworkConfig, image_shape
 
     try:
         pictures = [Image.open(path) for path in files]

@@ -23,8 +23,8 @@ def diff(
 
     ranges: a file of `calibrate`; by default the model is calibrated first, as `share` and `from_pretrained` do.
     """
-    from private_llm_hf.auto import ranges_of_checkpoint
-    from private_llm_hf.compare import compare
+    from private_llm_hf.api import ranges_of_checkpoint
+    from private_llm_hf.tools.compare import compare
 
     known = ranges_from(ranges)
 

@@ -14,7 +14,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from private_llm_hf.estimate import Estimate, LayerCost
+    from private_llm_hf.tools.estimate import Estimate, LayerCost
 
 
 def estimate(
@@ -22,8 +22,8 @@ def estimate(
     bandwidth: float, latency: float, gmacs: float | None, image: str | None = None,
 ) -> None:  # fmt: skip
     """Count the costs on meta tensors and print them per layer."""
-    from private_llm_hf.architectures import architecture
-    from private_llm_hf.estimate import estimate as run
+    from private_llm_hf.models.architectures import architecture
+    from private_llm_hf.tools.estimate import estimate as run
 
     hardware = Hardware.of(bandwidth, latency, gmacs, config.plan is not None)
     model_class, model_config = shape_of(model)

@@ -13,13 +13,21 @@ from private_llm.commands.output import duration, emit_json, emit_table, progres
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError
 from private_llm.net.transport import CLIENT
-from private_llm.sharded.cost import Card, Stage, cards, comp_sizes, paper_bytes, paper_seconds, shard_sizes
-from private_llm.sharded.wire import number_type
-from private_llm.sharding import ShardingPlan
+from private_llm.token_sharding.nodes.cost import (
+    Card,
+    Stage,
+    cards,
+    comp_sizes,
+    paper_bytes,
+    paper_seconds,
+    shard_sizes,
+)
+from private_llm.token_sharding.nodes.wire import number_type
+from private_llm.token_sharding.plans import ShardingPlan
 
 if TYPE_CHECKING:
-    from private_llm_hf.cascade_estimate import Sharded
-    from private_llm_hf.estimate import Estimate
+    from private_llm_hf.token_sharding.estimate import Sharded
+    from private_llm_hf.tools.estimate import Estimate
 
 USUAL = ((3, 4, 1), (4, 8, 1), (4, 8, 2), (8, 8, 1), (8, 8, 2), (16, 8, 1))
 """alpha, c, m of plans from few nodes to many, which the audit finds sound for rho = 3."""
@@ -157,7 +165,7 @@ def compare_plans(
 
 def _tried(work: Work, config: PrivateConfig, plan: ShardingPlan) -> tuple[Estimate, PrivateConfig, str]:
     """The estimate, its settings, and whether a session would take this plan for such a text without being told to."""
-    from private_llm_hf.estimate import estimate as run
+    from private_llm_hf.tools.estimate import estimate as run
 
     shape = shape_of(work.model)
     verdict = "sound"

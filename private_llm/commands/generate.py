@@ -20,7 +20,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from private_llm_hf.costs import Costs
+    from private_llm_hf.client.costs import Costs
     from torch import Tensor
 
     from private_llm.net.local import LocalHub
@@ -56,7 +56,7 @@ def generate(
 
 def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plot: Path | None) -> None:
     """The bundled model: private against plaintext, and where the bytes go."""
-    from private_llm_hf.estimate import by_layer
+    from private_llm_hf.tools.estimate import by_layer
 
     hub = _recording(config, plot)
     source = demo_model()

@@ -10,10 +10,10 @@ from private_llm.bench.link import LinkSpeed
 from private_llm.commands.doctor import float_speed, matmul_speed
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm.sharded.cost import Stage, seconds_of
+from private_llm.token_sharding.nodes.cost import Stage, seconds_of
 
 if TYPE_CHECKING:
-    from private_llm_hf.estimate import LayerCost
+    from private_llm_hf.tools.estimate import LayerCost
 
 
 @dataclass(frozen=True)

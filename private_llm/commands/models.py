@@ -36,7 +36,7 @@ def demo_model() -> str:
 
 def smollm2_model(cache: Path | None = None) -> str:
     """The folder of SmolLM2-135M-Instruct, converted at its first use. Raises ConfigError if it is not installed."""
-    from private_llm_hf import smollm2
+    from private_llm_hf.models import smollm2
 
     quiet()
     return str(smollm2.folder(cache))
@@ -44,7 +44,7 @@ def smollm2_model(cache: Path | None = None) -> str:
 
 def shape_of(source: str) -> tuple[type[PreTrainedModel], PretrainedConfig]:
     """Class and configuration of a built-in shape, a config.json, a model folder or a hub id. Raises ConfigError."""
-    from private_llm_hf.estimate import model_class_of, named_shape
+    from private_llm_hf.tools.estimate import model_class_of, named_shape
     from transformers import AutoConfig
 
     found = named_shape(source)
@@ -56,7 +56,7 @@ def shape_of(source: str) -> tuple[type[PreTrainedModel], PretrainedConfig]:
 
 def tokenizer_of(source: str, gguf_file: str | None = None) -> Any:  # noqa: ANN401 - a transformers tokenizer
     """The tokenizer of a model folder or hub id, or of a GGUF file there. Raises ConfigError."""
-    from private_llm_hf.checkpoints import Checkpoint
+    from private_llm_hf.checkpoint.checkpoint import Checkpoint
     from transformers import AutoTokenizer
 
     checkpoint = Checkpoint(source, gguf_options(gguf_file), {})

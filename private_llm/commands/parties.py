@@ -45,7 +45,7 @@ def share(
     gguf_file: str | None = None, ranges: Path | None = None,
 ) -> None:  # fmt: skip
     """Write one share file per party. force: over those of another sharing. ranges: a file of `calibrate`."""
-    from private_llm_hf.auto import share_checkpoint
+    from private_llm_hf.api import share_checkpoint
 
     quiet()
     auto = auto_class(task)
@@ -80,7 +80,7 @@ def party(
     number: int, config: PrivateConfig, share_file: Path | None, sessions: int | None, checkpoint: str | None
 ) -> None:
     """Serve sessions until interrupted."""
-    from private_llm_hf.launch import serve_party
+    from private_llm_hf.client.launch import serve_party
 
     with compile_notes():
         serve_party(config, number, share_file, sessions, notice, checkpoint)

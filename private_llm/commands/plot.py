@@ -12,7 +12,7 @@ from private_llm.config import PrivateConfig
 from private_llm.net.roles import named
 
 if TYPE_CHECKING:
-    from private_llm_hf.estimate import LayerCost
+    from private_llm_hf.tools.estimate import LayerCost
 
 _COLOURS = ("#4c72b0", "#dd8452", "#55a868")
 

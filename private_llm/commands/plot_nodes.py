@@ -13,11 +13,11 @@ from private_llm.config import PrivateConfig
 from private_llm.net.ledger import CONTROL
 from private_llm.net.roles import called
 from private_llm.net.transport import CLIENT
-from private_llm.sharding import ShardingPlan
+from private_llm.token_sharding.plans import ShardingPlan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from private_llm_hf.costs import Costs
+    from private_llm_hf.client.costs import Costs
 
 MOST_ROWS = 28
 """Endpoints in one picture; of more, all but AttnNodes and those AttnNodes that send most."""

@@ -15,7 +15,7 @@ from private_llm.net.roles import called
 from private_llm.net.transport import CLIENT
 
 if TYPE_CHECKING:
-    from private_llm_hf.costs import Costs
+    from private_llm_hf.client.costs import Costs
 
 
 @dataclass

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from private_llm.kernels import cpu_check, ops
+from private_llm.kernels import ops
 from private_llm.kernels.address import addresses
+from private_llm.kernels.backends.cpu import check as cpu_check
 
 _ZERO = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
 

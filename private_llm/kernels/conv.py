@@ -10,9 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from private_llm.kernels import cpu_amx, cpu_conv, cpu_conv_amx, matmul, parallel, shapes
+from private_llm.kernels import matmul, parallel, shapes
 from private_llm.kernels.address import addresses
-from private_llm.kernels.cpu_conv import LANES
+from private_llm.kernels.backends.cpu import amx as cpu_amx
+from private_llm.kernels.backends.cpu import conv as cpu_conv
+from private_llm.kernels.backends.cpu import conv_amx as cpu_conv_amx
+from private_llm.kernels.backends.cpu.conv import LANES
 from private_llm.kernels.matmul import RATE
 from private_llm.kernels.shapes import Pair
 

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from private_llm.kernels import cpu_amx, cpu_matmul, parallel, shapes
+from private_llm.kernels import parallel, shapes
 from private_llm.kernels.address import addresses
+from private_llm.kernels.backends.cpu import amx as cpu_amx
+from private_llm.kernels.backends.cpu import matmul as cpu_matmul
 
 _ZERO: dict[torch.dtype, np.unsignedinteger[Any]] = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
 _SHORTEST_DOT = 8

@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.kernels import conv, cpu_bits, cpu_prg, cpu_trunc, matmul, parallel, shapes
+from private_llm.kernels import conv, matmul, parallel, shapes
 from private_llm.kernels.address import addresses
+from private_llm.kernels.backends.cpu import bits as cpu_bits
+from private_llm.kernels.backends.cpu import prg as cpu_prg
+from private_llm.kernels.backends.cpu import trunc as cpu_trunc
 from private_llm.kernels.shapes import Pair
 from private_llm.kernels.shapes import packed_words as packed_words
 
@@ -32,7 +35,7 @@ _ZERO = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
 @cache
 def _triton(family: str) -> ModuleType:
     try:
-        return importlib.import_module(f"private_llm.kernels.triton_{family}")
+        return importlib.import_module(f"private_llm.kernels.backends.triton.{family}")
     except ModuleNotFoundError as missing:
         raise UnsupportedOp(
             f"kernels on GPUs need {missing.name}, which is not installed; install private-llm[triton], or use the CPU"

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError, PartyFailed, TransportError
-from private_llm.net.links import Incoming, Outgoing
+from private_llm.net.socket_io import Incoming, Outgoing
 from private_llm.net.transport import CLIENT, Transport, endpoint_name
 from private_llm.net.wire import Kind
 

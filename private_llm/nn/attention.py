@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from private_llm.approx.rows import Rows
 from private_llm.approx.softmax import softmax, softmax_ragged
+from private_llm.approx.tanh import precise_tanh
 from private_llm.errors import DomainError
-from private_llm.nn.tanh import precise_tanh
+from private_llm.exact.rows import Rows
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
 from private_llm.tensor.fixed import Fixed

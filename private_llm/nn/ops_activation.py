@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from private_llm.approx.activations import clamp, gelu, relu, sigmoid, silu
-from private_llm.approx.range import SHORTEST
+from private_llm.approx.tanh import precise_tanh
 from private_llm.errors import UnsupportedOp
-from private_llm.nn.tanh import precise_tanh
+from private_llm.exact.comparisons import SHORTEST
 from private_llm.ranges import REACH
 from private_llm.tensor.dispatch import implements
 from private_llm.tensor.fixed import Fixed

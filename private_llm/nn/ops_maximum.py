@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from private_llm.approx.argmax import first_maximum
-from private_llm.approx.maximum import maximum
 from private_llm.errors import UnsupportedOp
+from private_llm.exact.argmax import first_maximum
+from private_llm.exact.maximum import maximum
 from private_llm.tensor.dispatch import TorchArg, implements
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.ops_pointwise import MINUS_INFINITY

@@ -35,7 +35,7 @@ class ClientEnd(ABC):
     def open(self, shape: tuple[int, ...]) -> Tensor:
         """Ring elements of `shape` that the parties reveal right now. Raises ProtocolAbort if a lie is noticed."""
 
-    def stretch(self, label: str) -> AbstractContextManager[None]:
+    def section(self, label: str) -> AbstractContextManager[None]:
         """Around a call that was preprocessed: masks are drawn apart, once for each `label`, as at the parties.
 
         Raises UnsupportedOp for a protocol without separate preprocessing.

@@ -36,9 +36,9 @@ class Exact(Protocol):
         self._inner.on(device)
         return super().on(device)
 
-    def stretch(self, label: str, links: Links = lambda transport: transport) -> AbstractContextManager[None]:
+    def section(self, label: str, links: Links = lambda transport: transport) -> AbstractContextManager[None]:
         """As the inner protocol."""
-        return self._inner.stretch(label, links)
+        return self._inner.section(label, links)
 
     def take_witnesses(self) -> list[str]:
         """As the inner protocol."""

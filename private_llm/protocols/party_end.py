@@ -36,7 +36,7 @@ class PartyEnd(ABC):
         self.device = device
         return self
 
-    def stretch(self, label: str, links: Links = lambda transport: transport) -> AbstractContextManager[None]:
+    def section(self, label: str, links: Links = lambda transport: transport) -> AbstractContextManager[None]:
         """Inside, masks are drawn apart (once for each `label`), over `links`: the helper may run ahead.
 
         Raises UnsupportedOp for a protocol without separate preprocessing.

@@ -28,7 +28,7 @@ from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad import cost as quad_cost
 from private_llm.protocols.quad.bits import Quad
 from private_llm.protocols.quad.client import QuadClient, open_quad, share_of
-from private_llm.protocols.quad.views import GROUPS, meet_groups
+from private_llm.protocols.quad.transcript_mac import GROUPS, meet_groups
 from private_llm.protocols.share import Share, cleartext
 from private_llm.protocols.trio import cost as trio_cost
 from private_llm.protocols.trio.client import TrioClient, open_trio

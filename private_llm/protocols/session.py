@@ -18,11 +18,11 @@ from private_llm.net.placed import PlacedTransport
 from private_llm.net.roles import named
 from private_llm.net.transport import CLIENT, MetaTransport, Transport
 from private_llm.protocols.client_end import ClientEnd
-from private_llm.protocols.dealing import keys_held
 from private_llm.protocols.exact import Exact
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.registry import PartySetup, protocol_spec
 from private_llm.protocols.share import Share
+from private_llm.protocols.weight_sharing import keys_held
 from private_llm.ranges import Ranges
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from private_llm.approx.relu import relu
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError
+from private_llm.exact.relu import relu
 from private_llm.protocols.session import Session
 from private_llm.protocols.trio import cost
 from private_llm.ring.ring import Ring

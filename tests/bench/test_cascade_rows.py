@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from private_llm_hf.cascade_attention import attention_calls
-from private_llm_hf.costs import Costs, rows_of
+from private_llm_hf.client.costs import Costs, rows_of
+from private_llm_hf.token_sharding.attention import attention_calls
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -21,8 +21,8 @@ from private_llm.net import timed
 from private_llm.net.local import LocalHub
 from private_llm.net.timed import BUSY, SERIALISING, WAITING, TimedLedger, TimedTransport
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.sharded.exchange import layer_bytes
-from private_llm.sharding import ShardingPlan
+from private_llm.token_sharding.nodes.exchange import layer_bytes
+from private_llm.token_sharding.plans import ShardingPlan
 
 
 def case_of(part: str, model: str = "bert-base") -> Case:

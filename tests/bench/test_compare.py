@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import Network, PrivateConfig
-from private_llm_hf.compare import compare
+from private_llm_hf.tools.compare import compare
 from torch import nn
 
 from tests.hf import images, tiny

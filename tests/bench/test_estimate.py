@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from private_llm_hf import PrivateConfig, patch
-from private_llm_hf.calibration_runs import loaded_ranges
-from private_llm_hf.costs import Costs
-from private_llm_hf.estimate import by_layer, estimate, model_class_of, named_shape
+from private_llm_hf.checkpoint.calibration_runs import loaded_ranges
+from private_llm_hf.client.costs import Costs
+from private_llm_hf.tools.estimate import by_layer, estimate, model_class_of, named_shape
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError

@@ -1,4 +1,4 @@
-"""Common to all tests of the HuggingFace door."""
+"""Common to all tests of the HuggingFace acceptor."""
 
 from __future__ import annotations
 

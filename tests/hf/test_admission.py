@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig
-from private_llm_hf.auto import share_checkpoint
-from private_llm_hf.launch import serve_party
-from private_llm_hf.share_files import share_path
+from private_llm_hf.api import share_checkpoint
+from private_llm_hf.checkpoint.share_files import share_path
+from private_llm_hf.client.launch import serve_party
 
 from private_llm.errors import PartiesBusy, PartyFailed
 from tests.hf import tiny

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import AutoPrivateModel, AutoPrivateModelForCausalLM, PrivateConfig, patch
-from private_llm_hf.layout import accepted_class
+from private_llm_hf.checkpoint.model_spec import accepted_class
 from transformers import DynamicCache, PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, PatchMismatch, PlaintextLeak, UnsupportedOp

@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 import transformers as tr
-from private_llm_hf.batch_norm import FoldedBatchNorm, PrivateBatchNorm, fold_batch_norms
-from private_llm_hf.layout import Layout
-from private_llm_hf.network import Network
-from private_llm_hf.weights import stream_loaded
+from private_llm_hf.checkpoint.model_spec import ModelSpec
+from private_llm_hf.checkpoint.weights import stream_loaded
+from private_llm_hf.models.batch_norm import FoldedBatchNorm, PrivateBatchNorm, fold_batch_norms
+from private_llm_hf.vision.network import Network
 from torch import nn
 
 from private_llm.errors import PatchMismatch
@@ -23,7 +23,7 @@ ROUNDING = 1e-12
 def folded(model: nn.Module) -> nn.Module:
     """The tree that parties build, with the weights that they get, in float64."""
     model = model if isinstance(model, tr.PreTrainedModel) else Network.of(model)
-    layout = Layout.of(type(model), model.config)
+    layout = ModelSpec.of(type(model), model.config)
     made: dict[str, torch.Tensor] = {}
     stream_loaded(model, layout.source, layout.folding(lambda name, value: made.update({name: value.double()})))
     assert set(made) == set(layout.shared.shapes)
@@ -86,7 +86,7 @@ def test_a_layer_that_runs_twice_keeps_its_weights() -> None:
 
 def test_tensors_may_come_in_any_order() -> None:
     network = Network.of(images.lively(nn.Sequential(nn.Conv2d(1, 2, 1, bias=False), nn.BatchNorm2d(2))))
-    layout = Layout.of(Network, network.config)
+    layout = ModelSpec.of(Network, network.config)
     values = {name: value for name, value in network.state_dict().items() if value.is_floating_point()}
     results = []
     for order in itertools.permutations(values):

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from private_llm_hf import PrivateConfig, patch
-from private_llm_hf.estimate import estimate
-from private_llm_hf.preprocess import GeneratePlan
+from private_llm_hf.client.preprocess import GeneratePlan
+from private_llm_hf.tools.estimate import estimate
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -364,7 +364,7 @@ def test_models_whose_attention_cannot_follow_are_refused(name: str) -> None:
 
 def test_attention_that_does_not_ask_for_its_entries_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A family that moves keys between cache and attention would attend under the wrong mask."""
-    from private_llm_hf import cache
+    from private_llm_hf.party import cache
 
     with patch(tiny.build("llama"), CONFIGS["plain"]) as private:
         held = private(PADDED[1:], use_cache=True).past_key_values

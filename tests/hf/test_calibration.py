@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
-from private_llm_hf.auto import ranges_of_checkpoint, share_checkpoint
-from private_llm_hf.calibration_runs import loaded_ranges
-from private_llm_hf.client import Parties
-from private_llm_hf.compare import compare
-from private_llm_hf.handles import PrivateCache
-from private_llm_hf.party import Party
+from private_llm_hf.api import ranges_of_checkpoint, share_checkpoint
+from private_llm_hf.checkpoint.calibration_runs import loaded_ranges
+from private_llm_hf.client.parties import Parties
+from private_llm_hf.client.remote_state import PrivateCache
+from private_llm_hf.party.party import Party
+from private_llm_hf.tools.compare import compare
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, LowPrecision, TransportError

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForImageClassification, PrivateConfig, patch, ranges_of_checkpoint
-from private_llm_hf.calibration_runs import SPAN, loaded_ranges, pictures
-from private_llm_hf.network import Network
+from private_llm_hf.checkpoint.calibration_runs import SPAN, loaded_ranges, pictures
+from private_llm_hf.vision.network import Network
 from torch import nn
 
 from private_llm.errors import DomainError, TightRange

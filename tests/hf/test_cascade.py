@@ -1,4 +1,4 @@
-"""Token sharding behind the two-line door: the plaintext model's numbers and tokens, for each family it serves."""
+"""Token sharding behind the two-line acceptor: the plaintext model's numbers and tokens, for each family it serves."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from importlib import resources
 import pytest
 import torch
 from private_llm_hf import PrivateConfig, patch
-from private_llm_hf.auto import AutoPrivateModelForCausalLM
-from private_llm_hf.cascade_attention import attention_calls
+from private_llm_hf.api import AutoPrivateModelForCausalLM
+from private_llm_hf.token_sharding.attention import attention_calls
 from transformers import GPT2ForSequenceClassification, LlamaForSequenceClassification, PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, PartyFailed, PatchMismatch
 from private_llm.kernels import parallel
 from private_llm.net.local import LocalHub
-from private_llm.sharded.exchange import layer_bytes
-from private_llm.sharding import ShardingPlan
+from private_llm.token_sharding.nodes.exchange import layer_bytes
+from private_llm.token_sharding.plans import ShardingPlan
 from tests.hf import tiny
 
 DECODERS = ["opt", "gpt2", "gpt_neox", "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3"]
@@ -200,7 +200,7 @@ def test_what_it_does_not_take() -> None:
 
 
 def test_a_dead_node_ends_the_session_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from private_llm.sharded.attn_node import AttnNode
+    from private_llm.token_sharding.nodes.attn_node import AttnNode
 
     def die(self: AttnNode, step: object) -> None:
         raise OSError("gone")

@@ -10,9 +10,9 @@ import inspect
 import pytest
 import torch
 from private_llm_hf import PrivateConfig, patch
-from private_llm_hf.auto import describe
-from private_llm_hf.cascade_attention import attention_calls
-from private_llm_hf.cascade_comp import CompNode
+from private_llm_hf.api import describe
+from private_llm_hf.token_sharding.attention import attention_calls
+from private_llm_hf.token_sharding.comp_node import CompNode
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 from private_llm.errors import PrivateLLMError
 from private_llm.net.placed import PlacedTransport
 from private_llm.net.transport import Transport
-from private_llm.sharded import attn_node
-from private_llm.sharded.attn_node import AttnNode
-from private_llm.sharded.exchange import Exchange
-from private_llm.sharded.facts import Step
-from private_llm.sharded.masked import ZeroShares
-from private_llm.sharding import ShardingPlan
+from private_llm.token_sharding.nodes import attn_node
+from private_llm.token_sharding.nodes.attn_node import AttnNode
+from private_llm.token_sharding.nodes.exchange import Exchange
+from private_llm.token_sharding.nodes.facts import Step
+from private_llm.token_sharding.nodes.masked import ZeroShares
+from private_llm.token_sharding.plans import ShardingPlan
 from tests.hf import tiny
 
 GPU = torch.device("cuda:0")

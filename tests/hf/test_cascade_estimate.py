@@ -8,14 +8,14 @@ from functools import partial
 import pytest
 import torch
 from private_llm_hf import PrivateConfig, patch
-from private_llm_hf.cascade_estimate import AROUND
-from private_llm_hf.costs import Costs
-from private_llm_hf.estimate import estimate, named_shape
+from private_llm_hf.client.costs import Costs
+from private_llm_hf.token_sharding.estimate import AROUND
+from private_llm_hf.tools.estimate import estimate, named_shape
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, PatchMismatch
-from private_llm.sharded.attn_node import AttnNode
-from private_llm.sharding import ShardingPlan
+from private_llm.token_sharding.nodes.attn_node import AttnNode
+from private_llm.token_sharding.plans import ShardingPlan
 from tests.bench.test_estimate import real
 from tests.hf import tiny
 

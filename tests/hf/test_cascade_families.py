@@ -9,15 +9,15 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import patch
-from private_llm_hf.cascade_attention import attention_calls
+from private_llm_hf.token_sharding.attention import attention_calls
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 
-from private_llm.sharded.exchange import layer_bytes
-from private_llm.sharded.facts import Step, key_bias
-from private_llm.sharding import ShardingPlan
+from private_llm.token_sharding.nodes.exchange import layer_bytes
+from private_llm.token_sharding.nodes.facts import Step, key_bias
+from private_llm.token_sharding.plans import ShardingPlan
 from tests.hf import tiny
 from tests.hf.test_cascade import ERROR, PLAN, same, settings, text
 

@@ -12,14 +12,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from private_llm_hf import PrivateConfig, launch, patch
+from private_llm_hf import PrivateConfig, patch
+from private_llm_hf.client import launch
 from private_llm_hf.wire import send_message
 from torch import Tensor, nn
 
 from private_llm.errors import PartyFailed, PrivateLLMError, TransportError
 from private_llm.net import children
 from private_llm.net.transport import Transport
-from private_llm.sharding import ShardingPlan
+from private_llm.token_sharding.plans import ShardingPlan
 from tests.hf import tiny
 from tests.hf.test_processes import parties
 from tests.hf.test_remote import free_ports

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, cascade_node, patch
-from private_llm_hf.cascade_client import Nodes
-from private_llm_hf.held import WeightsDigest
-from private_llm_hf.launch import serve_party
+from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
+from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
+from private_llm_hf.client.launch import serve_party
+from private_llm_hf.token_sharding import node as cascade_node
+from private_llm_hf.token_sharding.client import Nodes
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 

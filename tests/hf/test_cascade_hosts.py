@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig
-from private_llm_hf.launch import choose_mode, serve_party
+from private_llm_hf.client.launch import choose_mode, serve_party
 
 from private_llm.config import TLSConfig
 from private_llm.net.certificates import make_certificates
 from private_llm.net.transport import CLIENT
-from private_llm.sharding import ShardingPlan
+from private_llm.token_sharding.plans import ShardingPlan
 from tests.hf import tiny
 from tests.hf.test_remote import free_ports
 
@@ -31,7 +31,7 @@ HOW = {"max_new_tokens": 4, "do_sample": False}
 SCRIPT = """
 import sys, torch
 from private_llm import PrivateConfig
-from private_llm.sharding import ShardingPlan
+from private_llm.token_sharding.plans import ShardingPlan
 from private_llm_hf import AutoPrivateModelForCausalLM
 
 torch.set_num_threads(1)

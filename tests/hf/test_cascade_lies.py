@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from private_llm_hf import PrivateConfig, patch
-from private_llm_hf.cascade_answers import Due, check_equal, in_order, read_answer
-from private_llm_hf.cascade_comp import CompNode
+from private_llm_hf.token_sharding.answers import Due, check_equal, in_order, read_answer
+from private_llm_hf.token_sharding.comp_node import CompNode
 
 from private_llm.errors import PartyFailed, PrivateLLMError, TransportError
-from private_llm.sharding import ShardingPlan
+from private_llm.token_sharding.plans import ShardingPlan
 from tests.hf import tiny
 
 PLAN = ShardingPlan(3, 3, 1, accept_weak_plan=True)  # for models with grouped queries
@@ -121,7 +121,7 @@ def test_an_attn_node_whose_message_has_another_size(size: int, monkeypatch: pyt
 )  # fmt: skip
 def test_a_client_that_sends_nonsense_ends_its_session(change: dict[str, object], monkeypatch: Any) -> None:
     """Nodes stop with an error that names what failed; none hangs or allocates."""
-    from private_llm_hf import cascade_client
+    from private_llm_hf.token_sharding import client as cascade_client
 
     honest = cascade_client.send_message
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import PrivateConfig, patch
-from private_llm_hf.plan import Plan, make_plan, unknown_modules
+from private_llm_hf.patch_plan import Plan, make_plan, unknown_modules
 
-from private_llm.sharding import ShardingPlan
+from private_llm.token_sharding.plans import ShardingPlan
 from tests.hf import tiny
 from tests.hf.test_cascade import settings
 from tests.hf.test_cascade_families import roberta

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from private_llm.cli import app
 from private_llm.commands.text import by_link
 from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError
-from private_llm.sharding import ShardingPlan
+from private_llm.token_sharding.plans import ShardingPlan
 from tests.hf import tiny
 
 PLAN = ShardingPlan(3, 3, 1, accept_weak_plan=True)  # for models with grouped queries
@@ -188,7 +188,7 @@ def test_threads_share_a_model() -> None:
 
 def test_an_interrupt_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the middle of a step: the session is over and says so, and its nodes are gone."""
-    from private_llm_hf.cascade_client import Nodes
+    from private_llm_hf.token_sharding.client import Nodes
 
     def interrupted(self: Nodes, *_: object) -> None:
         signal.raise_signal(signal.SIGINT)  # in this thread and now; os.kill may choose another, and return before
@@ -211,7 +211,7 @@ def test_an_interrupt_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("moment", ["_stop", "abort"])
 def test_an_interrupt_at_the_end_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """Ctrl-C while a session is being closed, or while it is being given up."""
-    from private_llm_hf.client import Parties
+    from private_llm_hf.client.parties import Parties
 
     from private_llm.net.local import LocalTransport
 

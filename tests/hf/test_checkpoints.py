@@ -18,10 +18,10 @@ from private_llm_hf import (
     AutoPrivateModelForSequenceClassification,
     patch,
 )
-from private_llm_hf.auto import share_checkpoint
-from private_llm_hf.checkpoints import Checkpoint
-from private_llm_hf.held import HeldModel
-from private_llm_hf.share_files import ShareFile, share_path
+from private_llm_hf.api import share_checkpoint
+from private_llm_hf.checkpoint.checkpoint import Checkpoint
+from private_llm_hf.checkpoint.node_checkpoint import NodeCheckpoint
+from private_llm_hf.checkpoint.share_files import ShareFile, share_path
 from torch import Tensor, nn
 
 from private_llm.errors import ConfigError, PatchMismatch
@@ -135,7 +135,7 @@ def test_an_fp8_checkpoint_is_unpacked(tmp_path: Path) -> None:
     with AutoPrivateModelForCausalLM.from_pretrained(str(tmp_path), PLAIN) as private:
         assert worst(private(input_ids=IDS).logits, plain(input_ids=IDS).logits) < LOGIT_ERROR
         assert not hasattr(private.config, "quantization_config")
-    held = HeldModel.open(str(tmp_path))
+    held = NodeCheckpoint.open(str(tmp_path))
     assert all(torch.equal(held.weights[name], value) for name, value in meant.items())
 
 
@@ -150,9 +150,12 @@ def test_what_cannot_be_unpacked_is_one_sentence(tmp_path: Path, settings: dict[
     tiny.build("llama").save_pretrained(tmp_path)
     known = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**known, "quantization_config": settings}))
-    for door in (AutoPrivateModelForCausalLM.from_pretrained, lambda s, c: share_checkpoint(s, tmp_path / "out", c)):
+    for acceptor in (
+        AutoPrivateModelForCausalLM.from_pretrained,
+        lambda s, c: share_checkpoint(s, tmp_path / "out", c),
+    ):
         with pytest.raises(ConfigError, match=message) as caught:
-            door(str(tmp_path), PLAIN)
+            acceptor(str(tmp_path), PLAIN)
         assert len(str(caught.value).splitlines()) == 1
 
 

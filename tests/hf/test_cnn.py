@@ -1,4 +1,4 @@
-"""Image models through the two doors: every family and plain network against its plaintext self, batch of two.
+"""Image models through the two acceptors: every family and plain network against its plaintext self, batch of two.
 
 ERROR: in the 64-bit ring as in `compare.py` (18 fractional bits). In the 32-bit ring with 10 fractional bits every
 rounding is 2^8 times coarser; all roundings to one side would give 1, independent ones 2^-11 times the root of their
@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import AutoPrivateModelForImageClassification, Network, PrivateConfig, patch
-from private_llm_hf.auto import share_checkpoint
-from private_llm_hf.preprocess import ForwardPlan
+from private_llm_hf.api import share_checkpoint
+from private_llm_hf.client.preprocess import ForwardPlan
 from torch import nn
 
 from private_llm.errors import ConfigError, DomainError, PatchMismatch

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from private_llm_hf import PrivateConfig, launch, party, patch
-from private_llm_hf.client import Parties
-from private_llm_hf.launch import serve_party, start_parties
-from private_llm_hf.layout import describe
+from private_llm_hf import PrivateConfig, patch
+from private_llm_hf.checkpoint.model_spec import describe
+from private_llm_hf.client import launch
+from private_llm_hf.client.launch import serve_party, start_parties
+from private_llm_hf.client.parties import Parties
+from private_llm_hf.party import party
 from private_llm_hf.wire import Message
 from transformers import PreTrainedModel
 

@@ -1,4 +1,4 @@
-"""The HuggingFace door under `dealer`: two parties and a dealer give the plaintext model's results everywhere."""
+"""The HuggingFace acceptor under `dealer`: two parties and a dealer give the plaintext model's results everywhere."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
-from private_llm_hf.auto import share_checkpoint
-from private_llm_hf.share_files import ShareFile, share_path
+from private_llm_hf.api import share_checkpoint
+from private_llm_hf.checkpoint.share_files import ShareFile, share_path
 
 from private_llm.errors import ConfigError, PartyFailed, ShareFileError, TransportError
 from private_llm.net.local import LocalHub
@@ -40,7 +40,7 @@ def test_remote_hosts_with_share_files(tmp_path: Path) -> None:
 
 def test_the_dealer_hears_how_many_drafted_tokens_were_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """As threat.py says: same prompt, same text, and its requests still tell a good draft model from a bad one."""
-    from private_llm_hf import client
+    from private_llm_hf.client import parties as client
 
     heard: list[dict[str, object]] = []
     send = client.send_message
@@ -72,7 +72,7 @@ def test_a_dealer_that_stops_is_called_the_dealer() -> None:
 
 
 def test_a_silent_dealer_is_called_the_dealer() -> None:
-    from private_llm_hf.launch import start_parties
+    from private_llm_hf.client.launch import start_parties
 
     config = replace(DEALER, party_mode="remote", hosts=free_ports(3), allow_plain_loopback=True, timeout_s=0.5)
     with pytest.raises(TransportError, match=r"^the dealer at .* was not reached within 0.5 s"):
@@ -80,7 +80,7 @@ def test_a_silent_dealer_is_called_the_dealer() -> None:
 
 
 def test_three_ranks_would_put_the_client_into_the_dealer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from private_llm_hf import launch
+    from private_llm_hf.client import launch
 
     class Hub:
         def __init__(self, *_: object, **__: object) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
-from private_llm_hf.auto import share_checkpoint
-from private_llm_hf.launch import serve_party
-from private_llm_hf.share_files import share_path
-from private_llm_hf.stored import OffloadFile
+from private_llm_hf.api import share_checkpoint
+from private_llm_hf.checkpoint.offload import OffloadFile
+from private_llm_hf.checkpoint.share_files import share_path
+from private_llm_hf.client.launch import serve_party
 
 from private_llm.commands.parties import devices
 from private_llm.errors import ConfigError, PrivateLLMError, ShareFileError

@@ -1,4 +1,4 @@
-"""The two-line door under `torchrun`: one process per party, the client last."""
+"""The two-line acceptor under `torchrun`: one process per party, the client last."""
 
 from __future__ import annotations
 

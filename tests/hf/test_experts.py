@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import patch
-from private_llm_hf.experts import Routing, is_experts, routing_of
-from private_llm_hf.miniature import miniature
+from private_llm_hf.models.experts import Routing, is_experts, routing_of
+from private_llm_hf.models.miniature import miniature
 from torch import Tensor, nn
 
 from tests.hf.compare import BATCH, GREEDY, LOGIT_ERROR, MASK, worst

@@ -9,8 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from private_llm_hf import launch, party, patch
-from private_llm_hf.client import Parties, _remote_error
+from private_llm_hf import patch
+from private_llm_hf.client import launch
+from private_llm_hf.client.parties import Parties, _remote_error
+from private_llm_hf.party import party
 from private_llm_hf.wire import recv_message, send_message
 from transformers import PreTrainedModel
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import patch
-from private_llm_hf.handles import PrivateCache
+from private_llm_hf.client.remote_state import PrivateCache
 from transformers import PreTrainedModel
 
 from private_llm.errors import UnsupportedOp
@@ -148,7 +148,7 @@ def test_caches_can_be_cropped_copied_and_reordered(pair: Pair) -> None:
 
 
 def test_dropped_caches_are_freed_at_the_parties() -> None:
-    from private_llm_hf import party
+    from private_llm_hf.party import party
 
     seen: list[party.Party] = []
     original = party.Party.__init__

@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from private_llm_hf import party, patch
+from private_llm_hf import patch
+from private_llm_hf.party import party
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, PartyFailed, UnsupportedOp
-from private_llm.net.lanes import castings
+from private_llm.net.parallel_sessions import assignments
 from private_llm.net.transport import CLIENT
 from tests.hf import tiny
 from tests.hf.compare import LOGIT_ERROR, PADDED, worst
@@ -60,7 +61,7 @@ def test_bytes_and_rounds_are_those_of_one_lane(plaintext: PreTrainedModel) -> N
 
 def test_all_castings_use_all_links_alike(plaintext: PreTrainedModel) -> None:
     rows = IDS.repeat(2, 1)[:6]
-    with patch(plaintext, replace(TRIO, lanes=len(castings(3)), permute=True)) as model:
+    with patch(plaintext, replace(TRIO, lanes=len(assignments(3)), permute=True)) as model:
         model.cost(reset=True)
         model(rows, use_cache=False)
         sent = model.cost().cost.sent
@@ -190,7 +191,7 @@ def test_other_protocols_share_rows_too(plaintext: PreTrainedModel, protocol: st
 
 
 def test_images_share_rows_too() -> None:
-    from private_llm_hf.networks import small_lenet
+    from private_llm_hf.vision.networks import small_lenet
 
     torch.manual_seed(3)
     network, images = small_lenet().eval(), torch.randn(5, 1, 8, 8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from private_llm_hf.launch import choose_mode, start_parties
+from private_llm_hf.client.launch import choose_mode, start_parties
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import AutoPrivateModelForMaskedLM, patch
-from private_llm_hf.auto import share_checkpoint
+from private_llm_hf.api import share_checkpoint
 from torch import nn
 from transformers import PreTrainedModel
 

@@ -7,17 +7,17 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import private_llm_hf.party_model
+import private_llm_hf.party.model
 import pytest
 import torch
 import transformers as tr
 from private_llm_hf import PrivateConfig, patch
-from private_llm_hf.party_model import build_party_model
+from private_llm_hf.party.model import build_party_model
 
 from private_llm.bench.memory import live_bytes
 from private_llm.nn.linear import SharedInput
-from private_llm.protocols.dealing import keys_held, sends_parts
-from private_llm.sharding import ShardingPlan
+from private_llm.protocols.weight_sharing import keys_held, sends_parts
+from private_llm.token_sharding.plans import ShardingPlan
 from tests.hf import tiny
 from tests.hf_party.parties import description, weights_of
 from tests.tensor.secrets import fixed, plain_session
@@ -69,7 +69,7 @@ def test_fused_layers_are_never_there_twice(kind: str, monkeypatch: pytest.Monke
             super().__init__(*given)
             seen.append((live_bytes() - before) / expected)
 
-    monkeypatch.setattr(private_llm_hf.party_model, "SharedInput", Watched)
+    monkeypatch.setattr(private_llm_hf.party.model, "SharedInput", Watched)
     before = live_bytes()
     build_party_model(*description(model), {n: fixed(session, w) for n, w in weights_of(model).items()}, session)
     assert len(seen) == settings.num_hidden_layers * (2 if kind == "llama" else 1)

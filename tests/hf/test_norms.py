@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from private_llm_hf.norms import Norm, norm_of
+from private_llm_hf.models.norms import Norm, norm_of
 from torch import Tensor, nn
 
 

@@ -1,4 +1,4 @@
-"""The HuggingFace door under `quad` and `dealer`: the plaintext model's results, by one suite for both."""
+"""The HuggingFace acceptor under `quad` and `dealer`: the plaintext model's results, by one suite for both."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
-from private_llm_hf.estimate import estimate
+from private_llm_hf.tools.estimate import estimate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from private_llm.commands.models import demo_model

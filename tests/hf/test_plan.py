@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import PrivateConfig, patch
-from private_llm_hf.costs import Costs
-from private_llm_hf.plan import make_plan, unknown_modules
-from private_llm_hf.weights import WeightList, skeleton
+from private_llm_hf.checkpoint.weights import WeightList, skeleton
+from private_llm_hf.client.costs import Costs
+from private_llm_hf.patch_plan import make_plan, unknown_modules
 
 from private_llm.errors import PatchMismatch
 from private_llm.net.transport import CLIENT

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers as tr
 from private_llm_hf import PrivateConfig, patch
-from private_llm_hf.network import Network
+from private_llm_hf.vision.network import Network
 from torch import nn
 
 from private_llm.errors import ConfigError, DomainError, LowPrecision, PatchMismatch

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from private_llm.commands.models import demo_model
 from private_llm.errors import ConfigError, DomainError, ProtocolAbort, ShareFileError
-from private_llm.net.tape import AheadTransport, Tape
+from private_llm.net.offline_store import OfflineStore, OfflineTransport
 from private_llm.protocols.quad.records import QuadRecords
 from tests.hf import tiny
 from tests.hf.compare import BATCH, LOGIT_ERROR, MASK, worst
@@ -29,16 +29,16 @@ every = pytest.mark.parametrize("config", [TRIO, DEALER, QUAD], ids=["trio", "de
 
 
 @pytest.fixture
-def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
-    """Every tape that a party (a thread of this process) makes."""
-    made: list[Tape] = []
-    original = Tape.__init__
+def stores(monkeypatch: pytest.MonkeyPatch) -> list[OfflineStore]:
+    """Every store that a party (a thread of this process) makes."""
+    made: list[OfflineStore] = []
+    original = OfflineStore.__init__
 
-    def spy(self: Tape, folder: str | None = None) -> None:
+    def spy(self: OfflineStore, folder: str | None = None) -> None:
         original(self, folder)
         made.append(self)
 
-    monkeypatch.setattr(Tape, "__init__", spy)
+    monkeypatch.setattr(OfflineStore, "__init__", spy)
     return made
 
 
@@ -109,22 +109,22 @@ def test_other_settings(config: PrivateConfig, settings: dict[str, str]) -> None
         assert private.cost().preprocessing.total == 0
 
 
-def test_remote_hosts_keep_tapes_where_they_like(tmp_path: Path, tapes: list[Tape]) -> None:
+def test_remote_hosts_keep_tapes_where_they_like(tmp_path: Path, stores: list[OfflineStore]) -> None:
     model = tiny.build("llama")
     config = replace(
         DEALER, party_mode="remote", hosts=free_ports(3), allow_plain_loopback=True, tape_folder=str(tmp_path)
     )
     with running(config, [None] * 3), patch(model, config) as private:
         private.preprocess(PLAN)
-        (tape,) = tapes
-        assert os.readlink(f"/proc/self/fd/{tape._file.fileno()}").startswith(str(tmp_path))
+        (store,) = stores
+        assert os.readlink(f"/proc/self/fd/{store._file.fileno()}").startswith(str(tmp_path))
         assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
-        assert tape._file.closed
+        assert store._file.closed
         private.close()
 
 
 def test_a_folder_that_is_not_there() -> None:
-    text = "party 2: tape folder '/nowhere/at/all': No such file"
+    text = "party 2: store folder '/nowhere/at/all': No such file"
     config = replace(TRIO, tape_folder="/nowhere/at/all")
     with patch(tiny.build("opt"), config) as private, pytest.raises(ConfigError, match=text):
         private.preprocess(ForwardPlan({"input_ids": (1, 4)}))
@@ -145,7 +145,7 @@ def test_a_call_that_was_not_planned_teaches_and_harms_nothing() -> None:
         assert worst(private(IDS, use_cache=False).logits, want) < LOGIT_ERROR
 
 
-def test_a_generation_that_ends_early_leaves_a_rest_that_can_be_thrown_away(tapes: list[Tape]) -> None:
+def test_a_generation_that_ends_early_leaves_a_rest_that_can_be_thrown_away(stores: list[OfflineStore]) -> None:
     model = tiny.build("opt")
     want = model.generate(input_ids=IDS, max_new_tokens=2, do_sample=False)
     with patch(model, TRIO) as private:
@@ -154,7 +154,7 @@ def test_a_generation_that_ends_early_leaves_a_rest_that_can_be_thrown_away(tape
         with pytest.raises(DomainError, match="request 3 of 5"):
             private.generate(input_ids=IDS, max_new_tokens=2, do_sample=False)
         assert private.preprocess().calls == 0
-        assert tapes[0]._file.closed
+        assert stores[0]._file.closed
         assert torch.equal(private.generate(input_ids=IDS, max_new_tokens=2, do_sample=False), want)
         private.preprocess(GeneratePlan(prompt=4, new_tokens=2, times=2))
         for _ in range(2):
@@ -212,10 +212,10 @@ def test_where_there_is_nothing_to_separate() -> None:
 @pytest.mark.parametrize("receiver", [0, 2])
 @pytest.mark.parametrize("number", [0, 3])
 def test_a_lie_told_ahead_is_caught_online(monkeypatch: pytest.MonkeyPatch, receiver: int, number: int) -> None:
-    original = AheadTransport.send
+    original = OfflineTransport.send
     told: list[str] = []
 
-    def lie(self: AheadTransport, to: int, tag: str, payload: torch.Tensor) -> None:
+    def lie(self: OfflineTransport, to: int, tag: str, payload: torch.Tensor) -> None:
         if to == receiver:
             told.append(tag)
             if len(told) == number + 1:
@@ -223,7 +223,7 @@ def test_a_lie_told_ahead_is_caught_online(monkeypatch: pytest.MonkeyPatch, rece
                 payload.view(-1)[0] ^= 1
         original(self, to, tag, payload)
 
-    monkeypatch.setattr(AheadTransport, "send", lie)
+    monkeypatch.setattr(OfflineTransport, "send", lie)
     with patch(tiny.build("opt"), QUAD) as private:
         private.preprocess(ForwardPlan({"input_ids": (1, 4)}))
         assert len(told) > number
@@ -258,18 +258,18 @@ def test_parties_refuse_to_prepare_a_plan_twice() -> None:
             private.preprocess(ForwardPlan({"input_ids": (1, 4)}))
 
 
-def test_the_end_of_a_session_is_the_end_of_its_tape(tapes: list[Tape]) -> None:
+def test_the_end_of_a_session_is_the_end_of_its_tape(stores: list[OfflineStore]) -> None:
     with patch(tiny.build("opt"), DEALER) as private:
         private.preprocess(ForwardPlan({"input_ids": (1, 4)}))
-        assert not tapes[0]._file.closed
-    assert tapes[0]._file.closed
+        assert not stores[0]._file.closed
+    assert stores[0]._file.closed
 
 
-def test_a_damaged_tape_ends_the_session(tapes: list[Tape]) -> None:
+def test_a_damaged_tape_ends_the_session(stores: list[OfflineStore]) -> None:
     with patch(tiny.build("opt"), DEALER) as private:
         private.preprocess(ForwardPlan({"input_ids": (1, 4)}))
-        number = tapes[0]._file.fileno()
+        number = stores[0]._file.fileno()
         os.pwrite(number, bytes([os.pread(number, 1, 200)[0] ^ 1]), 200)
-        with pytest.raises(ShareFileError, match="party 2: the tape is damaged; preprocess again"):
+        with pytest.raises(ShareFileError, match="party 2: the store is damaged; preprocess again"):
             private(IDS)
-    assert tapes[0]._file.closed
+    assert stores[0]._file.closed

@@ -13,12 +13,12 @@ from private_llm_hf import ForwardPlan, GeneratePlan, PrivateConfig, patch
 from private_llm_hf.lane_rows import plan_lanes
 
 from private_llm.errors import DomainError
-from private_llm.net.tape import Tape
+from private_llm.net.offline_store import OfflineStore
 from private_llm.ring.prg import Seed
 from tests.hf import tiny
 from tests.hf.compare import LOGIT_ERROR, worst
 from tests.hf.conftest import TRIO
-from tests.hf.test_preprocess import tapes as tapes
+from tests.hf.test_preprocess import stores as stores
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 8, 7, 6], [50, 40, 30, 20]])
 HOW = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
@@ -55,15 +55,15 @@ def test_generate_gives_the_same_tokens_while_every_helper_is_silent(name: str, 
         assert before.preprocessing == merged.preprocessing
 
 
-def test_every_session_has_a_tape_of_its_own(tapes: list[Tape]) -> None:
+def test_every_session_has_a_tape_of_its_own(stores: list[OfflineStore]) -> None:
     model = tiny.build("opt")
     with patch(model, TWO) as private, torch.no_grad():
         private.preprocess(ForwardPlan({"input_ids": (3, 4), "use_cache": False}))
-        assert len(tapes) == 2
-        sizes = [tape.nbytes for tape in tapes]
+        assert len(stores) == 2
+        sizes = [store.nbytes for store in stores]
         assert min(sizes) > 0.3 * max(sizes)
         assert worst(private(IDS, use_cache=False).logits, model(IDS).logits) < LOGIT_ERROR
-        assert all(tape._file.closed for tape in tapes)
+        assert all(store._file.closed for store in stores)
 
 
 def test_no_mask_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:

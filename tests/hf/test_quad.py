@@ -1,4 +1,4 @@
-"""The HuggingFace door under `quad`: four parties give the plaintext model's results, and stop when one lies."""
+"""The HuggingFace acceptor under `quad`: four parties give the plaintext model's results, and stop when one lies."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, party, patch
-from private_llm_hf.auto import share_checkpoint
-from private_llm_hf.share_files import ShareFile, share_path
+from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
+from private_llm_hf.api import share_checkpoint
+from private_llm_hf.checkpoint.share_files import ShareFile, share_path
+from private_llm_hf.party import party
 
 from private_llm.errors import ProtocolAbort
 from private_llm.net.local import LocalHub

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from private_llm_hf.quick_shapes import QuickShapes
+from private_llm_hf.tools.quick_shapes import QuickShapes
 
 INT, REAL = torch.int64, torch.float64
 

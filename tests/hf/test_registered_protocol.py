@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from private_llm_hf import GeneratePlan, PrivateConfig, patch
-from private_llm_hf.estimate import estimate
+from private_llm_hf.tools.estimate import estimate
 from torch import Tensor
 
 from private_llm.errors import ConfigError, PartyFailed, ProtocolAbort, UnsupportedOp
@@ -80,7 +80,7 @@ def config() -> Iterator[PrivateConfig]:
 
 def test_calls_cannot_be_preprocessed_without_a_helper() -> None:
     with pytest.raises(UnsupportedOp, match="no separate preprocessing; want 'trio', 'quad' or 'dealer'"):
-        TwinClient(LocalHub(2).transport(CLIENT), Ring(64)).stretch("a call")
+        TwinClient(LocalHub(2).transport(CLIENT), Ring(64)).section("a call")
 
 
 def test_a_model_generates_and_its_cost_is_known_before(config: PrivateConfig) -> None:

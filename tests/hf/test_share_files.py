@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from private_llm_hf.auto import AutoPrivateModel, AutoPrivateModelForCausalLM, share_checkpoint
-from private_llm_hf.share_files import ShareFile, share_path
+from private_llm_hf.api import AutoPrivateModel, AutoPrivateModelForCausalLM, share_checkpoint
+from private_llm_hf.checkpoint.share_files import ShareFile, share_path
 from safetensors import safe_open
 
 from private_llm.config import PrivateConfig
@@ -97,7 +97,7 @@ def test_an_ordinary_checkpoint_is_no_share_file(checkpoint: Path) -> None:
 def test_two_sharings_differ(checkpoint: Path, shared: Path, tmp_path: Path) -> None:
     share_checkpoint(str(checkpoint), tmp_path, TRIO)
     one, two = (ShareFile.open(share_path(folder, 1), TRIO, 1) for folder in (shared, tmp_path))
-    assert one.dealing != two.dealing
+    assert one.sharing != two.sharing
     first, second = (dict(file.weights())["lm_head.weight"].parts for file in (one, two))
     assert not any(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -141,12 +141,12 @@ def test_one_file_of_a_sharing_is_enough_to_refuse(checkpoint: Path, tmp_path: P
 
 def test_a_sharing_is_replaced_on_request(checkpoint: Path, tmp_path: Path) -> None:
     share_checkpoint(str(checkpoint), tmp_path, TRIO)
-    first = ShareFile.open(share_path(tmp_path, 0), TRIO, 0).dealing
+    first = ShareFile.open(share_path(tmp_path, 0), TRIO, 0).sharing
     share_path(tmp_path, 1).chmod(0o644)
     share_checkpoint(str(checkpoint), tmp_path, TRIO, overwrite=True)
-    dealings = {ShareFile.open(share_path(tmp_path, p), TRIO, p).dealing for p in PARTY_FILES}
-    assert len(dealings) == 1
-    assert first not in dealings
+    sharings = {ShareFile.open(share_path(tmp_path, p), TRIO, p).sharing for p in PARTY_FILES}
+    assert len(sharings) == 1
+    assert first not in sharings
     assert stat.S_IMODE(share_path(tmp_path, 1).stat().st_mode) == 0o600
     assert not list(tmp_path.glob("*.partial"))
 
@@ -205,7 +205,7 @@ def test_a_failure_leaves_nothing(
     def failing(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("private_llm_hf.auto._generation_config", failing)  # behind the last weight
+    monkeypatch.setattr("private_llm_hf.api._generation_config", failing)  # behind the last weight
     with pytest.raises(type(error)):
         share_checkpoint(str(checkpoint), tmp_path, TRIO)
     assert snapshot(tmp_path) == {}
@@ -227,7 +227,7 @@ def test_an_old_sharing_survives_a_failed_new_one(tmp_path: Path) -> None:
 
 
 def test_large_tensors_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("private_llm.protocols.dealing.PIECE", 256)
+    monkeypatch.setattr("private_llm.protocols.weight_sharing.PIECE", 256)
     tiny.build("opt").save_pretrained(tmp_path / "checkpoint")
     share_checkpoint(str(tmp_path / "checkpoint"), tmp_path, TRIO)
     parts = [dict(ShareFile.open(share_path(tmp_path, p), TRIO, p).weights()) for p in PARTY_FILES]

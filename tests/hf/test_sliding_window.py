@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from private_llm_hf.handles import PrivateCache
+from private_llm_hf.client.remote_state import PrivateCache
 from torch import Tensor
 
 from private_llm.cache_policy import CacheFacts, SlidingWindow

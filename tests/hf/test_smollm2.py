@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from private_llm_hf import PrivateConfig, patch, smollm2
+from private_llm_hf import PrivateConfig, patch
+from private_llm_hf.models import smollm2
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 ROOT = Path(__file__).resolve().parents[2]

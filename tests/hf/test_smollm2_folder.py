@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from private_llm_hf import smollm2
+from private_llm_hf.models import smollm2
 
 from private_llm.errors import ConfigError
 

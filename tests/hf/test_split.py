@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import PrivateConfig, patch
-from private_llm_hf.cascade_cut import Cut
-from private_llm_hf.preprocess import GeneratePlan
+from private_llm_hf.client.preprocess import GeneratePlan
+from private_llm_hf.token_sharding.cut import Cut
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,7 +18,7 @@ from private_llm.errors import ConfigError, PartyFailed, PatchMismatch, Protocol
 from private_llm.net.local import LocalHub, LocalTransport
 from private_llm.net.record import Alter, Message, RecordingTransport
 from private_llm.net.transport import CLIENT
-from private_llm.sharding import ShardingPlan
+from private_llm.token_sharding.plans import ShardingPlan
 from tests.hf import tiny
 from tests.hf.compare import LOGIT_ERROR, worst
 

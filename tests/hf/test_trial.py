@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tr
-from private_llm_hf import PrivateConfig, patch, register_handler, trial, unregister_handler
-from private_llm_hf.architectures import architecture, compared
-from private_llm_hf.auto import _open_small
-from private_llm_hf.miniature import miniature, small_config
+from private_llm_hf import PrivateConfig, patch, register_handler, unregister_handler
+from private_llm_hf.api import _open_small
+from private_llm_hf.models.architectures import architecture, compared
+from private_llm_hf.models.miniature import miniature, small_config
+from private_llm_hf.tools import trial
 from torch import Tensor, nn
 
 from private_llm.errors import PatchMismatch

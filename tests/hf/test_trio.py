@@ -11,7 +11,8 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, party, patch
+from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
+from private_llm_hf.party import party
 
 from private_llm.net.local import LocalHub
 from tests.hf import tiny

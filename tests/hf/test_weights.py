@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as tr
-from private_llm_hf.weights import Collector, WeightList, encode_weight, skeleton, stream_checkpoint, stream_loaded
+from private_llm_hf.checkpoint.weights import (
+    Collector,
+    WeightList,
+    encode_weight,
+    skeleton,
+    stream_checkpoint,
+    stream_loaded,
+)
 from transformers import core_model_loading
 
 from private_llm.errors import DomainError, PatchMismatch

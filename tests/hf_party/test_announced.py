@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from private_llm_hf import announced
-from private_llm_hf.announced import announced_shapes, take_announced
-from private_llm_hf.layout import Layout, accepted_class, describe
-from private_llm_hf.party_model import empty_model
+from private_llm_hf.checkpoint.model_spec import ModelSpec, accepted_class, describe
+from private_llm_hf.party import announced
+from private_llm_hf.party.announced import announced_shapes, take_announced
+from private_llm_hf.party.model import empty_model
 
 from private_llm.errors import PatchMismatch
 from private_llm.kernels.memory import memory_bytes
@@ -26,14 +26,14 @@ def description(name: str = "opt", **changes: object) -> dict[str, Any]:
 def test_what_is_announced_is_what_the_owner_sends(name: str) -> None:
     model = tiny.build(name)
     found = announced_shapes(describe(type(model), model.config), 16)
-    assert found == Layout.of(type(model), model.config).shared.shapes
+    assert found == ModelSpec.of(type(model), model.config).shared.shapes
 
 
 @pytest.mark.parametrize("name", images.HF)
 def test_images_whose_norms_are_folded(name: str) -> None:
     model, _ = images.build(name)
     found = announced_shapes(describe(type(model), model.config), 16)
-    assert found == Layout.of(type(model), model.config).shared.shapes
+    assert found == ModelSpec.of(type(model), model.config).shared.shapes
 
 
 @pytest.mark.parametrize(

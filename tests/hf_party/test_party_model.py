@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from private_llm_hf.attention import private_attention
-from private_llm_hf.party_model import build_party_model, empty_model, meta_parameters
+from private_llm_hf.models.attention import private_attention
+from private_llm_hf.party.model import build_party_model, empty_model, meta_parameters
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

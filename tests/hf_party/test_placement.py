@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from private_llm_hf import placement
-from private_llm_hf.party_model import build_party_model
-from private_llm_hf.placement import DISK, Placement
-from private_llm_hf.stored import Stored
+from private_llm_hf.checkpoint.offload import Stored
+from private_llm_hf.party import placement
+from private_llm_hf.party.model import build_party_model
+from private_llm_hf.party.placement import DISK, Placement
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from private_llm_hf.party_model import build_party_model
+from private_llm_hf.party.model import build_party_model
 from torch import Tensor
 from transformers import PreTrainedModel
 

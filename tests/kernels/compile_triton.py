@@ -8,15 +8,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from private_llm.kernels import (
-    triton_attention,
-    triton_bits,
-    triton_conv,
-    triton_gather,
-    triton_matmul,
-    triton_prg,
-    triton_trunc,
-)
+from private_llm.kernels.backends.triton import attention as triton_attention
+from private_llm.kernels.backends.triton import bits as triton_bits
+from private_llm.kernels.backends.triton import conv as triton_conv
+from private_llm.kernels.backends.triton import gather as triton_gather
+from private_llm.kernels.backends.triton import matmul as triton_matmul
+from private_llm.kernels.backends.triton import prg as triton_prg
+from private_llm.kernels.backends.triton import trunc as triton_trunc
 
 TARGET = GPUTarget("cuda", 90, 32)
 WORDS, TABLE = "*i64", "*i32"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.sharded import attention
+from private_llm.token_sharding.nodes import attention
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -27,7 +27,7 @@ def rows(batch: int, heads: int, groups: int, n: int, s: int, d: int, e: int) ->
 def check(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, softcap: float | None = None, error: float = ERROR
 ) -> None:
-    from private_llm.kernels.triton_attention import attend
+    from private_llm.kernels.backends.triton.attention import attend
 
     expected = attention.attend(q, k, v, allowed, 0.3, softcap)
     mask = None if allowed is None else allowed.to(DEVICE)

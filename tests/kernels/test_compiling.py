@@ -36,7 +36,7 @@ print(digest.hexdigest(), len(heard), sum(stats.cache_hits.values()), compiling.
 SHIFTED = """
 import numpy as np
 import torch
-from private_llm.kernels import cpu_bits
+from private_llm.kernels.backends.cpu import bits as cpu_bits
 x, out = torch.arange(65), torch.zeros(65, dtype=torch.int64)
 cpu_bits.transpose_words(x.data_ptr(), 64, np.uint64(0), out.data_ptr(), 64, 0, 1)
 print(int(out[0]) == 0)

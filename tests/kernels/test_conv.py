@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from private_llm.kernels import amx_planes, conv, cpu_amx, cpu_conv_amx, matmul, ops
+from private_llm.kernels import conv, matmul, ops
+from private_llm.kernels.backends.cpu import amx as cpu_amx
+from private_llm.kernels.backends.cpu import amx_planes
+from private_llm.kernels.backends.cpu import conv_amx as cpu_conv_amx
 from private_llm.kernels.reference import ring_conv2d
 from private_llm.ring.ring import Ring
 from tests.kernels.cases import RINGS, Case, Draw, conv_cases, expected, run

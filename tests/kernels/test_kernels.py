@@ -60,8 +60,8 @@ def test_triton_kernel_equals_the_reference(case: Case) -> None:
 
 def test_accumulators_of_digit_products_are_added_up_before_they_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Per k at most LIMBS products of magnitude 2^14 reach one int32; chunks are exercised with a shorter one."""
-    module = pytest.importorskip("triton") and importlib.import_module("private_llm.kernels.triton_matmul")
-    convolution = importlib.import_module("private_llm.kernels.triton_conv")
+    module = pytest.importorskip("triton") and importlib.import_module("private_llm.kernels.backends.triton.matmul")
+    convolution = importlib.import_module("private_llm.kernels.backends.triton.conv")
     assert 8 * 2**14 * module.CHUNK < 2**31
     assert all(module.CHUNK % tile.inner == 0 for tile in module.TUNER.tiles)
     monkeypatch.setattr(module, "CHUNK", 64)

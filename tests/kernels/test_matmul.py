@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.kernels import cpu_amx, matmul, parallel, reference
+from private_llm.kernels import matmul, parallel, reference
+from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.ring.ring import RING32, RING64, Ring
 from tests.kernels.cases import Case, Draw, matmul_cases, run
 

@@ -5,7 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from private_llm.config import PrivateConfig
-from private_llm.net.hub import connect, hosts_of, open_listeners
+from private_llm.net.rendezvous import connect, hosts_of, open_listeners
 from private_llm.net.transport import CLIENT
 
 TOKEN = b"a token of one test session"
@@ -60,7 +60,7 @@ def _child(me, hosts, listener, config, work, pipe):
 def process_context():
     """Child processes that start quickly: they fork from a process that has imported the package."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "private_llm.net.hub", "private_llm.net.distributed"])
+    context.set_forkserver_preload(["torch", "private_llm.net.rendezvous", "private_llm.net.distributed"])
     return context
 
 

@@ -10,8 +10,9 @@ import torch
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PartiesBusy, PartyFailed, TransportError
-from private_llm.net import hub, sockets
-from private_llm.net.hub import connect, hosts_of, open_door, open_listeners, parse_address
+from private_llm.net import rendezvous as hub
+from private_llm.net import sockets
+from private_llm.net.rendezvous import connect, hosts_of, open_acceptor, open_listeners, parse_address
 from private_llm.net.transport import CLIENT
 
 from .mesh import run_threads
@@ -50,10 +51,10 @@ def session(t):
 
 def party(config, me, wait_s, ended, reasons):
     """One session after the other, as `private-llm party` does it."""
-    with contextlib.closing(open_door(config, me)) as door:
+    with contextlib.closing(open_acceptor(config, me)) as acceptor:
         while not ended.is_set():
             try:
-                t = connect(config, me, wait_s=wait_s, door=door)
+                t = connect(config, me, wait_s=wait_s, acceptor=acceptor)
             except TransportError:
                 continue  # nobody came
             try:
@@ -191,8 +192,8 @@ def test_a_client_whose_calls_concern_one_party_is_not_idle_at_the_others(config
     ended = threading.Event()
 
     def quiet(me):
-        with contextlib.closing(open_door(config, me)) as door:
-            t = connect(replace(config, idle_s=1.0), me, door=door)
+        with contextlib.closing(open_acceptor(config, me)) as acceptor:
+            t = connect(replace(config, idle_s=1.0), me, acceptor=acceptor)
             if me == 1:
                 while number(t, CLIENT):
                     number(t, CLIENT, 1)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from private_llm.errors import DomainError, PartyFailed, TransportError
-from private_llm.net import links, wire
+from private_llm.net import socket_io as links
+from private_llm.net import wire
 from private_llm.net.sockets import Pair, SocketTransport
 from private_llm.net.transport import CLIENT
 

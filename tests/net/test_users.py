@@ -12,7 +12,7 @@ from cryptography.x509.oid import NameOID
 from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.errors import ConfigError, TransportError
 from private_llm.net.certificates import make_certificates, user_folder
-from private_llm.net.hub import connect, hosts_of, open_door, open_listeners
+from private_llm.net.rendezvous import connect, hosts_of, open_acceptor, open_listeners
 from private_llm.net.transport import CLIENT
 from private_llm.net.users import Users, check_user, client_name, is_client
 
@@ -83,7 +83,7 @@ def test_lists_that_are_none_are_refused_before_listening(folder, text, message)
     tls = replace(of(folder, "party0"), allow=text)
     config = PrivateConfig(protocol="plain", insecure=True, party_mode="remote", hosts=("127.0.0.1:1",), tls=tls)
     with pytest.raises(ConfigError, match=message):
-        open_door(config, 0)
+        open_acceptor(config, 0)
 
 
 def test_a_list_with_a_name_that_is_none(tmp_path):
@@ -105,10 +105,10 @@ def served(folder, tmp_path):
     mine = replace(config, tls=replace(of(folder, "party0"), allow=str(allowed)))
 
     def serve():
-        with contextlib.closing(open_door(mine, 0)) as door:
+        with contextlib.closing(open_acceptor(mine, 0)) as acceptor:
             while not ended.is_set():
                 with contextlib.suppress(TransportError):
-                    t = connect(mine, 0, door=door, wait_s=0.5)
+                    t = connect(mine, 0, acceptor=acceptor, wait_s=0.5)
                     t.send(CLIENT, "m", t.recv(CLIENT, "m", (1,), torch.int64))
                     t.close()
 

@@ -17,7 +17,7 @@ from private_llm.protocols.session import Session
 from private_llm.ring.dpf import expand, key_words
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
-from tests.protocols.test_uniform import CHI_SQUARE_255, HEARERS, Tap, assert_unrelated, chi_square
+from tests.protocols.test_uniform import CHI_SQUARE_255, RECEIVERS, Tap, assert_unrelated, chi_square
 from tests.session import run_session
 
 PARTIES = {"trio": 3, "quad": 4}
@@ -106,12 +106,12 @@ def test_keys_are_uniform_and_never_come_twice(protocol: str, token: int) -> Non
 
 
 # -- inputs ---------------------------------------------------------------------------------------------------------
-STRETCHES = ("", "plan 1 call 0", "plan 1 call 1", "")
+SECTIONS = ("", "plan 1 call 0", "plan 1 call 1", "")
 """A session's requests: with masks of the session's own streams, and of streams of their own."""
 
 
 def inputs_sent(protocol: str, values: Tensor) -> tuple[list[list[Tensor]], list[list[Seed]]]:
-    """What each party gets from a client that shares the same values twice in each stretch, and its mask keys."""
+    """What each party gets from a client that shares the same values twice in each section, and its mask keys."""
     tap = Tap()
 
     def stretched(end: Session | ClientEnd, label: str, work: Callable[[], object]) -> None:
@@ -119,15 +119,15 @@ def inputs_sent(protocol: str, values: Tensor) -> tuple[list[list[Tensor]], list
         if not label:
             work()
             return
-        with protocol_end.stretch(label):  # type: ignore[union-attr]
+        with protocol_end.section(label):  # type: ignore[union-attr]
             work()
 
     def at_party(session: Session, transport: Transport) -> None:
-        for label in STRETCHES:
+        for label in SECTIONS:
             stretched(session, label, lambda: [session.protocol.receive_input((N,)) for _ in range(2)])
 
     def at_client(client: ClientEnd) -> None:
-        for label in STRETCHES:
+        for label in SECTIONS:
             stretched(client, label, lambda: [client.share(values) for _ in range(2)])
 
     run_session(config(protocol), at_party, at_client, wrap=tap)
@@ -154,8 +154,8 @@ def test_every_input_has_a_mask_of_its_own_that_its_receiver_lacks(protocol: str
     """The same values eight times in each of two sessions: whatever a party subtracts, uniform numbers are left, and
     none comes twice."""
     values = torch.full((N,), secret, dtype=torch.int64)
-    left: dict[int, list[list[Tensor]]] = {party: [] for party in HEARERS[protocol]}
-    labels = [label for label in STRETCHES for _ in range(2)]
+    left: dict[int, list[list[Tensor]]] = {party: [] for party in RECEIVERS[protocol]}
+    labels = [label for label in SECTIONS for _ in range(2)]
     for _ in range(2):
         messages, keys = inputs_sent(protocol, values)
         assert len({key.raw() for held in keys for key in held}) == max(len(held) for held in keys)

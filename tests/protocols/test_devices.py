@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from private_llm.approx.argmax import argmax
 from private_llm.approx.softmax import softmax
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
+from private_llm.exact.argmax import argmax
 from private_llm.kernels.devices import device_for
 from private_llm.net.placed import PlacedTransport
 from private_llm.net.transport import Transport

@@ -16,7 +16,7 @@ from private_llm.errors import ProtocolAbort, TransportError
 from private_llm.net.record import Message, RecordingTransport, flip
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.protocol import Protocol
-from private_llm.protocols.quad.views import View
+from private_llm.protocols.quad.transcript_mac import View
 from private_llm.protocols.share import Share
 from private_llm.ring.prg import Prg, Seed
 from tests.protocols.cheating import Outcome, play, replaced

@@ -14,10 +14,10 @@ from private_llm.net.local import LocalHub
 from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import CLIENT, MetaTransport
 from private_llm.protocols.quad.roles import Member, RoleTransport
-from private_llm.protocols.quad.views import View
+from private_llm.protocols.quad.transcript_mac import View
 from private_llm.protocols.session import join, join_as_client, opened
 from private_llm.ring.prg import Seed
-from private_llm.sharding import ShardingPlan
+from private_llm.token_sharding.plans import ShardingPlan
 
 PAYLOAD = torch.zeros(2, dtype=torch.int64)
 

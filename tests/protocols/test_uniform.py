@@ -27,9 +27,9 @@ CHI_SQUARE_255 = 378.0
 """Bound of a chi-square statistic with 255 degrees of freedom at p = 1e-9."""
 SETUP = ("hello", "input key", "group key", "group digest", "index", "verify")
 """Messages that carry keys, digests and verdicts, not values."""
-HEARERS = {"trio": (1, 2), "quad": (0, 1, 2)}
+RECEIVERS = {"trio": (1, 2), "quad": (0, 1, 2)}
 """Who receives values, from other parties or from the client: Trio's party 0 and Quad's party 3 only send."""
-every = pytest.mark.parametrize("protocol", list(HEARERS))
+every = pytest.mark.parametrize("protocol", list(RECEIVERS))
 
 
 class Tap:
@@ -105,7 +105,7 @@ def test_every_party_receives_uniform_bytes(
     config = PrivateConfig.from_dict({"protocol": protocol, "adder": "ripple" if work is gates else "prefix"})
     run_ring(config, [values, values], work, (N,), wrap=tap)
     for party, messages in tap.received.items():
-        if party not in HEARERS[protocol]:
+        if party not in RECEIVERS[protocol]:
             assert messages == []
             continue
         assert len(messages) == len(set(messages))
@@ -147,7 +147,7 @@ def received_by(receiver: int, protocol: str, values: Tensor, work: Callable[...
     return tap.received[receiver]
 
 
-@pytest.mark.parametrize(("protocol", "receiver"), [(p, r) for p, hearers in HEARERS.items() for r in hearers])
+@pytest.mark.parametrize(("protocol", "receiver"), [(p, r) for p, hearers in RECEIVERS.items() for r in hearers])
 @pytest.mark.parametrize("work", [program, gates])
 def test_what_a_party_receives_is_masked_by_what_it_lacks(
     work: Callable[..., Share], protocol: str, receiver: int
@@ -187,7 +187,7 @@ def test_two_runs_of_the_same_secrets_share_no_message(protocol: str) -> None:
     first, second = Tap(), Tap()
     for tap in (first, second):
         run_ring(PrivateConfig.from_dict({"protocol": protocol}), [values, values], program, (N,), wrap=tap)
-    for party in HEARERS[protocol]:
+    for party in RECEIVERS[protocol]:
         assert first.received[party]
         assert not set(first.received[party]) & set(second.received[party])
         assert_unrelated(itertools.product(first.received[party], second.received[party]))
@@ -232,7 +232,7 @@ def test_an_operation_that_is_repeated_has_masks_of_its_own(protocol: str, opera
         client.open((N,))
 
     run_session(PrivateConfig.from_dict({"protocol": protocol}), at_party, at_client, wrap=tap)
-    for party in HEARERS[protocol]:
+    for party in RECEIVERS[protocol]:
         heard = tap.received[party][2:]  # behind the two inputs
         first, second = heard[: len(heard) // 2], heard[len(heard) // 2 :]
         assert [len(message) for message in first] == [len(message) for message in second]
@@ -241,7 +241,7 @@ def test_an_operation_that_is_repeated_has_masks_of_its_own(protocol: str, opera
 
 def test_shares_of_a_party_say_nothing_about_the_value() -> None:
     """Each component of each dealt share is uniform, for a constant secret."""
-    from private_llm.protocols.dealing import deal
+    from private_llm.protocols.weight_sharing import deal
 
     secret = torch.full((1 << 15,), 12345, dtype=torch.int64)
     shares = deal(PrivateConfig(), secret, Seed.fresh(), "weight")

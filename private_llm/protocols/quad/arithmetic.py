@@ -44,7 +44,7 @@ from private_llm.kernels.shapes import broadcast
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.quad.client import digest, unmask
 from private_llm.protocols.quad.records import QuadRecords
-from private_llm.protocols.quad.views import as_tensor
+from private_llm.protocols.quad.transcript_mac import as_tensor
 from private_llm.protocols.share import Index, Share
 from private_llm.protocols.trio.arithmetic import powers
 from private_llm.ring.dpf import expand, key_words

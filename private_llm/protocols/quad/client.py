@@ -19,7 +19,7 @@ from torch import Tensor
 
 from private_llm.errors import ProtocolAbort
 from private_llm.net.transport import Transport
-from private_llm.protocols.quad.views import GROUPS, as_bytes
+from private_llm.protocols.quad.transcript_mac import GROUPS, as_bytes
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio.client import TrioClient, one_hot
 from private_llm.ring.dpf import make_keys
@@ -43,9 +43,9 @@ class QuadClient(TrioClient):
         self._witnesses = deque(bytes.fromhex(each) for each in digests)
 
     @contextmanager
-    def stretch(self, label: str) -> Iterator[None]:
+    def section(self, label: str) -> Iterator[None]:
         """As Trio's; party 3 is silent, its digests are here already."""
-        with super().stretch(label):
+        with super().section(label):
             self._ahead = True
             try:
                 yield

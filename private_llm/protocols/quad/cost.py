@@ -12,7 +12,7 @@ from private_llm.kernels.ops import packed_words
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.quad.client import DIGEST_BYTES
-from private_llm.protocols.quad.views import TAG_BYTES
+from private_llm.protocols.quad.transcript_mac import TAG_BYTES
 from private_llm.protocols.share import words_for
 from private_llm.protocols.trio import cost as trio
 from private_llm.ring.dpf import key_words

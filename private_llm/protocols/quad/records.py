@@ -17,7 +17,7 @@ from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder
 from private_llm.protocols.party_end import Links
 from private_llm.protocols.quad.roles import Member, RoleTransport
-from private_llm.protocols.quad.views import TAG_BYTES, View, as_bytes, as_tensor, same
+from private_llm.protocols.quad.transcript_mac import TAG_BYTES, View, as_bytes, as_tensor, same
 from private_llm.protocols.trio.party import Trio
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
@@ -54,14 +54,14 @@ class QuadRecords(Trio):
         return self.party % 3
 
     @contextmanager
-    def stretch(self, label: str, links: Links = lambda transport: transport) -> Iterator[None]:
-        """As Trio's, with `links` below the roles, so that what comes from a tape is recorded; party 3 is ahead.
+    def section(self, label: str, links: Links = lambda transport: transport) -> Iterator[None]:
+        """As Trio's, with `links` below the roles, so that what comes from a store is recorded; party 3 is ahead.
 
         Raises UnsupportedOp for parties that compute on other devices.
         """
         if not isinstance(self.transport, RoleTransport):
             raise UnsupportedOp("preprocess under quad computes on the CPU; leave out device and device_map")
-        with super().stretch(label, lambda _: RoleTransport(links(self._links), self.party, self._views)):
+        with super().section(label, lambda _: RoleTransport(links(self._links), self.party, self._views)):
             self._apart = True
             try:
                 yield

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from private_llm.errors import TransportError
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.quad.views import View
+from private_llm.protocols.quad.transcript_mac import View
 
 _ROLES = (0, 1, 2)
 _PARTIES = 4

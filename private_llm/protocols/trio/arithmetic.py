@@ -66,19 +66,19 @@ class TrioArithmetic(Protocol):
         helpers = (1, 2) if self.role == 0 else (0,)
         self._seeds = [pair_seeds[other] for other in helpers]
         self._keys = list(input_keys)
-        self._stretches: set[str] = set()
+        self._sections: set[str] = set()
         self._streams: list[Prg] = [seed.stream("trio masks") for seed in self._seeds]
         self._inputs: list[Prg] = [key.stream("client input") for key in self._keys]
 
     @contextmanager
-    def stretch(self, label: str, links: Links = lambda transport: transport) -> Iterator[None]:
+    def section(self, label: str, links: Links = lambda transport: transport) -> Iterator[None]:
         """Inside, masks come from streams of their own and indices are one-hot, so that party 0 may run ahead.
 
         Raises ProtocolAbort for a label that this session has used: masks must never repeat.
         """
-        if label in self._stretches:
+        if label in self._sections:
             raise ProtocolAbort(f"the masks of '{label}' were used before; masks must never repeat")
-        self._stretches.add(label)
+        self._sections.add(label)
         kept = self._streams, self._inputs, self.one_hot, self.transport
         self._streams = [seed.stream(f"trio masks/{label}") for seed in self._seeds]
         self._inputs = [key.stream(f"client input/{label}") for key in self._keys]

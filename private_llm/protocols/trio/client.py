@@ -41,8 +41,8 @@ class TrioClient(ClientEnd):
         self._masks = [key.stream("client input") for key in keys]
 
     @contextmanager
-    def stretch(self, label: str) -> Iterator[None]:
-        """As `TrioArithmetic.stretch`, which sees to it that no label is used twice."""
+    def section(self, label: str) -> Iterator[None]:
+        """As `TrioArithmetic.section`, which sees to it that no label is used twice."""
         kept = self._masks, self._one_hot
         self._masks = [key.stream(f"client input/{label}") for key in self._keys]
         self._one_hot = True

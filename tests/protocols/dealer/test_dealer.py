@@ -144,9 +144,9 @@ def test_meta_run_equals_real_ledger(matmul: str) -> None:
 
 def test_masks_of_a_stretch_are_used_once() -> None:
     def again(p: Protocol, x: Share) -> Share:
-        with p.stretch("tape 1, call 1"):  # type: ignore[attr-defined]
+        with p.section("store 1, call 1"):  # type: ignore[attr-defined]
             out = p.mul(x, x)
-        with p.stretch("tape 1, call 1"):  # type: ignore[attr-defined]
+        with p.section("store 1, call 1"):  # type: ignore[attr-defined]
             return p.mul(out, x)
 
     with pytest.raises(ProtocolAbort, match="masks must never repeat"):

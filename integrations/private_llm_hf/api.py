@@ -1,0 +1,416 @@
+"""The two acceptors: `AutoPrivate*.from_pretrained(id_or_folder, PrivateConfig(...))` and `patch(model, ...)`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import transformers
+from torch import Tensor, nn
+from transformers import (
+    AutoImageProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, PatchMismatch, ShareFileError
+from private_llm.net.local import LocalHub
+from private_llm.protocol_facts import CASCADE
+from private_llm.ranges import UNKNOWN, Ranges
+from private_llm_hf.checkpoint.calibration_runs import check_ranges, checkpoint_ranges, loaded_ranges
+from private_llm_hf.checkpoint.checkpoint import Checkpoint
+from private_llm_hf.checkpoint.dense import dense_model, without_quantisation
+from private_llm_hf.checkpoint.model_spec import ModelSpec, describe
+from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
+from private_llm_hf.checkpoint.share_files import ShareWriter, refuse_taken
+from private_llm_hf.checkpoint.weights import Sink, WeightList, skeleton, stream_loaded
+from private_llm_hf.client.launch import start_parties
+from private_llm_hf.client.model import private_class
+from private_llm_hf.client.parties import Parties
+from private_llm_hf.models.architectures import architecture
+from private_llm_hf.patch_plan import make_plan
+from private_llm_hf.token_sharding.client import check_sharding
+from private_llm_hf.tools.trial import AT_NODES, require_agreement
+from private_llm_hf.vision.network import Network
+
+_DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+Start = Callable[[PrivateConfig, LocalHub | None], Parties]
+_LOADING = ("use_safetensors", "variant", "disable_mmap", "key_mapping")
+
+
+class Weights(Protocol):
+    """Where a model's weights come from."""
+
+    def __call__(self, wanted: WeightList, sink: Sink, local: bool = ...) -> None:
+        """Pass all to the sink. local: only if nothing need be downloaded; OSError without weights."""
+        ...
+
+
+class _AutoPrivate:
+    """Base of the auto classes: one transformers auto class each."""
+
+    auto_class: type[_BaseAutoModelClass]
+
+    def __init__(self) -> None:
+        raise ConfigError(f"{type(self).__name__} is not instantiated; use {type(self).__name__}.from_pretrained(...)")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str,
+        private_config: PrivateConfig | None = None,
+        ranges: Ranges | None = None,
+        **hf_kwargs: Any,  # noqa: ANN401 - as transformers
+    ) -> PreTrainedModel:
+        """Share a checkpoint (hub id or folder) with the parties; returns the model to use like any other.
+
+        private_config: how to run it (default: three parties, semi-honest, on this machine). ranges: those of
+        `private-llm calibrate` (default: calibrated now, on the bundled text, unless calibrate=False). hf_kwargs:
+        transformers' download and loading arguments (`gguf_file` too; a `dtype` changes nothing, see `Checkpoint`);
+        others change the model's configuration. Quantised weights are unpacked and adapters merged where transformers
+        or peft can.
+        Raises DomainError naming a module whose values fit no plan, before anything is sent.
+        Raises PatchMismatch for architectures, modules or checkpoints without a rule, before anything is sent.
+        """
+        private_config = _checked(private_config)
+        download = {key: hf_kwargs.pop(key) for key in _DOWNLOAD if key in hf_kwargs}
+        loading = {key: hf_kwargs.pop(key) for key in _LOADING if key in hf_kwargs}
+        checkpoint = Checkpoint(source, hf_kwargs, download)
+        config, unused = checkpoint.config(**download, **hf_kwargs)
+        if unused:
+            ours = [name for name in sorted(unused) if name in PrivateConfig.__dataclass_fields__]
+            hint = f"; {', '.join(ours)} belongs in PrivateConfig(...), the second argument" if ours else ""
+            raise ConfigError(f"unknown argument(s) {', '.join(sorted(unused))} for from_pretrained{hint}")
+        architecture(config)
+        model_class = _model_class(cls.auto_class, config)
+
+        def weights(wanted: WeightList, sink: Sink, local: bool = False) -> None:
+            where = {**download, "local_files_only": True} if local else download
+            checkpoint.stream(model_class, config, wanted, sink, **where, **loading)
+
+        def measured() -> Ranges:
+            return checkpoint_ranges(checkpoint, model_class, config, private_config, hf={**download, **loading})
+
+        generation = _generation_config(model_class, source, config, download)
+        return _open(model_class, config, private_config, weights, generation, ranges or measured)
+
+
+class AutoPrivateModelForCausalLM(_AutoPrivate):
+    """Decoders that generate text."""
+
+    auto_class = transformers.AutoModelForCausalLM
+
+
+class AutoPrivateModelForSeq2SeqLM(_AutoPrivate):
+    """Encoder-decoders that generate text."""
+
+    auto_class = transformers.AutoModelForSeq2SeqLM
+
+
+class AutoPrivateModelForMaskedLM(_AutoPrivate):
+    """Encoders that fill in masked tokens."""
+
+    auto_class = transformers.AutoModelForMaskedLM
+
+
+class AutoPrivateModelForSequenceClassification(_AutoPrivate):
+    """Classifiers of sentences."""
+
+    auto_class = transformers.AutoModelForSequenceClassification
+
+
+class AutoPrivateModelForImageClassification(_AutoPrivate):
+    """Classifiers of images."""
+
+    auto_class = transformers.AutoModelForImageClassification
+
+
+class AutoPrivateModel(_AutoPrivate):
+    """Models without a head: hidden states, sentence and image features."""
+
+    auto_class = transformers.AutoModel
+
+
+def patch(
+    model: nn.Module, private_config: PrivateConfig | None = None, hub: LocalHub | None = None,
+    start: Start = start_parties, ranges: Ranges | None = None, images: Tensor | None = None,
+) -> PreTrainedModel:  # fmt: skip
+    """Share a model that is already loaded; the original stays as it is.
+
+    A module that is not a transformers model (an `nn.Sequential`, a network of one's own) becomes a `Network`: the
+    result is called with images and returns logits. hub: see `start_parties`, for which `start` may stand in (with
+    links that measure, for instance). ranges: as for `from_pretrained`. images: a batch like those to come, on which a
+    network of images is calibrated (default: pictures of noise, if the model says what shape it takes).
+    Raises PatchMismatch for a transformers model class of somebody else's, and for modules without a rule.
+    """
+    private_config = _checked(private_config)
+    if not isinstance(model, nn.Module):
+        raise PatchMismatch(f"patch: got {type(model).__name__}; want a transformers model or a torch.nn.Module")
+    model = dense_model(model)
+    if not isinstance(model, PreTrainedModel):
+        model = Network.of(model)
+    if type(model) not in (Network, getattr(transformers, type(model).__name__, None)):
+        raise PatchMismatch(
+            f"patch: {type(model).__name__} is not a model class of transformers, so the parties cannot build it"
+        )
+    empty = [name for name, value in model.named_parameters() if value.is_meta]
+    if empty:
+        raise PatchMismatch(
+            f"patch: {len(empty)} weights of {type(model).__name__} have no values, such as {empty[0]}; load them first"
+        )
+    generation = getattr(model, "generation_config", None)
+
+    def weights(wanted: WeightList, sink: Sink, local: bool = True) -> None:
+        stream_loaded(model, wanted, sink)
+
+    config = without_quantisation(model.config)
+    _refuse_changes(model, config)
+    return _open(
+        type(model), config, private_config, weights, generation,
+        ranges or (lambda: loaded_ranges(model, private_config, images)), hub, start,
+    )  # fmt: skip
+
+
+def _refuse_changes(model: PreTrainedModel, config: PretrainedConfig) -> None:
+    """Raise PatchMismatch for weights and numbers (eps, scaling) other than those of its configuration.
+
+    The parties build the model from its configuration, so what was changed afterwards would be lost.
+    """
+    bare = skeleton(type(model), config)
+    built, wanted_weights = dict(bare.named_modules()), bare.state_dict()
+    more = [n for n, v in model.state_dict().items() if n not in wanted_weights and v.is_floating_point()]
+    if more:
+        raise PatchMismatch(
+            f"patch: weight '{more[0]}' is not in the model's configuration, from which the parties build it; want the "
+            "class as transformers loads it"
+        )
+    for name, module in model.named_modules():
+        if name not in built or isinstance(module, nn.Dropout):
+            continue
+        for own, value in vars(module).items():
+            wanted = vars(built[name]).get(own)
+            numbers = type(value) is float and type(wanted) is float and "drop" not in own
+            if numbers and value != wanted:
+                raise PatchMismatch(
+                    f"patch: '{name}.{own}' is {value:g} here, and {wanted:g} by the model's configuration, from which "
+                    "the parties build it; change the configuration instead"
+                )
+
+
+def _open(
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    private_config: PrivateConfig,
+    weights: Weights,
+    generation: GenerationConfig | None,
+    ranges: Ranges | Callable[[], Ranges],
+    hub: LocalHub | None = None,
+    start: Start = start_parties,
+    tried: bool = False,
+) -> PreTrainedModel:
+    """Try a class that no test compares, plan, start parties; calibrate and share the weights if they hold none."""
+    layout = ModelSpec.of(model_class, config)
+
+    def mine() -> str | None:
+        digest = WeightsDigest()
+        try:
+            weights(layout.source, layout.folding(digest), local=True)
+        except OSError:  # configuration and tokenizer only
+            return None
+        return digest.text()
+
+    if private_config.plan is not None:
+        check_sharding(model_class, config, private_config.plan, private_config.split)
+    if not tried and private_config.protocol != CASCADE:
+        require_agreement(model_class, config, _open_small)
+    if not tried and private_config.plan is not None:
+        require_agreement(model_class, config, _open_small, AT_NODES)
+    plan = make_plan(layout.model, private_config)
+    check_reveal(layout.model, private_config)
+    parties = start(private_config, hub)
+    try:
+        description = describe(model_class, config)
+        if not parties.use_held(description, mine):
+            known = ranges if isinstance(ranges, Ranges) else ranges()
+            check_ranges(layout.model, known)
+            description["ranges"] = known.to_dict()
+            with parties.loading(description) as sink:
+                weights(layout.source, layout.folding(sink))
+    except BaseException:
+        parties.close()
+        raise
+    plan = dataclasses.replace(plan, ranges=parties.ranges)
+    made = private_class(model_class)(config, parties, plan, generation)
+    return made
+
+
+def _open_small(model: PreTrainedModel, settings: PrivateConfig) -> PreTrainedModel:
+    """Make a small model private for a trial."""
+
+    def weights(wanted: WeightList, sink: Sink, local: bool = True) -> None:
+        stream_loaded(model, wanted, sink)
+
+    generation = getattr(model, "generation_config", None)
+    return _open(type(model), model.config, settings, weights, generation, UNKNOWN, tried=True)
+
+
+def ranges_of_checkpoint(
+    source: str, private_config: PrivateConfig | None = None, auto: type[_AutoPrivate] = AutoPrivateModelForCausalLM,
+    text: str | None = None, images: Tensor | None = None,
+    **hf_kwargs: Any,  # noqa: ANN401 - as transformers
+) -> Ranges:  # fmt: skip
+    """Calibrate a checkpoint on `text` (default: a bundled one) for `from_pretrained(..., ranges=...)`.
+
+    images: a prepared batch for a model of images (default: pictures of noise). Runs the plaintext model in this
+    process. Raises DomainError naming a module whose values fit no plan.
+    """
+    checkpoint = Checkpoint(source, hf_kwargs, hf_kwargs)
+    config, _ = checkpoint.config(**hf_kwargs)
+    architecture(config)
+    model_class = _model_class(auto.auto_class, config)
+    return checkpoint_ranges(checkpoint, model_class, config, _checked(private_config), hf_kwargs, text, images)
+
+
+def share_checkpoint(
+    source: str,
+    folder: str | Path,
+    private_config: PrivateConfig | None = None,
+    auto: type[_AutoPrivate] = AutoPrivateModelForCausalLM,
+    progress: Callable[[str, int, int], None] | None = None,
+    ranges: Ranges | None = None,
+    overwrite: bool = False,
+    **hf_kwargs: Any,  # noqa: ANN401 - as transformers
+) -> list[Path]:
+    """Split a checkpoint into one share file per party, reading and writing tensor by tensor.
+
+    Also writes `folder`/client with configuration and tokenizer: all a user needs. `progress` is told each weight's
+    name, how many are done and how many there are. ranges: as for `from_pretrained`, stored with the shares. Returns
+    the parties' files, in order; only their owner may open them. Raises ShareFileError for a folder that holds a
+    sharing already, unless `overwrite`; a failure leaves none.
+    """
+    private_config = _checked(private_config)
+    if private_config.weights == "public":
+        raise ConfigError("share files hold secret weights; with weights='public' parties get the checkpoint")
+    checkpoint = Checkpoint(source, hf_kwargs, hf_kwargs)
+    config, _ = checkpoint.config(**hf_kwargs)
+    architecture(config)
+    model_class = _model_class(auto.auto_class, config)
+    layout = ModelSpec.of(model_class, config)
+    require_agreement(model_class, config, _open_small)
+    make_plan(layout.model, private_config)
+    wanted = layout.shared
+    target = Path(folder)
+    client = target / "client"
+    if client.is_symlink() or (client.exists() and not client.is_dir()):
+        raise ShareFileError(f"{client} is a link or a file; want a folder there, or nothing")
+    if not overwrite:
+        refuse_taken(client)
+    if ranges is None:
+        ranges = checkpoint_ranges(checkpoint, model_class, config, private_config, hf=hf_kwargs)
+    check_ranges(layout.model, ranges)
+    description = describe(model_class, config, ranges)
+    with (
+        _made_or_removed(client),
+        ShareWriter(target, private_config, description, wanted, overwrite) as writer,
+    ):
+        done = itertools.count(1)
+
+        def sink(name: str, tensor: Tensor) -> None:
+            writer(name, tensor)
+            if progress is not None:
+                progress(name, next(done), len(wanted.shapes))
+
+        checkpoint.stream(model_class, config, layout.source, layout.folding(sink), **hf_kwargs)
+        _client_folder(checkpoint, client, config, model_class, dict(hf_kwargs))
+    return writer.paths
+
+
+@contextlib.contextmanager
+def _made_or_removed(folder: Path) -> Iterator[None]:
+    """A folder that is made inside does not stay behind an error; one that was there stays as it is."""
+    there = folder.exists()
+    try:
+        yield
+    except BaseException:
+        if not there:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _client_folder(
+    checkpoint: Checkpoint, folder: Path, config: PretrainedConfig, model_class: type[PreTrainedModel],
+    download: dict[str, Any],
+) -> None:  # fmt: skip
+    """Configuration, generation settings and tokenizer for the user of share files."""
+    source = checkpoint.source
+    config.architectures = [model_class.__name__]
+    config.save_pretrained(folder)
+    generation = _generation_config(model_class, source, config, download)
+    if generation is not None:
+        generation.save_pretrained(folder)
+    if architecture(config).kind == "vision":
+        with contextlib.suppress(OSError, ValueError):  # plain networks and tests have none
+            AutoImageProcessor.from_pretrained(source, **download).save_pretrained(folder)
+        return
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            checkpoint.tokenizer_source, **checkpoint.tokenizer_options, **download
+        )
+    except (OSError, ValueError):
+        return  # a checkpoint without tokenizer
+    if tokenizer.vocab_size > 0:  # for some families transformers makes up an empty one
+        tokenizer.save_pretrained(folder)
+
+
+def check_reveal(model: PreTrainedModel, private_config: PrivateConfig) -> None:
+    """Raises ConfigError if what the client wants to open does not exist for this model."""
+    name = type(model).__name__
+    if private_config.reveal == "token" and not model.can_generate():
+        raise ConfigError(f"reveal='token' is for models that generate; {name} does not")
+    if private_config.reveal == "class" and not (isinstance(model, Network) or name.endswith("Classification")):
+        raise ConfigError(f"reveal='class' is for classifiers; {name} is none")
+
+
+def _checked(private_config: PrivateConfig | None) -> PrivateConfig:
+    if private_config is None:
+        return PrivateConfig()
+    if not isinstance(private_config, PrivateConfig):
+        raise ConfigError(f"private_config: got {type(private_config).__name__}; want a PrivateConfig")
+    return private_config
+
+
+def _model_class(auto_class: type[_BaseAutoModelClass], config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class that transformers would load."""
+    mapping = auto_class._model_mapping
+    if type(config) not in mapping:
+        raise PatchMismatch(f"{auto_class.__name__} has no class for '{config.model_type}' models")
+    found = mapping[type(config)]
+    classes = found if isinstance(found, tuple) else (found,)
+    model_class: type[PreTrainedModel] = classes[0]
+    named = {known.__name__: known for known in classes}
+    for name in getattr(config, "architectures", None) or []:
+        if name in named:
+            model_class = named[name]
+            break
+    return model_class
+
+
+def _generation_config(
+    model_class: type[PreTrainedModel], source: str, config: PretrainedConfig, download: dict[str, Any]
+) -> GenerationConfig | None:
+    """The checkpoint's generation settings, as from_pretrained finds them."""
+    if not model_class.can_generate():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(source, **download)
+    except OSError:
+        return GenerationConfig.from_model_config(config)

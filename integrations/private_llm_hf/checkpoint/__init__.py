@@ -1,0 +1,1 @@
+"""Weights on their way: checkpoints, calibration, shares in files, and what all agree upon."""

@@ -1,0 +1,383 @@
+"""Calibration: run the owner's plaintext model and note, for every module, the power of two that its values need.
+
+The model runs once on text (tokens of it, or tokens of every kind where there is no tokenizer). A mode of PyTorch sees
+the operations that private rules exist for, hooks say in which module they run. Of each module only the largest values
+stay, as exponents with head room (`private_llm.ranges`); no value and no token of the text goes anywhere.
+
+Which products may leave fewer fractional bits: those that are added to a residual stream before a norm that can then
+do with one sum of squares. The stream is followed from the product over sums to the norm that reads it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.pytorch_utils import Conv1D
+
+from private_llm.approx.norms import fitting_bits
+from private_llm.config import PrivateConfig
+from private_llm.errors import DomainError, LowPrecision, TightRange
+from private_llm.ranges import LARGEST_EXPONENT, LEAST_BITS, REACH, SQUARE_HEAD_ROOM, UNKNOWN, Ranges, exponent
+from private_llm.ring.ring import Ring
+from private_llm.tensor.dispatch import TorchArg
+from private_llm.tensor.range_check import PIECE
+from private_llm_hf.handlers import match
+from private_llm_hf.models.norms import norm_of
+
+_LAYERS = {F.linear, torch.addmm}
+_CONVOLUTIONS = {F.conv2d, F.conv1d}
+_RELUS = {F.relu, torch.relu, Tensor.relu}
+_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.baddbmm, Tensor.baddbmm}
+_TIMES = {torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply, Tensor.mul_}
+_COMPARED = {*_RELUS, F.gelu, F.silu, F.relu6, F.hardtanh}
+_SUMS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.add_, Tensor.__iadd__}
+_SAME = {F.dropout, torch.dropout, Tensor.to, Tensor.float, Tensor.contiguous, Tensor.view, Tensor.reshape}
+
+
+ROUNDING = 4e-4
+"""One unit of a row with fewer fractional bits may be this part of its smallest root mean square: error about 1e-4."""
+
+
+VISIBLE = 2e-3
+"""One unit may be this part of a row's root mean square before a warning says so: logits are then off by 0.01."""
+
+WEIGHT_BITS = 11
+"""A layer's weights have a root mean square of 2^WEIGHT_BITS units: rounding is then 1e-4 of them."""
+
+_MOST_WEIGHT_BITS = 40
+
+_FEW_UNITS = 128.0
+"""Weights of a root mean square of fewer units are warned of: logits are then off by 0.01."""
+
+_LARGE_SCORE = 500.0
+"""Attention scores above it are warned of."""
+
+_MOST_SCORE = 15
+"""Scores below 2^15 pass the check of ranges, which sums up 256 of them."""
+
+
+class Largest(TorchFunctionMode):
+    """Notes the largest values of each module while the mode is on; see the module header."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.largest: dict[str, dict[str, float]] = {}
+        self.widths: dict[str, int] = {}
+        self.smallest: dict[str, float] = {}
+        """Smallest mean square of a row, by norm; rows of zeros do not count."""
+        self.feeds: dict[str, set[str]] = {}
+        """Norms that read a residual sum, by the products that were added to it."""
+        self._names = {module: name for name, module in model.named_modules()}
+        found = {module: norm_of(module) for module in self._names}
+        self._norms = {module: norm for module, norm in found.items() if norm is not None}
+        self._running: list[str] = []
+        self._streams: dict[int, tuple[Tensor, set[str]]] = {}
+        self._convolved: tuple[str, Tensor] | None = None
+        self.folded: set[str] = set()
+        """Convolutions before a batch norm, which their weights will contain."""
+
+    def enter(self, module: nn.Module, inputs: tuple[object, ...]) -> None:
+        """A module begins."""
+        self._running.append(self._names[module])
+        if not inputs or not isinstance(inputs[0], Tensor):
+            return
+        norm = self._norms.get(module)
+        if norm is not None:
+            self.note_rows(inputs[0], centred=norm.kind == "layer")
+        elif match("gelus", module) is not None:
+            self._note_compared(inputs[0])
+        if norm is not None or isinstance(module, nn.LayerNorm):
+            self._read(inputs[0])
+
+    def leave(self, module: nn.Module, inputs: object, output: object) -> None:
+        """The module that began last has ended."""
+        if isinstance(output, Tensor) and (module in self._norms or isinstance(module, nn.LayerNorm)):
+            self._note_largest("entry", output)
+        self._running.pop()
+
+    def __torch_function__(
+        self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
+    ) -> TorchArg:
+        """Run the operation, and look at what it was given and made."""
+        out = func(*args, **(kwargs or {}))
+        if func in _LAYERS or (func in _TIMES and self._of_two_secrets(args)):
+            self._note_rows_of("output", out)
+            self._note_largest("peak", out)
+            if func is F.linear:
+                self._streams[id(out)] = (out, {self._scope})
+        elif func in _CONVOLUTIONS:
+            self._note_convolution()
+            self._convolved = (self._scope, out)
+        elif func in (F.batch_norm, torch.batch_norm) and self._convolved is not None and args[0] is self._convolved[1]:
+            self._convolved = (self._convolved[0], out)
+            self.folded.add(self._convolved[0])
+        elif func in _PRODUCTS and out.is_floating_point():
+            self._note_largest("product", out)
+        elif func is F.scaled_dot_product_attention:
+            self._note_scores(*args[:2])
+        elif func in _COMPARED:
+            self._note_compared(args[0])
+            if func in _RELUS:
+                self._note_largest("relu", args[0])
+        elif func in (F.layer_norm, torch.layer_norm):
+            self.note_rows(args[0], centred=True)
+        elif func in (F.rms_norm, torch.rms_norm):
+            self.note_rows(args[0], centred=False)
+        elif func in _SUMS or func in _SAME:
+            self._follow(out, args)
+        return out
+
+    @property
+    def _scope(self) -> str:
+        return self._running[-1] if self._running else ""
+
+    def _note(self, quantity: str, value: float, scope: str | None = None) -> None:
+        scope = self._scope if scope is None else scope
+        known = self.largest.setdefault(scope, {})
+        if not math.isfinite(value):
+            raise DomainError(f"calibration: module '{scope}' of the plaintext model makes NaN or infinity")
+        known[quantity] = max(known.get(quantity, 0.0), value)
+
+    def _note_convolution(self) -> None:
+        """The last convolution, or the batch norm that its weights will contain."""
+        if self._convolved is not None:
+            scope, out = self._convolved
+            self._note_rows_of("output", out, scope)
+            self._note_largest("peak", out, scope)
+            self._convolved = None
+
+    def _of_two_secrets(self, args: Sequence[TorchArg]) -> bool:
+        """Whether a product looks like one of two values (gate and up), not of a value with a table or a weight."""
+        if len(args) < 2 or not all(isinstance(a, Tensor) and a.is_floating_point() for a in args[:2]):
+            return False
+        return args[0].dim() > 1 and args[0].shape == args[1].shape and self._scope not in self.widths
+
+    def _note_rows_of(self, quantity: str, x: Tensor, scope: str | None = None) -> None:
+        """Norms of rows, or where these are short, of the pieces that the check of ranges sums up."""
+        x = x.detach().float()
+        if x.dim() and x.shape[-1] < PIECE:
+            x = F.pad(x.reshape(-1), (0, -x.numel() % PIECE)).view(-1, PIECE)
+        rows = x.norm(dim=-1)
+        self._note(quantity, float(rows.max()) if rows.numel() else 0.0, scope)
+
+    def _note_scores(self, query: Tensor, key: Tensor) -> None:
+        """Scores of fused attention, before they are scaled and after; grouped heads share their keys."""
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        largest = float((query.float() @ key.float().mT).abs().max())
+        self._note("product", largest)
+        self._note("score", largest / math.sqrt(query.shape[-1]))
+
+    def _note_compared(self, x: Tensor) -> None:
+        """Arguments of an activation; 1.702 of them where GELU is x sigmoid(1.702 x)."""
+        self._note_rows_of("compare", 1.702 * x)
+        self._note_largest("peak", x)
+
+    def _note_largest(self, quantity: str, x: Tensor, scope: str | None = None) -> None:
+        if x.numel():
+            self._note(quantity, float(x.detach().abs().max()), scope)
+
+    def note_rows(self, x: Tensor, centred: bool) -> None:
+        """The rows of a norm's input."""
+        x = x.detach().double()
+        squares = (x - x.mean(-1, keepdim=True) if centred else x).square().mean(-1)
+        self._note("square", float(x.square().mean(-1).max()))  # with the mean, which the check of rows sees, too
+        small = [self.smallest.get(self._scope, math.inf), *squares[squares > 0].flatten().tolist()]
+        self.smallest[self._scope] = min(small)
+        self._note("entry", float(x.abs().max()))
+        self.widths[self._scope] = x.shape[-1]
+
+    def _follow(self, out: TorchArg, args: Sequence[TorchArg]) -> None:
+        """A sum carries the products of both sides; so does what is the same tensor under another shape."""
+        if not isinstance(out, Tensor) or not out.is_floating_point():
+            return
+        found = [self._streams[id(a)][1] for a in args if isinstance(a, Tensor) and id(a) in self._streams]
+        if found:
+            self._streams[id(out)] = (out, set().union(*found))
+
+    def _read(self, x: Tensor) -> None:
+        """The running norm reads x: products that were added to it belong to this norm, and to no later one."""
+        stream = self._streams.get(id(x))
+        if stream is not None:
+            for name in stream[1]:
+                self.feeds.setdefault(name, set()).add(self._scope)
+            self._streams[id(x)] = (x, set())
+
+    def forget(self) -> None:
+        """The run is over: drop the tensors that were followed."""
+        self._note_convolution()
+        self._streams.clear()
+
+
+@contextmanager
+def watching(model: nn.Module) -> Iterator[Largest]:
+    """`Largest` over everything that `model` does inside."""
+    largest = Largest(model)
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(largest.enter))
+        handles.append(module.register_forward_hook(largest.leave, always_call=True))
+    try:
+        with torch.no_grad(), largest:
+            yield largest
+    finally:
+        largest.forget()
+        for handle in handles:
+            handle.remove()
+
+
+def ranges_of(largest: Largest, config: PrivateConfig) -> Ranges:
+    """Exponents with head room for what was met. Raises DomainError naming the module whose values do not fit."""
+    modules: dict[str, dict[str, int]] = {}
+    for name, met in largest.largest.items():
+        _check_relu(name, met.get("relu", 0.0), config)
+        entry = max(met.get(key, 0.0) for key in ("peak", "entry"))
+        limits = {"product": REACH + 5, "score": _MOST_SCORE}
+        for reached, limit in ((entry, REACH), *((met.get(key, 0.0), most) for key, most in limits.items())):
+            if reached < 2.0**limit:
+                continue
+            raise DomainError(
+                f"module '{name}' has values of 2^{math.log2(reached):.1f}; want less than 2^{limit}. Nothing was "
+                "sent. No fixed-point plan of this library holds this model; scale that layer's weights down if its "
+                "architecture allows"
+            )
+        known: dict[str, int] = {
+            key: min(exponent(met[key]), LARGEST_EXPONENT) for key in ("output", "compare") if key in met
+        }
+        if "square" in met:
+            known["square"] = exponent(met["square"], SQUARE_HEAD_ROOM)
+        modules[name] = known
+    _warn_of_tight_ring(largest, config)
+    for norm, width in largest.widths.items():
+        fit = fitting_bits(width, modules[norm]["square"])
+        if LEAST_BITS <= fit < config.frac_bits and 2.0**-fit <= ROUNDING * math.sqrt(largest.smallest[norm]):
+            modules[norm]["frac"] = fit
+    for product, norms in largest.feeds.items():
+        fits = [modules[norm].get("frac", config.frac_bits) for norm in norms]
+        if product in modules and all(fit < config.frac_bits for fit in fits):
+            modules[product]["frac"] = min(fits)
+    return Ranges({name: known for name, known in modules.items() if known})
+
+
+def _check_relu(name: str, reached: float, config: PrivateConfig) -> None:
+    """Raise DomainError if what a ReLU was given leaves the range that `relu_bits` states."""
+    if config.relu_bits is not None and reached >= 2.0 ** (config.relu_bits - 1 - config.frac_bits):
+        raise DomainError(
+            f"module '{name}' gets {reached:.3g}, and relu_bits={config.relu_bits} with {config.frac_bits} fractional "
+            f"bits states less than {2.0 ** (config.relu_bits - 1 - config.frac_bits):g}. Nothing was sent. Want "
+            f"relu_bits={math.floor(math.log2(reached)) + 2 + config.frac_bits} or more (None: 2^20)"
+        )
+
+
+def _warn_of_tight_ring(largest: Largest, config: PrivateConfig) -> None:
+    """Warn (TightRange) of the module that comes nearest to what a product of this ring can hold, if that is near."""
+    limit = 2.0 ** (Ring(config.ring).value_bits - 2 * config.frac_bits)
+    peaks = {name: met["peak"] for name, met in largest.largest.items() if "peak" in met}
+    worst = max(peaks, key=lambda name: peaks[name], default=None)
+    if config.ring == 64 or worst is None or peaks[worst] < limit / 2:
+        return
+    fitting = math.floor((Ring(config.ring).value_bits - math.ceil(math.log2(peaks[worst])) - 1) / 2)
+    warnings.warn(
+        f"module '{worst}' reached {peaks[worst]:.3g} on pictures of noise, and a {config.ring}-bit ring with "
+        f"{config.frac_bits} fractional bits holds less than {limit:g}: values beyond that are garbage, of which the "
+        f"check of ranges sees only what outgrows everything. frac_bits={fitting} or ring=64 gives room; "
+        "`calibrate=False` silences this for images that you have tried (private-llm diff)",
+        TightRange,
+        stacklevel=4,
+    )
+
+
+def calibrate(model: nn.Module, config: PrivateConfig, batches: Sequence[Callable[[nn.Module], object]]) -> Ranges:
+    """Run `model` (plaintext, all weights present) on every batch and return its ranges.
+
+    batches: functions that call the model once. The model stays as it is; it should be in eval mode.
+    Raises DomainError naming a module whose values fit no plan, before anything was sent.
+    """
+    if any(not bool(torch.isfinite(value).all()) for value in model.parameters()):
+        return UNKNOWN  # sharing names the weight
+    with watching(model) as largest:
+        for batch in batches:
+            batch(model)
+            largest.forget()
+    _warn_of_small_rows(largest, config)
+    return with_fine_weights(model, ranges_of(largest, config), config, largest.folded)
+
+
+def _warn_of_small_rows(largest: Largest, config: PrivateConfig) -> None:
+    """Warn (LowPrecision) of what keeps few digits: rows of norms that are very small, scores that are very large."""
+    small = {name: math.sqrt(square) for name, square in largest.smallest.items() if math.isfinite(square)}
+    least = 2.0**-config.frac_bits / VISIBLE
+    hit = [name for name, size in small.items() if size < least]
+    if hit:
+        worst = min(hit, key=lambda name: small[name])
+        _warn(
+            f"{len(hit)} norm(s) get rows with a root mean square of {small[worst]:.1g} ('{worst}'), and with "
+            f"{config.frac_bits} fractional bits that is {small[worst] * 2.0**config.frac_bits:.1f} units: answers may "
+            "differ from the plaintext model's. Scale what is added there up (a norm undoes it), or raise frac_bits"
+        )
+    scores = {name: met["score"] for name, met in largest.largest.items() if met.get("score", 0.0) > _LARGE_SCORE}
+    if scores:
+        worst = max(scores, key=lambda name: scores[name])
+        _warn(
+            f"attention scores of '{worst}' reach {scores[worst]:.0f}; a norm's relative error of 1e-4 is "
+            f"{scores[worst] * 1e-4:.2f} there, so answers may differ from the plaintext model's"
+        )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, LowPrecision, stacklevel=6)
+
+
+def with_fine_weights(
+    model: nn.Module, ranges: Ranges, config: PrivateConfig, folded: Collection[str] = ()
+) -> Ranges:  # fmt: skip
+    """`ranges`, with more fractional bits for layers whose weights are so small that rounding would show in them.
+
+    Their root mean square is then 2^`WEIGHT_BITS` units or more, as far as the layer's results leave room in a product.
+    Layers that read the same input run as one product and get the same bits. folded: convolutions whose weights will be
+    others. Warns (LowPrecision) of small weights that cannot have more bits: tables, public ones.
+    """
+    tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    groups: dict[tuple[str, int], list[tuple[str, Tensor]]] = {}
+    coarse: dict[str, float] = {}
+    for name, part in model.named_modules():
+        if not isinstance(part, nn.Linear | nn.Conv2d | Conv1D) or name not in ranges.modules or name in folded:
+            continue
+        if id(part.weight) in tables or config.weights == "public":
+            coarse[name] = _root_mean_square(part.weight)
+            continue
+        inputs = part.weight.shape[0 if isinstance(part, Conv1D) else 1]
+        groups.setdefault((name.rpartition(".")[0], inputs), []).append((name, part.weight))
+    modules = ranges.to_dict()
+    for members in groups.values():
+        sizes = [_root_mean_square(weight) for _, weight in members]
+        wanted = max((WEIGHT_BITS - math.floor(math.log2(size)) for size in sizes if size), default=0)
+        outputs = max(modules[name].get("output", REACH) for name, _ in members)
+        bits = min(wanted, Ring(config.ring).value_bits - 1 - config.frac_bits - outputs, _MOST_WEIGHT_BITS)
+        if bits > config.frac_bits:
+            for name, _ in members:
+                modules[name]["weight"] = bits
+        if bits < wanted:
+            coarse |= {
+                name: size * 2.0 ** (max(bits, config.frac_bits) - config.frac_bits)
+                for (name, _), size in zip(members, sizes, strict=True)
+            }
+    few = {name: size * 2.0**config.frac_bits for name, size in coarse.items() if size > 0}
+    worst = min(few, key=lambda name: few[name], default=None)
+    if config.ring == 64 and worst is not None and few[worst] < _FEW_UNITS:  # 32 bits never have many
+        _warn(
+            f"the weights of '{worst}' have a root mean square of {few[worst]:.2g} units of the last place, and cannot "
+            "have more of them here: answers may differ from the plaintext model's. Scale them up and what they are "
+            "multiplied with down"
+        )
+    return Ranges(modules)
+
+
+def _root_mean_square(weight: Tensor) -> float:
+    return float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64)) / math.sqrt(max(weight.numel(), 1))

@@ -1,0 +1,214 @@
+"""Checkpoints in every form in which transformers reads them: plain ones as a stream, all others as a whole model.
+
+A GGUF file, a quantised checkpoint and an adapter (LoRA) have no tensor under the name of each weight. transformers or
+peft loads them; then they are unpacked or merged into plain weights (`dense.py`), in the owner's memory. What cannot
+be made plain is refused in one sentence, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import find_adapter_config_file
+
+from private_llm.errors import ConfigError, PatchMismatch, PrivateLLMError
+from private_llm_hf.checkpoint.dense import FOREIGN, dense_model, first_line, quantisation, without_quantisation
+from private_llm_hf.checkpoint.weights import LOADING, Sink, WeightList, stream_checkpoint, stream_loaded
+
+
+class Checkpoint:
+    """One checkpoint of somebody's: what it needs to be read, and its weights.
+
+    source: folder or hub id. options: arguments of from_pretrained; those that say how weights are stored (`gguf_file`,
+    `dtype`, `torch_dtype`) are taken out of it. download: those that say where it lies. A dtype changes nothing: every
+    weight goes into fixed point from the value that the checkpoint holds, and outputs are float32.
+    Raises ConfigError for a dtype that is none, and for the path of a GGUF file where its folder is wanted.
+    """
+
+    def __init__(self, source: str, options: dict[str, Any], download: dict[str, Any]) -> None:
+        self.source = str(source)
+        self.gguf_file: str | None = options.pop("gguf_file", None)
+        for name in ("dtype", "torch_dtype"):
+            _check_dtype(name, options.pop(name, None))
+        if self.gguf_file is None and self.source.endswith(".gguf") and Path(self.source).is_file():
+            folder, name = Path(self.source).parent, Path(self.source).name
+            raise ConfigError(
+                f"got the GGUF file {name!r} itself; want its folder {str(folder)!r} and "
+                f"gguf_file={name!r} (--gguf-file)"
+            )
+        self._where = dict(download)
+        self._base = None if self.gguf_file is not None else _base_of_adapter(self.source, self._where)
+        self._quantised: Any = None
+
+    def config(self, **options: Any) -> tuple[PretrainedConfig, dict[str, Any]]:  # noqa: ANN401 - as transformers
+        """The configuration as if weights were plain, and the arguments that it has no use for."""
+        given = options.pop("config", None)
+        if given is not None:
+            return self.plain_config(given), {}
+        if self._base is not None:
+            return self._base.config(**_of_base(options))
+        if self.gguf_file is not None:
+            options["gguf_file"] = self.gguf_file
+        with self._readable():
+            config, unused = AutoConfig.from_pretrained(self.source, return_unused_kwargs=True, **options)
+        unused.pop("gguf_file", None)
+        return self.plain_config(config), unused
+
+    def plain_config(self, config: PretrainedConfig) -> PretrainedConfig:
+        """A configuration without the note that weights are quantised, which is kept for loading."""
+        self._quantised = quantisation(config) or self._quantised
+        return without_quantisation(config)
+
+    @property
+    def tokenizer_options(self) -> dict[str, str]:
+        """What AutoTokenizer.from_pretrained needs beside the source."""
+        return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
+
+    @property
+    def tokenizer_source(self) -> str:
+        """Where a tokenizer is: with the checkpoint, or with the base model of an adapter that brings none."""
+        has_one = self._base is None or (Path(self.source) / "tokenizer_config.json").is_file()
+        return self.source if has_one or self._base is None else self._base.tokenizer_source
+
+    def stream(
+        self, model_class: type[PreTrainedModel], config: PretrainedConfig, wanted: WeightList, sink: Sink, **hf: object
+    ) -> None:
+        """Pass on every weight: as it is read where weights are plain, else from the whole model in memory.
+
+        Raises PatchMismatch for weights that are missing or cannot be made plain, OSError without a checkpoint.
+        """
+        if self.gguf_file is None and self._base is None and self._quantised is None:
+            stream_checkpoint(model_class, self.source, config, wanted, sink, **hf)
+        else:
+            stream_loaded(self.load(model_class, config, **hf), wanted, sink)
+
+    def load(self, model_class: type[PreTrainedModel], config: PretrainedConfig, **hf: object) -> PreTrainedModel:
+        """The whole plaintext model, plain float32 weights, in evaluation mode. Raises as `stream`."""
+        model, missing = self._load(model_class, config, hf)
+        if missing:
+            shown = ", ".join(sorted(missing)[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+            raise PatchMismatch(
+                f"checkpoint {self.source!r} lacks {len(missing)} weight(s) of {model_class.__name__}: {shown}; load "
+                "one that was trained with this head"
+            )
+        return model
+
+    def _load(
+        self, model_class: type[PreTrainedModel], config: PretrainedConfig, hf: dict[str, object]
+    ) -> tuple[PreTrainedModel, set[str]]:
+        """The model and the weights that it lacks."""
+        if self._base is not None:
+            return self._merged(*self._base._load(model_class, config, _of_base(hf)))
+        settings = copy.deepcopy(config)
+        more: dict[str, object] = {}
+        if self.gguf_file is not None:
+            more["gguf_file"] = self.gguf_file
+            unpack = getattr(transformers, "GgufConfig", None)  # transformers before 5.23 unpacks always
+            if unpack is not None:
+                more["quantization_config"] = unpack(dequantize=True)
+        elif self._quantised is not None:
+            settings.quantization_config = _unpacking(self._quantised)
+        with self._readable(), LOADING:
+            model, info = model_class.from_pretrained(
+                self.source, config=settings, dtype=torch.float32, output_loading_info=True, **more, **hf
+            )
+        return dense_model(model), set(info["missing_keys"])
+
+    def _merged(self, model: PreTrainedModel, missing: set[str]) -> tuple[PreTrainedModel, set[str]]:
+        """The base model with this adapter in its weights."""
+        with self._readable():
+            from peft import PeftModel
+
+            with warnings.catch_warnings():  # peft goes on with adapters that it made up
+                warnings.filterwarnings("error", message="Found missing adapter keys")
+                adapted = PeftModel.from_pretrained(model, self.source, **self._where)
+            own = {part for settings in adapted.peft_config.values() for part in settings.modules_to_save or ()}
+            return dense_model(adapted, owned=True), {name for name in missing if own.isdisjoint(name.split("."))}
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Put the errors of packages that read this checkpoint in one sentence; a missing file stays an OSError."""
+        try:
+            yield
+        except PrivateLLMError:
+            raise
+        except ImportError as error:
+            wanted = "gguf (pip install 'private-llm[gguf]')" if self.gguf_file is not None else error.name or ""
+            raise ConfigError(
+                f"checkpoint {self._called}: a package is missing to read it: {wanted or first_line(error)}"
+            ) from None
+        except (*FOREIGN, UserWarning) as error:
+            if not self._special:
+                raise
+            raise PatchMismatch(
+                f"checkpoint {self._called}: transformers cannot make plain weights of it ({first_line(error)}); use "
+                "the model's checkpoint in float or half precision"
+            ) from None
+
+    @property
+    def _special(self) -> bool:
+        return self.gguf_file is not None or self._base is not None or self._quantised is not None
+
+    @property
+    def _called(self) -> str:
+        if self.gguf_file is not None:
+            return f"{self.source!r} with gguf_file={self.gguf_file!r}"
+        if self._quantised is not None:
+            return f"{self.source!r} (quantised: {_method(self._quantised)})"
+        return f"{self.source!r}" + ("" if self._base is None else f" (adapter of {self._base.source!r})")
+
+
+def _check_dtype(name: str, value: object) -> None:
+    """Refuse what is no floating-point dtype of torch, its name, "auto" or None."""
+    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if value in (None, "auto") or (isinstance(found, torch.dtype) and found.is_floating_point):
+        return
+    raise ConfigError(
+        f"{name}: got {value!r}; want 'auto' or a floating-point dtype (it changes nothing: weights are shared in "
+        "fixed point, see PrivateConfig.ring and frac_bits, and outputs are float32)"
+    )
+
+
+def _base_of_adapter(source: str, where: dict[str, Any]) -> Checkpoint | None:
+    """The checkpoint that an adapter (peft) was made for; None if `source` is none."""
+    try:
+        found = find_adapter_config_file(source, **where)
+    except (OSError, ValueError):
+        return None  # whatever is wrong with the source, loading says it
+    if found is None:
+        return None
+    base = json.loads(Path(found).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base or str(base) == source:
+        raise ConfigError(
+            f"checkpoint {source!r} holds an adapter (adapter_config.json) that does not name its base model"
+        )
+    return Checkpoint(base, {}, _of_base(where))
+
+
+def _of_base(options: dict[str, Any]) -> dict[str, Any]:
+    """An adapter's options without those that say where in its repository it lies."""
+    return {key: value for key, value in options.items() if key not in ("revision", "subfolder")}
+
+
+def _method(quantised: Any) -> str:  # noqa: ANN401 - a dictionary, or one of transformers' classes
+    found = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
+    return str(getattr(found, "value", found))
+
+
+def _unpacking(quantised: Any) -> Any:  # noqa: ANN401 - a dictionary, or one of transformers' classes
+    """The quantisation settings of a checkpoint, asking for plain weights where its loader knows how."""
+    settings = copy.deepcopy(quantised)
+    if isinstance(settings, dict):
+        settings["dequantize"] = True  # loaders that do not know it ignore it
+    elif hasattr(settings, "dequantize"):
+        settings.dequantize = True
+    return settings

@@ -1,0 +1,301 @@
+"""Share files: one safetensors file per party with its shares of a model, written and read tensor by tensor.
+
+A file holds the party's mask seeds in its metadata and, for the evaluators, one masked tensor per weight; party 0's
+file is a header. It is as secret as the party (mode 0600). The metadata names format, party, model, protocol and the
+sharing (a random number, equal in the files of one sharing), so that a file of another party, model or sharing is
+refused; a digest of the data catches damage.
+
+The header of a safetensors file comes first, so sizes are laid out from the model's shapes before any tensor is
+seen, and the digest is filled in at the end, into space kept for it.
+
+Files are written under other names, as new files that follow no link, and take their own when all of them are whole: a
+sharing is there for all parties or for none, and one that was there before is not touched unless that is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ShareFileError
+from private_llm.net.roles import named
+from private_llm.protocols.share import Share
+from private_llm.protocols.weight_sharing import Dealer, assemble, pieces, sends_parts
+from private_llm.ranges import Ranges
+from private_llm.ring.prg import Seed
+from private_llm.ring.ring import Ring
+from private_llm_hf.checkpoint.offload import read_tensor
+from private_llm_hf.checkpoint.weights import WeightList, encode_weight
+from private_llm_hf.wire import Message
+
+FORMAT = "private-llm share file 2"
+_AGREE = ("protocol", "ring", "frac_bits")
+_BLANK = "0" * 64
+_CHUNK = 1 << 22
+
+
+def share_path(folder: Path, party: int) -> Path:
+    """Where a party's file lies."""
+    return folder / f"party{party}.safetensors"
+
+
+class ShareWriter:
+    """Writes the files of all parties; use as a context manager and pass it each weight once, in any order."""
+
+    def __init__(
+        self, folder: Path, config: PrivateConfig, description: Message, wanted: WeightList, overwrite: bool = False
+    ) -> None:
+        """overwrite: replace another sharing's files. Raises ShareFileError if there are some and it is not set."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._config, self._ring = config, Ring(config.ring)
+        self._dealer, self._ranges = Dealer(config), Ranges(description["ranges"])
+        self._missing = set(wanted.shapes)
+        self.paths = [share_path(folder, party) for party in range(config.parties)]
+        self._overwrite = overwrite
+        if not overwrite:
+            refuse_taken(*sorted(folder.glob("party*.safetensors")))  # a link to nowhere, too
+        self._files: list[_Out] = []
+        try:
+            self._begin(description, wanted)
+        except BaseException:
+            self._discard()
+            raise
+
+    def _begin(self, description: Message, wanted: WeightList) -> None:
+        config, sharing = self._config, secrets.token_hex(16)
+        for party, path in enumerate(self.paths):
+            metadata = {
+                "format": FORMAT,
+                "party": str(party),
+                "sharing": sharing,
+                "description": json.dumps(description),
+                "agreement": json.dumps({key: getattr(config, key) for key in _AGREE}),
+                "shapes": json.dumps(wanted.shapes),
+                "keys": json.dumps([seed.raw().hex() for seed in self._dealer.keys(party)]),
+            }
+            holds_data = sends_parts(config, party)
+            if self._overwrite:
+                partial_path(path).unlink(missing_ok=True)
+            self._files.append(_Out(partial_path(path), metadata, wanted.shapes if holds_data else {}, self._ring))
+
+    def __call__(self, name: str, tensor: Tensor) -> None:
+        """Share one weight. Raises DomainError with its name if the ring cannot hold it."""
+        sharing, frac = self._dealer.begin(name), self._ranges.frac_of_weight(name, self._config.frac_bits)
+        for piece in pieces(tensor):
+            elements = encode_weight(name, piece, self._ring, frac)
+            for out, part in zip(self._files, sharing.deal(elements), strict=True):
+                if part is not None:
+                    out.append(name, part)
+        self._missing.discard(name)
+
+    def __enter__(self) -> ShareWriter:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None and self._missing:
+                missing = ", ".join(sorted(self._missing)[:20])
+                raise ShareFileError(f"not every weight was shared; missing: {missing}")
+            if kind is None:
+                for out in self._files:
+                    out.finish()
+                self._publish()
+        finally:
+            self._discard()
+
+    def _publish(self) -> None:
+        """Give all files their names, or none."""
+        named: list[Path] = []
+        try:
+            for path in self.paths:
+                if not self._overwrite:
+                    os.close(_create(path))  # now the name is ours to replace, and nobody else's file
+                    named.append(path)
+            for path in self.paths:
+                partial_path(path).replace(path)
+        except BaseException:
+            for path in named:
+                path.unlink(missing_ok=True)
+            raise
+
+    def _discard(self) -> None:
+        """Close all files, and delete what has not taken its name."""
+        for out in self._files:
+            out.discard()
+
+
+def partial_path(path: Path) -> Path:
+    """Where a share file is written before it is whole."""
+    return path.with_suffix(".partial")
+
+
+def refuse_taken(*paths: Path) -> None:
+    """Raises ShareFileError if one of them is there, even if it is a link to nowhere."""
+    for path in paths:
+        if os.path.lexists(path):
+            raise _taken(path)
+
+
+def _taken(path: Path) -> ShareFileError:
+    return ShareFileError(
+        f"{path} exists already: a sharing, or what one that was cut off has left, and no sharing is overwritten by "
+        "itself; choose an empty folder, or say overwrite=True (`private-llm share --force`)"
+    )
+
+
+def _create(path: Path) -> int:
+    """A new file that only its owner may open. Raises ShareFileError for a name that is taken, be it by a link."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except FileExistsError:
+        raise _taken(path) from None
+    except OSError as error:
+        raise ShareFileError(f"{path} cannot be written: {error.strerror}; choose another folder") from None
+
+
+class _Out:
+    """One safetensors file, written where its header says."""
+
+    def __init__(self, path: Path, metadata: dict[str, str], shapes: dict[str, tuple[int, ...]], ring: Ring) -> None:
+        self._path, self._metadata = path, metadata
+        header: dict[str, Any] = {"__metadata__": {**metadata, "digest": _BLANK}}
+        self._next: dict[str, int] = {}
+        self._hashes: dict[str, hashlib.blake2b] = {}
+        end = 0
+        for name, shape in shapes.items():
+            start = end
+            end += math.prod(shape) * ring.bytes
+            self._next[name] = start
+            self._hashes[name] = hashlib.blake2b(digest_size=32)
+            header[name] = {
+                "dtype": "I64" if ring.bits == 64 else "I32",
+                "shape": list(shape),
+                "data_offsets": [start, end],
+            }
+        raw = json.dumps(header).encode()
+        raw += b" " * (-len(raw) % 8)
+        self._blank_at = 8 + raw.index(f'"digest": "{_BLANK}"'.encode()) + len('"digest": "')
+        self._data_at = 8 + len(raw)
+        self._file = os.fdopen(_create(path), "r+b")
+        try:
+            self._file.write(len(raw).to_bytes(8, "little") + raw)
+            self._file.truncate(self._data_at + end)
+        except BaseException:
+            self.discard()
+            raise
+
+    def append(self, name: str, part: Tensor) -> None:
+        """Put the next elements of one tensor at their place."""
+        raw = part.contiguous().numpy().data
+        self._hashes[name].update(raw)
+        self._file.seek(self._data_at + self._next[name])
+        self._file.write(raw)
+        self._next[name] += raw.nbytes
+
+    def finish(self) -> None:
+        """Fill in the digest."""
+        self._file.seek(self._blank_at)
+        parts = {name: made.digest() for name, made in self._hashes.items()}
+        self._file.write(_digest(self._metadata, parts).encode())
+        self._file.close()
+
+    def discard(self) -> None:
+        """Delete the file if it has not taken another name."""
+        with contextlib.suppress(OSError):  # what could not be written (a full disk) is not missed
+            self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+def _extents(path: Path) -> dict[str, tuple[int, int]]:
+    """Where each tensor of a safetensors file begins and how long it is, in bytes."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    places = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    return {name: (8 + size + start, end - start) for name, (start, end) in places.items()}
+
+
+def _hash(path: Path, start: int, size: int) -> bytes:
+    made = hashlib.blake2b(digest_size=32)
+    with path.open("rb") as file:
+        file.seek(start)
+        while size:
+            piece = file.read(min(size, _CHUNK))
+            made.update(piece)
+            size -= len(piece)
+    return made.digest()
+
+
+def _digest(metadata: dict[str, str], parts: dict[str, bytes]) -> str:
+    """Over all metadata but the digest itself, and every tensor."""
+    stated = json.dumps({key: value for key, value in metadata.items() if key != "digest"}, sort_keys=True)
+    data = b"".join(name.encode() + b"\0" + parts[name] for name in sorted(parts))
+    return hashlib.blake2b(stated.encode() + b"\0" + data, digest_size=32).hexdigest()
+
+
+@dataclass(frozen=True)
+class ShareFile:
+    """A checked share file of one party; weights are read when they are asked for."""
+
+    path: Path
+    config: PrivateConfig
+    party: int
+    description: Message
+    sharing: str
+    shapes: dict[str, tuple[int, ...]]
+    keys: tuple[Seed, ...]
+    extents: dict[str, tuple[int, int]]
+
+    @classmethod
+    def open(cls, path: Path, config: PrivateConfig, party: int) -> ShareFile:
+        """Check everything about a file. Raises ShareFileError saying what does not fit."""
+        if not path.is_file():
+            raise ShareFileError(f"{path.name}: no such file; make share files with `private-llm share`")
+        try:
+            with safe_open(path, framework="pt") as stored:  # checks the header; mapped data would count as memory
+                metadata = stored.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ShareFileError(f"{path.name}: got format {metadata.get('format')!r}; want {FORMAT!r}")
+            extents = _extents(path)
+            parts = {name: _hash(path, *extent) for name, extent in extents.items()}
+        except (SafetensorError, OSError) as error:
+            raise ShareFileError(f"{path.name} is damaged or no share file: {type(error).__name__}") from None
+        if _digest(metadata, parts) != metadata.get("digest"):
+            raise ShareFileError(f"{path.name} is damaged: its data does not match its digest; copy it again")
+        if metadata["party"] != str(party):
+            text = f"{path.name} belongs to party {metadata['party']}; this is party {party}"
+            raise ShareFileError(named(config, text))
+        settings = json.loads(metadata["agreement"])
+        here = {key: getattr(config, key) for key in _AGREE}
+        wrong = [f"{key}={settings[key]!r} (here {here[key]!r})" for key in _AGREE if settings[key] != here[key]]
+        if wrong:
+            raise ShareFileError(f"{path.name} was made for other settings: {', '.join(wrong)}")
+        shapes = {name: tuple(shape) for name, shape in json.loads(metadata["shapes"]).items()}
+        keys = tuple(Seed(bytes.fromhex(raw)) for raw in json.loads(metadata["keys"]))
+        description = json.loads(metadata["description"])
+        return cls(path, config, party, description, metadata["sharing"], shapes, keys, extents)
+
+    def weight(self, name: str) -> Share:
+        """This party's share of one weight: what the file holds of it is read, masks are made from their seeds."""
+        shape, received = self.shapes[name], None
+        if name in self.extents:
+            with self.path.open("rb") as file:
+                received = read_tensor(file.fileno(), self.extents[name][0], shape, Ring(self.config.ring).dtype)
+        return assemble(self.config, self.party, list(self.keys), received, shape, name)
+
+    def weights(self) -> Iterator[tuple[str, Share]]:
+        """All shares, one after the other."""
+        for name in self.shapes:
+            yield name, self.weight(name)

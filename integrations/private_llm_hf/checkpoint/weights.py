@@ -1,0 +1,273 @@
+"""Weights on their way from a checkpoint (or a loaded model) into shares: one tensor at a time.
+
+A checkpoint is read by transformers' own loader, so that its renames, conversions, shards and safe loading
+apply. A quantizer, which is the acceptor transformers offers for this, sees each tensor as it is read, hands it
+to a sink and leaves an empty (meta) tensor behind: no second copy of the model ever exists.
+Tied weights are streamed once, under the name the model ties them to.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from private_llm.errors import DomainError, PatchMismatch, PrivateLLMError
+from private_llm.ring.ring import Ring
+from private_llm.tensor.dispatch import TorchArg
+
+Sink = Callable[[str, Tensor], None]
+"""Takes one named plaintext tensor; must not keep it."""
+
+STATISTICS = ("running_mean", "running_var")
+"""Buffers of batch norms that count as weights."""
+
+_METHOD = "private-llm-share"
+
+LOADING = threading.Lock()
+"""transformers patches its own classes while it loads: two loads at once would leave models untied for good."""
+
+
+def skeleton(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """The module tree of a model on the meta device: names and shapes, no weights.
+
+    Raises PatchMismatch for a configuration from which transformers builds no model.
+    """
+    try:
+        with torch.device("meta"):
+            model = cls(config)
+    except PrivateLLMError:
+        raise
+    except Exception as error:  # a foreign constructor may raise anything
+        raise PatchMismatch(
+            f"{cls.__name__}: its configuration makes no model here ({type(error).__name__}: {error})"
+        ) from error
+    weights_of_buffers(model)
+    model.eval()
+    return model
+
+
+def weights_of_buffers(model: nn.Module) -> None:
+    """Make parameters without values of a model's buffers that a checkpoint holds (BART's logit bias, routers' biases).
+
+    Buffers that are not stored come from the configuration and are public; statistics of batch norms are folded.
+    """
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            continue
+        for name, value in list(module._buffers.items()):
+            stored = value is not None and value.is_floating_point() and name not in module._non_persistent_buffers_set
+            if stored and value is not None:
+                del module._buffers[name]
+                empty = torch.empty_like(value, device="meta", dtype=torch.float32)
+                module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+
+
+class WithoutWeights(TorchFunctionMode):
+    """Layers get their weights on the meta device, where initialisation costs nothing; everything else is real.
+
+    Layers allocate weights by `torch.empty`, buffers (rope frequencies, position numbers) come from values. The mode
+    belongs to one thread. (accelerate's init_empty_weights patches the process, where other parties may be threads.)
+    """
+
+    def __torch_function__(
+        self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
+    ) -> TorchArg:
+        """`torch.empty` on meta."""
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class WeightList:
+    """What a model needs: shapes by name, and which names are tied to which of them."""
+
+    shapes: dict[str, tuple[int, ...]]
+    tied: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> WeightList:
+        """All parameters of `model` (after `weights_of_buffers`), tied ones once, and the statistics of batch norms."""
+        tied = dict(model.get_expanded_tied_weights_keys(all_submodels=True))
+        shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False) if n not in tied}
+        values = model.state_dict()
+        norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+        statistics = [n for norm in norms for n in (f"{norm}.{s}" for s in STATISTICS) if n in values]
+        shapes |= {n: tuple(values[n].shape) for n in statistics}
+        return cls(shapes, tied)
+
+    def count(self) -> int:
+        """Number of weights."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+
+
+class Collector:
+    """Checks a stream of named tensors against a `WeightList` and passes each weight on once."""
+
+    def __init__(self, wanted: WeightList, sink: Sink) -> None:
+        self._wanted, self._sink = wanted, sink
+        self._tie_sources = set(wanted.tied.values())
+        self._digest: dict[str, bytes] = {}
+        self._seen: set[str] = set()
+        self.error: PrivateLLMError | None = None
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """One tensor of the stream. Raises PatchMismatch for a wrong shape or tied weights that differ."""
+        target = self._wanted.tied.get(name, name)
+        if target not in self._wanted.shapes:
+            return
+        if tuple(tensor.shape) != self._wanted.shapes[target]:
+            raise PatchMismatch(
+                f"weight '{name}': got shape {tuple(tensor.shape)}; want {self._wanted.shapes[target]} (the "
+                "checkpoint does not belong to this configuration)"
+            )
+        if target in self._tie_sources:
+            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            digest = hashlib.blake2b(raw.data, digest_size=32).digest()
+            if self._digest.setdefault(target, digest) != digest:
+                raise PatchMismatch(
+                    f"the configuration ties '{name}' to '{target}', but the checkpoint holds different values; "
+                    "set tie_word_embeddings=False in the configuration"
+                )
+        if target not in self._seen:
+            self._seen.add(target)
+            self._sink(target, tensor.detach())
+
+    def finish(self) -> None:
+        """Raises PatchMismatch if weights are missing."""
+        missing = sorted(set(self._wanted.shapes) - self._seen)
+        if missing:
+            shown = ", ".join(missing[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")
+            raise PatchMismatch(
+                f"the checkpoint lacks {len(missing)} weight(s): {shown}; load a checkpoint that was trained with "
+                "this head, or patch() a model whose weights you have set"
+            )
+
+
+def stream_loaded(model: PreTrainedModel, wanted: WeightList, sink: Sink) -> None:
+    """Pass on every weight of a model that is already in memory."""
+    collector = Collector(wanted, sink)
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            collector.take(name, dense_weight(name, value))
+    collector.finish()
+
+
+def dense_weight(name: str, value: Tensor) -> Tensor:
+    """A weight as a plain tensor; one of a class of its own (torchao's, for instance) must be able to `dequantize`."""
+    if type(value) in (Tensor, nn.Parameter, nn.Buffer):
+        return value
+    if type(value).dequantize is not Tensor.dequantize:
+        plain = value.dequantize()
+        if type(plain) is Tensor:
+            return plain
+    raise PatchMismatch(
+        f"weight '{name}': got a {type(value).__name__}, which cannot be made a plain tensor; want the model in float "
+        "or half precision"
+    )
+
+
+def stream_checkpoint(
+    cls: type[PreTrainedModel], source: str, config: PretrainedConfig, wanted: WeightList, sink: Sink, **hf: object
+) -> None:
+    """Pass on every weight of a checkpoint (folder or hub id; safetensors or bin; sharded or not) as it is read."""
+    collector = Collector(wanted, sink)
+    settings = copy.deepcopy(config)
+    try:
+        with LOADING:
+            cls.from_pretrained(source, config=settings, quantization_config=_StreamConfig(collector), **hf)
+    except RuntimeError:
+        # transformers records what a conversion raised and reports a RuntimeError of its own at the end
+        if collector.error is not None:
+            raise collector.error from None
+        raise
+    if collector.error is not None:
+        raise collector.error
+    collector.finish()
+
+
+def encode_weight(name: str, tensor: Tensor, ring: Ring, frac: int) -> Tensor:
+    """A weight as ring elements. Raises DomainError with the weight's name for NaN, infinities and overflow."""
+    try:
+        return ring.encode(tensor, frac)
+    except DomainError as error:
+        raise DomainError(f"weight '{name}': {error}") from None
+
+
+@register_quantization_config(_METHOD)
+class _StreamConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """Carries the collector to the quantizer; transformers may copy or print it, the collector stays one object."""
+
+    def __init__(self, collector: Collector | None = None, **_: object) -> None:
+        self.quant_method = _METHOD
+        self.collector = collector
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StreamConfig:
+        return _StreamConfig(self.collector)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nothing of this belongs into a saved configuration."""
+        return {"quant_method": _METHOD}
+
+
+class _Take(ConversionOps):  # type: ignore[misc]
+    """Hands each tensor to the collector and leaves an empty one in the model."""
+
+    def __init__(self, collector: Collector) -> None:
+        self.collector = collector
+
+    def convert(self, input_dict: dict[str, Any], **_: object) -> dict[str, Any]:
+        """Consume {name: tensor or [tensor]}."""
+        out = {}
+        for name, value in input_dict.items():
+            tensor = value[0] if isinstance(value, list) else value
+            if self.collector.error is None:
+                try:
+                    self.collector.take(name, tensor)
+                except PrivateLLMError as error:
+                    self.collector.error = error
+            out[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return out
+
+
+@register_quantizer(_METHOD)
+class _StreamQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Makes from_pretrained stream: every floating-point tensor goes to the collector."""
+
+    requires_calibration = False
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: object) -> bool:
+        """All weights; integer buffers are left to the model."""
+        value = model.get_parameter_or_buffer(param_name)
+        return bool(value.is_floating_point())
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """The operation that takes a tensor away."""
+        return _Take(self.quantization_config.collector)
+
+    def validate_environment(self, *_: object, **__: object) -> None:
+        """Nothing is needed."""
+
+    def is_serializable(self) -> bool:
+        """The emptied model is thrown away."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """No gradients."""
+        return False

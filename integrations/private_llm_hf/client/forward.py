@@ -1,0 +1,273 @@
+"""One forward call at the client: check everything, split it into public facts and secrets, run, rebuild the output."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, modeling_outputs
+from transformers.modeling_outputs import ModelOutput
+
+from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.tensor.range_check import require
+from private_llm_hf.client import inputs as check
+from private_llm_hf.client.losses import Labels
+from private_llm_hf.client.parties import Secret
+from private_llm_hf.client.remote_state import PrivateCache, PrivateEncoderOutput
+from private_llm_hf.models.architectures import architecture
+from private_llm_hf.wire import GUARD, OPENED, Message
+
+if TYPE_CHECKING:
+    from private_llm_hf.client.model import PrivateModel
+
+_REFUSED = {
+    "output_attentions": "attention weights stay at the parties",
+    "output_hidden_states": "hidden states stay at the parties",
+    "output_router_logits": "router logits stay at the parties",
+    "head_mask": "masks of heads are not supported",
+}
+
+
+_GENERATE_S = ("tokenizer", "assistant_tokenizer", "is_first_iteration", "next_sequence_length")
+"""Arguments of generate() itself (for stop strings, for its own steps), which it hands on to every forward."""
+
+
+class Forward:
+    """The arguments of one call, sorted."""
+
+    def __init__(self, model: PrivateModel, given: dict[str, Any]) -> None:
+        self.model = model
+        self.parties = model.parties
+        self.config: PretrainedConfig = model.config
+        self.given = {name: value for name, value in given.items() if value is not None and name not in _GENERATE_S}
+        self.public: dict[str, Any] = {}
+        self.listed: list[Message] = []
+        self.secrets: list[Secret] = []
+        self.labels: Labels | None = None
+
+    def run(self) -> ModelOutput | tuple[object, ...]:
+        """Check, send, open. Raises DomainError and UnsupportedOp before anything is sent."""
+        as_dict = bool(self.given.pop("return_dict", True))
+        for name, reason in _REFUSED.items():
+            value = self.given.pop(name, None)
+            if value is not None and value is not False:
+                raise UnsupportedOp(f"{name}: {reason}")
+        labels = self.given.pop("labels", None)
+        if labels is not None:
+            self.labels = Labels(self.model.original_class, self.config, self.parties.config.reveal, labels)
+        output = self._decode() if self.config.is_encoder_decoder else self._single()
+        return output if as_dict else output.to_tuple()
+
+    # -- one stack: decoder-only, encoder-only, vision ------------------------------------------------------
+    def _single(self) -> ModelOutput:
+        rows, length = self._secret("")
+        if self.labels is not None:
+            self.labels.check(rows, length, self.given.get("logits_to_keep"))
+        cache = self._cache(rows, length)
+        past = cache.position if cache is not None else 0
+        check.check_positions(self.config, past + length)
+        mask = self._mask("attention_mask", rows, past + length)
+        self._positions(rows, length, mask)
+        kind = architecture(self.config).kind
+        if kind == "decoder" and type(self.model).__name__.endswith("ForSequenceClassification"):
+            check.check_last_token(self.config, rows, mask)
+        return self._call(cache, length, None)
+
+    # -- two stacks ---------------------------------------------------------------------------------------------
+    def _decode(self) -> ModelOutput:
+        if self.labels is not None:
+            self._start_with(self.labels)
+        encoded = self.given.pop("encoder_outputs", None)
+        if encoded is None:
+            names = ("input_ids", "inputs_embeds")
+            prompt = {name: self.given.pop(name) for name in names if name in self.given}
+            encoded = encode_prompt(self.model, attention_mask=self.given.get("attention_mask"), **prompt)
+        if not isinstance(encoded, PrivateEncoderOutput) or encoded.keeper.parties is not self.parties:
+            raise DomainError("encoder_outputs: want what this model's get_encoder() or generate() returned")
+        for name in ("input_ids", "inputs_embeds"):
+            self.given.pop(name, None)
+        rows, length = self._secret("decoder_")
+        if len(encoded.row_index) != rows:
+            raise DomainError(f"encoder_outputs: got {len(encoded.row_index)} rows; want {rows}")
+        cache = self._cache(rows, length)
+        past = cache.position if cache is not None else 0
+        self._mask("attention_mask", rows, encoded.length)
+        self._mask("decoder_attention_mask", rows, past + length)
+        output = self._call(cache, length, encoded)
+        output["encoder_last_hidden_state"] = encoded.last_hidden_state
+        return output
+
+    def _start_with(self, labels: Labels) -> None:
+        """A decoder without inputs of its own reads the labels, shifted behind its start token."""
+        names = ("decoder_input_ids", "decoder_inputs_embeds")
+        if not any(name in self.given for name in names):
+            self.given[names[0]] = self.model.shifted(labels.labels)
+        read = next(self.given[name] for name in names if name in self.given)
+        if isinstance(read, Tensor) and read.ndim > 1:  # what is not is refused as an input
+            labels.check(read.shape[0], read.shape[1], self.given.get("logits_to_keep"))
+
+    # -- pieces ---------------------------------------------------------------------------------------------------
+    def _secret(self, prefix: str) -> tuple[int, int]:
+        """The one secret input: encode it, return (rows, positions)."""
+        names = [f"{prefix}input_ids", f"{prefix}inputs_embeds", "pixel_values"]
+        present = [name for name in names if name in self.given]
+        if len(present) != 1:
+            raise DomainError(f"inputs: got {present or 'none'}; want exactly one of {', '.join(names[:2])}")
+        name = present[0]
+        value = self.given.pop(name)
+        if name.endswith("input_ids"):
+            vocabulary = self.config.get_text_config().vocab_size
+            ids = check.check_tokens(name, value, vocabulary)
+            rows, length = ids.shape
+            self.listed.append({"name": name, "kind": "tokens", "shape": [rows, length], "vocabulary": vocabulary})
+            self.secrets.append((ids.reshape(-1), vocabulary))
+            return rows, length
+        if name == "pixel_values":
+            value = check.check_pixels(name, value, self.config)
+            self.model.fit(value.shape)
+            length = 0
+        else:
+            value = check.check_embeds(name, value, self.config)
+            length = value.shape[1]
+        self.listed.append({"name": name, "kind": "values", "shape": list(value.shape)})
+        self.secrets.append(check.encode_values(name, value, self.parties.ring, self.parties.config.frac_bits))
+        return value.shape[0], length
+
+    def _cache(self, rows: int, length: int) -> PrivateCache | None:
+        """The cache this call continues or starts, if any."""
+        cache = self.given.pop("past_key_values", None)
+        caches = architecture(self.config).caches and "past_key_values" in self.model.accepts
+        wanted = self.given.pop("use_cache", getattr(self.config, "use_cache", False) and caches)
+        if not caches:
+            return None
+        self.public["use_cache"] = bool(wanted) or cache is not None
+        if cache is None:
+            return PrivateCache(self.parties, rows) if wanted else None
+        if not isinstance(cache, PrivateCache) or not cache.belongs_to(self.parties):
+            raise DomainError(
+                f"past_key_values: got {type(cache).__name__}; want the handle that an earlier call of this model "
+                "returned (the cache itself lives at the parties)"
+            )
+        if cache.withheld:
+            raise DomainError(
+                "past_key_values: a value left its range in a call that filled this cache; start again without it"
+            )
+        if cache.position and cache.rows != rows:
+            raise DomainError(f"past_key_values: got a cache of {cache.rows} rows; want {rows}, as many as the inputs")
+        return cache
+
+    def _mask(self, name: str, rows: int, length: int) -> Tensor | None:
+        """A padding mask; one that masks nothing is left out."""
+        mask = self.given.pop(name, None)
+        if mask is None:
+            return None
+        checked = check.check_mask(name, mask, rows, length, architecture(self.config).kind == "decoder")
+        if not bool(checked.all()):
+            self.public[name] = checked
+        return checked
+
+    def _positions(self, rows: int, length: int, mask: Tensor | None) -> None:
+        """Public positions and segment numbers."""
+        for name in ("position_ids", "token_type_ids"):
+            value = self.given.pop(name, None)
+            if value is not None:
+                self.public[name] = check.check_index(name, value, rows, length)
+        if "position_ids" not in self.public and architecture(self.config).positions == "after padding":
+            ones = torch.ones(rows, length, dtype=torch.int64)
+            self.public["position_ids"] = check.padding_positions(self.config, ones if mask is None else mask)
+        if "position_ids" in self.public:
+            check.check_position_values(self.config, self.public["position_ids"])
+
+    def _call(self, cache: PrivateCache | None, length: int, encoded: PrivateEncoderOutput | None) -> ModelOutput:
+        keep = self.given.pop("logits_to_keep", 0)
+        if "logits_to_keep" in self.model.accepts:
+            if not isinstance(keep, int) or keep < 0:
+                raise DomainError(f"logits_to_keep: got {keep!r}; want a number of last positions, or 0 for all")
+            self.public["logits_to_keep"] = keep
+        self.given.pop("use_cache", None)
+        left = sorted(name for name, value in self.given.items() if value is not False and not _is_empty(value))
+        if left:
+            raise UnsupportedOp(f"forward argument(s) {', '.join(left)}: no private rule; leave them out")
+        kind, opened = self.parties.forward(
+            {
+                "public": self.public,
+                "secret": self.listed,
+                "cache": None if cache is None else cache.handle,
+                "encoded": None if encoded is None else _reference(encoded),
+                "encode_to": None,
+                "outputs": OPENED,
+            },
+            self.secrets,
+        )
+        if cache is not None:
+            cache.rows = self.listed[0]["shape"][0]
+            cache.extend(length)
+        try:
+            require(opened.pop(GUARD, torch.zeros(1)))
+        except DomainError:
+            if cache is not None:
+                cache.withheld = True
+            raise
+        values: dict[str, Any] = {name: value.to(torch.float32) for name, value in opened.items()}
+        if "token" in values:
+            values["logits"] = _as_logits(values.pop("token"), self.config.get_text_config().vocab_size)
+        if "class" in values:
+            values["logits"] = _as_logits(values.pop("class"), self.model.classes(self.listed[0]["shape"]))
+        if self.labels is not None:
+            values["loss"] = self.labels.loss(values["logits"])
+        if cache is not None:
+            values["past_key_values"] = cache
+        made = _output_class(kind, self.model)
+        fields = {field.name for field in dataclasses.fields(made)}  # heads that do not generate hand no cache back
+        return made(**{name: value for name, value in values.items() if name in fields})
+
+
+def _is_empty(value: object) -> bool:
+    """Whether an argument says nothing, such as the encoded pictures of a text without any."""
+    return isinstance(value, dict | tuple | list) and not value
+
+
+def encode_prompt(
+    model: PrivateModel,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+) -> PrivateEncoderOutput:
+    """Run an encoder-decoder model's encoder at the parties; they keep the result, the client gets a handle."""
+    call = Forward(model, {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask})
+    rows, length = call._secret("")
+    check.check_positions(model.config, length)
+    call._mask("attention_mask", rows, length)
+    encoded = PrivateEncoderOutput.of(model.parties, rows, length)
+    message: Message = {"cache": None, "encoded": None, "encode_to": encoded.handle, "outputs": []}
+    _, opened = model.parties.forward({"public": call.public, "secret": call.listed, **message}, call.secrets)
+    require(opened.pop(GUARD, torch.zeros(1)))
+    return encoded
+
+
+def _as_logits(index: Tensor, count: int) -> Tensor:
+    """Logits that say no more than the revealed arg max: 0 there, minus infinity elsewhere."""
+    index = index.to(torch.int64)
+    if bool(((index < 0) | (index >= count)).any()):
+        raise DomainError("the parties revealed an index out of range; their shares do not fit together")
+    logits = torch.full((*index.shape, count), float("-inf"))
+    return logits.scatter_(-1, index.unsqueeze(-1), 0.0)
+
+
+def _reference(encoded: PrivateEncoderOutput) -> Message:
+    """Which kept encoder output, and which of its rows (None: all in order)."""
+    index = encoded.row_index
+    plain = torch.equal(index, torch.arange(encoded.source_rows))
+    return {"handle": encoded.handle, "rows": None if plain else index}
+
+
+def _output_class(name: str, model: PrivateModel) -> type[ModelOutput]:
+    """The output class that the original forward returns."""
+    home = sys.modules[model.original_class.__module__]
+    found = getattr(modeling_outputs, name, None) or getattr(home, name, None)
+    if not (isinstance(found, type) and issubclass(found, ModelOutput) and dataclasses.is_dataclass(found)):
+        raise DomainError(f"the parties returned an unknown output class {name!r}")
+    return found

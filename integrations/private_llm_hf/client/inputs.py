@@ -1,0 +1,143 @@
+"""Checks of what a user passes in, before anything is sent, and its encoding as ring elements.
+
+Every check raises DomainError saying what came, what is wanted and what to do.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from private_llm.errors import DomainError
+from private_llm.ring.ring import Ring
+from private_llm_hf.models.architectures import architecture
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+def check_tokens(name: str, ids: object, vocabulary: int) -> Tensor:
+    """Token ids [B, S] as int64."""
+    if not isinstance(ids, Tensor):
+        raise DomainError(
+            f"{name}: got {type(ids).__name__}; want a tensor of token ids (pass return_tensors='pt' to the tokenizer)"
+        )
+    if ids.dtype not in _INTEGERS:
+        raise DomainError(f"{name}: got dtype {ids.dtype}; want integer token ids (torch.int64)")
+    if ids.ndim != 2:
+        raise DomainError(f"{name}: got shape {tuple(ids.shape)}; want [batch, length]")
+    if ids.numel() == 0:
+        raise DomainError(f"{name}: got an empty prompt, shape {tuple(ids.shape)}; want at least one token per row")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocabulary:
+        raise DomainError(
+            f"{name}: got a token id outside the vocabulary; want 0 to {vocabulary - 1} (use the model's tokenizer)"
+        )
+    return ids.to(device="cpu", dtype=torch.int64)
+
+
+def check_mask(name: str, mask: Tensor, rows: int, length: int, may_be_empty: bool) -> Tensor:
+    """A padding mask [B, length] of 0 and 1; a row may mask everything only while a cache is being filled."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or tuple(mask.shape) != (rows, length):
+        got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise DomainError(f"{name}: got {got}; want shape ({rows}, {length}): one 0 or 1 per row and position")
+    values = mask.to(device="cpu", dtype=torch.int64)
+    if not bool(((values == 0) | (values == 1)).all()) or not torch.equal(values.to(mask.dtype), mask.cpu()):
+        raise DomainError(f"{name}: got values other than 0 and 1; want 1 where a token counts and 0 for padding")
+    empty = [row for row in range(rows) if not bool(values[row].any())]
+    if empty and not may_be_empty:
+        raise DomainError(f"{name}: row(s) {empty} mask every position; want at least one token per row")
+    return values
+
+
+def check_index(name: str, value: Tensor, rows: int, length: int) -> Tensor:
+    """Public integers (positions, segment numbers) of shape [B or 1, length]."""
+    if not isinstance(value, Tensor) or value.dtype not in _INTEGERS:
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise DomainError(f"{name}: got {got}; want an integer tensor")
+    if value.ndim != 2 or value.shape[0] not in (1, rows) or value.shape[1] != length:
+        raise DomainError(f"{name}: got shape {tuple(value.shape)}; want ({rows}, {length})")
+    return value.to(device="cpu", dtype=torch.int64)
+
+
+def check_positions(config: PretrainedConfig, length: int) -> None:
+    """Refuse sequences beyond the model's positions."""
+    limit = max_positions(config)
+    if limit is not None and length > limit:
+        raise DomainError(
+            f"sequence length: got {length} positions; the model has {limit} (shorten the prompt or max_new_tokens)"
+        )
+
+
+def check_generated(config: PretrainedConfig, length: int) -> None:
+    """Refuse a generation that would cross the model's positions, before its first token (the last one needs none)."""
+    limit = max_positions(config)
+    if limit is not None and length > limit:
+        raise DomainError(
+            f"generate: prompt and new tokens take {length} positions; the model has {limit} (shorten the prompt or "
+            "max_new_tokens)"
+        )
+
+
+def max_positions(config: PretrainedConfig) -> int | None:
+    """How many positions a model has, or None if it is not limited."""
+    positions = architecture(config).positions
+    limit = getattr(config, "max_position_embeddings", getattr(config, "max_seq_len", None))
+    if positions == "unlimited" or not isinstance(limit, int):
+        return None
+    return limit - config.pad_token_id - 1 if positions == "after padding" else limit
+
+
+def padding_positions(config: PretrainedConfig, mask: Tensor) -> Tensor:
+    """RoBERTa's position ids from the public mask [B, S], as the plaintext model derives them from its input ids."""
+    offset: int = config.pad_token_id
+    return torch.cumsum(mask, dim=1) * mask + offset
+
+
+def check_position_values(config: PretrainedConfig, positions: Tensor) -> None:
+    """Refuse positions outside the table."""
+    limit = getattr(config, "max_position_embeddings", None)
+    low, high = int(positions.min()), int(positions.max())
+    if low < 0 or (limit is not None and high >= limit):
+        raise DomainError(f"position_ids: got {low} to {high}; want 0 to {limit - 1 if limit else 'any'}")
+
+
+def check_last_token(config: PretrainedConfig, rows: int, mask: Tensor | None) -> None:
+    """A decoder with a classification head looks at each row's last token, so padding must be on the left."""
+    if rows > 1 and config.pad_token_id is None:
+        raise DomainError("classifying a batch needs a padding token; set config.pad_token_id")
+    if mask is not None and not bool(mask[:, -1].all()):
+        raise DomainError("attention_mask: got padding on the right; want it on the left (padding_side='left')")
+
+
+def check_embeds(name: str, embeds: object, config: PretrainedConfig) -> Tensor:
+    """Embeddings [B, S, hidden] as floats."""
+    if not isinstance(embeds, Tensor) or not embeds.is_floating_point() or embeds.ndim != 3 or not embeds.numel():
+        got = f"{embeds.dtype} {tuple(embeds.shape)}" if isinstance(embeds, Tensor) else type(embeds).__name__
+        raise DomainError(f"{name}: got {got}; want a floating-point tensor [batch, length, hidden]")
+    return embeds.cpu()
+
+
+def check_pixels(name: str, pixels: object, config: PretrainedConfig) -> Tensor:
+    """Images [B, C, H, W] as floats; where sizes are the layers' business only the batch is checked here."""
+    if not isinstance(pixels, Tensor) or not pixels.is_floating_point():
+        got = pixels.dtype if isinstance(pixels, Tensor) else type(pixels).__name__
+        raise DomainError(f"{name}: got {got}; want a floating-point tensor [batch, channels, height, width]")
+    if architecture(config).images == "any":
+        if pixels.ndim < 2 or pixels.numel() == 0:
+            raise DomainError(f"{name}: got shape {tuple(pixels.shape)}; want [batch, channels, height, width]")
+        return pixels.cpu()
+    size = config.image_size
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    want = (config.num_channels, height, width)
+    if pixels.ndim != 4 or tuple(pixels.shape[1:]) != want or pixels.shape[0] == 0:
+        raise DomainError(f"{name}: got shape {tuple(pixels.shape)}; want [batch, {want[0]}, {want[1]}, {want[2]}]")
+    return pixels.cpu()
+
+
+def encode_values(name: str, values: Tensor, ring: Ring, frac: int) -> Tensor:
+    """Real inputs as ring elements; DomainError names the input if a value is NaN, infinite or too large."""
+    try:
+        return ring.encode(values, frac)
+    except DomainError as error:
+        raise DomainError(f"{name}: {error}") from None

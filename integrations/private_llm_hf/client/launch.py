@@ -1,0 +1,233 @@
+"""Starting the parties: threads of this process, processes of this machine, or hosts that run already.
+
+Threads and processes on one machine protect nobody from that machine's owner; hosts of different owners do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, TransportError
+from private_llm.kernels.memory import trim_allocator
+from private_llm.kernels.parallel import nodes_at_once, threads_per_node, threads_per_party
+from private_llm.net.children import start_children
+from private_llm.net.local import LocalHub
+from private_llm.net.rendezvous import connect, open_acceptor
+from private_llm.net.roles import called, named, named_errors
+from private_llm.net.transport import CLIENT, Transport
+from private_llm_hf.checkpoint.node_checkpoint import NodeCheckpoint
+from private_llm_hf.checkpoint.share_files import ShareFile
+from private_llm_hf.client.parallel_sessions import join_lanes
+from private_llm_hf.client.parties import Parties
+from private_llm_hf.party.party import run_party
+
+_FOREVER_S = 1e8
+"""Seconds that a serving party waits for its next client: three years."""
+_EXIT_S = 5.0
+"""Seconds that threads may take to end."""
+_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
+"""Seconds before a serving party listens again after its links could not be made: at first, and at most."""
+
+_LOG = logging.getLogger("private_llm")
+
+
+def start_parties(config: PrivateConfig, hub: LocalHub | None = None) -> Parties:
+    """Start the parties that `config` asks for, or connect to them, and agree on settings and keys.
+
+    hub carries the frames of parties that are threads (default: a new `LocalHub`); for measuring and recording.
+    """
+    with named_errors(config):
+        return _start(config, choose_mode(config), hub)
+
+
+def _start(config: PrivateConfig, mode: str, hub: LocalHub | None) -> Parties:
+    if hub is not None and mode != "threads":
+        raise ConfigError(f"hub: got one for party_mode={mode!r}; only parties that are threads use a hub")
+    if mode == "threads":
+        at_once = None if config.plan is None else nodes_at_once(config.endpoints)
+        return _start_threads(config, hub or LocalHub(config.endpoints, config.timeout_s, at_once))
+    if mode == "processes":
+        return _start_processes(config)
+    if mode == "distributed":
+        return _start_distributed(config)
+    transport = connect(config, CLIENT)
+    return join_lanes(config, transport, transport.close)
+
+
+def choose_mode(config: PrivateConfig) -> str:
+    """Resolve party_mode="auto": remote with hosts, distributed if a launcher started the right number of ranks."""
+    if config.party_mode != "auto":
+        return config.party_mode
+    if config.hosts:
+        return "remote"
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    return "distributed" if ranks > 1 and ranks in (config.endpoints, config.endpoints + 1) else "threads"
+
+
+def serve_party(
+    config: PrivateConfig,
+    number: int,
+    share_file: Path | None = None,
+    sessions: int | None = None,
+    notice: Callable[[str], None] = lambda line: None,
+    checkpoint: str | None = None,
+) -> None:
+    """Be party or node `number` of config.hosts for one client session after the other (`sessions` of them, or all).
+
+    `notice` is told when a session begins and why it ended. share_file: this party's share of a model. checkpoint:
+    folder or hub id of the public model that a CompNode reads itself, so that clients need not send it.
+    The address is kept between sessions: a second client is told that the party is busy, and waits if it wants to.
+    Raises ConfigError, ShareFileError and PatchMismatch before listening; an error inside a session, or while others
+    connect, ends that session only.
+    """
+    if config.party_mode != "remote":
+        config = replace(config, party_mode="remote")
+    if not 0 <= number < config.endpoints:
+        raise ConfigError(f"party: got {number}; want 0 to {config.endpoints - 1} for {config.protocol!r}")
+    held = _held(config, number, share_file, checkpoint)
+    served = failed = 0
+    with named_errors(config):
+        acceptor = open_acceptor(config, number)
+    with closing(acceptor):
+        while sessions is None or served < sessions:
+            notice(f"{called(config, number)} waits for the others at {config.hosts[number]}")
+            try:
+                transport = connect(config, number, wait_s=_FOREVER_S, acceptor=acceptor)
+            except ConfigError as error:
+                if not served and not failed:
+                    raise ConfigError(named(config, str(error))) from None
+                failed = _try_again(config, error, failed, notice)
+                continue
+            except (TransportError, OSError) as error:  # another endpoint's doing: it may be right the next time
+                failed = _try_again(config, error, failed, notice)
+                continue
+            failed = 0
+            reason = _session(config, number, transport, held)
+            served += 1
+            notice(f"session {served} ended" + (f": {reason}" if reason else ""))
+
+
+def _try_again(config: PrivateConfig, error: Exception, failed: int, notice: Callable[[str], None]) -> int:
+    """Say why the others were not reached, and pause: longer each time, because nobody can be served meanwhile."""
+    pause = min(_PAUSE_S * 2**failed, _LONGEST_PAUSE_S)
+    notice(f"no session: {named(config, str(error))}; trying again in {pause:g} s")
+    time.sleep(pause)
+    return failed + 1
+
+
+def _session(
+    config: PrivateConfig, number: int, transport: Transport, held: ShareFile | NodeCheckpoint | None
+) -> str | None:
+    """Serve one client and close the links. Returns None, or why it failed."""
+    try:
+        with closing(transport):
+            return run_party(config, number, transport, held)
+    except Exception as error:  # noqa: BLE001 - the end of a session: nothing that a client caused ends the party
+        _LOG.exception("%s: a session did not end in order", called(config, number))
+        return f"{called(config, number)}: {type(error).__name__}"
+
+
+def _held(
+    config: PrivateConfig, number: int, share_file: Path | None, checkpoint: str | None
+) -> ShareFile | NodeCheckpoint | None:
+    """What a party or node holds of a model before a client comes."""
+    if checkpoint is not None:
+        if config.plan is None or config.protocol != "cascade" or number >= config.plan.alpha:
+            raise ConfigError(
+                f"model: {called(config, number)} reads no checkpoint; with protocol='cascade' the CompNodes do"
+            )
+        return NodeCheckpoint.open(checkpoint)
+    if share_file is not None and config.protocol == "cascade":
+        raise ConfigError("shares: nodes of token sharding take a checkpoint (--model), not share files")
+    return None if share_file is None else ShareFile.open(share_file, config, number)
+
+
+def _start_threads(config: PrivateConfig, hub: LocalHub) -> Parties:
+    """Parties as daemon threads: they end with the session or with this process."""
+    before = torch.get_num_threads()
+    shared = threads_per_party(config.endpoints, config.lanes)
+    if config.protocol == "cascade" and config.plan is not None:
+        shared = threads_per_node(config.plan.alpha)
+    torch.set_num_threads(shared)  # of the process, until the session ends
+
+    def run(number: int) -> None:
+        with hub.turn():
+            run_party(config, number, hub.transport(number))
+
+    threads = [
+        threading.Thread(target=run, args=(number,), name=f"party {number}", daemon=True)
+        for number in range(config.endpoints)
+    ]
+    for thread in threads:
+        thread.start()
+    transport = hub.transport(CLIENT)
+
+    def shutdown() -> None:
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=_EXIT_S)
+        torch.set_num_threads(before)
+        trim_allocator()
+
+    return join_lanes(config, transport, shutdown)
+
+
+def _start_distributed(config: PrivateConfig) -> Parties:
+    """The same script on every rank: ranks of parties serve until the client stops, and then end; the client goes on.
+
+    With as many ranks as parties the client shares the process of party 0 (good for tests only: that process then
+    sees the client's values).
+    """
+    from private_llm.net.distributed import DistHub  # torch.distributed is slow to import and rarely wanted
+
+    if config.lanes > 1:
+        raise ConfigError("lanes: torch.distributed carries one; want lanes=1, or another party_mode")
+    hub = DistHub(config.endpoints, config.timeout_s, trusted_network=config.trusted_network)
+    facts = config.facts
+    if facts is not None and facts.dealer and hub.rank_of(CLIENT) == hub.rank_of(0):
+        hub.close()
+        raise ConfigError(
+            f"ranks: got {config.endpoints}, which would put the client into the dealer's process; want "
+            f"{config.endpoints + 1} (the dealer, {config.parties - 1} parties, nodes of a split, client)"
+        )
+    if CLIENT not in hub.endpoints:
+        reason = run_party(config, hub.rank, hub.transport(hub.rank))
+        hub.close()
+        raise SystemExit(reason)
+    threads = [
+        threading.Thread(target=run_party, args=(config, number, hub.transport(number)), daemon=True)
+        for number in hub.endpoints
+        if number != CLIENT
+    ]
+    for thread in threads:
+        thread.start()
+    transport = hub.transport(CLIENT)
+
+    def shutdown() -> None:
+        for thread in threads:
+            thread.join(timeout=_EXIT_S)
+        transport.close()
+        hub.close()
+
+    return join_lanes(config, transport, shutdown)
+
+
+def _start_processes(config: PrivateConfig) -> Parties:
+    """Parties as child processes over loopback sockets; they end when this process does."""
+    transport, stop = start_children(config, "private_llm_hf.party.party:run_party", {})
+    try:
+        return join_lanes(config, transport, stop)
+    except BaseException:
+        stop()
+        raise

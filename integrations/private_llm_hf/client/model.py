@@ -1,0 +1,322 @@
+"""The user's model object: a PreTrainedModel whose forward runs at the parties.
+
+`private_class(OPTForCausalLM)` makes `PrivateOPTForCausalLM`, a subclass of it without modules or weights, so that
+transformers' own generate() runs here, at the client, who alone sees token ids and logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessorList, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+
+from private_llm.errors import ConfigError, DomainError, PlaintextLeak, UnsupportedOp
+from private_llm_hf.checkpoint.weights import skeleton
+from private_llm_hf.client.costs import Costs
+from private_llm_hf.client.forward import Forward, encode_prompt
+from private_llm_hf.client.inputs import check_generated
+from private_llm_hf.client.libraries import known_to_pipelines, refuse_swallowed
+from private_llm_hf.client.parties import Parties
+from private_llm_hf.client.preprocess import AnyPlan, Preprocessed, rehearse
+from private_llm_hf.client.remote_state import PrivateCache
+from private_llm_hf.models.architectures import architecture
+from private_llm_hf.patch_plan import Plan
+
+
+class PrivateModel:
+    """What all private models share; `private_class` mixes it into a subclass of the original class."""
+
+    config: PretrainedConfig
+    original_class: type[PreTrainedModel]
+    accepts: frozenset[str]
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        parties: Parties,
+        plan: Plan,
+        generation_config: GenerationConfig | None = None,
+    ) -> None:
+        # Only the root constructor: the architecture's own would build modules and weights.
+        PreTrainedModel.__init__(self, config)
+        self.parties = parties
+        self.plan = plan
+        self.accepts = frozenset(inspect.signature(self.original_class.forward).parameters)
+        self._outputs: dict[tuple[int, ...], tuple[int, ...]] = {}
+        if generation_config is not None:
+            self.generation_config = generation_config
+        weakref.finalize(self, parties.close)
+        self.training = False
+
+    # -- images of any size ---------------------------------------------------------------------------------
+    def fit(self, shape: torch.Size) -> None:
+        """Raises DomainError if images of this shape cannot go through the layers (tried without values, once)."""
+        if architecture(self.config).images == "any" and tuple(shape) not in self._outputs:
+            try:
+                with torch.no_grad():
+                    made = skeleton(self.original_class, self.config)(
+                        torch.empty(shape, device="meta"), return_dict=True
+                    )
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                raise DomainError(
+                    f"pixel_values: images of shape {tuple(shape)} do not fit {self.original_class.__name__}: {error}"
+                ) from None
+            self._outputs[tuple(shape)] = tuple(made[0].shape)
+
+    def classes(self, shape: Sequence[int]) -> int:
+        """How many classes there are."""
+        return int(self._outputs.get(tuple(shape), (self.config.num_labels,))[-1])
+
+    # -- what a user asks -----------------------------------------------------------------------------------
+    def explain(self) -> Plan:
+        """Print the patch plan (every module, what runs in its place, what stays public) and return it."""
+        console = Console()
+        Console(width=max(console.width, 140)).print(self.plan)
+        return self.plan
+
+    def preprocess(self, *plans: AnyPlan) -> Preprocessed:
+        """Let the helping party (party 0, the dealer, in quad party 3) do its part of future calls now.
+
+            model.preprocess(GeneratePlan(prompt=12, new_tokens=32))
+            model.generate(**inputs, max_new_tokens=32)       # 12 tokens of prompt
+
+        Online it is then silent. Its receivers store what it sends, encrypted, in `PrivateConfig.tape_folder`, until
+        it is used (once) or the session ends. Then the planned calls must come in their order; any other raises
+        DomainError. When all were made the session is as before. A new plan, or none, throws away what is left.
+        """
+        entries = rehearse(self, plans)
+        return Preprocessed(len(entries), self.parties.preprocess(entries))
+
+    def cost(self, reset: bool = False) -> Costs:
+        """Bytes, rounds, multiply-adds and seconds of all calls since the last reset, by link, module and operation."""
+        return replace(self.parties.costs(reset), kinds={row.name: row.kind for row in self.plan.rows})
+
+    def close(self) -> None:
+        """Stop the parties; the model cannot be used afterwards."""
+        self.parties.close()
+
+    def __enter__(self) -> PrivateModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the faces transformers looks at ----------------------------------------------------------------------
+    @property
+    def device(self) -> torch.device:
+        """Where inputs are expected and outputs appear: the client's CPU."""
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Outputs are float32."""
+        return torch.float32
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Weights that the parties hold."""
+        return 0 if only_trainable else self.plan.parameters(exclude_embeddings)
+
+    def get_encoder(self, *_: object, **__: object) -> nn.Module:
+        """The encoder of an encoder-decoder model: its call runs at the parties and returns a handle."""
+        if not self.config.is_encoder_decoder:
+            raise UnsupportedOp(f"{type(self).__name__} has no encoder of its own")
+        return _Encoder(self)
+
+    def shifted(self, labels: torch.Tensor) -> torch.Tensor:
+        """What the decoder of an encoder-decoder model reads when its outputs are compared with these labels."""
+        made: torch.Tensor = cast(Any, self)._shift_right(labels)
+        return made
+
+    def _prepare_model_inputs(self, inputs: object = None, *args: object, **kwargs: object) -> object:
+        """As the original's, for tensors."""
+        given = args[1] if len(args) > 1 else kwargs.get("model_kwargs", {})
+        for value in (inputs, given.get("input_ids") if isinstance(given, dict) else None):
+            if value is not None and not isinstance(value, torch.Tensor):
+                raise DomainError(
+                    f"generate: got {type(value).__name__}; want a tensor of token ids: "
+                    "generate(**tokenizer(text, return_tensors='pt'))"
+                )
+        return super()._prepare_model_inputs(inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: object = None,
+        batch_size: int = 1,
+        max_cache_length: int = 0,
+    ) -> None:
+        """Generate() starts: all positions must exist, and the cache will live at the parties."""
+        if not self.config.is_encoder_decoder:
+            check_generated(self.config, max_cache_length)
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ConfigError(
+                f"cache_implementation: got {generation_config.cache_implementation!r}; want None (the parties "
+                "hold the cache)"
+            )
+        given = model_kwargs.get("past_key_values")
+        if given is not None:
+            given._is_user_defined = True
+        elif generation_config.use_cache is not False:
+            cache = model_kwargs["past_key_values"] = PrivateCache(self.parties, 0)
+            self.parties.keep_together(cache.handle, generation_config.num_beams or 1)
+
+    def _get_logits_processor(
+        self, generation_config: GenerationConfig, *args: object, **kwargs: object
+    ) -> LogitsProcessorList:
+        """As the original's; with reveal="token" everything that needs more than the arg max is refused."""
+        original = super()._get_logits_processor  # type: ignore[misc]
+        processors: LogitsProcessorList = original(generation_config, *args, **kwargs)
+        if self.parties.config.reveal == "token":
+            _refuse_beyond_token(generation_config, processors)
+        return processors
+
+    # -- what a model without weights here cannot do --------------------------------------------------------------
+    def save_pretrained(self, *_: object, **__: object) -> None:
+        """Refused."""
+        raise PlaintextLeak(
+            "the weights are with the parties, secret ones only as shares; to store shares run "
+            "`private-llm share` on the checkpoint"
+        )
+
+    def push_to_hub(self, *_: object, **__: object) -> None:
+        """Refused."""
+        raise PlaintextLeak("the weights are with the parties, secret ones only as shares; there is nothing to upload")
+
+    def resize_token_embeddings(self, *_: object, **__: object) -> nn.Embedding:
+        """Refused."""
+        raise UnsupportedOp("resize the embeddings of the plaintext model, then patch() it again")
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Refused."""
+        raise UnsupportedOp("the embeddings are with the parties, secret ones only as shares")
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Refused."""
+        raise UnsupportedOp("the output head is with the parties, a secret one only as shares")
+
+    def tie_weights(self, *_: object, **__: object) -> None:
+        """Nothing to do: tied weights were shared once, and are one at the parties."""
+
+    def compile(self, *_: object, **__: object) -> None:
+        """Nothing to do, as for `torch.compile(model)`: the client computes nothing that compiling would speed up."""
+
+    def to(self, *args: object, **kwargs: object) -> PrivateModel:
+        """The model as it is: the client stays on its CPU. Raises UnsupportedOp for a dtype other than float32."""
+        for value in (*args, *kwargs.values()):
+            dtype = value.dtype if isinstance(value, torch.Tensor) else value
+            if isinstance(dtype, torch.dtype) and dtype != torch.float32:
+                self._refuse_dtype(dtype)
+        return self
+
+    def half(self) -> PrivateModel:
+        """Refused."""
+        self._refuse_dtype(torch.float16)
+        return self
+
+    def bfloat16(self) -> PrivateModel:
+        """Refused."""
+        self._refuse_dtype(torch.bfloat16)
+        return self
+
+    def double(self) -> PrivateModel:
+        """Refused."""
+        self._refuse_dtype(torch.float64)
+        return self
+
+    def _refuse_dtype(self, dtype: torch.dtype) -> None:
+        config = self.parties.config
+        raise UnsupportedOp(
+            f"{dtype}: a private model has no dtype to change: it computes in fixed point ({config.ring} bits, "
+            f"{config.frac_bits} of them fractional) and gives float32; for another precision load it with another "
+            "PrivateConfig.ring and frac_bits, and convert the outputs"
+        )
+
+    def train(self, mode: bool = True) -> PrivateModel:
+        """Only mode=False (evaluation)."""
+        if mode:
+            raise UnsupportedOp("private models run inference only; train the plaintext model")
+        return self
+
+
+class _Encoder(nn.Module):
+    """The encoder as generate() sees it."""
+
+    def __init__(self, model: PrivateModel) -> None:
+        super().__init__()
+        self._run = functools.partial(encode_prompt, model)
+        self.main_input_name = "input_ids"
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **unused: object,
+    ) -> ModelOutput:
+        """Encode at the parties; returns a handle."""
+        return self._run(input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds)
+
+
+def _refuse_beyond_token(generation: GenerationConfig, processors: LogitsProcessorList) -> None:
+    """reveal="token" opens only the arg max, so whatever looks at other logits would silently be wrong."""
+    refused = [type(processor).__name__ for processor in processors]
+    if generation.do_sample:
+        refused.append("do_sample")
+    if (generation.num_beams or 1) > 1:
+        refused.append("num_beams")
+    refused += [name for name in ("output_scores", "output_logits") if getattr(generation, name)]
+    if refused:
+        raise ConfigError(
+            f"reveal='token' opens only the most likely token, which {', '.join(refused)} cannot work with; "
+            "use greedy decoding, or PrivateConfig(reveal='logits')"
+        )
+
+
+_CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
+
+refuse_swallowed(PrivateModel)
+
+
+def private_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The private subclass of a model class: one per class, so that isinstance means something."""
+    if original not in _CLASSES:
+        _CLASSES[original] = _make_class(original)
+    return _CLASSES[original]
+
+
+def _make_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    signature = inspect.signature(original.forward)
+    finish = getattr(original, "finish", lambda output, config: output)
+
+    def forward(self: PrivateModel, *args: object, **kwargs: object) -> ModelOutput | tuple[object, ...]:
+        bound = signature.bind(self, *args, **kwargs)
+        given = dict(bound.arguments)
+        given.pop(next(iter(signature.parameters)))
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given.update(given.pop(name, {}))
+        return finish(Forward(self, given).run(), self.config)
+
+    forward = torch.compiler.disable(forward)  # a compiler that follows it would trace links and threads
+    # generate() asks forward for its arguments, so it must answer like the original
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    forward.__doc__ = f"{original.__name__}.forward, computed by the parties."
+    body = {
+        "forward": forward,
+        "original_class": original,
+        "__module__": __name__,
+        "__doc__": f"{original.__name__}, private.",
+    }
+    made: type[PreTrainedModel] = type(f"Private{original.__name__}", (PrivateModel, original), body)
+    known_to_pipelines(made, original)
+    return made

@@ -1,0 +1,367 @@
+"""The client's link to the parties: commands out, results opened, errors named, nothing left hanging.
+
+One call = one command (public facts) to every party, the secret inputs as shares, and the parties' answer, which
+states the shapes that are then opened. Every party must give the same answer. After any failure the session is
+over: it is aborted everywhere, and later calls repeat the reason.
+
+What the parties learn from commands: shapes, attention masks, positions, which cache a call continues, how many
+tokens are generated, and in beam search which beams survive (indices, not tokens).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+
+from private_llm import errors
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError, ShareFileError, TransportError
+from private_llm.net.ledger import Ledger
+from private_llm.net.roles import HEARSAY, WHO, named
+from private_llm.net.transport import Transport
+from private_llm.protocol_facts import names_where
+from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.offline_phase import section_label
+from private_llm.protocols.weight_sharing import Dealer, pieces
+from private_llm.ranges import UNKNOWN, Ranges
+from private_llm.ring.ring import Ring
+from private_llm_hf.checkpoint.weights import Sink, encode_weight
+from private_llm_hf.client.costs import Costs, rows_of
+from private_llm_hf.client.schedule import Schedule, handles_of
+from private_llm_hf.wire import Message, recv_message, send_message
+
+Secret = Tensor | tuple[Tensor, int]
+"""Ring elements, or token ids (int64) and the size of their vocabulary."""
+
+_REMOTE = re.compile(rf"({HEARSAY}(?:{WHO})): (\w+): (.*)", re.DOTALL)
+
+
+class Parties:
+    """All parties of one session, as the client sees them. Thread-safe: one call at a time."""
+
+    def __init__(
+        self, config: PrivateConfig, transport: Transport, end: ClientEnd, shutdown: Callable[[], None]
+    ) -> None:
+        self.config = config
+        self.ring = Ring(config.ring)
+        self.members = range(config.parties)
+        self.ranges = UNKNOWN
+        self._transport, self._end, self._shutdown = transport, end, shutdown
+        self._lock = threading.RLock()
+        self._handles = itertools.count(1)
+        self._unused: deque[int] = deque()
+        self._over: str | None = None
+        self._plans = itertools.count(1)
+        self._schedule: Schedule | None = None
+        self._filled: dict[bool, set[int]] = {False: set(), True: set()}  # handles, by whether they follow a plan
+
+    # -- one call at a time ---------------------------------------------------------------------------------
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """One call at a time; end the session if it fails or is interrupted halfway."""
+        with self._lock, self._guarded():
+            yield
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """End the session if what is inside fails or is interrupted."""
+        if self._over is not None:
+            raise PartyFailed(f"this session is over ({self._over}); load the model again")
+        finished = False
+        try:
+            yield
+            finished = True
+        except TransportError as error:
+            raise _remote_error(type(error)(named(self.config, str(error)))) from None
+        finally:
+            if not finished:
+                self._end_session("an earlier call failed or was interrupted")
+
+    def _end_session(self, reason: str) -> None:
+        if self._over is None:
+            self._over = reason
+            try:
+                self._transport.abort(f"the client stopped: {reason}")
+            finally:  # an interrupt may come here too
+                self._shutdown()
+
+    def _tell(self, message: Message, parties: Iterable[int] | None = None) -> None:
+        for party in self.members if parties is None else parties:
+            send_message(self._transport, party, message)
+
+    def _answer(self, party: int) -> Message:
+        """One party's answer; messages that only say "still computing" are skipped."""
+        answer = recv_message(self._transport, party)
+        while "alive" in answer:
+            answer = recv_message(self._transport, party)
+        return answer
+
+    def _answers(self, parties: Iterable[int] | None = None) -> Message:
+        """The answer of every party, or of these; all must be equal."""
+        answers = [self._answer(party) for party in (self.members if parties is None else parties)]
+        if any(answer != answers[0] for answer in answers[1:]):
+            raise TransportError(
+                "the parties gave different answers: they do not run the same model, ranges (explain() shows them) or "
+                "version"
+            )
+        return answers[0]
+
+    # -- weights ----------------------------------------------------------------------------------------------
+    def use_held(self, description: Message, mine: Callable[[], str | None]) -> bool:
+        """Let the parties build the model from what they hold; False if they hold nothing, and wait for `loading`.
+
+        mine: finds the `WeightsDigest` of the client's own weights, None without weights; shares have none to compare.
+        Raises ShareFileError if they hold different models, files of different sharings, or another model than this.
+        """
+        with self._call():
+            held = self._held_model()
+            if held is None:
+                return False
+            if held != description["model"]:
+                raise ShareFileError(
+                    f"the parties hold share files of another model than this {description['class']}; start them with "
+                    "its files, or load the model they hold"
+                )
+            self._tell({"do": "load", "held": True, "like": None})
+            self.ranges = Ranges(self._answers()["ranges"])
+            self._transport.ledger.reset()
+            return True
+
+    def _held_model(self) -> str | None:
+        self._tell({"do": "hello"})
+        answers = [self._answer(party) for party in self.members]
+        if any(answer != answers[0] for answer in answers[1:]):
+            raise ShareFileError(
+                "the parties hold share files of different models or different sharings; give them the files of one "
+                "run of `private-llm share`"
+            )
+        held: str | None = answers[0]["model"]
+        return held
+
+    @contextmanager
+    def loading(self, description: Message) -> Iterator[Sink]:
+        """Share a model with the parties: pass every weight to the yielded sink, then they build the model."""
+        with self._call():
+            self._tell({"do": "load", "held": False, "like": None, **description})
+            ranges = Ranges(description["ranges"])
+            yield self._publish if self.config.weights == "public" else self._dealing(ranges)
+            self._tell({"weight": None})
+            self.ranges = Ranges(self._answers()["ranges"])
+            self._transport.ledger.reset()
+
+    def _dealing(self, ranges: Ranges) -> Sink:
+        """A sink that splits each weight into shares: seeds first, then what the seeds do not give."""
+        dealer = Dealer(self.config)
+        for party in range(self.config.parties):
+            for key in dealer.keys(party):
+                raw = torch.frombuffer(bytearray(key.raw()), dtype=torch.uint8)
+                self._transport.send(party, "weight key", raw)
+
+        def share(name: str, tensor: Tensor) -> None:
+            self._tell({"weight": name, "shape": list(tensor.shape)})
+            sharing, frac = dealer.begin(name), ranges.frac_of_weight(name, self.config.frac_bits)
+            for piece in pieces(tensor):
+                elements = encode_weight(name, piece, self.ring, frac)
+                for party, part in enumerate(sharing.deal(elements)):
+                    if part is not None:
+                        self._transport.send(party, "weight", part)
+
+        return share
+
+    def _publish(self, name: str, tensor: Tensor) -> None:
+        """Public weights: everybody gets them as they are."""
+        self._tell({"weight": name, "shape": list(tensor.shape)})
+        for piece in pieces(tensor):
+            encode_weight(name, piece, self.ring, self.config.frac_bits)  # refuses what the ring cannot hold
+            # links carry integers, so that no plaintext float passes by mistake: this one is public, bits as they are
+            raw = piece.to(torch.float32).contiguous().view(torch.int32)
+            for party in range(self.config.parties):
+                self._transport.send(party, "weight", raw)
+
+    # -- calls --------------------------------------------------------------------------------------------------
+    def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
+        """Run the model once: name of its output class and the opened outputs (float64).
+
+        secrets: the inputs listed in call["secret"], in that order: ring elements, or token ids with their vocabulary.
+        """
+        with self._lock:
+            place = self._place({"do": "forward", **call})
+            with self._call(), self.asking(call, secrets, place) as answer:
+                return answer()
+
+    @contextmanager
+    def asking(
+        self, call: Message, secrets: list[Secret], place: tuple[int, int] | None
+    ) -> Iterator[Callable[[], tuple[str, dict[str, Tensor]]]]:
+        """Ask at once; what is yielded waits for what comes back. place: in the schedule of what was preprocessed."""
+        if place is None:
+            self.ask(call, secrets)
+            yield self.opened
+            return
+        self._tell({"do": "forward", "free": [], "at": place, **call}, self._online)
+        with self._apart(place):
+            self._share(secrets)
+            yield functools.partial(self.opened, self._online)
+
+    def ask(self, call: Message, secrets: list[Secret]) -> None:
+        """The first half of `forward`: command and inputs."""
+        self._tell({"do": "forward", "free": self._take_unused(), **call})
+        self._share(secrets)
+
+    def _share(self, secrets: list[Secret]) -> None:
+        for secret in secrets:
+            if isinstance(secret, Tensor):
+                self._end.share(secret)
+            else:
+                self._end.share_index(*secret)
+
+    def opened(self, parties: Iterable[int] | None = None) -> tuple[str, dict[str, Tensor]]:
+        """The second half: what comes back."""
+        answer = self._answers(parties)
+        opened = {}
+        for name, shape, frac in answer["outputs"]:
+            elements = self._end.open(tuple(shape))
+            opened[name] = self.ring.decode(elements, frac)
+        return str(answer["class"]), opened
+
+    def command(self, message: Message) -> None:
+        """A command without an answer (cache management); an error surfaces at the next call."""
+        with self._lock:
+            place = self._place(message)
+            with self._call():
+                self._tell(message if place is None else {**message, "at": place}, place and self._online)
+
+    # -- preprocessing ------------------------------------------------------------------------------------------
+    def preprocess(self, entries: list[Message]) -> int:
+        """Let the helping party run ahead for these requests (none: forget what was preprocessed); bytes stored.
+
+        Raises ConfigError where preprocessing cannot be apart.
+        """
+        self._check_helped()
+        with self._call():
+            return self.prepare(entries)()
+
+    def _check_helped(self) -> int:
+        """The party that runs ahead. Raises ConfigError where none does."""
+        helper = self.config.helper
+        if helper is None:
+            raise ConfigError(f"preprocess: want protocol {names_where(lambda facts: facts.helper is not None)}")
+        return helper
+
+    def prepare(self, entries: list[Message]) -> Callable[[], int]:
+        """The first half of `preprocess`; what is returned waits for the parties and gives the bytes stored."""
+        helper = self._check_helped()
+        self._drop_schedule()
+        schedule = Schedule(next(self._plans), entries)
+        message: Message = {"do": "preprocess", "plan": schedule.number, "calls": entries}
+        self._tell({**message, "free": self._take_unused()})
+
+        def prepared() -> int:
+            answers = [self._answer(party) for party in self.members]
+            self._end.take_witnesses(answers[helper]["witnesses"])
+            self._schedule = schedule if entries else None
+            return sum(int(answer["stored"]) for answer in answers)
+
+        return prepared
+
+    def _place(self, message: Message) -> tuple[int, int] | None:
+        """Where a request stands in the schedule; None without one. Raises DomainError if it is not the next."""
+        schedule, handles = self._schedule, handles_of(message)
+        if schedule is not None:
+            place = (schedule.number, schedule.take(message, self._filled[False] | self._filled[True]))
+            self._filled[True].update(handles)
+            if schedule.finished:
+                self._drop_schedule()
+            return place
+        if not self._filled[True].isdisjoint(handles):
+            raise DomainError(
+                "this cache was filled by preprocessed calls and ends with them; plan more new tokens in "
+                "model.preprocess(...), or start again without past_key_values"
+            )
+        self._filled[False].update(handles)
+        return None
+
+    def _drop_schedule(self) -> None:
+        """Forget it; the helping party frees what it computed ahead with the next request that it hears of."""
+        if self._schedule is not None:
+            self._unused.extend(self._schedule.planned_handles)
+            self._schedule = None
+
+    @property
+    def _online(self) -> list[int]:
+        """Who computes when the helping party has run ahead."""
+        return [party for party in self.members if party != self.config.helper]
+
+    def _apart(self, place: tuple[int, int]) -> AbstractContextManager[None]:
+        """Masks of a preprocessed call."""
+        return self._end.section(section_label(*place))
+
+    # -- handles ------------------------------------------------------------------------------------------------
+    def new_handle(self) -> int:
+        """A number for something that the parties keep."""
+        return next(self._handles)
+
+    def keep_together(self, handle: int, rows: int) -> None:
+        """Batch rows come in groups of `rows` that a cache may reorder among themselves (beams of one prompt)."""
+
+    def release(self, handle: int) -> None:
+        """Forget a handle with the next call (callable from a finalizer: sends nothing itself)."""
+        self._unused.append(handle)
+        for filled in self._filled.values():
+            filled.discard(handle)
+
+    def _take_unused(self) -> list[int]:
+        unused = []
+        while self._unused:
+            unused.append(self._unused.popleft())
+        return unused
+
+    # -- costs and end --------------------------------------------------------------------------------------------
+    def costs(self, reset: bool = False) -> Costs:
+        """What everybody sent since the last reset (control messages apart)."""
+        with self._call():
+            self._tell({"do": "costs", "reset": reset})
+            rows = [self._answer(party) for party in self.members]
+            mine: Ledger = self._transport.ledger
+            rows.append(rows_of(mine))
+            if reset:
+                mine.reset()
+            return Costs.from_rows(rows, self.config.helper)
+
+    def close(self) -> None:
+        """Stop the parties. Idempotent."""
+        with self._lock:
+            if self._over is not None:
+                return
+            self._over = "it was closed"
+            try:
+                self._stop()
+            except TransportError:
+                self._transport.abort("the client closed the session")
+            except BaseException:  # interrupted halfway: the parties would wait for the rest
+                self._transport.abort("the client was interrupted")
+                raise
+            finally:
+                self._shutdown()
+
+    def _stop(self) -> None:
+        self._tell({"do": "stop"})
+
+
+def _remote_error(error: TransportError) -> PrivateLLMError:
+    """The error a party reported, under its own class; its text names the party, and who passed it on."""
+    match = _REMOTE.match(str(error))
+    if match is None:
+        return error
+    kind = getattr(errors, match[2], None)
+    if isinstance(kind, type) and issubclass(kind, PrivateLLMError):
+        return kind(f"{match[1]}: {match[3]}")
+    return PartyFailed(match[0])

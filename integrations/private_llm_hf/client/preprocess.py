@@ -1,0 +1,159 @@
+"""Preprocessing ahead of the data: which calls are planned, and whether the calls that come are those.
+
+What the helping party contributes to a call depends on public facts alone: shapes, masks, positions, which cache
+is continued. A plan is rehearsed: the user's own program (`generate()`, or one forward) runs against a stand-in for the
+parties that answers zeros and writes down what was asked. The parties run ahead for exactly these requests, and the
+client compares each later request with the next one of them before anything is sent (schedule.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import ConfigError
+from private_llm_hf.client.parties import Parties, Secret
+from private_llm_hf.wire import Message
+
+if TYPE_CHECKING:
+    from private_llm_hf.client.model import PrivateModel
+
+
+@dataclass(frozen=True)
+class GeneratePlan:
+    """`times` runs of generate() for `batch` prompts of `prompt` tokens, each followed by up to `new_tokens`.
+
+    attention_mask [batch, prompt] if prompts are padded (on the left). Greedy decoding and sampling, no beams.
+    """
+
+    prompt: int
+    new_tokens: int
+    batch: int = 1
+    times: int = 1
+    attention_mask: Tensor | None = None
+
+    def run(self, model: PrivateModel) -> None:
+        """Generate on the rehearsing model."""
+        if min(self.prompt, self.new_tokens, self.batch) < 1:
+            raise ConfigError(
+                f"preprocess: got prompt={self.prompt}, new_tokens={self.new_tokens}, batch={self.batch}; want at "
+                "least 1 each"
+            )
+        ids = torch.zeros((self.batch, self.prompt), dtype=torch.int64)
+        mask = torch.ones_like(ids) if self.attention_mask is None else self.attention_mask
+        if tuple(mask.shape) != tuple(ids.shape):
+            raise ConfigError(f"preprocess: got an attention_mask {tuple(mask.shape)}; want {tuple(ids.shape)}")
+        with torch.no_grad():
+            cast(Any, model).generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=self.new_tokens, do_sample=False, num_beams=1,
+                pad_token_id=0,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """`times` calls of the model with inputs of these shapes, for instance {"input_ids": (1, 128)}.
+
+    What is public (attention_mask, position_ids, token_type_ids, use_cache) is given as it will be.
+    """
+
+    inputs: Mapping[str, Any]
+    times: int = 1
+
+    def run(self, model: PrivateModel) -> None:
+        """Call the rehearsing model once."""
+        given = {}
+        for name, value in self.inputs.items():
+            if isinstance(value, (tuple, list, torch.Size)):
+                dtype = torch.int64 if name.endswith(("_ids", "_mask")) else torch.float32
+                value = torch.full(tuple(value), int(name.endswith("_mask")), dtype=dtype)
+            given[name] = value
+        with torch.no_grad():
+            try:
+                cast(Any, model)(**given)
+            except _Noted:
+                return
+
+
+AnyPlan = GeneratePlan | ForwardPlan
+
+
+@dataclass(frozen=True)
+class Preprocessed:
+    """What `model.preprocess` did: how many requests to the parties it covers, bytes that were stored."""
+
+    calls: int
+    stored_bytes: int
+
+
+class _Noted(Exception):
+    """The call was written down; what would come back does not matter."""
+
+
+class Rehearsal:
+    """Stands where the link to the parties stands, and writes down what is asked of them."""
+
+    def __init__(self, parties: Parties, generating: bool, vocabulary: int, kind: str) -> None:
+        self.config, self.ring = parties.config, parties.ring
+        self.entries: list[Message] = []
+        self._parties, self._generating, self._vocabulary, self._kind = parties, generating, vocabulary, kind
+
+    def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
+        """As `Parties.forward`; answers the first token every time."""
+        self.entries.append({"do": "forward", **call})
+        if call["encode_to"] is not None:
+            return self._kind, {}
+        if not self._generating:
+            raise _Noted
+        rows, length = call["secret"][0]["shape"][:2]
+        shown = min(call["public"].get("logits_to_keep") or length, length)
+        if self.config.reveal == "token":
+            return self._kind, {"token": torch.zeros(rows, shown)}
+        return self._kind, {"logits": torch.zeros(rows, shown, self._vocabulary)}
+
+    def command(self, message: Message) -> None:
+        """As `Parties.command`."""
+        self.entries.append(dict(message))
+
+    def new_handle(self) -> int:
+        """As `Parties.new_handle`: a number that nothing else has."""
+        return self._parties.new_handle()
+
+    def keep_together(self, handle: int, rows: int) -> None:
+        """Nothing to arrange."""
+
+    def release(self, handle: int) -> None:
+        """The schedule releases its handles itself."""
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+def rehearse(model: PrivateModel, plans: tuple[AnyPlan, ...]) -> list[Message]:
+    """The requests that these plans will make, in order. Raises ConfigError, and whatever the calls would raise."""
+    made: list[Message] = []
+    for plan in plans:
+        if not isinstance(plan, (GeneratePlan, ForwardPlan)) or plan.times < 1:
+            raise ConfigError(f"preprocess: got {plan!r}; want GeneratePlan or ForwardPlan with times of at least 1")
+        for _ in range(plan.times):
+            made += _rehearse_once(model, plan)
+    return made
+
+
+def _rehearse_once(model: PrivateModel, plan: AnyPlan) -> list[Message]:
+    generating = isinstance(plan, GeneratePlan)
+    generation = copy.deepcopy(getattr(model, "generation_config", None))
+    if generation is not None:
+        generation.eos_token_id = None  # nothing ends early
+    elif generating:
+        raise ConfigError(f"preprocess: {model.original_class.__name__} does not generate; want a ForwardPlan")
+    kind = "Seq2SeqLMOutput" if model.config.is_encoder_decoder else "CausalLMOutputWithPast"
+    vocabulary = model.config.get_text_config().vocab_size if generating else 0
+    stand_in = Rehearsal(model.parties, generating, vocabulary, kind)
+    plan.run(type(model)(model.config, cast(Parties, stand_in), model.plan, generation))
+    return stand_in.entries

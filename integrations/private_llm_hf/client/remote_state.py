@@ -1,0 +1,176 @@
+"""What the client holds of state that lives at the parties: a KV cache, an encoder's output. Numbers, no values.
+
+Dropping a handle frees the state at the parties with the next call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutput
+
+from private_llm.errors import DomainError, UnsupportedOp
+from private_llm_hf.client.parties import Parties
+
+
+class PrivateCache(Cache):  # type: ignore[misc]
+    """The handle of a KV cache at the parties; made by the model, passed back as `past_key_values`.
+
+    position: the number of the next position per row, which transformers takes for the cache's length. kv_length: how
+    many entries each row has, fewer if the session's cache policy evicts. Both are public. Reordering (beam search)
+    tells the parties which rows continue.
+    """
+
+    def __init__(self, parties: Parties, rows: int) -> None:
+        super().__init__(layers=[])
+        self._parties = parties
+        self.handle = parties.new_handle()
+        self.position = self.kv_length = 0
+        self._newest = 0  # entries of the last positions that are certainly held
+        self.rows = rows
+        self.withheld = False  # whether values in it left their range
+        weakref.finalize(self, parties.release, self.handle)
+
+    def extend(self, length: int) -> None:
+        """A call ran that cached `length` further positions, and the parties' policy chose what stays."""
+        policy = self._parties.config.cache_policy
+        held = self.kv_length + length
+        self.kv_length = policy.entries(held, prefill=self.position == 0)
+        self.position += length
+        self._newest += length
+        if self.kv_length < held and policy.newest is not None:
+            self._newest = min(self._newest, policy.newest)
+
+    def belongs_to(self, parties: Parties) -> bool:
+        """Whether this handle is of that session."""
+        return self._parties is parties
+
+    @property
+    def is_compileable(self) -> bool:
+        """Never: there is nothing here to compile."""
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether something was cached."""
+        return self.position > 0
+
+    @property
+    def is_croppable(self) -> bool:
+        """Always."""
+        return True
+
+    def __len__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        held = f", kv_length={self.kv_length}" if self.kv_length < self.position else ""
+        return f"PrivateCache(handle={self.handle}, rows={self.rows}, position={self.position}{held})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrivateCache:
+        twin = PrivateCache(self._parties, self.rows)
+        twin.position, twin.kv_length, twin._newest = self.position, self.kv_length, self._newest
+        if self.position:
+            self._parties.command({"do": "cache", "handle": self.handle, "how": "copy", "to": twin.handle})
+        return twin
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The number of the next position: cached positions per row, evicted ones too."""
+        return self.position
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """No maximum."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """(positions after `query_length` further ones, number of the first)."""
+        return self.position + query_length, 0
+
+    def update(self, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Keys and values never reach the client."""
+        raise UnsupportedOp(
+            "a PrivateCache is a handle; keys and values are with the parties, secret ones only as shares"
+        )
+
+    def _rows(self, how: str, index: Tensor) -> None:
+        if index.ndim != 1 or not 0 <= int(index.min()) <= int(index.max()) < max(self.rows, 1):
+            raise DomainError(f"cache rows: got {index.tolist()}; want indices below {self.rows}")
+        if self.position:
+            self._parties.command(
+                {"do": "cache", "handle": self.handle, "how": how, "index": index.to(torch.int64).cpu()}
+            )
+        self.rows = len(index)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Continue with rows `beam_idx` (the parties see these indices)."""
+        if beam_idx.tolist() != list(range(self.rows)):
+            self._rows("select", beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices`."""
+        self._rows("select", indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        self._rows("select", torch.arange(self.rows).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `tokens_to_remove` positions (0 or negative, as transformers counts them)."""
+        if tokens_to_remove > 0:
+            raise DomainError(f"crop: got {tokens_to_remove}; want 0 or a negative number of positions to remove")
+        count = min(-tokens_to_remove, self.position)
+        if self._newest < count < self.position:
+            raise DomainError(
+                f"crop: got {tokens_to_remove}; of this cache only the last {self._newest} positions can be removed, "
+                "because entries before them were evicted"
+            )
+        if count:
+            self._parties.command({"do": "cache", "handle": self.handle, "how": "crop", "count": count})
+            self.position -= count
+            self.kv_length, self._newest = max(0, self.kv_length - count), max(0, self._newest - count)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        if self.position:
+            self._parties.command({"do": "cache", "handle": self.handle, "how": "reset"})
+            self.position = self.kv_length = self._newest = 0
+
+
+class PrivateEncoderOutput(BaseModelOutput):  # type: ignore[misc]
+    """The handle of an encoder's output at the parties.
+
+    `last_hidden_state` holds row numbers (int64 [B, 1, 1]), no hidden states: it survives the repeating and
+    selecting of rows that generate() does, and tells the parties which rows a decoder call uses.
+    """
+
+    @classmethod
+    def of(cls, parties: Parties, rows: int, length: int) -> PrivateEncoderOutput:
+        """A new handle for `rows` encoded inputs of `length` positions."""
+        out = cls(last_hidden_state=torch.arange(rows).view(rows, 1, 1))
+        keeper = _Keeper(parties)
+        out.keeper, out.source_rows, out.length = keeper, rows, length
+        return out
+
+    @property
+    def handle(self) -> int:
+        """The number the parties know."""
+        return int(self.keeper.handle)
+
+    @property
+    def row_index(self) -> Tensor:
+        """Which encoded row each row of the batch uses."""
+        index: Tensor = self.last_hidden_state
+        return index.reshape(-1)
+
+
+class _Keeper:
+    """Frees the encoder output when the last handle is gone."""
+
+    def __init__(self, parties: Parties) -> None:
+        self.parties = parties
+        self.handle = parties.new_handle()
+        weakref.finalize(self, parties.release, self.handle)

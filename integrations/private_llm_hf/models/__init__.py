@@ -1,0 +1,1 @@
+"""What transformers' models are made of: facts of architectures, norms, attention, experts."""

@@ -1,0 +1,88 @@
+"""Our attention and mask functions, registered with transformers under one name.
+
+The mask function returns a boolean mask computed from public data alone (or None where everything is allowed),
+never the additive finfo.min mask, which no fixed-point number holds.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.nn.attention import attend_and_weigh
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SecretTensor
+from private_llm_hf.party.cache import HeldKeys
+
+NAME = "private_llm"
+"""What `config._attn_implementation` is set to."""
+
+
+def register() -> None:
+    """Make `NAME` known to transformers. Both functions together: with an attention function but no mask
+    function transformers silently runs causal models without a mask.
+    """
+    AttentionInterface.register(NAME, private_attention)
+    AttentionMaskInterface.register(NAME, private_mask)
+
+
+def private_mask(*args: object, **kwargs: object) -> Tensor | None:
+    """Boolean mask [B, 1, q, kv], True where attention is allowed; None if it is everywhere."""
+    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+    mask: Tensor = sdpa_mask(*args, **kwargs)
+    return None if bool(mask.all()) else mask
+
+
+def private_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """q [B, H, q, D], k and v [B, G, kv, D], all secret, to ([B, q, H, D], no attention weights).
+
+    The mask is as wide as the text; of a cache whose policy evicts, the columns of its entries are taken.
+    """
+    if not (isinstance(query, SecretTensor) and isinstance(key, SecretTensor) and isinstance(value, SecretTensor)):
+        raise UnsupportedOp(f"{type(module).__name__}: private attention needs secret query, key and value")
+    if s_aux is not None:
+        raise UnsupportedOp(f"{type(module).__name__}: attention sinks (a learned score per head) have no private rule")
+    if dropout:
+        raise UnsupportedOp("attention dropout on secret tensors; call model.eval()")
+    if attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", False):
+        raise DomainError(f"{type(module).__name__} is causal but got no mask; the mask function is not registered")
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        raise DomainError(f"attention mask: got {attention_mask.dtype}; want a boolean mask, True where allowed")
+    layer = key.layer if isinstance(key, HeldKeys) else None
+    if layer is not None and attention_mask is not None:
+        attention_mask = layer.buffer.columns(attention_mask, query.shape[1])
+    out, mass = attend_and_weigh(
+        query.raw,
+        key.to_operand(),
+        value.to_operand(),
+        attention_mask,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap,
+        _bias(position_bias),
+        counted=0 if layer is None else layer.policy.mass_queries(query.shape[2]),
+    )
+    if layer is not None:
+        layer.attended(mass)
+    return SecretTensor(out.view(lambda part: part.transpose(1, 2))), None
+
+
+def _bias(bias: Tensor | None) -> Fixed | Tensor | None:
+    """A position bias (T5) as an addend, secret or public; public zeros are none."""
+    if isinstance(bias, SecretTensor):
+        return bias.to_fixed()
+    return bias if bias is not None and bool(bias.any()) else None

@@ -1,0 +1,121 @@
+"""What a client announces of a model or an input, checked before anything of it is built or allocated.
+
+A party that holds no share file builds what its client describes. It does so only if
+
+  1. the model type is one that `architecture()` accepts, and the class is one of that type;
+  2. every whole number of the configuration is one that a model may have;
+  3. the model made of it, on the meta device where nothing has memory, stays below a number of weights and bytes of
+     buffers;
+  4. its weights fit into this machine's memory; what then arrives must be these weights, in these shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from private_llm.errors import PatchMismatch, TransportError
+from private_llm.kernels.memory import memory_bytes
+from private_llm.tensor.dispatch import TorchArg
+from private_llm_hf.checkpoint.model_spec import accepted_class
+from private_llm_hf.checkpoint.weights import WeightList, weights_of_buffers
+from private_llm_hf.models.attention import register
+from private_llm_hf.models.batch_norm import fold_batch_norms
+from private_llm_hf.party.model import party_config
+from private_llm_hf.wire import Message
+
+LARGEST_NUMBER = 1 << 24
+"""Largest whole number in a configuration; the longest contexts of today have 10 million positions."""
+MOST_TENSORS = 20_000
+"""Tensors that building a model may ask for; a model of 405 B parameters has 1200 weights."""
+MOST_BUFFERS = 1 << 30
+"""Bytes of public buffers that a model may have."""
+MOST_INPUTS = 1 << 28
+"""Elements of one secret input: 65,536 embedded tokens of width 4096, or 1780 images of 224 x 224."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def announced_shapes(description: Message, bytes_each: int, whole: bool = True) -> Shapes:
+    """Shapes of the weights that the described model needs, by name.
+
+    bytes_each: what one weight takes here; whole: all of them must fit into memory at once, otherwise each alone.
+    Raises PatchMismatch for a model that this library does not run, or that this machine cannot hold.
+    """
+    config, name = description["config"], description["class"]
+    cls = accepted_class(name, config)
+    _check_numbers(config, "")
+    register()
+    with torch.device("meta"), _Counting():
+        model: PreTrainedModel = cls(party_config(config, cls))
+    weights_of_buffers(model)
+    fold_batch_norms(model)
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    if buffers > MOST_BUFFERS:
+        raise PatchMismatch(f"{name}: this configuration makes {buffers} bytes of buffers; want at most {MOST_BUFFERS}")
+    shapes = WeightList.of(model).shapes
+    sizes = [math.prod(shape) * bytes_each for shape in shapes.values()]
+    needed, room = sum(sizes) if whole else max(sizes, default=0), memory_bytes()
+    if needed > room:
+        raise PatchMismatch(
+            f"{name}: its {'weights need' if whole else 'largest weight needs'} {needed} bytes here, and this machine "
+            f"has {room}; take a larger machine, a share file, or an offload_folder"
+        )
+    return shapes
+
+
+def take_announced(wanted: Shapes, header: Mapping[str, Any]) -> tuple[int, ...]:
+    """The shape of the weight that `header` announces; it is not wanted any more. Raises PatchMismatch for another."""
+    name, shape = header["weight"], header["shape"]
+    expected = wanted.pop(name, None) if isinstance(name, str) else None
+    if expected is None:
+        raise PatchMismatch(f"weight {name!r}: the model that was announced has none of that name, or it came before")
+    if shape != list(expected):
+        raise PatchMismatch(f"weight '{name}': got shape {str(shape)[:80]}; want {list(expected)}")
+    return expected
+
+
+def input_shape(shape: object) -> tuple[int, ...]:
+    """The shape of a secret input. Raises TransportError for one that no input has."""
+    sizes = tuple(shape) if isinstance(shape, list) else ()
+    if not sizes or not all(type(size) is int and size > 0 for size in sizes) or math.prod(sizes) > MOST_INPUTS:
+        raise TransportError(f"input: got shape {str(shape)[:80]}; want positive sizes, at most {MOST_INPUTS} elements")
+    return sizes
+
+
+def _check_numbers(value: object, key: str) -> None:
+    """Raise PatchMismatch for a whole number that is larger than any model's."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _check_numbers(inner, str(name))
+    elif isinstance(value, list):
+        for inner in value:
+            _check_numbers(inner, key)
+    elif isinstance(value, int) and abs(value) > LARGEST_NUMBER and "theta" not in key:  # bases of rotary embeddings
+        raise PatchMismatch(f"configuration: {key[:80]!r} may not be above {LARGEST_NUMBER}")
+
+
+class _Counting(TorchFunctionMode):
+    """Counts the tensors that building a model asks for."""
+
+    _FRESH = frozenset({torch.empty, torch.ones, torch.zeros})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = 0
+
+    def __torch_function__(
+        self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
+    ) -> Tensor | TorchArg:
+        """Count. Raises PatchMismatch when it is too many."""
+        if func in self._FRESH:
+            self._count += 1
+            if self._count > MOST_TENSORS:
+                raise PatchMismatch(f"configuration: it makes more than {MOST_TENSORS} weights")
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,89 @@
+"""What every endpoint that serves a client does: answer its commands, say that it is alive, pass on why it stops."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import PrivateLLMError, TransportError
+from private_llm.net.roles import HEARSAY, WHO, named
+from private_llm.net.transport import CLIENT, Transport
+from private_llm_hf.wire import Message, recv_message, send_message
+
+_LOG = logging.getLogger("private_llm")
+_REPORTED = re.compile(rf"{HEARSAY}(?:(?:{WHO}): \w+: |the client stopped)")
+
+
+def serve_commands(
+    transport: Transport,
+    commands: Mapping[str, Callable[[Message], None]],
+    heartbeat: Heartbeat,
+    around: Callable[[Message], AbstractContextManager[None]] = lambda message: nullcontext(),
+) -> None:
+    """Answer commands, each within `around` it, until the client stops. Raises what ended the session otherwise."""
+    while True:
+        transport.wait(CLIENT)
+        message = recv_message(transport, CLIENT)
+        name = str(message.get("do"))
+        if name == "stop":
+            return
+        if name not in commands:
+            raise TransportError(f"unknown command {name!r}: the client runs another version")
+        heartbeat.start()
+        with torch.no_grad(), around(message):
+            commands[name](message)
+
+
+class Heartbeat:
+    """Tells the client "still computing" while a long call makes progress, so that silence means a dead party."""
+
+    def __init__(self, transport: Transport, every_s: float) -> None:
+        self._transport, self._every = transport, every_s
+        self._last = time.monotonic()
+
+    def start(self) -> None:
+        """A call begins."""
+        self._last = time.monotonic()
+
+    def watch(self, model: nn.Module) -> None:
+        """Beat whenever a module starts and the last beat is long ago."""
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda module, inputs: self.beat())
+
+    def beat(self) -> None:
+        """There is progress: say so if the last time is long ago."""
+        now = time.monotonic()
+        if now - self._last > self._every:
+            self._last = now
+            send_message(self._transport, CLIENT, {"alive": True})
+
+
+def reported(config: PrivateConfig, number: int, transport: Transport, serve: Callable[[], None]) -> str | None:
+    """Run `serve` as endpoint `number`. Returns None, or why it failed, which all others were told."""
+    who = f"party {number}"
+    try:
+        serve()
+    except PrivateLLMError as error:
+        reason = f"{who}: {type(error).__name__}: {error}"
+        if isinstance(error, TransportError) and _REPORTED.match(str(error)):
+            reason = str(error)  # another endpoint's reason, passed on unchanged
+    except Exception as error:  # noqa: BLE001 - the end of a session: whatever its client caused ends it, nothing else
+        # The others wait for this endpoint, so they must learn that it stops. An unforeseen error's text might hold
+        # values, so only its kind and place travel; the text stays in this endpoint's own log.
+        _LOG.exception("%s stops", named(config, who))
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{who}: {type(error).__name__}: in {Path(where.filename).name}, line {where.lineno}"
+    else:
+        return None
+    reason = named(config, reason)
+    transport.abort(reason)
+    return reason

@@ -1,0 +1,237 @@
+"""One party's model: HuggingFace's own module tree and forward, with this party's shares as parameters.
+
+No plaintext weight is ever here: the tree is built without weights, then every parameter is set to a share
+(or, with weights="public", to the public tensor). Norms and hand-spelled activations are replaced by modules that call
+one protocol, attention and masks come from `attention.py`, and every module books its cost under its own name.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+import private_llm.nn  # noqa: F401 - completes the table of operations
+from private_llm.cache_policy import CachePolicy
+from private_llm.errors import PatchMismatch
+from private_llm.net.ledger import Ledger
+from private_llm.nn.linear import SharedInput, can_share
+from private_llm.protocols.session import Session
+from private_llm.protocols.share import Share
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SecretTensor
+from private_llm_hf.checkpoint.model_spec import accepted_class
+from private_llm_hf.checkpoint.weights import WithoutWeights, weights_of_buffers
+from private_llm_hf.handlers import handler_of, match
+from private_llm_hf.models.architectures import attention_of, table
+from private_llm_hf.models.attention import register
+from private_llm_hf.models.batch_norm import fold_batch_norms
+from private_llm_hf.party.cache import SecretCache, SecretEncoderDecoderCache
+from private_llm_hf.party.placement import Placement, Value
+from private_llm_hf.patch_plan import make_plan
+
+AnyValue = TypeVar("AnyValue", bound=Value)
+
+
+def build_party_model(
+    config: Mapping[str, Any], class_name: str, parameters: MutableMapping[str, AnyValue], session: Session,
+    progress: Callable[[], None] = lambda: None,
+) -> PreTrainedModel:  # fmt: skip
+    """A model of transformers' class `class_name` whose parameters are this party's shares.
+
+    `parameters` maps the model's own parameter names (tied ones once, under the name they are tied to) to shares. It
+    is emptied: a weight that becomes part of a larger one (query, key and value) is not kept beside it.
+    Modules lie where the session's device_map says. `progress` is called after each weight, and later whenever a
+    module runs. The result also has `new_cache()`. Raises PatchMismatch for modules without a rule and for missing,
+    surplus or misshapen weights, ConfigError for a device_map that does not fit.
+    """
+    model = empty_model(config, class_name)
+    make_plan(model, session.config)
+    _replace_modules(model)
+    placement = Placement(model, session)
+    _set_parameters(model, parameters, placement, progress)
+    _check_complete(model, session, placement.on_disk)
+    model.new_cache = functools.partial(new_cache, model, session.config.cache_policy)
+    _share_inputs(model, session.protocol.ledger, placement)
+    _follow_modules(model, session.protocol.ledger, progress)
+    placement.attach(model)
+    return model.eval()
+
+
+def meta_parameters(model: PreTrainedModel, session: Session) -> dict[str, Fixed | Tensor]:
+    """Weights without values for a whole model (as `empty_model` makes it): what `build_party_model` takes in a meta
+    session.
+
+    Public weights that meet secrets only (matrices, filters, the table of tokens) have no memory. Others also meet
+    public values (positions, masks), so they are real: zeros that take the memory of one number.
+    """
+    if session.config.weights == "public":
+        products = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d, Conv1D))]
+        if model.main_input_name == "input_ids":
+            products.append(model.get_input_embeddings())
+        large = {id(m.weight) for m in products}
+        zero = torch.zeros(())
+        return {n: p.detach() if id(p) in large else zero.expand(p.shape) for n, p in model.named_parameters()}
+    count = len(session.protocol.public(torch.zeros(1, dtype=session.ring.dtype, device="meta")).parts)
+    made: dict[str, Fixed | Tensor] = {}
+    for name, value in model.named_parameters():
+        parts = [torch.empty(value.shape, dtype=session.ring.dtype, device="meta") for _ in range(count)]
+        made[name] = Fixed(session, Share(tuple(parts)), session.known.ranges.frac_of_weight(name, session.frac))
+    return made
+
+
+def release(model: nn.Module) -> None:
+    """Let go of a model's weights and of all else that it holds, at once; it cannot run afterwards.
+
+    A module whose forward was replaced refers to itself, so Python would free it only when it next looks for such
+    circles: many sessions later.
+    """
+    for module in list(model.modules()):
+        vars(module).clear()
+
+
+def new_cache(model: PreTrainedModel, policy: CachePolicy) -> SecretCache | SecretEncoderDecoderCache:
+    """An empty KV cache for this model (with two stacks it keeps all: `make_plan` refuses another policy)."""
+    return SecretEncoderDecoderCache() if model.config.is_encoder_decoder else SecretCache(policy)
+
+
+# -- the bare tree ---------------------------------------------------------------------------------------------
+def empty_model(config: Mapping[str, Any], class_name: str) -> PreTrainedModel:
+    """The module tree without weights and with real (public) buffers; batch norms are folded away.
+
+    Raises PatchMismatch, before anything is built, for a class that `architecture()` does not accept.
+    """
+    cls = accepted_class(class_name, config)
+    register()
+    with WithoutWeights():
+        model = cls(party_config(config, cls))
+    weights_of_buffers(model)
+    model.tie_weights()
+    fold_batch_norms(model)
+    return model
+
+
+def party_config(config: Mapping[str, Any], cls: type[PreTrainedModel]) -> PretrainedConfig:
+    """A configuration for a party: private attention, float32 outside, no cache unless one is passed."""
+    values = copy.deepcopy(dict(config))
+    settings = AutoConfig.for_model(values.pop("model_type", ""), **values)
+    settings._attn_implementation = attention_of(settings.model_type, cls)
+    settings.dtype = torch.float32
+    settings.use_cache = False
+    return settings
+
+
+# -- replacing ----------------------------------------------------------------------------------------------
+def _replace_modules(model: nn.Module) -> None:
+    """Children before parents: a private module may keep a child of the module that it stands for."""
+    for parent in reversed(list(model.modules())):
+        for name, child in list(parent.named_children()):
+            handler = handler_of(child)
+            if handler is not None and handler.make is not None:
+                setattr(parent, name, handler.make(child))
+        places = match("pool_first", parent)
+        if places is not None:
+            _pool_first(parent, *places.split())
+
+
+def _pool_first(parent: nn.Module, relu: str, pool: str) -> None:
+    """Let a max pool go before the ReLU that it follows: the same function, with fewer comparisons."""
+    held = [parent.get_submodule(name) for name in (relu, pool)]
+    if isinstance(held[0], nn.ReLU) and isinstance(held[1], nn.MaxPool2d):
+        for name, module in zip((pool, relu), held, strict=True):
+            path, _, own = name.rpartition(".")
+            setattr(parent.get_submodule(path), own, module)
+
+
+def _share_inputs(model: nn.Module, ledger: Ledger, placement: Placement) -> None:
+    """Let siblings that read the same tensor (query, key, value; gate, up) be one product."""
+    for path, parent in model.named_modules():
+        children = dict(parent.named_children())
+        for names, where in table("same_input").items():
+            found = [children[name] for name in names.split() if name in children]
+            if len(found) == len(names.split()) and re.fullmatch(where, path) and can_share(found):
+                read = placement.reader([f"{path}.{name}" for name in names.split()], found)
+                group = SharedInput(found, f"{path}.{'+'.join(names.split())}", ledger, read)
+                for index, layer in enumerate(found):
+                    layer.forward = functools.partial(group.piece, index)
+
+
+# -- weights ------------------------------------------------------------------------------------------------
+def _set_parameters(
+    model: PreTrainedModel,
+    parameters: MutableMapping[str, AnyValue],
+    placement: Placement,
+    progress: Callable[[], None],
+) -> None:
+    """Set every parameter; a tied one may come under any of its names."""
+    groups: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, module in model.named_modules():
+        for own, value in module.named_parameters(recurse=False):
+            groups.setdefault(id(value), []).append((f"{path}.{own}" if path else own, module, own))
+    missing = []
+    for places in groups.values():
+        name = next((name for name, _, _ in places if name in parameters), None)
+        if name is None:
+            missing.append(places[0][0])
+            continue
+        wanted, value = places[0][1]._parameters[places[0][2]], parameters.pop(name)
+        if wanted is None or tuple(value.shape) != tuple(wanted.shape):
+            raise PatchMismatch(
+                f"weight '{name}': got {tuple(value.shape)}; want {tuple(getattr(wanted, 'shape', ()))}"
+            )
+        placement.settle(places, value)
+        progress()
+    surplus = sorted(parameters)
+    if missing or surplus:
+        raise PatchMismatch(
+            f"{type(model).__name__}: weights do not match the model; missing: {_some(missing)}; "
+            f"not expected: {_some(surplus)}"
+        )
+
+
+def _check_complete(model: PreTrainedModel, session: Session, on_disk: set[str]) -> None:
+    held = [(name, p) for name, p in model.named_parameters() if name not in on_disk]
+    left = [name for name, p in held if p.device.type == "meta" and session.device != "meta"]
+    if session.config.weights == "secret":
+        left += [name for name, p in held if not isinstance(p, SecretTensor)]
+    left += [name for name, b in model.named_buffers() if b.device.type == "meta"]
+    if left:
+        raise PatchMismatch(
+            f"{type(model).__name__}: neither shared nor public after loading: {_some(sorted(set(left)))}"
+        )
+
+
+def _some(names: list[str]) -> str:
+    if not names:
+        return "none"
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+
+
+# -- costs by module ------------------------------------------------------------------------------------------
+def _follow_modules(model: nn.Module, ledger: Ledger, progress: Callable[[], None]) -> None:
+    """Book what each module sends under its name (the innermost module that runs), and report that it runs."""
+    for name, module in model.named_modules():
+        if name and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            module.forward = _followed(module.forward, ledger, name, progress)
+
+
+def _followed(
+    forward: Callable[..., Any], ledger: Ledger, name: str, progress: Callable[[], None]
+) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
+        progress()
+        outer = ledger.enter(name)  # `ledger.scope` without its generator: modules are many
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            ledger.leave(outer)
+
+    return run

@@ -1,0 +1,371 @@
+"""A computing party: waits for the client's commands and runs its share of the model.
+
+It sees shapes, masks and positions, shares of everything else. An error of any kind ends the session: its name
+and text (never a value) go to all endpoints, who stop as well.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput, ModelOutput
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ShareFileError, TransportError, UnsupportedOp
+from private_llm.exact.argmax import argmax
+from private_llm.kernels.memory import trim_allocator, tune_allocator
+from private_llm.net.parallel_sessions import lane_links
+from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocols.offline_phase import Ahead
+from private_llm.protocols.session import Session, join
+from private_llm.protocols.weight_sharing import assemble, keys_held, pieces, sends_parts
+from private_llm.ranges import Ranges
+from private_llm.ring.prg import Seed
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.range_check import verdict
+from private_llm.tensor.secret import SecretTensor
+from private_llm.tensor.secret_index import SecretIndex
+from private_llm_hf.checkpoint.node_checkpoint import NodeCheckpoint
+from private_llm_hf.checkpoint.offload import OffloadFile, Stored
+from private_llm_hf.checkpoint.share_files import ShareFile
+from private_llm_hf.client.costs import rows_of
+from private_llm_hf.party.announced import Shapes, announced_shapes, input_shape, take_announced
+from private_llm_hf.party.cache import SecretCache
+from private_llm_hf.party.command_loop import Heartbeat, reported, serve_commands
+from private_llm_hf.party.model import build_party_model, release
+from private_llm_hf.token_sharding.cut import states_before_cut, stop_behind
+from private_llm_hf.token_sharding.node import Node
+from private_llm_hf.wire import GUARD, OPENED, PUBLIC, Message, recv_message, send_message
+
+
+class Party:
+    """One party's end of a model: built by a "load" command, run by "forward" commands."""
+
+    def __init__(
+        self, config: PrivateConfig, number: int, transport: Transport, held: ShareFile | None,
+        lanes: dict[int, Party] | None = None, lane: int = 0,
+    ) -> None:  # fmt: skip
+        """lanes: where the lanes of one party find each other; this one enters itself as number `lane`."""
+        links = lane_links(transport, config.parties, lane, config.permute)
+        self.config, self.number, self.transport, self.held = config, number, links, held
+        self.role = links.me
+        self.lanes = {} if lanes is None else lanes
+        self.lanes[lane] = self
+        self.session: Session = join(config, self.role, links)
+        self.model: PreTrainedModel | None = None
+        self.stored: dict[str, Stored] = {}
+        self.description: Message = {}
+        self.kept: dict[int, Any] = {}
+        self._heartbeat = Heartbeat(links, config.timeout_s / 4)
+        self.ahead = Ahead(self.session, links, self._run_ahead, self._heartbeat.beat)
+        self._silent = False
+
+    def serve(self) -> None:
+        """Answer commands until the client stops. Raises what ended the session otherwise."""
+        commands = {
+            "hello": self._hello,
+            "load": self._load,
+            "forward": self._forward,
+            "cache": self._cache,
+            "costs": self._costs,
+            "preprocess": self._preprocess,
+        }
+        try:
+            with closing(self.ahead):
+                serve_commands(self.transport, commands, self._heartbeat, self._following)
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Free what is large now: this object and its parts refer to each other, so Python would do it much later."""
+        model, self.model = self.model, None
+        if model is not None:
+            release(model)
+        self.stored.clear()
+        self.kept.clear()
+        del self.ahead  # which holds a method of this object
+
+    def _following(self, message: Message) -> AbstractContextManager[None]:
+        """With what was computed ahead for a planned request."""
+        at = message.get("at")
+        return nullcontext() if at is None else self.ahead.following(*at)
+
+    def _answer(self, message: Message) -> None:
+        if not self._silent:
+            send_message(self.transport, CLIENT, message)
+
+    def _hello(self, _: Message) -> None:
+        held = self.held
+        self._answer({"model": held and held.description["model"], "sharing": held and held.sharing})
+
+    # -- the model --------------------------------------------------------------------------------------------
+    def _load(self, message: Message) -> None:
+        weights: dict[str, Fixed | Tensor | Stored]
+        if message["held"]:
+            if self.held is None:
+                raise ShareFileError("the client wants a model that this party holds no share file of")
+            message = self.held.description
+            ranges = Ranges(message["ranges"])
+            weights = {
+                name: Stored(shape, functools.partial(self._from_file, self.held, name, ranges))
+                for name, shape in self.held.shapes.items()
+            }
+        elif message["like"] is not None:
+            other = self.lanes[message["like"]]
+            message, weights = other.description, self._weights_of(other)
+        elif self.held is not None:
+            raise ShareFileError("this party was started with a share file and serves the model of that file only")
+        else:
+            weights = dict(self._receive_weights(self._announced(message), Ranges(message["ranges"])))
+        self.description = message
+        self.session.known.ranges = Ranges(message["ranges"])
+        self.stored = {name: value for name, value in weights.items() if isinstance(value, Stored)}
+        self.model = build_party_model(message["config"], message["class"], weights, self.session, self._heartbeat.beat)
+        if message.get("stop_behind") is not None:
+            stop_behind(self.model, message["stop_behind"])
+        self.transport.ledger.reset()
+        self._answer({"loaded": True, "ranges": self.session.known.ranges.to_dict()})
+
+    def _announced(self, message: Message) -> Shapes:
+        """The weights that a client must send for the model that it describes."""
+        each = self.session.ring.bytes * (keys_held(self.config, self.role) + sends_parts(self.config, self.role))
+        if self.config.weights == "public":
+            each = torch.float32.itemsize
+        return announced_shapes(message, each, whole=self.config.offload_folder is None)
+
+    def _from_file(self, held: ShareFile, name: str, ranges: Ranges) -> Fixed:
+        return Fixed(self.session, held.weight(name), ranges.frac_of_weight(name, self.session.frac))
+
+    def _weights_of(self, other: Party) -> dict[str, Fixed | Tensor | Stored]:
+        """The shares of another lane with the same assignment: the same memory or file, used in this lane's session."""
+        held = dict(other._ready().named_parameters())
+        if any(value.is_meta for value in held.values()):  # some weights stay on disk
+            return {n: Stored(v.shape, functools.partial(self._stored_of, v)) for n, v in other.stored.items()}
+        return {name: self._mine(value) for name, value in held.items()}
+
+    def _stored_of(self, value: Stored) -> Fixed | Tensor:
+        return self._mine(value.read())
+
+    def _mine(self, value: Fixed | Tensor) -> Fixed | Tensor:
+        if isinstance(value, SecretTensor):
+            value = value.raw
+        return Fixed(self.session, value.share, value.frac) if isinstance(value, Fixed) else value.detach()
+
+    def _receive_weights(self, wanted: Shapes, ranges: Ranges) -> Iterator[tuple[str, Fixed | Tensor | Stored]]:
+        public = self.config.weights == "public"
+        count = 0 if public else keys_held(self.config, self.role)
+        raw = [self.transport.recv(CLIENT, "weight key", (32,), torch.uint8) for _ in range(count)]
+        keys = [Seed(key.numpy().tobytes()) for key in raw]
+        offload = None if self.config.offload_folder is None else OffloadFile(self.config.offload_folder)
+        while True:
+            header = recv_message(self.transport, CLIENT)
+            name = header["weight"]
+            self._heartbeat.beat()
+            if name is None:
+                return
+            shape, received = take_announced(wanted, header), None
+            if public:
+                received = self._receive_pieces(shape, torch.int32).view(torch.float32)
+            elif sends_parts(self.config, self.role):
+                received = self._receive_pieces(shape, self.session.ring.dtype)
+            made = functools.partial(self._weight, keys, shape, name, ranges)
+            if offload is None:
+                yield name, made(received)
+                continue
+            if received is not None:
+                offload.write(name, received)
+            yield name, Stored(shape, functools.partial(_read, made, offload, name))
+
+    def _weight(
+        self, keys: list[Seed], shape: tuple[int, ...], name: str, ranges: Ranges, received: Tensor | None
+    ) -> Fixed | Tensor:
+        """One weight from what the client sent for it; masks come from their seeds."""
+        if self.config.weights == "public" and received is not None:
+            return received
+        share = assemble(self.config, self.role, keys, received, shape, name)
+        return Fixed(self.session, share, ranges.frac_of_weight(name, self.session.frac))
+
+    def _receive_pieces(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        whole = torch.empty(shape, dtype=dtype)
+        for piece in pieces(whole):
+            piece.copy_(self.transport.recv(CLIENT, "weight", tuple(piece.shape), dtype))
+        return whole
+
+    # -- calls -----------------------------------------------------------------------------------------------
+    def _preprocess(self, message: Message) -> None:
+        self._free(message)
+        stored = self.ahead.prepare(message["plan"], message["calls"])
+        self._answer({"stored": stored, "witnesses": self.session.protocol.take_witnesses()})
+
+    def _run_ahead(self, request: Message) -> None:
+        """Compute a planned request without an answer: the client comes later."""
+        run = {"forward": self._forward, "cache": self._cache}[request["do"]]
+        self._silent = True
+        try:
+            run({"free": [], **request})
+        finally:
+            self._silent = False
+
+    def _free(self, message: Message) -> None:
+        for handle in message["free"]:
+            self.kept.pop(handle, None)
+
+    def _forward(self, message: Message) -> None:
+        with self.transport.ledger.scope(""):  # the time of inputs and opening
+            self._run(self._ready(), message)
+
+    def _run(self, model: PreTrainedModel, message: Message) -> None:
+        self._free(message)
+        inputs = dict(message["public"])
+        refused = sorted({*inputs} - PUBLIC) + sorted({*message["outputs"]} - {*OPENED})
+        if refused:
+            raise UnsupportedOp(f"the client asks for {', '.join(refused)}, which parties do not take or open")
+        for item in message["secret"]:
+            inputs.update(self._receive(model, item))
+        cache = message["cache"]
+        if cache is not None:
+            if cache not in self.kept:
+                self.kept[cache] = model.new_cache()
+            inputs["past_key_values"] = self.kept[cache]
+        if message["encoded"] is not None:
+            inputs["encoder_outputs"] = self._encoded(message["encoded"])
+        if message.get("slices") is not None:
+            self._pass_on(states_before_cut(model, inputs), message["slices"])
+            return
+        target = model.get_encoder() if message["encode_to"] is not None else model
+        result = target(**inputs, return_dict=True)
+        if isinstance(inputs.get("past_key_values"), SecretCache):
+            with self.transport.ledger.scope("cache policy"):
+                inputs["past_key_values"].evict(inputs.get("attention_mask"))
+        if message["encode_to"] is not None:
+            self.kept[message["encode_to"]] = result.last_hidden_state
+            self._reveal(ModelOutput(), [])
+            return
+        self._reveal(result, message["outputs"])
+
+    def _receive(self, model: PreTrainedModel, item: Message) -> dict[str, Tensor]:
+        """One secret input: token ids arrive as index shares and become embeddings, values come as they are."""
+        shape, name = input_shape(item["shape"]), item["name"]
+        protocol = self.session.protocol.on(torch.device(self.session.device))
+        if item["kind"] == "values":
+            share = protocol.receive_input(shape)
+            return {name: SecretTensor(Fixed(self.session, share, self.session.frac))}
+        table = (model.get_decoder() if name.startswith("decoder_") else model).get_input_embeddings()
+        if item["vocabulary"] != table.num_embeddings:  # the work of a lookup follows from this number
+            raise TransportError(f"vocabulary: got {item['vocabulary']!r}; the model has {table.num_embeddings} tokens")
+        index = protocol.receive_index(math.prod(shape), table.num_embeddings)
+        ids = SecretIndex(self.session, index, shape)
+        return {name.replace("input_ids", "inputs_embeds"): table(ids)}
+
+    def _reveal(self, result: ModelOutput, wanted: list[str]) -> None:
+        """State names, shapes and fractional bits of the outputs, then open them towards the client."""
+        outputs = []
+        with self.transport.ledger.scope(GUARD):
+            checked = verdict(self.session)
+        for name in wanted:
+            value = result.get(name)
+            if not isinstance(value, SecretTensor):
+                continue
+            if self.config.reveal == "logits":
+                outputs.append((name, value.to_fixed()))
+            elif name == "logits":  # and nothing else, whatever the client asks for
+                with self.transport.ledger.scope(self.config.reveal):
+                    outputs.append((self.config.reveal, argmax(value.to_fixed())))
+        if checked is not None:
+            outputs.append((GUARD, checked))
+        described = [[name, list(fixed.shape), fixed.frac] for name, fixed in outputs]
+        self._answer({"class": type(result).__name__, "outputs": described})
+        for _, fixed in outputs:
+            self.session.protocol.reveal_to_client(fixed.share)
+
+    def _pass_on(self, states: SecretTensor, slices: list[tuple[int, list[int]]]) -> None:
+        """Reveal to each CompNode behind a split its rows of the hidden states."""
+        plan, first = self.config.plan, self.config.parties
+        nodes = range(first, first) if plan is None else range(first, first + plan.alpha)
+        wrong = [endpoint for endpoint, _ in slices if type(endpoint) is not int or endpoint not in nodes]
+        if wrong:
+            raise TransportError(f"hidden states go to CompNodes, {nodes.start} to {nodes.stop - 1}; got {wrong}")
+        share = states.to_fixed().share
+        pieces = [(endpoint, share.map(functools.partial(_rows_of, rows))) for endpoint, rows in slices]
+        self._reveal(ModelOutput(), [])
+        with self.transport.ledger.scope("states to the nodes"):
+            self.session.protocol.reveal(pieces)
+
+    def _ready(self) -> PreTrainedModel:
+        if self.model is None:
+            raise TransportError("a call arrived before a model was loaded")
+        return self.model
+
+    def _encoded(self, reference: Message) -> ModelOutput:
+        hidden = self.kept[reference["handle"]]
+        rows = reference["rows"]
+        return BaseModelOutput(last_hidden_state=hidden if rows is None else hidden[rows])
+
+    def _cache(self, message: Message) -> None:
+        cache = self.kept[message["handle"]]
+        how = message["how"]
+        if how == "select":
+            cache.reorder_cache(message["index"])
+        elif how == "crop":
+            cache.crop(-message["count"])
+        elif how == "reset":
+            cache.reset()
+        elif how == "copy":
+            self.kept[message["to"]] = copy.deepcopy(cache)
+        else:
+            raise TransportError(f"unknown cache command {how!r}")
+
+    def _costs(self, message: Message) -> None:
+        self._answer(rows_of(self.transport.ledger))
+        if message["reset"]:
+            self.transport.ledger.reset()
+
+
+def _rows_of(rows: list[int], part: Tensor) -> Tensor:
+    return part[:, rows]
+
+
+def _read(made: Callable[[Tensor | None], Fixed | Tensor], offload: OffloadFile, name: str) -> Fixed | Tensor:
+    return made(offload.read(name))
+
+
+def run_party(
+    config: PrivateConfig, number: int, transport: Transport, held: ShareFile | NodeCheckpoint | None = None
+) -> str | None:
+    """Serve one client until it stops. Returns None, or why the session ended (which all others were told)."""
+    tune_allocator()
+    lanes: dict[int, Party] = {}
+    reasons: list[str] = []
+
+    def serve(lane: int) -> None:
+        if config.protocol == "cascade" or number >= config.parties:
+            Node(config, number, transport, held if isinstance(held, NodeCheckpoint) else None).serve()
+        else:
+            Party(config, number, transport, held if isinstance(held, ShareFile) else None, lanes, lane).serve()
+
+    def run(lane: int) -> None:
+        reason = reported(config, number, transport, functools.partial(serve, lane))
+        if reason is not None:
+            reasons.append(reason)
+
+    others = [
+        threading.Thread(target=run, args=(lane,), name=f"party {number} lane {lane}", daemon=True)
+        for lane in range(1, config.lanes)
+    ]
+    for thread in others:
+        thread.start()
+    run(0)
+    for thread in others:
+        thread.join()
+    lanes.clear()
+    trim_allocator()
+    return reasons[0] if reasons else None

@@ -1,0 +1,195 @@
+"""Where a party's layers lie: on GPUs, in main memory, or on disk, from where a layer is read whenever it runs.
+
+Accelerate plans (`infer_auto_device_map`, with the bytes that shares really take) and its hooks on modules do the
+rest: inputs move to the device of the module that runs, weights on disk are read before it and dropped after it.
+Nothing of this is visible to other parties: messages, rounds and results are the same for every placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from accelerate.utils import get_balanced_memory, get_max_memory, infer_auto_device_map, send_to_device
+from torch import Tensor, nn
+
+from private_llm.config import PLANNED
+from private_llm.errors import ConfigError
+from private_llm.kernels.devices import device_for
+from private_llm.protocols.session import Session
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SecretTensor
+from private_llm_hf.checkpoint.offload import Stored
+
+DISK = "disk"
+_RESERVED = 0.9
+"""Part of a device's free memory that a planned map may fill with weights; activations and caches need the rest."""
+
+
+Value = Fixed | SecretTensor | Tensor | Stored
+Weights = tuple[Tensor, Tensor | None]
+
+
+class Placement:
+    """The device of every module of one party's model."""
+
+    def __init__(self, model: nn.Module, session: Session) -> None:
+        named = session.config.device_map
+        if named is None or session.device == "meta":
+            named = {"": session.device}
+        elif not isinstance(named, Mapping):
+            named = planned(model, session)
+        else:
+            _check_names(model, named)
+        self._places = {name: str(where) for name, where in named.items()}
+        gpus = sorted({where for where in self._places.values() if where.startswith("cuda")})
+        self._main = gpus[0] if gpus else session.device
+        computing = {*self._places.values(), self._main} - {DISK}
+        self._devices = {where: device_for(where, session.party) for where in computing}
+        self._stored: dict[nn.Module, dict[str, Stored]] = {}
+        self._grouped: set[nn.Module] = set()
+        self.on_disk: set[str] = set()
+        """Names of the weights that are on disk while they are not used."""
+
+    def where(self, path: str) -> str | None:
+        """What the map says about a module or parameter: the entry with the longest fitting name, if any."""
+        while path and path not in self._places:
+            path = path.rpartition(".")[0]
+        return self._places.get(path)
+
+    def device(self, path: str) -> torch.device:
+        """Where a module computes; without an entry, or on disk, that is the first GPU of the map, or `device`."""
+        where = self.where(path)
+        return self._devices[self._main if where in (None, DISK) else where]
+
+    # -- weights ------------------------------------------------------------------------------------------------
+    def settle(self, places: Sequence[tuple[str, nn.Module, str]], value: Value) -> None:
+        """Put one weight where its modules (path, module, own name) lie; a tied one once on each device.
+
+        Raises ConfigError for a weight on disk that nobody has stored.
+        """
+        ready: dict[torch.device, nn.Parameter] = {}
+        for path, module, own in places:
+            if self.where(path) == DISK:
+                if not isinstance(value, Stored):
+                    raise ConfigError(
+                        f"device_map puts '{path}' on disk, but no disk is known: give the party its share file, or "
+                        "name an offload_folder for weights that come from the client"
+                    )
+                self._stored.setdefault(module, {})[own] = value
+                self.on_disk.add(path)
+                continue
+            device = self.device(path)
+            if device not in ready:
+                ready[device] = parameter(value, device)
+            module._parameters[own] = ready[device]
+
+    def reader(self, paths: Sequence[str], layers: Sequence[nn.Module]) -> Callable[[nn.Module], Weights] | None:
+        """How to read a layer's weight and bias, for layers on disk that are one product; None if they are in memory.
+
+        Raises ConfigError if the layers do not lie in one place.
+        """
+        places = {self.where(path) for path in paths}
+        if len(places) > 1:
+            raise ConfigError(
+                f"device_map puts {', '.join(paths)} in different places ({', '.join(sorted(map(str, places)))}), but "
+                "they are computed as one product; put them in one place"
+            )
+        if places != {DISK}:
+            return None
+        self._grouped.update(layers)
+        device = self.device(paths[0])
+
+        def read(layer: nn.Module) -> Weights:
+            made = {own: parameter(value, device) for own, value in self._stored[layer].items()}
+            return made["weight"], made.get("bias")
+
+        return read
+
+    # -- hooks --------------------------------------------------------------------------------------------------
+    def attach(self, model: nn.Module) -> None:
+        """Move buffers, and make modules fetch their inputs and stored weights."""
+        several = len(self._devices) > 1
+        for path, module in model.named_modules():
+            device = self.device(path)
+            for own, buffer in module._buffers.items():
+                if buffer is not None and device.type != "meta":  # public values stay real when costs are counted
+                    module._buffers[own] = buffer.to(device)
+            stored = {} if module in self._grouped else self._stored.get(module, {})
+            move = several and self.where(path) is not None
+            if move or stored:
+                add_hook_to_module(module, _Placed(device, move, stored))
+
+
+class _Placed(ModelHook):  # type: ignore[misc]
+    """Before a module runs, its inputs come to `device` and its stored weights are read; afterwards these go."""
+
+    def __init__(self, device: torch.device, move: bool, stored: Mapping[str, Stored]) -> None:
+        self._device, self._move, self._stored = device, move, stored
+        self._empty: dict[str, nn.Parameter | None] = {}
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ANN401
+        """Fetch."""
+        for own, value in self._stored.items():
+            self._empty.setdefault(own, module._parameters[own])
+            module._parameters[own] = parameter(value, self._device)
+        if self._move:
+            args, kwargs = send_to_device(args, self._device), send_to_device(kwargs, self._device)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ANN401
+        """Drop."""
+        module._parameters.update(self._empty)
+        return output
+
+
+def parameter(value: Value, device: torch.device) -> nn.Parameter:
+    """A weight as a parameter on `device`."""
+    if isinstance(value, Stored):
+        value = value.read()
+    if isinstance(value, Fixed):
+        value = SecretTensor(value)
+    return nn.Parameter(value if value.device == device or device.type == "meta" else value.to(device), False)
+
+
+# -- plans ------------------------------------------------------------------------------------------------------
+def planned(model: nn.Module, session: Session) -> dict[str, str]:
+    """Accelerate's device map for a model without weights, in the bytes that this party's shares take."""
+    config = session.config
+    one = torch.zeros(1, dtype=session.ring.dtype)
+    parts = 1 if config.weights == "public" else len(session.protocol.public(one).parts)
+    held = parts * session.ring.bytes + (4 if config.weights == "public" else 0)  # public: float32, and its ring form
+    limits = None
+    if config.max_memory is not None:
+        limits = {_number(where): size for where, size in config.max_memory.items()}
+    try:
+        free = get_max_memory(limits)
+    except ValueError as error:
+        raise ConfigError(f"max_memory: {error}") from None
+    share = 4 / held * (1 if limits else _RESERVED)  # the model without weights counts 4 bytes an element
+    memory = {where: int(size * share) for where, size in free.items()}
+    whole = list(getattr(model, "_no_split_modules", None) or ())
+    if config.device_map != PLANNED[-1]:
+        memory = get_balanced_memory(model, memory, whole, low_zero=config.device_map == "balanced_low_0")
+    found = infer_auto_device_map(model, memory, whole)
+    return {name: f"cuda:{where}" if isinstance(where, int) else str(where) for name, where in found.items()}
+
+
+def _number(device: int | str) -> int | str:
+    """GPUs by number, as Accelerate names them."""
+    return int(str(device).removeprefix("cuda:")) if str(device).startswith("cuda:") else device
+
+
+def _check_names(model: nn.Module, named: Mapping[str, object]) -> None:
+    """Raises ConfigError for entries without a module and for weights without an entry."""
+    unknown = sorted(set(named) - {name for name, _ in model.named_modules()})
+    if unknown:
+        raise ConfigError(
+            f"device_map: {type(model).__name__} has no module {', '.join(unknown[:5])}; names are those of "
+            "model.named_modules()"
+        )
+    left = [n for n, _ in model.named_parameters() if not any(k in ("", n) or n.startswith(f"{k}.") for k in named)]
+    if left:
+        raise ConfigError(f"device_map: no device for {', '.join(left[:5])}; add an entry, or '' for all the rest")

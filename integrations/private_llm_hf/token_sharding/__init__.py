@@ -1,0 +1,1 @@
+"""Token sharding of transformers' models: client, nodes, cuts and estimates."""

@@ -1,0 +1,170 @@
+"""Token-sharded attention as a transformers attention implementation, and what a model's attention calls look like.
+
+A CompNode runs the model's own forward on its rows; whenever an attention layer calls the attention interface, the
+rows' queries, keys and values leave for the AttnNodes and the result for all tokens comes back. Masks are made
+by the AttnNodes from positions, so the model's own mask is a placeholder that carries its rule.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+
+from private_llm.errors import PatchMismatch, UnsupportedOp
+from private_llm.token_sharding.nodes.facts import AttentionCall
+from private_llm_hf.token_sharding.families import register_falcon, through_interface
+
+NAME = "private_llm_cascade"
+"""What `config._attn_implementation` is set to."""
+
+MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""transformers' mask function: (batch, head, query, key) indices to whether the query sees the key."""
+
+_LONGEST = 1 << 17
+"""Positions over which a mask's rule is examined, if the model has no limit of its own."""
+
+
+class Listener(Protocol):
+    """What a model's attention calls are handed to."""
+
+    def attend(
+        self, module: nn.Module, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, facts: dict[str, Any]
+    ) -> Tensor:
+        """Queries, keys and values [B, heads, n, D] to attention [B, H, n, E]."""
+        ...
+
+
+def register() -> None:
+    """Make `NAME` known to transformers."""
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    register_falcon(NAME)
+
+
+def listen(model: PreTrainedModel, listener: Listener) -> None:
+    """Send this model's attention calls to `listener`."""
+    through_interface(model)
+    for module in model.modules():
+        module.__dict__["_cascade_listener"] = listener
+
+
+def _mask(*_: object, mask_function: MaskRule, device: torch.device | str = "cpu", **__: object) -> Tensor:
+    placeholder = torch.ones(1, dtype=torch.bool, device=device)
+    placeholder._cascade_rule = mask_function  # type: ignore[attr-defined]
+    return placeholder
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **facts: object
+) -> tuple[Tensor, None]:
+    listener: Listener = cast(Any, module)._cascade_listener
+    for name in ("position_bias", "s_aux", "head_mask"):
+        if facts.get(name) is not None:
+            raise UnsupportedOp(f"{type(module).__name__}: token sharding has no rule for '{name}' in attention")
+    out = listener.attend(module, (query, key, value), attention_mask, facts)
+    return out.transpose(1, 2).contiguous(), None
+
+
+# -- what the calls look like ------------------------------------------------------------------------------------
+class _Recorder:
+    """Notes every attention call of a forward without values."""
+
+    def __init__(self, longest: int) -> None:
+        self.calls: list[AttentionCall] = []
+        self._longest = longest
+
+    def attend(
+        self, module: nn.Module, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, facts: dict[str, Any]
+    ) -> Tensor:
+        """Note one call."""
+        q, k, v = rows
+        rule = getattr(mask, "_cascade_rule", None)
+        if rule is None and (mask is not None or getattr(module, "is_causal", False)):
+            raise PatchMismatch(f"{type(module).__name__}: its mask does not come from transformers' mask functions")
+        back, ahead = (None, None) if rule is None else span(rule, self._longest)
+        scale = facts.get("scaling")
+        self.calls.append(
+            AttentionCall(
+                q.shape[1], k.shape[1], q.shape[3], v.shape[3],
+                float(q.shape[3] ** -0.5 if scale is None else scale), facts.get("softcap"), back, ahead,
+                facts.get("slopes"), bool(facts.get("coarse")),
+            )
+        )  # fmt: skip
+        return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+def span(rule: MaskRule, longest: int) -> tuple[int | None, int | None]:
+    """(back, ahead) of a mask that depends on the distance of query and key alone; None: no limit within `longest`.
+
+    Raises PatchMismatch for a mask of another kind (chunks, packed sequences).
+    """
+    zero = torch.zeros((), dtype=torch.int64)
+    seen = {}
+    for query in (longest, longest - 1):
+        keys = torch.arange(query - longest, query + longest + 1)
+        visible = rule(zero, zero, torch.tensor(query), keys).expand(keys.shape)
+        offsets = (keys[visible] - query).tolist()
+        if not offsets or offsets != list(range(offsets[0], offsets[-1] + 1)) or not offsets[0] <= 0 <= offsets[-1]:
+            raise PatchMismatch("attention mask: token sharding knows full, causal and sliding-window masks only")
+        seen[query] = (offsets[0], offsets[-1])
+    first, second = seen.values()
+    if first != second:
+        raise PatchMismatch("attention mask: it depends on absolute positions, not on distances alone")
+    return (None if -first[0] == longest else -first[0], None if first[1] == longest else first[1])
+
+
+def cascade_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration of a node's model: sharded attention, float32, no cache of its own."""
+    made = copy.deepcopy(config)
+    made._attn_implementation = NAME
+    made.dtype = torch.float32
+    made.use_cache = False
+    return made
+
+
+def attention_calls(model_class: type[PreTrainedModel], config: PretrainedConfig) -> list[AttentionCall]:
+    """The attention calls of one forward, found by running it without values.
+
+    Raises PatchMismatch for models whose attention does not go through transformers' attention interface, and for
+    masks and arguments without a rule.
+    """
+    calls = run_without_values(model_class, config)
+    if not calls:
+        raise PatchMismatch(
+            f"{model_class.__name__}: its attention does not go through transformers' attention interface"
+        )
+    return calls
+
+
+def run_without_values(
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    prepare: Callable[[PreTrainedModel], object] = lambda model: None,
+) -> list[AttentionCall]:
+    """One forward over two tokens on the meta device and its attention calls; `prepare` may hang hooks on the model.
+
+    Raises PatchMismatch if it cannot be built or run in this way.
+    """
+    register()
+    name = model_class.__name__
+    try:
+        with torch.device("meta"):
+            model = model_class(cascade_config(config)).eval()
+    except (KeyError, ValueError) as error:
+        raise PatchMismatch(f"{name} does not take another attention implementation: {error}") from None
+    recorder = _Recorder(int(getattr(config, "max_position_embeddings", 0) or _LONGEST))
+    listen(model, recorder)
+    prepare(model)
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    facts = {"position_ids": torch.zeros_like(ids), "attention_mask": torch.ones_like(ids), "use_cache": False}
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, return_dict=True, **facts)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise PatchMismatch(f"{name} does not run on plain token ids [batch, length]: {error}") from None
+    return recorder.calls

@@ -1,0 +1,289 @@
+"""The client's link to the nodes of a sharding plan; it stands where `Parties` stands for secret sharing.
+
+Tokens go in the clear to the CompNode of their position, and to no other. Commands carry public facts: shapes,
+positions, padding. Nodes that have nothing to do in a step hear nothing of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, DomainError, PatchMismatch, UnsupportedOp
+from private_llm.net.roles import called
+from private_llm.net.transport import Transport
+from private_llm.protocols.plain_client import PlainClient
+from private_llm.ring.ring import Ring
+from private_llm.token_sharding.nodes.wire import recv_floats, send_floats
+from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding.plans.audit import Setting, refuse_weak, warn_weak
+from private_llm_hf.checkpoint.model_spec import model_class
+from private_llm_hf.checkpoint.node_checkpoint import agreed, check_held
+from private_llm_hf.checkpoint.weights import Sink
+from private_llm_hf.client.parties import Parties, Secret
+from private_llm_hf.models.architectures import architecture, positions_by_mask
+from private_llm_hf.token_sharding.answers import Answer, Due, check_equal, in_order, read_answer
+from private_llm_hf.token_sharding.attention import attention_calls
+from private_llm_hf.token_sharding.comp_node import reads_last_token
+from private_llm_hf.token_sharding.cut import Cut
+from private_llm_hf.token_sharding.node import agree, call_facts, plan_of
+from private_llm_hf.wire import Message, send_message
+
+MOST_NODES = 250
+"""Endpoints have one-byte numbers, and the client has one."""
+
+
+def join_nodes(config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> Nodes:
+    """The client's end, after agreeing with every node."""
+    agree(config, transport, list(range(plan_of(config).nodes)))
+    return Nodes(config, transport, PlainClient(transport, Ring(config.ring)), shutdown)
+
+
+def check_sharding(
+    cls: type[PreTrainedModel], config: PretrainedConfig, plan: ShardingPlan, split: int | None = None
+) -> None:
+    """Raises ConfigError for plans that are weak or too large, PatchMismatch for models that cannot be sharded.
+
+    Warns (WeakProtection) of what no plan protects from.
+    """
+    if plan.nodes > MOST_NODES:
+        raise ConfigError(f"plan: {plan.nodes} nodes; want at most {MOST_NODES} (lower alpha or m)")
+    kind = architecture(config).kind
+    if kind in ("vision", "encoder-decoder"):
+        raise PatchMismatch(f"{cls.__name__}: token sharding serves text decoders and encoders; this is {kind}")
+    if cls.__name__.endswith("ForSequenceClassification") and getattr(config, "classifier_pooling", "") == "mean":
+        raise PatchMismatch(f"{cls.__name__}: it averages all positions (classifier_pooling='mean'), no node has them")
+    calls = attention_calls(cls, config)
+    queries = max(call.heads // call.groups for call in calls)
+    setting = Setting(split=split is not None, causal=kind == "decoder", queries=queries)
+    refuse_weak(plan, setting)
+    warn_weak(plan, setting)
+    if "position_ids" not in inspect.signature(cls.forward).parameters and not all(call.slopes for call in calls):
+        raise PatchMismatch(f"{cls.__name__} takes no position_ids, so rows cannot keep their places")
+    if split is not None:
+        Cut.of(cls, config, split)
+        if len(calls) != config.num_hidden_layers:
+            raise PatchMismatch(f"{cls.__name__}: {len(calls)} attention calls in a forward; a split needs one a layer")
+
+
+@dataclass(frozen=True)
+class NodeStep:
+    """One forward as the client plans it: `new` positions after `past`, and whose they are.
+
+    rows: for each CompNode with new positions, their places among the new ones. positions: the numbers that the
+    model gives them, [batch, new]. wanted: positions whose logits come back.
+    """
+
+    handle: int | None
+    batch: int
+    past: int
+    new: int
+    rows: dict[int, list[int]]
+    padding: Tensor | None
+    positions: Tensor
+    token_types: Tensor | None
+    wanted: range
+
+    @property
+    def total(self) -> int:
+        """Positions so far."""
+        return self.past + self.new
+
+    def due(self, rows: Sequence[int]) -> Due:
+        """What the CompNode of these rows owes."""
+        positions = tuple(self.past + row for row in rows)
+        return Due(self.batch, positions, tuple(p for p in positions if p in self.wanted))
+
+
+class Nodes(Parties):
+    """All nodes of one session, as the client sees them."""
+
+    plan: ShardingPlan
+
+    def __init__(
+        self, config: PrivateConfig, transport: Transport, end: PlainClient, shutdown: Callable[[], None]
+    ) -> None:
+        super().__init__(config, transport, end, shutdown)
+        self.plan = plan_of(config)
+        self.members = range(self.plan.nodes)
+        self._by_mask = self._last_only = False
+        self._lengths: dict[int, int] = {}
+        self._gone: dict[int, list[int]] = {node: [] for node in range(self.plan.alpha, self.plan.nodes)}
+
+    # -- weights ------------------------------------------------------------------------------------------------
+    def use_held(self, description: Message, mine: Callable[[], str | None]) -> bool:
+        """Let the CompNodes use the model that they hold; False if they hold none. Raises as `agreed`, `check_held`."""
+        comps = range(self.plan.alpha)
+        with self._call():
+            self._tell({"do": "hello"}, comps)
+            held = agreed({called(self.config, node): self._answer(node) for node in comps})
+            if held["model"] is None:
+                return False
+            check_held(held, description, mine)
+            self._load(description, held=True)
+            self._loaded()
+            return True
+
+    @contextmanager
+    def loading(self, description: Message) -> Iterator[Sink]:
+        """Tell the nodes the model: its public weights go to every CompNode.
+
+        description["behind"]: where a split cuts the model (`Cut.facts`), if it does.
+        """
+        with self._call():
+            self._load(description, held=False)
+            yield self._send_weight
+            self._tell({"weight": None}, range(self.plan.alpha))
+            self._loaded()
+
+    def _load(self, description: Message, held: bool) -> None:
+        cls = model_class(description["class"])
+        config = cls.config_class.from_dict(dict(description["config"]))
+        behind = description.get("behind")
+        calls = call_facts(attention_calls(cls, config)[behind["count"] if behind else 0 :])
+        self._by_mask = config.model_type in positions_by_mask()
+        self._last_only = reads_last_token(cls, config)
+        accepts = sorted(set(inspect.signature(cls.forward).parameters))
+        self._tell({"do": "load", "held": held, "behind": None, "calls": calls, "accepts": accepts, **description})
+
+    def _loaded(self) -> None:
+        for node in self.members:
+            self._answer(node)
+        self._transport.ledger.reset()
+
+    def _send_weight(self, name: str, tensor: Tensor) -> None:
+        raw = tensor.detach().to(torch.float32).contiguous().clone().view(torch.int32)
+        for node in range(self.plan.alpha):
+            send_message(self._transport, node, {"weight": name, "shape": list(tensor.shape)})
+            self._transport.send(node, "weight", raw)
+
+    # -- calls ----------------------------------------------------------------------------------------------------
+    def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
+        """As `Parties.forward`: inputs out to their nodes, the wanted rows of the outputs back."""
+        with self._lock:
+            step = self.step(call)
+            ((secret, item),) = zip(secrets, call["secret"], strict=True)
+            if isinstance(secret, Tensor):
+                values = self.ring.decode(secret, self.config.frac_bits).to(torch.float32).view(item["shape"])
+                return self.run(step, "values", partial(self._send_values, values))
+            ids = secret[0].view(step.batch, step.new)
+            return self.run(step, "tokens", partial(self._send_tokens, ids))
+
+    def _send_tokens(self, ids: Tensor, node: int, rows: list[int]) -> None:
+        self._transport.send(node, "tokens", ids[:, rows].contiguous())
+
+    def _send_values(self, values: Tensor, node: int, rows: list[int]) -> None:
+        send_floats(self._transport, node, "values", [values[:, rows]])
+
+    def step(self, call: Message) -> NodeStep:
+        """What a call means for the nodes. Raises UnsupportedOp and DomainError before anything is sent."""
+        (item,) = call["secret"]
+        if item["name"] not in ("input_ids", "inputs_embeds"):
+            raise UnsupportedOp(f"{item['name']}: token sharding takes text (input_ids or inputs_embeds)")
+        batch, new = item["shape"][:2]
+        handle, public = call["cache"], call["public"]
+        past = self._lengths.get(handle, 0)
+        total = past + new
+        self._check_length(total)
+        padding, positions = public.get("attention_mask"), public.get("position_ids")
+        if positions is None:
+            positions = self._positions(past, total, batch, padding)
+        keep = 1 if self._last_only else public.get("logits_to_keep", 0)
+        rows = {}
+        for node in range(self.plan.alpha):
+            mine = self.plan.rows_of_comp(node, past, total)
+            if mine:
+                rows[node] = [p - past for p in mine]
+        return NodeStep(
+            handle, batch, past, new, rows, None if padding is None else padding.bool(), positions,
+            public.get("token_type_ids"), range(max(past, total - keep) if keep else past, total),
+        )  # fmt: skip
+
+    def run(self, step: NodeStep, source: str, feed: Callable[[int, list[int]], None]) -> tuple[str, dict[str, Tensor]]:
+        """One forward; `feed` sends each CompNode its rows of the inputs, unless they come from elsewhere.
+
+        source: what the rows are, "tokens", "values" (embeddings) or "states" (from the parties of a split).
+        """
+        facts = {
+            "do": "forward", "cache": step.handle, "step": [step.batch, step.past, step.new], "padding": step.padding,
+        }  # fmt: skip
+        with self._call():
+            self._wake_attention(facts, step.past, step.total)
+            for node, rows in step.rows.items():
+                types = step.token_types
+                mine = {
+                    "input": source, "rows": len(rows), "positions": step.positions[:, rows],
+                    "wanted": list(step.due(rows).wanted),
+                    "token_type_ids": None if types is None else types[:, rows],
+                }  # fmt: skip
+                send_message(self._transport, node, {**facts, **mine})
+                feed(node, rows)
+            kind, found = self._outputs(step)
+        if step.handle is not None:
+            self._lengths[step.handle] = step.total
+        merged = in_order(found)
+        if self._last_only:
+            merged["logits"] = merged["logits"][:, 0]
+        return kind, merged
+
+    def _positions(self, past: int, total: int, batch: int, padding: Tensor | None) -> Tensor:
+        """Position numbers as the model itself would make them: by place, or for some families by unmasked place."""
+        if padding is None or not self._by_mask:
+            return torch.arange(past, total).expand(batch, total - past)
+        counted = padding.to(torch.int64)
+        return (counted.cumsum(1) * counted - 1)[:, past:]
+
+    def _check_length(self, total: int) -> None:
+        plan = self.plan
+        least = max(plan.alpha, plan.c + 1) + (plan.front or 0)
+        if total < least and not plan.accept_weak_plan:
+            raise DomainError(
+                f"a text of {total} tokens is too short for {plan.alpha} CompNodes with clusters of {plan.c} and a "
+                f"front of {plan.front}; want {least} or more (use a smaller plan, or accept_weak_plan)"
+            )
+
+    def _wake_attention(self, step: Message, past: int, total: int) -> None:
+        """Tell the AttnNodes of every shard with new rows; each hears of caches that are gone when it next wakes."""
+        for handle in self._take_unused():
+            self._lengths.pop(handle, None)
+            for gone in self._gone.values():
+                gone.append(handle)
+        shards = {self.plan.shard_of(p) for p in range(past, total)}
+        nodes = {self.plan.attn_endpoint(shard, other) for shard in shards for other in range(self.plan.beta)}
+        for node in sorted(nodes):
+            send_message(self._transport, node, {**step, "free": self._gone[node]})
+            self._gone[node] = []
+
+    def _outputs(self, step: NodeStep) -> tuple[str, list[tuple[Due, dict[str, Tensor]]]]:
+        """Class and outputs of the awake nodes. Raises TransportError, with its name, for one whose answer is odd."""
+        answers: dict[str, Answer] = {}
+        found = []
+        for node, rows in step.rows.items():
+            due = step.due(rows)
+            who = self._transport.name_of(node)
+            answer = answers[who] = read_answer(self._answer(node), due, who)
+            expected = [(shape, torch.float32) for shape in answer.shapes.values()]
+            tensors = recv_floats(self._transport, node, "outputs", expected)
+            found.append((due, dict(zip(answer.shapes, tensors, strict=True))))
+        return check_equal(answers), found
+
+    def command(self, message: Message) -> None:
+        """Cache management at the AttnNodes."""
+        handle, how = message["handle"], message["how"]
+        if how == "crop":
+            self._lengths[handle] -= message["count"]
+            message = {**message, "length": self._lengths[handle]}
+        elif how == "reset":
+            self._lengths.pop(handle, None)
+        elif how == "copy":
+            self._lengths[message["to"]] = self._lengths.get(handle, 0)
+        with self._call():
+            self._tell(message, range(self.plan.alpha, self.plan.nodes))

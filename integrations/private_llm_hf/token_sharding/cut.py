@@ -1,0 +1,136 @@
+"""Where a model is cut: a party stops behind the last layer before the cut, a CompNode goes on behind it.
+
+Both run the model's own forward. At the party a hook ends it; at the CompNode the layers before the cut are empty and
+give out the hidden states that came from the parties.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from private_llm.errors import ConfigError, DomainError, PatchMismatch
+from private_llm.tensor.secret import SecretTensor
+from private_llm_hf.checkpoint.weights import skeleton
+from private_llm_hf.token_sharding.attention import cascade_config, listen, register
+from private_llm_hf.wire import Message
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Between layers `count - 1` and `count` of the list of layers at `path`.
+
+    tuples: whether a layer of this model returns a tuple. width: numbers in one hidden state.
+    """
+
+    path: str
+    count: int
+    width: int
+    tuples: bool
+
+    @classmethod
+    def of(cls, kind: type[PreTrainedModel], config: PretrainedConfig, count: int) -> Cut:
+        """Where `count` layers of a model end. Raises ConfigError if it has no layer behind them, or no one list."""
+        layers = config.num_hidden_layers
+        if count >= layers:
+            raise ConfigError(f"split: got {count}; want 1 to {layers - 1} for a model of {layers} layers")
+        register()
+        model = skeleton(kind, cascade_config(config))  # whose masks nobody looks at
+        listen(model, _Nobody())
+        paths = [p for p, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == layers]
+        if len(paths) != 1:
+            raise PatchMismatch(f"{kind.__name__}: found {paths or 'no list of layers'}; a split needs exactly one")
+        first = stop_behind(model, f"{paths[0]}.0")
+        ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+        reached = _run_to(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False})
+        first.remove()
+        return cls(paths[0], count, reached.states.shape[-1], reached.tuples)
+
+    def belongs_before(self, name: str) -> bool:
+        """Whether a weight is of a layer before the cut."""
+        layer = name.removeprefix(f"{self.path}.").partition(".")[0]
+        return name.startswith(f"{self.path}.") and int(layer) < self.count
+
+    def facts(self) -> Message:
+        """As JSON."""
+        return {"path": self.path, "count": self.count, "width": self.width, "tuples": self.tuples}
+
+    def shortened(self, config: PretrainedConfig) -> PretrainedConfig:
+        """The configuration of a model that ends at the cut."""
+        made = copy.deepcopy(config)
+        for name, value in vars(config).items():
+            if isinstance(value, (list, tuple)) and len(value) == config.num_hidden_layers:
+                setattr(made, name, value[: self.count])  # a fact for each layer
+        made.num_hidden_layers = self.count
+        return made
+
+
+class _Nobody:
+    """An attention that has a shape and nothing else."""
+
+    def attend(
+        self, module: nn.Module, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, facts: dict[str, Any]
+    ) -> Tensor:
+        """Of the rows' shape."""
+        q, _, v = rows
+        return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+class Reached(Exception):
+    """Carries a layer's output out of a forward, whose rest is not wanted."""
+
+    def __init__(self, output: Any) -> None:  # noqa: ANN401 - whatever a layer returns
+        super().__init__()
+        self.tuples = isinstance(output, tuple)
+        self.states: Tensor = output[0] if self.tuples else output
+
+
+def stop_behind(model: nn.Module, path: str) -> torch.utils.hooks.RemovableHandle:
+    """Let every forward end with `Reached` behind the module at `path`."""
+
+    def leave(module: nn.Module, inputs: object, output: object) -> None:
+        raise Reached(output)
+
+    return model.get_submodule(path).register_forward_hook(leave)
+
+
+def _run_to(model: nn.Module, inputs: dict[str, Any]) -> Reached:
+    try:
+        with torch.no_grad():
+            model(**inputs, return_dict=True)
+    except Reached as reached:
+        return reached
+    raise DomainError(f"{type(model).__name__}: its forward did not come to the layer where it is split")
+
+
+def states_before_cut(model: nn.Module, inputs: dict[str, Any]) -> SecretTensor:
+    """A party's hidden states at the end of its layers, [batch, new, hidden]."""
+    states = _run_to(model, inputs).states
+    if not isinstance(states, SecretTensor):
+        raise DomainError(f"{type(model).__name__}: the states at the split are not secret")
+    return states
+
+
+class StandIn:
+    """In place of the layers before the cut at a CompNode: what the parties computed comes out of them."""
+
+    def __init__(self, model: nn.Module, facts: Message) -> None:
+        self.rows: Tensor | None = None
+        self.width = int(facts["width"])
+        self._tuples = bool(facts["tuples"])
+        layers = model.get_submodule(facts["path"])
+        for index in range(facts["count"]):
+            layer = layers.get_submodule(str(index))
+            layer._modules.clear()  # what it was stays, as models ask layers for their kind
+            layer._parameters.clear()
+            layer.forward = self._forward
+
+    def _forward(self, hidden: Tensor, *_: object, **__: object) -> Tensor | tuple[Tensor]:
+        if self.rows is None or self.rows.shape != hidden.shape:
+            raise DomainError("no hidden states came for this forward from the layers before the split")
+        return (self.rows,) if self._tuples else self.rows

@@ -1,0 +1,103 @@
+"""The first layers under secret sharing, the rest on the nodes of a sharding plan (Cascade, appendix A).
+
+Parties run the model up to a layer and stop there with shares of its hidden states. Each CompNode gets the shares of
+its own rows, opens them, and goes on from that layer; no node sees a token or an embedding, no party sees anything.
+What each CompNode opens is [batch, rows, hidden] ring elements: for trio and dealer two elements each, for quad two
+and two digests; all slices together cost as much as opening the states to one endpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
+from private_llm.net.parallel_sessions import node_links
+from private_llm.net.transport import Transport
+from private_llm.protocols.session import join_as_client
+from private_llm_hf.checkpoint.model_spec import ModelSpec, model_class
+from private_llm_hf.checkpoint.weights import Sink
+from private_llm_hf.client.costs import Costs
+from private_llm_hf.client.parties import Parties, Secret
+from private_llm_hf.token_sharding.client import Nodes, join_nodes
+from private_llm_hf.token_sharding.cut import Cut
+from private_llm_hf.wire import Message
+
+
+def join_split(config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> SplitParties:
+    """The client's end, after agreeing with every party and every node."""
+    nodes = join_nodes(config, node_links(transport, config.parties, config.endpoints - config.parties), shutdown)
+    return SplitParties(config, transport, nodes, shutdown)
+
+
+class SplitParties(Parties):
+    """The parties of the first layers, with the nodes of the rest behind them."""
+
+    def __init__(self, config: PrivateConfig, transport: Transport, nodes: Nodes, shutdown: Callable[[], None]) -> None:
+        super().__init__(config, transport, join_as_client(config, transport), shutdown)
+        self._nodes = nodes
+
+    def use_held(self, description: Message, mine: Callable[[], str | None]) -> bool:
+        """Parties and nodes get the model from the client."""
+        return False
+
+    @contextmanager
+    def loading(self, description: Message) -> Iterator[Sink]:
+        """Public weights: to the parties those up to the cut, to the CompNodes the others."""
+        kind = model_class(description["class"])
+        config = kind.config_class.from_dict(dict(description["config"]))
+        cut = Cut.of(kind, config, self.config.split or 0)
+        short = cut.shortened(config)
+        values = json.loads(short.to_json_string(use_diff=False))
+        before = {
+            "class": description["class"], "config": {key: values[key] for key in description["config"]},
+            "stop_behind": f"{cut.path}.{cut.count - 1}", "ranges": description["ranges"],
+        }  # fmt: skip
+        wanted = ModelSpec.of(kind, short).shared.shapes
+        with super().loading(before) as parties, self._nodes.loading({**description, "behind": cut.facts()}) as nodes:
+
+            def sink(name: str, tensor: Tensor) -> None:
+                if name in wanted:
+                    parties(name, tensor)
+                if not cut.belongs_before(name):
+                    nodes(name, tensor)
+
+            yield sink
+
+    def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
+        """As `Parties.forward`: the parties compute and send rows to nodes, which go on and answer."""
+        with self._lock:
+            step = self._nodes.step(call)
+            slices = [[self.config.parties + node, rows] for node, rows in step.rows.items()]
+            with self._call():
+                self.ask({**call, "outputs": [], "slices": slices}, secrets)
+                checked = self.opened()[1]
+                kind, opened = self._nodes.run(step, "states", lambda node, rows: None)
+                return kind, {**opened, **checked}
+
+    def command(self, message: Message) -> None:
+        """Cache management on both sides."""
+        super().command(message)
+        self._nodes.command(message)
+
+    def preprocess(self, entries: list[Message]) -> int:
+        """Refused."""
+        raise ConfigError("preprocess: not before a split; want a model that runs wholly under its protocol")
+
+    def release(self, handle: int) -> None:
+        """Forget a handle on both sides with the next call."""
+        super().release(handle)
+        self._nodes.release(handle)
+
+    def _stop(self) -> None:
+        super()._stop()
+        self._nodes._stop()
+
+    def costs(self, reset: bool = False) -> Costs:
+        """Of parties, client and nodes."""
+        first, rest = super().costs(reset), self._nodes.costs(reset)
+        return Costs((*first.ledgers, *rest.ledgers[:-1]), first.helpers)  # the last ledger is the client's again

@@ -1,0 +1,1 @@
+"""What a model costs and where it differs: estimates, comparisons, trials."""

@@ -1,0 +1,395 @@
+"""What a run will cost, without weights, data, other parties or hardware: the same code on meta tensors.
+
+The client's model is the ordinary private model; behind it stand the ordinary parties, one after the other, each in a
+session that counts instead of computing. Token values do not matter, because no cost depends on them: logits are
+zeros here, and generation is told to make a fixed number of tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, WeakProtection
+from private_llm.net.transport import CLIENT, MetaTransport
+from private_llm.protocols.session import client_end, meta_session
+from private_llm.ranges import UNKNOWN, Ranges
+from private_llm.ring.ring import Ring
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SecretTensor
+from private_llm.token_sharding.nodes.cost import Stage, seconds_of
+from private_llm_hf.checkpoint.model_spec import ModelSpec, describe
+from private_llm_hf.client.costs import Costs, layer_of, rows_of
+from private_llm_hf.client.model import private_class
+from private_llm_hf.client.parties import Parties, Secret
+from private_llm_hf.models.architectures import architecture
+from private_llm_hf.party.model import build_party_model, empty_model, meta_parameters
+from private_llm_hf.party.party import Party
+from private_llm_hf.patch_plan import make_plan
+from private_llm_hf.token_sharding.client import check_sharding
+from private_llm_hf.token_sharding.cut import Cut, stop_behind
+from private_llm_hf.token_sharding.estimate import MetaNodes, Sharded
+from private_llm_hf.tools.priced_once import price_once
+from private_llm_hf.tools.quick_shapes import QuickShapes
+from private_llm_hf.vision.network import Network, image_shape
+from private_llm_hf.vision.networks import BUILDERS
+from private_llm_hf.wire import Message
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer (all modules up to its number) costs in sum: bytes by link, rounds, multiply-adds by party."""
+
+    name: str
+    sent: dict[tuple[int, int], int]
+    rounds: int
+    macs: dict[int, int]
+    stages: tuple[Stage, ...] = ()
+    """What a layer behind token sharding consists of, one after the other."""
+
+    @property
+    def bytes_total(self) -> int:
+        """Over all links."""
+        return sum(self.sent.values())
+
+    def seconds(self, bandwidth_mbit: float, latency_ms: float, gmacs: float) -> float:
+        """One latency a round, the busiest link's bytes, the busiest party's multiply-adds, one after the other.
+
+        Behind token sharding the sum of its stages (see `sharded/cost.py`): two latencies a round, and the bytes of
+        the busiest network card in place of a link's.
+        """
+        if self.stages:
+            return seconds_of(self.stages, bandwidth_mbit, latency_ms, gmacs)
+        wire = max(self.sent.values(), default=0) * 8 / (bandwidth_mbit * 1e6)
+        return self.rounds * latency_ms / 1e3 + wire + max(self.macs.values(), default=0) / (gmacs * 1e9)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """All costs of a run. Bytes, rounds and multiply-adds are exact; memory counts weights and cache of one party.
+
+    Under token sharding weights are those of a CompNode, and the cache is that of the fullest AttnNode; behind a split
+    both are of a party, and `sharded` has those of the nodes. prompt: when text is generated, the part of it that comes
+    before the first new token.
+    """
+
+    costs: Costs
+    weight_bytes: int
+    cache_bytes: int
+    sharded: Sharded | None = None
+    prompt: Estimate | None = None
+
+    def layers(self) -> list[LayerCost]:
+        """See `by_layer`; those of nodes behind the others."""
+        behind = by_stages(self.sharded.forwards) if self.sharded else []
+        names = {layer.name for layer in behind}
+        return [*(layer for layer in by_layer(self.costs) if layer.name not in names), *behind]
+
+
+def by_layer(costs: Costs) -> list[LayerCost]:
+    """Costs per layer, in the order in which they first cost something; "input and output" belongs to no module."""
+    sent: dict[str, dict[tuple[int, int], int]] = defaultdict(lambda: defaultdict(int))
+    rounds: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    macs: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for ledger in costs.ledgers:
+        for (scope, _, to), count in ledger.sent.items():
+            sent[layer_of(scope)][(ledger.party, to)] += count
+        for (scope, _), count in ledger.rounds.items():
+            rounds[layer_of(scope)][ledger.party] += count
+        for scope, count in ledger.macs.items():
+            macs[layer_of(scope)][ledger.party] += count
+    return [
+        LayerCost(name, dict(sent[name]), max(rounds[name].values(), default=0), dict(macs[name]))
+        for name in dict.fromkeys([*sent, *rounds, *macs])
+    ]
+
+
+def by_stages(forwards: Iterable[Iterable[Stage]]) -> list[LayerCost]:
+    """Costs per layer of stages; a round is one exchange between CompNodes and AttnNodes."""
+    groups: dict[str, list[Stage]] = defaultdict(list)
+    for stage in itertools.chain(*forwards):
+        groups[stage.layer].append(stage)
+    made = []
+    for name, stages in groups.items():
+        sent: dict[tuple[int, int], int] = defaultdict(int)
+        macs: dict[int, int] = defaultdict(int)
+        for stage in stages:
+            for link, count in stage.sent.items():
+                sent[link] += count
+            for node, count in stage.macs.items():
+                macs[node] += count
+        rounds = sum(stage.what == "rows" for stage in stages)
+        made.append(LayerCost(name, dict(sent), rounds, dict(macs), tuple(stages)))
+    return made
+
+
+class _MetaParty(Party):
+    """A party that counts."""
+
+    def __init__(
+        self, config: PrivateConfig, number: int, description: Message, every_layer: bool, empty: PreTrainedModel
+    ) -> None:
+        session = meta_session(config, number)
+        self.config, self.number, self.transport = config, number, session.protocol.transport
+        self.session = session
+        session.known.ranges = Ranges(description["ranges"])
+        self.kept = {}
+        self.answer: Message = {}
+        parameters = meta_parameters(empty, session)
+        self.model = build_party_model(description["config"], description["class"], parameters, session)
+        if not every_layer and not session.known.ranges.modules:  # with ranges, no two layers are equal
+            price_once(self.model, self.transport.ledger)
+        self.transport.ledger.reset()
+
+    def _answer(self, message: Message) -> None:
+        self.answer = message
+
+    def weight_bytes(self) -> int:
+        """Memory of this party's shares of the weights, tied ones once; public ones are kept with their ring form."""
+        weights = list(cast(nn.Module, self.model).parameters())
+        kept = self.session.ring.bytes if self.config.weights == "public" else 0
+        return sum(_bytes(weight) + kept * weight.numel() for weight in weights)
+
+    def cache_bytes(self) -> int:
+        """Memory of the shares in the caches that are kept."""
+        return sum(
+            _bytes(value)
+            for cache in self.kept.values()
+            for layer in getattr(cache, "layers", ())
+            for value in (layer.keys, layer.values)
+            if value is not None
+        )
+
+
+def _bytes(value: Tensor) -> int:
+    if not isinstance(value, SecretTensor):
+        return value.numel() * value.element_size()
+    held: Fixed = value.raw
+    return sum(part.numel() * part.element_size() for part in held.share.parts)
+
+
+class _MetaParties:
+    """Stands where the client's link to the parties stands; answers every call with zeros of the right shape."""
+
+    def __init__(
+        self, config: PrivateConfig, description: Message, progress: Callable[[], None], every_layer: bool
+    ) -> None:
+        self.config = config
+        self.ring = Ring(config.ring)
+        empty = empty_model(description["config"], description["class"])
+        self.parties = [_MetaParty(config, number, description, every_layer, empty) for number in range(config.parties)]
+        transport = MetaTransport(CLIENT)
+        self._end = client_end(config, transport)
+        transport.ledger.reset()
+        self._ledger = transport.ledger
+        self._numbers = itertools.count(1)
+        self._progress = progress
+
+    def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
+        """As `Parties.forward`."""
+        for secret in secrets:
+            if isinstance(secret, Tensor):
+                self._end.share(secret)
+            else:
+                self._end.share_index(*secret)
+        with torch.no_grad(), QuickShapes():  # type: ignore[no-untyped-call]  # PyTorch's constructor
+            for party in self.parties:
+                party._forward({**call, "free": []})
+        self._progress()
+        answer = self.parties[0].answer
+        opened = {name: torch.zeros(tuple(shape), dtype=torch.float64) for name, shape, _ in answer["outputs"]}
+        return str(answer["class"]), opened
+
+    def command(self, message: Message) -> None:
+        """As `Parties.command`."""
+        for party in self.parties:
+            party._cache(message)
+
+    def new_handle(self) -> int:
+        """As `Parties.new_handle`."""
+        return next(self._numbers)
+
+    def keep_together(self, handle: int, rows: int) -> None:
+        """One lane holds all rows."""
+
+    def release(self, handle: int) -> None:
+        """Kept until the end, so that memory can be read off."""
+
+    def costs(self, reset: bool = False) -> Costs:
+        """Everything since the start."""
+        return Costs.from_rows([rows_of(ledger) for ledger in self._ledgers()], self.config.helper)
+
+    def _ledgers(self) -> list[Any]:
+        return [*(party.transport.ledger for party in self.parties), self._ledger]
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+    def estimate(self) -> Estimate:
+        """What was counted."""
+        cache = max(party.cache_bytes() for party in self.parties)
+        return Estimate(self.costs(), self.parties[0].weight_bytes(), cache)
+
+
+class _ShardedOnly(MetaNodes):
+    """All layers on nodes."""
+
+    def estimate(self) -> Estimate:
+        """What was counted."""
+        found = self.sharded()
+        return Estimate(self.costs(), found.weight_bytes, found.cache_bytes, found)
+
+
+class _MetaSplit(_MetaParties):
+    """Parties that count up to the cut, nodes that are formulas behind it (see `SplitParties`)."""
+
+    def __init__(
+        self, config: PrivateConfig, model_class: type[PreTrainedModel], settings: PretrainedConfig,
+        progress: Callable[[], None], every_layer: bool, ranges: Ranges,
+    ) -> None:  # fmt: skip
+        cut = Cut.of(model_class, settings, config.split or 0)
+        super().__init__(config, describe(model_class, cut.shortened(settings), ranges), lambda: None, every_layer)
+        for party in self.parties:
+            stop_behind(cast(nn.Module, party.model), f"{cut.path}.{cut.count - 1}")
+        self._nodes = MetaNodes(config, model_class, settings, progress, cut)
+
+    def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
+        """As `SplitParties.forward`."""
+        step = self._nodes.step(call)
+        slices = [[self.config.parties + node, rows] for node, rows in step.rows.items()]
+        super().forward({**call, "outputs": [], "slices": slices}, secrets)
+        return self._nodes.run(step, "states", lambda node, rows: None)
+
+    def command(self, message: Message) -> None:
+        """On both sides."""
+        super().command(message)
+        self._nodes.command(message)
+
+    def costs(self, reset: bool = False) -> Costs:
+        """Of parties, client and nodes."""
+        first, behind = super().costs(), self._nodes.costs()
+        return Costs((*first.ledgers, *behind.ledgers[:-1]), first.helpers)
+
+    def estimate(self) -> Estimate:
+        """What was counted."""
+        return dataclasses.replace(super().estimate(), sharded=self._nodes.sharded())
+
+
+def estimate(
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    private_config: PrivateConfig,
+    sequence: int,
+    new_tokens: int = 0,
+    batch: int = 1,
+    progress: Callable[[], None] = lambda: None,
+    image: Sequence[int] | None = None,
+    every_layer: bool = False,
+    ranges: Ranges = UNKNOWN,
+) -> Estimate:
+    """Cost of one forward over `sequence` tokens, or of generating `new_tokens` after a prompt of that length.
+
+    Models of images take a batch of them instead, each of shape `image` (default: what the configuration says).
+    Loading the weights is not counted. progress is called after each forward. Layers of equal cost are priced once
+    (see `priced_once.py`), which changes no figure; every_layer=True runs each. ranges: those of
+    calibration, with which a run costs less. Raises ConfigError for sizes below 1
+    and whatever the run itself would raise (DomainError for too long sequences, PatchMismatch for unknown modules).
+    """
+    if sequence < 1 or new_tokens < 0 or batch < 1:
+        raise ConfigError(f"estimate: got seq {sequence}, new {new_tokens}, batch {batch}; want at least 1, 0 and 1")
+    bare = ModelSpec.of(model_class, config).model
+    if new_tokens and not bare.can_generate():
+        raise ConfigError(f"{model_class.__name__} does not generate; leave out --new")
+    parties = _link(model_class, config, private_config, progress, every_layer, ranges)
+    generation = None
+    if bare.can_generate():
+        generation = GenerationConfig.from_model_config(config)
+        generation.eos_token_id = None  # nothing ends early
+    plan = make_plan(bare, private_config)
+    model = private_class(model_class)(config, cast(Parties, parties), plan, generation)
+    ids = torch.ones(batch, sequence, dtype=torch.int64)
+    mask = torch.ones_like(ids)
+    first = _FirstToken(parties.estimate)
+    with torch.no_grad():
+        if architecture(config).kind == "vision":
+            model(torch.zeros(batch, *(image or image_shape(config))))
+        elif new_tokens:
+            model.generate(
+                input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, num_beams=1,
+                pad_token_id=0, streamer=first,
+            )  # fmt: skip
+        else:
+            model(input_ids=ids, attention_mask=mask)
+    return dataclasses.replace(parties.estimate(), prompt=first.prompt)
+
+
+class _FirstToken(BaseStreamer):  # type: ignore[misc]
+    """Notes what was counted when the first new token comes."""
+
+    def __init__(self, estimate: Callable[[], Estimate]) -> None:
+        self.prompt: Estimate | None = None
+        self._estimate, self._puts = estimate, 0
+
+    def put(self, value: Tensor) -> None:
+        """The prompt comes first, then one token of each row at a time."""
+        self._puts += 1
+        if self._puts == 2:
+            self.prompt = self._estimate()
+
+    def end(self) -> None:
+        """Generation is over."""
+
+
+def _link(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, private_config: PrivateConfig,
+    progress: Callable[[], None], every_layer: bool, ranges: Ranges,
+) -> _MetaParties | _ShardedOnly:  # fmt: skip
+    if private_config.plan is None:
+        return _MetaParties(private_config, describe(model_class, config, ranges), progress, every_layer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WeakProtection)  # no text is at risk here
+        check_sharding(model_class, config, private_config.plan, private_config.split)
+    if private_config.split is None:
+        return _ShardedOnly(private_config, model_class, config, progress)
+    return _MetaSplit(private_config, model_class, config, progress, every_layer, ranges)
+
+
+def named_shape(name: str) -> tuple[type[PreTrainedModel], PretrainedConfig] | None:
+    """Class and configuration of a built-in shape (models/shapes.json, networks.py), or None."""
+    if name in BUILDERS:
+        build, image = BUILDERS[name]
+        with torch.device("meta"):
+            return Network, Network.of(build(), image).config
+    shapes = json.loads(resources.files("private_llm_hf").joinpath("models", "shapes.json").read_text())
+    if name not in shapes:
+        return None
+    values = dict(shapes[name]["config"])
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    return getattr(transformers, shapes[name]["class"]), config
+
+
+def model_class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class a configuration names, or the one that generates with it, or the bare model."""
+    for name in getattr(config, "architectures", None) or ():
+        found = Network if name == Network.__name__ else getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM, transformers.AutoModel):
+        if type(config) in auto._model_mapping:
+            known = auto._model_mapping[type(config)]
+            return cast(type[PreTrainedModel], known[0] if isinstance(known, tuple) else known)
+    raise ConfigError(f"no model class is known for '{config.model_type}'; name one in config.architectures")

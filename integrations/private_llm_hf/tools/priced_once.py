@@ -1,0 +1,299 @@
+"""Layers of equal cost are priced once: in a meta session, a layer like one that ran is booked instead of run.
+
+A layer costs what a layer before it cost if both are built alike (classes, shapes, settings; not their number), are
+called with the same shapes, fractional bits and public values, and find as much in their part of the cache. Then the
+second is not run: what the first booked is booked under the second's name, and the cache and the arguments are brought
+to where the first left them. Whatever cannot be compared is run.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from private_llm.net.ledger import Ledger
+from private_llm.protocols.share import Share
+from private_llm.tensor.guard import Guarded
+from private_llm.tensor.range_check import watch_pending
+from private_llm.tensor.secret import SecretTensor
+from private_llm_hf.party.cache import SecretCacheLayer
+
+_NUMBERS = ("layer_idx", "layer_id")
+"""Attributes that say which layer a module belongs to; they address the cache, which is compared by itself."""
+
+_OWN = frozenset(vars(nn.Module())) | {"forward", *_NUMBERS}
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class _Unknown(Exception):
+    """Something cannot be compared: the layer is run."""
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Bookings by scope, as a ledger keeps them."""
+
+    sent: dict[tuple[str, str, int], int] = field(default_factory=lambda: defaultdict(int))
+    rounds: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    macs: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def scopes(self) -> set[str]:
+        """Names under which something is booked."""
+        return {*(key[0] for key in self.sent), *(key[0] for key in self.rounds), *self.macs}
+
+    def add_to(self, ledger: Ledger, named: Callable[[str], str] = str) -> None:
+        """Book it all, under other names."""
+        for (scope, op, to), n in self.sent.items():
+            ledger.sent[named(scope), op, to] += n
+        for (scope, op), n in self.rounds.items():
+            ledger.rounds[named(scope), op] += n
+        for scope, n in self.macs.items():
+            ledger.macs[named(scope)] += n
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A module's name, the number of its layer, and where it books."""
+
+    name: str
+    number: int
+    ledger: Ledger
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """A layer that was run: what it booked and left behind.
+
+    rescaled: which of the secret arguments it brought to the session's fractional bits. owed: the range checks that it
+    left for the end of the call.
+    """
+
+    at: _Place
+    counts: _Counts
+    output: Any
+    rescaled: tuple[bool, ...]
+    owed: tuple[tuple[Share, int], ...]
+
+
+def price_once(model: nn.Module, ledger: Ledger) -> None:
+    """Let each list of layers of `model`, which books in `ledger` by module, run the first of equal layers only.
+
+    Parts of layers that see no cache (norms, feed-forward) run once for all tokens of equal shapes. For meta sessions:
+    the values that come out are those of the first.
+    """
+    known, forever = dict[Hashable, _Ran](), dict[Hashable, _Ran]()
+
+    def forget(*_: object) -> None:
+        known.clear()
+
+    model.register_forward_pre_hook(forget)
+    inner: list[str] = []
+    for path, layers in model.named_modules():
+        if not isinstance(layers, nn.ModuleList) or path.startswith(tuple(inner)):
+            continue
+        if any(isinstance(part, nn.Conv2d) for part in layers.modules()):
+            continue  # what one part computes is checked by the next: parts alone are no equals
+        inner.append(f"{path}.")
+        for place, layer in enumerate(layers):
+            numbers = {getattr(part, name) for part in layer.modules() for name in _NUMBERS if hasattr(part, name)}
+            if len(numbers) > 1:
+                continue
+            at = _Place(f"{path}.{place}", next(iter(numbers), place), ledger)
+            for name, part in layer.named_children():
+                if not isinstance(part, (nn.ModuleList, nn.Dropout, nn.Identity)):
+                    _attach(part, replace(at, name=f"{at.name}.{name}"), known, forever)
+            _attach(layer, at, known, forever)
+
+
+def _attach(part: nn.Module, at: _Place, known: dict[Hashable, _Ran], forever: dict[Hashable, _Ran]) -> None:
+    priced = _Priced(part.forward, at, _built(part), known, forever)
+    part.forward = functools.update_wrapper(functools.partial(_Priced.run, priced), part.forward)
+
+
+class _Priced:
+    """A layer's forward, or the bookings of an equal one."""
+
+    def __init__(
+        self, forward: Callable[..., Any], at: _Place, built: Hashable, known: dict[Hashable, _Ran],
+        forever: dict[Hashable, _Ran],
+    ) -> None:  # fmt: skip
+        """known: of this forward of the model. forever: of all, for what no cache was given to."""
+        self._forward, self._at, self._built = forward, at, built
+        self._known, self._forever = known, forever
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a layer's own signature
+        """What the layer returns."""
+        leaves = list(_leaves((args, kwargs)))
+        secrets = [leaf for leaf in leaves if isinstance(leaf, SecretTensor)]
+        caches = [leaf for leaf in leaves if isinstance(leaf, Cache)]
+        try:
+            same = tuple(next(i for i, other in enumerate(secrets) if other is each) for each in secrets)
+            held = tuple(_held(cache, self._at.number) for cache in caches)
+            key = (self._built, _compared((args, kwargs)), same, held)
+        except _Unknown:
+            return self._forward(*args, **kwargs)
+        known = self._known if caches else self._forever
+        ran = known.get(key)
+        if ran is not None:
+            return self._replay(ran, secrets, caches)
+        if secrets:
+            watch_pending(secrets[0].session)  # what an earlier layer owes is not this one's
+        owed = secrets[0].session.known.owed if secrets else []
+        before = len(owed)
+        fracs, untouched = [secret.raw.frac for secret in secrets], self._untouched(leaves, caches)
+        with _apart(self._at.ledger) as counts:
+            output = self._forward(*args, **kwargs)
+        counts.add_to(self._at.ledger)
+        inside = all(f"{scope}.".startswith(f"{self._at.name}.") for scope in counts.scopes())
+        if inside and untouched == self._untouched(leaves, caches):
+            rescaled = tuple(secret.raw.frac != frac for secret, frac in zip(secrets, fracs, strict=True))
+            with suppress(_Unknown):
+                known[key] = _Ran(self._at, counts, _again(output), rescaled, tuple(owed[before:]))
+        return output
+
+    def _untouched(self, leaves: list[object], caches: list[Cache]) -> list[object]:
+        """What a layer must leave as it is: public arguments, other layers' part of the cache."""
+        versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, Guarded)]
+        return [versions, *([n for i, n in _lengths(cache) if i != self._at.number] for cache in caches)]
+
+    def _replay(self, ran: _Ran, secrets: list[SecretTensor], caches: list[Cache]) -> object:
+        with _apart(self._at.ledger):
+            for secret, rescaled in zip(secrets, ran.rescaled, strict=True):
+                if rescaled:
+                    secret.to_fixed()  # is remembered by the argument, and booked below
+        if secrets:
+            secrets[0].session.known.owed.extend(ran.owed)
+        ran.counts.add_to(self._at.ledger, lambda scope: self._at.name + scope[len(ran.at.name) :])
+        for cache in caches:
+            _copy_layer(cache, ran.at.number, self._at.number)
+        return _again(ran.output)
+
+
+@contextmanager
+def _apart(ledger: Ledger) -> Iterator[_Counts]:
+    """Book what is inside here, and not in the ledger."""
+    outside, counts = (ledger.sent, ledger.rounds, ledger.macs), _Counts()
+    ledger.sent, ledger.rounds, ledger.macs = counts.sent, counts.rounds, counts.macs
+    try:
+        yield counts
+    finally:
+        ledger.sent, ledger.rounds, ledger.macs = outside
+
+
+# -- what is compared ------------------------------------------------------------------------------------------
+def _leaves(value: object) -> Iterator[object]:
+    if isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _compared(value: object) -> Hashable:
+    """Equal for arguments that cost the same. Raises _Unknown for what this does not know of."""
+    if isinstance(value, dict):
+        return tuple((str(name), _compared(item)) for name, item in value.items())
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, (tuple, list)):
+        return tuple(_compared(item) for item in value)
+    if isinstance(value, SecretTensor):
+        if value.hidden is not None:
+            raise _Unknown
+        return SecretTensor, value.shape, value.raw.frac
+    if isinstance(value, Tensor) and not isinstance(value, Guarded):
+        return Tensor, value.shape, value.dtype, value.is_meta or _digest(value)
+    if isinstance(value, Cache):
+        return (type(value),)
+    raise _Unknown
+
+
+def _digest(value: Tensor) -> bytes:
+    flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(flat.cpu().numpy().tobytes(), digest_size=16).digest()
+
+
+def _built(layer: nn.Module) -> Hashable:
+    """Equal for modules that compute the same of weights of the same shapes."""
+    return tuple((path, type(part), _settings(part)) for path, part in layer.named_modules())
+
+
+def _settings(part: nn.Module) -> Hashable:
+    held = part.named_parameters(recurse=False)
+    shapes = tuple((name, type(value), value.shape, value.dtype, _frac(value)) for name, value in held)
+    buffers = tuple((name, _setting(value)) for name, value in part.named_buffers(recurse=False))
+    others = tuple((name, _setting(value)) for name, value in sorted(vars(part).items()) if name not in _OWN)
+    return shapes, buffers, others
+
+
+def _frac(value: Tensor) -> int | None:
+    return value.raw.frac if isinstance(value, SecretTensor) else None
+
+
+def _setting(value: object) -> Hashable:
+    try:
+        return _compared(value)
+    except _Unknown:
+        return id(value)  # the very same object, or not the same
+
+
+# -- caches and results --------------------------------------------------------------------------------------------
+def _parts(cache: EncoderDecoderCache) -> tuple[Cache, Cache]:
+    return cache.self_attention_cache, cache.cross_attention_cache
+
+
+def _lengths(cache: Cache) -> list[tuple[int, int]]:
+    if isinstance(cache, EncoderDecoderCache):
+        return [pair for part in _parts(cache) for pair in _lengths(part)]
+    return [(number, layer.get_seq_length()) for number, layer in enumerate(cache.layers)]
+
+
+def _held(cache: Cache, number: int) -> Hashable:
+    """Shapes of what is kept of one layer."""
+    if isinstance(cache, EncoderDecoderCache):
+        return cache.is_updated.get(number), *(_held(part, number) for part in _parts(cache))
+    if number >= len(cache.layers):
+        return None
+    layer = cache.layers[number]
+    if not isinstance(layer, SecretCacheLayer):
+        raise _Unknown
+    buffer = layer.buffer
+    return _compared((layer.keys, layer.values, buffer.position, buffer.positions))
+
+
+def _copy_layer(cache: Cache, frm: int, to: int) -> None:
+    if isinstance(cache, EncoderDecoderCache):
+        if frm in cache.is_updated:
+            cache.is_updated[to] = cache.is_updated[frm]
+        for part in _parts(cache):
+            _copy_layer(part, frm, to)
+    elif frm < len(cache.layers):
+        while len(cache.layers) <= to:
+            cache.layers.append(SecretCacheLayer(cache.layers[frm].policy))
+        cache.layers[to] = copy.deepcopy(cache.layers[frm])
+
+
+def _again(output: Any) -> Any:  # noqa: ANN401 - a layer's own result
+    """The same, in secret tensors that later operations may bring to other fractional bits. Raises _Unknown."""
+    if isinstance(output, SecretTensor):
+        if output.hidden is not None:
+            raise _Unknown
+        return SecretTensor(output.raw)
+    if type(output) is Tensor or isinstance(output, _PLAIN):
+        return output
+    if type(output) in (tuple, list):
+        return type(output)(_again(item) for item in output)
+    raise _Unknown

@@ -1,0 +1,311 @@
+"""A first load of a model class that the project's tests do not compare: is its private result the plaintext one?
+
+Rules stand for operations and modules, not for models, so that most of transformers' classes run without anybody
+having looked at them. Running must not mean guessing: a small model of the class, with the settings of the large one
+and random weights, runs in the clear and under `plain`, in a batch with padding, with a cache and without, and both
+must agree.
+Takes seconds, sends nothing, knows nothing of the weights. What passed is remembered in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PretrainedConfig, PreTrainedModel
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import PatchMismatch
+from private_llm.kernels.compiling import FOLDER
+from private_llm.tensor.secret import SecretTensor
+from private_llm.token_sharding.plans import ShardingPlan
+from private_llm_hf.checkpoint.calibration_runs import pictures
+from private_llm_hf.checkpoint.weights import skeleton
+from private_llm_hf.handlers import handler_of
+from private_llm_hf.models.architectures import architecture, compared
+from private_llm_hf.models.miniature import miniature
+from private_llm_hf.patch_plan import unknown_modules
+from private_llm_hf.tools.compare import compare
+from private_llm_hf.tools.survey import survey
+from private_llm_hf.vision.network import Network, NetworkConfig
+from private_llm_hf.wire import OPENED
+
+ON_SHARES = PrivateConfig(protocol="plain", insecure=True, party_mode="threads", calibrate=False, guard=False)
+"""How the small model runs: the rules of every protocol, on numbers that are nobody's."""
+AT_NODES = PrivateConfig(protocol="cascade", plan=ShardingPlan(2, 2, 1, accept_weak_plan=True), party_mode="threads")
+"""The same for token sharding."""
+
+_SPREAD = 0.05
+"""Largest difference, in standard deviations of the plaintext outputs. Fixed point stays a hundred times below it."""
+_LEAST = 4e-3
+"""What fixed point may always be off by."""
+_NEW = ((5, 17), (9, 23), (31, 40))
+"""Tokens that both models are made to generate: two rows, three steps."""
+_LENGTH = 6
+_SIDE = 32
+"""Pixels of images, where any size goes."""
+
+Open = Callable[[PreTrainedModel, PrivateConfig], PreTrainedModel]
+"""Makes a model private without a trial."""
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One way to call both models. run: returns outputs by name."""
+
+    name: str
+    run: Callable[[PreTrainedModel], dict[str, Tensor]]
+    mask: Tensor | None = None
+
+
+def require_agreement(
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    make_private: Open,
+    settings: PrivateConfig = ON_SHARES,
+) -> None:
+    """Compare a small model of this class with its plaintext self, unless that was done before.
+
+    settings: ON_SHARES or AT_NODES. A handler of a user is tried with every class, each time. Raises PatchMismatch
+    naming the modules and operations without a rule, or the first module that differs.
+    """
+    bare = skeleton(model_class, config)
+    sharded = settings == AT_NODES
+    of_user = not sharded and _has_handler_of_user(bare)
+    known = model_class.__name__ in compared("token sharding" if sharded else "shares")
+    if known and not of_user and (sharded or not unknown_modules(bare)):
+        return
+    if isinstance(config, NetworkConfig) and config.image_shape is None:
+        return  # nobody knows what it could be tried on
+    model = miniature(model_class, config)
+    passed = None if of_user else _note(model, settings)
+    if passed is not None and passed.exists():
+        return
+    with _quiet():
+        _try(model, functools.partial(make_private, model, settings), "" if sharded else "on shares")
+    if passed is not None:
+        passed.write_text(f"{model_class.__name__}\n")
+
+
+def _has_handler_of_user(model: PreTrainedModel) -> bool:
+    found = (handler_of(module) for module in model.modules())
+    return any(handler is not None and handler.settings is not None for handler in found)
+
+
+def _try(model: PreTrainedModel, make_private: Callable[[], PreTrainedModel], on_shares: str) -> None:
+    name = type(model).__name__
+    cases = list(_cases(model))
+    with torch.no_grad():
+        try:
+            wanted = [case.run(model) for case in cases]
+        except Exception as error:  # whatever a foreign forward raises
+            raise PatchMismatch(f"{name}: a small model of this class does not run in the clear: {error}") from error
+        try:
+            with make_private() as private:
+                for case, expected in zip(cases, wanted, strict=True):
+                    _compare(model, case, expected, case.run(private))
+        except _Differs as difference:
+            raise PatchMismatch(
+                f"{name}: its private result would be wrong. A small model of this class with random weights, "
+                f"{difference}, so nothing was sent. {_first_difference(model) if on_shares else ''}Report the class, "
+                "or add what it needs (docs/how-to-add.md)"
+            ) from None
+        except Exception as refused:  # whatever a foreign forward raises at a party or here
+            first = str(refused) or type(refused).__name__
+            raise PatchMismatch(f"{name}: {_refusals(model, first) if on_shares else first}") from refused
+
+
+class _Differs(Exception):
+    """The two results of a case are not the same."""
+
+
+def _compare(model: PreTrainedModel, case: _Case, wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    for output in sorted(set(wanted) & set(found)):
+        right, value = wanted[output].float(), found[output].float()
+        if right.shape != value.shape:
+            raise _Differs(f"{case.name}, gives {output} of shape {tuple(value.shape)} instead of {tuple(right.shape)}")
+        rows = right.shape[:2] if case.mask is not None and right.shape[:2] == case.mask.shape else None
+        if rows is not None and case.mask is not None:
+            right, value = right[case.mask.bool()], value[case.mask.bool()]
+        allowed = max(_SPREAD * float(right.std()), _LEAST)
+        error = float((right - value).abs().max())
+        if not error <= allowed:
+            raise _Differs(f"{case.name}, is off by {error:.3g} in {output} where {allowed:.2g} is allowed")
+    if not set(wanted) & set(found):
+        raise _Differs(f"{case.name}, opens {sorted(found) or 'nothing'} where the model gives {sorted(wanted)}")
+
+
+# -- the cases --------------------------------------------------------------------------------------------------------
+def _cases(model: PreTrainedModel) -> Iterator[_Case]:
+    facts = architecture(model.config)
+    if facts.kind == "vision":
+        yield _Case("on two images", _forward(pixel_values=_pictures(model.config)))
+        return
+    ids, left = _tokens(model.config)
+    if facts.kind == "encoder-decoder":
+        yield _Case("on two texts", _forward(input_ids=ids, decoder_input_ids=ids.flip(1)))
+    else:
+        yield _Case("on two texts", _forward(input_ids=ids))
+    if facts.kind == "encoder":
+        right = left.flip(1)
+        yield _Case("with padding", _forward(input_ids=_padded(ids, right, model), attention_mask=right), right)
+    elif facts.kind == "decoder":
+        yield _Case("with padding", _forward(input_ids=_padded(ids, left, model), attention_mask=left), left)
+    if facts.caches and model.can_generate():
+        yield _Case("with padding and a cache", _generate(_padded(ids, left, model), left, model.config))
+
+
+def _tokens(config: PretrainedConfig) -> tuple[Tensor, Tensor]:
+    """Token ids [2, 6] none of which is special, and a mask that pads the first row on the left."""
+    vocabulary = config.get_text_config().vocab_size
+    ids = (torch.arange(2 * _LENGTH).view(2, _LENGTH) * 7 + 3) % max(vocabulary - 4, 1) + min(3, vocabulary - 1)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    return ids, mask
+
+
+def _padded(ids: Tensor, mask: Tensor, model: PreTrainedModel) -> Tensor:
+    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+    return ids.masked_fill(mask == 0, pad if isinstance(pad, int) and pad >= 0 else 0)
+
+
+def _pictures(config: PretrainedConfig) -> Tensor:
+    free = architecture(config).images == "any" and not isinstance(config, NetworkConfig)
+    if free and not hasattr(config, "image_size"):
+        channels = getattr(config, "num_channels", 3)
+        return torch.linspace(-40, 40, 2 * channels * _SIDE**2).view(2, channels, _SIDE, _SIDE).sin() * 2
+    return pictures(config)[:2]
+
+
+def _forward(**given: Tensor) -> Callable[[PreTrainedModel], dict[str, Tensor]]:
+    def run(model: PreTrainedModel) -> dict[str, Tensor]:
+        if isinstance(model, Network):
+            return {"logits": model(**given)}  # the private one's too is a tensor
+        output = model(**given, return_dict=True)
+        return {name: output[name] for name in OPENED if isinstance(output.get(name), Tensor)}
+
+    return run
+
+
+def _generate(ids: Tensor, mask: Tensor, config: PretrainedConfig) -> Callable[[PreTrainedModel], dict[str, Tensor]]:
+    start = getattr(config, "decoder_start_token_id", None)
+    settings = GenerationConfig(
+        max_new_tokens=len(_NEW), do_sample=False, num_beams=1, pad_token_id=0, eos_token_id=None, bos_token_id=1,
+        decoder_start_token_id=1 if start is None else start, output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+
+    def run(model: PreTrainedModel) -> dict[str, Tensor]:
+        made = model.generate(
+            input_ids=ids, attention_mask=mask, generation_config=settings,
+            logits_processor=LogitsProcessorList([_Forced()]),
+        )  # fmt: skip
+        return {"logits": torch.stack(made.logits)}
+
+    return run
+
+
+class _Forced(LogitsProcessor):  # type: ignore[misc]
+    """Makes both models go on with the same tokens, however close their logits are."""
+
+    def __init__(self) -> None:
+        self._step = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores that leave one choice in each row."""
+        forced = torch.full_like(scores, float("-inf"))
+        for row, token in enumerate(_NEW[self._step]):
+            forced[row, token % scores.shape[-1]] = 0.0
+        self._step += 1
+        return forced
+
+
+# -- what is wrong ----------------------------------------------------------------------------------------------------
+def _first_difference(model: PreTrainedModel) -> str:
+    """The first module whose output differs, without padding and cache; nothing if none does."""
+    vision = architecture(model.config).kind == "vision"
+    given = _pictures(model.config) if vision else _tokens(model.config)[0]
+    try:
+        rows = compare(model, given, ON_SHARES).modules
+    except Exception:  # noqa: BLE001 - an explanation that fails must not hide what it was to explain
+        return ""
+    for row in rows:
+        if not row.error_max <= max(_SPREAD * row.largest, _LEAST):
+            return f"The first module that differs is {row.name} ({row.kind}). "
+    return "Without padding and cache all its modules agree. "
+
+
+def _refusals(model: PreTrainedModel, first: str) -> str:
+    """All modules and operations without a rule."""
+
+    def run(private: nn.Module, secret: Callable[[Tensor], SecretTensor]) -> object:
+        if architecture(model.config).kind == "vision":
+            return private(pixel_values=secret(_pictures(model.config)), return_dict=True)
+        ids, _ = _tokens(model.config)
+        embedded = secret(model.get_input_embeddings()(ids))
+        if architecture(model.config).kind == "encoder-decoder":
+            return private(inputs_embeds=embedded, decoder_inputs_embeds=embedded, return_dict=True)
+        return private(inputs_embeds=embedded, return_dict=True)
+
+    try:
+        found = survey(model, run)
+    except Exception as refused:  # noqa: BLE001 - a survey that fails has found nothing
+        found = [f"{type(refused).__name__}: {refused}"]
+    if not found:
+        return f"no private rule: {first}"
+    shown = "; ".join(found[:20]) + (f" and {len(found) - 20} more" if len(found) > 20 else "")
+    return (
+        f"no private rule for {len(found)} module(s) or operation(s), found with a small model and random weights "
+        f"before anything was sent: {shown}. Register a handler, or add the operation (docs/how-to-add.md)"
+    )
+
+
+# -- what is remembered -----------------------------------------------------------------------------------------------
+def _note(model: PreTrainedModel, settings: PrivateConfig) -> Path | None:
+    """The file that says that this class with these settings agreed, under these versions; None without a folder."""
+    if FOLDER is None:
+        return None
+    digest = hashlib.sha256(
+        json.dumps(
+            [type(model).__name__, settings.protocol, transformers.__version__, torch.__version__, _sources()]
+        ).encode()
+        + model.config.to_json_string(use_diff=False).encode()
+    ).hexdigest()[:16]
+    folder = FOLDER.parent / "agreed"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / digest
+
+
+def _sources() -> str:
+    """A digest of this library's code: a change may change what agrees."""
+    made = hashlib.sha256()
+    for root in (Path(str(resources.files(package))) for package in ("private_llm", "private_llm_hf")):
+        for path in sorted((*root.rglob("*.py"), *root.rglob("*.json"))):
+            made.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return made.hexdigest()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without advice on a model that no user has asked for: transformers', and why its parties stopped."""
+    ours = logging.getLogger("private_llm")
+    before = transformers.logging.get_verbosity(), ours.level
+    transformers.logging.set_verbosity_error()
+    ours.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(before[0])
+        ours.setLevel(before[1])

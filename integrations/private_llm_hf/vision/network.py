@@ -1,0 +1,382 @@
+"""Plain module trees as data: what a network without a transformers configuration looks like to the parties.
+
+A description is JSON: `modules` maps names to a type of a closed list and its constructor arguments, `steps` says
+which module or function runs on which earlier values (value 0 is the input, step k makes value k), `head` is the name
+of a last softmax, which is left to the client. No code travels; whoever receives a description checks all of it.
+`Network` is the `PreTrainedModel` that runs a description, so that plans, share files, estimates and
+`save_pretrained` work as for every other model.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForImageClassification, PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
+
+from private_llm.errors import ConfigError, DomainError, PatchMismatch
+from private_llm_hf.handlers import kinds_of_users
+
+Description = dict[str, Any]
+Check = Callable[[object], bool]
+
+_LARGEST = 1 << 31
+_STEPS = 100_000
+
+
+# -- what constructor arguments may be ----------------------------------------------------------------------------
+def _flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _whole(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < _LARGEST
+
+
+def _count(value: object) -> bool:
+    return _whole(value, 1)
+
+
+def _dim(value: object) -> bool:
+    return _whole(value, -8) and cast(int, value) < 8
+
+
+def _real(value: object) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _one_or_two(check: Check) -> Check:
+    return lambda value: check(value) or (isinstance(value, list) and len(value) == 2 and all(map(check, value)))
+
+
+def _setting(value: object) -> bool:
+    """A constructor argument of a user's module."""
+    return (
+        value is None
+        or isinstance(value, str | bool)
+        or _real(value)
+        or (isinstance(value, list) and all(map(_setting, value)))
+    )
+
+
+_size = _one_or_two(_count)
+_pad = _one_or_two(_whole)
+_output = _one_or_two(lambda value: value is None or _count(value))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A module type that may travel: its class and its constructor arguments, each with a check."""
+
+    build: type[nn.Module]
+    options: dict[str, Check]
+
+
+_NORM: dict[str, Check] = {"num_features": _count, "eps": _real, "affine": _flag}
+KINDS: dict[str, Kind] = {
+    "Conv2d": Kind(
+        nn.Conv2d,
+        {
+            "in_channels": _count, "out_channels": _count, "kernel_size": _size, "stride": _size, "padding": _pad,
+            "dilation": _size, "groups": _count, "bias": _flag,
+        },
+    ),
+    "Linear": Kind(nn.Linear, {"in_features": _count, "out_features": _count, "bias": _flag}),
+    "BatchNorm2d": Kind(nn.BatchNorm2d, _NORM),
+    "BatchNorm1d": Kind(nn.BatchNorm1d, _NORM),
+    "LayerNorm": Kind(nn.LayerNorm, {"normalized_shape": _count, "eps": _real, "elementwise_affine": _flag}),
+    "AvgPool2d": Kind(
+        nn.AvgPool2d,
+        {"kernel_size": _size, "stride": _size, "padding": _pad, "ceil_mode": _flag, "count_include_pad": _flag},
+    ),
+    "MaxPool2d": Kind(
+        nn.MaxPool2d,
+        {"kernel_size": _size, "stride": _size, "padding": _pad, "dilation": _size, "ceil_mode": _flag},
+    ),
+    "AdaptiveAvgPool2d": Kind(nn.AdaptiveAvgPool2d, {"output_size": _output}),
+    "ReLU": Kind(nn.ReLU, {}),
+    "ReLU6": Kind(nn.ReLU6, {}),
+    "GELU": Kind(nn.GELU, {"approximate": lambda value: value in ("none", "tanh")}),
+    "SiLU": Kind(nn.SiLU, {}),
+    "Sigmoid": Kind(nn.Sigmoid, {}),
+    "Tanh": Kind(nn.Tanh, {}),
+    "Flatten": Kind(nn.Flatten, {"start_dim": _dim, "end_dim": _dim}),
+    "Dropout": Kind(nn.Dropout, {}),
+    "Dropout2d": Kind(nn.Dropout2d, {}),
+    "Identity": Kind(nn.Identity, {}),
+    "Softmax": Kind(nn.Softmax, {"dim": lambda value: value is None or _dim(value)}),
+    "LogSoftmax": Kind(nn.LogSoftmax, {"dim": lambda value: value is None or _dim(value)}),
+}  # fmt: skip
+"""The closed list; classes with a handler of a user (`register_handler`) come after it."""
+
+
+def kind_of(name: object) -> Kind | None:
+    """A module type by name, if it may travel."""
+    if not isinstance(name, str):
+        return None
+    own = kinds_of_users().get(name)
+    return KINDS.get(name) if own is None else Kind(own[0], dict.fromkeys(own[1], _setting))
+
+
+def kind_name(cls: type[nn.Module]) -> str | None:
+    """The name of a module type that may travel."""
+    names = {kind.build: name for name, kind in KINDS.items()}
+    return names.get(cls) or next((name for name, (own, _) in kinds_of_users().items() if own is cls), None)
+
+
+HEADS = ("Softmax", "LogSoftmax")
+"""What only the client may compute, as the last step."""
+
+
+def _reshape(x: Tensor, shape: list[int]) -> Tensor:
+    return x.reshape(*shape)
+
+
+def _size_of(x: Tensor, dim: int | None = None) -> Any:  # noqa: ANN401 - one size or all
+    return tuple(x.shape) if dim is None else x.shape[dim]
+
+
+def _item(sizes: object, index: object) -> int:
+    if not isinstance(sizes, tuple) or not isinstance(index, int):
+        raise DomainError("network description: 'item' picks one size of a shape, nothing else")
+    return cast(int, sizes[index])
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "mul": operator.mul,
+    "cat": torch.cat,
+    "flatten": torch.flatten,
+    "reshape": _reshape,
+    "permute": torch.permute,
+    "transpose": torch.transpose,
+    "unsqueeze": torch.unsqueeze,
+    "squeeze": torch.squeeze,
+    "mean": torch.mean,
+    "size": _size_of,
+    "item": _item,
+    "same": lambda x: x,
+}
+"""Functions between modules: sums, products and moves."""
+
+
+# -- checking -------------------------------------------------------------------------------------------------------
+def check_description(found: object) -> Description:
+    """The description itself, every part of it checked. Raises PatchMismatch saying what does not fit."""
+    if not isinstance(found, dict) or set(found) != {"modules", "steps", "head"}:
+        raise _wrong("want an object with modules, steps and head")
+    modules, steps, head = found["modules"], found["steps"], found["head"]
+    if not isinstance(modules, dict) or not isinstance(steps, list) or not 1 <= len(steps) <= _STEPS:
+        raise _wrong("want modules by name and at least one step")
+    for name, facts in modules.items():
+        _check_module(name, facts)
+    for place, step in enumerate(steps, 1):
+        _check_step(place, step, modules)
+    if head is not None and (head not in modules or steps[-1].get("module") != head):
+        raise _wrong(f"the head {head!r} is not the last step")
+    for step in steps:
+        name = step.get("module")
+        if name is not None and name != head and modules[name]["type"] in HEADS:
+            raise _wrong(f"module {name!r}: {modules[name]['type']} may only be the last step, which the client does")
+    return found
+
+
+def _wrong(why: str) -> PatchMismatch:
+    return PatchMismatch(f"network description: {why}")
+
+
+def _check_module(name: object, facts: object) -> None:
+    kind = kind_of(facts.get("type")) if isinstance(facts, dict) else None
+    if not isinstance(name, str) or not name or kind is None:
+        raise _wrong(f"module {name!r} has no type of the list {', '.join((*KINDS, *kinds_of_users()))}")
+    given = {key: value for key, value in cast(dict[str, object], facts).items() if key != "type"}
+    if set(given) != set(kind.options):
+        raise _wrong(f"module {name!r}: got arguments {sorted(given)}; want {sorted(kind.options)}")
+    for key, value in given.items():
+        if not kind.options[key](value):
+            raise _wrong(f"module {name!r}: {key} may not be {value!r}")
+
+
+def _check_step(place: int, step: object, modules: dict[str, Any]) -> None:
+    if not isinstance(step, dict) or set(step) - {"module", "function", "args", "options"} or "args" not in step:
+        raise _wrong(f"step {place} is not a call of a module or function")
+    module, function = step.get("module"), step.get("function")
+    if (module is None) == (function is None) or (module or function) not in (modules if module else FUNCTIONS):
+        raise _wrong(f"step {place} calls neither one of the modules nor one of {', '.join(FUNCTIONS)}")
+    if not isinstance(step["args"], list) or not isinstance(step.get("options", {}), dict):
+        raise _wrong(f"step {place} has malformed arguments")
+    _check_value(place, [step["args"], list(step.get("options", {}).values())], 3)
+
+
+def _check_value(place: int, value: object, depth: int) -> None:
+    """Numbers, flags and references to earlier values, in lists of limited depth."""
+    if value is None or isinstance(value, bool) or _real(value):
+        return
+    if isinstance(value, list) and depth > 0:
+        for item in value:
+            _check_value(place, item, depth - 1)
+    elif not (
+        isinstance(value, dict) and set(value) == {"value"} and _whole(value["value"]) and value["value"] < place
+    ):
+        raise _wrong(f"step {place} takes something that is neither a number nor an earlier value")
+
+
+def build_module(facts: dict[str, Any]) -> nn.Module:
+    """A module of a checked description."""
+    options = {key: tuple(v) if isinstance(v, list) else v for key, v in facts.items() if key != "type"}
+    kind = kind_of(facts["type"])
+    if kind is None:
+        raise _wrong(f"type {facts['type']!r} has no handler any more")
+    return kind.build(**options)
+
+
+# -- running ------------------------------------------------------------------------------------------------------
+class NetworkConfig(PretrainedConfig):  # type: ignore[misc]
+    """The configuration of a network: its description, and [channels, height, width] of its images if known."""
+
+    model_type = "network"
+    network: dict[str, Any] | None = None
+    image_shape: list[int] | None = None
+
+
+class Network(PreTrainedModel):  # type: ignore[misc]
+    """A network of standard modules, run from its description. Called with images it returns logits (a tensor).
+
+    Module names are those of the original. `Network.of(module)` makes one; `save_pretrained` stores it as JSON and
+    safetensors, which `AutoPrivateModelForImageClassification.from_pretrained` and `private-llm share` read.
+    """
+
+    config_class = NetworkConfig
+    main_input_name = "pixel_values"
+    base_model_prefix = "entire_network"  # with an empty one, loading takes "11.weight" for "1.weight"
+
+    def __init__(self, config: NetworkConfig) -> None:
+        super().__init__(config)
+        self._description = check_description(config.network)
+        modules = self._description["modules"]
+        for name in dict.fromkeys(step["module"] for step in self._description["steps"] if "module" in step):
+            self._place(name, build_module(modules[name]))
+        self._last_use = _last_uses(self._description["steps"])
+        self.post_init()
+
+    @classmethod
+    def of(cls, module: nn.Module, image_shape: Sequence[int] | None = None) -> Network:
+        """The network of a module, sharing its weights. Raises PatchMismatch for what has no rule, listing names.
+
+        image_shape: channels, height and width, for those who want to know (estimates); any that fits can be used.
+        """
+        from private_llm_hf.vision.tracing import describe_module  # tracing needs the lists above
+
+        description, modules = describe_module(module)
+        shape = None if image_shape is None else list(image_shape)
+        with torch.device("meta"):
+            made = cls(NetworkConfig(network=description, image_shape=shape, architectures=[cls.__name__]))
+        for name, original in modules.items():
+            copy = made.get_submodule(name)
+            copy._parameters.update(original._parameters)
+            copy._buffers.update(original._buffers)
+        made.eval()
+        return made
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Modules initialise themselves."""
+
+    def _place(self, name: str, module: nn.Module) -> None:
+        *path, last = name.split(".")
+        parent: nn.Module = self
+        for part in (*path, last):
+            if hasattr(type(parent), part) or part in parent.__dict__:
+                raise PatchMismatch(f"module name {name!r} is taken by PyTorch or transformers; rename it")
+        for part in path:
+            if part not in parent._modules:
+                parent.add_module(part, nn.ModuleDict())
+            parent = parent.get_submodule(part)
+        parent.add_module(last, module)
+
+    def forward(self, pixel_values: Tensor, return_dict: bool = False) -> Tensor | ImageClassifierOutputWithNoAttention:
+        """Images [B, ...] to the network's own output; with return_dict logits, without the head."""
+        steps, head = self._description["steps"], self._description["head"]
+        if return_dict and head is not None:
+            steps = steps[:-1]
+        values: list[Any] = [pixel_values]
+        for place, step in enumerate(steps, 1):
+            args = [_filled(arg, values) for arg in step["args"]]
+            options = {key: _filled(value, values) for key, value in step.get("options", {}).items()}
+            run = self.get_submodule(step["module"]) if "module" in step else FUNCTIONS[step["function"]]
+            values.append(run(*args, **options))
+            for done in self._last_use.get(place, ()):
+                values[done] = None
+        return ImageClassifierOutputWithNoAttention(logits=values[-1]) if return_dict else values[-1]
+
+    @staticmethod
+    def finish(output: ImageClassifierOutputWithNoAttention | tuple[Tensor], config: NetworkConfig) -> Tensor:
+        """What the client makes of opened logits: the network's own output, after its head."""
+        description = check_description(config.network)
+        head = description["head"]
+        logits: Tensor = output[0]
+        return logits if head is None else cast(Tensor, build_module(description["modules"][head])(logits))
+
+    def layers_before(self) -> dict[str, str]:
+        """For each module the module whose output it alone takes, where both run once: what may be merged."""
+        steps = self._description["steps"]
+        users: dict[int, list[int]] = {}
+        for place, step in enumerate(steps, 1):
+            for source in references(step):
+                users.setdefault(source, []).append(place)
+        runs = [step.get("module") for step in steps]
+        found = {}
+        for source, places in users.items():
+            before = runs[source - 1] if source else None
+            after = runs[places[0] - 1] if len(places) == 1 else None
+            if before is not None and after is not None and runs.count(before) == runs.count(after) == 1:
+                found[after] = before
+        return found
+
+
+def _filled(value: Any, values: list[Any]) -> Any:  # noqa: ANN401 - JSON in, tensors and numbers out
+    if isinstance(value, list):
+        return [_filled(item, values) for item in value]
+    return values[value["value"]] if isinstance(value, dict) else value
+
+
+def references(step: dict[str, Any]) -> list[int]:
+    """The earlier values that a step takes."""
+    return _named([step["args"], list(step.get("options", {}).values())])
+
+
+def _named(value: object) -> list[int]:
+    if isinstance(value, list):
+        return [found for item in value for found in _named(item)]
+    return [value["value"]] if isinstance(value, dict) else []
+
+
+def _last_uses(steps: list[Any]) -> dict[int, list[int]]:
+    """Values that are not needed after a step."""
+    last: dict[int, int] = {}
+    for place, step in enumerate(steps, 1):
+        for source in references(step):
+            last[source] = place
+    done: dict[int, list[int]] = {}
+    for source, place in last.items():
+        done.setdefault(place, []).append(source)
+    return done
+
+
+AutoConfig.register(NetworkConfig.model_type, NetworkConfig)
+AutoModelForImageClassification.register(NetworkConfig, Network)
+
+
+def image_shape(config: PretrainedConfig) -> tuple[int, ...]:
+    """Channels, height and width of a model's images. Raises ConfigError where the configuration does not say."""
+    if isinstance(config, NetworkConfig):
+        if config.image_shape is None:
+            raise ConfigError("this network does not say what images it takes; give channels x height x width")
+        return tuple(config.image_shape)
+    size = getattr(config, "image_size", 224)
+    return (config.num_channels, *(size if isinstance(size, list | tuple) else (size, size)))

@@ -1,0 +1,1 @@
+"""Kernels of CPUs (Numba), GIL-free."""

@@ -1,0 +1,262 @@
+"""Preprocessing on disk: what the helping party sends is stored by its receiver and read back when data are there.
+
+  1. The helping party (party 0 of trio, the dealer, party 3 of quad) runs planned calls ahead through an
+     `OfflineTransport`: each message is announced by a wire header, so that the receiver (party 2; in quad also party
+     0), which does not compute yet, knows what comes; a BYE header ends a call.
+  2. The receiver writes the messages to an `OfflineStore`: wire headers, each followed by the payload, AES-128-GCM
+     encrypted in pieces under a key that never leaves this process (nonce = number of the piece, header authenticated).
+     What lies on the disk says nothing and cannot be altered unnoticed; the file has no name, so it vanishes with the
+     process.
+  3. Online, an `OfflineStoreTransport` hands the messages to the protocol as if they had just been sent.
+
+A store is read once, front to back, and its file is gone with it; there is no way back, because masks must never
+repeat.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from torch import Tensor
+
+from private_llm.errors import ConfigError, ProtocolAbort, ShareFileError, TransportError
+from private_llm.net import wire
+from private_llm.net.ledger import CONTROL
+from private_llm.net.transport import Transport
+from private_llm.net.wire import HEADER_BYTES, Frame, Kind
+
+ANNOUNCED = "store frame"
+_WRITER = 0
+"""Stands for the sender in headers on a store."""
+_PIECE = 1 << 24
+"""Bytes encrypted at a time."""
+_SEAL = 16
+"""Bytes that authentication adds to a piece."""
+
+
+class OfflineStore:
+    """One encrypted file of messages, in calls: written, rewound once, read once."""
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        """A new file in `folder` (default: the system's place for temporary files) that only this process can open."""
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - `close` closes it
+        except OSError as error:
+            raise ConfigError(f"store folder {str(folder)!r}: {error.strerror}; name one that can be written") from None
+        self._cipher = AESGCM(AESGCM.generate_key(128))
+        self._session = secrets.token_bytes(8)
+        self._buffer = bytearray()
+        self._messages = self._pieces = 0
+        self._reading = False
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        self._file.flush()
+        return os.fstat(self._file.fileno()).st_size
+
+    # -- writing ----------------------------------------------------------------------------------------------
+    def append(self, tag: str, payload: Tensor) -> None:
+        """Store one message."""
+        self.append_pieces(tag, payload.dtype, payload.numel(), pieces_of(payload))
+
+    def append_pieces(self, tag: str, dtype: torch.dtype, count: int, pieces: Iterable[Tensor]) -> None:
+        """Store one message of `count` elements that comes as in `pieces_of`.
+
+        Raises ShareFileError, before the first piece, for more than the disk has room for.
+        """
+        size, place = count * dtype.itemsize, os.fstatvfs(self._file.fileno())
+        if size > place.f_bavail * place.f_frsize:
+            raise ShareFileError(
+                f"a message of {size} bytes is to be stored, and the disk of the store has room for "
+                f"{place.f_bavail * place.f_frsize}; make room, or name another tape_folder"
+            )
+        header = self._header(Kind.DATA, tag, dtype, count)
+        self._write(header)
+        for piece in pieces:
+            raw = piece.view(torch.uint8).numpy()
+            sealed = self._space(len(raw) + _SEAL)
+            self._cipher.encrypt_into(self._nonce(), raw.data, header, sealed)
+            self._write(sealed)
+
+    def end_call(self) -> None:
+        """What was appended since the last end belongs to one call."""
+        self._write(self._header(Kind.BYE, "", torch.uint8, 0))
+
+    def rewind(self) -> None:
+        """From now on, read. Raises ProtocolAbort the second time."""
+        if self._reading:
+            raise ProtocolAbort("a store may be read once only: masks must never repeat")
+        self._reading = True
+        self._messages = self._pieces = 0
+        self._file.flush()
+        self._file.seek(0)
+
+    # -- reading ----------------------------------------------------------------------------------------------
+    def next(self, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The next message, which must be as stated.
+
+        Raises TransportError for another message, ShareFileError if the file is damaged.
+        """
+        out = torch.empty(shape, dtype=dtype)
+        header = self._expect(Frame(Kind.DATA, _WRITER, self._session, self._messages, tag, dtype, out.numel()))
+        raw = out.view(-1).view(torch.uint8).numpy()
+        for start in range(0, len(raw), _PIECE):
+            piece = raw[start : start + _PIECE]
+            sealed = self._space(len(piece) + _SEAL)
+            try:
+                whole = self._file.readinto(sealed) == len(sealed)
+                self._cipher.decrypt_into(self._nonce(), sealed, header, piece.data)
+            except InvalidTag:
+                whole = False
+            if not whole:
+                raise ShareFileError("the store is damaged; preprocess again (and check the disk)")
+        return out
+
+    def finish_call(self) -> None:
+        """The call must be at its end."""
+        self._expect(Frame(Kind.BYE, _WRITER, self._session, self._messages, "", torch.uint8, 0))
+
+    def close(self) -> None:
+        """Close the file, which deletes it. Idempotent."""
+        self._file.close()
+
+    def _header(self, kind: Kind, tag: str, dtype: torch.dtype, count: int) -> bytes:
+        header = wire.encode(kind, _WRITER, self._session, self._messages, tag, dtype, count)
+        self._messages += 1
+        return header
+
+    def _expect(self, want: Frame) -> bytes:
+        header = self._file.read(HEADER_BYTES)
+        self._messages += 1
+        try:
+            got = wire.decode(header)
+        except TransportError:
+            raise ShareFileError("the store is damaged or cut off; preprocess again") from None
+        if got != want:
+            raise TransportError(
+                f"store: got {got.what}; want {want.what} (the preprocessing was made for another computation)"
+            )
+        return header
+
+    def _write(self, data: bytes | memoryview) -> None:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            raise ShareFileError(
+                f"the store cannot be written ({error.strerror}); make room, or name another tape_folder"
+            ) from None
+
+    def _nonce(self) -> bytes:
+        self._pieces += 1
+        return self._pieces.to_bytes(12, "big")
+
+    def _space(self, count: int) -> memoryview:
+        if len(self._buffer) < count:
+            self._buffer = bytearray(count)
+        return memoryview(self._buffer)[:count]
+
+    def __repr__(self) -> str:
+        return f"OfflineStore(messages={self._messages})"
+
+
+def pieces_of(payload: Tensor) -> Iterator[Tensor]:
+    """The elements of a message in order, in 1-D pieces of at most `_PIECE` bytes; none of an empty one."""
+    flat = payload.reshape(-1).contiguous()
+    step = _PIECE // payload.element_size()
+    for start in range(0, flat.numel(), step):
+        yield flat[start : start + step]
+
+
+class OfflineTransport(Transport):
+    """The helping party's links while it runs ahead: every message is announced to its receiver, and goes in pieces.
+
+    So the receiver, who cannot know what is right, never has more of a message in memory than one piece.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner.me)
+        self.ledger = inner.ledger
+        self._inner = inner
+
+    def send(self, to: int, tag: str, payload: Tensor) -> None:
+        """Announce and send."""
+        self._announce(to, wire.encode(Kind.DATA, self.me, bytes(8), 0, tag, payload.dtype, payload.numel()))
+        for piece in pieces_of(payload):
+            self._inner.send(to, tag, piece)
+
+    def end_call(self, keepers: Iterable[int]) -> None:
+        """Tell those who store that this call has no more messages."""
+        for keeper in keepers:
+            self._announce(keeper, wire.encode(Kind.BYE, self.me, bytes(8), 0, "", torch.uint8, 0))
+
+    def _announce(self, to: int, header: bytes) -> None:
+        self.ledger.sent[("", CONTROL, to)] += len(header)
+        self._inner._send(to, ANNOUNCED, torch.frombuffer(bytearray(header), dtype=torch.uint8))
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        self._inner._send(to, tag, payload)
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        raise TransportError(f"'{tag}' was awaited while preprocessing, when there is nothing to hear")
+
+    def wait(self, frm: int) -> None:
+        """Nothing comes."""
+        raise TransportError("preprocessing waits for nobody")
+
+
+class OfflineStoreTransport(Transport):
+    """A party's links while it works from a store: the messages of `helper` come from there."""
+
+    def __init__(
+        self, inner: Transport, helper: int, store: OfflineStore, where: Callable[[], torch.device | str]
+    ) -> None:
+        super().__init__(inner.me)
+        self.ledger = inner.ledger
+        self._inner, self._helper, self._store, self._where = inner, helper, store, where
+
+    def send(self, to: int, tag: str, payload: Tensor) -> None:
+        """As the inner transport."""
+        self._inner.send(to, tag, payload)
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        self._inner._send(to, tag, payload)
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if frm == self._helper:
+            return self._store.next(tag, shape, dtype).to(self._where())
+        return self._inner._recv(frm, tag, shape, dtype)
+
+    def wait(self, frm: int) -> None:
+        """As the inner transport."""
+        self._inner.wait(frm)
+
+
+def store_call(transport: Transport, helper: int, store: OfflineStore, beat: Callable[[], None]) -> None:
+    """Write the messages of one call of `helper` to the store as they come; `beat` is called for each.
+
+    Raises TransportError for an announcement that is malformed, ShareFileError for one that the disk has no room for.
+    """
+    while True:
+        raw = transport.recv(helper, ANNOUNCED, (HEADER_BYTES,), torch.uint8)
+        frame = wire.decode(raw.cpu().numpy().tobytes())
+        if frame.kind is Kind.BYE:
+            store.end_call()
+            return
+        store.append_pieces(frame.tag, frame.dtype, frame.count, _coming(transport, helper, frame))
+        beat()
+
+
+def _coming(transport: Transport, helper: int, frame: Frame) -> Iterator[Tensor]:
+    """The pieces of an announced message as they come."""
+    step = _PIECE // frame.dtype.itemsize
+    for start in range(0, frame.count, step):
+        size = min(step, frame.count - start)
+        yield transport.recv(helper, frame.tag, (size,), frame.dtype).cpu()

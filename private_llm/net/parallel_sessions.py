@@ -1,0 +1,81 @@
+"""Lanes: independent sessions side by side, so that one computes while another sends or waits.
+
+Each lane has links, keys and mask streams of its own. With `permute`, a lane also has its own role assignment: party p
+plays the role assignment[p] of the protocol. The first n assignments are the rotations of the parties, so that after n
+lanes every party has played every role once and has computed, sent and received the same; after all n! assignments
+every link has carried the same in both directions.
+
+Security: what a party sees in one lane is masked by streams of that lane alone, and weights are shared anew, with
+masks of their own, for every assignment (in one sharing a party that played two roles would hold what two parties may
+not hold together). So a party that sees several lanes sees independent uniform values, as with several sessions one
+after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from private_llm.net.transport import CLIENT, PassingTransport, Transport
+
+RoleAssignment = tuple[int, ...]
+"""The role of each party, by its number."""
+
+
+@functools.cache
+def assignments(parties: int) -> tuple[RoleAssignment, ...]:
+    """All assignments: for each order of the roles 1.. behind role 0, its rotations."""
+    found = []
+    for rest in itertools.permutations(range(1, parties)):
+        order = (0, *rest)
+        found += [tuple(order[(party - turn) % parties] for party in range(parties)) for turn in range(parties)]
+    return tuple(found)
+
+
+def assignment(parties: int, lane: int, permute: bool) -> RoleAssignment:
+    """Who plays which role in a lane: with `permute` another assignment in each, until all were used."""
+    every = assignments(parties)
+    return every[lane % len(every)] if permute else tuple(range(parties))
+
+
+class RoleTransport(PassingTransport):
+    """Links addressed by role (`cast`: each endpoint's but the client's); `inner` has the numbers and the ledger."""
+
+    def __init__(self, inner: Transport, cast: Mapping[int, int]) -> None:
+        roles = {**cast, CLIENT: CLIENT}
+        super().__init__(inner, roles[inner.me])
+        self._party = {role: party for party, role in roles.items()}
+
+    def send(self, to: int, tag: str, payload: Tensor) -> None:
+        """Send to the party that plays the role `to`; booked under the parties' own numbers."""
+        self._inner.send(self._party[to], tag, payload)
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        self._inner._send(self._party[to], tag, payload)
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self._inner._recv(self._party[frm], tag, shape, dtype)
+
+    def wait(self, frm: int) -> None:
+        """Block until a frame from that role's party is there."""
+        self._inner.wait(self._party[frm])
+
+    def name_of(self, endpoint: int) -> str:
+        """The party that plays this role."""
+        return self._inner.name_of(self._party[endpoint])
+
+
+def lane_links(transport: Transport, parties: int, lane: int, permute: bool) -> Transport:
+    """The links of one lane, addressed by role."""
+    cast = assignment(parties, lane, permute)
+    links = transport.lane(lane)
+    return links if cast == tuple(range(parties)) else RoleTransport(links, dict(enumerate(cast)))
+
+
+def node_links(transport: Transport, parties: int, nodes: int) -> Transport:
+    """The links among nodes that are numbered behind `parties` parties, addressed by their own numbers from 0."""
+    return RoleTransport(transport, {parties + node: node for node in range(nodes)}) if parties else transport

@@ -1,0 +1,409 @@
+"""Open the full mesh of connections between the parties and the client.
+
+Of two parties the one with the higher number connects to the other; the client, which may sit behind a
+firewall, connects to all parties. Each pair makes two connections a lane, one per direction (see `links.py`).
+
+One client at a time is served. Clients call the parties in order, and party 0 lets one of them in: the others hear
+that it is busy before any party holds a connection of theirs. So of clients that start together one gets all parties,
+and the others none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import secrets
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, PartiesBusy, TransportError
+from private_llm.net.acceptor import HANDSHAKE_S, Acceptor
+from private_llm.net.hello import CALLER_BYTES, Greeted, answer, greet
+from private_llm.net.sockets import Pair, SocketTransport
+from private_llm.net.tls import Credentials, explain
+from private_llm.net.transport import CLIENT, endpoint_name
+
+_LOG = logging.getLogger("private_llm")
+
+_BACKLOG = 64
+"""Connections that the system keeps for an endpoint that has not accepted them yet."""
+_GATE = 0
+"""The party that decides which client is served."""
+_MIN_TOKEN = 16
+
+Address = tuple[str, int]
+
+
+def connect(
+    config: PrivateConfig,
+    me: int,
+    *,
+    hosts: Sequence[str] = (),
+    token: bytes = b"",
+    listener: socket.socket | None = None,
+    device: str = "cpu",
+    wait_s: float | None = None,
+    acceptor: Acceptor | None = None,
+) -> SocketTransport:
+    """Connect endpoint `me` (a party number or CLIENT) with all others and return its transport.
+
+    hosts: "host:port" of each party (default: config.hosts). token: secret known to the endpoints of this session
+    only; without it, certificates must tell who is who. listener: this party's listening socket, for instance
+    inherited from the process that chose the port (see `open_listeners`). acceptor: instead of a listener, what
+    `open_acceptor` returned: it stays open, so that callers are answered between sessions and during them, and a
+    session without a call for config.idle_s ends. wait_s: seconds to wait for the others (default: config.timeout_s; a
+    party that serves waits much longer); a client waits config.busy_wait_s for its turn besides.
+
+    Without config.tls the connections are plain TCP: on loopback addresses only, and only with
+    config.allow_plain_loopback or (parties started on this machine, party_mode other than "remote") with a token.
+    Raises ConfigError before anything is sent if the settings do not allow a safe connection, TransportError when
+    an endpoint is not reached within wait_s, or refuses, or is not who it should be, PartiesBusy when another client
+    is served all the time.
+    """
+    addresses = _addresses(config, me, hosts, token)
+    mesh = _Mesh(config, me, addresses, token, config.timeout_s if wait_s is None else wait_s)
+    idle_s = None if acceptor is None else config.idle_s
+    with contextlib.ExitStack() as stack:
+        if acceptor is None and me != CLIENT:
+            acceptor = Acceptor(listener or _listen(addresses[me], anywhere=config.tls is not None), config.endpoints)
+            stack.callback(acceptor.close)
+        try:
+            lanes = [SocketTransport(me, pairs, config.timeout_s, device, idle_s) for pairs in mesh.open(acceptor)]
+        except BaseException:
+            mesh.close()
+            raise
+    for lane in lanes:
+        lane.join(lanes)
+    return lanes[0]
+
+
+def open_acceptor(config: PrivateConfig, me: int) -> Acceptor:
+    """Listen at party `me`'s address in config.hosts, for many sessions: hand the acceptor to `connect`, and close it.
+
+    Raises as `connect` for settings that do not allow a safe connection, TransportError if the port is taken.
+    """
+    addresses = _addresses(config, me, (), b"")
+    if config.tls is not None:
+        users = Credentials(config.tls).users  # a bad file is told before anything listens
+        if users is not None:
+            users.verify()
+    return Acceptor(_listen(addresses[me], anywhere=config.tls is not None), config.endpoints)
+
+
+def open_listeners(parties: int) -> list[socket.socket]:
+    """A listening loopback socket per party, on free ports: hand each to its party, and `hosts_of` to everybody."""
+    return [_listen(("127.0.0.1", 0), anywhere=False) for _ in range(parties)]
+
+
+def hosts_of(listeners: Sequence[socket.socket]) -> tuple[str, ...]:
+    """The addresses of `open_listeners`, as `hosts`."""
+    return tuple("{}:{}".format(*listener.getsockname()[:2]) for listener in listeners)
+
+
+def parse_address(text: str) -> Address:
+    """ "host:port" or "[ipv6]:port". Raises ConfigError."""
+    host, colon, port = text.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"hosts: got {text!r}; want host:port with a port from 1 to 65535")
+    return host, int(port)
+
+
+def _addresses(config: PrivateConfig, me: int, hosts: Sequence[str], token: bytes) -> list[Address]:
+    """The parties' addresses, once the settings allow endpoint `me` to use them. Raises ConfigError."""
+    addresses = [parse_address(host) for host in hosts or config.hosts]
+    if len(addresses) != config.endpoints:
+        raise ConfigError(f"hosts: got {len(addresses)} addresses; want {config.endpoints} for {config.protocol!r}")
+    if me != CLIENT and not 0 <= me < config.endpoints:
+        raise ConfigError(
+            f"endpoint: got {me}; want a party from 0 to {config.endpoints - 1}, or the client ({CLIENT})"
+        )
+    if config.tls is None:
+        _check_plain(config, addresses, token)
+    return addresses
+
+
+def _check_plain(config: PrivateConfig, addresses: Sequence[Address], token: bytes) -> None:
+    """Refuse plain TCP anywhere but on this machine, on purpose."""
+    local = config.party_mode != "remote" and len(token) >= _MIN_TOKEN
+    if not (config.allow_plain_loopback or local):
+        raise ConfigError(
+            "connections between endpoints need certificates: set tls=TLSConfig(certificate, key, ca) (--tls FOLDER), "
+            "or allow_plain_loopback=True (--allow-plain-loopback) if all endpoints run on this machine"
+        )
+    for host, port in addresses:
+        for address in _resolve((host, port)):
+            if not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
+                raise ConfigError(
+                    f"hosts: {host} is not a loopback address, and nothing leaves this machine unencrypted; "
+                    "set tls=TLSConfig(certificate, key, ca)"
+                )
+
+
+def _resolve(address: Address) -> list[Address]:
+    try:
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise ConfigError(f"hosts: the name {address[0]} has no address ({error.strerror})") from None
+    return [(str(entry[4][0]), int(entry[4][1])) for entry in found]
+
+
+def _listen(address: Address, *, anywhere: bool) -> socket.socket:
+    """Listen at `address`; if it belongs to no interface here (a translated address), on all with `anywhere`."""
+    host, port = _resolve(address)[0] if address[1] else address
+    for place in [host, "::" if ":" in host else "0.0.0.0"] if anywhere else [host]:
+        try:
+            family = socket.AF_INET6 if ":" in place else socket.AF_INET
+            return socket.create_server((place, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            cause = error.strerror
+    raise TransportError(f"cannot listen at {address[0]}:{address[1]} ({cause}); is another party running there?")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Who calls under one endpoint's number, and since when (see `Greeted.caller`)."""
+
+    caller: bytes
+    since: float
+
+
+class _Mesh:
+    """The connections made so far."""
+
+    def __init__(
+        self, config: PrivateConfig, me: int, addresses: Sequence[Address], token: bytes, wait_s: float
+    ) -> None:
+        self._me, self._addresses, self._token = me, addresses, token
+        self._timeout, self._wait, self._lanes = config.timeout_s, wait_s, config.lanes
+        self._deadline = time.monotonic() + wait_s
+        self._credentials = Credentials(config.tls) if config.tls else None
+        self._calls = [p for p in range(len(addresses)) if p < me]
+        self._called_by = [] if me == CLIENT else [*range(me + 1, len(addresses)), CLIENT]
+        self._made: dict[tuple[int, bool, int], tuple[socket.socket, bytes]] = {}
+        self._caller = secrets.token_bytes(CALLER_BYTES)
+        self._busy_wait = config.busy_wait_s
+        self._turn_by: float | None = None
+        self._places: dict[int, _Place] = {}
+        self._arriving: dict[int, bytes] = {}  # callers let in whose handshake is being finished, by thread
+        self._refused = ""
+        self._changed = threading.Condition()
+        self._done = False
+
+    def open(self, acceptor: Acceptor | None) -> list[dict[int, Pair]]:
+        """Make the connections of all lanes, or raise TransportError. Afterwards further callers hear "busy"."""
+        if acceptor is not None:
+            acceptor.lead_to(self._receive)
+        while not self._complete():
+            for peer, inbound, lane in self._missing(self._calls):
+                self._call(peer, inbound, lane)
+            self._await_calls()
+        made, peers = self._made, {peer for peer, _, _ in self._made}
+        return [{p: Pair(*made[(p, True, k)], *made[(p, False, k)]) for p in peers} for k in range(self._lanes)]
+
+    def _missing(self, peers: Sequence[int]) -> list[tuple[int, bool, int]]:
+        """Connections to make with some of the others: peer, whether this end sends, lane."""
+        every = ((peer, sends, lane) for peer in peers for lane in range(self._lanes) for sends in (True, False))
+        return [key for key in every if key not in self._made]
+
+    def _complete(self) -> bool:
+        """Accept nobody any more, if all connections are there; those whose other end gave up meanwhile are not."""
+        with self._changed:
+            gone = [key for key, (sock, _) in self._made.items() if _ended(sock)]
+            if self._me == CLIENT and any(peer == _GATE for peer, _, _ in gone):
+                gone = list(self._made)  # who lost its turn must hold no party while it waits for another
+            for key in gone:
+                self._made.pop(key)[0].close()
+            self._done = not self._missing([*self._calls, *self._called_by])
+            return self._done
+
+    def _await_calls(self) -> None:
+        """Wait for those who call this endpoint."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._missing(self._called_by), self._left())
+            missing = sorted({peer for peer, _, _ in self._missing(self._called_by)})
+        if missing:
+            names = ", ".join(map(endpoint_name, missing))
+            refused = f"; the last caller was refused: {self._refused}" if self._refused else ""
+            raise TransportError(
+                f"{names} did not connect within {self._wait:g} s; start all endpoints with the same hosts{refused}"
+            )
+
+    def close(self) -> None:
+        """Close whatever was opened."""
+        with self._changed:
+            self._done = True
+            for sock, _ in self._made.values():
+                sock.close()
+
+    def _left(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    def _keep(self, sock: socket.socket, greeted: Greeted, sends: bool) -> None:
+        """Keep a connection; a newer one of the same kind replaces an older one (its end has tried again)."""
+        with self._changed:
+            place = self._places.get(greeted.peer)
+            if self._done or (place is not None and place.caller != greeted.caller):
+                sock.close()
+                return
+            key = (greeted.peer, sends, greeted.lane)
+            old = self._made.pop(key, None)
+            if old is not None:
+                old[0].close()
+            self._made[key] = (sock, greeted.session)
+            self._changed.notify_all()
+
+    # -- calling ----------------------------------------------------------------------------------------
+    def _call(self, peer: int, inbound: bool, lane: int) -> None:
+        """Connect to `peer`, again and again until the time is up; a refusal is final, unless it says "busy"."""
+        host, port = self._addresses[peer]
+        pause, cause = 0.02, "no answer"
+        while self._left() > 0:
+            try:
+                plain = socket.create_connection((host, port), timeout=min(HANDSHAKE_S, self._left() + 0.01))
+                with self._handshake(plain, server=False) as sock:
+                    greeted = greet(sock, self._me, peer, inbound, self._token, self._caller, lane, self._lanes)
+                    self._keep(sock, greeted, sends=inbound)
+                return
+            except ssl.SSLEOFError:
+                cause = "it closed the connection during the TLS handshake"
+            except ssl.SSLError as error:
+                raise TransportError(explain(error, endpoint_name(peer))) from None
+            except PartiesBusy as error:
+                cause = str(error)
+                if self._me == CLIENT and peer == _GATE:
+                    self._queue(cause)
+            except TransportError:
+                raise
+            except OSError as error:
+                cause = error.strerror or str(error)
+            time.sleep(min(pause, self._left()))
+            pause = min(2 * pause, 0.5)
+        raise TransportError(
+            f"{endpoint_name(peer)} at {host}:{port} was not reached within {self._wait:g} s ({cause}); check that "
+            "it runs, its address and the firewall"
+        )
+
+    def _queue(self, cause: str) -> None:
+        """A client is told to come later: time spent so is not counted, but must not exceed config.busy_wait_s."""
+        now = time.monotonic()
+        if self._turn_by is None:
+            self._turn_by = now + self._busy_wait
+        if now >= self._turn_by:
+            raise PartiesBusy(
+                f"{cause}; waited {self._busy_wait:g} s for it. Try again later, or wait longer (busy_wait_s)"
+            )
+        self._deadline = now + self._wait
+
+    @contextlib.contextmanager
+    def _handshake(self, sock: socket.socket, *, server: bool) -> Iterator[socket.socket]:
+        """Options for small frames and dead hosts, then TLS; the socket is closed if that or the block fails."""
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if hasattr(socket, "TCP_KEEPIDLE"):
+                pause = max(1, int(self._timeout / 4))
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+            if self._credentials:
+                secured = self._credentials.wrap(sock, server=server)
+                sock = secured
+                secured.do_handshake()
+            yield sock
+        except BaseException:
+            _part(sock)
+            raise
+
+    def _refuse(self, reason: str) -> None:
+        """Remember why a caller was refused, and log it unless the one before was refused for the same reason."""
+        if reason != self._refused:
+            _LOG.warning("%s refused a caller: %s", endpoint_name(self._me), reason)
+        self._refused = reason
+
+    # -- being called -------------------------------------------------------------------------------------
+    def _receive(self, sock: socket.socket, proved: Callable[[], None]) -> None:
+        """Make the handshake with one caller; a failure is remembered for the message, and harms nobody else."""
+        sock.settimeout(HANDSHAKE_S)
+        users = self._credentials.users if self._credentials else None
+
+        def admit(caller: Greeted) -> None:
+            proved()
+            self._admit(caller)
+
+        try:
+            with self._handshake(sock, server=True) as secured:
+                greeted = answer(secured, self._me, self._token, admit, users)
+                self._keep(secured, greeted, sends=not greeted.inbound)
+        except PartiesBusy:
+            return  # it comes again
+        except ssl.SSLError as error:
+            self._refuse(explain(error, "a caller"))
+        except OSError as error:  # TransportError is one
+            self._refuse(error.strerror or str(error))
+        finally:
+            with self._changed:
+                self._arriving.pop(threading.get_ident(), None)
+
+    def _admit(self, caller: Greeted) -> None:
+        """Let in a caller that has proved who it is, or raise TransportError; PartiesBusy: it should come later.
+
+        A client has its place as long as it holds connections, though without a session for timeout_s at most. An
+        endpoint besides the client that starts again replaces itself.
+        """
+        peer = caller.peer
+        if peer not in self._called_by:
+            raise TransportError(f"{endpoint_name(peer)} is not expected to connect to {endpoint_name(self._me)}")
+        if caller.lanes != self._lanes:
+            raise TransportError(
+                f"lanes: got {caller.lanes} at {endpoint_name(peer)}; want {self._lanes}, as at "
+                f"{endpoint_name(self._me)}"
+            )
+        with self._changed:
+            place = self._places.get(peer)
+            if self._done or (peer == CLIENT and place is not None and self._taken(place, caller.caller)):
+                raise PartiesBusy("it serves another client")
+            if place is None or place.caller != caller.caller:
+                for key in [key for key in self._made if key[0] == peer]:
+                    self._made.pop(key)[0].close()
+                self._places[peer] = _Place(caller.caller, time.monotonic())
+            self._arriving[threading.get_ident()] = caller.caller
+
+    def _taken(self, place: _Place, caller: bytes) -> bool:
+        """Whether the client's place is another's than this caller's."""
+        if place.caller == caller or time.monotonic() - place.since > self._timeout:
+            return False
+        held = [sock for (peer, _, _), (sock, _) in self._made.items() if peer == CLIENT]
+        return place.caller in self._arriving.values() or not all(map(_ended, held))
+
+
+def _ended(sock: socket.socket) -> bool:
+    """Whether the other end has closed a connection that nobody has read from."""
+    poll, hung_up = select.poll(), getattr(select, "POLLRDHUP", 0)  # where the system tells: also behind unread bytes
+    poll.register(sock, select.POLLIN | hung_up)
+    found = dict(poll.poll(0))
+    if not found or found[sock.fileno()] & hung_up:
+        return bool(found)
+    try:
+        return not socket.socket.recv(sock, 1, socket.MSG_PEEK)  # SAFE: the plain method leaves what TLS will read
+    except OSError:
+        return True
+
+
+def _part(sock: socket.socket) -> None:
+    """Close a refused connection so that the other end still reads why: unread bytes would reset it."""
+    with contextlib.suppress(OSError):
+        # SAFE: the plain methods, on a connection that carries nothing more: an alert or refusal was its last word.
+        socket.socket.shutdown(sock, socket.SHUT_WR)
+        sock.settimeout(1.0)
+        for _ in range(16):
+            if not socket.socket.recv(sock, 4096):
+                break
+    sock.close()

@@ -1,0 +1,137 @@
+"""How a model owner hands out shares of many tensors with little to send or store: masks are seeds.
+
+A tensor is masked by the sum of two masks (three for quad, see `trio.client` and `quad.client`). A party gets the seeds
+of the masks that it may know, and x + the one mask that it lacks; whoever may know all masks gets nothing per tensor.
+A mask is the stream of its seed under the tensor's label, so a label must not be used twice with one dealer. One party
+alone sees uniform numbers (AES-CTR), as with `deal`, which this equals bit for bit up to the choice of masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ShareFileError
+from private_llm.protocols.registry import ProtocolSpec, protocol_spec
+from private_llm.protocols.share import Share
+from private_llm.ring.prg import Prg, Seed
+from private_llm.ring.ring import Ring
+
+PIECE = 1 << 19
+"""Elements dealt at a time (4 MB of 64 bits); whole cipher blocks, so that pieces continue one stream."""
+
+
+def keys_held(config: PrivateConfig, party: int) -> int:
+    """How many mask seeds a party receives."""
+    return len(protocol_spec(config.protocol).masks_of(party))
+
+
+def sends_parts(config: PrivateConfig, party: int) -> bool:
+    """Whether a party receives something for every tensor, besides its seeds."""
+    return protocol_spec(config.protocol).receives_values(party)
+
+
+class Dealer:
+    """The owner's end: one per set of shares."""
+
+    def __init__(self, config: PrivateConfig) -> None:
+        self._spec, self._ring = protocol_spec(config.protocol), Ring(config.ring)
+        self._masks = [Seed.fresh() for _ in self._spec.mask_holders]
+
+    def keys(self, party: int) -> list[Seed]:
+        """The seeds that `party` receives, once."""
+        return [self._masks[k] for k in self._spec.masks_of(party)]
+
+    def begin(self, label: str) -> WeightSharing:
+        """Start with the tensor called `label`."""
+        return WeightSharing(self._spec, self._ring, [seed.stream(_label(label)) for seed in self._masks])
+
+
+class WeightSharing:
+    """One tensor on its way into shares, piece by piece, so that a large one needs little memory."""
+
+    def __init__(self, spec: ProtocolSpec, ring: Ring, masks: list[Prg]) -> None:
+        self._spec, self._ring, self._masks = spec, ring, masks
+
+    def deal(self, piece: Tensor) -> list[Tensor | None]:
+        """What each party receives for the next elements [n] (None: nothing, its seeds suffice).
+
+        Every piece but the last has PIECE elements.
+        """
+        masks = [mask.elements(piece.numel(), self._ring) for mask in self._masks]
+        return [
+            _masked(self._spec, party, piece, masks) if self._spec.receives_values(party) else None
+            for party in range(self._spec.facts.parties)
+        ]
+
+
+def deal(config: PrivateConfig, elements: Tensor, seed: Seed, label: str) -> list[Share]:
+    """Split ring elements into one share per party; masks come from `seed` under `label` (use each label once)."""
+    spec, ring = protocol_spec(config.protocol), Ring(config.ring)
+    if elements.is_meta:
+        masks = [torch.empty_like(elements) for _ in spec.mask_holders]
+    else:
+        streams = [seed.stream(f"{label}/mask {number}") for number in range(1, len(spec.mask_holders) + 1)]
+        masks = [stream.elements(elements.numel(), ring).view(elements.shape) for stream in streams]
+    shares = []
+    for party in range(spec.facts.parties):
+        held = tuple(masks[k] for k in spec.masks_of(party))
+        part = _masked(spec, party, elements, masks) if spec.receives_values(party) else None
+        shares.append(Share(held) if part is None else spec.hold(config, party, held, part))
+    return shares
+
+
+def _masked(spec: ProtocolSpec, party: int, elements: Tensor, masks: list[Tensor]) -> Tensor:
+    """What a party receives: the elements plus the masks that it lacks."""
+    held = spec.masks_of(party)
+    for number, mask in enumerate(masks):
+        if number not in held:
+            elements = elements + mask
+    return elements
+
+
+def pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements in order as 1-D views of PIECE elements; at least one, maybe empty."""
+    flat = tensor.reshape(-1)
+    yield flat[:PIECE]
+    for start in range(PIECE, flat.numel(), PIECE):
+        yield flat[start : start + PIECE]
+
+
+def assemble(
+    config: PrivateConfig, party: int, keys: list[Seed], received: Tensor | None, shape: tuple[int, ...], label: str
+) -> Share:
+    """A party's share of one tensor, from its seeds and what it received.
+
+    Raises ShareFileError if keys or the received tensor do not fit the party.
+    """
+    spec, ring = protocol_spec(config.protocol), Ring(config.ring)
+    if len(keys) != keys_held(config, party):
+        raise ShareFileError(f"mask seeds: got {len(keys)}; want {keys_held(config, party)} for party {party}")
+    masks = tuple(_mask(seed, label, shape, ring) for seed in keys)
+    if not sends_parts(config, party):
+        if received is not None:
+            raise ShareFileError(f"'{label}': party {party} holds masks only, but a masked tensor came with them")
+        return Share(masks)
+    return spec.hold(config, party, masks, _present(received, shape, label))
+
+
+def _mask(seed: Seed, label: str, shape: tuple[int, ...], ring: Ring) -> Tensor:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return seed.stream(_label(label)).elements(count, ring).view(shape)
+
+
+def _label(label: str) -> str:
+    return f"weight/{label}"
+
+
+def _present(received: Tensor | None, shape: tuple[int, ...], label: str) -> Tensor:
+    if received is None or tuple(received.shape) != shape:
+        got = None if received is None else tuple(received.shape)
+        raise ShareFileError(f"'{label}': got {got}; want a share of shape {shape}")
+    return received

@@ -1,0 +1,1 @@
+"""Token sharding (Cascade): plans, nodes and attacks. Statistical protection, no part of secret sharing."""

@@ -1,0 +1,94 @@
+"""Maximum and arg max by tournament: exact on ties and extremes, any width, both rings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import DomainError
+from private_llm.exact.argmax import argmax
+from private_llm.exact.maximum import maximum, maximum_ragged
+from private_llm.exact.rows import Rows
+from private_llm.protocols.trio import cost
+from private_llm.ring.ring import Ring
+from tests.harness import PLAIN, TRIO, run_meta, run_parties
+
+NARROW = PrivateConfig(ring=32, frac_bits=12)
+every = pytest.mark.parametrize("config", [PLAIN, TRIO, NARROW], ids=["plain", "trio", "trio 32"])
+WIDTHS = [1, 2, 3, 5, 8, 64, 97]
+
+
+def values(rows: int, width: int, largest: float, steps: int) -> Tensor:
+    """Few distinct values, so that ties abound; the extremes of the domain among them."""
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randint(-steps, steps + 1, (rows, width), generator=generator).double() / steps * largest
+    x[0] = largest
+    x[-1] = -largest
+    return x
+
+
+@every
+@pytest.mark.parametrize("width", WIDTHS)
+def test_maximum_is_exact(config: PrivateConfig, width: int) -> None:
+    x = values(6, width, 2.0**20 - 1 if config.ring == 64 else 2.0**17, 4)
+    assert torch.equal(run_parties(config, lambda _, a: maximum(a), [x]).value, x.amax(-1, keepdim=True))
+
+
+@every
+@pytest.mark.parametrize("width", WIDTHS)
+def test_first_index_wins_ties(config: PrivateConfig, width: int) -> None:
+    x = values(6, width, 2.0**20 - 1 if config.ring == 64 else 2.0**17, 2)
+    expected = torch.stack([(row == row.max()).nonzero()[0, 0] for row in x])
+    result = run_parties(config, lambda _, a: argmax(a), [x])
+    assert torch.equal(result.elements[0].long(), expected)
+
+
+def test_argmax_of_neighbouring_units() -> None:
+    x = torch.arange(1000, dtype=torch.float64).roll(371) * 2.0**-18
+    assert int(run_parties(TRIO, lambda _, a: argmax(a), [x]).value) == int(x.argmax())
+
+
+def test_argmax_of_a_vocabulary_costs_log_rounds() -> None:
+    price = run_meta(TRIO, lambda _, a: argmax(a), [(50272,)])
+    assert price.rounds == 80
+    assert price.total <= 91 * 50272
+
+
+def test_meta_agrees_with_the_ledger() -> None:
+    for function in (argmax, maximum):
+        run = run_parties(TRIO, lambda _, a, f=function: f(a), [torch.randn(3, 77)])
+        assert run_meta(TRIO, lambda _, a, f=function: f(a), [(3, 77)]) == run.cost
+
+
+def test_argmax_refuses_nothing() -> None:
+    with pytest.raises(DomainError, match="empty last dimension"):
+        run_meta(TRIO, lambda _, a: argmax(a), [(3, 0)])
+
+
+@every
+def test_ragged_maximum(config: PrivateConfig) -> None:
+    rows = Rows((1, 7, 2, 64, 1, 33))
+    x = values(1, rows.total, 1.0, 50).reshape(-1) * 100
+    x[:] = x.roll(1)
+    expected = torch.stack([part.max() for part in x.split(list(rows.lengths))])
+    run = run_parties(config, lambda _, a: maximum_ragged(a, rows), [(x * 4).round() / 4])
+    assert torch.equal(run.value, (expected * 4).round() / 4)
+
+
+@pytest.mark.parametrize("config", [PLAIN, TRIO], ids=["plain", "trio"])
+def test_coarse_maximum_is_near_and_never_above(config: PrivateConfig) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(64, 100, generator=generator, dtype=torch.float64) * 0.05
+    x = (x * 2**18).round() / 2**18
+    gap = x.amax(-1, keepdim=True) - run_parties(config, lambda _, a: maximum(a, coarse=True), [x]).value
+    assert float(gap.min()) >= 0
+    assert float(gap.max()) < 7 * 2.0**-6
+
+
+def test_price_per_pair() -> None:
+    for coarse, low, rounds in ((False, 0, 5), (True, 12, 4)):
+        price = run_meta(TRIO, lambda _, a, c=coarse: maximum(a, coarse=c), [(640, 2)])
+        assert price == cost.msb(640, 40, low=low) + cost.inject(Ring(64), 640, 1, 1, 0)
+        assert price.rounds == rounds

@@ -1,0 +1,48 @@
+"""Which entries are among the k largest: exact on ties and extremes; every pair is compared once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import DomainError
+from private_llm.exact.topk import among_largest
+from tests.harness import PLAIN, TRIO, run_meta, run_parties
+
+every = pytest.mark.parametrize("config", [PLAIN, TRIO], ids=["plain", "trio"])
+
+
+def chosen(x: Tensor, k: int) -> Tensor:
+    """Stable: of equal entries the first."""
+    order = x.argsort(dim=-1, descending=True, stable=True)[..., :k]
+    return torch.zeros(x.shape, dtype=torch.int64).scatter_(-1, order, 1)
+
+
+@every
+@pytest.mark.parametrize(("width", "k"), [(1, 1), (2, 1), (3, 2), (8, 2), (8, 8), (9, 1), (17, 5), (64, 8)])
+def test_zeros_and_ones_are_exact(config: PrivateConfig, width: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randint(-3, 4, (2, 5, width), generator=generator).double()  # ties abound
+    x[0, 0], x[1, 0], x[0, 1] = 2.0**20 - 1, -(2.0**20) + 1, torch.arange(width).double() * 2.0**-18
+    found = run_parties(config, lambda _, a: among_largest(a, k), [x])
+    assert torch.equal(found.elements[0].view(x.shape).long(), chosen(x, k))
+
+
+@pytest.mark.parametrize("k", [0, -1, 5])
+def test_k_beyond_the_row_is_refused(k: int) -> None:
+    with pytest.raises(DomainError, match=f"got k={k}; want 1 to 4"):
+        run_meta(TRIO, lambda _, a: among_largest(a, k), [(3, 4)])
+
+
+def test_the_cost_is_that_of_all_pairs_and_does_not_depend_on_k() -> None:
+    few, many = (run_meta(TRIO, lambda _, a, k=k: among_largest(a, k), [(128, 16)]) for k in (1, 8))
+    assert few == many
+    narrow = run_meta(TRIO, lambda _, a: among_largest(a, 2), [(128, 8)])
+    assert (few.rounds, few.total) == (8, 128 * 6255)
+    assert (narrow.rounds, narrow.total) == (7, 128 * 1563.5)
+
+
+def test_nothing_is_sent_where_all_are_chosen() -> None:
+    assert run_meta(TRIO, lambda _, a: among_largest(a, 4), [(3, 4)]).total == 0

@@ -1,0 +1,149 @@
+"""Lanes: own links and ledgers, one common end; assignments that spread roles and links evenly."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, PartyFailed, TransportError
+from private_llm.net.local import LocalHub
+from private_llm.net.parallel_sessions import assignment, assignments, lane_links
+from private_llm.net.rendezvous import connect, hosts_of, open_listeners
+from private_llm.net.transport import CLIENT, MetaTransport, Transport
+from private_llm.protocols.session import join_as_client
+
+TOKEN = b"a token of one test session"
+WORD = (torch.int64,)
+
+
+def sockets(lanes: dict[int, int]) -> dict[int, Transport]:
+    """Endpoints with the number of lanes each of them was told."""
+    listeners = open_listeners(3)
+    hosts = hosts_of(listeners)
+
+    def one(me: int) -> Transport:
+        config = PrivateConfig(timeout_s=4, lanes=lanes[me])
+        return connect(config, me, hosts=hosts, token=TOKEN, listener=None if me == CLIENT else listeners[me])
+
+    with ThreadPoolExecutor(4) as pool:
+        return dict(zip(lanes, pool.map(one, lanes), strict=True))
+
+
+@pytest.fixture(params=["threads", "sockets"])
+def mesh(request: pytest.FixtureRequest) -> Iterator[dict[int, Transport]]:
+    endpoints = [0, 1, 2, CLIENT]
+    if request.param == "sockets":
+        made = sockets(dict.fromkeys(endpoints, 2))
+    else:
+        hub = LocalHub(3, 4.0)
+        made = {me: hub.transport(me) for me in endpoints}
+    yield made
+    for transport in made.values():
+        transport.close()
+
+
+def test_lanes_do_not_wait_for_each_other(mesh: dict[int, Transport]) -> None:
+    sender, receiver = mesh[0], mesh[1]
+    sender.send(1, "first", torch.arange(100_000))
+    sender.lane(1).send(1, "second", torch.arange(3))
+    assert torch.equal(receiver.lane(1).recv(0, "second", (3,), *WORD), torch.arange(3))
+    assert torch.equal(receiver.lane(0).recv(0, "first", (100_000,), *WORD), torch.arange(100_000))
+    assert sender.lane(0) is sender
+    assert sender.lane(1).lane(0).me == 0
+
+
+def test_each_lane_counts_for_itself(mesh: dict[int, Transport]) -> None:
+    lane = mesh[0].lane(1)
+    lane.send(2, "m", torch.arange(4))
+    assert lane.ledger.cost().sent == {(0, 2): 32}
+    assert mesh[0].ledger.cost().sent == {}
+    mesh[2].lane(1).recv(0, "m", (4,), *WORD)
+
+
+def test_the_end_of_a_lane_is_the_end_of_all(mesh: dict[int, Transport]) -> None:
+    """Who waits in another lane, at the same endpoint or at another one, hears the reason."""
+    heard: dict[int, str] = {}
+
+    def wait(me: int) -> None:
+        with pytest.raises(PartyFailed) as caught:
+            mesh[me].recv(2, "m", (1,), *WORD)
+        heard[me] = str(caught.value)
+
+    waiting = [threading.Thread(target=wait, args=(me,)) for me in (0, 1)]
+    for thread in waiting:
+        thread.start()
+    lane = mesh[1].lane(1)
+    time.sleep(0.1)
+    lane.abort("lane 1 broke")
+    for thread in waiting:
+        thread.join(10)
+    assert heard == {0: "lane 1 broke", 1: "lane 1 broke"}
+
+
+def test_different_numbers_of_lanes_are_refused() -> None:
+    with pytest.raises(TransportError, match=r"lanes: got \d at .*; want \d, as at"):
+        sockets({0: 2, 1: 2, 2: 2, CLIENT: 1})
+
+
+def test_links_of_one_lane_refuse_more() -> None:
+    with pytest.raises(ConfigError, match="want lanes=1"):
+        MetaTransport(0).lane(1)
+
+
+@pytest.mark.parametrize("parties", [3, 4])
+def test_castings_are_all_and_even(parties: int) -> None:
+    every = assignments(parties)
+    assert len(set(every)) == len(every) == {3: 6, 4: 24}[parties]
+    assert every[0] == tuple(range(parties))
+    for party in range(parties):  # the first n: every role once
+        assert sorted(cast[party] for cast in every[:parties]) == list(range(parties))
+    links = Counter((cast.index(a), cast.index(b)) for cast in every for a, b in ((0, 2), (1, 2)))
+    assert len(links) == parties * (parties - 1)
+    assert len(set(links.values())) == 1
+
+
+def test_without_permuting_everybody_plays_one_role() -> None:
+    assert {assignment(3, lane, permute=False) for lane in range(9)} == {(0, 1, 2)}
+    assert assignment(3, 7, permute=True) == assignment(3, 1, permute=True) == assignments(3)[1]
+
+
+def test_links_by_role_reach_the_right_party_and_book_parties() -> None:
+    hub = LocalHub(3, 4.0)
+    cast = assignment(3, 1, permute=True)  # party 0 plays role 2, party 1 role 0, party 2 role 1
+    assert cast == (2, 0, 1)
+    ends = {cast[party]: lane_links(hub.transport(party), 3, 1, permute=True) for party in range(3)}
+    client = lane_links(hub.transport(CLIENT), 3, 1, permute=True)
+    assert [ends[role].me for role in range(3)] == [0, 1, 2]
+    ends[0].send(2, "m", torch.arange(2))
+    assert torch.equal(ends[2].recv(0, "m", (2,), *WORD), torch.arange(2))
+    assert hub.lane(1).links[(1, 0)].items.empty()
+    assert ends[0].ledger.cost().sent == {(1, 0): 16}
+    client.send(1, "m", torch.arange(1))
+    assert client.ledger.cost().sent == {(CLIENT, 2): 8}
+    assert ends[1].recv(CLIENT, "m", (1,), *WORD) == torch.zeros(1)
+    assert ends[0].name_of(2) == "party 0"
+    assert client.name_of(CLIENT) == "the client"
+
+
+def test_a_party_with_other_settings_is_named_whatever_its_role() -> None:
+    hub = LocalHub(3, 4.0)
+    client = lane_links(hub.transport(CLIENT), 3, 1, permute=True)
+    for party in range(3):
+        hub.lane(1).transport(party).send(CLIENT, "hello", torch.zeros(64, dtype=torch.uint8))
+    with pytest.raises(ConfigError, match="party 1 runs other settings"):  # who plays role 0 there
+        join_as_client(PrivateConfig(lanes=2, permute=True), client)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lanes": 0}, {"lanes": 65}, {"permute": True}, {"permute": True, "lanes": 2, "protocol": "dealer"}]
+)
+def test_impossible_lanes(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"lanes: got|permute: want"):
+        PrivateConfig.from_dict(wrong)

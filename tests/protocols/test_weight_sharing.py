@@ -1,0 +1,86 @@
+"""WeightSharing by mask seeds: the parts add up, one party's part says nothing, what does not fit is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ShareFileError
+from private_llm.protocols.weight_sharing import PIECE, Dealer, assemble, keys_held, pieces, sends_parts
+
+TRIO = PrivateConfig()
+PLAIN = PrivateConfig(protocol="plain", insecure=True)
+
+
+def dealt(config: PrivateConfig, elements: torch.Tensor, label: str = "w") -> list[tuple[torch.Tensor, ...]]:
+    dealer = Dealer(config)
+    sharing = dealer.begin(label)
+    dealt = [sharing.deal(piece) for piece in pieces(elements)]
+    shape = tuple(elements.shape)
+    whole = [
+        torch.cat([each[p] for each in dealt]).view(shape) if sends_parts(config, p) else None
+        for p in range(config.parties)
+    ]
+    return [assemble(config, p, dealer.keys(p), whole[p], shape, label).parts for p in range(config.parties)]
+
+
+@pytest.mark.parametrize("ring", [64, 32])
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (2, 3, 4), (3, PIECE - 1)])
+def test_parts_add_up(ring: int, shape: tuple[int, ...]) -> None:
+    config = PrivateConfig(ring=ring, frac_bits=12)
+    x = torch.full(shape, -(2 ** (ring - 3)), dtype=torch.int64 if ring == 64 else torch.int32)
+    (a1, a2), (masked2, first), (masked1, second) = dealt(config, x)
+    assert torch.equal(first, a1)
+    assert torch.equal(second, a2)
+    assert torch.equal(masked2, x + a2)
+    assert torch.equal(masked1, x + a1)
+
+
+def test_plain_hands_over_the_elements() -> None:
+    x = torch.arange(6).view(2, 3)
+    assert torch.equal(dealt(PLAIN, x)[0][0], x)
+    assert keys_held(PLAIN, 0) == 0
+
+
+def test_masks_differ_by_label_and_by_dealer() -> None:
+    x = torch.zeros(64, dtype=torch.int64)
+    dealer = Dealer(TRIO)
+    one, two = (dealer.begin(label).deal(x)[1] for label in ("a", "b"))
+    other = Dealer(TRIO).begin("a").deal(x)[1]
+    assert not torch.equal(one, two)
+    assert not torch.equal(one, other)
+
+
+def test_what_an_evaluator_receives_is_uniform() -> None:
+    """Chi-square of bytes, 255 degrees of freedom, p = 1e-9, for constant elements."""
+    dealt = Dealer(TRIO).begin("w").deal(torch.full((40_000,), 12345))
+    assert dealt[0] is None
+    for piece in dealt[1:]:
+        counts = np.bincount(np.frombuffer(piece.numpy().tobytes(), np.uint8), minlength=256)
+        expected = piece.numel() * 8 / 256
+        assert ((counts - expected) ** 2 / expected).sum() < 378
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    dealer = Dealer(TRIO)
+    x = torch.zeros(4, dtype=torch.int64)
+    piece = dealer.begin("w").deal(x)[1]
+    with pytest.raises(ShareFileError, match="mask seeds: got 1; want 2 for party 0"):
+        assemble(TRIO, 0, dealer.keys(1), None, (4,), "w")
+    with pytest.raises(ShareFileError, match="party 0 holds masks only"):
+        assemble(TRIO, 0, dealer.keys(0), piece, (4,), "w")
+    for wrong in (None, torch.zeros(5, dtype=torch.int64)):
+        with pytest.raises(ShareFileError, match=r"want a share of shape \(4,\)"):
+            assemble(TRIO, 1, dealer.keys(1), wrong, (4,), "w")
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, PIECE - 1)])
+def test_four_parties_get_the_masks_they_may_know_and_one_masked_tensor(shape: tuple[int, ...]) -> None:
+    config = PrivateConfig(protocol="quad")
+    x = torch.full(shape, -(2**61), dtype=torch.int64)
+    (a1, a2, third), (x1, b1, u1), (x2, b2, u2), (c1, c2, c3) = dealt(config, x)
+    assert all(torch.equal(*same) for same in ((a1, b1), (a1, c1), (a2, b2), (a2, c2), (u1, u2), (u1, c3)))
+    assert all(torch.equal(masked, x) for masked in (third - u1, x1 - a2, x2 - a1))
+    assert [sends_parts(config, party) for party in range(4)] == [True, True, True, False]

@@ -1,0 +1,125 @@
+"""Layers: a package imports only from itself and from layers below it, and modules never import in a circle."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = (
+    "errors", "ranges", "cache_policy", "token_sharding.plans", "protocol_facts", "config", "threat", "kernels", "ring",
+    "circuits", "net", "protocols", "tensor", "exact", "approx", "oblivious", "nn", "token_sharding.nodes",
+    "token_sharding.attacks", "bench", "commands", "cli_options", "cli",
+)  # fmt: skip
+"""From the lowest to the highest."""
+OUTSIDE = {"bench", "commands", "cli"}
+"""The highest may use the HuggingFace integration, inside functions only: private_llm is importable alone."""
+
+Import = tuple[str, bool]
+
+
+def modules(folder: Path, package: str) -> dict[str, Path]:
+    found = {}
+    for path in sorted((folder / package).rglob("*.py")):
+        parts = path.relative_to(folder).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(source: str) -> list[Import]:
+    """(dotted name, run when the module is imported?) of every import; names of `from a import b` count as `a.b`."""
+    tree = ast.parse(source)
+    top = set()
+    for node in tree.body:
+        typing_only = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if not typing_only and not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            top.update(id(inner) for inner in ast.walk(node))
+    found = []
+    for node in ast.walk(tree):
+        at_top = id(node) in top
+        if isinstance(node, ast.Import):
+            found += [(alias.name, at_top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise AssertionError("relative import: write the whole name, so that the order can be checked")
+            found += [(f"{node.module}.{alias.name}", at_top) for alias in node.names]
+    return found
+
+
+def layer(name: str) -> str:
+    """The layer that a module of private_llm lies in: a package, or one inside it."""
+    parts = name.split(".")
+    inner = ".".join(parts[1:3])
+    return inner if inner in LAYERS else parts[1] if len(parts) > 1 else ""
+
+
+def violations(name: str, source: str) -> list[str]:
+    """What module `name` of private_llm imports against the order."""
+    if name == "private_llm":
+        allowed: tuple[str, ...] = LAYERS[: LAYERS.index("threat") + 1]
+    elif any(known.startswith(f"{layer(name)}.") for known in LAYERS):
+        allowed = ()  # a package whose parts are layers of their own
+    else:
+        assert layer(name) in LAYERS, f"{name}: {layer(name)!r} is no layer; add it to LAYERS"
+        allowed = LAYERS[: LAYERS.index(layer(name)) + 1]
+    bad = []
+    for target, at_top in imports_of(source):
+        if target.split(".")[0] == "private_llm" and layer(target) in LAYERS and layer(target) not in allowed:
+            bad.append(f"{name} imports {target}, which lies above it")
+        if target.split(".")[0] == "private_llm_hf" and (at_top or layer(name) not in OUTSIDE):
+            bad.append(f"{name} imports {target}: the integration lies above")
+    return bad
+
+
+def test_every_module_of_the_package_imports_from_layers_below_only() -> None:
+    found = modules(ROOT, "private_llm")
+    assert len(found) > 20
+    bad = [line for name, path in found.items() for line in violations(name, path.read_text())]
+    assert not bad, "\n".join(bad)
+
+
+def test_the_integration_does_not_import_the_command_line() -> None:
+    bad = []
+    for name, path in modules(ROOT / "integrations", "private_llm_hf").items():
+        for target, _ in imports_of(path.read_text()):
+            if target.startswith("private_llm.") and layer(target) in OUTSIDE:
+                bad.append(f"{name} imports {target}")
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize(("folder", "package"), [(ROOT, "private_llm"), (ROOT / "integrations", "private_llm_hf")])
+def test_modules_do_not_import_each_other_in_a_circle(folder: Path, package: str) -> None:
+    found = modules(folder, package)
+    edges: dict[str, set[str]] = {}
+    for name, path in found.items():
+        targets = {target for target, at_top in imports_of(path.read_text()) if at_top}
+        edges[name] = {t if t in found else t.rpartition(".")[0] for t in targets} & set(found) - {name}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail, name))
+        if name not in done:
+            for target in sorted(edges[name]):
+                visit(target, (*trail, name))
+            done.add(name)
+
+    for name in sorted(found):
+        visit(name, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "wrong"),
+    [
+        ("private_llm.net.wire", "from private_llm.protocols.session import Session", True),
+        ("private_llm.net.wire", "from private_llm.ring.ring import Ring", False),
+        ("private_llm.nn.linear", "import private_llm_hf", True),
+        ("private_llm.nn.linear", "def f():\n    import private_llm_hf", True),
+        ("private_llm.commands.demo", "import private_llm_hf", True),
+        ("private_llm.commands.demo", "def f():\n    import private_llm_hf", False),
+        ("private_llm", "from private_llm.nn.linear import x", True),
+    ],
+)
+def test_the_checker_sees_a_wrong_import(name: str, line: str, wrong: bool) -> None:
+    assert bool(violations(name, line)) is wrong
