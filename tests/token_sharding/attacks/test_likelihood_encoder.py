@@ -50,9 +50,10 @@ def ranks(model: RowsAt, view: View, ids: Tensor, texts: Tensor) -> list[int]:
 
 
 def test_true_tokens_are_among_the_likeliest(model: RowsAt, pieces: Tensor) -> None:
-    found = ranks(model, seen(model, pieces[0]), pieces[0], pieces[2:])
-    assert len(found) == 12
-    assert sum(rank <= 10 for rank in found) >= 5, "0.6 by chance"
+    """Sum of 24 ranks: 637 here, 2350 by chance; 842 without the others' mean, 1225 without their covariance."""
+    found = [ranks(model, seen(model, ids), ids, pieces[2:]) for ids in pieces[:2]]
+    assert [len(each) for each in found] == [12, 12]
+    assert sum(map(sum, found)) < 740
 
 
 def test_what_the_node_sees_matters(model: RowsAt, pieces: Tensor) -> None:
