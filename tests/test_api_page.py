@@ -83,7 +83,7 @@ def test_imports_go_down_in_the_picture(monkeypatch: pytest.MonkeyPatch) -> None
     assert level["errors"] == 0
     assert level["ring"] < level["protocols"] < level["tensor"] < level["private_llm_hf"] < level["cli"]
     picture = made.drawing()
-    places = {name: int(y) for y, name in re.findall(r'y="(\d+)" font-weight="bold">(\w+)<', picture)}
+    places = {name: int(y) for y, name in re.findall(r'y="(\d+)" font-weight="bold">([\w.]+)<', picture)}
     assert sorted(places, key=lambda name: (places[name], name)) == [
         name for row in reversed(made.layers()) for name in row
     ]

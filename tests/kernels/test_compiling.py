@@ -15,7 +15,8 @@ CODE = """
 import hashlib
 import numpy as np
 import torch
-from private_llm.kernels import compiling, cpu_bits, ops
+from private_llm.kernels import compiling, ops
+from private_llm.kernels.backends.cpu import bits as cpu_bits
 heard = []
 draw = torch.Generator().manual_seed(7)
 def word(*shape):
