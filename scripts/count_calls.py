@@ -37,7 +37,7 @@ MODEL = {
 }  # fmt: skip
 PROMPT = 6
 """Tokens."""
-_COUNTED: CodeType = Party._forward.__code__
+_COUNTED: CodeType = Party.forward.__code__
 """Calls count while this function runs."""
 
 

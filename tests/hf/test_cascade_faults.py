@@ -175,7 +175,7 @@ def test_a_long_computation_is_not_a_stall(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("step", [[1, 0, 10**12], [1, -1, 12], [0, 0, 12], [1, 12], [1, 0, "12"], [1, 1 << 20, 1]])
 def test_a_client_that_asks_for_the_impossible(step: list[object]) -> None:
     private = patch(tiny.build("llama"), CONFIG)
-    transport = private.parties._transport
+    transport = private.parties.transport
     send_message(transport, 3, {"do": "forward", "cache": None, "step": step, "padding": None, "free": []})
     with pytest.raises(TransportError, match=r"^AttnNode \(0, 1\) \(party 3\): step: got .*; want a batch and up to"):
         private(IDS)

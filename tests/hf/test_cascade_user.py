@@ -208,7 +208,7 @@ def test_an_interrupt_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch) -
     private.close()
 
 
-@pytest.mark.parametrize("moment", ["_stop", "abort"])
+@pytest.mark.parametrize("moment", ["stop", "abort"])
 def test_an_interrupt_at_the_end_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """Ctrl-C while a session is being closed, or while it is being given up."""
     from private_llm_hf.client.parties import Parties
@@ -216,7 +216,7 @@ def test_an_interrupt_at_the_end_leaves_no_thread_behind(monkeypatch: pytest.Mon
     from private_llm.net.local import LocalTransport
 
     private = patch(tiny.build("llama"), settings())
-    owner = Parties if moment == "_stop" else LocalTransport
+    owner = Parties if moment == "stop" else LocalTransport
     before = getattr(owner, moment)
 
     def interrupted(self: object, *given: object) -> None:
@@ -229,7 +229,7 @@ def test_an_interrupt_at_the_end_leaves_no_thread_behind(monkeypatch: pytest.Mon
     if moment == "abort":
         monkeypatch.setattr(Parties, "_answer", lambda *_: 1 / 0)
     with pytest.raises(KeyboardInterrupt):
-        _ = private.close() if moment == "_stop" else private(text())
+        _ = private.close() if moment == "stop" else private(text())
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("party")]
 
 

@@ -39,8 +39,8 @@ def announce(parties: Parties, model: PreTrainedModel, name: str, changes: dict[
     """Describe a model to all parties as a changed client would."""
     described = describe(type(model), model.config)
     settings = {**described["config"], **changes}
-    parties._tell({"do": "load", "held": False, "like": None, "class": name, "config": settings, "model": "x"})
-    parties._answers()
+    parties.tell({"do": "load", "held": False, "like": None, "class": name, "config": settings, "model": "x"})
+    parties.answers()
 
 
 ATTACKS: dict[str, Callable[[Parties, PreTrainedModel], None]] = {
@@ -86,7 +86,7 @@ def test_a_client_ends_its_own_session_only(
     def misuse() -> None:
         with parties._call():
             attack(parties, model)
-            parties._answers()
+            parties.answers()
 
     with pytest.raises(PrivateLLMError):
         misuse()
@@ -105,7 +105,7 @@ class Foreign(Exception):
 def test_an_error_of_any_kind_ends_the_session_only(
     config: PrivateConfig, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = party.Party._forward
+    original = party.Party.forward
 
     def forward(self: party.Party, message: Message) -> None:
         if self.number == 1:
@@ -113,7 +113,7 @@ def test_an_error_of_any_kind_ends_the_session_only(
         original(self, message)
 
     with running(config, [None] * 3, sessions=2) as lines:
-        monkeypatch.setattr(party.Party, "_forward", forward)
+        monkeypatch.setattr(party.Party, "forward", forward)
         with patch(model, config) as private, pytest.raises(PartyFailed, match=r"party 1: Foreign: in test_daemons"):
             private(BATCH["input_ids"])
         monkeypatch.undo()
@@ -132,8 +132,8 @@ def test_a_client_s_reason_is_printed_as_plain_text(
     for thread in threads:
         thread.start()
     parties = start_parties(config)
-    parties._transport.abort(f"the client stopped: {reason}")
-    parties._shutdown()
+    parties.transport.abort(f"the client stopped: {reason}")
+    parties.shutdown()
     for thread in threads:
         thread.join(20)
     err = capsys.readouterr().err

@@ -28,14 +28,14 @@ IDS = torch.tensor([[5, 6, 7]])
 
 def sabotage(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], None]) -> None:
     """Let party `number` do `act` when its next forward begins."""
-    original = party.Party._forward
+    original = party.Party.forward
 
     def forward(self: party.Party, message: dict[str, object]) -> None:
         if self.number == number:
             act()
         original(self, message)
 
-    monkeypatch.setattr(party.Party, "_forward", forward)
+    monkeypatch.setattr(party.Party, "forward", forward)
 
 
 def alive() -> list[str]:
@@ -124,7 +124,7 @@ def test_an_interrupted_call_ends_the_session(monkeypatch: pytest.MonkeyPatch) -
     def interrupt(self: Parties, *_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Parties, "_answers", interrupt)
+    monkeypatch.setattr(Parties, "answers", interrupt)
     with pytest.raises(KeyboardInterrupt):
         model(IDS)
     monkeypatch.undo()

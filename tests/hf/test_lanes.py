@@ -118,7 +118,7 @@ def parties_of(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], party.P
 
 
 def weight(member: party.Party, path: str = "fc1") -> tuple[torch.Tensor, ...]:
-    return member._ready().get_submodule(f"model.decoder.layers.0.{path}").weight.to_fixed().share.parts
+    return member.ready().get_submodule(f"model.decoder.layers.0.{path}").weight.to_fixed().share.parts
 
 
 def test_lanes_of_one_casting_hold_one_share_others_have_masks_of_their_own(
@@ -149,14 +149,14 @@ def test_each_lane_has_keys_of_its_own(plaintext: PreTrainedModel, monkeypatch: 
 
 
 def test_a_failure_in_one_lane_ends_all(plaintext: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = party.Party._forward
+    original = party.Party.forward
 
     def forward(self: party.Party, message: dict[str, object]) -> None:
         if self.number == 2 and self.lanes[1] is self:
             raise DomainError("something outside the domain")
         original(self, message)
 
-    monkeypatch.setattr(party.Party, "_forward", forward)
+    monkeypatch.setattr(party.Party, "forward", forward)
     model = patch(plaintext, replace(TRIO, lanes=2))
     with pytest.raises(DomainError, match="party 2: something outside the domain"):
         model(IDS)
@@ -169,7 +169,7 @@ def test_requests_of_several_threads_run_in_lanes_of_their_own(
 ) -> None:
     """Three calls that each wait for the others to have begun: one after the other they would never end."""
     meeting = threading.Barrier(3, timeout=30)
-    original = party.Party._forward
+    original = party.Party.forward
 
     def forward(self: party.Party, message: dict[str, object]) -> None:
         if self.number == 0:
@@ -178,7 +178,7 @@ def test_requests_of_several_threads_run_in_lanes_of_their_own(
 
     how = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     with patch(plaintext, replace(TRIO, lanes=3, permute=True)) as model, ThreadPoolExecutor(3) as pool:
-        monkeypatch.setattr(party.Party, "_forward", forward)
+        monkeypatch.setattr(party.Party, "forward", forward)
         made = list(pool.map(lambda row: model.generate(IDS[row : row + 1], **how), range(3)))
     for row in range(3):
         assert torch.equal(made[row], plaintext.generate(IDS[row : row + 1], **how))

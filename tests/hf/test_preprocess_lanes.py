@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from private_llm_hf import ForwardPlan, GeneratePlan, PrivateConfig, patch
-from private_llm_hf.lane_rows import plan_lanes
+from private_llm_hf.client.lane_rows import plan_lanes
 
 from private_llm.errors import DomainError
 from private_llm.net.offline_store import OfflineStore

@@ -94,7 +94,7 @@ def test_a_client_that_vanishes_frees_the_parties_for_the_next(shared: Path, con
     with running(config, files(shared / "one"), sessions=2) as lines:
         source = str(shared / "one" / "client")
         lost = AutoPrivateModelForCausalLM.from_pretrained(source, config)
-        lost.parties._transport.close()  # no farewell: as if its process had died
+        lost.parties.transport.close()  # no farewell: as if its process had died
         with AutoPrivateModelForCausalLM.from_pretrained(source, config) as private:
             assert private(BATCH["input_ids"]).logits.shape == (2, 5, 128)
     assert sum(line.startswith("session 1 ended: ") and "client" in line for line in lines) == 3

@@ -15,8 +15,8 @@ from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.tensor.range_check import require
 from private_llm_hf.client import inputs as check
 from private_llm_hf.client.losses import Labels
-from private_llm_hf.client.parties import Secret
 from private_llm_hf.client.remote_state import PrivateCache, PrivateEncoderOutput
+from private_llm_hf.client.session_client import Secret
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.wire import GUARD, OPENED, Message
 

@@ -25,9 +25,9 @@ from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.forward import Forward, encode_prompt
 from private_llm_hf.client.inputs import check_generated
 from private_llm_hf.client.libraries import known_to_pipelines, refuse_swallowed
-from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.preprocess import AnyPlan, Preprocessed, rehearse
 from private_llm_hf.client.remote_state import PrivateCache
+from private_llm_hf.client.session_client import SessionClient
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.patch_plan import Plan
 
@@ -42,7 +42,7 @@ class PrivateModel:
     def __init__(
         self,
         config: PretrainedConfig,
-        parties: Parties,
+        parties: SessionClient,
         plan: Plan,
         generation_config: GenerationConfig | None = None,
     ) -> None:

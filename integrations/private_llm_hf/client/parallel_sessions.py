@@ -22,9 +22,7 @@ from private_llm.net.transport import Transport
 from private_llm.protocols.session import join_as_client
 from private_llm_hf.checkpoint.weights import Sink
 from private_llm_hf.client.costs import Costs
-from private_llm_hf.client.parties import Parties, Secret
-from private_llm_hf.client.schedule import Schedule
-from private_llm_hf.lane_rows import (
+from private_llm_hf.client.lane_rows import (
     LaneRows,
     Rows,
     parts_of_call,
@@ -34,6 +32,9 @@ from private_llm_hf.lane_rows import (
     spread,
     total_of,
 )
+from private_llm_hf.client.parties import Parties
+from private_llm_hf.client.schedule import Schedule
+from private_llm_hf.client.session_client import Secret
 from private_llm_hf.token_sharding.client import join_nodes
 from private_llm_hf.token_sharding.split import join_split
 from private_llm_hf.wire import Message
@@ -57,7 +58,7 @@ class Lanes(Parties):
 
     def __init__(self, config: PrivateConfig, lanes: Sequence[Parties]) -> None:
         first = lanes[0]
-        super().__init__(config, first._transport, first._end, first._shutdown)
+        super().__init__(config, first.transport, first.end, first.shutdown)
         self._lanes = lanes
         self._kept = LaneRows(len(lanes))
         self._planned: list[Rows] = []
@@ -70,19 +71,20 @@ class Lanes(Parties):
         with ExitStack() as stack:
             for lane, count in zip(self._lanes, rows, strict=True):  # always in this order: nobody waits in a circle
                 if count:
-                    stack.enter_context(lane._lock)
+                    stack.enter_context(lane.lock)
             with self._guarded():
                 yield
 
-    def _tell(self, message: Message, parties: Iterable[int] | None = None) -> None:
+    def tell(self, message: Message, parties: Iterable[int] | None = None) -> None:
+        """As `Parties.tell`, in every lane."""
         for lane in self._lanes:
-            lane._tell(message, parties)
+            lane.tell(message, parties)
 
     # -- weights --------------------------------------------------------------------------------------------
     def use_held(self, description: Message, mine: Callable[[], str | None]) -> bool:
         """As `Parties.use_held`, in every lane: the lanes of a party share its file."""
         with self._call():
-            if self.config.permute and self._lanes[0]._held_model() is not None:
+            if self.config.permute and self._lanes[0].held_model() is not None:
                 raise ConfigError(
                     "permute: a share file holds the share of one role, and parties that take turns need one for each; "
                     "start the parties without share files, so that the client deals the weights, or set permute=False"
@@ -116,16 +118,16 @@ class Lanes(Parties):
     def _load_like(self, like: dict[int, int]) -> None:
         """Lanes build their model from the shares that another lane of the same party holds."""
         for lane, other in like.items():
-            self._lanes[lane]._tell({"do": "load", "held": False, "like": other})
+            self._lanes[lane].tell({"do": "load", "held": False, "like": other})
         for lane in like:
-            self._lanes[lane]._answers()
-            self._lanes[lane]._transport.ledger.reset()
+            self._lanes[lane].answers()
+            self._lanes[lane].transport.ledger.reset()
 
     # -- calls ------------------------------------------------------------------------------------------------
     def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
         """As `Parties.forward`, every lane its rows, all at the same time."""
-        with self._lock:
-            place = self._place({"do": "forward", **call})
+        with self.lock:
+            place = self.place_of({"do": "forward", **call})
             if place is not None:
                 return self._run(call, secrets, self._planned[place[1]])
         return self._run(call, secrets, None)
@@ -141,7 +143,7 @@ class Lanes(Parties):
             waiting = []
             for number, part, mine in parts_of_call(call, rows, picks):
                 lane = self._lanes[number]
-                place = None if planned is None else lane._place({"do": "forward", **part})
+                place = None if planned is None else lane.place_of({"do": "forward", **part})
                 waiting.append(stack.enter_context(lane.asking(part, secrets_of(secrets, mine, total), place)))
             answers = [answer() for answer in waiting]
         self._kept.keep_call(call, rows)
@@ -167,16 +169,16 @@ class Lanes(Parties):
 
     def command(self, message: Message) -> None:
         """Cache management in every lane that holds rows of the cache."""
-        with self._lock:
-            planned = self._place(message) is not None
+        with self.lock:
+            planned = self.place_of(message) is not None
             rows, picks = self._kept.of_command(message)
             with self._using(rows):
                 for number, part in parts_of_command(message, rows, picks):
                     lane = self._lanes[number]
                     if planned:
-                        lane._tell({**part, "at": lane._place(part)}, lane._online)
+                        lane.tell({**part, "at": lane.place_of(part)}, lane.online)
                     else:
-                        lane._tell(part)
+                        lane.tell(part)
             self._kept.keep_command(message)
 
     # -- preprocessing ----------------------------------------------------------------------------------------
@@ -185,7 +187,7 @@ class Lanes(Parties):
         self._check_helped()
         planned, parts = plan_lanes(entries, len(self._lanes))
         schedule = Schedule(next(self._plans), entries)
-        with self._lock, self._using([1] * len(self._lanes)):
+        with self.lock, self._using([1] * len(self._lanes)):
             self._drop_schedule()
             waiting = [lane.prepare(part) for lane, part in zip(self._lanes, parts, strict=True)]
             stored = sum(prepared() for prepared in waiting)

@@ -36,15 +36,13 @@ from private_llm.ring.ring import Ring
 from private_llm_hf.checkpoint.weights import Sink, encode_weight
 from private_llm_hf.client.costs import Costs, rows_of
 from private_llm_hf.client.schedule import Schedule, handles_of
+from private_llm_hf.client.session_client import Secret, SessionClient
 from private_llm_hf.wire import Message, recv_message, send_message
-
-Secret = Tensor | tuple[Tensor, int]
-"""Ring elements, or token ids (int64) and the size of their vocabulary."""
 
 _REMOTE = re.compile(rf"({HEARSAY}(?:{WHO})): (\w+): (.*)", re.DOTALL)
 
 
-class Parties:
+class Parties(SessionClient):
     """All parties of one session, as the client sees them. Thread-safe: one call at a time."""
 
     def __init__(
@@ -54,8 +52,8 @@ class Parties:
         self.ring = Ring(config.ring)
         self.members = range(config.parties)
         self.ranges = UNKNOWN
-        self._transport, self._end, self._shutdown = transport, end, shutdown
-        self._lock = threading.RLock()
+        self.transport, self.end, self.shutdown = transport, end, shutdown
+        self.lock = threading.RLock()
         self._handles = itertools.count(1)
         self._unused: deque[int] = deque()
         self._over: str | None = None
@@ -67,7 +65,7 @@ class Parties:
     @contextmanager
     def _call(self) -> Iterator[None]:
         """One call at a time; end the session if it fails or is interrupted halfway."""
-        with self._lock, self._guarded():
+        with self.lock, self._guarded():
             yield
 
     @contextmanager
@@ -89,22 +87,23 @@ class Parties:
         if self._over is None:
             self._over = reason
             try:
-                self._transport.abort(f"the client stopped: {reason}")
+                self.transport.abort(f"the client stopped: {reason}")
             finally:  # an interrupt may come here too
-                self._shutdown()
+                self.shutdown()
 
-    def _tell(self, message: Message, parties: Iterable[int] | None = None) -> None:
+    def tell(self, message: Message, parties: Iterable[int] | None = None) -> None:
+        """Send a command to every party, or to these."""
         for party in self.members if parties is None else parties:
-            send_message(self._transport, party, message)
+            send_message(self.transport, party, message)
 
     def _answer(self, party: int) -> Message:
         """One party's answer; messages that only say "still computing" are skipped."""
-        answer = recv_message(self._transport, party)
+        answer = recv_message(self.transport, party)
         while "alive" in answer:
-            answer = recv_message(self._transport, party)
+            answer = recv_message(self.transport, party)
         return answer
 
-    def _answers(self, parties: Iterable[int] | None = None) -> Message:
+    def answers(self, parties: Iterable[int] | None = None) -> Message:
         """The answer of every party, or of these; all must be equal."""
         answers = [self._answer(party) for party in (self.members if parties is None else parties)]
         if any(answer != answers[0] for answer in answers[1:]):
@@ -122,7 +121,7 @@ class Parties:
         Raises ShareFileError if they hold different models, files of different sharings, or another model than this.
         """
         with self._call():
-            held = self._held_model()
+            held = self.held_model()
             if held is None:
                 return False
             if held != description["model"]:
@@ -130,13 +129,14 @@ class Parties:
                     f"the parties hold share files of another model than this {description['class']}; start them with "
                     "its files, or load the model they hold"
                 )
-            self._tell({"do": "load", "held": True, "like": None})
-            self.ranges = Ranges(self._answers()["ranges"])
-            self._transport.ledger.reset()
+            self.tell({"do": "load", "held": True, "like": None})
+            self.ranges = Ranges(self.answers()["ranges"])
+            self.transport.ledger.reset()
             return True
 
-    def _held_model(self) -> str | None:
-        self._tell({"do": "hello"})
+    def held_model(self) -> str | None:
+        """Digest of the model that all parties hold, None if they hold none. Raises ShareFileError if they differ."""
+        self.tell({"do": "hello"})
         answers = [self._answer(party) for party in self.members]
         if any(answer != answers[0] for answer in answers[1:]):
             raise ShareFileError(
@@ -150,12 +150,12 @@ class Parties:
     def loading(self, description: Message) -> Iterator[Sink]:
         """Share a model with the parties: pass every weight to the yielded sink, then they build the model."""
         with self._call():
-            self._tell({"do": "load", "held": False, "like": None, **description})
+            self.tell({"do": "load", "held": False, "like": None, **description})
             ranges = Ranges(description["ranges"])
             yield self._publish if self.config.weights == "public" else self._dealing(ranges)
-            self._tell({"weight": None})
-            self.ranges = Ranges(self._answers()["ranges"])
-            self._transport.ledger.reset()
+            self.tell({"weight": None})
+            self.ranges = Ranges(self.answers()["ranges"])
+            self.transport.ledger.reset()
 
     def _dealing(self, ranges: Ranges) -> Sink:
         """A sink that splits each weight into shares: seeds first, then what the seeds do not give."""
@@ -163,28 +163,28 @@ class Parties:
         for party in range(self.config.parties):
             for key in dealer.keys(party):
                 raw = torch.frombuffer(bytearray(key.raw()), dtype=torch.uint8)
-                self._transport.send(party, "weight key", raw)
+                self.transport.send(party, "weight key", raw)
 
         def share(name: str, tensor: Tensor) -> None:
-            self._tell({"weight": name, "shape": list(tensor.shape)})
+            self.tell({"weight": name, "shape": list(tensor.shape)})
             sharing, frac = dealer.begin(name), ranges.frac_of_weight(name, self.config.frac_bits)
             for piece in pieces(tensor):
                 elements = encode_weight(name, piece, self.ring, frac)
                 for party, part in enumerate(sharing.deal(elements)):
                     if part is not None:
-                        self._transport.send(party, "weight", part)
+                        self.transport.send(party, "weight", part)
 
         return share
 
     def _publish(self, name: str, tensor: Tensor) -> None:
         """Public weights: everybody gets them as they are."""
-        self._tell({"weight": name, "shape": list(tensor.shape)})
+        self.tell({"weight": name, "shape": list(tensor.shape)})
         for piece in pieces(tensor):
             encode_weight(name, piece, self.ring, self.config.frac_bits)  # refuses what the ring cannot hold
             # links carry integers, so that no plaintext float passes by mistake: this one is public, bits as they are
             raw = piece.to(torch.float32).contiguous().view(torch.int32)
             for party in range(self.config.parties):
-                self._transport.send(party, "weight", raw)
+                self.transport.send(party, "weight", raw)
 
     # -- calls --------------------------------------------------------------------------------------------------
     def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
@@ -192,8 +192,8 @@ class Parties:
 
         secrets: the inputs listed in call["secret"], in that order: ring elements, or token ids with their vocabulary.
         """
-        with self._lock:
-            place = self._place({"do": "forward", **call})
+        with self.lock:
+            place = self.place_of({"do": "forward", **call})
             with self._call(), self.asking(call, secrets, place) as answer:
                 return answer()
 
@@ -206,38 +206,38 @@ class Parties:
             self.ask(call, secrets)
             yield self.opened
             return
-        self._tell({"do": "forward", "free": [], "at": place, **call}, self._online)
+        self.tell({"do": "forward", "free": [], "at": place, **call}, self.online)
         with self._apart(place):
             self._share(secrets)
-            yield functools.partial(self.opened, self._online)
+            yield functools.partial(self.opened, self.online)
 
     def ask(self, call: Message, secrets: list[Secret]) -> None:
         """The first half of `forward`: command and inputs."""
-        self._tell({"do": "forward", "free": self._take_unused(), **call})
+        self.tell({"do": "forward", "free": self._take_unused(), **call})
         self._share(secrets)
 
     def _share(self, secrets: list[Secret]) -> None:
         for secret in secrets:
             if isinstance(secret, Tensor):
-                self._end.share(secret)
+                self.end.share(secret)
             else:
-                self._end.share_index(*secret)
+                self.end.share_index(*secret)
 
     def opened(self, parties: Iterable[int] | None = None) -> tuple[str, dict[str, Tensor]]:
         """The second half: what comes back."""
-        answer = self._answers(parties)
+        answer = self.answers(parties)
         opened = {}
         for name, shape, frac in answer["outputs"]:
-            elements = self._end.open(tuple(shape))
+            elements = self.end.open(tuple(shape))
             opened[name] = self.ring.decode(elements, frac)
         return str(answer["class"]), opened
 
     def command(self, message: Message) -> None:
         """A command without an answer (cache management); an error surfaces at the next call."""
-        with self._lock:
-            place = self._place(message)
+        with self.lock:
+            place = self.place_of(message)
             with self._call():
-                self._tell(message if place is None else {**message, "at": place}, place and self._online)
+                self.tell(message if place is None else {**message, "at": place}, place and self.online)
 
     # -- preprocessing ------------------------------------------------------------------------------------------
     def preprocess(self, entries: list[Message]) -> int:
@@ -262,17 +262,17 @@ class Parties:
         self._drop_schedule()
         schedule = Schedule(next(self._plans), entries)
         message: Message = {"do": "preprocess", "plan": schedule.number, "calls": entries}
-        self._tell({**message, "free": self._take_unused()})
+        self.tell({**message, "free": self._take_unused()})
 
         def prepared() -> int:
             answers = [self._answer(party) for party in self.members]
-            self._end.take_witnesses(answers[helper]["witnesses"])
+            self.end.take_witnesses(answers[helper]["witnesses"])
             self._schedule = schedule if entries else None
             return sum(int(answer["stored"]) for answer in answers)
 
         return prepared
 
-    def _place(self, message: Message) -> tuple[int, int] | None:
+    def place_of(self, message: Message) -> tuple[int, int] | None:
         """Where a request stands in the schedule; None without one. Raises DomainError if it is not the next."""
         schedule, handles = self._schedule, handles_of(message)
         if schedule is not None:
@@ -296,13 +296,13 @@ class Parties:
             self._schedule = None
 
     @property
-    def _online(self) -> list[int]:
+    def online(self) -> list[int]:
         """Who computes when the helping party has run ahead."""
         return [party for party in self.members if party != self.config.helper]
 
     def _apart(self, place: tuple[int, int]) -> AbstractContextManager[None]:
         """Masks of a preprocessed call."""
-        return self._end.section(section_label(*place))
+        return self.end.section(section_label(*place))
 
     # -- handles ------------------------------------------------------------------------------------------------
     def new_handle(self) -> int:
@@ -310,7 +310,7 @@ class Parties:
         return next(self._handles)
 
     def keep_together(self, handle: int, rows: int) -> None:
-        """Batch rows come in groups of `rows` that a cache may reorder among themselves (beams of one prompt)."""
+        """Nothing to arrange: one session has all rows."""
 
     def release(self, handle: int) -> None:
         """Forget a handle with the next call (callable from a finalizer: sends nothing itself)."""
@@ -328,9 +328,9 @@ class Parties:
     def costs(self, reset: bool = False) -> Costs:
         """What everybody sent since the last reset (control messages apart)."""
         with self._call():
-            self._tell({"do": "costs", "reset": reset})
+            self.tell({"do": "costs", "reset": reset})
             rows = [self._answer(party) for party in self.members]
-            mine: Ledger = self._transport.ledger
+            mine: Ledger = self.transport.ledger
             rows.append(rows_of(mine))
             if reset:
                 mine.reset()
@@ -338,22 +338,23 @@ class Parties:
 
     def close(self) -> None:
         """Stop the parties. Idempotent."""
-        with self._lock:
+        with self.lock:
             if self._over is not None:
                 return
             self._over = "it was closed"
             try:
-                self._stop()
+                self.stop()
             except TransportError:
-                self._transport.abort("the client closed the session")
+                self.transport.abort("the client closed the session")
             except BaseException:  # interrupted halfway: the parties would wait for the rest
-                self._transport.abort("the client was interrupted")
+                self.transport.abort("the client was interrupted")
                 raise
             finally:
-                self._shutdown()
+                self.shutdown()
 
-    def _stop(self) -> None:
-        self._tell({"do": "stop"})
+    def stop(self) -> None:
+        """Tell the parties that the session ends."""
+        self.tell({"do": "stop"})
 
 
 def _remote_error(error: TransportError) -> PrivateLLMError:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError
-from private_llm_hf.client.parties import Parties, Secret
+from private_llm_hf.client.session_client import Secret, SessionClient
 from private_llm_hf.wire import Message
 
 if TYPE_CHECKING:
@@ -95,16 +95,16 @@ class _Noted(Exception):
     """The call was written down; what would come back does not matter."""
 
 
-class Rehearsal:
+class Rehearsal(SessionClient):
     """Stands where the link to the parties stands, and writes down what is asked of them."""
 
-    def __init__(self, parties: Parties, generating: bool, vocabulary: int, kind: str) -> None:
+    def __init__(self, parties: SessionClient, generating: bool, vocabulary: int, kind: str) -> None:
         self.config, self.ring = parties.config, parties.ring
         self.entries: list[Message] = []
         self._parties, self._generating, self._vocabulary, self._kind = parties, generating, vocabulary, kind
 
     def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
-        """As `Parties.forward`; answers the first token every time."""
+        """As `SessionClient.forward`; answers the first token every time."""
         self.entries.append({"do": "forward", **call})
         if call["encode_to"] is not None:
             return self._kind, {}
@@ -117,11 +117,11 @@ class Rehearsal:
         return self._kind, {"logits": torch.zeros(rows, shown, self._vocabulary)}
 
     def command(self, message: Message) -> None:
-        """As `Parties.command`."""
+        """As `SessionClient.command`."""
         self.entries.append(dict(message))
 
     def new_handle(self) -> int:
-        """As `Parties.new_handle`: a number that nothing else has."""
+        """As `SessionClient.new_handle`: a number that nothing else has."""
         return self._parties.new_handle()
 
     def keep_together(self, handle: int, rows: int) -> None:
@@ -155,5 +155,5 @@ def _rehearse_once(model: PrivateModel, plan: AnyPlan) -> list[Message]:
     kind = "Seq2SeqLMOutput" if model.config.is_encoder_decoder else "CausalLMOutputWithPast"
     vocabulary = model.config.get_text_config().vocab_size if generating else 0
     stand_in = Rehearsal(model.parties, generating, vocabulary, kind)
-    plan.run(type(model)(model.config, cast(Parties, stand_in), model.plan, generation))
+    plan.run(type(model)(model.config, stand_in, model.plan, generation))
     return stand_in.entries

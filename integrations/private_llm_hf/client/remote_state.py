@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm_hf.client.parties import Parties
+from private_llm_hf.client.session_client import SessionClient
 
 
 class PrivateCache(Cache):  # type: ignore[misc]
@@ -25,7 +25,7 @@ class PrivateCache(Cache):  # type: ignore[misc]
     tells the parties which rows continue.
     """
 
-    def __init__(self, parties: Parties, rows: int) -> None:
+    def __init__(self, parties: SessionClient, rows: int) -> None:
         super().__init__(layers=[])
         self._parties = parties
         self.handle = parties.new_handle()
@@ -45,7 +45,7 @@ class PrivateCache(Cache):  # type: ignore[misc]
         if self.kv_length < held and policy.newest is not None:
             self._newest = min(self._newest, policy.newest)
 
-    def belongs_to(self, parties: Parties) -> bool:
+    def belongs_to(self, parties: SessionClient) -> bool:
         """Whether this handle is of that session."""
         return self._parties is parties
 
@@ -148,7 +148,7 @@ class PrivateEncoderOutput(BaseModelOutput):  # type: ignore[misc]
     """
 
     @classmethod
-    def of(cls, parties: Parties, rows: int, length: int) -> PrivateEncoderOutput:
+    def of(cls, parties: SessionClient, rows: int, length: int) -> PrivateEncoderOutput:
         """A new handle for `rows` encoded inputs of `length` positions."""
         out = cls(last_hidden_state=torch.arange(rows).view(rows, 1, 1))
         keeper = _Keeper(parties)
@@ -170,7 +170,7 @@ class PrivateEncoderOutput(BaseModelOutput):  # type: ignore[misc]
 class _Keeper:
     """Frees the encoder output when the last handle is gone."""
 
-    def __init__(self, parties: Parties) -> None:
+    def __init__(self, parties: SessionClient) -> None:
         self.parties = parties
         self.handle = parties.new_handle()
         weakref.finalize(self, parties.release, self.handle)

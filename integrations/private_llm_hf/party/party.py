@@ -74,8 +74,8 @@ class Party:
         commands = {
             "hello": self._hello,
             "load": self._load,
-            "forward": self._forward,
-            "cache": self._cache,
+            "forward": self.forward,
+            "cache": self.manage_cache,
             "costs": self._costs,
             "preprocess": self._preprocess,
         }
@@ -147,7 +147,7 @@ class Party:
 
     def _weights_of(self, other: Party) -> dict[str, Fixed | Tensor | Stored]:
         """The shares of another lane with the same assignment: the same memory or file, used in this lane's session."""
-        held = dict(other._ready().named_parameters())
+        held = dict(other.ready().named_parameters())
         if any(value.is_meta for value in held.values()):  # some weights stay on disk
             return {n: Stored(v.shape, functools.partial(self._stored_of, v)) for n, v in other.stored.items()}
         return {name: self._mine(value) for name, value in held.items()}
@@ -208,7 +208,7 @@ class Party:
 
     def _run_ahead(self, request: Message) -> None:
         """Compute a planned request without an answer: the client comes later."""
-        run = {"forward": self._forward, "cache": self._cache}[request["do"]]
+        run = {"forward": self.forward, "cache": self.manage_cache}[request["do"]]
         self._silent = True
         try:
             run({"free": [], **request})
@@ -219,9 +219,10 @@ class Party:
         for handle in message["free"]:
             self.kept.pop(handle, None)
 
-    def _forward(self, message: Message) -> None:
+    def forward(self, message: Message) -> None:
+        """The command of the same name: run the model once."""
         with self.transport.ledger.scope(""):  # the time of inputs and opening
-            self._run(self._ready(), message)
+            self._run(self.ready(), message)
 
     def _run(self, model: PreTrainedModel, message: Message) -> None:
         self._free(message)
@@ -300,7 +301,8 @@ class Party:
         with self.transport.ledger.scope("states to the nodes"):
             self.session.protocol.reveal(pieces)
 
-    def _ready(self) -> PreTrainedModel:
+    def ready(self) -> PreTrainedModel:
+        """The model, once it is loaded. Raises TransportError before."""
         if self.model is None:
             raise TransportError("a call arrived before a model was loaded")
         return self.model
@@ -310,7 +312,8 @@ class Party:
         rows = reference["rows"]
         return BaseModelOutput(last_hidden_state=hidden if rows is None else hidden[rows])
 
-    def _cache(self, message: Message) -> None:
+    def manage_cache(self, message: Message) -> None:
+        """The command "cache": crop, select, copy or forget entries."""
         cache = self.kept[message["handle"]]
         how = message["how"]
         if how == "select":

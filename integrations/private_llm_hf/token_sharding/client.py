@@ -28,7 +28,8 @@ from private_llm.token_sharding.plans.audit import Setting, refuse_weak, warn_we
 from private_llm_hf.checkpoint.model_spec import model_class
 from private_llm_hf.checkpoint.node_checkpoint import agreed, check_held
 from private_llm_hf.checkpoint.weights import Sink
-from private_llm_hf.client.parties import Parties, Secret
+from private_llm_hf.client.parties import Parties
+from private_llm_hf.client.session_client import Secret
 from private_llm_hf.models.architectures import architecture, positions_by_mask
 from private_llm_hf.token_sharding.answers import Answer, Due, check_equal, in_order, read_answer
 from private_llm_hf.token_sharding.attention import attention_calls
@@ -123,7 +124,7 @@ class Nodes(Parties):
         """Let the CompNodes use the model that they hold; False if they hold none. Raises as `agreed`, `check_held`."""
         comps = range(self.plan.alpha)
         with self._call():
-            self._tell({"do": "hello"}, comps)
+            self.tell({"do": "hello"}, comps)
             held = agreed({called(self.config, node): self._answer(node) for node in comps})
             if held["model"] is None:
                 return False
@@ -141,7 +142,7 @@ class Nodes(Parties):
         with self._call():
             self._load(description, held=False)
             yield self._send_weight
-            self._tell({"weight": None}, range(self.plan.alpha))
+            self.tell({"weight": None}, range(self.plan.alpha))
             self._loaded()
 
     def _load(self, description: Message, held: bool) -> None:
@@ -152,23 +153,23 @@ class Nodes(Parties):
         self._by_mask = config.model_type in positions_by_mask()
         self._last_only = reads_last_token(cls, config)
         accepts = sorted(set(inspect.signature(cls.forward).parameters))
-        self._tell({"do": "load", "held": held, "behind": None, "calls": calls, "accepts": accepts, **description})
+        self.tell({"do": "load", "held": held, "behind": None, "calls": calls, "accepts": accepts, **description})
 
     def _loaded(self) -> None:
         for node in self.members:
             self._answer(node)
-        self._transport.ledger.reset()
+        self.transport.ledger.reset()
 
     def _send_weight(self, name: str, tensor: Tensor) -> None:
         raw = tensor.detach().to(torch.float32).contiguous().clone().view(torch.int32)
         for node in range(self.plan.alpha):
-            send_message(self._transport, node, {"weight": name, "shape": list(tensor.shape)})
-            self._transport.send(node, "weight", raw)
+            send_message(self.transport, node, {"weight": name, "shape": list(tensor.shape)})
+            self.transport.send(node, "weight", raw)
 
     # -- calls ----------------------------------------------------------------------------------------------------
     def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
         """As `Parties.forward`: inputs out to their nodes, the wanted rows of the outputs back."""
-        with self._lock:
+        with self.lock:
             step = self.step(call)
             ((secret, item),) = zip(secrets, call["secret"], strict=True)
             if isinstance(secret, Tensor):
@@ -178,10 +179,10 @@ class Nodes(Parties):
             return self.run(step, "tokens", partial(self._send_tokens, ids))
 
     def _send_tokens(self, ids: Tensor, node: int, rows: list[int]) -> None:
-        self._transport.send(node, "tokens", ids[:, rows].contiguous())
+        self.transport.send(node, "tokens", ids[:, rows].contiguous())
 
     def _send_values(self, values: Tensor, node: int, rows: list[int]) -> None:
-        send_floats(self._transport, node, "values", [values[:, rows]])
+        send_floats(self.transport, node, "values", [values[:, rows]])
 
     def step(self, call: Message) -> NodeStep:
         """What a call means for the nodes. Raises UnsupportedOp and DomainError before anything is sent."""
@@ -224,7 +225,7 @@ class Nodes(Parties):
                     "wanted": list(step.due(rows).wanted),
                     "token_type_ids": None if types is None else types[:, rows],
                 }  # fmt: skip
-                send_message(self._transport, node, {**facts, **mine})
+                send_message(self.transport, node, {**facts, **mine})
                 feed(node, rows)
             kind, found = self._outputs(step)
         if step.handle is not None:
@@ -259,7 +260,7 @@ class Nodes(Parties):
         shards = {self.plan.shard_of(p) for p in range(past, total)}
         nodes = {self.plan.attn_endpoint(shard, other) for shard in shards for other in range(self.plan.beta)}
         for node in sorted(nodes):
-            send_message(self._transport, node, {**step, "free": self._gone[node]})
+            send_message(self.transport, node, {**step, "free": self._gone[node]})
             self._gone[node] = []
 
     def _outputs(self, step: NodeStep) -> tuple[str, list[tuple[Due, dict[str, Tensor]]]]:
@@ -268,10 +269,10 @@ class Nodes(Parties):
         found = []
         for node, rows in step.rows.items():
             due = step.due(rows)
-            who = self._transport.name_of(node)
+            who = self.transport.name_of(node)
             answer = answers[who] = read_answer(self._answer(node), due, who)
             expected = [(shape, torch.float32) for shape in answer.shapes.values()]
-            tensors = recv_floats(self._transport, node, "outputs", expected)
+            tensors = recv_floats(self.transport, node, "outputs", expected)
             found.append((due, dict(zip(answer.shapes, tensors, strict=True))))
         return check_equal(answers), found
 
@@ -286,4 +287,4 @@ class Nodes(Parties):
         elif how == "copy":
             self._lengths[message["to"]] = self._lengths.get(handle, 0)
         with self._call():
-            self._tell(message, range(self.plan.alpha, self.plan.nodes))
+            self.tell(message, range(self.plan.alpha, self.plan.nodes))

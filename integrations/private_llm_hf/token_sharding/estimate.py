@@ -143,13 +143,13 @@ class MetaNodes(Nodes):
     def run(self, step: NodeStep, source: str, feed: Callable[[int, list[int]], None]) -> tuple[str, dict[str, Tensor]]:
         """As `Nodes.run`."""
         self._source, self._before = source, self._sent()
-        with self._transport.ledger.scope(AROUND):
+        with self.transport.ledger.scope(AROUND):
             return super().run(step, source, feed)
 
     def _sent(self) -> Counter[tuple[int, int]]:
         """What the client has sent so far, without commands."""
         sent: Counter[tuple[int, int]] = Counter()
-        for (_, what, to), count in self._transport.ledger.sent.items():
+        for (_, what, to), count in self.transport.ledger.sent.items():
             if what != CONTROL:
                 sent[CLIENT, to] += count
         return sent
@@ -217,7 +217,7 @@ class MetaNodes(Nodes):
             if stage.what == "rows":
                 for node in {frm for frm, _ in stage.sent}:
                     ledgers[node].rounds[(stage.layer, "attention")] += 1
-        return Costs.from_rows([rows_of(ledger) for ledger in (*ledgers.values(), self._transport.ledger)])
+        return Costs.from_rows([rows_of(ledger) for ledger in (*ledgers.values(), self.transport.ledger)])
 
     def sharded(self) -> Sharded:
         """What was counted."""

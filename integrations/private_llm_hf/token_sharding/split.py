@@ -22,7 +22,8 @@ from private_llm.protocols.session import join_as_client
 from private_llm_hf.checkpoint.model_spec import ModelSpec, model_class
 from private_llm_hf.checkpoint.weights import Sink
 from private_llm_hf.client.costs import Costs
-from private_llm_hf.client.parties import Parties, Secret
+from private_llm_hf.client.parties import Parties
+from private_llm_hf.client.session_client import Secret
 from private_llm_hf.token_sharding.client import Nodes, join_nodes
 from private_llm_hf.token_sharding.cut import Cut
 from private_llm_hf.wire import Message
@@ -70,7 +71,7 @@ class SplitParties(Parties):
 
     def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
         """As `Parties.forward`: the parties compute and send rows to nodes, which go on and answer."""
-        with self._lock:
+        with self.lock:
             step = self._nodes.step(call)
             slices = [[self.config.parties + node, rows] for node, rows in step.rows.items()]
             with self._call():
@@ -93,9 +94,10 @@ class SplitParties(Parties):
         super().release(handle)
         self._nodes.release(handle)
 
-    def _stop(self) -> None:
-        super()._stop()
-        self._nodes._stop()
+    def stop(self) -> None:
+        """Tell parties and nodes that the session ends."""
+        super().stop()
+        self._nodes.stop()
 
     def costs(self, reset: bool = False) -> Costs:
         """Of parties, client and nodes."""

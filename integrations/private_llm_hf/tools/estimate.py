@@ -35,7 +35,7 @@ from private_llm.token_sharding.nodes.cost import Stage, seconds_of
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe
 from private_llm_hf.client.costs import Costs, layer_of, rows_of
 from private_llm_hf.client.model import private_class
-from private_llm_hf.client.parties import Parties, Secret
+from private_llm_hf.client.session_client import Secret, SessionClient
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.party.model import build_party_model, empty_model, meta_parameters
 from private_llm_hf.party.party import Party
@@ -182,7 +182,7 @@ def _bytes(value: Tensor) -> int:
     return sum(part.numel() * part.element_size() for part in held.share.parts)
 
 
-class _MetaParties:
+class _MetaParties(SessionClient):
     """Stands where the client's link to the parties stands; answers every call with zeros of the right shape."""
 
     def __init__(
@@ -193,34 +193,34 @@ class _MetaParties:
         empty = empty_model(description["config"], description["class"])
         self.parties = [_MetaParty(config, number, description, every_layer, empty) for number in range(config.parties)]
         transport = MetaTransport(CLIENT)
-        self._end = client_end(config, transport)
+        self.end = client_end(config, transport)
         transport.ledger.reset()
         self._ledger = transport.ledger
         self._numbers = itertools.count(1)
         self._progress = progress
 
     def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
-        """As `Parties.forward`."""
+        """As `SessionClient.forward`."""
         for secret in secrets:
             if isinstance(secret, Tensor):
-                self._end.share(secret)
+                self.end.share(secret)
             else:
-                self._end.share_index(*secret)
+                self.end.share_index(*secret)
         with torch.no_grad(), QuickShapes():  # type: ignore[no-untyped-call]  # PyTorch's constructor
             for party in self.parties:
-                party._forward({**call, "free": []})
+                party.forward({**call, "free": []})
         self._progress()
         answer = self.parties[0].answer
         opened = {name: torch.zeros(tuple(shape), dtype=torch.float64) for name, shape, _ in answer["outputs"]}
         return str(answer["class"]), opened
 
     def command(self, message: Message) -> None:
-        """As `Parties.command`."""
+        """As `SessionClient.command`."""
         for party in self.parties:
-            party._cache(message)
+            party.manage_cache(message)
 
     def new_handle(self) -> int:
-        """As `Parties.new_handle`."""
+        """As `SessionClient.new_handle`."""
         return next(self._numbers)
 
     def keep_together(self, handle: int, rows: int) -> None:
@@ -320,7 +320,7 @@ def estimate(
         generation = GenerationConfig.from_model_config(config)
         generation.eos_token_id = None  # nothing ends early
     plan = make_plan(bare, private_config)
-    model = private_class(model_class)(config, cast(Parties, parties), plan, generation)
+    model = private_class(model_class)(config, parties, plan, generation)
     ids = torch.ones(batch, sequence, dtype=torch.int64)
     mask = torch.ones_like(ids)
     first = _FirstToken(parties.estimate)

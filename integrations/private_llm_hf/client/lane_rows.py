@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm_hf.client.parties import Secret
+from private_llm_hf.client.session_client import Secret
 from private_llm_hf.wire import Message
 
 Rows = list[int]
