@@ -1,4 +1,4 @@
-"""The two acceptors: `AutoPrivate*.from_pretrained(id_or_folder, PrivateConfig(...))` and `patch(model, ...)`."""
+"""The two entry points: `AutoPrivate*.from_pretrained(id_or_folder, PrivateConfig(...))` and `patch(model, ...)`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Common to all tests of the HuggingFace acceptor."""
+"""Common to all tests of the HuggingFace integration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token sharding behind the two-line acceptor: the plaintext model's numbers and tokens, for each family it serves."""
+"""Token sharding behind two lines: the plaintext model's numbers and tokens, for each family it serves."""
 
 from __future__ import annotations
 

@@ -150,12 +150,12 @@ def test_what_cannot_be_unpacked_is_one_sentence(tmp_path: Path, settings: dict[
     tiny.build("llama").save_pretrained(tmp_path)
     known = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**known, "quantization_config": settings}))
-    for acceptor in (
+    for entry in (
         AutoPrivateModelForCausalLM.from_pretrained,
         lambda s, c: share_checkpoint(s, tmp_path / "out", c),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
-            acceptor(str(tmp_path), PLAIN)
+            entry(str(tmp_path), PLAIN)
         assert len(str(caught.value).splitlines()) == 1
 
 

@@ -1,4 +1,4 @@
-"""Image models through the two acceptors: every family and plain network against its plaintext self, batch of two.
+"""Image models through both entry points: every family and plain network against its plaintext self, batch of two.
 
 ERROR: in the 64-bit ring as in `compare.py` (18 fractional bits). In the 32-bit ring with 10 fractional bits every
 rounding is 2^8 times coarser; all roundings to one side would give 1, independent ones 2^-11 times the root of their

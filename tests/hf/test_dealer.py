@@ -1,4 +1,4 @@
-"""The HuggingFace acceptor under `dealer`: two parties and a dealer give the plaintext model's results everywhere."""
+"""Models of HuggingFace under `dealer`: two parties and a dealer give the plaintext model's results everywhere."""
 
 from __future__ import annotations
 

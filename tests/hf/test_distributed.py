@@ -1,4 +1,4 @@
-"""The two-line acceptor under `torchrun`: one process per party, the client last."""
+"""The two lines of a user under `torchrun`: one process per party, the client last."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ model.close()
 """
 
 
-@pytest.mark.parametrize(("protocol", "ranks"), [("trio", 4), ("trio", 3), ("dealer", 4), ("quad", 5)])
+@pytest.mark.parametrize(("protocol", "ranks"), [("trio", 3), ("dealer", 4), ("quad", 5)])
 def test_generate_under_torchrun(tmp_path: Path, protocol: str, ranks: int) -> None:
-    """Four ranks: client apart; three: client beside party 0. Only the client prints: the plaintext tokens."""
+    """Trio: client beside party 0; the others: client apart. Only the client prints: the plaintext tokens."""
     torch.manual_seed(0)
     config = OPTConfig(
         vocab_size=64, hidden_size=32, ffn_dim=64, num_hidden_layers=1, num_attention_heads=2,

@@ -1,4 +1,4 @@
-"""The HuggingFace acceptor under `quad` and `dealer`: the plaintext model's results, by one suite for both."""
+"""Models of HuggingFace under `quad` and `dealer`: the plaintext model's results, by one suite for both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HuggingFace acceptor under `quad`: four parties give the plaintext model's results, and stop when one lies."""
+"""Models of HuggingFace under `quad`: four parties give the plaintext model's results, and stop when one lies."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Weights on their way from a checkpoint (or a loaded model) into shares: one tensor at a time.
 
 A checkpoint is read by transformers' own loader, so that its renames, conversions, shards and safe loading
-apply. A quantizer, which is the acceptor transformers offers for this, sees each tensor as it is read, hands it
+apply. A quantizer, which is the entry point transformers offers for this, sees each tensor as it is read, hands it
 to a sink and leaves an empty (meta) tensor behind: no second copy of the model ever exists.
 Tied weights are streamed once, under the name the model ties them to.
 """
