@@ -52,7 +52,7 @@ from private_llm.cli_options import (
     remote,
     sampling,
 )
-from private_llm.config import VERSION
+from private_llm.config import VERSION, import_plugins
 from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm.token_sharding.plans import ShardingPlan
 
@@ -236,7 +236,7 @@ def party(
     ring: RingOption = 64,
     reveal: Annotated[str, typer.Option(help="As the client's.")] = "logits",
     matmul: MatmulOption = "masked",
-    tape_folder: Annotated[str | None, typer.Option(help="Where this party stores preprocessing.")] = None,
+    offline_folder: Annotated[str | None, typer.Option(help="Where this party stores preprocessing.")] = None,
     sessions: Annotated[int | None, typer.Option(help="Stop after this many sessions (default: never).")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds of silence after which another endpoint is dead.")] = 120.0,
     device: Annotated[str, typer.Option(help="Where shares live: 'cpu', 'cuda:N', or 'cuda'.")] = "cpu",
@@ -282,7 +282,9 @@ def party(
         | plan_of(plan, accept_weak_plan, split)
         | cache_policy_of(cache_policy)
     )
-    config = config_of(protocol, ring, reveal=reveal, matmul=matmul, tape_folder=tape_folder, timeout_s=timeout, **more)
+    config = config_of(
+        protocol, ring, reveal=reveal, matmul=matmul, offline_folder=offline_folder, timeout_s=timeout, **more
+    )
     run(index, config, shares, sessions, model or None)
 
 
@@ -472,6 +474,7 @@ def _root(
     ] = None,
 ) -> None:
     PLUGINS.set(tuple(plugin or ()))
+    import_plugins(PLUGINS.get())  # before options are read: a protocol may be one of a plugin's
 
 
 def main() -> None:

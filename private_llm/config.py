@@ -7,7 +7,7 @@ import hashlib
 import importlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -68,6 +68,17 @@ class TLSConfig:
     allow: str | None = None
 
 
+def import_plugins(names: Iterable[str]) -> None:
+    """Import modules that register handlers or protocols. Raises ConfigError for one that is not found."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(
+                f"plugins: {name!r} cannot be imported ({error}); want a Python module on this endpoint's path"
+            ) from None
+
+
 @dataclass(frozen=True)
 class PrivateConfig:
     """How a model is run privately.
@@ -110,7 +121,7 @@ class PrivateConfig:
     "sequential", or {module name: GPU number, "cuda:N", "cpu" or "disk"} for the whole model; None: all on `device`.
     max_memory: {device: bytes, or text like "20GB"} that the planned maps may use. offload_folder: where a party writes
     weights that are mapped to "disk" and come from the client (with a share file it reads that file instead).
-    tape_folder: where a party keeps what `model.preprocess` stores (default: the system's temporary folder).
+    offline_folder: where a party keeps what `model.preprocess` stores (default: the system's temporary folder).
     calibrate: run the owner's plaintext model on a bundled text before its weights are shared, and give every module
     the public powers of two that its values need (docs/ranges.md); False: one size for all, and larger messages.
     guard: check inside the protocol that values stay in their ranges; the client alone learns one bit per call, and
@@ -159,7 +170,7 @@ class PrivateConfig:
     device_map: str | Mapping[str, int | str] | None = field(default=None, hash=False)
     max_memory: Mapping[int | str, int | str] | None = field(default=None, hash=False)
     offload_folder: str | None = None
-    tape_folder: str | None = None
+    offline_folder: str | None = None
 
     def __post_init__(self) -> None:
         self._import_plugins()
@@ -239,13 +250,7 @@ class PrivateConfig:
         if isinstance(self.plugins, str):
             raise ConfigError(f"plugins: got the text {self.plugins!r}; want a list, [{self.plugins!r}]")
         object.__setattr__(self, "plugins", tuple(self.plugins))
-        for name in self.plugins:
-            try:
-                importlib.import_module(name)
-            except ImportError as error:
-                raise ConfigError(
-                    f"plugins: {name!r} cannot be imported ({error}); want a Python module on this endpoint's path"
-                ) from None
+        import_plugins(self.plugins)
 
     def _check_plan(self) -> None:
         if self.plan is not None and not isinstance(self.plan, ShardingPlan):
@@ -332,6 +337,6 @@ FIELD_GROUPS: dict[str, tuple[str, ...]] = {
     "Performance": ("adder", "bandwidth_mbit", "latency_ms", "matmul", "prg", "cache_policy", "lanes", "permute"),
     "Parties and hosts": ("party_mode", "hosts", "tls", "allow_plain_loopback", "trusted_network"),
     "Waiting": ("timeout_s", "busy_wait_s", "idle_s"),
-    "Devices and memory": ("device", "device_map", "max_memory", "offload_folder", "tape_folder"),
+    "Devices and memory": ("device", "device_map", "max_memory", "offload_folder", "offline_folder"),
 }
 """The settings of `PrivateConfig` by what they are about, as the documentation shows them."""

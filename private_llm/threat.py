@@ -185,8 +185,9 @@ RANGES = Threat(
         ),
     ),
     source=(
-        "private_llm/ranges.py, private_llm_hf/calibration.py and private_llm/tensor/range_check.py; docs/ranges.md. "
-        "The argument for the signed sums is in the last one's header; tests open the bit under every protocol"
+        "private_llm/ranges.py, private_llm_hf/checkpoint/calibration.py and private_llm/tensor/range_check.py; "
+        "docs/ranges.md. The argument for the signed sums is in the last one's header; "
+        "tests open the bit under every protocol"
     ),
     setting="calibrate=True, guard=True (both default); text in the 64-bit ring, images in both",
 )

@@ -116,6 +116,22 @@ def test_tables_are_those_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert shown(script.PAGES[1], mark) == (table(script.read_rows(path)) if path.exists() else "")
 
 
+def test_python_files_that_are_mentioned_exist() -> None:
+    """In pages, docstrings, comments and messages: `x.py` is the end of a path in the tree."""
+    tree = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
+    known = {"/".join(path.split("/")[-n:]) for path in tree for n in range(1, 8)}
+    texts = [*PAGES, *(ROOT / path for path in tree if not path.startswith("tests/"))]
+    elsewhere = {"script.py", "communicator.py"}  # of users, of a rival
+    missing = []
+    for text in texts:
+        if text.name == "CHANGELOG.md":
+            continue
+        for name in re.findall(r"(?<![\w/*{}.-])([a-z_][\w/]*\.py)\b", text.read_text(encoding="utf-8")):
+            if name not in known and name not in elsewhere:
+                missing.append(f"{text.relative_to(ROOT)}: {name}")
+    assert missing == []
+
+
 # -- order ------------------------------------------------------------------------------------------------------------
 README_ORDER = (
     "Install", "Five minutes on this machine", "Three hosts", "What is protected", "Figures", "Limits",

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     "errors", "ranges", "cache_policy", "token_sharding.plans", "protocol_facts", "config", "threat", "kernels", "ring",
     "circuits", "net", "protocols", "tensor", "exact", "approx", "oblivious", "nn", "token_sharding.nodes",
-    "token_sharding.attacks", "bench", "commands", "cli_options", "cli",
+    "token_sharding.attacks", "bench", "commands", "cli_options", "cli", "__main__",
 )  # fmt: skip
 """From the lowest to the highest."""
 OUTSIDE = {"bench", "commands", "cli"}

@@ -76,7 +76,7 @@ class OfflineStore:
         if size > place.f_bavail * place.f_frsize:
             raise ShareFileError(
                 f"a message of {size} bytes is to be stored, and the disk of the store has room for "
-                f"{place.f_bavail * place.f_frsize}; make room, or name another tape_folder"
+                f"{place.f_bavail * place.f_frsize}; make room, or name another offline_folder"
             )
         header = self._header(Kind.DATA, tag, dtype, count)
         self._write(header)
@@ -151,7 +151,7 @@ class OfflineStore:
             self._file.write(data)
         except OSError as error:
             raise ShareFileError(
-                f"the store cannot be written ({error.strerror}); make room, or name another tape_folder"
+                f"the store cannot be written ({error.strerror}); make room, or name another offline_folder"
             ) from None
 
     def _nonce(self) -> bytes:

@@ -1,7 +1,7 @@
 """Open the full mesh of connections between the parties and the client.
 
 Of two parties the one with the higher number connects to the other; the client, which may sit behind a
-firewall, connects to all parties. Each pair makes two connections a lane, one per direction (see `links.py`).
+firewall, connects to all parties. Each pair makes two connections a lane, one per direction (see `socket_io.py`).
 
 One client at a time is served. Clients call the parties in order, and party 0 lets one of them in: the others hear
 that it is busy before any party holds a connection of theirs. So of clients that start together one gets all parties,

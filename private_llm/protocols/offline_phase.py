@@ -57,7 +57,7 @@ class Ahead(Generic[Request]):
         links[0].end_call(self._keepers)
 
     def _receive(self, helper: int) -> int:
-        self._store = store = OfflineStore(self._session.config.tape_folder)
+        self._store = store = OfflineStore(self._session.config.offline_folder)
         for _ in range(self._calls):
             store_call(self._links, helper, store, self._beat)
         stored = store.nbytes

@@ -112,7 +112,7 @@ def test_other_settings(config: PrivateConfig, settings: dict[str, str]) -> None
 def test_remote_hosts_keep_tapes_where_they_like(tmp_path: Path, stores: list[OfflineStore]) -> None:
     model = tiny.build("llama")
     config = replace(
-        DEALER, party_mode="remote", hosts=free_ports(3), allow_plain_loopback=True, tape_folder=str(tmp_path)
+        DEALER, party_mode="remote", hosts=free_ports(3), allow_plain_loopback=True, offline_folder=str(tmp_path)
     )
     with running(config, [None] * 3), patch(model, config) as private:
         private.preprocess(PLAN)
@@ -125,7 +125,7 @@ def test_remote_hosts_keep_tapes_where_they_like(tmp_path: Path, stores: list[Of
 
 def test_a_folder_that_is_not_there() -> None:
     text = "party 2: store folder '/nowhere/at/all': No such file"
-    config = replace(TRIO, tape_folder="/nowhere/at/all")
+    config = replace(TRIO, offline_folder="/nowhere/at/all")
     with patch(tiny.build("opt"), config) as private, pytest.raises(ConfigError, match=text):
         private.preprocess(ForwardPlan({"input_ids": (1, 4)}))
 

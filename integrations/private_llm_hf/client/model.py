@@ -89,7 +89,7 @@ class PrivateModel:
             model.preprocess(GeneratePlan(prompt=12, new_tokens=32))
             model.generate(**inputs, max_new_tokens=32)       # 12 tokens of prompt
 
-        Online it is then silent. Its receivers store what it sends, encrypted, in `PrivateConfig.tape_folder`, until
+        Online it is then silent. Its receivers store what it sends, encrypted, in `PrivateConfig.offline_folder`, until
         it is used (once) or the session ends. Then the planned calls must come in their order; any other raises
         DomainError. When all were made the session is as before. A new plan, or none, throws away what is left.
         """

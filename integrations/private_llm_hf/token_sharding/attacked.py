@@ -29,9 +29,9 @@ class _Reached(Exception):
 
 
 class RowsAt:
-    """`attacks.rows.Attacked`: what the `layer`-th attention call (from 0) of a causal model is made of.
+    """`token_sharding.attacks.rows.Attacked`: what the `layer`-th attention call (from 0) of a causal model is made of.
 
-    Of an encoder, whose rows depend on the whole text, `attacks.rows.Contextual`: `of` and `everywhere`.
+    Of an encoder, whose rows depend on the whole text, `token_sharding.attacks.rows.Contextual`: `of` and `everywhere`.
 
     Keys and values of the known text are computed once and shared by all candidates: a candidate's own tokens are all
     that is run, through the layers before `layer` only.

@@ -1,7 +1,7 @@
 """What token sharding will cost, without weights or nodes: the client's own code, and formulas where the nodes stand.
 
 The client is the ordinary one. A CompNode's model runs without values, which says what it multiplies and what it
-returns; what travels between the nodes and what AttnNodes compute comes from `sharded/cost.py`.
+returns; what travels between the nodes and what AttnNodes compute comes from `token_sharding/nodes/cost.py`.
 """
 
 from __future__ import annotations

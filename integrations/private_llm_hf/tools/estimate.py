@@ -69,8 +69,8 @@ class LayerCost:
     def seconds(self, bandwidth_mbit: float, latency_ms: float, gmacs: float) -> float:
         """One latency a round, the busiest link's bytes, the busiest party's multiply-adds, one after the other.
 
-        Behind token sharding the sum of its stages (see `sharded/cost.py`): two latencies a round, and the bytes of
-        the busiest network card in place of a link's.
+        Behind token sharding the sum of its stages (see `token_sharding/nodes/cost.py`): two latencies a round, and the
+        bytes of the busiest network card in place of a link's.
         """
         if self.stages:
             return seconds_of(self.stages, bandwidth_mbit, latency_ms, gmacs)

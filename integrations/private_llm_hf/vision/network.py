@@ -194,7 +194,10 @@ def _wrong(why: str) -> PatchMismatch:
 def _check_module(name: object, facts: object) -> None:
     kind = kind_of(facts.get("type")) if isinstance(facts, dict) else None
     if not isinstance(name, str) or not name or kind is None:
-        raise _wrong(f"module {name!r} has no type of the list {', '.join((*KINDS, *kinds_of_users()))}")
+        raise _wrong(
+            f"module {name!r} has no type of the list {', '.join((*KINDS, *kinds_of_users()))}; a class of one's own "
+            "must be imported from the file that registers its handler, under the same name everywhere"
+        )
     given = {key: value for key, value in cast(dict[str, object], facts).items() if key != "type"}
     if set(given) != set(kind.options):
         raise _wrong(f"module {name!r}: got arguments {sorted(given)}; want {sorted(kind.options)}")

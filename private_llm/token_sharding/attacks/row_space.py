@@ -4,7 +4,7 @@ For one head let Y [R, E + 1] be what n unknown tokens of a query shard add to R
 1). Then Y = W [R, n] x [v_1, 1; ...; v_n, 1]: if R >= n and n <= E, the row space of Y is spanned by the unknown
 tokens' own values. So each candidate is tested alone: does its value lie in the row space, head by head? That is V
 tests a token, not V^n for all of them. With open results a CompNode has c rows for blocks of c / m tokens, so R >= n
-holds in every plan; masked results are of the whole text, where n is larger (`sharding.audit` counts it).
+holds in every plan; masked results are of the whole text, where n is larger (`token_sharding.plans.audit` counts it).
 
 1. At layer 0 a value is a function of one token (and its place): blocks are read in any order.
 2. At deeper layers of a causal model it is a function of the text so far: blocks are read from the front on, token by

@@ -4,8 +4,8 @@ It sees queries, keys and values of its two shards and nothing else; it has no w
 the step's new rows need: with one new token only the beta AttnNodes of that token's shard do anything.
 
 Sends for each layer, to the owner of query shard j, the attention of the new rows of j over the keys of shard k:
-(value_dim + 1) x heads x rows x 8 bytes, masked (`sharded.masked`), or if partials are open, log-sum-exps and results,
-(value_dim + 1) x heads x rows x 4 bytes (wire="float16": (value_dim + 2) x heads x rows x 2). The same with j and k
+(value_dim + 1) x heads x rows x 8 bytes, masked (`token_sharding.nodes.masked`), or if partials are open, log-sum-exps
+and results, (value_dim + 1) x heads x rows x 4 bytes (wire="float16": (value_dim + 2) x heads x rows x 2). The same with j and k
 exchanged.
 """
 

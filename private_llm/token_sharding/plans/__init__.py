@@ -32,8 +32,8 @@ class ShardingPlan:
     """alpha CompNodes, clusters of c positions, m query shards for each CompNode.
 
     wire: numbers between the nodes, "float32" or "float16" (half the bytes; results differ by about 1e-3).
-    partials: what a CompNode gets of a row's attention: "masked" (the sum over all shards, see `sharded.masked`) or
-    "open" (a result for each shard, as in the paper). front: positions at the start of a text that count as the first
+    partials: what a CompNode gets of a row's attention: "masked" (the sum over all shards, see
+    `token_sharding.nodes.masked`) or "open" (a result for each shard, as in the paper). front: positions at the start of a text that count as the first
     one does; None: block + rho - 1 under masks, 0 without them.
     rho: the vocab-matching threshold: an attacker is taken to search fewer than V^rho candidates, V the vocabulary.
     accept_weak_plan: use the plan although its audit says that fewer suffice.
@@ -106,7 +106,7 @@ class ShardingPlan:
     def audit(
         self, rho: int | None = None, colluding: Sequence[int] | None = None, setting: Setting | None = None
     ) -> Audit:
-        """What this plan protects against searches, and what else is known: print it. See `sharding.audit.audit`."""
+        """What this plan protects against searches, and what else is known: print it. See `plans.audit`."""
         from private_llm.token_sharding.plans.audit import audit  # it examines plans, so it imports this class
 
         return audit(self, rho, colluding, setting)

@@ -1,10 +1,10 @@
-"""32-bit ring products on byte tiles, by planes: the same instruction as in `cpu_amx`, fed with fewer bytes.
+"""32-bit ring products on byte tiles, by planes: the same instruction as in `amx`, fed with fewer bytes.
 
 A 32-bit element has bytes x_0 .. x_3, and x y = sum over i + j < 4 of 2^(8 (i + j)) x_i y_j mod 2^32: ten products of
 bytes. Plane i of the left operand holds the bytes x_i of 64 steps of 16 rows, plane j of the right one the bytes
 y_j of 64 steps of 16 columns, four steps to a group. Ten instructions on eight tiles make 16 x 64 x 16 multiply-adds,
-where the shifted copies of `cpu_amx` take sixteen on sixteen; and a block of the left operand is a quarter as large,
-so that it stays in the first-level cache. Both operands are packed byte by byte, which the copies of `cpu_amx` save.
+where the shifted copies of `amx` take sixteen on sixteen; and a block of the left operand is a quarter as large,
+so that it stays in the first-level cache. Both operands are packed byte by byte, which the copies of `amx` save.
 """
 
 from __future__ import annotations

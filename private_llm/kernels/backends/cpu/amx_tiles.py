@@ -1,6 +1,6 @@
 """Instructions of CPUs with AMX as Numba functions on addresses: tiles of 16 x 16 groups of four bytes.
 
-What they are for, and the order of the shifted copies, is said in `cpu_amx`. Everything here is one instruction, or one
+What they are for, and the order of the shifted copies, is said in `amx`. Everything here is one instruction, or one
 line or tile of vector instructions, in LLVM's types: Numba's array indexing would keep it from the vector units.
 """
 

@@ -1,4 +1,4 @@
-"""Fused local steps of the checked truncation (`checks`) on the CPU (Numba, GIL-free); operands as in `cpu_trunc`."""
+"""Fused local steps of the checked truncation (`checks`) on the CPU (Numba, GIL-free); operands as in `trunc`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ the inner product reads, stays in the first-level cache, and meets all rows of t
 break such tiles into scattered pieces; there the images of a batch are laid side by side, entry by entry:
 a convolution of B images with rows of n windows is one of a single image with rows of B n windows (`pad_turned`).
 
-- `tile_product`, on the register tiles of cpu_matmul.py; on byte tiles see cpu_conv_amx.py;
+- `tile_product`, on the register tiles of matmul.py; on byte tiles see conv_amx.py;
 - `depthwise`, where every channel is a group of its own: no sum over channels, so no windows at all.
 """
 

@@ -1,6 +1,6 @@
 """Ring convolutions on byte tiles: windows go straight into the tiles of the right operand.
 
-64 bits by shifted copies of the weights (cpu_amx.py), 32 bits by planes of bytes of both (amx_planes.py).
+64 bits by shifted copies of the weights (amx.py), 32 bits by planes of bytes of both (amx_planes.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ring convolutions on GPUs (Triton): the digit products of `triton_matmul` on windows that are never written down.
+"""Ring convolutions on GPUs (Triton): the digit products of `matmul` on windows that are never written down.
 
 Outputs of one group form a matrix [O / groups, positions] = kernel [O / groups, K] windows [K, positions],
 K = depth kh kw, with the positions of all images side by side (late layers have few each); a program computes the
