@@ -39,7 +39,7 @@ def test_images_whose_norms_are_folded(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("DetrModel", "detr", "unknown architecture 'detr'"),
+        ("DetrModel", "detr", "architecture 'detr' is of a kind that is not run"),
         ("DetrModel", "opt", "class 'DetrModel' is none of architecture 'opt'"),
         ("BertModel", "opt", "class 'BertModel' is none of architecture 'opt'"),
         ("PreTrainedModel", "opt", "is none of architecture 'opt'"),

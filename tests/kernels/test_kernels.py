@@ -33,7 +33,7 @@ def test_cpu_kernel_equals_the_reference(case: Case) -> None:
 def interpreted(case: Case) -> Any:
     """The Triton kernel behind `ops.<op>`, called as ops calls it, but on CPU tensors."""
     family = "conv" if case.op.startswith("ring_conv2d") else FAMILIES[case.op.split("_")[0]]
-    module = importlib.import_module(f"private_llm.kernels.triton_{family}")
+    module = importlib.import_module(f"private_llm.kernels.backends.triton.{family}")
 
     def pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, *how: Any) -> Tensor:
         out: Tensor = module.product(x1, y1, *how, module.product(x0, y0, *how))
@@ -77,7 +77,7 @@ def test_accumulators_of_digit_products_are_added_up_before_they_overflow(monkey
 @pytest.mark.parametrize("number", range(7))
 def test_every_tile_gives_the_same_result(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    modules = [importlib.import_module(f"private_llm.kernels.triton_{name}") for name in ("matmul", "conv")]
+    modules = [importlib.import_module(f"private_llm.kernels.backends.triton.{name}") for name in ("matmul", "conv")]
     tiles = modules[0].TUNER.tiles
     assert len(tiles) == 7
     for module in modules:

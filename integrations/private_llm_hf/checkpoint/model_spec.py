@@ -42,7 +42,9 @@ def accepted_class(name: object, config: object) -> type[PreTrainedModel]:
         found = model_class(name if isinstance(name, str) else "")
     except (ImportError, RuntimeError) as error:  # transformers' own, for what it lacks here
         raise PatchMismatch(f"model class {name!r} cannot be loaded here: {type(error).__name__}") from None
-    if getattr(found.config_class, "model_type", None) != model_type and found.__name__ not in classes_of(model_type):
+    if getattr(found.config_class, "model_type", None) != model_type and found.__name__ not in classes_of(
+        str(model_type)
+    ):
         raise PatchMismatch(f"model class {name!r} is none of architecture '{model_type}'")
     return found
 

@@ -59,18 +59,21 @@ def architecture(config: PretrainedConfig) -> Architecture:
     return architecture_of(config.model_type)
 
 
-@functools.cache
 def architecture_of(model_type: object) -> Architecture:
     """The architecture of a model type: what architectures.json says of it, the rest from transformers' own tables.
 
     Raises PatchMismatch for what transformers does not know, and for kinds of models that are not run.
     """
-    shown = str(model_type)[:80]
     if not isinstance(model_type, str) or model_type not in {*CONFIG_MAPPING_NAMES, *exceptions()}:
         raise PatchMismatch(
-            f"unknown architecture {shown!r}; want a model type of transformers {transformers.__version__}, or a "
-            "torch.nn network"
+            f"unknown architecture {str(model_type)[:80]!r}; want a model type of transformers "
+            f"{transformers.__version__}, or a torch.nn network"
         )
+    return _known(model_type)
+
+
+@functools.cache
+def _known(model_type: str) -> Architecture:
     facts = dict(exceptions().get(model_type, {}))
     if "kind" not in facts:
         facts["kind"] = _kind(model_type)
@@ -99,7 +102,7 @@ def _kind(model_type: str) -> str:
 
 
 @functools.cache
-def classes_of(model_type: object) -> frozenset[str]:
+def classes_of(model_type: str) -> frozenset[str]:
     """Names of the classes that transformers' auto classes load for a model type (some share those of another)."""
     tables = (value for name, value in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES"))
     found: set[str] = set()
