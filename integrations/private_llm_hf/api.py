@@ -44,6 +44,8 @@ from private_llm_hf.vision.network import Network
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 Start = Callable[[PrivateConfig, LocalHub | None], Parties]
+_OF_TRAINING = ("training", "gradient_checkpointing", "activation_checkpointing")
+"""Attributes of modules that change nothing in evaluation."""
 _LOADING = ("use_safetensors", "variant", "disable_mmap", "key_mapping")
 
 
@@ -196,14 +198,24 @@ def _refuse_changes(model: PreTrainedModel, config: PretrainedConfig) -> None:
     for name, module in model.named_modules():
         if name not in built or isinstance(module, nn.Dropout):
             continue
+        if any(_of_user(hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())):
+            raise PatchMismatch(
+                f"patch: '{name or type(model).__name__}' has a forward hook, which parties do not run; remove it"
+            )
         for own, value in vars(module).items():
             wanted = vars(built[name]).get(own)
-            numbers = type(value) is float and type(wanted) is float and "drop" not in own
-            if numbers and value != wanted:
+            plain = type(value) in (float, int, bool) and type(wanted) is type(value)
+            if plain and value != wanted and "drop" not in own and own not in _OF_TRAINING:
                 raise PatchMismatch(
-                    f"patch: '{name}.{own}' is {value:g} here, and {wanted:g} by the model's configuration, from which "
+                    f"patch: '{name}.{own}' is {value} here, and {wanted} by the model's configuration, from which "
                     "the parties build it; change the configuration instead"
                 )
+
+
+def _of_user(hook: object) -> bool:
+    """Whether a hook is none of those that transformers and Accelerate put on modules themselves."""
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return not str(home).startswith(("transformers.", "accelerate.", "torch."))
 
 
 def _open(

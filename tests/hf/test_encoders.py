@@ -80,6 +80,8 @@ def test_a_decoder_classifies_by_its_last_token() -> None:
         assert worst(private(**left).logits, model(**left).logits) < LOGIT_ERROR
         with pytest.raises(DomainError, match="padding on the right; want it on the left"):
             private(input_ids=IDS, attention_mask=MASK)
+        with pytest.raises(DomainError, match="a row ends with the padding token"):
+            private(input_ids=left["input_ids"].index_fill(1, torch.tensor([4]), model.config.pad_token_id))
 
 
 def test_images(tmp_path: Path) -> None:

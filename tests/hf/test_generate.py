@@ -177,3 +177,24 @@ def test_the_original_model_stays_as_it_was() -> None:
         private.generate(**BATCH, max_new_tokens=2)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert model.config.to_dict() == settings
+
+
+def test_a_model_that_starts_its_text_anew_says_so() -> None:
+    """Phi-3 with long rope drops its cache at a length: what comes after would be another text."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8, **factors}
+    config = tr.Phi3Config(
+        hidden_size=64, num_hidden_layers=1, vocab_size=128, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=64, max_position_embeddings=64, original_max_position_embeddings=8, rope_parameters=rope,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = tr.Phi3ForCausalLM(config).eval()
+    ids = torch.arange(3, 9).view(1, 6)
+    with patch(model, PLAIN) as private:
+        assert torch.equal(
+            private.generate(ids, max_new_tokens=2, do_sample=False),
+            model.generate(ids, max_new_tokens=2, do_sample=False),
+        )
+        with pytest.raises(UnsupportedOp, match="computes its whole text anew when it crosses a length"):
+            private.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)

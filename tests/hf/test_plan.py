@@ -62,6 +62,11 @@ def test_a_module_with_parameters_of_its_own_is_unknown() -> None:
     [
         (lambda model: setattr(model, "gate", torch.nn.Parameter(torch.zeros(1))), "weight 'gate' is not in"),
         (lambda model: model.register_buffer("mean", torch.zeros(2)), "weight 'mean' is not in"),
+        (lambda model: model.lm_head.register_forward_hook(lambda *_: None), "'lm_head' has a forward hook"),
+        (
+            lambda model: setattr(model.model.decoder.layers[0].self_attn, "is_causal", False),
+            "self_attn.is_causal' is False here, and True",
+        ),
         (
             lambda model: setattr(model.model.decoder.layers[0], "activation_fn", torch.nn.Tanh()),
             r"layers.0.activation_fn .*Tanh, want .*ReLU",

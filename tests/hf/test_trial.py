@@ -169,3 +169,37 @@ def test_token_sharding_is_tried_too() -> None:
 def test_what_nodes_cannot_share_is_refused(name: str, reason: str) -> None:
     with pytest.raises(PatchMismatch, match=reason):
         trial.require_agreement(*class_of(name), _open_small, trial.AT_NODES)
+
+
+# -- what a small text does not show ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["mpnet", "xlm-roberta-xl", "data2vec-text", "roberta-prelayernorm"])
+@pytest.mark.parametrize("side", ["left", "right", "hole"])
+def test_positions_are_counted_after_padding(name: str, side: str) -> None:
+    model_class, config = class_of(name)
+    model = miniature(model_class, config)
+    pad = model.config.pad_token_id
+    ids = torch.arange(2 * 20).view(2, 20) % 90 + 5
+    mask = torch.ones_like(ids)
+    mask[0, {"left": slice(0, 6), "right": slice(14, 20), "hole": slice(7, 9)}[side]] = 0
+    ids = ids.masked_fill(mask == 0, pad)
+    with patch(model, PLAIN) as private, torch.no_grad():
+        found = private(input_ids=ids, attention_mask=mask).logits
+        assert worst(found, model(input_ids=ids, attention_mask=mask).logits, mask) < LOGIT_ERROR
+
+
+def test_a_note_counts_only_if_it_is_whole_and_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+    monkeypatch.setattr(trial, "FOLDER", tmp_path / "kernels")
+    monkeypatch.setattr(trial, "_try", lambda model, *_: tries.append(type(model).__name__))
+    model_class, config = class_of("rembert")
+    trial.require_agreement(model_class, config, _open_small)
+    (note,) = (tmp_path / "agreed").iterdir()
+    note.write_text("")  # a disk that was full
+    trial.require_agreement(model_class, config, _open_small)
+    assert len(tries) == 2
+    (tmp_path / "agreed").chmod(0o777)  # anybody may have put it there
+    trial.require_agreement(model_class, config, _open_small)
+    assert len(tries) == 3
+    monkeypatch.setattr(trial, "FOLDER", tmp_path / "no" / "such" / "kernels")  # nowhere to write
+    trial.require_agreement(model_class, config, _open_small)
+    assert len(tries) == 4

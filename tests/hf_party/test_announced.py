@@ -71,6 +71,25 @@ def test_configurations_are_objects(config: object) -> None:
         accepted_class("OPTModel", config)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"attention_types": [[["global", "local"] * 40_000, 1 << 24]]}, {"attention_types": [[["global"], 1 << 24]]},
+     {"num_labels": 1 << 22}],
+)  # fmt: skip
+def test_numbers_that_a_configuration_multiplies_into_lists(settings: dict[str, object]) -> None:
+    facts = {"class": "GPTNeoForCausalLM", "config": {"model_type": "gpt_neo", **settings}}
+    with pytest.raises(PatchMismatch, match=r"may not (be above|list more than) 65536"):
+        announced_shapes(facts, 8)
+
+
+@pytest.mark.parametrize("name", ["timm_wrapper", "encoder-decoder"])
+def test_a_model_that_loads_another_is_refused_inside_and_outside(name: str) -> None:
+    inside = {"model_type": "gemma3n", "vision_config": {"model_type": name, "architecture": "hf-hub:somebody/else"}}
+    for config, kind in ((inside, "Gemma3nForConditionalGeneration"), ({"model_type": name}, "EncoderDecoderModel")):
+        with pytest.raises(PatchMismatch, match=rf"{name}' (inside is not run|is of a kind that is not run)"):
+            accepted_class(kind, config)
+
+
 @pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "max_position_embeddings", "vocab_size"])
 @pytest.mark.parametrize("size", [1 << 40, -(1 << 40), [[1 << 40]]])
 def test_numbers_beyond_any_model(key: str, size: object) -> None:

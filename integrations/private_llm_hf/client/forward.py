@@ -47,6 +47,7 @@ class Forward:
         self.listed: list[Message] = []
         self.secrets: list[Secret] = []
         self.labels: Labels | None = None
+        self.ids: Tensor | None = None
 
     def run(self) -> ModelOutput | tuple[object, ...]:
         """Check, send, open. Raises DomainError and UnsupportedOp before anything is sent."""
@@ -73,7 +74,7 @@ class Forward:
         self._positions(rows, length, mask)
         kind = architecture(self.config).kind
         if kind == "decoder" and type(self.model).__name__.endswith("ForSequenceClassification"):
-            check.check_last_token(self.config, rows, mask)
+            check.check_last_token(self.config, rows, mask, self.ids)
         return self._call(cache, length, None)
 
     # -- two stacks ---------------------------------------------------------------------------------------------
@@ -124,6 +125,7 @@ class Forward:
             rows, length = ids.shape
             self.listed.append({"name": name, "kind": "tokens", "shape": [rows, length], "vocabulary": vocabulary})
             self.secrets.append((ids.reshape(-1), vocabulary))
+            self.ids = ids
             return rows, length
         if name == "pixel_values":
             value = check.check_pixels(name, value, self.config)
@@ -176,8 +178,10 @@ class Forward:
             if value is not None:
                 self.public[name] = check.check_index(name, value, rows, length)
         if "position_ids" not in self.public and architecture(self.config).positions == "after padding":
-            ones = torch.ones(rows, length, dtype=torch.int64)
-            self.public["position_ids"] = check.padding_positions(self.config, ones if mask is None else mask)
+            seen = torch.ones(rows, length, dtype=torch.int64)
+            if self.ids is not None:  # as the plaintext model: by its tokens, whatever the mask says
+                seen = (self.ids != self.config.pad_token_id).to(torch.int64)
+            self.public["position_ids"] = check.padding_positions(self.config, seen)
         if "position_ids" in self.public:
             check.check_position_values(self.config, self.public["position_ids"])
 

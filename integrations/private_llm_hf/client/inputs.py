@@ -89,7 +89,7 @@ def max_positions(config: PretrainedConfig) -> int | None:
 
 
 def padding_positions(config: PretrainedConfig, mask: Tensor) -> Tensor:
-    """RoBERTa's position ids from the public mask [B, S], as the plaintext model derives them from its input ids."""
+    """RoBERTa's position ids from a mask [B, S] that is 0 where the plaintext model sees its padding token."""
     offset: int = config.pad_token_id
     return torch.cumsum(mask, dim=1) * mask + offset
 
@@ -102,12 +102,21 @@ def check_position_values(config: PretrainedConfig, positions: Tensor) -> None:
         raise DomainError(f"position_ids: got {low} to {high}; want 0 to {limit - 1 if limit else 'any'}")
 
 
-def check_last_token(config: PretrainedConfig, rows: int, mask: Tensor | None) -> None:
-    """A decoder with a classification head looks at each row's last token, so padding must be on the left."""
+def check_last_token(config: PretrainedConfig, rows: int, mask: Tensor | None, ids: Tensor | None) -> None:
+    """A decoder with a classification head looks at each row's last token that is not the padding token.
+
+    Parties look at the last one, so padding must be on the left, and no text may end with the padding token.
+    """
     if rows > 1 and config.pad_token_id is None:
         raise DomainError("classifying a batch needs a padding token; set config.pad_token_id")
     if mask is not None and not bool(mask[:, -1].all()):
         raise DomainError("attention_mask: got padding on the right; want it on the left (padding_side='left')")
+    pad = config.get_text_config().pad_token_id
+    if ids is not None and pad is not None and bool((ids[:, -1] == pad).any()):
+        raise DomainError(
+            f"input_ids: a row ends with the padding token ({pad}), so that the plaintext model would classify an "
+            "earlier one; put padding on the left (padding_side='left'), and no padding token at the end of a text"
+        )
 
 
 def check_embeds(name: str, embeds: object, config: PretrainedConfig) -> Tensor:

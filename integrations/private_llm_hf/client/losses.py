@@ -7,6 +7,7 @@ has (`transformers.loss.loss_utils`): next tokens, masked tokens, classes of tok
 from __future__ import annotations
 
 import copy
+import inspect
 
 import torch
 from torch import Tensor
@@ -29,6 +30,12 @@ _HEADS = {
 _INTEGERS = (torch.int64, torch.int32)
 
 
+def _shifts(original: type[PreTrainedModel]) -> bool:
+    """Whether a decoder's loss compares each position with the next label: transformers' own loss does."""
+    source = inspect.getsource(original.forward)
+    return "loss_function(" in source or "[..., :-1, :]" in source or "[:, :-1, :]" in source
+
+
 class Labels:
     """The labels of one call, checked before anything is sent.
 
@@ -42,6 +49,11 @@ class Labels:
         if kind is None:
             raise UnsupportedOp(
                 f"labels: {name} has no head whose loss is known; take its outputs and compute the loss"
+            )
+        if kind == "next tokens" and not _shifts(original):
+            raise UnsupportedOp(
+                f"labels: {name} does not compare them with the next tokens, as other decoders do; take its logits and "
+                "compute the loss"
             )
         if reveal != "logits":
             raise UnsupportedOp(f"labels: the loss needs logits, and reveal={reveal!r} does not open them")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import json
 import re
 import sys
@@ -18,10 +20,22 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 
 from private_llm.errors import PatchMismatch
 
-_FOREIGN = frozenset({"timm_wrapper"})
-"""Model types whose code is not transformers' own."""
+_FOREIGN = frozenset(
+    {"timm_wrapper", "timm_backbone", "encoder-decoder", "vision-encoder-decoder", "speech-encoder-decoder", "rag"}
+)
+"""Model types whose code is not transformers' own, or that are made of whatever their configuration names."""
 _LOADING = frozenset(
-    {"auto_map", "backbone", "use_timm_backbone", "use_pretrained_backbone", "custom_pipelines", "trust_remote_code"}
+    {
+        "checkpoint_path",
+        "pretrained_cfg",
+        "model_args",
+        "auto_map",
+        "backbone",
+        "use_timm_backbone",
+        "use_pretrained_backbone",
+        "custom_pipelines",
+        "trust_remote_code",
+    }
 )
 """Settings that name something to be loaded."""
 
@@ -80,14 +94,15 @@ def _known(model_type: str) -> Architecture:
     if "positions" not in facts or "images" not in facts:
         usual = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING_NAMES else object
         limited = _mentions(usual, "max_position_embeddings") or _mentions(usual, "max_seq_len")
-        facts.setdefault("positions", "limited" if limited else "unlimited")
+        counted = facts["kind"] == "encoder" and _counts_after_padding(usual)
+        facts.setdefault("positions", "after padding" if counted else "limited" if limited else "unlimited")
         facts.setdefault("images", "sized" if _mentions(usual, "image_size") else "any")
     return Architecture(**facts)
 
 
 def _kind(model_type: str) -> str:
     """Which stacks a model type has, by the tables of transformers' auto classes."""
-    if model_type in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+    if model_type in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES and model_type not in _FOREIGN:
         return "encoder-decoder"
     if model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return "encoder"
@@ -119,6 +134,8 @@ def refuse_loading(config: object) -> None:
     """
     if not isinstance(config, Mapping):
         return
+    if isinstance(config.get("model_type"), str) and config["model_type"] in _FOREIGN:
+        raise PatchMismatch(f"configuration: a model of type {config['model_type']!r} inside is not run")
     for name, value in config.items():
         if name in _LOADING and value not in (None, False, {}):
             raise PatchMismatch(
@@ -126,6 +143,15 @@ def refuse_loading(config: object) -> None:
                 "all of it"
             )
         refuse_loading(value)
+
+
+def _counts_after_padding(config_class: type) -> bool:
+    """Whether the models of this configuration number positions by the tokens that are not padding, as RoBERTa does."""
+    name = config_class.__module__.replace("configuration_", "modeling_")
+    try:
+        return "create_position_ids_from_input_ids" in inspect.getsource(importlib.import_module(name))
+    except (ImportError, OSError, TypeError):  # no such file, or a package is missing: no such model runs here
+        return False
 
 
 def _mentions(config_class: type, name: str) -> bool:

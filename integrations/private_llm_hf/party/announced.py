@@ -32,6 +32,8 @@ from private_llm_hf.wire import Message
 
 LARGEST_NUMBER = 1 << 24
 """Largest whole number in a configuration; the longest contexts of today have 10 million positions."""
+MOST_LISTED = 1 << 16
+"""Labels, or repetitions of layers, that a configuration spells out when it is made."""
 MOST_TENSORS = 20_000
 """Tensors that building a model may ask for; a model of 405 B parameters has 1200 weights."""
 MOST_BUFFERS = 1 << 30
@@ -89,16 +91,24 @@ def input_shape(shape: object) -> tuple[int, ...]:
     return sizes
 
 
-def _check_numbers(value: object, key: str) -> None:
-    """Raise PatchMismatch for a whole number that is larger than any model's."""
+def _check_numbers(value: object, key: str, depth: int = 0) -> None:
+    """Raise PatchMismatch for a whole number that is larger than any model's.
+
+    Numbers of layers, of labels and in lists of lists are counts that some configurations multiply into lists.
+    """
     if isinstance(value, dict):
         for name, inner in value.items():
             _check_numbers(inner, str(name))
     elif isinstance(value, list):
+        if depth and len(value) > MOST_LISTED:
+            raise PatchMismatch(f"configuration: {key[:80]!r} may not list more than {MOST_LISTED}")
         for inner in value:
-            _check_numbers(inner, key)
-    elif isinstance(value, int) and abs(value) > LARGEST_NUMBER and "theta" not in key:  # bases of rotary embeddings
-        raise PatchMismatch(f"configuration: {key[:80]!r} may not be above {LARGEST_NUMBER}")
+            _check_numbers(inner, key, depth + 1)
+    elif isinstance(value, int) and "theta" not in key:  # bases of rotary embeddings
+        counts = depth > 1 or key == "num_labels"
+        most = MOST_LISTED if counts else LARGEST_NUMBER
+        if abs(value) > most:
+            raise PatchMismatch(f"configuration: {key[:80]!r} may not be above {most}")
 
 
 class _Counting(TorchFunctionMode):

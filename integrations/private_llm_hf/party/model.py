@@ -125,6 +125,8 @@ def party_config(config: Mapping[str, Any], cls: type[PreTrainedModel]) -> Pretr
     settings._attn_implementation = attention_of(settings.model_type, cls)
     settings.dtype = torch.float32
     settings.use_cache = False
+    if getattr(settings, "output_router_logits", False):
+        settings.output_router_logits = False  # routing stays secret
     return settings
 
 

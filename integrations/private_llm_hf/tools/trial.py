@@ -13,9 +13,11 @@ import functools
 import hashlib
 import json
 import logging
+import os
+import stat
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -90,12 +92,13 @@ def require_agreement(
         return  # nobody knows what it could be tried on
     model = miniature(model_class, config)
     passed = None if of_user else _note(model, settings)
-    if passed is not None and passed.exists():
+    if passed is not None and _says(passed, model_class.__name__):
         return
     with _quiet():
         _try(model, functools.partial(make_private, model, settings), "" if sharded else "on shares")
     if passed is not None:
-        passed.write_text(f"{model_class.__name__}\n")
+        with suppress(OSError):  # a full disk, or one that is read only: the next load tries again
+            passed.write_text(model_class.__name__, encoding="utf-8")
 
 
 def _has_handler_of_user(model: PreTrainedModel) -> bool:
@@ -105,9 +108,9 @@ def _has_handler_of_user(model: PreTrainedModel) -> bool:
 
 def _try(model: PreTrainedModel, make_private: Callable[[], PreTrainedModel], on_shares: str) -> None:
     name = type(model).__name__
-    cases = list(_cases(model))
     with torch.no_grad():
         try:
+            cases = list(_cases(model))
             wanted = [case.run(model) for case in cases]
         except Exception as error:  # whatever a foreign forward raises
             raise PatchMismatch(f"{name}: a small model of this class does not run in the clear: {error}") from error
@@ -159,7 +162,9 @@ def _cases(model: PreTrainedModel) -> Iterator[_Case]:
         yield _Case("on two texts", _forward(input_ids=ids))
     if facts.kind == "encoder":
         right = left.flip(1)
-        yield _Case("with padding", _forward(input_ids=_padded(ids, right, model), attention_mask=right), right)
+        for side, mask in (("right", right), ("left", left)):
+            padded = _forward(input_ids=_padded(ids, mask, model), attention_mask=mask)
+            yield _Case(f"with padding on the {side}", padded, mask)
     elif facts.kind == "decoder":
         yield _Case("with padding", _forward(input_ids=_padded(ids, left, model), attention_mask=left), left)
     if facts.caches and model.can_generate():
@@ -282,8 +287,26 @@ def _note(model: PreTrainedModel, settings: PrivateConfig) -> Path | None:
         + model.config.to_json_string(use_diff=False).encode()
     ).hexdigest()[:16]
     folder = FOLDER.parent / "agreed"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder / digest
+    return folder / digest if _is_ours(FOLDER.parent) and _is_ours(folder) else None
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder is this user's alone to write; made if it is not there."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError:
+        return False
+    writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(found.st_mode) and not writable and (not hasattr(os, "getuid") or found.st_uid == os.getuid())
+
+
+def _says(note: Path, name: str) -> bool:
+    """Whether the note is there and whole."""
+    try:
+        return note.read_text(encoding="utf-8") == name
+    except OSError:
+        return False
 
 
 def _sources() -> str:
