@@ -29,13 +29,15 @@ from private_llm.protocols.share import BitShare, Index, Share, cleartext
 
 
 class CheckedPlain(Plain):
-    """The cleartext reference, which refuses to wrap: every method raises DomainError instead."""
+    """The cleartext reference, which refuses to wrap: every method that meets a wrapped value raises DomainError
+    instead.
+    """
 
     _lenient = False
 
     @contextmanager
     def may_wrap(self) -> Iterator[None]:
-        """Inside, values may leave the ring."""
+        """Inside, values may leave the ring, and no method raises for it."""
         self._lenient = True
         try:
             yield
@@ -43,7 +45,9 @@ class CheckedPlain(Plain):
             self._lenient = False
 
     def expect_rows(self, what: str, x: Share, square: float) -> None:
-        """Raises DomainError for a row whose sum of squares reaches `square` (in squared ring elements)."""
+        """Raises DomainError for a row of x [.., width] whose sum of squares reaches `square` (in squared ring
+        elements).
+        """
         largest = float(self._operand(x).parts[0].double().square().sum(-1).max()) if x.numel() else 0.0
         if not largest < square:
             self._refuse(what, largest, square, "a sum of squares")
@@ -86,7 +90,7 @@ class CheckedPlain(Plain):
 
     # -- products ------------------------------------------------------------------------------------------
     def truncate(self, x: Share, shift: int) -> Share:
-        """floor(x / 2^shift)."""
+        """floor(x / 2^shift). Raises DomainError for |x| >= 2^(ring bits - 2)."""
         if not shift:
             return x
         x = self._operand(x)
@@ -94,7 +98,7 @@ class CheckedPlain(Plain):
         return _watched(super().truncate(x, shift))
 
     def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
-        """floor(x y / 2^shift)."""
+        """floor(x*y / 2^shift). Raises DomainError for |x*y| >= 2^(ring bits - 2), or the ring's half without shift."""
         x, y = self._operand(x), self._operand(y)
         self._fits("a product", x.parts[0].double() * y.parts[0].double(), shift)
         return _watched(super().mul(x, y, shift))
@@ -114,7 +118,7 @@ class CheckedPlain(Plain):
         return _watched(super().bilinear_public(form, x, c, shift, left))
 
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
-        """Horner's rule."""
+        """Horner's rule; checked in double precision before the division."""
         x = self._operand(x)
         value = x.parts[0].double()
         exact = torch.full_like(value, float(coefficients[-1]))
@@ -125,7 +129,10 @@ class CheckedPlain(Plain):
 
     # -- comparisons and bits --------------------------------------------------------------------------------
     def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None, low: int = 0) -> BitShare:
-        """Sign bits, of values that keep their promised range."""
+        """Sign bits of values that keep their promised range.
+
+        Raises DomainError, with the module's name, for others.
+        """
         x = self._operand(x)
         value = x.parts[0].double()
         half = 2.0 ** ((bits or self.ring.bits) - 1)
@@ -142,7 +149,7 @@ class CheckedPlain(Plain):
         return super().msb(x, offsets, bits, low)
 
     def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
-        """sum of bit_k * (w_k x + c_k)."""
+        """sum of bit_k * (w_k x + c_k), divided by 2^shift; checked before the division."""
         x = None if x is None else self._operand(x)
         real = None if x is None else Share((x.parts[0].double(),))
         self._fits("a choice by bits", self._injected(bits, real, weights, constants, torch.float64), shift)
@@ -162,7 +169,7 @@ class CheckedPlain(Plain):
         return _watched(super().lookup(index, table if isinstance(table, Tensor) else self._operand(table)))
 
     def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:
-        """The values themselves."""
+        """The values themselves. Raises DomainError if a local step before wrapped."""
         super().reveal([(endpoint, self.check("an output", x)) for endpoint, x in pieces])
 
 

@@ -56,7 +56,7 @@ class PartySetup:
 
     @property
     def ring(self) -> Ring:
-        """The ring of arithmetic shares."""
+        """The ring of arithmetic shares, Z/2^64 or Z/2^32."""
         return Ring(self.config.ring)
 
     @property

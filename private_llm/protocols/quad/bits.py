@@ -40,7 +40,7 @@ from private_llm.protocols.trio.party import plan_sizes
 
 
 class Quad(QuadArithmetic):
-    """One party of Quad."""
+    """One party of Quad: arithmetic and bits, checked."""
 
     # -- sign bits ------------------------------------------------------------------------------------------
     def _ripples(self, count: int, width: int, thresholds: int, low: int) -> bool:
@@ -153,7 +153,10 @@ class Quad(QuadArithmetic):
 
     # -- bits to numbers --------------------------------------------------------------------------------------
     def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
-        """As Trio's, and its mirror: 1 element per row, 1 more per row with a weight, from party 2; one check."""
+        """As Trio's, and its mirror: 1 element per row, 1 more per row with a weight, from party 2; one check.
+
+        One weighted row without shift: 7 elements in all (56 bytes in the 64-bit ring), 1 round. Errors as Trio's.
+        """
         piece = self._inject_piece(bits, x, weights, constants)
         mirror = self._inject_mirror(bits, x, weights, constants)
         return self._finish_checked("inject", torch.Size((bits.count,)), piece, mirror, shift, helped=False)

@@ -25,7 +25,9 @@ def main_run(cost: Cost) -> Cost:
 
 
 def finish(ring: Ring, count: int, shift: int, helped: bool) -> Cost:
-    """From additive pieces to a checked share of `count` outputs: 5 (e + f bits) each in all, or 5 e, or 4 e."""
+    """From additive pieces to a checked share of `count` outputs: 5 (e + f bits) each in all, or 5 e, or 3 e (not
+    helped).
+    """
     plain, packed = count * ring.bytes, 8 * packed_words(count, shift)
     main = main_run(trio.finish(ring, count, shift, helped))
     if shift:
@@ -39,7 +41,9 @@ def product(ring: Ring, count: int, shift: int) -> Cost:
 
 
 def truncate(ring: Ring, count: int, shift: int) -> Cost:
-    """Truncation of a held value: e + f bits to each of parties 2 and 0, f bits each way and from party 3 to 0."""
+    """Truncation of a held value: e + f bits to each of parties 2 and 0, f bits each way and from party 3 to 0; 1
+    round.
+    """
     if shift == 0:
         return Cost()
     packed = 8 * packed_words(count, shift)
@@ -61,7 +65,7 @@ def msb(count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
 
 
 def gate(count: int, rows: int = 1) -> Cost:
-    """One AND: 1 bit pre, 1 each way, and 2 to party 0."""
+    """One AND of `rows` bit vectors: 1 bit pre, 1 each way, and 2 to party 0; 1 round."""
     word = 8 * words_for(count) * rows
     return main_run(trio.gate(count, rows)) + Cost({(2, 0): word, (3, 0): word})
 
@@ -74,7 +78,7 @@ def msb_ripple(count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost
 
 
 def a2b(ring: Ring, count: int) -> Cost:
-    """All bits: the ripple adder."""
+    """All bits: the ripple adder, ring bits - 1 rounds."""
     return msb_ripple(count, ring.bits)
 
 
@@ -107,5 +111,5 @@ def index_from_client(count: int, domain: int) -> Cost:
 
 
 def lookup(ring: Ring, count: int, width: int, public: bool = False) -> Cost:
-    """Rows of a table at secret indices: one finish, whatever the length of the table."""
+    """Rows of a table at secret indices: one finish (5 e an output, 3 e if public), however long the table is."""
     return finish(ring, count * width, 0, helped=not public)

@@ -88,10 +88,10 @@ def reveal_to_client(ring: Ring, count: int) -> Cost:
 
 
 def index_from_client(count: int, domain: int) -> Cost:
-    """Two point-function keys for each party."""
+    """Two point-function keys for each party, 8 key_words(domain) bytes each."""
     return Cost({(CLIENT, party): 2 * 8 * count * key_words(domain) for party in range(3)})
 
 
 def lookup(ring: Ring, count: int, width: int, public: bool = False) -> Cost:
-    """Rows of a table at secret indices: one finish, whatever the length of the table."""
+    """Rows of a table at secret indices: one finish (3 e an output, 2 e if public), however long the table is."""
     return finish(ring, count * width, 0, helped=not public)
