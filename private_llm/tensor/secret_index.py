@@ -23,7 +23,10 @@ class SecretIndex(Guarded):
 
     @staticmethod
     def __new__(cls: type[SecretIndex], session: Session, index: Index, shape: Sequence[int]) -> SecretIndex:
-        """`index` as received by `Protocol.receive_index`, arranged as `shape`."""
+        """`index` as received by `Protocol.receive_index`, arranged as `shape`.
+
+        Raises DomainError if the counts differ.
+        """
         size = torch.Size(shape)
         if size.numel() != index.count:
             raise DomainError(f"SecretIndex: got {index.count} indices; want {size.numel()} for shape {tuple(size)}")
