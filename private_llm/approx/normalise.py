@@ -47,7 +47,10 @@ THIRDS = Cells(4, (16, 13, 10), (1.265, 1.6, 2.0))
 
 
 def grid(cells: Cells, low: float, high: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(thresholds, weights): weights[i] serves x up to thresholds[i], the last weight everything above."""
+    """(thresholds, weights): weights[i] serves x up to thresholds[i], the last weight everything above.
+
+    len(cells.ends) thresholds an octave from low to high; weight * x lies in the cells' interval above 1.
+    """
     octaves = range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)
     ends = [end * 2.0**octave for octave in octaves for end in cells.ends]
     weights = [m * 2.0 ** (-octave - cells.bits) for octave in octaves for m in cells.mantissas]
@@ -70,9 +73,10 @@ def power(
 ) -> Fixed:
     """gain * x^cubic.power for low <= x <= high, with `frac` fractional bits (default: as many as step 4 leaves).
 
-    Rounds: the comparison's (3 or 4), 2 for y, 2 for the cubic, 1 for step 4 and 1 more if `frac` makes it truncate.
+    The shape of x. Relative error: the cubic's, and the rounding of y and of the result. Rounds: the comparison's (3 or
+    4), 2 for y, 2 for the cubic, 1 for step 4 and 1 more if `frac` makes it truncate.
 
-    Raises DomainError for an empty range, or one too wide for the ring at x's fractional bits.
+    Raises DomainError for an empty range, one too wide for the ring at x's fractional bits, or a 32-bit ring.
     """
     return powers(x, cells, cubic, low, high, frac, gain).value
 

@@ -44,7 +44,10 @@ class SharedInput:
         self._left = 0
 
     def piece(self, index: int, x: Tensor) -> Tensor:
-        """The output of layer `index` for input x [.., K]."""
+        """The output [.., N_index] of layer `index` for input x [.., K].
+
+        The first call sends what one `linear` of all layers' outputs sends, the others nothing.
+        """
         found = self._pieces[index] if self._source is not None and self._made_from(x) else None
         if found is None:
             with self._ledger.scope(self._name):

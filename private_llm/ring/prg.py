@@ -27,7 +27,10 @@ _ZEROS = memoryview(bytes(1 << 20))
 
 
 class Seed:
-    """32 secret bytes and the cipher of their streams, "aes" or "chacha20"; `repr` never shows the bytes."""
+    """32 secret bytes and the cipher of their streams, "aes" or "chacha20"; `repr` never shows the bytes.
+
+    Raises ConfigError for another length or cipher; pickling raises TypeError.
+    """
 
     __slots__ = ("_raw", "cipher")
 
@@ -89,7 +92,7 @@ class Prg:
         return self.draw(count, ring.dtype, device)
 
     def draw(self, count: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
-        """`count` uniform integers of a dtype [count]."""
+        """`count` uniform integers of a dtype [count], from whole cipher blocks; on the meta device none are drawn."""
         if str(device) == "meta":
             return torch.empty(count, dtype=dtype, device="meta")
         out = torch.empty(count, dtype=dtype)
