@@ -26,7 +26,7 @@ from private_llm.tensor.fixed import Fixed
 
 @dataclass(frozen=True)
 class Form:
-    """(constant + sum_j weights[j] * raw_j) / 2^frac, where raw_j are the ring elements of v_j."""
+    """(constant + sum_j weights[j] * raw_j) / 2^frac, where raw_j are the ring elements of v_j. Local."""
 
     frac: int
     constant: int

@@ -5,8 +5,9 @@
 3. p(y) ~ y^q by a cubic in one protocol step (coefficients.py), |relative error| at most the cubic's.
 4. x^q = y^q w^(-q): the same bits select w^(-q), by an injection on p(y).
 
-These functions run on rows, not on elements: rounds count, bytes hardly. Per element and threshold: about 16 bytes
-of comparison, 16 for each of the two injections. Garbage outside [low, high].
+These functions run on rows, not on elements: rounds count, bytes hardly. Per element and threshold: 4 bytes (1/x of 1
+to 64 with 18 fractional bits) to 14 (norms) of comparison, 16 for each of the two injections. Garbage outside
+[low, high].
 """
 
 from __future__ import annotations
@@ -84,7 +85,10 @@ def power(
 def powers(
     x: Fixed, cells: Cells, cubic: Cubic, low: float, high: float, frac: int | None = None, gain: float = 1.0
 ) -> Powers:
-    """As `power`, with the comparisons that it made on the way. Arguments outside the range give garbage, no error."""
+    """As `power`, with the comparisons that it made on the way; cost and errors are the same.
+
+    Arguments outside the range give garbage, no error.
+    """
     if not 0 < low < high:
         raise DomainError(f"got a range of {low:g} to {high:g}; want 0 < low < high")
     need_wide_ring(x, "a reciprocal or reciprocal square root")

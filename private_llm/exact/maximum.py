@@ -57,8 +57,9 @@ def larger(a: Fixed, b: Fixed, coarse: bool) -> Fixed:
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """One level of `maximum_ragged`, int64 positions: entries to compare (left with right), entries that sit out (bye),
-    and the order that makes rows consecutive again.
+    """One level of `maximum_ragged`, as int64 positions.
+
+    Entries to compare (left with right), entries that sit out (bye), and the order that makes rows consecutive again.
     """
 
     left: Tensor

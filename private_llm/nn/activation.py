@@ -22,7 +22,5 @@ class PrivateQuickGELU(nn.Module):
     """x * sigmoid(1.702 x), as silu(1.702 x) / 1.702."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Pointwise, same shape; `silu` and one truncation before it: 295 bytes an element and 16 rounds (trio, 18
-        bits).
-        """
+        """Pointwise, same shape; `silu` after one truncation: 295 bytes an element, 16 rounds (trio, 18 bits)."""
         return F.silu(input * 1.702) * (1.0 / 1.702)

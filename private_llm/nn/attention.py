@@ -163,8 +163,7 @@ def _at_scores(bias: Fixed | Tensor, plan: Pattern) -> Fixed | Tensor:
 
 
 def soften(scores: Fixed, plan: Pattern) -> Fixed:
-    """Softmax over the last dimension, [B, H, q, k], the session's fractional bits; zeros at positions that do not
-    exist.
+    """Softmax over the last dimension, [B, H, q, k], the session's fractional bits; zeros where no score exists.
 
     `scores`: flat at the plan's positions, or whole. Cost and errors as `softmax`; local if no position exists.
     """

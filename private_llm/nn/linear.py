@@ -28,7 +28,11 @@ class SharedInput:
     """
 
     def __init__(self, layers: Sequence[nn.Linear], name: str, ledger: Ledger, read: Read | None = None) -> None:
-        """With `read`, which gives a layer's weight and bias, nothing is kept: each product reads anew."""
+        """layers: linear layers of one input size K.
+
+        With `read`, which gives a layer's weight and bias, nothing is kept: each product reads anew. name: the module
+        under which the ledger books the product.
+        """
         self._name, self._ledger = name, ledger
         self._sizes = [layer.weight.shape[0] for layer in layers]
         self._weights: Callable[[], tuple[Tensor, Tensor | None]]

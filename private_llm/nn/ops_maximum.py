@@ -81,8 +81,7 @@ def largest(x: SecretTensor, dim: TorchArg = None, keepdim: bool = False) -> Tor
 
 @implements(torch.topk, Tensor.topk)
 def topk(x: SecretTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> TorchArg:
-    """The largest (or smallest) entry over a dimension with its index, that dimension of size 1; cost of
-    `exact.argmax`.
+    """The largest (or smallest) entry over a dimension, which becomes 1, with its index; cost of `exact.argmax`.
 
     Raises UnsupportedOp unless k = 1.
     """

@@ -69,8 +69,7 @@ def layer_norm_rule(
     eps: float = 1e-5,
     *_: object,
 ) -> SecretTensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension; `approx.norms.layer_norm`, at its
-    cost.
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, by `approx.norms.layer_norm`.
 
     Calibration may cut x to fewer fractional bits first (1 round), for good. Raises UnsupportedOp for other dimensions.
     """

@@ -18,9 +18,7 @@ Weights = Sequence[int | Tensor]
 
 
 class Boolean(PartyEnd):
-    """Bits are shared bitwise, 64 elements a word (`BitShare`); a row of n bits travels as ceil(n / 64) words of 8
-    bytes.
-    """
+    """Bits are shared bitwise, 64 elements a word (`BitShare`); a row of n bits is sent as ceil(n / 64) words."""
 
     @abstractmethod
     def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None, low: int = 0) -> BitShare:

@@ -29,9 +29,7 @@ from private_llm.protocols.share import BitShare, Index, Share, cleartext
 
 
 class CheckedPlain(Plain):
-    """The cleartext reference, which refuses to wrap: every method that meets a wrapped value raises DomainError
-    instead.
-    """
+    """The cleartext reference, which refuses to wrap: methods that meet a wrapped value raise DomainError."""
 
     _lenient = False
 
@@ -45,9 +43,7 @@ class CheckedPlain(Plain):
             self._lenient = False
 
     def expect_rows(self, what: str, x: Share, square: float) -> None:
-        """Raises DomainError for a row of x [.., width] whose sum of squares reaches `square` (in squared ring
-        elements).
-        """
+        """Raises DomainError if a row's sum of squares, in squared ring elements, reaches `square`; x [.., width]."""
         largest = float(self._operand(x).parts[0].double().square().sum(-1).max()) if x.numel() else 0.0
         if not largest < square:
             self._refuse(what, largest, square, "a sum of squares")
@@ -104,14 +100,14 @@ class CheckedPlain(Plain):
         return _watched(super().mul(x, y, shift))
 
     def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
-        """floor(B(x, y) / 2^shift), checked at the selected outputs only."""
+        """floor(B(x, y) / 2^shift), checked at the selected outputs only; limits as `mul`."""
         x, y = self._operand(x), self._operand(y)
         exact = form.real(x.parts[0].double(), y.parts[0].double())
         self._fits(f"a {form.tag}", exact if select is None else exact.reshape(-1)[select], shift)
         return _watched(super().bilinear(form, x, y, shift, select))
 
     def bilinear_public(self, form: Form, x: Share, c: Tensor, shift: int = 0, left: bool = False) -> Share:
-        """floor(B(x, c) / 2^shift), or of B(c, x)."""
+        """floor(B(x, c) / 2^shift), or of B(c, x); limits as `mul`."""
         x = self._operand(x)
         pair = (c.double(), x.parts[0].double()) if left else (x.parts[0].double(), c.double())
         self._fits(f"a {form.tag}", form.real(*pair), shift)
@@ -156,7 +152,7 @@ class CheckedPlain(Plain):
         return _watched(super().inject(bits, x, weights, constants, shift))
 
     def a2b(self, x: Share) -> BitShare:
-        """Bits of two's complement."""
+        """Bits of two's complement. Raises DomainError if a local step before wrapped."""
         return super().a2b(self._operand(x))
 
     # -- leaving and entering the sharing ----------------------------------------------------------------------
@@ -165,7 +161,7 @@ class CheckedPlain(Plain):
         return _watched(super().receive_input(shape))
 
     def lookup(self, index: Index, table: Share | Tensor) -> Share:
-        """Row selection."""
+        """Row selection. Raises DomainError if a shared table wrapped in a local step before."""
         return _watched(super().lookup(index, table if isinstance(table, Tensor) else self._operand(table)))
 
     def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:

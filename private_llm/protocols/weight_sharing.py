@@ -57,8 +57,7 @@ class WeightSharing:
         self._spec, self._ring, self._masks = spec, ring, masks
 
     def deal(self, piece: Tensor) -> list[Tensor | None]:
-        """What each party receives for the next ring elements [n], as many elements [n] (None: nothing, its seeds
-        suffice).
+        """What each party receives for the next ring elements [n]: as many, or None if its seeds suffice.
 
         Every piece but the last has PIECE elements.
         """
@@ -70,10 +69,9 @@ class WeightSharing:
 
 
 def deal(config: PrivateConfig, elements: Tensor, seed: Seed, label: str) -> list[Share]:
-    """Split ring elements (any shape) into one share per party; masks come from `seed` under `label` (use each label
-    once).
+    """Split ring elements (any shape) into one share per party; masks come from `seed` under `label`.
 
-    Local; the shares have the parts that the protocol holds.
+    Use each label once. Local; the shares have the parts that the protocol holds.
     """
     spec, ring = protocol_spec(config.protocol), Ring(config.ring)
     if elements.is_meta:

@@ -186,8 +186,7 @@ class Fixed:
 
     # -- comparisons -----------------------------------------------------------------------------------------
     def below(self, thresholds: Sequence[float], bits: int | None = None, low: int = 0) -> BitShare:
-        """Rows of bits [x < threshold_k] for the flattened x, [thresholds, numel]: one comparison round trip for all
-        rows.
+        """Rows of bits [x < threshold_k] for the flattened x, [thresholds, numel]: one comparison for all rows.
 
         `bits` and `low` bound the adder as in `Protocol.msb`: x - threshold must fit `bits` bits, and where x lies less
         than 2^(low - frac) above a threshold the bit may be 1. Thresholds are rounded to `frac` bits. 4 rounds and

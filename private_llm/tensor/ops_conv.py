@@ -92,9 +92,7 @@ def conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: TorchArg = 1, padding: TorchArg = 0,
     dilation: TorchArg = 1, groups: int = 1,
 ) -> SecretTensor:  # fmt: skip
-    """Convolution of x [B, C, L] or [C, L] with weight [O, C / groups, k]: a `conv2d` of images of height 1, at its
-    cost.
-    """
+    """Convolution of x [B, C, L] or [C, L] with weight [O, C / groups, k], as a `conv2d` of images of height 1."""
     if not isinstance(padding, str):
         padding = (0, pair(padding)[1])
     form = (1, pair(stride)[1]), padding, (1, pair(dilation)[1]), groups

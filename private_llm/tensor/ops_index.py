@@ -124,13 +124,12 @@ def embedding(
     input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, *_: object,
     **__: object,
 ) -> SecretTensor:  # fmt: skip
-    """Rows of `weight` [V, H] at public ids, a `SecretIndex` or secret one-hot rows [.., V] (0 or 1, no fractional
-    bits).
+    """Rows of `weight` [V, H] at public ids, a `SecretIndex`, or secret one-hot rows [.., V] of 0 and 1.
 
-    Public ids: local. A `SecretIndex`: one lookup. One-hot rows: a product without truncation, local for a public
-    table. In trio a secret index costs 24 bytes per output (16 for a public table) and one round, one-hot rows 24 with
-    a secret table (64-bit ring). Raises UnsupportedOp for max_norm, for secrets that are no one-hot rows and for
-    indices below another number than V.
+    Public ids: local. A `SecretIndex`: one lookup. One-hot rows, without fractional bits: a product without truncation,
+    local for a public table. In trio a secret index costs 24 bytes per output (16 for a public table) and one round,
+    one-hot rows 24 with a secret table (64-bit ring). Raises UnsupportedOp for max_norm, for secrets that are no
+    one-hot rows and for indices below another number than V.
     """
     if max_norm is not None:
         raise UnsupportedOp("embedding with max_norm has no private rule")

@@ -27,8 +27,7 @@ def _secret(x: object, op: str) -> SecretTensor:
 
 
 def plus(x: SecretTensor, y: Operand) -> SecretTensor:
-    """x + y for a secret x, broadcasting; a public y of two dimensions or more may hold minus infinities (additive
-    mask).
+    """x + y for a secret x, broadcasting; a public y may hold minus infinities (additive mask, 2-D or more).
 
     Cost as `add`. Raises UnsupportedOp for a y of booleans, DomainError for a y that the ring cannot hold.
     """
@@ -71,8 +70,7 @@ def _plus_public(x: SecretTensor, y: Tensor) -> SecretTensor:
 
 @implements(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 def add(x: Operand, y: Operand, *, alpha: float = 1) -> SecretTensor:
-    """Sum x + alpha * y, broadcasting; local where both have the same fractional bits or no more than 6 beyond the
-    session's.
+    """Sum x + alpha * y, broadcasting. Local where both have the same fractional bits, or at most 6 surplus bits.
 
     Else one truncation (1 round) of each operand that has more than the session's; beside a coarse secret, of the finer
     one. Raises PlaintextLeak if neither is secret.

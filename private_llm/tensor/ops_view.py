@@ -86,13 +86,13 @@ def _pieces(x: SecretTensor, cut: Callable[[Tensor], Sequence[Tensor]]) -> tuple
 
 @implements(Tensor.chunk, torch.chunk)
 def chunk(x: SecretTensor, chunks: int, dim: int = 0) -> tuple[SecretTensor, ...]:
-    """Pieces along a dimension."""
+    """`chunks` pieces (or fewer) along a dimension, as torch.chunk. Local."""
     return _pieces(x, lambda part: part.chunk(chunks, dim))
 
 
 @implements(Tensor.split, torch.split, torch.functional.split)
 def split(x: SecretTensor, split_size: int | list[int], dim: int = 0) -> tuple[SecretTensor, ...]:
-    """Pieces along a dimension."""
+    """Pieces of `split_size` (or of these sizes) along a dimension. Local."""
     return _pieces(x, lambda part: torch.split(part, split_size, dim))
 
 

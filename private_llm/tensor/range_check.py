@@ -154,7 +154,7 @@ def _joined(shares: list[Share], device: torch.device) -> Share:
 
 
 def require(flag: Tensor) -> None:
-    """What the client does with the opened verdict. Raises DomainError if a value left its range."""
+    """What the client does with the opened verdict [1], local. Raises DomainError if a value left its range."""
     if bool((flag != 0).any()):
         raise DomainError(
             "a value left its range, so this answer would be wrong and is withheld (nobody else learns of it). "

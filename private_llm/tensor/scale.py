@@ -92,11 +92,11 @@ _encodings: WeakKeyDictionary[Session, OrderedDict[tuple[object, ...], tuple[Ten
 
 
 def encoded(x: Fixed, values: Tensor, bits: int) -> Tensor:
-    """Ring elements of public values, with `bits` fractional bits, on the device of x; the last 16 of a session are
-    kept.
+    """Ring elements of public values, with `bits` fractional bits, on the device of x.
 
-    Every layer of a model meets the same few public tensors (rope tables, masks). An entry keeps its source tensor
-    alive, so an address in a key cannot be reused. Raises DomainError for values that the ring cannot hold.
+    The last 16 of a session are kept: every layer of a model meets the same few public tensors (rope tables, masks). An
+    entry keeps its source tensor alive, so an address in a key cannot be reused. Raises DomainError for values that the
+    ring cannot hold.
     """
     where = x.share.parts[0].device
     version = None if values.is_inference() else values._version

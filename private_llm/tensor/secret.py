@@ -121,7 +121,7 @@ class SecretTensor(Guarded):
         return SecretTensor(self._fixed)
 
     def masked(self, hidden: Tensor) -> SecretTensor:
-        """The same shares with `hidden` entries (public, this shape) standing for minus infinity."""
+        """The same shares with `hidden` entries (public, this shape) standing for minus infinity. Local."""
         out = SecretTensor(self._fixed)
         out._hidden = hidden if self._hidden is None else hidden | self._hidden
         return out
@@ -132,7 +132,10 @@ class SecretTensor(Guarded):
         return self.related(tuple(map(reorder, self._fixed.share.parts)), hidden)
 
     def related(self, parts: tuple[Tensor, ...], hidden: Tensor | None = None) -> SecretTensor:
-        """A secret made of moved elements of this one (`hidden` moved alike)."""
+        """A secret made of moved elements of this one (`hidden` moved alike); counts as sharing memory with it.
+
+        Local.
+        """
         x = self._fixed
         out = SecretTensor(Fixed(x.session, Share(parts), x.frac))
         out._coarse = self._coarse

@@ -14,7 +14,10 @@ from private_llm.tensor.guard import Guarded
 
 
 class SecretIndex(Guarded):
-    """One party's hold on secret integers of a public shape; pass it to an embedding."""
+    """One party's hold on secret integers of a public shape; pass it to an embedding.
+
+    All functions but that and public facts raise UnsupportedOp.
+    """
 
     __slots__ = ("_index", "_session", "_shape")
     _index: Index

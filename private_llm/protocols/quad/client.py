@@ -53,8 +53,9 @@ class QuadClient(TrioClient):
                 self._ahead = False
 
     def share(self, elements: Tensor) -> None:
-        """Share ring elements with the parties, who call `receive_input` with the same shape: 1 element to parties 0,
-        1, 2.
+        """Share ring elements with the parties, who call `receive_input` with the same shape.
+
+        1 element to each of parties 0, 1 and 2.
         """
         a1, a2, u = (mask.elements(elements.numel(), self.ring).view(elements.shape) for mask in self._masks)
         value = (elements + a1 + a2 + u).contiguous()

@@ -25,8 +25,9 @@ def main_run(cost: Cost) -> Cost:
 
 
 def finish(ring: Ring, count: int, shift: int, helped: bool) -> Cost:
-    """From additive pieces to a checked share of `count` outputs: 5 (e + f bits) each in all, or 5 e, or 3 e (not
-    helped).
+    """From additive pieces to a checked share of `count` outputs.
+
+    In all 5 (e + f bits) each; without shift 5 e, or 3 e where the helper sends no piece (`helped` is False).
     """
     plain, packed = count * ring.bytes, 8 * packed_words(count, shift)
     main = main_run(trio.finish(ring, count, shift, helped))
@@ -41,8 +42,9 @@ def product(ring: Ring, count: int, shift: int) -> Cost:
 
 
 def truncate(ring: Ring, count: int, shift: int) -> Cost:
-    """Truncation of a held value: e + f bits to each of parties 2 and 0, f bits each way and from party 3 to 0; 1
-    round.
+    """Truncation of a held value, 1 round.
+
+    e + f bits to each of parties 2 and 0, f bits each way and from party 3 to 0.
     """
     if shift == 0:
         return Cost()

@@ -184,8 +184,9 @@ class TrioArithmetic(Protocol):
         return Share((half.view(shape), own.view(shape)))
 
     def truncate(self, x: Share, shift: int) -> Share:
-        """Division of a held value: M plays w and the known mask plays R; 1 round, f bits each way, 1 element + f bits
-        before.
+        """Division of a held value: M plays w and the known mask plays R.
+
+        1 round, f bits each way; pre 1 element + f bits.
         """
         return self._truncate(x, shift)[0] if shift else x
 
@@ -314,10 +315,10 @@ class TrioArithmetic(Protocol):
         return Share((masked, masks[0]))
 
     def receive_index(self, count: int, domain: int) -> Index:
-        """Two keys of a distributed point function from the client for each index, each of 16 ceil(log2 domain) + 24
-        bytes.
+        """Two keys of a distributed point function from the client for each index.
 
-        With `one_hot` instead rows of `domain` shared elements, as `receive_input`. (At least 40 bytes a key.)
+        16 ceil(log2 domain) + 24 bytes a key (at least 40). With `one_hot` instead rows of `domain` shared elements, as
+        `receive_input`.
         """
         if self.one_hot:
             return Index(self.receive_input((count, domain)).parts, count, domain, one_hot=True)
@@ -326,8 +327,7 @@ class TrioArithmetic(Protocol):
         return Index((keys[0], keys[1]), count, domain)
 
     def lookup(self, index: Index, table: Share | Tensor) -> Share:
-        """Rows of a table at secret indices; 24 bytes an output (64 bits; 16 if the table is public), 1 round, whatever
-        the domain.
+        """Rows of a table at secret indices: 24 bytes an output (64 bits; 16 if public), 1 round, whatever the domain.
 
         Every component of W = M - a1 - a2 is known to two parties, who hold the two keys of one point function for it:
         (0, 1) for a1, (0, 2) for a2, (1, 2) for M. Each sums its expanded shares times the component: three additive

@@ -55,8 +55,9 @@ class TrioClient(ClientEnd):
             self._masks, self._one_hot = kept
 
     def share(self, elements: Tensor) -> None:
-        """Share ring elements with the parties, who call `receive_input` with the same shape: 1 element to each
-        evaluator.
+        """Share ring elements with the parties, who call `receive_input` with the same shape.
+
+        1 element to each evaluator.
         """
         a1, a2 = (mask.elements(elements.numel(), self.ring).view(elements.shape) for mask in self._masks)
         self.transport.send(1, "input", (elements + a2).contiguous())
