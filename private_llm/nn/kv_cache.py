@@ -193,7 +193,7 @@ class KVBuffer:
         return 0 if self._rows is None else int(self._rows[0].parts[0].shape[0])
 
     def copy(self) -> KVBuffer:
-        """Another cache with the same entries so far; no memory is copied before one of them goes on."""
+        """Another cache with the same entries so far; no memory is copied before one of them goes on. Local."""
         twin = KVBuffer()
         twin.position, twin.positions = self.position, self.positions
         if self._rows is not None:

@@ -105,7 +105,7 @@ def _content(x: Tensor) -> object:
 
 
 def can_share(layers: Sequence[nn.Module]) -> bool:
-    """Whether these modules are linear layers of one input size, all with or all without a bias."""
+    """Whether these are two or more linear layers of one input size, all with or all without a bias."""
     if len(layers) < 2 or not all(type(layer) is nn.Linear for layer in layers):
         return False
     kinds = {(layer.in_features, layer.bias is None) for layer in layers if isinstance(layer, nn.Linear)}

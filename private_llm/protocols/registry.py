@@ -97,7 +97,7 @@ class ProtocolSpec:
         return tuple(mask for mask, holders in enumerate(self.mask_holders) if party in holders)
 
     def receives_values(self, party: int) -> bool:
-        """Whether a party receives something for every value, besides keys."""
+        """Whether a party receives something for every value, one element of it, besides keys."""
         return not self.mask_holders or len(self.masks_of(party)) < len(self.mask_holders)
 
 

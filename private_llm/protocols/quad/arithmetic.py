@@ -5,7 +5,7 @@ Masks a1 (known to parties 0, 1, 3), a2 (0, 2, 3), u (1, 2, 3); a = a1 + a2, X =
 Every party lacks one of the three masks, and V is known to parties 0, 1 and 2. The first two parts are Trio's share
 with party 0 and party 3 both as helper.
 
-Main run. Trio's code. Helper messages are sent by party 3; party 0 makes the same bytes (views, roles). What
+Main run. Trio's code. Helper messages are sent by party 3; party 0 makes the same bytes (records, roles). What
 parties 1 and 2 tell each other is checked by the mirror.
 
 Mirror of a product. xy = XY - Xb - Ya + ab, and with p = x + u: Xb + Ya = p_x b + a p_y + 2ab - u_x b - a u_y, so

@@ -17,7 +17,7 @@ kernels:
 One liar is always seen, whatever the secrets are (no selective failure): party 1's lie shifts w at party 2, hence
 the record of parties 0 and 2; party 2's shifts that of 0 and 1, as does a wrong row (party 1 computes it too);
 party 3's piece enters V_w with coefficient 1, its message to party 2 is known to party 0; party 0 sends nothing.
-Records are compared before anything is opened (`views`). The check adds no round: nobody waits for party 0.
+Records are compared before anything is opened (`records`). The check adds no round: nobody waits for party 0.
 Bytes a 64-bit sign bit: main 326 bits, mirror 206 + 60.
 
 The mirror of an inject takes x = X - a as -(a - X): weights with the other sign, masks where values were.
@@ -132,7 +132,10 @@ class Quad(QuadArithmetic):
         return BitShare((*x.parts[:2], ~x.parts[2]), x.count) if self.party == 0 else super().invert(x)
 
     def and_(self, x: BitShare, y: BitShare) -> BitShare:
-        """Main 3 bits, mirror 2: party 2 tells the masked product of what is known, party 3 its piece. 1 round."""
+        """Main 3 bits a gate, mirror 2: party 2 tells the masked product of what is known, party 3 its piece.
+
+        1 round.
+        """
         main = super().and_(x, y)
         shape = tuple(main.parts[0].shape)
         if self.role:

@@ -59,7 +59,7 @@ def poly(ring: Ring, count: int, degree: int, shift: int) -> Cost:
 
 
 def msb(count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
-    """Sign bits (prefix adder): the mirror shares the monomials for every threshold, not once."""
+    """Sign bits (prefix adder): the mirror shares the monomials for every threshold, not once. Rounds as Trio's."""
     plan = carry_plan(bits - 1 - low)
     lanes = 8 * words_for(count) * thresholds
     told = (plan.monomial_rows + plan.products + 1) * lanes
@@ -85,13 +85,16 @@ def a2b(ring: Ring, count: int) -> Cost:
 
 
 def inject(ring: Ring, count: int, rows: int, weighted: int, shift: int) -> Cost:
-    """sum of bit_k (w_k x + c_k): 1 element per row and per weighted row to parties 2 and 0, then one finish."""
+    """sum of bit_k (w_k x + c_k): 1 element per row and per weighted row to parties 2 and 0, then one finish.
+
+    1 round, 2 with a shift.
+    """
     products = (rows + weighted) * count * ring.bytes
     return Cost({(3, 2): products, (2, 0): products}) + finish(ring, count, shift, helped=False)
 
 
 def verify() -> Cost:
-    """Two tags to party 0, one verdict to each other party; 2 rounds, whatever was computed."""
+    """Two tags of 16 bytes to party 0, one verdict of 1 byte to each other party; 2 rounds, whatever was computed."""
     return Cost({(1, 0): TAG_BYTES, (2, 0): TAG_BYTES, (0, 1): 1, (0, 2): 1, (0, 3): 1}, 2)
 
 
@@ -108,7 +111,7 @@ def reveal_to_client(ring: Ring, count: int) -> Cost:
 
 
 def index_from_client(count: int, domain: int) -> Cost:
-    """Four point-function keys for each party."""
+    """Four point-function keys for each of four parties, 8 key_words(domain) bytes each."""
     return Cost({(CLIENT, party): 4 * 8 * count * key_words(domain) for party in range(4)})
 
 

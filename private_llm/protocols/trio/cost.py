@@ -41,7 +41,7 @@ def truncate(ring: Ring, count: int, shift: int) -> Cost:
 
 
 def poly(ring: Ring, count: int, degree: int, shift: int) -> Cost:
-    """One-step polynomial: degree - 1 elements pre, then one finish."""
+    """One-step polynomial: degree - 1 elements pre, then one finish; 1 round, 2 with a shift."""
     return Cost({(0, 2): (degree - 1) * count * ring.bytes}) + finish(ring, count, shift, helped=False)
 
 
@@ -73,7 +73,10 @@ def a2b(ring: Ring, count: int) -> Cost:
 
 
 def inject(ring: Ring, count: int, rows: int, weighted: int, shift: int) -> Cost:
-    """sum of bit_k (w_k x + c_k): 1 element pre per row and per weighted row, then one finish."""
+    """sum of bit_k (w_k x + c_k): 1 element pre per row and per weighted row, then one finish.
+
+    1 round, 2 with a shift.
+    """
     return Cost({(0, 2): (rows + weighted) * count * ring.bytes}) + finish(ring, count, shift, helped=False)
 
 
