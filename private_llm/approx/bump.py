@@ -16,9 +16,10 @@ from private_llm.tensor.fixed import Fixed
 
 
 def rectified_minus(x: Fixed, chain: Chain, top: float, log2_scale: int) -> Fixed:
-    """relu(x) - chain(z) at z = min(|x|, top) / 2^log2_scale - 1, for |x| < 2^20 - 2^10.
+    """relu(x) - chain(z) at z = min(|x|, top) / 2^log2_scale - 1, for |x| < 2^20 - 2^10; shape and bits of x.
 
-    34.5 bytes an element for the comparison, 64 for two injections, and the chain's; 3 + 2 rounds and the chain's.
+    33 bytes an element for the comparison, 64 for two injections, and the chain's; 3 + 2 rounds and the chain's. Error:
+    the chain's and the rounding of its result. Raises DomainError in a 32-bit ring.
     """
     rows = coarse_bits(x, [0.0, -top, top])
     inside = x.proto.xor(rows.row(1), rows.row(2))
@@ -31,7 +32,10 @@ def rectified_minus(x: Fixed, chain: Chain, top: float, log2_scale: int) -> Fixe
 def folded(
     x: Fixed, rows: BitShare, weights: list[int], constants: list[float], chain: Chain, top: float, log2_scale: int
 ) -> Fixed:
-    """The chain's argument (top + sum_k row_k (weights_k x + constants_k)) / 2^log2_scale - 1."""
+    """The chain's argument (top + sum_k row_k (weights_k x + constants_k)) / 2^log2_scale - 1, in the shape of x.
+
+    It has the chain's fractional bits; one injection (1 round), and a truncation if that drops bits.
+    """
     away = x.choose(rows, weights, constants)
     z = away.with_share(away.share, away.frac + log2_scale) + (top / 2.0**log2_scale - 1)
     return z.at(chain.argument)

@@ -26,7 +26,7 @@ from private_llm.tensor.fixed import Fixed
 
 @dataclass(frozen=True)
 class Form:
-    """(constant + sum_j weights[j] * raw_j) / 2^frac, where raw_j are the ring elements of v_j."""
+    """(constant + sum_j weights[j] * raw_j) / 2^frac, where raw_j are the ring elements of v_j. Local."""
 
     frac: int
     constant: int
@@ -51,7 +51,7 @@ class Step:
 class Chain:
     """A fitted chain.
 
-    The argument z has `argument` fractional bits. `error` bounds |chain - function|, rounding of the weights
+    The argument z has `argument` fractional bits. `error` bounds |chain - function| (absolute), rounding of the weights
     included. |left * right| * 2^(left.frac + right.frac) stays below 2^61 over the domain (checked by the fit).
     """
 
@@ -63,7 +63,8 @@ class Chain:
 def evaluate(chain: Chain, z: Fixed, frac: int | None = None) -> Fixed:
     """The chain at z (any shape), with `frac` fractional bits (default: those of its table).
 
-    Raises DomainError in a ring of fewer than 64 bits: the products would not fit.
+    2 rounds a step; 105 to 185 bytes an element for the tables here. Raises DomainError in a ring of fewer than 64 bits
+    (the products would not fit) and for a z of other fractional bits than the chain's.
     """
     need_wide_ring(z, "this approximation")
     if z.frac != chain.argument:
@@ -79,7 +80,7 @@ def evaluate(chain: Chain, z: Fixed, frac: int | None = None) -> Fixed:
 
 
 def need_wide_ring(x: Fixed, what: str) -> None:
-    """Raise DomainError unless the ring has 64 bits."""
+    """Raise DomainError, which names `what`, unless the ring has 64 bits."""
     if x.session.ring.bits < 64:
         raise DomainError(
             f"{what}: its products need a 64-bit ring; got {x.session.ring.bits} bits (set ring=64, or use ReLU models)"

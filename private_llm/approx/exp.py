@@ -15,10 +15,10 @@ TOP = 0.25
 
 
 def exp(x: Fixed, frac: int = 24) -> Fixed:
-    """e^x with `frac` fractional bits, for -2^21 + 2^10 < x <= 1/4, any shape; 64-bit ring only.
+    """e^x with `frac` fractional bits, for -2^21 + 2^10 < x <= 1/4, any shape; 64-bit ring only, else DomainError.
 
     Clip at -14 (one coarse comparison, one injection), then a polynomial of degree 16 in four products (chain.py) whose
-    error shrinks with e^(x/2): at most 5e-5, and 2e-6 below -8. 190 bytes an element, 12 rounds.
+    error shrinks with e^(x/2): at most 5e-5, and 2e-6 below -8. 189 bytes an element, 12 rounds.
     """
     keep = x.proto.invert(coarse_bits(x, [-BOTTOM], extra=1, resolution=2))
     above = x.choose(keep, [1], [BOTTOM])

@@ -12,10 +12,11 @@ TOP = 4.0
 
 
 def gelu(x: Fixed, approximate: str = "none") -> Fixed:
-    """GELU of x (any shape), for |x| < 2^20 - 2^10; 64-bit ring only.
+    """GELU of x (any shape), for |x| < 2^20 - 2^10; 64-bit ring only, else DomainError.
 
-    relu(x) - g(|x|): g even, here a polynomial of degree 8 in three products (bump.py). Absolute error at most
-    2e-4, both spellings; exactly x or 0 beyond 4.02. 204 bytes an element, 11 rounds (18 fractional bits).
+    relu(x) - g(|x|): g even, here a polynomial of degree 8 in three products (bump.py). Absolute error at most 2e-4,
+    both spellings; exactly x or 0 beyond 4.02. 202 bytes an element, 11 rounds (18 fractional bits). Raises
+    UnsupportedOp for another spelling.
     """
     if approximate not in ("none", "tanh"):
         raise UnsupportedOp(f"gelu: got approximate={approximate!r}; want 'none' or 'tanh'")

@@ -5,8 +5,9 @@
 3. p(y) ~ y^q by a cubic in one protocol step (coefficients.py), |relative error| at most the cubic's.
 4. x^q = y^q w^(-q): the same bits select w^(-q), by an injection on p(y).
 
-These functions run on rows, not on elements: rounds count, bytes hardly. Per element and threshold: about 16 bytes
-of comparison, 16 for each of the two injections. Garbage outside [low, high].
+These functions run on rows, not on elements: rounds count, bytes hardly. Per element and threshold: 4 bytes (1/x of 1
+to 64 with 18 fractional bits) to 14 (norms) of comparison, 16 for each of the two injections. Garbage outside
+[low, high].
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ THIRDS = Cells(4, (16, 13, 10), (1.265, 1.6, 2.0))
 
 
 def grid(cells: Cells, low: float, high: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(thresholds, weights): weights[i] serves x up to thresholds[i], the last weight everything above."""
+    """(thresholds, weights): weights[i] serves x up to thresholds[i], the last weight everything above.
+
+    len(cells.ends) thresholds an octave from low to high; weight * x lies in the cells' interval above 1.
+    """
     octaves = range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)
     ends = [end * 2.0**octave for octave in octaves for end in cells.ends]
     weights = [m * 2.0 ** (-octave - cells.bits) for octave in octaves for m in cells.mantissas]
@@ -70,9 +74,10 @@ def power(
 ) -> Fixed:
     """gain * x^cubic.power for low <= x <= high, with `frac` fractional bits (default: as many as step 4 leaves).
 
-    Rounds: the comparison's (3 or 4), 2 for y, 2 for the cubic, 1 for step 4 and 1 more if `frac` makes it truncate.
+    The shape of x. Relative error: the cubic's, and the rounding of y and of the result. Rounds: the comparison's (3 or
+    4), 2 for y, 2 for the cubic, 1 for step 4 and 1 more if `frac` makes it truncate.
 
-    Raises DomainError for an empty range, or one too wide for the ring at x's fractional bits.
+    Raises DomainError for an empty range, one too wide for the ring at x's fractional bits, or a 32-bit ring.
     """
     return powers(x, cells, cubic, low, high, frac, gain).value
 
@@ -80,7 +85,10 @@ def power(
 def powers(
     x: Fixed, cells: Cells, cubic: Cubic, low: float, high: float, frac: int | None = None, gain: float = 1.0
 ) -> Powers:
-    """As `power`, with the comparisons that it made on the way. Arguments outside the range give garbage, no error."""
+    """As `power`, with the comparisons that it made on the way; cost and errors are the same.
+
+    Arguments outside the range give garbage, no error.
+    """
     if not 0 < low < high:
         raise DomainError(f"got a range of {low:g} to {high:g}; want 0 < low < high")
     need_wide_ring(x, "a reciprocal or reciprocal square root")

@@ -19,14 +19,17 @@ from private_llm.tensor.fixed import Fixed
 def argmax(x: Fixed) -> Fixed:
     """Index of the first maximum over the last dimension: [..., n] to [...], with 0 fractional bits. |x| < 2^20.
 
-    Exact, in rings of 32 and 64 bits. 90 bytes per entry (18 fractional bits, 64-bit ring), ceil(log2 n) levels of 5
-    rounds: 80 for a vocabulary of 50,272. Raises DomainError for n = 0.
+    Exact, in rings of 32 and 64 bits. 88 bytes per entry (trio, 18 fractional bits, 64-bit ring), ceil(log2 n) levels
+    of 5 rounds: 80 for a vocabulary of 50,272. Raises DomainError for n = 0.
     """
     return first_maximum(x)[1]
 
 
 def first_maximum(x: Fixed) -> tuple[Fixed, Fixed]:
-    """The maximum over the last dimension and its index, as `argmax` and at its cost."""
+    """The maximum over the last dimension and its index, each [...], as `argmax` and at its cost.
+
+    The maximum has the fractional bits of x, the index none.
+    """
     width = x.shape[-1]
     if width < 1:
         raise DomainError("argmax: got an empty last dimension; want at least one entry")

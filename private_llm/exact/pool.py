@@ -22,7 +22,10 @@ Span = tuple[int, int]
 
 
 def output_size(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
-    """Number of windows along one dimension, as PyTorch counts them. Raises DomainError if there is none."""
+    """Number of windows along one dimension, as PyTorch counts them. Sizes in entries.
+
+    Raises DomainError if there is none.
+    """
     room = size + 2 * padding - dilation * (kernel - 1) - 1
     count = (room + stride - 1 if ceil else room) // stride + 1
     if ceil and (count - 1) * stride >= size + padding:
@@ -35,7 +38,8 @@ def output_size(size: int, kernel: int, stride: int, padding: int, dilation: int
 def max_pool2d(x: Fixed, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, ceil: bool) -> Fixed:
     """Maxima over windows of [..., H, W], |x| < 2^20: each of the two dimensions costs k - 1 comparisons an output.
 
-    58 bytes a comparison (18 fractional bits, 64-bit ring), ceil(log2 kw) + ceil(log2 kh) levels of 5 rounds.
+    57 bytes a comparison (trio, 18 fractional bits, 64-bit ring), ceil(log2 kw) + ceil(log2 kh) levels of 5 rounds.
+    Raises DomainError if no window fits or a window lies outside the image altogether.
     """
     for dim in (-1, -2):
         x = _max_along(x, dim, kernel[dim], stride[dim], padding[dim], dilation[dim], ceil)
@@ -74,14 +78,14 @@ def spans(size: int, kernel: int, stride: int, padding: int, ceil: bool) -> list
 
 
 def adaptive_spans(size: int, count: int) -> list[Span]:
-    """Windows of an adaptive average pool along one dimension."""
+    """`count` windows (first, last + 1) of an adaptive average pool along one dimension of `size` entries."""
     return [(window * size // count, -(-(window + 1) * size // count)) for window in range(count)]
 
 
 def window_sums(part: Tensor, dim: int, windows: Sequence[Span]) -> Tensor:
-    """Sums over windows along one dimension (-1 or -2), zeros outside. Linear.
+    """Sums over windows along one dimension (-1 or -2) of one part, zeros outside: that extent becomes len(windows).
 
-    Strided slices where windows are regular, else window by window.
+    Linear. Strided slices where windows are regular, else window by window.
     """
     before, after = max(0, -windows[0][0]), max(0, windows[-1][1] - part.shape[dim])
     if before or after:

@@ -15,7 +15,10 @@ from private_llm.tensor.fixed import Fixed
 
 @dataclass(frozen=True)
 class Rows:
-    """Row r holds lengths[r] >= 0 consecutive entries; all lengths are public. Everything here is local."""
+    """Row r holds lengths[r] >= 0 consecutive entries; all lengths are public. Everything here is local.
+
+    Raises DomainError for a negative length.
+    """
 
     lengths: tuple[int, ...]
 
@@ -55,7 +58,7 @@ class Rows:
             raise DomainError(f"rows of {self.total} entries in sum: got a tensor of shape {tuple(x.shape)}")
 
     def sum(self, x: Fixed) -> Fixed:
-        """x [total] to row sums [count]."""
+        """x [total] to row sums [count], same fractional bits."""
 
         def add_up(part: Tensor) -> Tensor:
             zero = torch.zeros(self.count, dtype=part.dtype, device=part.device)

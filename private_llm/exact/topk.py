@@ -18,8 +18,8 @@ def among_largest(x: Fixed, k: int) -> Fixed:
     """1 for the k largest entries over the last dimension, else 0: [..., n] to [..., n], no fractional bits.
 
     |x| < 2^20. Exact; of equal entries the first ones count. n (n - 1) / 2 comparisons of an activation's bits, and n
-    of log2 n bits: 1564 bytes and 7 rounds for rows of 8, 6255 and 8 for 16 (18 fractional bits, 64-bit ring).
-    Raises DomainError unless 0 < k <= n.
+    of log2 n bits: 1564 bytes and 7 rounds for rows of 8, 6255 and 8 for 16 (trio, 18 fractional bits, 64-bit ring).
+    Local for k = n. Raises DomainError unless 0 < k <= n.
     """
     width = x.shape[-1]
     if not 0 < k <= width:

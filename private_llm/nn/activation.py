@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 
 class PrivateGELU(nn.Module):
-    """GELU; `approximate` is "tanh" or "none" (erf)."""
+    """GELU of a tensor of any shape; `approximate` is "tanh" or "none" (erf). On a secret: `approx.gelu`."""
 
     def __init__(self, approximate: str) -> None:
         super().__init__()
         self.approximate = approximate
 
     def forward(self, input: Tensor) -> Tensor:
-        """Pointwise."""
+        """Pointwise, same shape; 202 bytes an element and 11 rounds on a secret (trio, 18 fractional bits)."""
         return F.gelu(input, approximate=self.approximate)
 
 
@@ -22,5 +22,5 @@ class PrivateQuickGELU(nn.Module):
     """x * sigmoid(1.702 x), as silu(1.702 x) / 1.702."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Pointwise."""
+        """Pointwise, same shape; `silu` after one truncation: 295 bytes an element, 16 rounds (trio, 18 bits)."""
         return F.silu(input * 1.702) * (1.0 / 1.702)

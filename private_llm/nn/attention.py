@@ -33,9 +33,9 @@ SCALE_BITS = 14
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Which scores of shape [batch, heads, queries, keys] exist: flat positions, and the rows they form.
+    """Which scores of shape [batch, heads, queries, keys] exist: flat positions (int64), and the rows they form.
 
-    `select` is None where all exist.
+    `select` is None where all exist. Public.
     """
 
     shape: tuple[int, int, int, int]
@@ -89,10 +89,12 @@ def attend(
 ) -> Fixed:
     """softmax(scale * q k^T, capped, + bias) v: q [B, H, q, D], k and v [B, G, k, D] with G dividing H.
 
-    mask: public, boolean. bias: broadcastable to [B, H, q, k], secret or public. Returns [B, H, q, Dv]; queries
-    that see nothing get zeros. Communicates one product per allowed score, softmax on those, one product per output.
-    Scores, scaled, may reach 2^20. Where `scale` is no power of two and q comes straight from a rotary embedding, |q|
-    must stay below 2^14 (16384): its surplus bits and those of the scale are removed in one truncation.
+    mask: public, boolean, True where allowed. bias: broadcastable to [B, H, q, k], secret or public. Returns [B, H, q,
+    Dv]; queries that see nothing get zeros. Communicates one product per allowed score, softmax on those (with
+    `softcap` a `precise_tanh`, too), one product per output. Scores, scaled, may reach 2^20. Where `scale` is no power
+    of two and q comes straight from a rotary embedding, |q| must stay below 2^14 (16384): its surplus bits and those of
+    the scale are removed in one truncation. Raises DomainError if G does not divide H, for rows longer than 65,536 and
+    in a 32-bit ring.
     """
     return attend_and_weigh(query, key, value, mask, scale, softcap, bias, counted=0)[0]
 
@@ -161,7 +163,10 @@ def _at_scores(bias: Fixed | Tensor, plan: Pattern) -> Fixed | Tensor:
 
 
 def soften(scores: Fixed, plan: Pattern) -> Fixed:
-    """Softmax over the last dimension; `scores` flat at the plan's positions (or whole), zeros elsewhere."""
+    """Softmax over the last dimension, [B, H, q, k], the session's fractional bits; zeros where no score exists.
+
+    `scores`: flat at the plan's positions, or whole. Cost and errors as `softmax`; local if no position exists.
+    """
     if plan.select is None:
         return softmax(scores)
     if not plan.rows.count:
@@ -177,7 +182,7 @@ def _nothing(sample: Fixed, shape: tuple[int, ...]) -> Fixed:
 
 
 def scatter(values: Fixed, positions: Tensor, shape: tuple[int, ...]) -> Fixed:
-    """Zeros of `shape` with `values` at flat `positions`. Local."""
+    """Zeros of `shape` with `values` [n] at flat `positions` (int64 [n], public). Local."""
     count = math.prod(shape)
 
     def spread(part: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class KVBuffer:
     def append(self, key: Fixed, value: Fixed) -> tuple[Fixed, Fixed]:
         """Entries of the next positions, [B, G, new, D] and [B, G, new, Dv]; the first decide about sizes.
 
-        Returns all keys and values held.
+        Returns all keys and values held, [B, G, length, D] and [B, G, length, Dv].
         """
         new = key.shape[2]
         if self._rows is None:
@@ -127,7 +127,7 @@ class KVBuffer:
     def keep(self, index: Tensor) -> None:
         """Evict all entries but `index`: int64 [kept], or [B or 1, G or 1, kept], into the entries held.
 
-        Raises DomainError for another shape, and for indices that do not ascend or do not exist.
+        Raises DomainError for another shape, for indices that do not ascend or do not exist, for none, and while empty.
         """
         if self._rows is None:
             raise DomainError("keep: this cache holds nothing yet")
@@ -181,7 +181,7 @@ class KVBuffer:
         self.position = start
 
     def select(self, index: Tensor) -> None:
-        """Keep, repeat or reorder batch rows (int64 [rows])."""
+        """Keep, repeat or reorder batch rows by public indices (int64 [rows]); B becomes their number."""
         if self.positions is not None and self.positions.shape[0] > 1:
             self.positions = self.positions[index]
         for rows in self._rows or ():
@@ -193,7 +193,7 @@ class KVBuffer:
         return 0 if self._rows is None else int(self._rows[0].parts[0].shape[0])
 
     def copy(self) -> KVBuffer:
-        """Another cache with the same entries so far; no memory is copied before one of them goes on."""
+        """Another cache with the same entries so far; no memory is copied before one of them goes on. Local."""
         twin = KVBuffer()
         twin.position, twin.positions = self.position, self.positions
         if self._rows is not None:

@@ -28,7 +28,11 @@ class SharedInput:
     """
 
     def __init__(self, layers: Sequence[nn.Linear], name: str, ledger: Ledger, read: Read | None = None) -> None:
-        """With `read`, which gives a layer's weight and bias, nothing is kept: each product reads anew."""
+        """layers: linear layers of one input size K.
+
+        With `read`, which gives a layer's weight and bias, nothing is kept: each product reads anew. name: the module
+        under which the ledger books the product.
+        """
         self._name, self._ledger = name, ledger
         self._sizes = [layer.weight.shape[0] for layer in layers]
         self._weights: Callable[[], tuple[Tensor, Tensor | None]]
@@ -44,7 +48,10 @@ class SharedInput:
         self._left = 0
 
     def piece(self, index: int, x: Tensor) -> Tensor:
-        """The output of layer `index` for input x [.., K]."""
+        """The output [.., N_index] of layer `index` for input x [.., K].
+
+        The first call sends what one `linear` of all layers' outputs sends, the others nothing.
+        """
         found = self._pieces[index] if self._source is not None and self._made_from(x) else None
         if found is None:
             with self._ledger.scope(self._name):
@@ -98,7 +105,7 @@ def _content(x: Tensor) -> object:
 
 
 def can_share(layers: Sequence[nn.Module]) -> bool:
-    """Whether these modules are linear layers of one input size, all with or all without a bias."""
+    """Whether these are two or more linear layers of one input size, all with or all without a bias."""
     if len(layers) < 2 or not all(type(layer) is nn.Linear for layer in layers):
         return False
     kinds = {(layer.in_features, layer.bias is None) for layer in layers if isinstance(layer, nn.Linear)}

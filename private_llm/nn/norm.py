@@ -23,7 +23,10 @@ class PrivateRMSNorm(nn.Module):
         self.register_parameter("weight", weight)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalize a secret [.., H]; same shape."""
+        """Normalize a secret [.., H]; same shape. Cost: `approx.norms.rms_norm`.
+
+        Raises PlaintextLeak for a plain tensor.
+        """
         if not isinstance(hidden_states, SecretTensor):
             raise PlaintextLeak("a private norm got a plain tensor; its input must be secret")
         return rms_norm_rule(hidden_states, self.weight, self.eps, self.offset)
@@ -47,7 +50,7 @@ class PrivateLayerNorm(nn.Module):
         self.register_parameter("bias", bias)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Normalize a secret [.., H]; same shape."""
+        """Normalize [.., H]; same shape. On a secret: `approx.norms.layer_norm`, with its cost and errors."""
         weight = self.weight
         if weight is not None and self.offset:
             weight = weight + self.offset

@@ -50,18 +50,24 @@ _register(precise_tanh, torch.tanh, Tensor.tanh, F.tanh)
 
 @implements(F.hardtanh)
 def hardtanh_rule(x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> SecretTensor:
-    """min(max(x, min_val), max_val)."""
+    """min(max(x, min_val), max_val) for |x| < 2^20 - 2^10; `exact.relu.clamp`, at its cost. In place it rebinds x.
+
+    Raises UnsupportedOp for a plain x, DomainError for min_val > max_val.
+    """
     made = SecretTensor(clamp(_settled(x, "hardtanh"), min_val, max_val))
     return x.rebind(made) if inplace and isinstance(x, SecretTensor) else made
 
 
 @implements(F.relu6)
 def relu6_rule(x: Tensor, inplace: bool = False) -> SecretTensor:
-    """min(max(x, 0), 6)."""
+    """min(max(x, 0), 6), as `hardtanh_rule`."""
     return hardtanh_rule(x, 0.0, 6.0, inplace)
 
 
 @implements(F.gelu)
 def gelu_rule(x: Tensor, approximate: str = "none") -> SecretTensor:
-    """GELU in the erf ("none") or tanh spelling."""
+    """GELU in the erf ("none") or tanh spelling: `approx.gelu`.
+
+    Raises UnsupportedOp for a plain x or another spelling.
+    """
     return SecretTensor(gelu(_settled(x, "gelu"), approximate))

@@ -32,13 +32,19 @@ def _kept(made: Fixed, dim: int | None, keepdim: bool, ndim: int) -> SecretTenso
 
 @implements(torch.argmax, Tensor.argmax)
 def argmax(x: SecretTensor, dim: int | None = None, keepdim: bool = False) -> SecretTensor:
-    """Index of the first maximum, as a secret without fractional bits."""
+    """Index of the first maximum over `dim` (None: over all), as a secret without fractional bits.
+
+    Cost: `exact.argmax`.
+    """
     return _kept(first_maximum(_rows(x, dim))[1], dim, keepdim, x.ndim)
 
 
 @implements(torch.amax, Tensor.amax)
 def amax(x: SecretTensor, dim: TorchArg = (), keepdim: bool = False) -> SecretTensor:
-    """Maximum over a dimension, or over all."""
+    """Maximum over a dimension, or over all (no dimension). Cost: `exact.maximum`, not coarse.
+
+    Raises UnsupportedOp for two or more dimensions.
+    """
     if not isinstance(dim, int) and len(dim) > 1:
         raise UnsupportedOp(f"amax over the dimensions {tuple(dim)}; want one, or all")
     over = dim if isinstance(dim, int) else dim[0] if len(dim) else None
@@ -48,7 +54,10 @@ def amax(x: SecretTensor, dim: TorchArg = (), keepdim: bool = False) -> SecretTe
 
 @implements(torch.maximum, Tensor.maximum)
 def larger_of(x: Tensor, y: Tensor) -> SecretTensor:
-    """Maximum of a secret and public numbers that are all minus infinity: the secret as it is."""
+    """Maximum of a secret and public numbers that are all minus infinity (-1e9 or less): the secret as it is. Local.
+
+    Raises UnsupportedOp for anything else.
+    """
     if not isinstance(x, SecretTensor):
         x, y = y, x
     if not isinstance(x, SecretTensor) or isinstance(y, SecretTensor) or not bool((y <= MINUS_INFINITY).all()):
@@ -58,7 +67,10 @@ def larger_of(x: Tensor, y: Tensor) -> SecretTensor:
 
 @implements(torch.max, Tensor.max)
 def largest(x: SecretTensor, dim: TorchArg = None, keepdim: bool = False) -> TorchArg:
-    """Maximum over all, or (maxima, first indices) over a dimension."""
+    """Maximum over all, or (maxima, first indices) over a dimension; cost of `amax`, or of `exact.argmax`.
+
+    With a tensor for `dim`: `larger_of`.
+    """
     if isinstance(dim, Tensor):
         return larger_of(x, dim)
     if dim is None:
@@ -69,7 +81,10 @@ def largest(x: SecretTensor, dim: TorchArg = None, keepdim: bool = False) -> Tor
 
 @implements(torch.topk, Tensor.topk)
 def topk(x: SecretTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> TorchArg:
-    """The largest (or smallest) entry over a dimension with its index."""
+    """The largest (or smallest) entry over a dimension, which becomes 1, with its index; cost of `exact.argmax`.
+
+    Raises UnsupportedOp unless k = 1.
+    """
     if k != 1:
         raise UnsupportedOp(f"topk of {k} secrets has no private rule; want 1, or reveal the values to the client")
     rows = _rows(x, dim)

@@ -16,7 +16,10 @@ from private_llm.tensor.secret import SecretTensor
 
 
 def gain(weight: Tensor | None, offset: float = 0.0) -> Fixed | Tensor | None:
-    """A norm's weight as the approximations take it: secret, public or none."""
+    """A norm's weight [width] plus a public offset as the approximations take it: secret, public or none.
+
+    A secret one with more than the session's fractional bits is truncated (1 round).
+    """
     if isinstance(weight, SecretTensor):
         return weight.to_fixed() + offset if offset else weight.to_fixed()
     if weight is None:
@@ -44,7 +47,10 @@ def _measured(x: SecretTensor, centred: bool = False) -> tuple[Fixed, int]:
 
 
 def rms_norm_rule(x: SecretTensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> SecretTensor:
-    """x / rms(x) * (weight + offset) over the last dimension."""
+    """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last dimension; `approx.norms.rms_norm`, at its cost.
+
+    Calibration may cut x to fewer fractional bits first (1 round), for good.
+    """
     value, square = _measured(x)
     return SecretTensor(rms_norm(value, gain(weight, offset), eps, square=square))
 
@@ -63,7 +69,10 @@ def layer_norm_rule(
     eps: float = 1e-5,
     *_: object,
 ) -> SecretTensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, by `approx.norms.layer_norm`.
+
+    Calibration may cut x to fewer fractional bits first (1 round), for good. Raises UnsupportedOp for other dimensions.
+    """
     _last_only(x, normalized_shape, "layer_norm")
     value, square = _measured(x, centred=True)
     return SecretTensor(layer_norm(value, gain(weight), gain(bias), eps, square=square))
@@ -73,7 +82,10 @@ def layer_norm_rule(
 def rms_norm_function(
     x: SecretTensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> SecretTensor:
-    """x / rms(x) * weight over the last dimension."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, as `rms_norm_rule`; eps: default that of float32.
+
+    Raises UnsupportedOp for other dimensions.
+    """
     _last_only(x, normalized_shape, "rms_norm")
     return rms_norm_rule(x, weight, torch.finfo(torch.float32).eps if eps is None else eps)
 
@@ -85,8 +97,9 @@ def batch_norm(
 ) -> Tensor:  # fmt: skip
     """(x - mean) / sqrt(var + eps) * weight + bias per channel (dimension 1), by running statistics.
 
-    One product an element; `patch()` folds the norm into the layer before it, which costs nothing. Mean, weight and
-    bias may be secret, the variance is public.
+    Local with a public or no weight; a secret one costs a product an element (2 rounds, and one for each truncation of
+    surplus bits). `patch()` folds the norm into the layer before it, which costs nothing. Mean, weight and bias may be
+    secret, the variance is public. Raises UnsupportedOp for a secret one and for the batch's own statistics.
     """
     if training or running_mean is None or running_var is None:
         raise UnsupportedOp("batch_norm by the batch's own statistics; call model.eval() on a norm that tracks them")

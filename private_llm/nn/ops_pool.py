@@ -31,7 +31,11 @@ def max_pool2d_rule(
     x: SecretTensor, kernel_size: TorchArg, stride: TorchArg = None, padding: TorchArg = 0, dilation: TorchArg = 1,
     ceil_mode: bool = False, return_indices: bool = False,
 ) -> SecretTensor:  # fmt: skip
-    """Maxima over windows."""
+    """Maxima over windows of [B, C, H, W] or [C, H, W]; `exact.pool.max_pool2d`, at its cost, |x| < 2^20.
+
+    Raises UnsupportedOp for return_indices, DomainError for other shapes, a padding above half the window, or no
+    window.
+    """
     if return_indices:
         raise UnsupportedOp("max_pool2d with return_indices: where a maximum was stays secret")
     kernel = _pair(kernel_size)
@@ -46,7 +50,12 @@ def avg_pool2d_rule(
     x: SecretTensor, kernel_size: TorchArg, stride: TorchArg = None, padding: TorchArg = 0, ceil_mode: bool = False,
     count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> SecretTensor:  # fmt: skip
-    """Means over windows, exact in range wherever the mean is (tensor/means.py); large windows truncate their sums."""
+    """Means over windows of [B, C, H, W] or [C, H, W], in range wherever the mean is (tensor/means.py).
+
+    Local where windows count fewer than 16 entries, or all the same power of two (18 fractional bits, 64-bit ring);
+    else 1 truncation of the outputs, 1 round. Windows of more than 2^f entries truncate their sums. Raises DomainError
+    for other shapes, a padding above half the window, or no window.
+    """
     kernel, pads = _pair(kernel_size), _pair(padding)
     _check("avg_pool2d", x, kernel, pads)
     step = kernel if stride is None or stride == [] else _pair(stride)
@@ -58,7 +67,7 @@ def avg_pool2d_rule(
 
 @implements(F.adaptive_avg_pool2d)
 def adaptive_avg_pool2d_rule(x: SecretTensor, output_size: TorchArg) -> SecretTensor:
-    """Means over as many windows as asked for; as `avg_pool2d`."""
+    """Means over as many windows (height, width) as asked for; cost and error as `avg_pool2d`."""
     _check("adaptive_avg_pool2d", x, (1, 1), (0, 0))
     wanted = (output_size, output_size) if output_size is None or isinstance(output_size, int) else output_size
     rows, columns = (

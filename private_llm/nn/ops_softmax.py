@@ -15,7 +15,10 @@ from private_llm.tensor.secret import SecretTensor
 
 @implements(F.softmax, torch.softmax, Tensor.softmax)
 def softmax_rule(x: Tensor, dim: int | None = None, *_: object, **__: object) -> SecretTensor:
-    """Softmax; entries that a mask set to minus infinity are skipped and get probability 0."""
+    """Softmax over the last dimension; entries that a mask set to minus infinity are skipped and get probability 0.
+
+    `approx.softmax` on the others, at its cost. Raises UnsupportedOp for another dimension or a plain x.
+    """
     if not isinstance(x, SecretTensor) or dim not in (-1, x.ndim - 1):
         raise UnsupportedOp(f"softmax over dimension {dim}; want a secret and its last dimension")
     shape = x.shape
@@ -42,7 +45,11 @@ def attention_rule(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> SecretTensor:
-    """softmax(scale q k^T + mask) v for 4-D operands; the mask is public, boolean or additive."""
+    """softmax(scale q k^T + mask) v for q [B, H, q, D], k [B, G, k, D] and v [B, G, k, Dv].
+
+    The mask is public, boolean or additive. scale: default D^(-1/2). `attend`, at its cost. Raises UnsupportedOp for
+    dropout, plain or other than 4-D operands.
+    """
     operands = (query, key, value)
     if dropout_p or not all(isinstance(t, SecretTensor) and t.ndim == 4 for t in operands):
         raise UnsupportedOp("scaled_dot_product_attention needs 4-D secret q, k, v and no dropout")

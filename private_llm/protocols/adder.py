@@ -18,7 +18,10 @@ ROUND_S = 1e-4
 
 @dataclass(frozen=True)
 class Adder:
-    """The choice of `PrivateConfig.adder` with the network it is made for."""
+    """The choice of `PrivateConfig.adder` with the network it is made for: Mbit/s each way, one-way latency in ms.
+
+    Without a bandwidth "auto" is the prefix adder.
+    """
 
     kind: Literal["auto", "prefix", "ripple"] = "auto"
     bandwidth_mbit: float | None = None

@@ -1,4 +1,7 @@
-"""The interface of comparisons and bits: sign bits of ring elements, gates, and the way between bits and numbers."""
+"""The interface of comparisons and bits: sign bits of ring elements, gates, and the way between bits and numbers.
+
+Bytes are over all links, preprocessing included, of a count that fills whole words (64 elements); 64-bit ring.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +18,31 @@ Weights = Sequence[int | Tensor]
 
 
 class Boolean(PartyEnd):
-    """Bits are shared bitwise, 64 elements a word (`BitShare`)."""
+    """Bits are shared bitwise, 64 elements a word (`BitShare`); a row of n bits is sent as ceil(n / 64) words."""
 
     @abstractmethod
     def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None, low: int = 0) -> BitShare:
-        """Rows of sign bits: row k is [x + offsets[k] < 0], for x flattened.
+        """Rows of sign bits: row k is [x + offsets[k] < 0], for x flattened; [len(offsets) rows, x.numel()].
 
-        `bits=b` promises -2^(b-1) <= x + offset < 2^(b-1) and uses a shorter adder; default: full ring.
-        `low=d` leaves the d lowest positions out of the adder: where 0 <= x + offset < 2^d the bit may be 1
-        (and the range starts at -2^(b-1) + 2^d).
+        `bits=b` promises -2^(b-1) <= x + offset < 2^(b-1) and uses a shorter adder; default: full ring. `low=d` leaves
+        the d lowest positions out of the adder: where 0 <= x + offset < 2^d the bit may be 1 (and the range starts at
+        -2^(b-1) + 2^d). All 64 bits with the prefix adder: 4 rounds, 40.75 bytes an element in trio and 74 in quad; 39
+        bits: 4 rounds, 24.1 and 43.5. Trio's ripple adder: 63 rounds, 31.6 bytes. Raises DomainError unless 2 <= b <=
+        ring bits and 0 <= d <= b - 2 (trio, quad, dealer).
         """
 
     @abstractmethod
     def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
         """sum over rows k of bit_k * (weights[k] * x + constants[k]), divided by 2^shift.
 
-        `x` is flattened to [count]; with `x=None` the weights are ignored (bit to arithmetic). Result is 1-D [count].
+        `x` is flattened to [count]; with `x=None` the weights are ignored (bit to arithmetic). Result is 1-D [count]. 1
+        round (2 with a shift). One row without shift, bytes an element: 32 with a weight and 24 without in trio, 56 and
+        40 in quad. Raises DomainError unless weights and constants are one for each row (trio, quad, dealer).
         """
 
     @abstractmethod
     def xor(self, x: BitShare, y: BitShare) -> BitShare:
-        """Bitwise exclusive or. Local."""
+        """Bitwise exclusive or x ^ y of equal rows and count. Local."""
 
     @abstractmethod
     def invert(self, x: BitShare) -> BitShare:
@@ -43,8 +50,11 @@ class Boolean(PartyEnd):
 
     @abstractmethod
     def and_(self, x: BitShare, y: BitShare) -> BitShare:
-        """Bitwise and, rows by rows."""
+        """Bitwise and x & y, rows by rows: 1 round; 3 bits a gate in trio, 5 in quad."""
 
     @abstractmethod
     def a2b(self, x: Share) -> BitShare:
-        """All bits of x (flattened): row i holds bit i, least significant first."""
+        """All bits of x (flattened): [ring bits rows, x.numel()], row i holds bit i, least significant first.
+
+        A ripple adder: ring bits - 1 rounds (63); 31.6 bytes an element in trio, 55.4 in quad.
+        """

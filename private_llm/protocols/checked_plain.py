@@ -29,13 +29,13 @@ from private_llm.protocols.share import BitShare, Index, Share, cleartext
 
 
 class CheckedPlain(Plain):
-    """The cleartext reference, which refuses to wrap: every method raises DomainError instead."""
+    """The cleartext reference, which refuses to wrap: methods that meet a wrapped value raise DomainError."""
 
     _lenient = False
 
     @contextmanager
     def may_wrap(self) -> Iterator[None]:
-        """Inside, values may leave the ring."""
+        """Inside, values may leave the ring, and no method raises for it."""
         self._lenient = True
         try:
             yield
@@ -43,7 +43,7 @@ class CheckedPlain(Plain):
             self._lenient = False
 
     def expect_rows(self, what: str, x: Share, square: float) -> None:
-        """Raises DomainError for a row whose sum of squares reaches `square` (in squared ring elements)."""
+        """Raises DomainError if a row's sum of squares, in squared ring elements, reaches `square`; x [.., width]."""
         largest = float(self._operand(x).parts[0].double().square().sum(-1).max()) if x.numel() else 0.0
         if not largest < square:
             self._refuse(what, largest, square, "a sum of squares")
@@ -86,7 +86,7 @@ class CheckedPlain(Plain):
 
     # -- products ------------------------------------------------------------------------------------------
     def truncate(self, x: Share, shift: int) -> Share:
-        """floor(x / 2^shift)."""
+        """floor(x / 2^shift). Raises DomainError for |x| >= 2^(ring bits - 2)."""
         if not shift:
             return x
         x = self._operand(x)
@@ -94,27 +94,27 @@ class CheckedPlain(Plain):
         return _watched(super().truncate(x, shift))
 
     def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
-        """floor(x y / 2^shift)."""
+        """floor(x*y / 2^shift). Raises DomainError for |x*y| >= 2^(ring bits - 2), or the ring's half without shift."""
         x, y = self._operand(x), self._operand(y)
         self._fits("a product", x.parts[0].double() * y.parts[0].double(), shift)
         return _watched(super().mul(x, y, shift))
 
     def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
-        """floor(B(x, y) / 2^shift), checked at the selected outputs only."""
+        """floor(B(x, y) / 2^shift), checked at the selected outputs only; limits as `mul`."""
         x, y = self._operand(x), self._operand(y)
         exact = form.real(x.parts[0].double(), y.parts[0].double())
         self._fits(f"a {form.tag}", exact if select is None else exact.reshape(-1)[select], shift)
         return _watched(super().bilinear(form, x, y, shift, select))
 
     def bilinear_public(self, form: Form, x: Share, c: Tensor, shift: int = 0, left: bool = False) -> Share:
-        """floor(B(x, c) / 2^shift), or of B(c, x)."""
+        """floor(B(x, c) / 2^shift), or of B(c, x); limits as `mul`."""
         x = self._operand(x)
         pair = (c.double(), x.parts[0].double()) if left else (x.parts[0].double(), c.double())
         self._fits(f"a {form.tag}", form.real(*pair), shift)
         return _watched(super().bilinear_public(form, x, c, shift, left))
 
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
-        """Horner's rule."""
+        """Horner's rule; checked in double precision before the division."""
         x = self._operand(x)
         value = x.parts[0].double()
         exact = torch.full_like(value, float(coefficients[-1]))
@@ -125,7 +125,10 @@ class CheckedPlain(Plain):
 
     # -- comparisons and bits --------------------------------------------------------------------------------
     def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None, low: int = 0) -> BitShare:
-        """Sign bits, of values that keep their promised range."""
+        """Sign bits of values that keep their promised range.
+
+        Raises DomainError, with the module's name, for others.
+        """
         x = self._operand(x)
         value = x.parts[0].double()
         half = 2.0 ** ((bits or self.ring.bits) - 1)
@@ -142,14 +145,14 @@ class CheckedPlain(Plain):
         return super().msb(x, offsets, bits, low)
 
     def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
-        """sum of bit_k * (w_k x + c_k)."""
+        """sum of bit_k * (w_k x + c_k), divided by 2^shift; checked before the division."""
         x = None if x is None else self._operand(x)
         real = None if x is None else Share((x.parts[0].double(),))
         self._fits("a choice by bits", self._injected(bits, real, weights, constants, torch.float64), shift)
         return _watched(super().inject(bits, x, weights, constants, shift))
 
     def a2b(self, x: Share) -> BitShare:
-        """Bits of two's complement."""
+        """Bits of two's complement. Raises DomainError if a local step before wrapped."""
         return super().a2b(self._operand(x))
 
     # -- leaving and entering the sharing ----------------------------------------------------------------------
@@ -158,11 +161,11 @@ class CheckedPlain(Plain):
         return _watched(super().receive_input(shape))
 
     def lookup(self, index: Index, table: Share | Tensor) -> Share:
-        """Row selection."""
+        """Row selection. Raises DomainError if a shared table wrapped in a local step before."""
         return _watched(super().lookup(index, table if isinstance(table, Tensor) else self._operand(table)))
 
     def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:
-        """The values themselves."""
+        """The values themselves. Raises DomainError if a local step before wrapped."""
         super().reveal([(endpoint, self.check("an output", x)) for endpoint, x in pieces])
 
 

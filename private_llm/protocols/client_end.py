@@ -15,28 +15,34 @@ from private_llm.ring.ring import Ring
 
 
 class ClientEnd(ABC):
-    """The client's end, over links to all parties. Calls come in the parties' order."""
+    """The client's end, over links to all parties. Calls come in the parties' order. Values are ring elements."""
 
     def __init__(self, transport: Transport, ring: Ring) -> None:
         self.transport, self.ring = transport, ring
 
     @abstractmethod
     def share(self, elements: Tensor) -> None:
-        """Share ring elements with the parties, who call `receive_input` with the same shape."""
+        """Share ring elements of any shape with the parties, who call `receive_input` with the same shape.
+
+        One element each to two parties (trio, dealer), three (quad) or one (plain).
+        """
 
     @abstractmethod
     def share_index(self, indices: Tensor, domain: int) -> None:
-        """Share int64 indices [T] below `domain`; the parties call `receive_index(T, domain)`.
+        """Share int64 indices [T] below `domain`; the parties call `receive_index(T, domain)`. Bytes: see there.
 
-        Raises DomainError for an index outside the domain.
+        Raises DomainError for an index outside the domain; the message does not name the index.
         """
 
     @abstractmethod
     def open(self, shape: tuple[int, ...]) -> Tensor:
-        """Ring elements of `shape` that the parties reveal right now. Raises ProtocolAbort if a lie is noticed."""
+        """Ring elements of `shape` that the parties reveal right now. Raises ProtocolAbort if a lie is noticed (quad).
+
+        One element each from two parties; quad adds 32 bytes from each of the other two; one from the party of plain.
+        """
 
     def section(self, label: str) -> AbstractContextManager[None]:
-        """Around a call that was preprocessed: masks are drawn apart, once for each `label`, as at the parties.
+        """Around a call that was preprocessed: masks are drawn apart, once for each `label`, as at the parties. Local.
 
         Raises UnsupportedOp for a protocol without separate preprocessing.
         """
@@ -44,4 +50,7 @@ class ClientEnd(ABC):
         raise UnsupportedOp(f"this protocol has no separate preprocessing; want {wanted}")
 
     def take_witnesses(self, digests: Sequence[str]) -> None:  # noqa: B027 - semi-honest protocols need none
-        """What the party that ran ahead gave to check openings with (hexadecimal, in order)."""
+        """What the party that ran ahead gave to check openings with (hexadecimal, in order).
+
+        Local; replaces older ones.
+        """

@@ -3,7 +3,7 @@
 With y = truncate(z), which is the floor or one unit more, d = z - y 2^f lies in [-2^f, 2^f) and is negative iff y is
 too high, so floor(z / 2^f) = y - [d < 0]. A product is therefore made without division first. Price, besides the
 product: one truncation, one comparison of f + 1 bits, one bit to arithmetic: 1 + 3 + 1 rounds at f = 18, and
-about 57 bytes an element (trio, 64 bits). It removes the rounding's dependence on the masks; nothing else changes.
+49.4 bytes an element (trio, 64 bits). It removes the rounding's dependence on the masks; nothing else changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from private_llm.protocols.share import BitShare, Index, Share
 
 
 class Exact(Protocol):
-    """One party's end of `inner` with exact divisions."""
+    """One party's end of `inner` with exact divisions. What divides by 2^0 costs what it costs there."""
 
     divides_exactly = True
 
@@ -46,7 +46,10 @@ class Exact(Protocol):
 
     # -- divisions ---------------------------------------------------------------------------------------
     def truncate(self, x: Share, shift: int) -> Share:
-        """floor(x / 2^shift) for |x| < 2^(ring bits - 2)."""
+        """floor(x / 2^shift) for |x| < 2^(ring bits - 2); the shape of x.
+
+        Shift 18: 5 rounds, 49.4 bytes an element (trio).
+        """
         if shift == 0:
             return x
         high = self._inner.truncate(x, shift)
@@ -55,19 +58,22 @@ class Exact(Protocol):
         return self._inner.sub(high, below.map(lambda part: part.view(x.shape)))
 
     def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
-        """Elementwise product, exactly divided."""
+        """floor(x*y / 2^shift): the inner product (1 round), then `truncate`.
+
+        Shift 18: 6 rounds, 73.4 bytes an output (trio).
+        """
         return self.truncate(self._inner.mul(x, y), shift)
 
     def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
-        """Matrix product or convolution, exactly divided."""
+        """Matrix product or convolution, exactly divided: 1 round, then `truncate` of the (selected) outputs."""
         return self.truncate(self._inner.bilinear(form, x, y, select=select), shift)
 
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
-        """Polynomial, exactly divided."""
+        """Polynomial of degree 2 or 3, exactly divided: 1 round, then `truncate`."""
         return self.truncate(self._inner.poly(x, coefficients), shift)
 
     def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
-        """Weighted bits, exactly divided."""
+        """Weighted bits, exactly divided: 1 round, then `truncate`; 1-D [count]."""
         return self.truncate(self._inner.inject(bits, x, weights, constants), shift)
 
     # -- everything else as it is ---------------------------------------------------------------------------

@@ -32,7 +32,8 @@ class Ahead(Generic[Request]):
     def prepare(self, plan: int, requests: Sequence[Request]) -> int:
         """Compute ahead, or store, every request of a new plan (numbers rise); what is left of an older one is lost.
 
-        Returns bytes stored. Raises ProtocolAbort for a plan that was prepared before.
+        The helping party sends all of its part, its receivers write that to disk, the others do nothing. Returns bytes
+        stored. Raises ProtocolAbort for a plan that was prepared before.
         """
         self.close()
         if plan <= self._plan:

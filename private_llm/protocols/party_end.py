@@ -20,7 +20,7 @@ Links = Callable[[Transport], Transport]
 
 
 class PartyEnd(ABC):
-    """What all interfaces of a protocol share. `party` is its number, `ring` that of arithmetic shares."""
+    """What all interfaces of a protocol share. `party` is its number from 0, `ring` that of arithmetic shares."""
 
     name: str
 
@@ -37,18 +37,23 @@ class PartyEnd(ABC):
         return self
 
     def section(self, label: str, links: Links = lambda transport: transport) -> AbstractContextManager[None]:
-        """Inside, masks are drawn apart (once for each `label`), over `links`: the helper may run ahead.
+        """Inside, masks are drawn apart (once for each `label`), over `links`: the helper may run ahead. Local.
 
-        Raises UnsupportedOp for a protocol without separate preprocessing.
+        Raises UnsupportedOp for a protocol without separate preprocessing, ProtocolAbort for a label that was used
+        before.
         """
         wanted = names_where(lambda facts: facts.helper is not None)
         raise UnsupportedOp(f"protocol '{self.name}' has no separate preprocessing; want {wanted}")
 
     def take_witnesses(self) -> list[str]:
-        """What the client needs of a party that ran ahead to check what others will open (hexadecimal, in order)."""
+        """What the client needs of a party that ran ahead to check what others will open (hexadecimal, in order).
+
+        Empty but at party 3 of quad, where each is the 32-byte digest of one opening's masks; what was taken is
+        forgotten.
+        """
         return []
 
     @property
     def ledger(self) -> Ledger:
-        """Counts of what this party sent and waited for."""
+        """Counts of what this party sent (bytes), waited for (rounds) and multiplied (products in the ring)."""
         return self.transport.ledger

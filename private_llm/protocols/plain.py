@@ -1,7 +1,7 @@
 """`plain`: one party, no secrecy, the same interface and fixed-point arithmetic as the real protocols.
 
 It exists as the reference the suite compares every protocol with, and to tell an approximation's error
-from a protocol's (`ranges.py` is the same with every range checked). A session refuses to start it without
+from a protocol's (`checked_plain.py` is the same with every range checked). A session refuses to start it without
 `insecure=True`.
 """
 
@@ -20,13 +20,16 @@ from private_llm.protocols.share import BitShare, Index, Share, words_for
 
 
 class Plain(Protocol):
-    """The cleartext reference."""
+    """The cleartext reference: nothing is sent between parties, and every division is the floor.
+
+    A share has one part.
+    """
 
     name = "plain"
     divides_exactly = True
 
     def add_public(self, x: Share, c: int | Tensor) -> Share:
-        """x + c."""
+        """x + c, broadcasting; wraps."""
         return x.map(lambda part: part + c)
 
     def public(self, c: Tensor) -> Share:
@@ -34,22 +37,22 @@ class Plain(Protocol):
         return Share((c.to(self.ring.dtype),))
 
     def truncate(self, x: Share, shift: int) -> Share:
-        """floor(x / 2^shift), exactly."""
+        """floor(x / 2^shift), exactly, for every ring element."""
         return x.map(lambda part: part >> shift) if shift else x
 
     def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
-        """floor(x y / 2^shift)."""
+        """floor(x*y / 2^shift), where x*y wraps modulo 2^(ring bits) unnoticed."""
         return self.truncate(Share((x.parts[0] * y.parts[0],)), shift)
 
     def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
-        """floor(B(x, y) / 2^shift), optionally at selected outputs only."""
+        """floor(B(x, y) / 2^shift), optionally at selected outputs only, 1-D; B(x, y) wraps unnoticed."""
         out = form.product(x.parts[0], y.parts[0])
         if select is not None:
             out = out.reshape(-1)[select]
         return self.truncate(Share((out,)), shift)
 
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
-        """Horner's rule in the ring."""
+        """Horner's rule in the ring, then the division; any degree."""
         value = x.parts[0]
         out = torch.full_like(value, self.ring.constant(coefficients[-1]))
         for c in reversed(coefficients[:-1]):
@@ -64,7 +67,7 @@ class Plain(Protocol):
         return BitShare((torch.stack(rows),), flat.numel())
 
     def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
-        """sum of bit_k * (w_k x + c_k)."""
+        """floor(sum of bit_k * (w_k x + c_k) / 2^shift), 1-D [count]."""
         return self.truncate(Share((self._injected(bits, x, weights, constants, self.ring.dtype),)), shift)
 
     @staticmethod
@@ -91,28 +94,28 @@ class Plain(Protocol):
         return BitShare((x.parts[0] & y.parts[0],), x.count)
 
     def a2b(self, x: Share) -> BitShare:
-        """Bits of two's complement."""
+        """Bits of two's complement: [ring bits rows, count], least significant first."""
         flat = x.parts[0].reshape(-1)
         rows = [_pack((flat >> i) & 1) for i in range(self.ring.bits)]
         return BitShare((torch.stack(rows),), flat.numel())
 
     def receive_input(self, shape: tuple[int, ...]) -> Share:
-        """The client's values in the clear."""
+        """The client's values in the clear, `shape`; 1 element each."""
         return Share((self.transport.recv(CLIENT, "input", shape, self.ring.dtype),))
 
     def receive_index(self, count: int, domain: int) -> Index:
-        """The indices in the clear."""
+        """The indices in the clear, int64 [count]; 8 bytes each."""
         return Index((self.transport.recv(CLIENT, "index", (count,), torch.int64),), count, domain)
 
     def lookup(self, index: Index, table: Share | Tensor) -> Share:
-        """Row selection."""
+        """Rows [count, D] of a table [domain, D]."""
         rows = table if isinstance(table, Tensor) else table.parts[0]
         if rows.is_meta:
             return Share((torch.empty((index.count, rows.shape[1]), dtype=self.ring.dtype, device="meta"),))
         return Share((rows[index.keys[0]],))
 
     def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:
-        """The values themselves."""
+        """The values themselves, 1 element each."""
         for endpoint, x in pieces:
             self.transport.send(endpoint, "reveal", x.parts[0].contiguous())
 

@@ -18,7 +18,10 @@ class PlainClient(ClientEnd):
         self.transport.send(0, "input", elements.contiguous())
 
     def share_index(self, indices: Tensor, domain: int) -> None:
-        """Hand indices below `domain` to the party."""
+        """Hand indices below `domain` to the party, 8 bytes each.
+
+        Raises DomainError for an index outside the domain.
+        """
         if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= domain):
             raise DomainError(f"an index lies outside 0 .. {domain - 1}")
         self.transport.send(0, "index", indices.reshape(-1).contiguous())

@@ -12,37 +12,41 @@ from private_llm.ring.ring import Ring
 
 
 class Prices(Protocol):
-    """Counts are numbers of elements, widths numbers of columns, shifts and ranges numbers of bits."""
+    """Each returns bytes by link and online rounds.
+
+    Counts are numbers of elements, widths numbers of columns, shifts and ranges numbers of bits; bits are packed into
+    words of 8 bytes.
+    """
 
     def product(self, ring: Ring, count: int, shift: int) -> Cost:
-        """`mul` and `bilinear` with `count` outputs."""
+        """`mul` and `bilinear` with `count` outputs, whatever the sums are over, divided by 2^shift."""
 
     def truncate(self, ring: Ring, count: int, shift: int) -> Cost:
-        """`truncate`."""
+        """`truncate` of `count` elements by `shift` bits; nothing for a shift of 0."""
 
     def poly(self, ring: Ring, count: int, degree: int, shift: int) -> Cost:
-        """`poly`."""
+        """`poly` of `degree` 2 or 3 at `count` elements, divided by 2^shift."""
 
     def msb(self, count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
-        """`msb` with the prefix adder."""
+        """`msb` with the prefix adder: values of `bits` bits without the `low` lowest, against `thresholds` offsets."""
 
     def msb_ripple(self, count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
-        """`msb` with the ripple adder."""
+        """The same with the ripple adder: fewer bytes for one threshold, bits - 1 - low rounds."""
 
     def a2b(self, ring: Ring, count: int) -> Cost:
-        """`a2b`."""
+        """`a2b` of `count` elements: always the ripple adder."""
 
     def gate(self, count: int, rows: int = 1) -> Cost:
-        """`and_`."""
+        """`and_` of `rows` bit vectors of `count` elements."""
 
     def inject(self, ring: Ring, count: int, rows: int, weighted: int, shift: int) -> Cost:
-        """`inject` of `rows` bits, `weighted` of them times x."""
+        """`inject` of `rows` bits for `count` elements, `weighted` of them times x, divided by 2^shift."""
 
     def lookup(self, ring: Ring, count: int, width: int, public: bool = False) -> Cost:
-        """`lookup` in a shared or public table."""
+        """`lookup` of `count` indices in a table of `width` columns, shared or public; what the client sends apart."""
 
     def input_from_client(self, ring: Ring, count: int) -> Cost:
-        """`receive_input`."""
+        """`receive_input` of `count` elements; no round is booked for waiting for the client."""
 
     def reveal_to_client(self, ring: Ring, count: int) -> Cost:
-        """`reveal_to_client`."""
+        """`reveal_to_client` of `count` elements, with the verification before it (quad: 2 rounds)."""

@@ -22,19 +22,24 @@ class Protocol(Arithmetic, Boolean, Oblivious):
 
     @abstractmethod
     def receive_input(self, shape: tuple[int, ...]) -> Share:
-        """This party's part of ring elements that the client shares right now."""
+        """This party's part of ring elements of `shape` that the client shares right now.
+
+        From the client 1 element each to two parties (trio, dealer), three (quad) or one (plain). No round is booked.
+        """
 
     def verify(self) -> None:
         """Make sure that no party has deviated so far; openings do it first. Raises ProtocolAbort.
 
-        Semi-honest protocols trust that nobody has, and do nothing.
+        Semi-honest protocols trust that nobody has, and do nothing. Quad: 35 bytes in all and 2 rounds, whatever was
+        computed.
         """
 
     @abstractmethod
     def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:
         """Send each endpoint outside the parties what it needs to open its piece; the parties learn nothing.
 
-        It opens them with `protocols.session.opened`.
+        It opens them with `protocols.session.opened`. 2 elements an opened one (plain: 1); in quad 64 bytes a piece
+        more, after one `verify`, which raises ProtocolAbort and sends nothing if a party deviated.
         """
 
     def reveal_to_client(self, x: Share) -> None:

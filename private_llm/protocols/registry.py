@@ -57,7 +57,7 @@ class PartySetup:
 
     @property
     def ring(self) -> Ring:
-        """The ring of arithmetic shares."""
+        """The ring of arithmetic shares, Z/2^64 or Z/2^32."""
         return Ring(self.config.ring)
 
     @property
@@ -98,7 +98,7 @@ class ProtocolSpec:
         return tuple(mask for mask, holders in enumerate(self.mask_holders) if party in holders)
 
     def receives_values(self, party: int) -> bool:
-        """Whether a party receives something for every value, besides keys."""
+        """Whether a party receives something for every value, one element of it, besides keys."""
         return not self.mask_holders or len(self.masks_of(party)) < len(self.mask_holders)
 
 

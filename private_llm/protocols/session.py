@@ -43,7 +43,7 @@ class Known:
 
 @dataclass(frozen=True, eq=False)
 class Session:
-    """Everything an operation of one party needs.
+    """Everything an operation of one party needs. Compared by identity: secrets of two sessions never meet.
 
     `device` is where inputs arrive, "meta" when only costs are counted. `known` are the ranges of the loaded model.
     """
@@ -55,12 +55,12 @@ class Session:
 
     @cached_property
     def ring(self) -> Ring:
-        """The ring of arithmetic shares."""
+        """The ring of arithmetic shares, Z/2^64 or Z/2^32."""
         return self.protocol.ring
 
     @cached_property
     def frac(self) -> int:
-        """Default fractional bits of secret values."""
+        """Default fractional bits of secret values (`PrivateConfig.frac_bits`)."""
         return self.config.frac_bits
 
     @cached_property
@@ -69,7 +69,10 @@ class Session:
         return self.protocol.party
 
     def exponent(self, quantity: str) -> int | None:
-        """What calibration tells of the module that is being computed (`ranges.QUANTITIES`), or None."""
+        """What calibration tells of the module that is being computed (`ranges.QUANTITIES`): an exponent of two.
+
+        None without calibration or for a module that it did not meet. Public and local.
+        """
         ranges = self.known.ranges
         return ranges.of(self.protocol.ledger.scope_name, quantity) if ranges.modules else None
 
@@ -80,7 +83,9 @@ class Session:
 def join(config: PrivateConfig, party: int, transport: Transport) -> Session:
     """Agree with all other endpoints on settings and keys, and return this party's session.
 
-    Raises ConfigError when another endpoint runs other settings or another version, or a device is not here.
+    Sends a 64-byte greeting to each other endpoint, receives a 32-byte key from the client for each mask of inputs that
+    this party knows, and makes the protocol's end (quad: group keys, too). Raises ConfigError when another endpoint
+    runs other settings or another version, or a device is not here.
     """
     device = device_for(config.device, party)
     others = [p for p in range(config.parties) if p != party]
@@ -111,26 +116,35 @@ def _dividing(config: PrivateConfig, protocol: Protocol) -> Protocol:
 
 
 def join_as_client(config: PrivateConfig, transport: Transport) -> ClientEnd:
-    """The client's end of a session, after agreeing with every party."""
+    """The client's end of a session, after agreeing with every party: 64 bytes to each, and 32 for each key it shares.
+
+    Raises ConfigError when a party runs other settings or another version.
+    """
     _meet(config, transport, list(range(config.parties)))
     return client_end(config, transport)
 
 
 def client_end(config: PrivateConfig, transport: Transport) -> ClientEnd:
-    """The client's end once all have agreed (or for counting costs on a `MetaTransport`)."""
+    """The client's end once all have agreed (or for counting costs on a `MetaTransport`).
+
+    Sends the keys of input masks.
+    """
     return protocol_spec(config.protocol).client(transport, Ring(config.ring))
 
 
 def opened(config: PrivateConfig, transport: Transport, shape: tuple[int, ...]) -> Tensor:
     """Ring elements of `shape` that the parties reveal to this endpoint, which needs no key of theirs.
 
-    Raises ProtocolAbort if the protocol notices a lie.
+    Bytes as `ClientEnd.open`. Raises ProtocolAbort if the protocol notices a lie (quad).
     """
     return protocol_spec(config.protocol).open(transport, Ring(config.ring), shape)
 
 
 def meta_session(config: PrivateConfig, party: int) -> Session:
-    """A session that counts costs on meta tensors: no data, no weights, no other party."""
+    """A session that counts costs on meta tensors: no data, no weights, no other party; nothing is sent.
+
+    Its shares must have the parts that the protocol holds: 1 under plain, 2 under trio and dealer, 3 under quad.
+    """
     zero = Seed(bytes(32))
     seeds = dict.fromkeys([*range(config.parties), CLIENT], zero)
     setup = PartySetup(config, party, MetaTransport(party), seeds, [zero] * keys_held(config, party), counting=True)

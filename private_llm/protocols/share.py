@@ -11,7 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """This party's components of a ring tensor; all parts have the logical shape. `repr` shows no values."""
+    """This party's components of a ring tensor; all parts have the logical shape. `repr` shows no values.
+
+    One part under plain (two in debug sessions), two under trio and dealer, three under quad; int64 or int32.
+    """
 
     parts: tuple[Tensor, ...]
 
@@ -25,7 +28,7 @@ class Share:
         return self.parts[0].numel()
 
     def map(self, linear: Callable[[Tensor], Tensor]) -> Share:
-        """Apply a linear or reordering function to every part: a local operation."""
+        """Apply a linear or reordering function to every part, which may change the shape: a local operation."""
         return Share(tuple(map(linear, self.parts)))
 
     def __repr__(self) -> str:
@@ -49,11 +52,11 @@ class BitShare:
         return int(self.parts[0].shape[0])
 
     def row(self, index: int) -> BitShare:
-        """One bit vector."""
+        """One bit vector, as a share of one row. Local."""
         return self.some(index, 1)
 
     def some(self, start: int, rows: int) -> BitShare:
-        """Bit vectors start .. start + rows - 1."""
+        """Bit vectors start .. start + rows - 1, as views. Local."""
         return BitShare(tuple(part[start : start + rows] for part in self.parts), self.count)
 
     def __repr__(self) -> str:
@@ -62,9 +65,10 @@ class BitShare:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """This party's hold on secret indices into a public-length table.
+    """This party's hold on `count` secret indices below the public `domain`.
 
-    `keys`: of point functions, or the parts of shared one-hot rows [count, domain], or the indices under `plain`.
+    `keys`: of point functions (int64 [count, words] each: two in trio, four in quad), or with `one_hot` the parts of
+    shared one-hot rows [count, domain], or the indices [count] under `plain`.
     """
 
     keys: tuple[Tensor, ...]
@@ -73,7 +77,7 @@ class Index:
     one_hot: bool = False
 
     def to(self, device: torch.device) -> Index:
-        """The same on another device."""
+        """The same with its keys on another device. Local."""
         return replace(self, keys=tuple(key.to(device) for key in self.keys))
 
     def __repr__(self) -> str:
@@ -90,5 +94,5 @@ def cleartext(elements: Tensor, watched: bool = False) -> Share:
 
 
 def words_for(count: int) -> int:
-    """64-bit words that hold one bit per element."""
+    """64-bit words that hold one bit per element: ceil(count / 64)."""
     return (count + 63) // 64

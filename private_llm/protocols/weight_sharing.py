@@ -25,17 +25,17 @@ PIECE = 1 << 19
 
 
 def keys_held(config: PrivateConfig, party: int) -> int:
-    """How many mask seeds a party receives."""
+    """How many mask seeds (32 bytes each) a party receives. Raises ConfigError for an unknown protocol."""
     return len(protocol_spec(config.protocol).masks_of(party))
 
 
 def sends_parts(config: PrivateConfig, party: int) -> bool:
-    """Whether a party receives something for every tensor, besides its seeds."""
+    """Whether a party receives something for every tensor, one element each, besides its seeds."""
     return protocol_spec(config.protocol).receives_values(party)
 
 
 class Dealer:
-    """The owner's end: one per set of shares."""
+    """The owner's end: one per set of shares. Nothing is sent from here."""
 
     def __init__(self, config: PrivateConfig) -> None:
         self._spec, self._ring = protocol_spec(config.protocol), Ring(config.ring)
@@ -46,7 +46,7 @@ class Dealer:
         return [self._masks[k] for k in self._spec.masks_of(party)]
 
     def begin(self, label: str) -> WeightSharing:
-        """Start with the tensor called `label`."""
+        """Start with the tensor called `label`; a label must not be used twice."""
         return WeightSharing(self._spec, self._ring, [seed.stream(_label(label)) for seed in self._masks])
 
 
@@ -57,7 +57,7 @@ class WeightSharing:
         self._spec, self._ring, self._masks = spec, ring, masks
 
     def deal(self, piece: Tensor) -> list[Tensor | None]:
-        """What each party receives for the next elements [n] (None: nothing, its seeds suffice).
+        """What each party receives for the next ring elements [n]: as many, or None if its seeds suffice.
 
         Every piece but the last has PIECE elements.
         """
@@ -69,7 +69,10 @@ class WeightSharing:
 
 
 def deal(config: PrivateConfig, elements: Tensor, seed: Seed, label: str) -> list[Share]:
-    """Split ring elements into one share per party; masks come from `seed` under `label` (use each label once)."""
+    """Split ring elements (any shape) into one share per party; masks come from `seed` under `label`.
+
+    Use each label once. Local; the shares have the parts that the protocol holds.
+    """
     spec, ring = protocol_spec(config.protocol), Ring(config.ring)
     if elements.is_meta:
         masks = [torch.empty_like(elements) for _ in spec.mask_holders]
@@ -104,9 +107,9 @@ def pieces(tensor: Tensor) -> Iterator[Tensor]:
 def assemble(
     config: PrivateConfig, party: int, keys: list[Seed], received: Tensor | None, shape: tuple[int, ...], label: str
 ) -> Share:
-    """A party's share of one tensor, from its seeds and what it received.
+    """A party's share of one tensor of `shape`, from its seeds and what it received (None: nothing). Local.
 
-    Raises ShareFileError if keys or the received tensor do not fit the party.
+    Raises ShareFileError if keys or the received tensor do not fit the party, or its shape is another.
     """
     spec, ring = protocol_spec(config.protocol), Ring(config.ring)
     if len(keys) != keys_held(config, party):

@@ -31,17 +31,17 @@ _LEFT, _RIGHT, _LEAF = (Cipher(algorithms.AES(label), modes.ECB()) for label in 
 
 
 def depth(domain: int) -> int:
-    """Levels of the tree over `domain` >= 1 entries (two entries per block)."""
+    """Levels of the tree over `domain` >= 1 entries (two entries per block): ceil(log2 domain) - 1, at least 0."""
     return max(0, (domain - 1).bit_length() - 1)
 
 
 def key_words(domain: int) -> int:
-    """64-bit words of one key."""
+    """64-bit words of one key: 5 + 2 depth, so 280 bytes for 50,257 entries."""
     return 5 + 2 * depth(domain)
 
 
 def make_keys(indices: Tensor, domain: int, prg: Prg) -> tuple[Tensor, Tensor]:
-    """Keys [T, key_words] for both holders of `indices` (int64 [T]); roots come from `prg`.
+    """Keys int64 [T, key_words] for both holders of `indices` (int64 [T]); roots come from `prg`, 4 words a token.
 
     Raises DomainError for an index outside the domain (the message does not name it).
     """

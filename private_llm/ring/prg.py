@@ -27,7 +27,10 @@ _ZEROS = memoryview(bytes(1 << 20))
 
 
 class Seed:
-    """32 secret bytes and the cipher of their streams, "aes" or "chacha20"; `repr` never shows the bytes."""
+    """32 secret bytes and the cipher of their streams, "aes" or "chacha20"; `repr` never shows the bytes.
+
+    Raises ConfigError for another length or cipher; pickling raises TypeError.
+    """
 
     __slots__ = ("_raw", "cipher")
 
@@ -49,7 +52,7 @@ class Seed:
         return Seed(raw, self.cipher)
 
     def stream(self, label: str) -> Prg:
-        """The stream of this seed for `label`."""
+        """The stream of this seed for `label`, from its beginning: the same label gives the same bytes again."""
         size, made = (16, Prg) if self.cipher == "aes" else (32, ChaCha)
         return made(hashlib.blake2b(label.encode(), key=self._raw, digest_size=size, person=b"pllm-prg").digest())
 
@@ -73,7 +76,7 @@ class Prg:
         self._encrypt = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
 
     def fill(self, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-        """Overwrite `out` (uint8, contiguous) with the next stream bytes, block-aligned per call."""
+        """Overwrite `out` (uint8 [n], contiguous) with the next stream bytes; a call takes whole blocks of 16 bytes."""
         for start in range(0, out.size, len(_ZEROS)):
             piece = out[start : start + len(_ZEROS)]
             self._encrypt.update_into(_ZEROS[: piece.size], piece.data)
@@ -89,7 +92,7 @@ class Prg:
         return self.draw(count, ring.dtype, device)
 
     def draw(self, count: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
-        """`count` uniform integers of a dtype [count]."""
+        """`count` uniform integers of a dtype [count], from whole cipher blocks; on the meta device none are drawn."""
         if str(device) == "meta":
             return torch.empty(count, dtype=dtype, device="meta")
         out = torch.empty(count, dtype=dtype)
@@ -120,7 +123,7 @@ class ChaCha(Prg):
         return first
 
     def fill(self, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-        """Overwrite `out` (uint8, contiguous) with the next stream bytes, block-aligned per call."""
+        """Overwrite `out` (uint8 [n], contiguous) with the next stream bytes; a call takes whole blocks of 64 bytes."""
         first = self._take(out.size)
         if self._at != first:
             counter = first[1].to_bytes(4, "little") + first[0].to_bytes(12, "little")

@@ -17,7 +17,7 @@ from private_llm.errors import ConfigError, DomainError
 
 @dataclass(frozen=True)
 class Ring:
-    """Z/2^bits held in a signed torch dtype of the same width."""
+    """Z/2^bits held in a signed torch dtype of the same width. Raises ConfigError for bits other than 32 and 64."""
 
     bits: int
 
@@ -32,7 +32,7 @@ class Ring:
 
     @cached_property
     def bytes(self) -> int:
-        """Bytes of one ring element."""
+        """Bytes of one ring element: 8 or 4."""
         return self.bits // 8
 
     @cached_property
@@ -41,14 +41,14 @@ class Ring:
         return self.bits - 2
 
     def constant(self, value: int) -> int:
-        """`value` reduced to the signed range of the ring."""
+        """`value` reduced to the signed range of the ring, -2^(bits-1) to 2^(bits-1) - 1."""
         half = 1 << (self.bits - 1)
         return (value + half) % (1 << self.bits) - half
 
     def encode(self, values: Tensor, frac: int) -> Tensor:
-        """Real values to ring elements with `frac` fractional bits, rounded to nearest.
+        """Real values to ring elements of their shape with `frac` fractional bits, rounded to nearest (ties to even).
 
-        Raises DomainError for NaN, infinities, or |v| * 2^frac >= 2^(bits-2).
+        Raises DomainError for NaN, infinities, or |v| * 2^frac >= 2^(bits-2). Meta tensors are not looked at.
         """
         if values.device.type == "meta":
             return torch.empty(values.shape, dtype=self.dtype, device="meta")
@@ -69,7 +69,7 @@ class Ring:
         return scaled.round().to(self.dtype)
 
     def decode(self, elements: Tensor, frac: int) -> Tensor:
-        """Ring elements to float64 values."""
+        """Ring elements with `frac` fractional bits to float64 values of their shape (exact up to 2^53 in size)."""
         return elements.to(torch.float64) / float(1 << frac)
 
 

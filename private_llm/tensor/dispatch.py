@@ -36,7 +36,7 @@ def implements(*ops: object) -> Callable[[R], R]:
 
 
 def supported_ops() -> list[str]:
-    """Names of all operations that have a private rule."""
+    """Names of all operations that have a private rule, sorted."""
     return sorted({op_name(op) for op in _RULES})
 
 
@@ -47,7 +47,11 @@ def op_name(op: object) -> str:
 
 
 def dispatch(op: object, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-    """Run the rule of `op`. Raises UnsupportedOp without one, PlaintextLeak for a plain destination."""
+    """Run the rule of `op` and return what it returns.
+
+    Raises UnsupportedOp without a rule and for an argument that the rule does not take, PlaintextLeak where a plain
+    tensor would receive a secret (in place, or as out=), and whatever the rule raises.
+    """
     rule = _RULES.get(op)
     if rule is None or "out" in kwargs:
         _refuse(op, args, kwargs)

@@ -30,8 +30,9 @@ Partial = Callable[[Tensor], Tensor]
 def mean_of(x: SecretTensor, first: Partial, then: Partial, sizes: tuple[int, int], counts: int | Tensor) -> Fixed:
     """then(first(x)) / counts, where `first` and `then` add at most `sizes` entries each.
 
-    Local up to 2^f entries (f fractional bits; a truncation of its results, 1 round, if `counts` is no small number or
-    power of two). Beyond, one truncation of each sum of `first`; beyond 2^f entries in one step, one of every entry.
+    `counts` is a number or a tensor that broadcasts to the result. Local up to 2^f entries (f fractional bits; a
+    truncation of its results, 1 round, if `counts` is no small number or power of two). Beyond, one truncation of each
+    sum of `first`; beyond 2^f entries in one step, one of every entry.
     """
     steps = [_log2(size) for size in sizes]
     value = x.raw if sum(steps) <= _room(x.raw) else x.to_fixed()
@@ -45,7 +46,12 @@ def mean_of(x: SecretTensor, first: Partial, then: Partial, sizes: tuple[int, in
 
 
 def divided(total: Fixed, counts: float | Tensor) -> Fixed:
-    """Sums to means, total / counts; counts are positive numbers, or a tensor of them that broadcasts."""
+    """Sums to means, total / counts; counts are positive numbers, or a tensor of them that broadcasts.
+
+    A power of two is exact and local. Another factor is local while counts < 2^(room - 14) (room - 8 in a 32-bit ring),
+    room = 2 f - frac bits, else 1 truncation of the results; errors as in the module header. More fractional bits come
+    out (in a 64-bit ring, or for one number).
+    """
     session = total.session
     largest = float(counts.max()) if isinstance(counts, Tensor) else float(counts)
     octave = max(0, math.frexp(largest)[1] - 1)

@@ -22,7 +22,7 @@ Pair = tuple[int, int]
 
 
 def pair(value: TorchArg) -> Pair:
-    """An argument of PyTorch's that is one size for both directions, or one for each."""
+    """An argument of PyTorch's that is one size for both directions, or one for each, as (height, width)."""
     return (int(value), int(value)) if isinstance(value, int) else (int(value[0]), int(value[-1]))
 
 
@@ -66,7 +66,10 @@ def conv2d(
 ) -> SecretTensor:  # fmt: skip
     """Convolution of x [B, C, H, W] or [C, H, W], secret, with weight [O, C / groups, kh, kw], secret or plain.
 
-    Bytes and rounds of one truncated product of the output's size. `bias` [O] secret, plain or none.
+    Returns [B, O, H', W'] or [O, H', W'] with the session's fractional bits. An output costs a truncating product (2
+    rounds, 30.75 bytes in trio with 18 bits) for a secret weight, a truncation (1 round, 14.75) for a plain one. `bias`
+    [O] secret, plain or none. Raises UnsupportedOp for a plain x and for paddings that PyTorch refuses, DomainError for
+    weights of another session.
     """
     if not isinstance(x, SecretTensor):
         raise UnsupportedOp("conv2d of a plain input with secret weights; share the input (Session input) first")
@@ -89,7 +92,7 @@ def conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: TorchArg = 1, padding: TorchArg = 0,
     dilation: TorchArg = 1, groups: int = 1,
 ) -> SecretTensor:  # fmt: skip
-    """Convolution of x [B, C, L] or [C, L] with weight [O, C / groups, k]: a `conv2d` of images of height 1."""
+    """Convolution of x [B, C, L] or [C, L] with weight [O, C / groups, k], as a `conv2d` of images of height 1."""
     if not isinstance(padding, str):
         padding = (0, pair(padding)[1])
     form = (1, pair(stride)[1]), padding, (1, pair(dilation)[1]), groups

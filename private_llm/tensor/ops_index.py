@@ -32,7 +32,7 @@ def _check_public(index: object) -> None:
 
 @implements(Tensor.__getitem__)
 def getitem(x: Tensor, index: TorchArg) -> SecretTensor:
-    """Public slices, integers, masks and index tensors."""
+    """Public slices, integers, masks and index tensors. Local. Raises UnsupportedOp for a secret index."""
     _check_public(index)
     if not isinstance(x, SecretTensor):
         raise UnsupportedOp("a secret index has no private rule; look up with one-hot rows (F.embedding)")
@@ -41,7 +41,11 @@ def getitem(x: Tensor, index: TorchArg) -> SecretTensor:
 
 @implements(Tensor.__setitem__)
 def setitem(x: Tensor, index: TorchArg, value: TorchArg) -> None:
-    """Secret entries of a secret tensor; rebinds."""
+    """Secret entries of a secret tensor; rebinds. Local, but for truncations of what has not the session's bits.
+
+    Raises PlaintextLeak for a plain destination, UnsupportedOp for a plain value, a secret index or a tensor with
+    views, DomainError for secrets of two sessions.
+    """
     _check_public(index)
     if not isinstance(x, SecretTensor):
         raise PlaintextLeak("x[index] = secret would write a secret into a plain tensor; keep x secret")
@@ -57,21 +61,21 @@ def setitem(x: Tensor, index: TorchArg, value: TorchArg) -> None:
 
 @implements(torch.index_select, Tensor.index_select)
 def index_select(x: SecretTensor, dim: int, index: Tensor) -> SecretTensor:
-    """Rows by public indices."""
+    """Rows by public indices (int64 [n]) along `dim`. Local. Raises UnsupportedOp for secret ones."""
     _check_public(index)
     return x.viewed(lambda part: part.index_select(dim, index.to(part.device)))
 
 
 @implements(torch.gather, Tensor.gather)
 def gather(x: SecretTensor, dim: int, index: Tensor, **_: object) -> SecretTensor:
-    """Entries by public indices."""
+    """Entries by public indices, in their shape. Local. Raises UnsupportedOp for secret ones."""
     _check_public(index)
     return x.viewed(lambda part: part.gather(dim, index.to(part.device)))
 
 
 @implements(torch.repeat_interleave, Tensor.repeat_interleave)
 def repeat_interleave(x: SecretTensor, repeats: int, dim: int | None = None, **_: object) -> SecretTensor:
-    """Each entry several times in a row."""
+    """Each entry several times in a row. Local. Raises UnsupportedOp for a secret number of times."""
     _check_public(repeats)
     return x.viewed(lambda part: part.repeat_interleave(repeats, dim=dim))
 
@@ -99,14 +103,18 @@ def _at(t: Tensor, frac: int, session: TorchArg, sample: SecretTensor) -> Fixed:
 
 @implements(torch.cat, torch.concat, torch.concatenate)
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> SecretTensor:
-    """Join; plain members count as public values, plain empty 1-D tensors (as torch allows) are dropped."""
+    """Join; plain members count as public values, plain empty 1-D tensors (as torch allows) are dropped.
+
+    Local where all have the same fractional bits; else each other secret is truncated to the session's (1 round each).
+    Raises DomainError for secrets of two sessions.
+    """
     kept = [t for t in tensors if isinstance(t, SecretTensor) or t.shape != (0,)]
     return _joined(kept, dim, torch.cat)
 
 
 @implements(torch.stack)
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> SecretTensor:
-    """Join along a new dimension."""
+    """Join along a new dimension; plain members, cost and errors as `cat`."""
     return _joined(tensors, dim, torch.stack)
 
 
@@ -116,8 +124,12 @@ def embedding(
     input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, *_: object,
     **__: object,
 ) -> SecretTensor:  # fmt: skip
-    """Rows of `weight` [V, H]. Public ids: local. A `SecretIndex`: one lookup. Secret one-hot rows [.., V] (0 or 1, no
-    fractional bits): a product without truncation. In trio both cost 24 bytes per output and one round.
+    """Rows of `weight` [V, H] at public ids, a `SecretIndex`, or secret one-hot rows [.., V] of 0 and 1.
+
+    Public ids: local. A `SecretIndex`: one lookup. One-hot rows, without fractional bits: a product without truncation,
+    local for a public table. In trio a secret index costs 24 bytes per output (16 for a public table) and one round,
+    one-hot rows 24 with a secret table (64-bit ring). Raises UnsupportedOp for max_norm, for secrets that are no
+    one-hot rows and for indices below another number than V.
     """
     if max_norm is not None:
         raise UnsupportedOp("embedding with max_norm has no private rule")

@@ -190,7 +190,7 @@ def deepcopy(x: SecretTensor, memo: dict[int, object]) -> SecretTensor:
     torch.nonzero,
 )
 def refuse_values(*args: object, **kwargs: object) -> NoReturn:
-    """Everything that hands values, or decisions on values, to ordinary code."""
+    """Everything that hands values, or decisions on values, to ordinary code: raises PlaintextLeak."""
     raise PlaintextLeak(
         "a secret tensor was asked for its values (bool, item, tolist, numpy, storage, comparison, ...); "
         "control flow and exports need public data: reveal the value to the client, or decide without it"
@@ -205,7 +205,7 @@ def data(x: SecretTensor, *_: object) -> SecretTensor:
 
 @implements(Tensor.data.__set__, Tensor.copy_, Tensor.set_)  # type: ignore[attr-defined]
 def assign(x: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
-    """Secret into secret: rebinding. Secret into plain, or plain into secret: refused."""
+    """Secret into secret: rebinding. Secret into plain, or plain into secret: raises PlaintextLeak."""
     if not isinstance(x, SecretTensor):
         raise PlaintextLeak(f"{op_name(Tensor.copy_)} would write a secret into a plain tensor")
     if not isinstance(value, SecretTensor):

@@ -27,7 +27,10 @@ def _secret(x: object, op: str) -> SecretTensor:
 
 
 def plus(x: SecretTensor, y: Operand) -> SecretTensor:
-    """x + y for a secret x; a public y may hold minus infinities (an additive mask)."""
+    """x + y for a secret x, broadcasting; a public y may hold minus infinities (additive mask, 2-D or more).
+
+    Cost as `add`. Raises UnsupportedOp for a y of booleans, DomainError for a y that the ring cannot hold.
+    """
     if isinstance(y, SecretTensor):
         a, b = aligned(x, y)
         return _like(SecretTensor(a + b), x, y)
@@ -67,7 +70,11 @@ def _plus_public(x: SecretTensor, y: Tensor) -> SecretTensor:
 
 @implements(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 def add(x: Operand, y: Operand, *, alpha: float = 1) -> SecretTensor:
-    """Sum; local. One truncation per operand that still carries the bits of an earlier public product."""
+    """Sum x + alpha * y, broadcasting. Local where both have the same fractional bits, or at most 6 surplus bits.
+
+    Else one truncation (1 round) of each operand that has more than the session's; beside a coarse secret, of the finer
+    one. Raises PlaintextLeak if neither is secret.
+    """
     if not isinstance(x, SecretTensor):
         x, y = y, x
         if alpha != 1:
@@ -79,7 +86,7 @@ def add(x: Operand, y: Operand, *, alpha: float = 1) -> SecretTensor:
 
 @implements(torch.sub, torch.subtract, Tensor.sub, Tensor.__sub__)
 def sub(x: Operand, y: Operand, *, alpha: float = 1) -> SecretTensor:
-    """Difference; local."""
+    """Difference x - alpha * y; cost as `add`."""
     if alpha != 1:
         y = mul(y, alpha) if isinstance(y, SecretTensor) else y * alpha
     if isinstance(x, SecretTensor) and isinstance(y, SecretTensor):
@@ -90,7 +97,7 @@ def sub(x: Operand, y: Operand, *, alpha: float = 1) -> SecretTensor:
 
 @implements(torch.rsub, Tensor.__rsub__)
 def rsub(x: Operand, y: Operand) -> SecretTensor:
-    """y - x; local."""
+    """y - x; cost as `add`."""
     return sub(y, x)
 
 
@@ -102,7 +109,12 @@ def neg(x: SecretTensor) -> SecretTensor:
 
 @implements(torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply)
 def mul(x: Operand, y: Operand) -> SecretTensor:
-    """Product. Secret x secret: one truncating product. With public values: local, truncated later."""
+    """Product x*y, broadcasting. Two secrets: one truncating product.
+
+    That is 2 rounds and 30.75 bytes an output in trio (64-bit ring, 18 bits). With public values: local, the result
+    carries up to 16 bits more until an operation truncates them; an operand that carries such bits is truncated first
+    (1 round). A 32-bit ring truncates after a public tensor of real numbers. Raises PlaintextLeak if neither is secret.
+    """
     if isinstance(x, SecretTensor) and isinstance(y, SecretTensor):
         same_session(x, y)
         product = x.to_operand().mul(y.to_operand())
@@ -123,7 +135,7 @@ def _is_positive(y: Operand) -> bool:
 
 @implements(torch.div, torch.true_divide, torch.divide, Tensor.div, Tensor.__truediv__, Tensor.true_divide)
 def div(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> SecretTensor:
-    """Secret / public."""
+    """Secret / public: `mul` by 1 / y. Raises UnsupportedOp for a secret y and for a rounding mode."""
     if isinstance(y, SecretTensor) or rounding_mode is not None:
         raise UnsupportedOp("division by a secret, or with rounding, has no private rule; add one in nn/ops_norm.py")
     return mul(x, 1.0 / y)
@@ -131,13 +143,16 @@ def div(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> SecretTe
 
 @implements(torch.square, Tensor.square)
 def square(x: SecretTensor) -> SecretTensor:
-    """x^2: one truncating product."""
+    """x*x: one truncating product, 2 rounds."""
     return mul(x, x)
 
 
 @implements(torch.pow, Tensor.pow, Tensor.__pow__)
 def power(x: Operand, exponent: Operand) -> SecretTensor:
-    """Integer powers 1, 2, 3 of a secret."""
+    """Integer powers 1 (local), 2 and 3 of a secret: one truncating product less than the exponent, 2 rounds each.
+
+    Raises UnsupportedOp for any other exponent or a plain base.
+    """
     if isinstance(x, SecretTensor) and exponent in (1, 2, 3):
         return x if exponent == 1 else mul(x, x) if exponent == 2 else mul(mul(x, x), x)
     raise UnsupportedOp(f"pow with exponent {exponent!r} has no private rule; want a secret to the power 1, 2 or 3")
@@ -145,28 +160,31 @@ def power(x: Operand, exponent: Operand) -> SecretTensor:
 
 @implements(Tensor.add_, Tensor.__iadd__)
 def add_(x: Tensor, y: Operand, *, alpha: float = 1) -> SecretTensor:
-    """In-place sum: rebinds."""
+    """In-place sum: rebinds.
+
+    Raises PlaintextLeak for a plain x, UnsupportedOp where x has views or changes its shape.
+    """
     secret = _secret(x, "add_")
     return secret.rebind(add(secret, y, alpha=alpha))
 
 
 @implements(Tensor.sub_, Tensor.__isub__)
 def sub_(x: Tensor, y: Operand, *, alpha: float = 1) -> SecretTensor:
-    """In-place difference: rebinds."""
+    """In-place difference: rebinds. Errors as `add_`."""
     secret = _secret(x, "sub_")
     return secret.rebind(sub(secret, y, alpha=alpha))
 
 
 @implements(Tensor.mul_, Tensor.__imul__)
 def mul_(x: Tensor, y: Operand) -> SecretTensor:
-    """In-place product: rebinds."""
+    """In-place product: rebinds. Errors as `add_`."""
     secret = _secret(x, "mul_")
     return secret.rebind(mul(secret, y))
 
 
 @implements(Tensor.div_, Tensor.__itruediv__)
 def div_(x: Tensor, y: Operand) -> SecretTensor:
-    """In-place quotient by public values: rebinds."""
+    """In-place quotient by public values: rebinds. Errors as `add_` and `div`."""
     secret = _secret(x, "div_")
     return secret.rebind(div(secret, y))
 
@@ -174,7 +192,10 @@ def div_(x: Tensor, y: Operand) -> SecretTensor:
 # -- masks --------------------------------------------------------------------------------------------------
 @implements(torch.where, Tensor.where)
 def where(condition: Tensor, x: Operand, y: Operand) -> SecretTensor:
-    """Selection by a public condition; -inf on one side hides those entries. Local."""
+    """Selection by a public condition; -inf on one side hides those entries.
+
+    Local; the sum of the sides costs as `add`. Raises UnsupportedOp for a secret condition.
+    """
     if isinstance(condition, SecretTensor):
         if isinstance(x, SecretTensor) or not isinstance(x, Tensor) or x.dtype != torch.bool:
             raise UnsupportedOp("where with a secret condition has no private rule; compare with Fixed.below")
@@ -195,7 +216,10 @@ def _kept(x: Operand, condition: Tensor) -> Operand:
 
 @implements(torch.masked_fill, Tensor.masked_fill)
 def masked_fill(x: SecretTensor, mask: Tensor, value: float) -> SecretTensor:
-    """Public mask, public value; minus infinity hides the entries from a later softmax. Local."""
+    """Public mask, public value; a value of -1e9 or less hides the entries from a later softmax. Local.
+
+    Raises UnsupportedOp for a secret mask.
+    """
     if isinstance(mask, SecretTensor):
         raise UnsupportedOp("masked_fill with a secret mask has no private rule")
     if value <= MINUS_INFINITY:
@@ -218,7 +242,10 @@ def _device_of(args: tuple[TorchArg, ...], kwargs: dict[str, TorchArg]) -> torch
 
 @implements(Tensor.to)
 def to(x: SecretTensor, *args: TorchArg, **kwargs: TorchArg) -> SecretTensor:
-    """Floating casts change nothing; a device moves the shares."""
+    """Floating casts change nothing; a device moves the shares.
+
+    Raises UnsupportedOp for a dtype that is not floating.
+    """
     kwargs = {k: v for k, v in kwargs.items() if k in ("device", "dtype", "other")}
     device = _device_of(args, kwargs)
     if device is None or device == x.device or device.type == "meta":
@@ -261,7 +288,7 @@ def clone(x: SecretTensor, **_: object) -> SecretTensor:
 
 @implements(torch.nn.functional.dropout, torch.dropout)
 def dropout(x: SecretTensor, p: float = 0.5, training: bool = True, inplace: bool = False, **kw: bool) -> SecretTensor:
-    """The identity of inference."""
+    """The identity of inference. Raises UnsupportedOp in training mode with p > 0."""
     if (training or kw.get("train")) and p > 0:
         raise UnsupportedOp("dropout in training mode on a secret tensor; call model.eval() first")
     return x

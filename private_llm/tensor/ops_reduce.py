@@ -24,14 +24,22 @@ def _dims(x: SecretTensor, dim: Dims) -> list[int]:
 def total(
     x: SecretTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> SecretTensor:
-    """Sum over dimensions. The sum must stay below the limit of a product (2^26 with 18 fractional bits)."""
+    """Sum over dimensions; local.
+
+    The sum must stay below the limit of a product (2^26 with 18 fractional bits, 64-bit ring). An operand with more
+    than twice the session's fractional bits is truncated first (1 round).
+    """
     value = x.raw if x.raw.frac <= 2 * x.session.frac else x.to_fixed()
     return SecretTensor(value.sum(_dims(x, dim), keepdim))
 
 
 @implements(torch.mean, Tensor.mean)
 def mean(x: SecretTensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> SecretTensor:
-    """Mean over dimensions, up to any number of entries (means.py): in rows of 2^f, then over these rows."""
+    """Mean over dimensions, up to any number of entries (means.py): in rows of 2^f, then over these rows.
+
+    Local for a power of two or at most 16 entries (18 fractional bits, 64-bit ring), else 1 truncation of the means;
+    beyond 2^f entries one of each row's sum. Error: means.py.
+    """
     dims = _dims(x, dim)
     count = math.prod(x.shape[d] for d in dims)
     width = min(count, 1 << x.session.frac)

@@ -45,13 +45,13 @@ _register(Tensor.triu, Tensor.triu, torch.triu)
 
 @implements(Tensor.mT.__get__)  # type: ignore[attr-defined]
 def matrix_transpose(x: SecretTensor, *_: object) -> SecretTensor:
-    """Swap the last two dimensions."""
+    """Swap the last two dimensions. Local, as all here."""
     return x.viewed(lambda part: part.transpose(-1, -2))
 
 
 @implements(Tensor.view)
 def view(x: SecretTensor, *shape: TorchArg) -> SecretTensor:
-    """Another shape; a floating dtype instead of a shape changes nothing."""
+    """Another shape. Raises UnsupportedOp for a dtype instead of a shape."""
     if len(shape) == 1 and isinstance(shape[0], torch.dtype):
         raise UnsupportedOp("view of a secret tensor as another dtype")
     return x.viewed(lambda part: part.reshape(*shape))
@@ -86,13 +86,13 @@ def _pieces(x: SecretTensor, cut: Callable[[Tensor], Sequence[Tensor]]) -> tuple
 
 @implements(Tensor.chunk, torch.chunk)
 def chunk(x: SecretTensor, chunks: int, dim: int = 0) -> tuple[SecretTensor, ...]:
-    """Pieces along a dimension."""
+    """`chunks` pieces (or fewer) along a dimension, as torch.chunk. Local."""
     return _pieces(x, lambda part: part.chunk(chunks, dim))
 
 
 @implements(Tensor.split, torch.split, torch.functional.split)
 def split(x: SecretTensor, split_size: int | list[int], dim: int = 0) -> tuple[SecretTensor, ...]:
-    """Pieces along a dimension."""
+    """Pieces of `split_size` (or of these sizes) along a dimension. Local."""
     return _pieces(x, lambda part: torch.split(part, split_size, dim))
 
 
@@ -110,7 +110,7 @@ def iterate(x: SecretTensor) -> TorchArg:
 
 @implements(torch.nn.functional.pad)
 def pad(x: SecretTensor, pad: TorchArg, mode: str = "constant", value: float | None = None) -> SecretTensor:
-    """Zeros around."""
+    """Zeros around. Raises UnsupportedOp for another mode or value, and for entries that stand for minus infinity."""
     if mode != "constant" or value:
         raise UnsupportedOp(f"pad of a secret tensor with mode {mode!r}, value {value!r}; want zeros")
     out = x.viewed(lambda part: torch.nn.functional.pad(part, pad))

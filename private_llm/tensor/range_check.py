@@ -12,7 +12,7 @@ is never missed. A row of norm n has |p| above 8 n with probability below 10^-13
 seen, with its head room of 32, raise no alarm. What the client learns is declared in threat.py. A cheating party of a
 semi-honest protocol is not its subject: it finds honest mistakes, models whose values outgrow their plan.
 
-Cost for n watched rows: 8 n comparisons over the whole ring and as many injections of a bit, 66 bytes each, 9 or 10
+Cost for n watched rows: 8 n comparisons over the whole ring and as many injections of a bit, 65 bytes each, 8 to 10
 rounds for a call of any length.
 """
 
@@ -76,7 +76,10 @@ def watch(x: Fixed, bits: int | None = None) -> None:
 
 
 def watch_later(x: SecretTensor) -> None:
-    """Owe a check of x, in pieces, unless the next operation that watches anything watches x itself. Local."""
+    """Owe a check of x, in pieces, unless the next operation that watches anything watches x itself. Local.
+
+    The bound is the calibrated `output` of the module, else 2^23 (UNKNOWN).
+    """
     watch_pending(x.session)
     known = x.session.exponent("output")
     bits = x.raw.frac + (UNKNOWN if known is None else known)
@@ -87,7 +90,11 @@ def watch_later(x: SecretTensor) -> None:
 
 
 def watch_compared(x: SecretTensor, bits: int, rows: bool = False) -> None:
-    """Owe a check of what is compared next: rows of x (if they are long and `rows` says so), or pieces. Local."""
+    """Owe a check of what is compared next: rows of x (if they are long and `rows` says so), or pieces.
+
+    Sums below 2^bits in ring elements with the session's fractional bits. Local, but for a truncation (1 round) if x
+    has others.
+    """
     watch_pending(x.session, instead=x)
     if rows and x.shape[-1] >= PIECE:
         watch(x.to_fixed(), bits)
@@ -96,14 +103,17 @@ def watch_compared(x: SecretTensor, bits: int, rows: bool = False) -> None:
 
 
 def watch_pending(session: Session, instead: SecretTensor | None = None) -> None:
-    """Owe the check that was put off, unless it is of `instead`."""
+    """Owe the check that was put off, unless it is of `instead`. Local."""
     pending, session.known.pending = session.known.pending, None
     if pending is not None and pending[0] is not instead:
         watch_flat(pending[0].raw, pending[1])
 
 
 def watch_flat(x: Fixed, bits: int) -> None:
-    """As `watch`, for values without rows (scores of attention at the allowed positions): in pieces of `PIECE`."""
+    """As `watch`, for values without rows (scores of attention at the allowed positions): in pieces of `PIECE`.
+
+    Local.
+    """
     watch(_in_pieces(x), bits)
 
 
@@ -113,7 +123,11 @@ def _in_pieces(x: Fixed) -> Fixed:
 
 
 def verdict(session: Session) -> Fixed | None:
-    """A secret [1]: 1 if a watched value of this call left its range, else 0. None if nothing was watched."""
+    """A secret [1], 0 fractional bits: 1 if a watched value of this call left its range, else 0.
+
+    None if nothing was watched. 8 sums for each watched row: 65 bytes each in trio (64-bit ring) from 64 rows on, 8 to
+    10 rounds. What was owed is forgotten.
+    """
     watch_pending(session)
     owed, session.known.owed = session.known.owed, []
     if not owed:
@@ -140,7 +154,7 @@ def _joined(shares: list[Share], device: torch.device) -> Share:
 
 
 def require(flag: Tensor) -> None:
-    """What the client does with the opened verdict. Raises DomainError if a value left its range."""
+    """What the client does with the opened verdict [1], local. Raises DomainError if a value left its range."""
     if bool((flag != 0).any()):
         raise DomainError(
             "a value left its range, so this answer would be wrong and is withheld (nobody else learns of it). "

@@ -28,12 +28,15 @@ _CACHED = 16
 
 
 def constant_bits(session: Session) -> int:
-    """Bits a public tensor's entries have behind the point: in a small ring as many as a weight."""
+    """Bits a public tensor's entries have behind the point: 16, in a small ring as many as a weight."""
     return CONSTANT_BITS if session.ring.bits == 64 else session.frac
 
 
 def dyadic(factor: float, bits: int) -> tuple[int, int]:
-    """(n, e) with factor ~ n * 2^e, n odd (or 0) and below 2^bits: relative error at most 2^-bits."""
+    """(n, e) with factor ~ n * 2^e, n odd (or 0) and |n| below 2^bits: relative error at most 2^-bits.
+
+    Raises DomainError for NaN and infinities.
+    """
     if not math.isfinite(factor):
         raise DomainError(f"a secret tensor meets the constant {factor}; want a finite number")
     mantissa, exponent = math.frexp(factor)
@@ -53,10 +56,10 @@ def _scalar(session: Session, factor: float) -> tuple[int, int]:
 
 
 def times_scalar(x: SecretTensor, factor: float) -> Fixed:
-    """x * factor, truncating at most what an earlier product left over.
+    """x * factor, truncating at most what an earlier product left over (1 round); local where it left nothing.
 
-    Holds for |x| < 2^(ring bits - 2 - 2 f) and a product below it, f >= 16 (64 bits) fractional bits; with fewer, for
-    |x| < 2^(46 - f).
+    Relative error 2^-16 of the factor (64-bit ring). Holds for |x| < 2^(ring bits - 2 - 2 f) and a product below it, f
+    >= 16 (64 bits) fractional bits; with fewer, for |x| < 2^(46 - f). Raises DomainError for NaN and infinities.
     """
     n, exponent = _scalar(x.session, factor)
     value = x.raw if abs(n) == 1 else x.to_operand()
@@ -70,7 +73,12 @@ def times_scalar(x: SecretTensor, factor: float) -> Fixed:
 
 
 def times_public(x: SecretTensor, factor: Tensor) -> Fixed:
-    """x * public tensor (rope tables, masks), broadcasting; integers and booleans are exact."""
+    """x * public tensor (rope tables, masks), broadcasting; integers and booleans are exact.
+
+    Real numbers have 16 bits behind the point (error 2^-17), which the result carries on top of those of x: local, but
+    for what an earlier product left over. In a 32-bit ring they have the session's, and the result is truncated (1
+    round).
+    """
     if factor.numel() == 1 and factor.dim() <= x.ndim:
         product = SecretTensor(times_scalar(x, float(factor)))
         return product.viewed(lambda part: part.expand(torch.broadcast_shapes(part.shape, factor.shape))).raw
@@ -84,10 +92,11 @@ _encodings: WeakKeyDictionary[Session, OrderedDict[tuple[object, ...], tuple[Ten
 
 
 def encoded(x: Fixed, values: Tensor, bits: int) -> Tensor:
-    """Ring elements of public values on the device of x; the last few encodings of a session are remembered.
+    """Ring elements of public values, with `bits` fractional bits, on the device of x.
 
-    Every layer of a model meets the same few public tensors (rope tables, masks). An entry keeps its source
-    tensor alive, so an address in a key cannot be reused.
+    The last 16 of a session are kept: every layer of a model meets the same few public tensors (rope tables, masks). An
+    entry keeps its source tensor alive, so an address in a key cannot be reused. Raises DomainError for values that the
+    ring cannot hold.
     """
     where = x.share.parts[0].device
     version = None if values.is_inference() else values._version
@@ -107,7 +116,8 @@ def encoded(x: Fixed, values: Tensor, bits: int) -> Tensor:
 def aligned(x: SecretTensor, y: SecretTensor) -> tuple[Fixed, Fixed]:
     """Both operands of a sum: as they are when their fractional bits agree, else without (many) surplus bits.
 
-    Beside a coarse one the other is cut to its bits, for good: a residual stream whose values have become massive.
+    Beside a coarse one the other is cut to its bits, for good: a residual stream whose values have become massive. Each
+    cut is one truncation, 1 round. Raises DomainError for secrets of two sessions.
     """
     same_session(x, y)
     a, b = x.raw, y.raw

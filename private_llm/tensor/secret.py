@@ -75,7 +75,10 @@ class SecretTensor(Guarded):
         return self._fixed.session
 
     def to_fixed(self) -> Fixed:
-        """The share with the session's fractional bits, from now on. If it has others: one truncation, which sends."""
+        """The share with the session's fractional bits, from now on.
+
+        If it has more: one truncation, 1 round; fewer: local. Raises UnsupportedOp if entries stand for minus infinity.
+        """
         x = self.raw
         if x.frac != x.session.frac:
             x = self._fixed = x.at(x.session.frac)
@@ -101,13 +104,16 @@ class SecretTensor(Guarded):
         return self._coarse
 
     def coarsen(self, frac: int) -> Fixed:
-        """The share with `frac` fractional bits, from now on; one truncation if it has more."""
+        """The share with `frac` fractional bits, from now on; one truncation, 1 round, if it has more.
+
+        Marks it as `coarse`.
+        """
         self._fixed, self._coarse = self.raw.at(frac), True
         return self._fixed
 
     @property
     def hidden(self) -> Tensor | None:
-        """Public mask, True where an entry stands for minus infinity, or None."""
+        """Public mask (bool, this shape), True where an entry stands for minus infinity, or None."""
         return self._hidden
 
     def shown(self) -> SecretTensor:
@@ -115,18 +121,21 @@ class SecretTensor(Guarded):
         return SecretTensor(self._fixed)
 
     def masked(self, hidden: Tensor) -> SecretTensor:
-        """The same shares with `hidden` entries (public, this shape) standing for minus infinity."""
+        """The same shares with `hidden` entries (public, this shape) standing for minus infinity. Local."""
         out = SecretTensor(self._fixed)
         out._hidden = hidden if self._hidden is None else hidden | self._hidden
         return out
 
     def viewed(self, reorder: Callable[[Tensor], Tensor]) -> SecretTensor:
-        """Apply a reordering to all parts; the result counts as sharing memory with this tensor."""
+        """Apply a reordering to all parts and the mask; the result counts as sharing memory with this tensor. Local."""
         hidden = None if self._hidden is None else reorder(self._hidden)
         return self.related(tuple(map(reorder, self._fixed.share.parts)), hidden)
 
     def related(self, parts: tuple[Tensor, ...], hidden: Tensor | None = None) -> SecretTensor:
-        """A secret made of moved elements of this one (`hidden` moved alike)."""
+        """A secret made of moved elements of this one (`hidden` moved alike); counts as sharing memory with it.
+
+        Local.
+        """
         x = self._fixed
         out = SecretTensor(Fixed(x.session, Share(parts), x.frac))
         out._coarse = self._coarse
@@ -137,7 +146,10 @@ class SecretTensor(Guarded):
         return out
 
     def rebind(self, value: SecretTensor) -> SecretTensor:
-        """Become `value` (an in-place operation). Raises UnsupportedOp where other tensors share the memory."""
+        """Become `value` (an in-place operation). Local.
+
+        Raises UnsupportedOp where other tensors share the memory, or for another shape.
+        """
         if self._family is not None or value.shape != self.shape:
             raise UnsupportedOp(
                 "in-place operation on a secret tensor that is a view, has views, or would change its shape; "

@@ -14,7 +14,10 @@ from private_llm.tensor.guard import Guarded
 
 
 class SecretIndex(Guarded):
-    """One party's hold on secret integers of a public shape; pass it to an embedding."""
+    """One party's hold on secret integers of a public shape; pass it to an embedding.
+
+    All functions but that and public facts raise UnsupportedOp.
+    """
 
     __slots__ = ("_index", "_session", "_shape")
     _index: Index
@@ -23,7 +26,10 @@ class SecretIndex(Guarded):
 
     @staticmethod
     def __new__(cls: type[SecretIndex], session: Session, index: Index, shape: Sequence[int]) -> SecretIndex:
-        """`index` as received by `Protocol.receive_index`, arranged as `shape`."""
+        """`index` as received by `Protocol.receive_index`, arranged as `shape`.
+
+        Raises DomainError if the counts differ.
+        """
         size = torch.Size(shape)
         if size.numel() != index.count:
             raise DomainError(f"SecretIndex: got {index.count} indices; want {size.numel()} for shape {tuple(size)}")

@@ -31,7 +31,7 @@ def remask(ring: Ring, *operands: int) -> Cost:
 
 
 def index_from_client(ring: Ring, count: int, domain: int) -> Cost:
-    """One-hot rows: `domain` elements an index to each computing party."""
+    """One-hot rows: `domain` elements an index (8 domain bytes in a 64-bit ring) to each computing party."""
     return input_from_client(ring, count * domain)
 
 

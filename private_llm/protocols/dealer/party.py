@@ -37,7 +37,10 @@ from private_llm.ring.ring import Ring
 
 
 class TwoPartyDealer(Trio):
-    """One endpoint of `dealer`: the dealer itself (0) or a computing party (1, 2)."""
+    """One endpoint of `dealer`: the dealer itself (0) or a computing party (1, 2).
+
+    Costs are Trio's but for what is here.
+    """
 
     name = "dealer"
     one_hot = True
@@ -50,11 +53,11 @@ class TwoPartyDealer(Trio):
         self.remask = remask
 
     def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
-        """As Trio's, with `remask` after one round of |x| + |y| elements each way."""
+        """As Trio's, with `remask` after one round of |x| + |y| elements each way (|x| for a square of one share)."""
         return super().mul(*self._operands(x, y), shift)
 
     def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
-        """As Trio's, with `remask` after one round of |x| + |y| elements each way."""
+        """As Trio's, with `remask` after one round of |x| + |y| elements each way (before broadcasting)."""
         return super().bilinear(form, *self._operands(x, y), shift, select)
 
     def _operands(self, x: Share, y: Share) -> tuple[Share, Share]:

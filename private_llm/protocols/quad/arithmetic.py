@@ -5,7 +5,7 @@ Masks a1 (known to parties 0, 1, 3), a2 (0, 2, 3), u (1, 2, 3); a = a1 + a2, X =
 Every party lacks one of the three masks, and V is known to parties 0, 1 and 2. The first two parts are Trio's share
 with party 0 and party 3 both as helper.
 
-Main run. Trio's code. Helper messages are sent by party 3; party 0 makes the same bytes (views, roles). What
+Main run. Trio's code. Helper messages are sent by party 3; party 0 makes the same bytes (records, roles). What
 parties 1 and 2 tell each other is checked by the mirror.
 
 Mirror of a product. xy = XY - Xb - Ya + ab, and with p = x + u: Xb + Ya = p_x b + a p_y + 2ab - u_x b - a u_y, so
@@ -51,11 +51,11 @@ from private_llm.ring.dpf import expand, key_words
 
 
 class QuadArithmetic(QuadRecords):
-    """One party's arithmetic and its edges."""
+    """One party's arithmetic and its edges; shares have three parts. Bytes over all links: `quad/cost.py`."""
 
     # -- local ---------------------------------------------------------------------------------------------------
     def add_public(self, x: Share, c: int | Tensor) -> Share:
-        """Parties 0, 1 and 2 add c to their masked component."""
+        """Parties 0, 1 and 2 add c to their masked component. Local."""
         if isinstance(c, Tensor):
             x, c = self._matched(x, c)
         else:
@@ -66,7 +66,7 @@ class QuadArithmetic(QuadRecords):
         return x if self.party == 3 else Share((a + c, b, third))
 
     def public(self, c: Tensor) -> Share:
-        """Masks of zero: known to all."""
+        """Masks of zero: known to all. Local."""
         c = c.to(self.ring.dtype)
         zero = torch.zeros_like(c)
         return Share({0: (zero, zero, c), 3: (zero, zero, zero)}.get(self.party, (c, zero, zero)))
@@ -127,7 +127,7 @@ class QuadArithmetic(QuadRecords):
         return self._check_shift(tag, main, opened, shift)
 
     def truncate(self, x: Share, shift: int) -> Share:
-        """Division of a held value: X plays w and the mask R; 1 round."""
+        """Division of a held value: X plays w and the mask R; 1 round, 2 elements and 5 f bits in all."""
         if not shift:
             return x
         main, opened = self._truncate(x, shift)
@@ -160,7 +160,10 @@ class QuadArithmetic(QuadRecords):
 
     # -- products ------------------------------------------------------------------------------------------------
     def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
-        """Elementwise product; 5 elements in all without shift, 5 (l + f) bits with a shift by f."""
+        """Elementwise product; 5 elements in all without shift (1 round), 5 (l + f) bits with a shift by f (2 rounds).
+
+        Raises DomainError for a shift above ring bits - 3.
+        """
         return self._multiply(_Elementwise(), x, y, shift)
 
     def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
@@ -190,7 +193,11 @@ class QuadArithmetic(QuadRecords):
         return self._finish_checked(form.tag, piece.shape, piece, mirror, shift, True, known)
 
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
-        """Trio's Taylor step and its mirror around -a: degree - 1 elements from party 2, then the check."""
+        """Trio's Taylor step and its mirror around -a: degree - 1 elements from party 2, then the check.
+
+        2 (degree - 1) + 3 elements in all without shift (1 round), 2 (degree - 1) elements and 5 (l + f) bits with a
+        shift by f (2 rounds). Raises DomainError for a degree other than 2 and 3.
+        """
         piece = self._poly_piece(x, coefficients)
         mirror = self._poly_mirror(x, coefficients)
         return self._finish_checked("poly", x.shape, piece, mirror, shift, helped=False)
@@ -209,7 +216,10 @@ class QuadArithmetic(QuadRecords):
 
     # -- edges -----------------------------------------------------------------------------------------------------
     def receive_input(self, shape: tuple[int, ...]) -> Share:
-        """v from the client to parties 0, 1 and 2, who record it: 1 element each, 1 round; party 3 receives nothing."""
+        """V from the client to parties 0, 1 and 2, who record it: 1 element each; party 3 receives nothing.
+
+        No round is booked.
+        """
         count = torch.Size(shape).numel()
         masks = [stream.elements(count, self.ring, self.device).view(shape) for stream in self._inputs]
         if self.party == 3:
@@ -219,17 +229,20 @@ class QuadArithmetic(QuadRecords):
         return unmask(self.party, value, masks)
 
     def receive_index(self, count: int, domain: int) -> Index:
-        """Four keys of point functions from the client (Trio's two, and two for the mirror), or one-hot rows."""
+        """Four keys of point functions from the client (Trio's two, and two for the mirror), or one-hot rows.
+
+        24 + 16 ceil(log2 domain) bytes a key (at least 40), to each of the four parties.
+        """
         if self.one_hot:
             return super().receive_index(count, domain)
         keys = self.transport.recv(CLIENT, "index", (4, count, key_words(domain)), torch.int64)
         return Index(tuple(keys), count, domain)
 
     def lookup(self, index: Index, table: Share | Tensor) -> Share:
-        """Rows of a table at secret indices: Trio's lookup and its mirror, 5 elements an output (4 if public).
+        """Rows of a table at secret indices: Trio's lookup and its mirror, 5 elements an output (3 if public), 1 round.
 
-        The mirror takes W = V - u - a: point functions for a at parties (3, 0), for u at (3, {1, 2}), for V at
-        (0, {1, 2}), where parties 1 and 2 hold the same key. With a public table those for a suffice.
+        The mirror takes W = V - u - a: point functions for a at parties (3, 0), for u at (3, {1, 2}), for V at (0, {1,
+        2}), where parties 1 and 2 hold the same key. With a public table those for a suffice.
         """
         if index.one_hot:
             return self._lookup_rows(Share(index.keys), table)
@@ -272,7 +285,8 @@ class QuadArithmetic(QuadRecords):
     def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:
         """After one `verify`: party 1 sends X and party 2 its digest, party 0 sends a and party 3 its digest.
 
-        Party 3's is of masks alone; when it runs ahead the client gets it before there is data.
+        1 element each, and 32 bytes of digest a piece each. Party 3's is of masks alone; when it runs ahead the client
+        gets it before there is data. Raises ProtocolAbort, and sends nothing, if a party deviated.
         """
         self.verify()
         for endpoint, x in pieces:

@@ -17,7 +17,7 @@ kernels:
 One liar is always seen, whatever the secrets are (no selective failure): party 1's lie shifts w at party 2, hence
 the record of parties 0 and 2; party 2's shifts that of 0 and 1, as does a wrong row (party 1 computes it too);
 party 3's piece enters V_w with coefficient 1, its message to party 2 is known to party 0; party 0 sends nothing.
-Records are compared before anything is opened (`views`). The check adds no round: nobody waits for party 0.
+Records are compared before anything is opened (`records`). The check adds no round: nobody waits for party 0.
 Bytes a 64-bit sign bit: main 326 bits, mirror 206 + 60.
 
 The mirror of an inject takes x = X - a as -(a - X): weights with the other sign, masks where values were.
@@ -40,7 +40,7 @@ from private_llm.protocols.trio.party import plan_sizes
 
 
 class Quad(QuadArithmetic):
-    """One party of Quad."""
+    """One party of Quad: arithmetic and bits, checked."""
 
     # -- sign bits ------------------------------------------------------------------------------------------
     def _ripples(self, count: int, width: int, thresholds: int, low: int) -> bool:
@@ -132,7 +132,10 @@ class Quad(QuadArithmetic):
         return BitShare((*x.parts[:2], ~x.parts[2]), x.count) if self.party == 0 else super().invert(x)
 
     def and_(self, x: BitShare, y: BitShare) -> BitShare:
-        """Main 3 bits, mirror 2: party 2 tells the masked product of what is known, party 3 its piece. 1 round."""
+        """Main 3 bits a gate, mirror 2: party 2 tells the masked product of what is known, party 3 its piece.
+
+        1 round.
+        """
         main = super().and_(x, y)
         shape = tuple(main.parts[0].shape)
         if self.role:
@@ -153,7 +156,10 @@ class Quad(QuadArithmetic):
 
     # -- bits to numbers --------------------------------------------------------------------------------------
     def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
-        """As Trio's, and its mirror: 1 element per row, 1 more per row with a weight, from party 2; one check."""
+        """As Trio's, and its mirror: 1 element per row, 1 more per row with a weight, from party 2; one check.
+
+        One weighted row without shift: 7 elements in all (56 bytes in the 64-bit ring), 1 round. Errors as Trio's.
+        """
         piece = self._inject_piece(bits, x, weights, constants)
         mirror = self._inject_mirror(bits, x, weights, constants)
         return self._finish_checked("inject", torch.Size((bits.count,)), piece, mirror, shift, helped=False)

@@ -29,7 +29,7 @@ DIGEST_BYTES = 32
 
 
 class QuadClient(TrioClient):
-    """The client's end."""
+    """The client's end: 32 bytes of key to each of the three holders of each mask at the start."""
 
     mask_holders = GROUPS
 
@@ -53,7 +53,10 @@ class QuadClient(TrioClient):
                 self._ahead = False
 
     def share(self, elements: Tensor) -> None:
-        """Share ring elements with the parties, who call `receive_input` with the same shape."""
+        """Share ring elements with the parties, who call `receive_input` with the same shape.
+
+        1 element to each of parties 0, 1 and 2.
+        """
         a1, a2, u = (mask.elements(elements.numel(), self.ring).view(elements.shape) for mask in self._masks)
         value = (elements + a1 + a2 + u).contiguous()
         for party in (0, 1, 2):
@@ -62,7 +65,8 @@ class QuadClient(TrioClient):
     def share_index(self, indices: Tensor, domain: int) -> None:
         """Share int64 indices [T] below `domain`; the parties call `receive_index(T, domain)`.
 
-        Six pairs of keys, one for each component of the main run and of its mirror (see `QuadArithmetic.lookup`).
+        Six pairs of keys, one for each component of the main run and of its mirror (see `QuadArithmetic.lookup`); four
+        keys to each party. Raises DomainError for an index outside the domain.
         """
         if self._one_hot:
             self.share(one_hot(indices, domain, self.ring))
@@ -112,7 +116,7 @@ def _witness(transport: Transport, party: int) -> bytes:
 
 
 def digest(value: Tensor) -> bytes:
-    """32 bytes that stand for a tensor."""
+    """32 bytes that stand for a tensor: BLAKE2b of its elements, in order. Zeros for a meta tensor."""
     if value.is_meta:
         return bytes(DIGEST_BYTES)
     data = value.cpu().contiguous().numpy()

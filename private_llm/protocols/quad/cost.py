@@ -25,7 +25,10 @@ def main_run(cost: Cost) -> Cost:
 
 
 def finish(ring: Ring, count: int, shift: int, helped: bool) -> Cost:
-    """From additive pieces to a checked share of `count` outputs: 5 (e + f bits) each in all, or 5 e, or 4 e."""
+    """From additive pieces to a checked share of `count` outputs.
+
+    In all 5 (e + f bits) each; without shift 5 e, or 3 e where the helper sends no piece (`helped` is False).
+    """
     plain, packed = count * ring.bytes, 8 * packed_words(count, shift)
     main = main_run(trio.finish(ring, count, shift, helped))
     if shift:
@@ -39,7 +42,10 @@ def product(ring: Ring, count: int, shift: int) -> Cost:
 
 
 def truncate(ring: Ring, count: int, shift: int) -> Cost:
-    """Truncation of a held value: e + f bits to each of parties 2 and 0, f bits each way and from party 3 to 0."""
+    """Truncation of a held value, 1 round.
+
+    e + f bits to each of parties 2 and 0, f bits each way and from party 3 to 0.
+    """
     if shift == 0:
         return Cost()
     packed = 8 * packed_words(count, shift)
@@ -53,7 +59,7 @@ def poly(ring: Ring, count: int, degree: int, shift: int) -> Cost:
 
 
 def msb(count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
-    """Sign bits (prefix adder): the mirror shares the monomials for every threshold, not once."""
+    """Sign bits (prefix adder): the mirror shares the monomials for every threshold, not once. Rounds as Trio's."""
     plan = carry_plan(bits - 1 - low)
     lanes = 8 * words_for(count) * thresholds
     told = (plan.monomial_rows + plan.products + 1) * lanes
@@ -61,7 +67,7 @@ def msb(count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
 
 
 def gate(count: int, rows: int = 1) -> Cost:
-    """One AND: 1 bit pre, 1 each way, and 2 to party 0."""
+    """One AND of `rows` bit vectors: 1 bit pre, 1 each way, and 2 to party 0; 1 round."""
     word = 8 * words_for(count) * rows
     return main_run(trio.gate(count, rows)) + Cost({(2, 0): word, (3, 0): word})
 
@@ -74,18 +80,21 @@ def msb_ripple(count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost
 
 
 def a2b(ring: Ring, count: int) -> Cost:
-    """All bits: the ripple adder."""
+    """All bits: the ripple adder, ring bits - 1 rounds."""
     return msb_ripple(count, ring.bits)
 
 
 def inject(ring: Ring, count: int, rows: int, weighted: int, shift: int) -> Cost:
-    """sum of bit_k (w_k x + c_k): 1 element per row and per weighted row to parties 2 and 0, then one finish."""
+    """sum of bit_k (w_k x + c_k): 1 element per row and per weighted row to parties 2 and 0, then one finish.
+
+    1 round, 2 with a shift.
+    """
     products = (rows + weighted) * count * ring.bytes
     return Cost({(3, 2): products, (2, 0): products}) + finish(ring, count, shift, helped=False)
 
 
 def verify() -> Cost:
-    """Two tags to party 0, one verdict to each other party; 2 rounds, whatever was computed."""
+    """Two tags of 16 bytes to party 0, one verdict of 1 byte to each other party; 2 rounds, whatever was computed."""
     return Cost({(1, 0): TAG_BYTES, (2, 0): TAG_BYTES, (0, 1): 1, (0, 2): 1, (0, 3): 1}, 2)
 
 
@@ -102,10 +111,10 @@ def reveal_to_client(ring: Ring, count: int) -> Cost:
 
 
 def index_from_client(count: int, domain: int) -> Cost:
-    """Four point-function keys for each party."""
+    """Four point-function keys for each of four parties, 8 key_words(domain) bytes each."""
     return Cost({(CLIENT, party): 4 * 8 * count * key_words(domain) for party in range(4)})
 
 
 def lookup(ring: Ring, count: int, width: int, public: bool = False) -> Cost:
-    """Rows of a table at secret indices: one finish, whatever the length of the table."""
+    """Rows of a table at secret indices: one finish (5 e an output, 3 e if public), however long the table is."""
     return finish(ring, count * width, 0, helped=not public)

@@ -57,7 +57,7 @@ class QuadRecords(Trio):
     def section(self, label: str, links: Links = lambda transport: transport) -> Iterator[None]:
         """As Trio's, with `links` below the roles, so that what comes from a store is recorded; party 3 is ahead.
 
-        Raises UnsupportedOp for parties that compute on other devices.
+        Raises UnsupportedOp for parties that compute on other devices, ProtocolAbort for a label that was used before.
         """
         if not isinstance(self.transport, RoleTransport):
             raise UnsupportedOp("preprocess under quad computes on the CPU; leave out device and device_map")
@@ -69,7 +69,7 @@ class QuadRecords(Trio):
                 self._apart = False
 
     def take_witnesses(self) -> list[str]:
-        """Party 3, ahead: digests of the masks of what will be opened, for the client alone."""
+        """Party 3, ahead: digests (32 bytes, hexadecimal) of the masks of what will be opened, for the client alone."""
         taken, self._witnesses = self._witnesses, []
         return taken
 

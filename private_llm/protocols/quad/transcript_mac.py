@@ -43,7 +43,7 @@ GROUPS = ((0, 1, 3), (0, 2, 3), (1, 2, 3))
 
 
 class View:
-    """One end of the running tag of two parties."""
+    """One end of the running tag of two parties: 16 bytes, whatever is absorbed. Sends nothing itself."""
 
     def __init__(self, pair: Seed) -> None:
         self._keys = pair.stream("view")
@@ -62,7 +62,7 @@ class View:
             self._tag.authenticate_additional_data(data[start : start + _AT_ONCE])
 
     def close(self) -> bytes:
-        """The tag of everything since the last close, and of its length; the next key begins."""
+        """The tag (16 bytes) of everything since the last close, and of its length; the next key begins."""
         self._tag.finalize()
         tag = self._tag.tag
         self._begin()
@@ -75,7 +75,7 @@ def as_bytes(payload: Tensor) -> bytes:
 
 
 def as_tensor(data: bytes) -> Tensor:
-    """Bytes to be sent."""
+    """Bytes to be sent, as uint8 [n]."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 

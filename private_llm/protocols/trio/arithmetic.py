@@ -50,7 +50,7 @@ Receive = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 
 
 class TrioArithmetic(Protocol):
-    """One party's arithmetic."""
+    """One party's arithmetic; shares have two parts. Bytes over all links: `trio/cost.py`."""
 
     name = "trio"
     one_hot = False
@@ -74,7 +74,7 @@ class TrioArithmetic(Protocol):
     def section(self, label: str, links: Links = lambda transport: transport) -> Iterator[None]:
         """Inside, masks come from streams of their own and indices are one-hot, so that party 0 may run ahead.
 
-        Raises ProtocolAbort for a label that this session has used: masks must never repeat.
+        Sends nothing. Raises ProtocolAbort for a label that this session has used: masks must never repeat.
         """
         if label in self._sections:
             raise ProtocolAbort(f"the masks of '{label}' were used before; masks must never repeat")
@@ -101,7 +101,7 @@ class TrioArithmetic(Protocol):
 
     # -- local ---------------------------------------------------------------------------------------------
     def add_public(self, x: Share, c: int | Tensor) -> Share:
-        """The evaluators add c to their masked component."""
+        """The evaluators add c to their masked component. Local."""
         if isinstance(c, Tensor):
             x, c = self._matched(x, c)
         else:
@@ -116,7 +116,7 @@ class TrioArithmetic(Protocol):
         return x, c.to(self.ring.dtype)
 
     def public(self, c: Tensor) -> Share:
-        """Masks of zero: known to all."""
+        """Masks of zero: known to all. Local."""
         c = c.to(self.ring.dtype)
         zero = torch.zeros_like(c)
         return Share((zero, zero)) if self.role == 0 else Share((c, zero))
@@ -184,7 +184,10 @@ class TrioArithmetic(Protocol):
         return Share((half.view(shape), own.view(shape)))
 
     def truncate(self, x: Share, shift: int) -> Share:
-        """Division of a held value: M plays w and the known mask plays R; 1 round, f bits each way."""
+        """Division of a held value: M plays w and the known mask plays R.
+
+        1 round, f bits each way; pre 1 element + f bits.
+        """
         return self._truncate(x, shift)[0] if shift else x
 
     def _truncate(self, x: Share, shift: int) -> tuple[Share, tuple[Tensor, ...]]:
@@ -236,7 +239,10 @@ class TrioArithmetic(Protocol):
 
     # -- products ------------------------------------------------------------------------------------------
     def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
-        """Elementwise product; bytes and rounds of one finish."""
+        """Elementwise product; bytes and rounds of one finish: 1 element before and each way, f bits more with a shift.
+
+        1 round, 2 with a shift. Raises DomainError for a shift above ring bits - 3.
+        """
         (x0, x1), (y0, y1) = x.parts, y.parts
         if self.role == 0:
             piece = x0 * (y0 - y1) - x1 * y0
@@ -247,7 +253,7 @@ class TrioArithmetic(Protocol):
         return self._finish("mul", piece.shape, piece, shift, helped=True)
 
     def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
-        """Output-sized traffic. Local products: two at parties 0 and 1, one at party 2."""
+        """Output-sized traffic, as `mul`. Local products: two at parties 0 and 1, one at party 2."""
         (x0, x1), (y0, y1) = x.parts, y.parts
         if self.role == 0:
             piece = form.pair(x0 - x1, y0, -x0, y1)
@@ -263,7 +269,8 @@ class TrioArithmetic(Protocol):
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
         """c(M - a) by Taylor's formula around the public M; party 0 shares a^2 (and a^3).
 
-        Pre: 1 (degree 2) or 2 (degree 3) elements more than a product without E; online as a product.
+        Pre: 1 (degree 2) or 2 (degree 3) elements more than a product without E; online as a product. Raises
+        DomainError for another degree, or a shift above ring bits - 3.
         """
         return self._finish("poly", x.shape, self._poly_piece(x, coefficients), shift, helped=False)
 
@@ -299,7 +306,7 @@ class TrioArithmetic(Protocol):
 
     # -- edges ----------------------------------------------------------------------------------------------
     def receive_input(self, shape: tuple[int, ...]) -> Share:
-        """1 element from the client to each evaluator, 1 round; party 0 receives nothing."""
+        """1 element from the client to each evaluator; party 0 receives nothing. No round is booked."""
         count = torch.Size(shape).numel()
         masks = [stream.elements(count, self.ring, self.device).view(shape) for stream in self._inputs]
         if self.role == 0:
@@ -308,9 +315,10 @@ class TrioArithmetic(Protocol):
         return Share((masked, masks[0]))
 
     def receive_index(self, count: int, domain: int) -> Index:
-        """Two keys of a distributed point function from the client, 16 log2(domain) + 24 bytes an index each.
+        """Two keys of a distributed point function from the client for each index.
 
-        With `one_hot` instead rows of `domain` shared elements, as `receive_input`.
+        16 ceil(log2 domain) + 24 bytes a key (at least 40). With `one_hot` instead rows of `domain` shared elements, as
+        `receive_input`.
         """
         if self.one_hot:
             return Index(self.receive_input((count, domain)).parts, count, domain, one_hot=True)
@@ -319,12 +327,12 @@ class TrioArithmetic(Protocol):
         return Index((keys[0], keys[1]), count, domain)
 
     def lookup(self, index: Index, table: Share | Tensor) -> Share:
-        """Rows of a table at secret indices; 24 bytes an output (64 bits), 1 round, whatever the domain.
+        """Rows of a table at secret indices: 24 bytes an output (64 bits; 16 if public), 1 round, whatever the domain.
 
-        Every component of W = M - a1 - a2 is known to two parties, who hold the two keys of one point
-        function for it: (0, 1) for a1, (0, 2) for a2, (1, 2) for M. Each sums its expanded shares times
-        the component: three additive pieces, which `_finish` turns into a share (party 0's as E).
-        One-hot rows times the table cost the same; with a public table they are local.
+        Every component of W = M - a1 - a2 is known to two parties, who hold the two keys of one point function for it:
+        (0, 1) for a1, (0, 2) for a2, (1, 2) for M. Each sums its expanded shares times the component: three additive
+        pieces, which `_finish` turns into a share (party 0's as E). One-hot rows times a shared table cost the same;
+        with a public table they are local.
         """
         if index.one_hot:
             return self._lookup_rows(Share(index.keys), table)
@@ -361,7 +369,7 @@ class TrioArithmetic(Protocol):
         return ops.ring_matmul_pair(second, table.parts[0], second - first, table.parts[1])
 
     def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:
-        """Party 1 sends x + a2, party 2 sends a2: 1 element each."""
+        """Party 1 sends x + a2, party 2 sends a2: 1 element each to the endpoint of each piece."""
         if self.role:
             for endpoint, x in pieces:
                 part = x.parts[0] if self.role == 1 else x.parts[1]
@@ -369,7 +377,7 @@ class TrioArithmetic(Protocol):
 
 
 def powers(a: Tensor, extra: int) -> Tensor:
-    """a^2, or with extra=2 a^2 and then a^3."""
+    """a*a, or with extra=2 a*a and then a*a*a, one after the other: [n] to [extra n]. Local."""
     square = a * a
     return torch.cat([square, square * a]) if extra == 2 else square
 

@@ -24,7 +24,10 @@ from private_llm.ring.ring import Ring
 
 
 class TrioClient(ClientEnd):
-    """The client's end. `one_hot`: see `TrioArithmetic`."""
+    """The client's end: 32 bytes of key to each party of `mask_holders` at the start.
+
+    `one_hot`: see `TrioArithmetic`.
+    """
 
     mask_holders: tuple[tuple[int, ...], ...] = ((0, 1), (0, 2))
     """Who knows the masks a1 and a2 of inputs."""
@@ -52,7 +55,10 @@ class TrioClient(ClientEnd):
             self._masks, self._one_hot = kept
 
     def share(self, elements: Tensor) -> None:
-        """Share ring elements with the parties, who call `receive_input` with the same shape."""
+        """Share ring elements with the parties, who call `receive_input` with the same shape.
+
+        1 element to each evaluator.
+        """
         a1, a2 = (mask.elements(elements.numel(), self.ring).view(elements.shape) for mask in self._masks)
         self.transport.send(1, "input", (elements + a2).contiguous())
         self.transport.send(2, "input", (elements + a1).contiguous())
@@ -60,8 +66,9 @@ class TrioClient(ClientEnd):
     def share_index(self, indices: Tensor, domain: int) -> None:
         """Share int64 indices [T] below `domain`; the parties call `receive_index(T, domain)`.
 
-        Three pairs of keys, one pair for each two parties (see `TrioArithmetic.lookup`), drawn from OS entropy;
-        or one-hot rows [T, domain]. Raises DomainError for an index outside the domain.
+        Three pairs of keys, one pair for each two parties (see `TrioArithmetic.lookup`), drawn from OS entropy: 2 of 24
+        + 16 ceil(log2 domain) bytes to each party; or one-hot rows [T, domain]. Raises DomainError for an index outside
+        the domain.
         """
         if self._one_hot:
             self.share(one_hot(indices, domain, self.ring))
@@ -72,19 +79,22 @@ class TrioClient(ClientEnd):
             self.transport.send(party, "index", torch.stack(keys))
 
     def open(self, shape: tuple[int, ...]) -> Tensor:
-        """Ring elements of `shape` that the parties reveal right now."""
+        """Ring elements of `shape` that the parties reveal right now: 1 element from each evaluator."""
         return open_trio(self.transport, self.ring, shape)
 
 
 def open_trio(transport: Transport, ring: Ring, shape: tuple[int, ...]) -> Tensor:
-    """Ring elements of `shape` that the parties reveal to this endpoint right now."""
+    """Ring elements of `shape` that the parties reveal to this endpoint right now: 1 element from each evaluator."""
     masked = transport.recv(1, "reveal", shape, ring.dtype)
     mask = transport.recv(2, "reveal", shape, ring.dtype)
     return masked - mask
 
 
 def one_hot(indices: Tensor, domain: int, ring: Ring) -> Tensor:
-    """Rows [T, domain] of ring elements: 1 at the index, 0 elsewhere."""
+    """Rows [T, domain] of ring elements: 1 at the index, 0 elsewhere.
+
+    Raises DomainError for an index outside the domain.
+    """
     if indices.device.type == "meta":
         return torch.empty((indices.numel(), domain), dtype=ring.dtype, device="meta")
     if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < domain:

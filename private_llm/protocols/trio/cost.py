@@ -41,7 +41,7 @@ def truncate(ring: Ring, count: int, shift: int) -> Cost:
 
 
 def poly(ring: Ring, count: int, degree: int, shift: int) -> Cost:
-    """One-step polynomial: degree - 1 elements pre, then one finish."""
+    """One-step polynomial: degree - 1 elements pre, then one finish; 1 round, 2 with a shift."""
     return Cost({(0, 2): (degree - 1) * count * ring.bytes}) + finish(ring, count, shift, helped=False)
 
 
@@ -73,7 +73,10 @@ def a2b(ring: Ring, count: int) -> Cost:
 
 
 def inject(ring: Ring, count: int, rows: int, weighted: int, shift: int) -> Cost:
-    """sum of bit_k (w_k x + c_k): 1 element pre per row and per weighted row, then one finish."""
+    """sum of bit_k (w_k x + c_k): 1 element pre per row and per weighted row, then one finish.
+
+    1 round, 2 with a shift.
+    """
     return Cost({(0, 2): (rows + weighted) * count * ring.bytes}) + finish(ring, count, shift, helped=False)
 
 
@@ -88,10 +91,10 @@ def reveal_to_client(ring: Ring, count: int) -> Cost:
 
 
 def index_from_client(count: int, domain: int) -> Cost:
-    """Two point-function keys for each party."""
+    """Two point-function keys for each party, 8 key_words(domain) bytes each."""
     return Cost({(CLIENT, party): 2 * 8 * count * key_words(domain) for party in range(3)})
 
 
 def lookup(ring: Ring, count: int, width: int, public: bool = False) -> Cost:
-    """Rows of a table at secret indices: one finish, whatever the length of the table."""
+    """Rows of a table at secret indices: one finish (3 e an output, 2 e if public), however long the table is."""
     return finish(ring, count * width, 0, helped=not public)

@@ -38,7 +38,7 @@ Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 class Trio(TrioArithmetic):
-    """One party of Trio."""
+    """One party of Trio: arithmetic and bits."""
 
     def __init__(
         self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed], input_keys: Sequence[Seed],
@@ -51,9 +51,9 @@ class Trio(TrioArithmetic):
     def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None, low: int = 0) -> BitShare:
         """[x + c_k < 0] for all k; see the module header for the cost.
 
-        With `low`, the carry into position `low` is taken as 0: the adder sees floor((M + c) / 2^low) and
-        floor(s / 2^low), whose sum is floor((x + c) / 2^low) or one less: with x + c >= 2^low - 2^(bits-1) it keeps
-        its sign, unless 0 <= x + c < 2^low.
+        With `low`, the carry into position `low` is taken as 0: the adder sees floor((M + c) / 2^low) and floor(s /
+        2^low), whose sum is floor((x + c) / 2^low) or one less: with x + c >= 2^low - 2^(bits-1) it keeps its sign,
+        unless 0 <= x + c < 2^low. Raises DomainError unless 2 <= bits <= ring bits and 0 <= low <= bits - 2.
         """
         width = self.ring.bits if bits is None else bits
         if not 2 <= width <= self.ring.bits:
@@ -196,7 +196,10 @@ class Trio(TrioArithmetic):
         return BitShare((zero if planes is None else planes.view(zero.shape), zero), count)
 
     def a2b(self, x: Share) -> BitShare:
-        """All bits of M + s: the bits of s from party 0, then a ripple adder that keeps every sum bit."""
+        """All bits of M + s: the bits of s from party 0, then a ripple adder that keeps every sum bit.
+
+        64 bits: 64 bits before and 63 gates of 3 bits, 63 rounds.
+        """
         width = self.ring.bits
         s = self._share_mask_bits(x, width)
         planes = None if self.role == 0 else ops.transpose_bits((x.parts[0] + x.parts[1]).reshape(-1), width)
@@ -243,7 +246,10 @@ class Trio(TrioArithmetic):
 
     # -- bits to numbers --------------------------------------------------------------------------------------
     def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
-        """Pre: 1 element per row, 1 more per row with a weight; online: one finish without E."""
+        """Pre: 1 element per row, 1 more per row with a weight; online: one finish without E, 1 round (2 with a shift).
+
+        Raises DomainError unless weights and constants are one for each row, or for a shift above ring bits - 3.
+        """
         piece = self._inject_piece(bits, x, weights, constants)
         return self._finish("inject", torch.Size((bits.count,)), piece, shift, helped=False)
 
