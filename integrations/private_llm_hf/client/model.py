@@ -170,18 +170,6 @@ class PrivateModel:
             cache = model_kwargs["past_key_values"] = PrivateCache(self.parties, 0)
             self.parties.keep_together(cache.handle, generation_config.num_beams or 1)
 
-    def prepare_step(self, *args: object, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - as transformers
-        """The original's `prepare_inputs_for_generation`, which may not drop the cache (as Phi-3 does)."""
-        made: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
-        held = kwargs.get("past_key_values")
-        if isinstance(held, PrivateCache) and held.position and made.get("past_key_values") is None:
-            raise UnsupportedOp(
-                f"{self.original_class.__name__} computes its whole text anew when it crosses a length "
-                f"({held.position} positions here), which has no private rule; ask for fewer new tokens, or start with "
-                "a prompt beyond that length"
-            )
-        return made
-
     def _get_logits_processor(
         self, generation_config: GenerationConfig, *args: object, **kwargs: object
     ) -> LogitsProcessorList:
@@ -323,20 +311,12 @@ def _make_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
     # generate() asks forward for its arguments, so it must answer like the original
     forward.__signature__ = signature  # type: ignore[attr-defined]
     forward.__doc__ = f"{original.__name__}.forward, computed by the parties."
-
-    def prepare(self: PrivateModel, *args: object, **kwargs: object) -> dict[str, Any]:
-        return self.prepare_step(*args, **kwargs)
-
-    body: dict[str, Any] = {
+    body = {
         "forward": forward,
         "original_class": original,
         "__module__": __name__,
         "__doc__": f"{original.__name__}, private.",
     }
-    if original.can_generate():
-        # generate() asks this for its arguments, too
-        prepare.__signature__ = inspect.signature(original.prepare_inputs_for_generation)  # type: ignore[attr-defined]
-        body["prepare_inputs_for_generation"] = prepare
     made: type[PreTrainedModel] = type(f"Private{original.__name__}", (PrivateModel, original), body)
     known_to_pipelines(made, original)
     return made

@@ -78,6 +78,10 @@ class PrivateCache(Cache):  # type: ignore[misc]
             self._parties.command({"do": "cache", "handle": self.handle, "how": "copy", "to": twin.handle})
         return twin
 
+    def __bool__(self) -> bool:
+        """Whether anything is held, as transformers asks of its caches."""
+        return self.position > 0
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The number of the next position: cached positions per row, evicted ones too."""
         return self.position
