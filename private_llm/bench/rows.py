@@ -79,9 +79,15 @@ def spread(times: Sequence[float]) -> dict[str, float]:
 
 
 def machine() -> str:
-    """Processor (with or without AMX, which products run on), usable cores, memory, operating system, in one line."""
-    amx = "with" if "amx_int8" in cpu_field("flags").split() else "without"
-    return f"{cpu_model()} {amx} AMX, {usable_cores()} cores, {memory_gib():.0f} GiB, {platform.system()}"
+    """Processor, its generation and the units that products run on, usable cores, memory, system, in one line.
+
+    Processors of one name may differ by a factor of seven.
+    """
+    flags = cpu_field("flags").split()
+    family, amx = cpu_field("cpu family"), "with" if "amx_int8" in flags else "without"
+    width = "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else "no AVX2"
+    generation = f" (family {family}, {width})" if family else ""
+    return f"{cpu_model()}{generation} {amx} AMX, {usable_cores()} cores, {memory_gib():.0f} GiB, {platform.system()}"
 
 
 def usable_cores() -> int:
