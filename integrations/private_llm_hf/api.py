@@ -207,12 +207,12 @@ def _refuse_changes(model: PreTrainedModel, config: PretrainedConfig) -> None:
             plain = type(value) in (float, int, bool) and type(wanted) is type(value)
             if plain and value != wanted and "drop" not in own and own not in _OF_TRAINING:
                 raise PatchMismatch(
-                    f"patch: '{name}.{own}' is {_short(value)} here, and {_short(wanted)} by the model's configuration, from which "
-                    "the parties build it; change the configuration instead"
+                    f"patch: '{name}.{own}' is {_short(value)} here, and {_short(wanted)} by the model's "
+                    "configuration, from which the parties build it; change the configuration instead"
                 )
 
 
-def _short(value: float) -> str:
+def _short(value: object) -> str:
     return f"{value:g}" if type(value) is float else str(value)
 
 
