@@ -69,19 +69,22 @@ def test_work_and_memory_are_those_of_a_real_model(name: str, new: int) -> None:
     found = estimate(type(model), model.config, settings(plan), sequence=11, new_tokens=new, batch=2)
     assert found.weight_bytes == 4 * sum(p.numel() for p in model.parameters())
     counted: dict[str, int] = defaultdict(int)
+    hooks = []
 
     def count(where: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         counted[where] += output.numel() * inputs[0].shape[-1]
 
     for where, module in model.named_modules():
         if type(module).__name__ in ("Linear", "Conv1D"):
-            module.register_forward_hook(partial(count, where))
+            hooks.append(module.register_forward_hook(partial(count, where)))
     ids = text(11)
     with torch.no_grad():
         if new:
             model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
         else:
             model(ids)
+    for hook in hooks:
+        hook.remove()
     comps = {layer.name: sum(layer.macs.get(node, 0) for node in range(plan.alpha)) for layer in found.layers()}
     around = comps.pop(AROUND)
     for layer, macs in comps.items():

@@ -51,10 +51,10 @@ ATTACKS: dict[str, Callable[[Parties, PreTrainedModel], None]] = {
     "a type that is no text": lambda p, m: announce(p, m, "OPTModel", {"model_type": ["opt"]}),
     "a surrogate": lambda p, m: announce(p, m, "OPTForCausalLM", {"activation_function": "\ud800 [/x]"}),
     "a surrogate in the error": lambda p, m: announce(p, m, "OPTModel", {"model_type": "\ud800 [/x]"}),
-    "markup": lambda p, m: p._tell({"do": "[/x] [bold"}),
+    "markup": lambda p, m: p.tell({"do": "[/x] [bold"}),
     "deep nesting": lambda p, m: announce(p, m, "OPTForCausalLM", {"ffn_dim": nested(400)}),
-    "no fields at all": lambda p, m: p._tell({"do": "load"}),
-    "a list for a number": lambda p, m: p._tell({"do": "cache", "handle": [1], "how": "select"}),
+    "no fields at all": lambda p, m: p.tell({"do": "load"}),
+    "a list for a number": lambda p, m: p.tell({"do": "cache", "handle": [1], "how": "select"}),
 }
 
 
