@@ -7,7 +7,6 @@ python scripts/make_api.py --tiny   print its headings, write nothing
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import inspect
 import re
@@ -18,6 +17,7 @@ from types import FunctionType
 from typing import Any
 
 import private_llm_hf
+from generated import run
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.model import PrivateModel
 
@@ -178,22 +178,14 @@ def _is_error(thing: object) -> bool:
     return inspect.isclass(thing) and issubclass(thing, BaseException)
 
 
+def outline() -> str:
+    """The headings of the page."""
+    return "\n".join(line for line in page().splitlines() if line.startswith("#"))
+
+
 def main() -> int:
     """Parse, make, write or compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args()
-    if options.tiny:
-        print("\n".join(line for line in page().splitlines() if line.startswith("#")))
-    elif options.check:
-        current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == page()
-        print(f"{PAGE.name} is {'current' if current else 'not that of the tree: run scripts/make_api.py'}")
-        return 0 if current else 1
-    else:
-        PAGE.write_text(page(), encoding="utf-8")
-        print(f"wrote {PAGE}")
-    return 0
+    return run(__doc__, "make_api.py", PAGE, page, outline)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ A package lies one layer above the highest one that it imports from, so no arrow
 
 from __future__ import annotations
 
-import argparse
 import ast
 import sys
 import textwrap
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
+
+from generated import run
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "architecture.svg"
@@ -119,22 +120,14 @@ def drawing() -> str:
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', title, *body, "</svg>"]) + "\n"
 
 
+def outline() -> str:
+    """The layers as text, the highest first."""
+    return "\n".join(", ".join(row) for row in layers()[::-1])
+
+
 def main() -> int:
     """Parse, draw, write or compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args()
-    if options.tiny:
-        print("\n".join(", ".join(row) for row in layers()[::-1]))
-    elif options.check:
-        current = PICTURE.exists() and PICTURE.read_text(encoding="utf-8") == drawing()
-        print(f"{PICTURE.name} is {'current' if current else 'not that of the tree: run scripts/make_architecture.py'}")
-        return 0 if current else 1
-    else:
-        PICTURE.write_text(drawing(), encoding="utf-8")
-        print(f"wrote {PICTURE}")
-    return 0
+    return run(__doc__, "make_architecture.py", PICTURE, drawing, outline)
 
 
 if __name__ == "__main__":

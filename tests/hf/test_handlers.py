@@ -10,7 +10,10 @@ import pytest
 import torch
 from private_llm_hf import Network, PrivateConfig, patch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
+from private_llm import cli_options
+from private_llm.cli import app
 from private_llm.errors import ConfigError, PatchMismatch
 from tests.hf.conftest import PLAIN
 
@@ -117,3 +120,19 @@ def test_a_missing_plugin_is_named() -> None:
         PrivateConfig(plugins=("no_such_file_here",))
     with pytest.raises(ConfigError, match=r"got the text 'my_gates'; want a list, \['my_gates'\]"):
         PrivateConfig(plugins="my_gates")  # type: ignore[arg-type]
+
+
+def test_endpoints_with_other_plugins_refuse_each_other(plugin: type[nn.Module]) -> None:
+    assert PrivateConfig(plugins=("my_gates",)).agreement() != PrivateConfig().agreement()
+
+
+def test_the_command_line_imports_plugins_before_it_reads_options(
+    plugin: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A protocol of a plugin's is a value of --protocol; a file that is not there is named by every command."""
+    (tmp_path / "my_words.py").write_text("from private_llm import cli_options\ncli_options.CASCADE = 'of a plugin'\n")
+    monkeypatch.setattr(cli_options, "CASCADE", "cascade")  # put back afterwards
+    refused = CliRunner().invoke(app, ["--plugin", "my_words", "classify", "--protocol", "no such"])
+    assert "of a plugin" in refused.output
+    missing = CliRunner().invoke(app, ["--plugin", "no_such_file", "doctor"])
+    assert "'no_such_file' cannot be imported" in str(missing.exception)

@@ -203,3 +203,15 @@ def test_a_note_counts_only_if_it_is_whole_and_ours(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(trial, "FOLDER", tmp_path / "no" / "such" / "kernels")  # nowhere to write
     trial.require_agreement(model_class, config, _open_small)
     assert len(tries) == 4
+
+
+def test_where_no_small_model_can_be_made_two_layers_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the real widths; sizes whose names only sound like counts of layers stay."""
+    config = tr.Qwen2Config(
+        hidden_size=48, intermediate_size=80, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=200, max_window_layers=6,
+    )  # fmt: skip
+    monkeypatch.setattr("private_llm_hf.models.miniature.small_config", lambda config: 1 / 0)
+    made = miniature(tr.Qwen2ForCausalLM, config).config
+    assert (made.num_hidden_layers, made.hidden_size, made.vocab_size, made.max_window_layers) == (2, 48, 200, 6)
+    assert len(made.layer_types) == 2

@@ -34,6 +34,8 @@ COUNTS = {
 """Sizes by the names that families use; what a configuration does not have, or leaves out, stays so."""
 
 _AT_MOST = {"num_experts_per_tok": 2, "moe_k": 2, "first_k_dense_replace": 1, "max_window_layers": 1}
+_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
+_LAYERS = (*_DEPTHS, "n_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _KEYS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
@@ -75,7 +77,7 @@ def small_config(config: PretrainedConfig) -> PretrainedConfig:
 def _few_layers(config: PretrainedConfig) -> PretrainedConfig:
     """The same settings and widths, two layers."""
     values = config.to_dict()
-    wanted = {own: COUNTS[name] for name, own in _own_names(values, dict(config.attribute_map)) if "layer" in name}
+    wanted = {own: COUNTS[name] for name, own in _own_names(values, dict(config.attribute_map)) if name in _LAYERS}
     return type(config)(**_arguments(_cut({**values, **wanted}, values)))
 
 
@@ -120,14 +122,12 @@ def _small(values: dict[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]
 def _cut(made: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Lists with an entry for each layer, or for each frequency, as long as there are layers and frequencies now."""
     kinds = values.get("layer_types")
-    count = next((made[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if _is_size(made.get(name))), 0)
-    before = next(
-        (values[name] for name in ("num_hidden_layers", "n_layer", "num_layers") if _is_size(values.get(name))), 0
-    )
+    count = next((made[name] for name in _DEPTHS if _is_size(made.get(name))), 0)
+    before = next((values[name] for name in _DEPTHS if _is_size(values.get(name))), 0)
     if isinstance(kinds, list) and kinds:
         last = max(kinds.index(kind) for kind in set(kinds))
         count = max(count, min(last + 1, _LONGEST))
-        for name in ("num_hidden_layers", "n_layer", "num_layers"):
+        for name in _DEPTHS:
             if _is_size(made.get(name)):
                 made[name] = count
     for name, value in made.items():
