@@ -85,3 +85,12 @@ def test_experts_with_biases_are_none() -> None:
     assert is_experts(experts)
     experts.bias = nn.Parameter(torch.zeros(4))
     assert not is_experts(experts)
+
+
+def test_a_configuration_that_asks_for_router_logits_gets_none() -> None:
+    """They would open the routing; the plaintext model's own forward adds nothing to its logits for them."""
+    model = build("mixtral", output_router_logits=True)
+    with patch(model, PLAIN) as private, torch.no_grad():
+        found = private(**BATCH)
+        assert worst(found.logits, model(**BATCH).logits, MASK) < LOGIT_ERROR
+    assert "router_logits" not in found

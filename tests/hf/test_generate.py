@@ -181,11 +181,11 @@ def test_the_original_model_stays_as_it_was() -> None:
 
 def test_a_model_may_start_its_text_anew() -> None:
     """Phi-3 with long rope drops its cache once, at a length, and computes all of the text with other factors."""
-    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 8, **factors}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, **factors}
     config = tr.Phi3Config(
         hidden_size=64, num_hidden_layers=2, vocab_size=128, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, max_position_embeddings=64, original_max_position_embeddings=8, rope_parameters=rope,
+        intermediate_size=64, max_position_embeddings=64, original_max_position_embeddings=16, rope_parameters=rope,
         pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -193,9 +193,9 @@ def test_a_model_may_start_its_text_anew() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.normal_(0.0, 0.2)
+                parameter.normal_(0.0, 0.15)
     how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
-    ids = torch.arange(3, 9).view(1, 6)
+    ids = torch.arange(3, 17).view(1, 14)
     plain = model.generate(ids, output_logits=True, **how)
     with patch(model, PLAIN) as private:
         found = private.generate(ids, output_logits=True, **how)

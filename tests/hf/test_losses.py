@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import PrivateConfig, patch
+from private_llm_hf.models.miniature import miniature
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -145,3 +146,12 @@ def test_no_loss_without_a_head_or_without_logits() -> None:
     token = PrivateConfig(protocol="plain", insecure=True, reveal="token")
     with patch(tiny.build("opt"), token) as private, pytest.raises(UnsupportedOp, match="reveal='token' does not open"):
         private(input_ids=IDS, labels=IDS)
+
+
+def test_a_decoder_that_does_not_shift_its_labels_has_no_loss_here() -> None:
+    """TrOCR's loss compares each position with its own label: the usual loss of decoders would be another number."""
+    model = miniature(tr.TrOCRForCausalLM, tr.TrOCRConfig())
+    ids = torch.arange(5, 11).view(1, 6)
+    with patch(model, PLAIN) as private, torch.no_grad():
+        with pytest.raises(UnsupportedOp, match="does not compare them with the next tokens"):
+            private(input_ids=ids, labels=ids)

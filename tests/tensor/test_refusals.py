@@ -235,3 +235,10 @@ def test_the_table_is_closed_and_has_no_duplicates() -> None:
     assert "torch.nn.functional.linear" in supported_ops()
     with pytest.raises(ConfigError, match="already has the private rule"):
         implements(torch.add)(lambda x: x)
+
+
+def test_a_mask_of_booleans_is_no_addend() -> None:
+    """Attention that adds the mask it is given would otherwise add 1 where it meant to hide nothing."""
+    x = secret(plain_session(), torch.ones(2, 3))
+    with pytest.raises(UnsupportedOp, match="a mask of booleans added to a secret"):
+        x + torch.ones(2, 3, dtype=torch.bool)
