@@ -80,7 +80,7 @@ class PrivateCache(Cache):  # type: ignore[misc]
 
     def __bool__(self) -> bool:
         """Whether anything is held, as transformers asks of its caches."""
-        return self.position > 0
+        return self.is_initialized
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The number of the next position: cached positions per row, evicted ones too."""
