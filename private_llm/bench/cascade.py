@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Split = dict[str, dict[str, float]]
-"""Seconds of "computing", "waiting" and "serialising" by endpoint; they add up to the whole forward."""
+"""Seconds of "computing", "waiting" and "serialising" by endpoint; they add up to the whole forward, or to more for a
+node that still works when the client has its answer."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,7 @@ class _Pairs:
         waited, made = (self._mine[name] / runs for name in (WAITING, SERIALISING))
         chosen = {"comp": max(comps, key=sum), "attn": mean, "client": (whole - waited - made, made)}
         return {
-            name: {"computing": computing, "waiting": whole - computing - made, "serialising": made}
+            name: {"computing": computing, "waiting": max(0.0, whole - computing - made), "serialising": made}
             for name, (computing, made) in chosen.items()
         }
 

@@ -176,8 +176,12 @@ def test_the_command_draws_and_times_of_processes_add_up(tmp_path: Path, monkeyp
     assert set(row["split"]) == {"comp", "attn", "client"}
     for parts in row["split"].values():
         assert set(parts) == {"computing", "waiting", "serialising"}
-        assert sum(parts.values()) == pytest.approx(row["seconds"]["median"])  # of one forward
         assert min(parts.values()) >= 0
+        whole = row["seconds"]["median"]  # of one forward
+        if parts["waiting"] > 0:
+            assert sum(parts.values()) == pytest.approx(whole)
+        else:  # a node worked on after the client had its answer
+            assert sum(parts.values()) >= whole * (1 - 1e-6)
     assert row["split"]["comp"]["computing"] > 0 < row["split"]["attn"]["serialising"]
 
 
