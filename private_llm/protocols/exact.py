@@ -18,6 +18,7 @@ from torch import Tensor
 from private_llm.kernels.forms import Form
 from private_llm.protocols.boolean import Weights
 from private_llm.protocols.party_end import Links
+from private_llm.protocols.permutation import Permutation, ShuffledBits
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import BitShare, Index, Share
 
@@ -116,6 +117,22 @@ class Exact(Protocol):
     def lookup(self, index: Index, table: Share | Tensor) -> Share:
         """As the inner protocol."""
         return self._inner.lookup(index, table)
+
+    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False) -> Permutation:
+        """As the inner protocol."""
+        return self._inner.permutation(size, hidden=hidden, reuse=reuse)
+
+    def shuffle(self, x: Share, order: Permutation, undo: bool = False) -> Share:
+        """As the inner protocol."""
+        return self._inner.shuffle(x, order, undo)
+
+    def shuffle_bits(self, x: BitShare, order: Permutation) -> ShuffledBits:
+        """As the inner protocol."""
+        return self._inner.shuffle_bits(x, order)
+
+    def open_shuffled(self, x: ShuffledBits) -> Tensor | None:
+        """As the inner protocol."""
+        return self._inner.open_shuffled(x)
 
     def verify(self) -> None:
         """As the inner protocol."""

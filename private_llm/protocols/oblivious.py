@@ -1,4 +1,4 @@
-"""The interface of oblivious access: rows of a table at indices that no party learns."""
+"""The interface of oblivious access: rows of a table at indices that no party learns, and secret orders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from abc import abstractmethod
 from torch import Tensor
 
 from private_llm.protocols.party_end import PartyEnd
-from private_llm.protocols.share import Index, Share
+from private_llm.protocols.permutation import Permutation, ShuffledBits
+from private_llm.protocols.share import BitShare, Index, Share
 
 
 class Oblivious(PartyEnd):
@@ -28,4 +29,38 @@ class Oblivious(PartyEnd):
 
         1 round, whatever the domain; bytes an output in trio 24 for a shared table and 16 for a public one, in quad 40
         and 24. From one-hot rows a shared table costs the same, a public one nothing. Nothing is truncated.
+        """
+
+    @abstractmethod
+    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False) -> Permutation:
+        """A fresh, uniform, secret permutation of `size` elements. Local (dealer: 4 bytes an element to party 2).
+
+        hidden: no party knows it, so what is shuffled may be opened to all. Otherwise the helping party of trio and
+        dealer knows it (quad: nobody, ever), shuffles cost less, and nothing in this order is opened to that party.
+        reuse: several bit vectors may be opened in this order, which links them (`Permutation`). Raises DomainError
+        for a size below 1.
+        """
+
+    @abstractmethod
+    def shuffle(self, x: Share, order: Permutation, undo: bool = False) -> Share:
+        """Rows of x [n, ...] in the secret order, under fresh masks; `undo` puts shuffled rows back. Comet, Protocol 1.
+
+        Bytes a moved element in the 64-bit ring: trio 24, dealer 32, with hidden=True 40 and 48, quad 96. Rounds: trio
+        2 (3 to undo a hidden one), dealer 1 (2), quad 2. Raises DomainError unless n is the permutation's size.
+        """
+
+    @abstractmethod
+    def shuffle_bits(self, x: BitShare, order: Permutation) -> ShuffledBits:
+        """All bit vectors in the same secret order. Rounds as `shuffle`, bytes a word as an element there.
+
+        Raises DomainError unless the vectors have the permutation's size.
+        """
+
+    @abstractmethod
+    def open_shuffled(self, x: ShuffledBits) -> Tensor | None:
+        """The bits in their secret order, to the parties: bool [rows, count]; None at a party that knows the order.
+
+        What is learned: how many bits are set, and which of two vectors' set bits coincide if they share an order.
+        1 round; bits sent for each opened one: trio and dealer 2, 3 if hidden; quad 5, after a `verify`. Raises
+        ProtocolAbort for a second vector in an order that is not declared for reuse.
         """

@@ -12,11 +12,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from private_llm.errors import DomainError
 from private_llm.kernels.forms import Form
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.boolean import Weights
+from private_llm.protocols.permutation import (
+    Permutation,
+    ShuffledBits,
+    drawn,
+    inverse,
+    known,
+    moved_bits,
+    moved_rows,
+    unpacked,
+)
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import BitShare, Index, Share, words_for
+from private_llm.ring.prg import Seed
 
 
 class Plain(Protocol):
@@ -113,6 +125,29 @@ class Plain(Protocol):
         if rows.is_meta:
             return Share((torch.empty((index.count, rows.shape[1]), dtype=self.ring.dtype, device="meta"),))
         return Share((rows[index.keys[0]],))
+
+    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False) -> Permutation:
+        """A permutation in the clear, from the operating system's entropy."""
+        if size < 1:
+            raise DomainError(f"permutation: got size {size}; want at least 1")
+        words = Seed.fresh().stream("plain permutations").words(size, self.device)
+        return Permutation(size, (drawn(words),), frozenset(), reuse)
+
+    def shuffle(self, x: Share, order: Permutation, undo: bool = False) -> Share:
+        """x[p], or back."""
+        move = moved_rows(x, order).move
+        p = known(order.parts[0])
+        return x.map(lambda part: move(part, inverse(p) if undo else p))
+
+    def shuffle_bits(self, x: BitShare, order: Permutation) -> ShuffledBits:
+        """Lanes in the order p."""
+        moved = moved_bits(x, order).move(x.parts[0], known(order.parts[0]))
+        return ShuffledBits(BitShare((moved,), x.count), order)
+
+    def open_shuffled(self, x: ShuffledBits) -> Tensor:
+        """The bits."""
+        x.order.spend(x.bits.rows)
+        return unpacked(x.bits.parts[0], x.bits.count).bool()
 
     def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:
         """The values themselves, 1 element each."""

@@ -50,3 +50,15 @@ class Prices(Protocol):
 
     def reveal_to_client(self, ring: Ring, count: int) -> Cost:
         """`reveal_to_client` of `count` elements, with the verification before it (quad: 2 rounds)."""
+
+    def permutation(self, size: int) -> Cost:
+        """`permutation` of `size` elements."""
+
+    def shuffle(self, ring: Ring, count: int, hidden: bool = True, undo: bool = False) -> Cost:
+        """`shuffle` of `count` elements in all (rows times columns)."""
+
+    def shuffle_bits(self, count: int, rows: int = 1, hidden: bool = True) -> Cost:
+        """`shuffle_bits` of `rows` vectors of `count` bits."""
+
+    def open_shuffled(self, count: int, rows: int = 1, hidden: bool = True) -> Cost:
+        """`open_shuffled` of `rows` vectors of `count` bits, with the verification before it (quad: 2 rounds)."""

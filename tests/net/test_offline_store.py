@@ -79,7 +79,7 @@ def test_the_file_has_no_name_and_looks_random(tmp_path: Path) -> None:
         store.close()
     counts = np.bincount(np.frombuffer(contents[0], np.uint8), minlength=256)
     expected = len(contents[0]) / 256
-    assert ((counts - expected) ** 2 / expected).sum() < 378
+    assert ((counts - expected) ** 2 / expected).sum() < 448
     assert contents[0] != contents[1]
 
 

@@ -51,6 +51,17 @@ def _convolution(p: Protocol, x: Share, y: Share) -> Share:
     return _flat(p.conv2d(image, kernel, Conv2d(stride=(2, 2), groups=4), 4))
 
 
+def _there_and_back(p: Protocol, x: Share, y: Share) -> Share:
+    order = p.permutation(N)
+    return p.shuffle(p.add(p.shuffle(x, order), y), order, undo=True)
+
+
+def _opened(p: Protocol, x: Share, y: Share) -> Share:
+    """What is opened decides what is added."""
+    found = p.open_shuffled(p.shuffle_bits(p.msb(x, bits=9), p.permutation(N)))
+    return p.add_public(y, found.view(-1).to(p.ring.dtype))  # type: ignore[union-attr]
+
+
 def _flat(x: Share) -> Share:
     return x.map(lambda part: part.reshape(-1))
 
@@ -86,6 +97,9 @@ CASES = [
     Case("all bits", lambda p, x, y: _bit(p, p.a2b(x).row(9)), ("a2b", "and"), every=13),
     Case("bits to numbers", lambda p, x, y: _bit(p, p.msb(x, bits=2)), ("inject",)),
     Case("chosen numbers", lambda p, x, y: p.inject(p.msb(x, [0, 1], 9), y, [3, 0], [7, 1]), ("inject",)),
+    Case("shuffle", lambda p, x, y: p.shuffle(x, p.permutation(N)), ("shuffle",)),
+    Case("shuffle and back", _there_and_back, ("shuffle",)),
+    Case("shuffled bits opened", _opened, ("shuffle", "open")),
     Case("chosen and divided", lambda p, x, y: p.inject(p.msb(x, bits=9), y, [1], [0], 3), ("inject",)),
 ]
 

@@ -116,7 +116,7 @@ def test_three_members_share_a_fresh_key() -> None:
         raw = {key.raw() for key in keys if key is not None}
         assert len(raw) == 1
         found |= raw
-    assert len(found) == 6, "no key is used in two sessions or two groups"
+    assert len(found) == 8, "no key is used in two sessions or two groups"
 
 
 @pytest.mark.parametrize("liar", range(4))

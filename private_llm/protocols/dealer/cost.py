@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from private_llm.net.ledger import Cost
+from private_llm.protocols.share import words_for
 from private_llm.protocols.trio.cost import (
     a2b,
     finish,
@@ -11,6 +12,7 @@ from private_llm.protocols.trio.cost import (
     input_from_client,
     msb,
     msb_ripple,
+    open_shuffled,
     poly,
     product,
     reveal_to_client,
@@ -19,8 +21,9 @@ from private_llm.protocols.trio.cost import (
 from private_llm.ring.ring import Ring
 
 __all__ = [
-    "a2b", "finish", "gate", "index_from_client", "inject", "input_from_client", "lookup", "msb", "msb_ripple", "poly",
-    "product", "remask", "reveal_to_client", "truncate",
+    "a2b", "finish", "gate", "index_from_client", "inject", "input_from_client", "lookup", "msb", "msb_ripple",
+    "open_shuffled", "permutation", "poly", "product", "remask", "reveal_to_client", "shuffle", "shuffle_bits",
+    "truncate",
 ]  # fmt: skip
 
 
@@ -38,3 +41,23 @@ def index_from_client(ring: Ring, count: int, domain: int) -> Cost:
 def lookup(ring: Ring, count: int, width: int, public: bool = False) -> Cost:
     """One-hot rows times a table: one finish; local for a public table."""
     return Cost() if public else finish(ring, count * width, 0, helped=True)
+
+
+def permutation(size: int) -> Cost:
+    """One of the sub-permutations, 4 bytes an element, to party 2."""
+    return Cost({(0, 2): 4 * size})
+
+
+def shuffle(ring: Ring, count: int, hidden: bool = True, undo: bool = False) -> Cost:
+    """Moving `count` elements: two before, one each way, 1 round; hidden: one each way more (undone: in a round)."""
+    return _moved(count * ring.bytes, hidden, undo)
+
+
+def shuffle_bits(count: int, rows: int = 1, hidden: bool = True) -> Cost:
+    """Moving bit vectors of `count` bits, in words."""
+    return _moved(8 * words_for(count) * rows, hidden, False)
+
+
+def _moved(size: int, hidden: bool, undo: bool) -> Cost:
+    online = 2 * size if hidden else size
+    return Cost({(0, 2): 2 * size, (1, 2): online, (2, 1): online}, 2 if hidden and undo else 1)

@@ -30,13 +30,13 @@ from torch import Tensor
 from private_llm.kernels.forms import Form
 from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder
+from private_llm.protocols.dealer.shuffle import DealerShuffles
 from private_llm.protocols.share import Share
-from private_llm.protocols.trio.party import Trio
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 
 
-class TwoPartyDealer(Trio):
+class TwoPartyDealer(DealerShuffles):
     """One endpoint of `dealer`: the dealer itself (0) or a computing party (1, 2).
 
     Costs are Trio's but for what is here.

@@ -34,13 +34,13 @@ from private_llm.circuits.carry import CarryPlan
 from private_llm.kernels import ops
 from private_llm.protocols.boolean import Weights
 from private_llm.protocols.quad import cost
-from private_llm.protocols.quad.arithmetic import QuadArithmetic
+from private_llm.protocols.quad.shuffle import QuadShuffles
 from private_llm.protocols.share import BitShare, Share
 from private_llm.protocols.trio.party import plan_sizes
 
 
-class Quad(QuadArithmetic):
-    """One party of Quad: arithmetic and bits, checked."""
+class Quad(QuadShuffles):
+    """One party of Quad: arithmetic, shuffles and bits, checked."""
 
     # -- sign bits ------------------------------------------------------------------------------------------
     def _ripples(self, count: int, width: int, thresholds: int, low: int) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from private_llm.errors import ProtocolAbort
 from private_llm.net.transport import Transport
-from private_llm.protocols.quad.transcript_mac import GROUPS, as_bytes
+from private_llm.protocols.quad.transcript_mac import MASK_GROUPS, as_bytes
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio.client import TrioClient, one_hot
 from private_llm.ring.dpf import make_keys
@@ -31,7 +31,7 @@ DIGEST_BYTES = 32
 class QuadClient(TrioClient):
     """The client's end: 32 bytes of key to each of the three holders of each mask at the start."""
 
-    mask_holders = GROUPS
+    mask_holders = MASK_GROUPS
 
     def __init__(self, transport: Transport, ring: Ring, one_hot: bool = False) -> None:
         super().__init__(transport, ring, one_hot)

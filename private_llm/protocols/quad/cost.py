@@ -118,3 +118,32 @@ def index_from_client(count: int, domain: int) -> Cost:
 def lookup(ring: Ring, count: int, width: int, public: bool = False) -> Cost:
     """Rows of a table at secret indices: one finish (5 e an output, 3 e if public), however long the table is."""
     return finish(ring, count * width, 0, helped=not public)
+
+
+def permutation(size: int) -> Cost:
+    """A secret permutation: from streams that the parties share; nothing is sent."""
+    return Cost()
+
+
+def shuffle(ring: Ring, count: int, hidden: bool = True, undo: bool = False) -> Cost:
+    """Moving `count` elements by four sub-permutations: 12 elements for each, and two digests; 3 rounds."""
+    return _moved(count * ring.bytes)
+
+
+def shuffle_bits(count: int, rows: int = 1, hidden: bool = True) -> Cost:
+    """Moving bit vectors of `count` bits, in words."""
+    return _moved(8 * words_for(count) * rows)
+
+
+def _moved(size: int) -> Cost:
+    between = 2 * size + DIGEST_BYTES
+    masks = dict.fromkeys([(3, 0), (3, 1), (3, 2), (2, 0)], 2 * size)
+    return Cost({**masks, (1, 2): between, (2, 1): between}, 3)
+
+
+def open_shuffled(count: int, rows: int = 1, hidden: bool = True) -> Cost:
+    """Opening shuffled bits: `verify`, then to each party the component that it lacks and its digest; 3 rounds."""
+    size = 8 * words_for(count) * rows
+    told = dict.fromkeys([(2, 0), (2, 1), (1, 2), (1, 3)], size)
+    vouched = dict.fromkeys([(3, 0), (3, 1), (3, 2), (2, 3)], DIGEST_BYTES)
+    return verify() + Cost({**told, **vouched}, 1)

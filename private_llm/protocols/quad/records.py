@@ -37,13 +37,14 @@ class QuadRecords(Trio):
         device: str = "cpu",
     ) -> None:  # fmt: skip
         self._views = {other: View(pair_seeds[other]) for other in _VIEWS[party]}
-        self._deviation = self._apart = False
+        self._deviation = False
         self._witnesses: list[str] = []
-        first, second, joint = group_seeds
+        first, second, joint, data = group_seeds
         helper = {1: first, 2: second, 0: first if party == 1 else second}
         masks = {role: seed for role, seed in helper.items() if seed is not None}
         self._links = transport
         super().__init__(party, RoleTransport(transport, party, self._views), ring, masks, input_keys, adder, device)
+        self._order_stream = None if data is None else data.stream("quad permutations")
         if joint is not None:
             self._seeds.append(joint)
             self._streams.append(joint.stream("trio masks"))
@@ -62,11 +63,7 @@ class QuadRecords(Trio):
         if not isinstance(self.transport, RoleTransport):
             raise UnsupportedOp("preprocess under quad computes on the CPU; leave out device and device_map")
         with super().section(label, lambda _: RoleTransport(links(self._links), self.party, self._views)):
-            self._apart = True
-            try:
-                yield
-            finally:
-                self._apart = False
+            yield
 
     def take_witnesses(self) -> list[str]:
         """Party 3, ahead: digests (32 bytes, hexadecimal) of the masks of what will be opened, for the client alone."""

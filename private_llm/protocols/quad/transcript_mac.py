@@ -38,8 +38,11 @@ TAG_BYTES = 16
 _AT_ONCE = 1 << 30
 """Bytes that the cipher takes in one call."""
 
-GROUPS = ((0, 1, 3), (0, 2, 3), (1, 2, 3))
+MASK_GROUPS = ((0, 1, 3), (0, 2, 3), (1, 2, 3))
 """Who shares the streams of masks a1, a2 and u."""
+
+GROUPS = (*MASK_GROUPS, (0, 1, 2))
+"""Who shares a key: those of masks, and last those of permutations that party 3 must not know."""
 
 
 class View:
@@ -86,9 +89,10 @@ def same(theirs: Sequence[Tensor], mine: Sequence[bytes]) -> bool:
 
 
 def meet_groups(transport: Transport, party: int, held: Sequence[Seed]) -> list[Seed | None]:
-    """One fresh seed for each of `GROUPS` (None: this party is not in it); `held`: what each of its groups also holds.
+    """One fresh seed for each of `GROUPS` (None: this party is not in it).
 
-    96 bytes to each other member of each group. Raises ProtocolAbort if members hold different keys.
+    held: what each of its first groups also holds, as many as there are. 96 bytes to each other member of each group.
+    Raises ProtocolAbort if members hold different keys.
     """
     mine = [group for group in GROUPS if party in group]
     shares = [secrets.token_bytes(32) for _ in mine]
@@ -99,9 +103,10 @@ def meet_groups(transport: Transport, party: int, held: Sequence[Seed]) -> list[
     for group, share in zip(mine, shares, strict=True):
         parts = [share if p == party else as_bytes(transport.recv(p, "group key", (32,), torch.uint8)) for p in group]
         made[group] = Seed(hashlib.blake2b(b"".join(parts), digest_size=32, person=b"pllm-group").digest())
+    extras = [key.raw() for key in held] + [b""] * (len(mine) - len(held))
     sums = [
-        hashlib.blake2b(made[group].raw() + extra.raw(), digest_size=64, person=b"pllm-group-sum").digest()
-        for group, extra in zip(mine, held, strict=True)
+        hashlib.blake2b(made[group].raw() + extra, digest_size=64, person=b"pllm-group-sum").digest()
+        for group, extra in zip(mine, extras, strict=True)
     ]
     for group, checksum in zip(mine, sums, strict=True):
         for other in _others(group, party):

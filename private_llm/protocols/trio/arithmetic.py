@@ -67,6 +67,7 @@ class TrioArithmetic(Protocol):
         self._seeds = [pair_seeds[other] for other in helpers]
         self._keys = list(input_keys)
         self._sections: set[str] = set()
+        self._apart = False  # inside a section: the helping party may be ahead
         self._streams: list[Prg] = [seed.stream("trio masks") for seed in self._seeds]
         self._inputs: list[Prg] = [key.stream("client input") for key in self._keys]
 
@@ -79,14 +80,14 @@ class TrioArithmetic(Protocol):
         if label in self._sections:
             raise ProtocolAbort(f"the masks of '{label}' were used before; masks must never repeat")
         self._sections.add(label)
-        kept = self._streams, self._inputs, self.one_hot, self.transport
+        kept = self._streams, self._inputs, self.one_hot, self.transport, self._apart
         self._streams = [seed.stream(f"trio masks/{label}") for seed in self._seeds]
         self._inputs = [key.stream(f"client input/{label}") for key in self._keys]
-        self.one_hot, self.transport = True, links(self.transport)
+        self.one_hot, self.transport, self._apart = True, links(self.transport), True
         try:
             yield
         finally:
-            self._streams, self._inputs, self.one_hot, self.transport = kept
+            self._streams, self._inputs, self.one_hot, self.transport, self._apart = kept
 
     @cached_property
     def role(self) -> int:

@@ -98,3 +98,32 @@ def index_from_client(count: int, domain: int) -> Cost:
 def lookup(ring: Ring, count: int, width: int, public: bool = False) -> Cost:
     """Rows of a table at secret indices: one finish (3 e an output, 2 e if public), however long the table is."""
     return finish(ring, count * width, 0, helped=not public)
+
+
+def permutation(size: int) -> Cost:
+    """A secret permutation: from streams that the parties share; nothing is sent."""
+    return Cost()
+
+
+def shuffle(ring: Ring, count: int, hidden: bool = True, undo: bool = False) -> Cost:
+    """Moving `count` elements: one before and one each way, 2 rounds; hidden: one each way more.
+
+    Undoing a hidden one takes 3 rounds.
+    """
+    return _moved(count * ring.bytes, hidden, undo)
+
+
+def shuffle_bits(count: int, rows: int = 1, hidden: bool = True) -> Cost:
+    """Moving bit vectors of `count` bits, in words."""
+    return _moved(8 * words_for(count) * rows, hidden, False)
+
+
+def _moved(size: int, hidden: bool, undo: bool) -> Cost:
+    online = 2 * size if hidden else size
+    return Cost({(0, 2): size, (1, 2): online, (2, 1): online}, 3 if hidden and undo else 2)
+
+
+def open_shuffled(count: int, rows: int = 1, hidden: bool = True) -> Cost:
+    """Opening shuffled bits: one bit each way, and one to party 0 if it may know; 1 round."""
+    size = 8 * words_for(count) * rows
+    return Cost({(1, 2): size, (2, 1): size, (1, 0): size if hidden else 0}, 1)

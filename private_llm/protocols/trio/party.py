@@ -30,15 +30,15 @@ from private_llm.protocols.adder import DEFAULT_ADDER, Adder
 from private_llm.protocols.boolean import Weights
 from private_llm.protocols.share import BitShare, Share, words_for
 from private_llm.protocols.trio import cost
-from private_llm.protocols.trio.arithmetic import TrioArithmetic
+from private_llm.protocols.trio.shuffle import TrioShuffles
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-class Trio(TrioArithmetic):
-    """One party of Trio: arithmetic and bits."""
+class Trio(TrioShuffles):
+    """One party of Trio: arithmetic, shuffles and bits."""
 
     def __init__(
         self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed], input_keys: Sequence[Seed],

@@ -1,0 +1,126 @@
+"""Secret permutations of oblivious shuffles, and bits in a secret order.
+
+`p` stands for pi(x)[i] = x[p[i]], so the permutation p after q is q[p]. A secret permutation is a product of
+sub-permutations; a party holds those that it knows, and None for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import DomainError, ProtocolAbort
+from private_llm.protocols.share import BitShare, Share, words_for
+
+
+@dataclass(eq=False, slots=True)
+class Permutation:
+    """This party's hold on a secret permutation of `size` elements. `repr` shows nothing of it.
+
+    known_to: parties that know all of it; nothing that was shuffled by it is ever opened to them.
+    reuse: whether several openings may share this order. Openings in one order are linked: they tell which elements
+    are the same ones, and known inputs tell which ones these are (threat.py). Without it the second is refused.
+    """
+
+    size: int
+    parts: tuple[Tensor | None, ...] = field(repr=False)
+    known_to: frozenset[int]
+    reuse: bool = False
+    openings: int = field(default=0, repr=False)
+
+    def spend(self, openings: int) -> None:
+        """Count bit vectors that are about to be opened. Raises ProtocolAbort for a second one without `reuse`."""
+        if self.openings + openings > 1 and not self.reuse:
+            raise ProtocolAbort(
+                f"open_shuffled: got {self.openings + openings} bit vectors in one secret order, which links them; "
+                "draw a permutation for each, or declare permutation(size, reuse=True)"
+            )
+        self.openings += openings
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise TypeError("a secret permutation is not serialised")
+
+
+@dataclass(frozen=True, slots=True)
+class ShuffledBits:
+    """Bits that were shuffled by `order`: the one kind of value that parties may open among themselves."""
+
+    bits: BitShare
+    order: Permutation
+
+    def __repr__(self) -> str:
+        return f"ShuffledBits(rows={self.bits.rows}, count={self.bits.count})"
+
+
+def drawn(words: Tensor) -> Tensor:
+    """The permutation that sorts uniform 64-bit words [n]: int64 [n]; its bias is below n^2 / 2^64. Local."""
+    return torch.argsort(words, stable=True)
+
+
+def inverse(p: Tensor) -> Tensor:
+    """q with q[p[i]] = i: int64 [n]. Local."""
+    return torch.argsort(p)
+
+
+def known(part: Tensor | None) -> Tensor:
+    """A sub-permutation that this party must hold. Raises ProtocolAbort for one that it does not know."""
+    if part is None:
+        raise ProtocolAbort("a party moves values in an order that it does not know")
+    return part
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a shuffle moves: arrays of one shape in a group (ring elements under +, words under ^).
+
+    shape: of one component. dtype: of its numbers. move: puts the elements of a component in the order of an index.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    move: Callable[[Tensor, Tensor], Tensor]
+    plus: Callable[[Tensor, Tensor], Tensor]
+    minus: Callable[[Tensor, Tensor], Tensor]
+
+    @property
+    def count(self) -> int:
+        """Numbers in a component."""
+        return self.shape.numel()
+
+
+def moved_rows(x: Share, order: Permutation) -> Moved:
+    """Rows of a share [n, ...]. Raises DomainError unless n is the size of the permutation."""
+    if not x.shape or x.shape[0] != order.size:
+        raise DomainError(f"shuffle: got rows {tuple(x.shape)}; want {order.size} in the first dimension")
+    return Moved(x.shape, x.parts[0].dtype, lambda part, p: part[p], torch.add, torch.sub)
+
+
+def moved_bits(x: BitShare, order: Permutation) -> Moved:
+    """Bit vectors, all in the same new order. Raises DomainError unless their length is the permutation's size."""
+    if x.count != order.size:
+        raise DomainError(f"shuffle_bits: got vectors of {x.count} bits; want {order.size}")
+    return Moved(x.parts[0].shape, torch.int64, _move_lanes, torch.bitwise_xor, torch.bitwise_xor)
+
+
+def unpacked(words: Tensor, count: int) -> Tensor:
+    """Words [rows, words] to one byte a bit: uint8 [rows, count]. Local."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=words.device)
+    octets = words.contiguous().view(torch.uint8)
+    return ((octets[:, :, None] >> shifts) & 1).view(words.shape[0], -1)[:, :count]
+
+
+def packed(bits: Tensor) -> Tensor:
+    """0/1 bytes [rows, count] to words [rows, ceil(count / 64)]; lanes beyond `count` are 0. Local."""
+    rows, count = bits.shape
+    padded = torch.zeros((rows, 64 * words_for(count)), dtype=torch.uint8, device=bits.device)
+    padded[:, :count] = bits
+    weights = torch.ones(8, dtype=torch.uint8, device=bits.device) << torch.arange(8, device=bits.device)
+    octets = (padded.view(rows, -1, 8) * weights.to(torch.uint8)).sum(2, dtype=torch.uint8)
+    return octets.view(torch.int64)
+
+
+def _move_lanes(words: Tensor, p: Tensor) -> Tensor:
+    return packed(unpacked(words, p.numel())[:, p])

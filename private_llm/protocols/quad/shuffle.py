@@ -1,0 +1,250 @@
+"""Quad's oblivious shuffle: four sub-permutations, each known to three parties, every message known to two.
+
+x = V - u - a2 - a1: each of the four components is unknown to one party (u to 0, a2 to 1, a1 to 2, V to 3). Step j
+moves by a sub-permutation that party j alone does not know (pi = pi_0 . pi_3 . pi_2 . pi_1), under fresh masks that
+the same three parties draw as before. With t_m = pi_j(c_m) - c'_m for the three masks c_m,
+    V' = pi_j(V) - t_0 - t_1 - t_2.
+A party that knows pi_j lacks only its own t_i, which two others know; it is uniform to it, as it lacks c'_i. Party j
+lacks all that has pi_j in it and gets V', uniform to it, as it lacks c'_j. Party 3 needs nothing, and what it sends is
+of masks alone, so it may be ahead. Three elements a step, 12 in all.
+
+Who sends what, and why one liar is always seen (as in `arithmetic`: party 0 sends nothing, `verify` compares views):
+  step 1 (0, 2, 3 know it): party 3 sends t_2 to 2, who records it with 0; and t_0 to 0. Party 2 sends V' to 1.
+          V' is recorded by 0 with 1 and with 2: a lie in t_0 is off at 0 alone, a lie in V' at 1 alone.
+  step 2 (0, 1, 3): likewise with 1 and 2 exchanged.
+  step 3 (0, 1, 2): party 2 sends t_1 to 1 and party 1 sends t_2 to 2, each recorded with 0. Party 2 tells 0 t_0, which
+          1 records.
+  step 0 (1, 2, 3): party 3 sends t_1 to 1 and t_2 to 2; the other evaluator sends a digest of the same, compared at
+          once. (A lie differs for sure, whatever the secrets are, so stopping there tells nothing.) Party 2 tells 0
+          V', which 1 records.
+Undoing takes the steps back in the other order. 2 rounds on the way of V, 1 for the masks of step 3.
+
+Opening bits: each party lacks one component and gets it from one party and its digest from another, compared at once:
+what is opened decides what parties do next, so nobody may act on a lie until some later `verify`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import DomainError, ProtocolAbort, UnsupportedOp
+from private_llm.protocols.permutation import (
+    Moved,
+    Permutation,
+    ShuffledBits,
+    drawn,
+    inverse,
+    known,
+    moved_bits,
+    moved_rows,
+    unpacked,
+)
+from private_llm.protocols.quad.arithmetic import QuadArithmetic
+from private_llm.protocols.quad.client import DIGEST_BYTES, digest
+from private_llm.protocols.quad.roles import Member
+from private_llm.protocols.quad.transcript_mac import as_tensor, same
+from private_llm.protocols.share import BitShare, Share
+
+_STEPS = (1, 2, 3, 0)
+"""In each the party of that number does not know the sub-permutation."""
+
+_VALUE = 3
+"""The component that party 3 lacks: V; component m is unknown to party m."""
+
+
+class QuadShuffles(QuadArithmetic):
+    """One party's oblivious shuffles; a permutation's parts are its sub-permutations, by the party that lacks it."""
+
+    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False) -> Permutation:
+        """A fresh secret permutation, which no party knows, whatever `hidden` says. Local."""
+        if size < 1:
+            raise DomainError(f"permutation: got size {size}; want at least 1")
+        parts: list[Tensor | None] = [None] * 4
+        for lacking in range(3):
+            if lacking != self.party:
+                parts[lacking] = drawn(self._draw_words(size, self._stream_without(lacking)))
+        if self._order_stream is not None:
+            parts[_VALUE] = drawn(self._order_stream.words(size, self.device))
+        return Permutation(size, tuple(parts), frozenset(), reuse)
+
+    def _stream_without(self, lacking: int) -> int:
+        """Which of this party's streams is that of all parties but one: of u, a2 or a1."""
+        order = {0: (2, 1), 1: (2, 0), 2: (1, 0), 3: (2, 1, 0)}[self.party]  # a1's, a2's and u's stream, if held
+        return order.index(lacking)
+
+    # -- what is moved ---------------------------------------------------------------------------------------
+    def shuffle(self, x: Share, order: Permutation, undo: bool = False) -> Share:
+        """Rows x[p[i]] in the secret order, or back with `undo`: 12 elements for each, 3 rounds."""
+        kind = moved_rows(x, order)
+        first, second, third = x.parts
+        held = self._components((first, second, third), kind)
+        return Share(self._parts(self._run("shuffle", held, order, kind, undo), kind))
+
+    def shuffle_bits(self, x: BitShare, order: Permutation) -> ShuffledBits:
+        """All bit vectors in the secret order: 12 words for each 64 bits of a vector, 3 rounds."""
+        kind = moved_bits(x, order)
+        moved = self._run("shuffle", self._bit_components(x), order, kind, False)
+        return ShuffledBits(BitShare(self._bit_parts(moved), x.count), order)
+
+    def _components(self, parts: tuple[Tensor, Tensor, Tensor], kind: Moved) -> list[Tensor | None]:
+        """(u, a2, a1, V), None for the one that this party lacks."""
+        first, second, third = parts
+        if self.party == 3:
+            return [third, second, first, None]
+        value = kind.plus(kind.plus(first, second), third)
+        return {0: [None, second, first, value], 1: [third, None, second, value], 2: [third, second, None, value]}[
+            self.party
+        ]
+
+    def _parts(self, held: list[Tensor | None], kind: Moved) -> tuple[Tensor, ...]:
+        """This party's share from its components."""
+        u, a2, a1, value = held
+        if self.party == 3:
+            return known(a1), known(a2), known(u)
+        if self.party == 0:
+            return known(a1), known(a2), kind.minus(kind.minus(known(value), known(a1)), known(a2))
+        own = known(a1 if self.party == 1 else a2)
+        return kind.minus(kind.minus(known(value), own), known(u)), own, known(u)
+
+    def _bit_components(self, x: BitShare) -> list[Tensor | None]:
+        """As `_components`; evaluators of bits hold b ^ l1 ^ l2."""
+        first, second, third = x.parts
+        if self.party == 3:
+            return [third, second, first, None]
+        if self.party == 0:
+            return [None, second, first, first ^ second ^ third]
+        return [third, None, second, first ^ third] if self.party == 1 else [third, second, None, first ^ third]
+
+    def _bit_parts(self, held: list[Tensor | None]) -> tuple[Tensor, ...]:
+        u, a2, a1, value = held
+        if self.party == 3:
+            return known(a1), known(a2), known(u)
+        if self.party == 0:
+            return known(a1), known(a2), known(value) ^ known(a1) ^ known(a2)
+        return known(value) ^ known(u), known(a1 if self.party == 1 else a2), known(u)
+
+    def _run(
+        self, tag: str, held: list[Tensor | None], order: Permutation, kind: Moved, undo: bool
+    ) -> list[Tensor | None]:
+        """The components after all steps: first all that is of masks alone, then V from step to step."""
+        steps = _STEPS[::-1] if undo else _STEPS
+        perms = [None if part is None else inverse(part) if undo else part for part in order.parts]
+        changes: dict[int, dict[int, Tensor]] = {}
+        masks = held[:_VALUE]
+        for step in steps:
+            masks, changes[step] = self._remasked(masks, perms[step], kind)
+        self._send_masks(tag, changes, steps, kind)
+        value = held[_VALUE]
+        if self.party != _VALUE:
+            for step in steps:
+                value = self._stepped(tag, step, known(value), perms[step], changes[step], kind)
+        return [*masks, value]
+
+    def _remasked(
+        self, masks: list[Tensor | None], p: Tensor | None, kind: Moved
+    ) -> tuple[list[Tensor | None], dict[int, Tensor]]:
+        """Fresh masks, and t_m = p(c_m) - c'_m of those that this party knows, if it knows p."""
+        fresh: list[Tensor | None] = []
+        changes: dict[int, Tensor] = {}
+        for number, mask in enumerate(masks):
+            if mask is None:
+                fresh.append(None)
+                continue
+            new = self._streams[self._stream_without(number)].draw(kind.count, kind.dtype, self.device).view(kind.shape)
+            fresh.append(new)
+            if p is not None:
+                changes[number] = kind.minus(kind.move(mask, p), new)
+        return fresh, changes
+
+    def _send_masks(self, tag: str, changes: dict[int, dict[int, Tensor]], steps: tuple[int, ...], kind: Moved) -> None:
+        """Every party that knows a step's order gets the t that it lacks. Views: in the order of the steps' numbers."""
+        shape = (2, *kind.shape)
+        if self.party == 3:
+            self.transport.send(Member(0), tag, torch.stack([changes[1][0], changes[2][0]]))
+            self.transport.send(Member(1), tag, torch.stack([changes[2][1], changes[0][1]]))
+            self.transport.send(Member(2), tag, torch.stack([changes[1][2], changes[0][2]]))
+            return
+        if self.party == 0:
+            self._views[2].absorb(changes[1][2])
+            self._views[1].absorb(changes[2][1])
+            self._views[1].absorb(changes[3][1])
+            self._views[2].absorb(changes[3][2])
+            changes[1][0], changes[2][0] = self.transport.recv(Member(3), tag, shape, kind.dtype)
+            changes[3][0] = self._told(tag, tuple(kind.shape), kind.dtype)
+            return
+        other = 3 - self.party
+        apart = other  # the step in which this party gets its t from party 3 with party 0 as witness
+        changes[apart][self.party], changes[0][self.party] = self.transport.recv(Member(3), tag, shape, kind.dtype)
+        theirs = self.transport.exchange(Member(other), tag, changes[3][other].contiguous())
+        changes[3][self.party] = theirs
+        self._views[0].absorb(changes[apart][self.party])
+        self._views[0].absorb(theirs)
+        self._tell(tag, changes[3][0].contiguous())
+        self.transport.send(Member(other), tag, as_tensor(digest(changes[0][other])))
+        self._compare(tag, other, changes[0][self.party])
+
+    def _compare(self, tag: str, witness: int, value: Tensor) -> None:
+        """Raises ProtocolAbort unless `witness`, who holds the same, sends the digest of what another party sent."""
+        said = self.transport.recv(Member(witness), tag, (DIGEST_BYTES,), torch.uint8)
+        if not same([said], [digest(value)]):
+            self._deviation = True
+            raise ProtocolAbort(
+                f"{tag}: what one party sent is not what another party vouches for; nothing was opened; end the "
+                "session and find out why"
+            )
+
+    def _stepped(
+        self, tag: str, step: int, value: Tensor, p: Tensor | None, changes: dict[int, Tensor], kind: Moved
+    ) -> Tensor:
+        """V after one step, at parties 0, 1 and 2."""
+        if self.party == step:
+            if step == 0:
+                return self._told(tag, tuple(kind.shape), kind.dtype)
+            value = self.transport.recv(Member(3 - step), tag, tuple(kind.shape), kind.dtype)
+        else:
+            value = kind.move(value, known(p))
+            for change in changes.values():
+                value = kind.minus(value, change)
+            if step == 0:
+                self._tell(tag, value)
+            elif step != _VALUE and self.party == 3 - step:
+                self.transport.send(Member(step), tag, value)
+        if step in (1, 2):
+            self._confirm(value)
+            if self.party:
+                self.ledger.add_round(tag)
+        return value
+
+    # -- opening ---------------------------------------------------------------------------------------------
+    def open_shuffled(self, x: ShuffledBits) -> Tensor:
+        """The bits in their secret order, to all four parties: bool [rows, count]; 4 bits each, 128 bytes of digests.
+
+        After one `verify`: 3 rounds in all. Raises ProtocolAbort if a party deviated, and for a second vector in an
+        order that is not declared for reuse; UnsupportedOp while party 3 runs ahead.
+        """
+        if self._apart:
+            raise UnsupportedOp(
+                "open_shuffled: party 3 runs ahead of the data and cannot hear what is opened; want calls that are "
+                "not preprocessed"
+            )
+        x.order.spend(x.bits.rows)
+        self.verify()
+        held = [None if part is None else part.contiguous() for part in self._bit_components(x.bits)]
+        shape = tuple(x.bits.parts[0].shape)
+        for lacking, teller, witness in ((0, 2, 3), (1, 2, 3), (2, 1, 3), (_VALUE, 1, 2)):
+            mine = held[lacking]
+            if mine is not None and self.party == teller:
+                self.transport.send(Member(lacking), "open", mine)
+            elif mine is not None and self.party == witness:
+                self.transport.send(Member(lacking), "open", as_tensor(digest(mine)))
+        teller, witness = {0: (2, 3), 1: (2, 3), 2: (1, 3), 3: (1, 2)}[self.party]
+        if self.party in (1, 2):
+            self.ledger.add_round("open")
+        missing = self.transport.recv(Member(teller), "open", shape, torch.int64)
+        self._compare("open", witness, missing)
+        opened = missing
+        for part in held:
+            if part is not None:
+                opened = opened ^ part
+        return unpacked(opened, x.bits.count).bool()

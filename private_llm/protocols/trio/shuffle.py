@@ -1,0 +1,206 @@
+"""Trio's oblivious shuffle: pi = pi0 . pi2 . pi1 with pi1 known to parties 0 and 1, pi2 to 0 and 2, pi0 to 1 and 2.
+
+Forward (Comet's Protocol 1 for a helper that knows all masks; x = M - a1 - a2, fresh masks z1, z2):
+    party 1 to 2:  m = pi1(x + a2) + r                        r from the stream of parties 0 and 1
+    party 0 to 2:  h = z1 + z2 - pi2(pi1(a2)) - pi2(r)        of masks alone, so it may be ahead
+    party 2:       pi2(m) + h = pi2(pi1(x)) + z1 + z2 = M'    and sends M' to party 1
+Three elements in all, 2 rounds. Party 2 lacks r and z1, so m and h are uniform to it; party 1 lacks z2, so M' is.
+So far party 0 knows the whole permutation and must not see anything in this order (`Permutation.known_to`).
+
+Hidden from party 0 as well, parties 1 and 2 go on with pi0 and masks y1, y2 that each draws with party 0:
+    party 1 to 2:  pi0(z1) - y1        party 2 to 1:  pi0(z2) - y2        both hold pi0(M') less what these say
+Two elements more and no round, as both travel with the messages above. Each is uniform to its receiver, who lacks y.
+
+Back, undoing pi0 first (2 elements, 1 round, as above) and then pi2 and pi1 from the other side:
+    party 2 to 1:  m = pi2^-1(x + a1) + r                     r from the stream of parties 0 and 2
+    party 1:       pi1^-1(m) + h = M'                         h, z1 from the stream of parties 0 and 1; sends M' to 2
+    party 0 to 2:  z2 = h - z1 + pi1^-1(pi2^-1(a1)) + pi1^-1(r)
+z2 is uniform to party 2, who lacks h. The same 3 elements (5 with pi0), 2 rounds (3 with pi0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import DomainError, ProtocolAbort, UnsupportedOp
+from private_llm.net.transport import Transport
+from private_llm.protocols.permutation import (
+    Moved,
+    Permutation,
+    ShuffledBits,
+    drawn,
+    inverse,
+    known,
+    moved_bits,
+    moved_rows,
+    unpacked,
+)
+from private_llm.protocols.share import BitShare, Share, words_for
+from private_llm.protocols.trio.arithmetic import TrioArithmetic
+from private_llm.ring.prg import Prg, Seed
+from private_llm.ring.ring import Ring
+
+Parts = tuple[Tensor, Tensor]
+
+
+class TrioShuffles(TrioArithmetic):
+    """One party's oblivious shuffles; costs: `trio/cost.py`."""
+
+    def __init__(
+        self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed], input_keys: Sequence[Seed],
+        device: str = "cpu",
+    ) -> None:  # fmt: skip
+        super().__init__(party, transport, ring, pair_seeds, input_keys, device)
+        mutual = pair_seeds.get(3 - self.role) if self.role else None
+        self._mutual: Prg | None = None if mutual is None else mutual.stream("trio permutations")
+
+    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False) -> Permutation:
+        """A fresh secret permutation of `size` elements. Local."""
+        if size < 1:
+            raise DomainError(f"permutation: got size {size}; want at least 1")
+        whole = frozenset[int]() if hidden else frozenset({0})
+        if self.role == 0:
+            parts = tuple(drawn(self._draw_words(size, which)) for which in range(2))
+            return Permutation(size, (*parts, None), whole, reuse)
+        own = drawn(self._draw_words(size))
+        last = self._drawn_mutually(size) if hidden else None
+        return Permutation(size, (own, None, last) if self.role == 1 else (None, own, last), whole, reuse)
+
+    def _drawn_mutually(self, size: int) -> Tensor:
+        if self._mutual is None:
+            raise ProtocolAbort("permutation: parties 1 and 2 share no seed; start the session anew")
+        return drawn(self._mutual.words(size, self.device))
+
+    # -- what is moved ---------------------------------------------------------------------------------------
+    def shuffle(self, x: Share, order: Permutation, undo: bool = False) -> Share:
+        """Rows x[p[i]] in the secret order, or back with `undo`; see the module header for the cost."""
+        first, second = x.parts[:2]
+        return Share(self._moved("shuffle", (first, second), order, moved_rows(x, order), undo))
+
+    def shuffle_bits(self, x: BitShare, order: Permutation) -> ShuffledBits:
+        """All bit vectors in the secret order; the cost of one word for each 64 bits of a vector."""
+        kind = moved_bits(x, order)
+        masked, own = x.parts[:2]
+        # evaluators of bits hold the value under both masks; what moves is the value under the other's alone
+        half, own = self._moved("shuffle", (masked ^ own if self.role else masked, own), order, kind, False)
+        return ShuffledBits(BitShare((half ^ own if self.role else half, own), x.count), order)
+
+    def _moved(self, tag: str, parts: Parts, order: Permutation, kind: Moved, undo: bool) -> Parts:
+        return self._back(tag, parts, order, kind) if undo else self._forth(tag, parts, order, kind)
+
+    def _some(self, kind: Moved, arrays: int, which: int = 0) -> list[Tensor]:
+        """Fresh masks of the shape of a component."""
+        fresh = self._streams[which].draw(arrays * kind.count, kind.dtype, self.device)
+        return list(fresh.view(arrays, *kind.shape))
+
+    def _forth(self, tag: str, parts: Parts, order: Permutation, kind: Moved) -> Parts:
+        first, second, last = order.parts
+        hidden = not order.known_to
+        if self.role == 0:
+            p, q = known(first), known(second)
+            r, z1, *y1 = self._some(kind, 3 if hidden else 2)
+            z2, *y2 = self._some(kind, 2 if hidden else 1, 1)
+            cover = kind.move(kind.plus(kind.move(parts[1], p), r), q)
+            self.transport.send(2, tag, kind.minus(kind.plus(z1, z2), cover))
+            return (y1[0], y2[0]) if hidden else (z1, z2)
+        if self.role == 1:
+            r, z, *y = self._some(kind, 3 if hidden else 2)
+            message = [kind.plus(kind.move(parts[0], known(first)), r)]
+            if hidden:
+                message.append(kind.minus(kind.move(z, known(last)), y[0]))
+            theirs = self._reply(tag, message, kind, len(message))
+            m = theirs[0]
+        else:
+            z, *y = self._some(kind, 2 if hidden else 1)
+            theirs = self._await(tag, kind, 2 if hidden else 1)
+            helped = self.transport.recv(0, tag, tuple(kind.shape), kind.dtype)
+            m = kind.plus(kind.move(theirs[0], known(second)), helped)
+            reply = [m, kind.minus(kind.move(z, known(last)), y[0])] if hidden else [m]
+            self._answer(tag, reply)
+        if not hidden:
+            return kind.minus(m, z), z
+        return self._last(m, z, y[0], theirs[1], known(last), kind)
+
+    @staticmethod
+    def _last(m: Tensor, z: Tensor, y: Tensor, theirs: Tensor, last: Tensor, kind: Moved) -> Parts:
+        """This evaluator's share after the last sub-permutation; theirs: what the other's mask becomes, masked."""
+        own = kind.minus(kind.move(m, last), kind.move(z, last))
+        return kind.minus(own, theirs), y
+
+    def _back(self, tag: str, parts: Parts, order: Permutation, kind: Moved) -> Parts:
+        first, second, last = order.parts
+        if not order.known_to:
+            parts = self._unhidden(tag, parts, last, kind)
+        if self.role == 0:
+            p, q = inverse(known(first)), inverse(known(second))
+            h, z1 = self._some(kind, 2)
+            (r,) = self._some(kind, 1, 1)
+            cover = kind.move(kind.plus(kind.move(parts[0], q), r), p)
+            z2 = kind.plus(kind.minus(h, z1), cover)
+            self.transport.send(2, tag, z2)
+            return z1, z2
+        if self.role == 2:
+            (r,) = self._some(kind, 1)
+            z = self.transport.recv(0, tag, tuple(kind.shape), kind.dtype)
+            (m,) = self._reply(tag, [kind.plus(kind.move(parts[0], inverse(known(second))), r)], kind, 1)
+            return kind.minus(m, z), z
+        h, z = self._some(kind, 2)
+        (theirs,) = self._await(tag, kind, 1)
+        m = kind.plus(kind.move(theirs, inverse(known(first))), h)
+        self._answer(tag, [m])
+        return kind.minus(m, z), z
+
+    def _unhidden(self, tag: str, parts: Parts, last: Tensor | None, kind: Moved) -> Parts:
+        """Undo the last sub-permutation, 1 round: each evaluator tells the other what its mask becomes, masked."""
+        if self.role == 0:
+            return self._some(kind, 1)[0], self._some(kind, 1, 1)[0]
+        back = inverse(known(last))
+        (y,) = self._some(kind, 1)
+        theirs = self.transport.exchange(3 - self.role, tag, kind.minus(kind.move(parts[1], back), y))
+        # part 0 is x + the other's mask, of which `theirs` says what it becomes less the other's new one
+        return kind.minus(kind.move(parts[0], back), theirs), y
+
+    def _reply(self, tag: str, message: list[Tensor], kind: Moved, answers: int) -> tuple[Tensor, ...]:
+        """Send and wait for the answer: 2 rounds."""
+        self._answer(tag, message)
+        return self._await(tag, kind, answers)
+
+    def _answer(self, tag: str, message: list[Tensor]) -> None:
+        """Both evaluators book the way there and the way back."""
+        self.transport.send(3 - self.role, tag, torch.stack(message))
+        self.ledger.add_round(tag)
+
+    def _await(self, tag: str, kind: Moved, answers: int) -> tuple[Tensor, ...]:
+        self.ledger.add_round(tag)
+        return tuple(self.transport.recv(3 - self.role, tag, (answers, *kind.shape), kind.dtype))
+
+    # -- opening ---------------------------------------------------------------------------------------------
+    def open_shuffled(self, x: ShuffledBits) -> Tensor | None:
+        """The bits in their secret order: bool [rows, count]; None at a party that knows the order.
+
+        The evaluators exchange their masks, 1 bit each way; party 1 tells party 0 where that may know; 1 round.
+        """
+        telling = not x.order.known_to
+        if telling and self._apart:
+            raise UnsupportedOp(
+                "open_shuffled: the helping party runs ahead of the data and cannot hear what is opened; want "
+                "permutation(size, hidden=False), or calls that are not preprocessed"
+            )
+        x.order.spend(x.bits.rows)
+        masked, own = x.bits.parts[:2]
+        if self.role == 0:
+            if not telling:
+                return None
+            return self._opened(self.transport.recv(1, "open", tuple(masked.shape), torch.int64), masked, own, x)
+        theirs = self.transport.exchange(3 - self.role, "open", own.contiguous())
+        if telling and self.role == 1:
+            self.transport.send(0, "open", masked.contiguous())
+        return self._opened(masked, own, theirs, x)
+
+    @staticmethod
+    def _opened(masked: Tensor, first: Tensor, second: Tensor, x: ShuffledBits) -> Tensor:
+        words = (masked ^ first ^ second).view(x.bits.rows, words_for(x.bits.count))
+        return unpacked(words, x.bits.count).bool()
