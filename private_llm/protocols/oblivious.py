@@ -61,6 +61,6 @@ class Oblivious(PartyEnd):
         """The bits in their secret order, to the parties: bool [rows, count]; None at a party that knows the order.
 
         What is learned: how many bits are set, and which of two vectors' set bits coincide if they share an order.
-        1 round; bits sent for each opened one: trio and dealer 2, 3 if hidden; quad 5, after a `verify`. Raises
+        1 round; bits sent for each opened one: trio and dealer 2, 3 if hidden; quad 4, after a `verify`. Raises
         ProtocolAbort for a second vector in an order that is not declared for reuse.
         """

@@ -20,10 +20,13 @@ Who sends what, and why one liar is always seen (as in `arithmetic`: party 0 sen
 Undoing takes the steps back in the other order. 2 rounds on the way of V, 1 for the masks of step 3.
 
 Opening bits: each party lacks one component and gets it from one party and its digest from another, compared at once:
-what is opened decides what parties do next, so nobody may act on a lie until some later `verify`.
+what is opened decides what parties do next, so nobody may act on a lie until some later `verify`. Party 3, without
+whom the others could open a result, tells party 0 whether its two agreed.
 """
 
 from __future__ import annotations
+
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -43,7 +46,7 @@ from private_llm.protocols.permutation import (
 from private_llm.protocols.quad.arithmetic import QuadArithmetic
 from private_llm.protocols.quad.client import DIGEST_BYTES, digest
 from private_llm.protocols.quad.roles import Member
-from private_llm.protocols.quad.transcript_mac import as_tensor, same
+from private_llm.protocols.quad.transcript_mac import as_bytes, as_tensor, same
 from private_llm.protocols.share import BitShare, Share
 
 _STEPS = (1, 2, 3, 0)
@@ -186,13 +189,19 @@ class QuadShuffles(QuadArithmetic):
 
     def _compare(self, tag: str, witness: int, value: Tensor) -> None:
         """Raises ProtocolAbort unless `witness`, who holds the same, sends the digest of what another party sent."""
+        if not self._vouched(tag, witness, value):
+            self._stop(tag)
+
+    def _vouched(self, tag: str, witness: int, value: Tensor) -> bool:
         said = self.transport.recv(Member(witness), tag, (DIGEST_BYTES,), torch.uint8)
-        if not same([said], [digest(value)]):
-            self._deviation = True
-            raise ProtocolAbort(
-                f"{tag}: what one party sent is not what another party vouches for; nothing was opened; end the "
-                "session and find out why"
-            )
+        return same([said], [digest(value)])
+
+    def _stop(self, tag: str) -> NoReturn:
+        self._deviation = True
+        raise ProtocolAbort(
+            f"{tag}: what one party sent is not what another party vouches for; nothing was opened; end the session "
+            "and find out why"
+        )
 
     def _stepped(
         self, tag: str, step: int, value: Tensor, p: Tensor | None, changes: dict[int, Tensor], kind: Moved
@@ -218,7 +227,8 @@ class QuadShuffles(QuadArithmetic):
 
     # -- opening ---------------------------------------------------------------------------------------------
     def open_shuffled(self, x: ShuffledBits) -> Tensor:
-        """The bits in their secret order, to all four parties: bool [rows, count]; 4 bits each, 128 bytes of digests.
+        """The bits in their secret order, to all four parties: bool [rows, count]; 4 bits each, 129 bytes of digests and an
+        answer.
 
         After one `verify`: 3 rounds in all. Raises ProtocolAbort if a party deviated, and for a second vector in an
         order that is not declared for reuse; UnsupportedOp while party 3 runs ahead.
@@ -242,7 +252,14 @@ class QuadShuffles(QuadArithmetic):
         if self.party in (1, 2):
             self.ledger.add_round("open")
         missing = self.transport.recv(Member(teller), "open", shape, torch.int64)
-        self._compare("open", witness, missing)
+        agreed = self._vouched("open", witness, missing)
+        if self.party == 3:  # the others open nothing without party 0, who opens nothing without this
+            self.transport.send(Member(0), "open", as_tensor(bytes([agreed])))
+        elif self.party == 0:
+            answer = self.transport.recv(Member(3), "open", (1,), torch.uint8)
+            agreed = agreed and (answer.is_meta or as_bytes(answer) == b"\1")
+        if not agreed:
+            self._stop("open")
         opened = missing
         for part in held:
             if part is not None:
