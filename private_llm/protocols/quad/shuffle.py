@@ -227,8 +227,7 @@ class QuadShuffles(QuadArithmetic):
 
     # -- opening ---------------------------------------------------------------------------------------------
     def open_shuffled(self, x: ShuffledBits) -> Tensor:
-        """The bits in their secret order, to all four parties: bool [rows, count]; 4 bits each, 129 bytes of digests and an
-        answer.
+        """The bits in their secret order, to all four parties: bool [rows, count]; 4 bits each, 129 bytes more.
 
         After one `verify`: 3 rounds in all. Raises ProtocolAbort if a party deviated, and for a second vector in an
         order that is not declared for reuse; UnsupportedOp while party 3 runs ahead.
