@@ -1,0 +1,121 @@
+"""Products of which only some outputs are wanted: Comet's SOMM (Protocol 2).
+
+Rows of x and columns of y are the nodes of a bipartite graph, wanted outputs its edges. Each connected component is one
+block product, so no row or column takes part twice, and no block holds two components (Theorem 1: least masked
+elements, then least multiply-adds). Which outputs are wanted is public; a secret pattern is opened in a secret order
+first (`Protocol.open_shuffled`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from torch import Tensor
+
+from private_llm.errors import DomainError
+from private_llm.kernels.forms import Form, Matmul
+from private_llm.tensor.fixed import Fixed
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One component: rows of x, columns of y, which of their products are wanted, and where in the result they go."""
+
+    rows: Tensor
+    columns: Tensor
+    inside: Tensor
+    places: Tensor
+
+
+def components(wanted: Tensor) -> list[Block]:
+    """The connected components of wanted outputs, bool [M, N]: the blocks of a product. Local.
+
+    `places` number the wanted outputs in row-major order; rows and columns without any are in no block.
+    """
+    height = wanted.shape[0]
+    rows, columns = (index.numpy() for index in wanted.cpu().nonzero(as_tuple=True))
+    if not rows.size:
+        return []
+    size = height + wanted.shape[1]
+    graph = coo_array((np.ones(rows.size, np.int8), (rows, columns + height)), shape=(size, size))
+    _, label = connected_components(graph, directed=False)
+    owner = label[rows]
+    order = np.argsort(owner, kind="stable")
+    cuts = np.flatnonzero(np.diff(owner[order])) + 1
+    return [_block(rows[edges], columns[edges], edges) for edges in np.split(order, cuts)]
+
+
+def _block(rows: np.ndarray, columns: np.ndarray, edges: np.ndarray) -> Block:
+    above, row_of = np.unique(rows, return_inverse=True)
+    beside, column_of = np.unique(columns, return_inverse=True)
+    inside = row_of * beside.size + column_of
+    return Block(*map(torch.from_numpy, (above, beside, inside, edges)))
+
+
+@dataclass(frozen=True, eq=False)
+class SparseOutput(Form):
+    """x [M, K] y [K, N] at `count` wanted outputs: [count]."""
+
+    blocks: Sequence[Block]
+    count: int
+
+    tag = "matmul"
+
+    def product(self, x: Tensor, y: Tensor) -> Tensor:
+        """x y, block by block."""
+        matmul = Matmul().product
+        return self._each(x, lambda block: matmul(x[block.rows], _columns(y, block)))
+
+    def pair(self, x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
+        """x0 y0 + x1 y1, block by block."""
+        pair = Matmul().pair
+        return self._each(x0, lambda b: pair(x0[b.rows], _columns(y0, b), x1[b.rows], _columns(y1, b)))
+
+    def real(self, x: Tensor, y: Tensor) -> Tensor:
+        """x y of floating-point tensors."""
+        return self._each(x, lambda block: x[block.rows] @ _columns(y, block))
+
+    def macs(self, x_shape: Sequence[int], y_shape: Sequence[int]) -> int:
+        """Rows times columns of each block, times K."""
+        return sum(len(block.rows) * len(block.columns) for block in self.blocks) * int(x_shape[-1])
+
+    def _each(self, like: Tensor, made: Callable[[Block], Tensor]) -> Tensor:
+        out = torch.empty(self.count, dtype=like.dtype, device=like.device)
+        for block in self.blocks:
+            out[block.places] = made(block).reshape(-1)[block.inside]
+        return out
+
+
+def _columns(y: Tensor, block: Block) -> Tensor:
+    """Columns of y [K, N]; those of a turned weight are read as its rows."""
+    return y.mT[block.columns].mT
+
+
+def sparse_output_product(x: Fixed, y: Fixed, wanted: Tensor, frac: int | None = None) -> Fixed:
+    """The wanted entries of x y, in row-major order: x [M, K], y [K, N], wanted bool [M, N], public; 1-D.
+
+    Truncation included; rounds and bytes of one product with as many outputs as are wanted, whatever K is. Under dealer
+    with matmul="remask", each row and column that takes part is masked once: (rows + columns) K elements each way.
+    Nothing is sent if nothing is wanted. Comet, Protocol 2. Raises DomainError for another shape.
+    """
+    if x.shape[-1:] != y.shape[:1] or tuple(wanted.shape) != (*x.shape[:-1], *y.shape[1:]) or wanted.dim() != 2:
+        raise DomainError(
+            f"sparse_output_product: got x {tuple(x.shape)}, y {tuple(y.shape)} and wanted {tuple(wanted.shape)}; want "
+            "[M, K], [K, N] and [M, N]"
+        )
+    out = x.session.frac if frac is None else frac
+    rows, columns = wanted.any(1).nonzero()[:, 0], wanted.any(0).nonzero()[:, 0]
+    some = wanted[rows][:, columns]
+    form = SparseOutput(components(some), int(some.sum()))
+    left, right = x.view(lambda part: part[rows]), y.view(lambda part: part.mT[columns].mT)
+    if not form.count:
+        return left.view(lambda part: part.reshape(-1)[:0])
+    made = x.proto.bilinear(form, left.share, right.share, x.frac + y.frac - out)
+    return x.with_share(made, out)
