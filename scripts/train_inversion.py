@@ -43,7 +43,6 @@ from torch import Tensor
 from train_demo_model import batches, divide, encode, load_texts, windows
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from private_llm.bench.rows import machine
 from private_llm.config import VERSION
 from private_llm.token_sharding.attacks.inversion import (
     Inverter,
@@ -57,6 +56,7 @@ from private_llm.token_sharding.attacks.inversion import (
     recovery,
 )  # fmt: skip
 from private_llm.token_sharding.plans import ShardingPlan
+from private_llm_cli.bench.rows import machine
 
 INTEGRATION = Path(__file__).resolve().parent.parent / "integrations/private_llm_hf"
 TINY = {
