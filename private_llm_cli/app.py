@@ -16,7 +16,7 @@ import typer
 
 from private_llm.config import VERSION, import_plugins
 from private_llm.errors import ConfigError, PrivateLLMError
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 from private_llm_cli.options import (
     PLUGINS,
     PROTOCOLS,
@@ -149,7 +149,7 @@ def audit(
     as_json: Json = False,
 ) -> None:
     """What a sharding plan (protocol 'cascade') protects: gaps, cost of the cheapest attack, verdict."""
-    from private_llm.token_sharding.plans.audit import Setting
+    from private_llm.token_sharding import Setting
     from private_llm_cli.commands.audit import audit as run
 
     if not plan:

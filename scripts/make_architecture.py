@@ -13,6 +13,7 @@ import ast
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from html import escape
 from pathlib import Path
 
@@ -46,6 +47,18 @@ def packages() -> dict[str, list[Path]]:
     return found
 
 
+@cache
+def homes() -> dict[str, str]:
+    """The part behind each name that a package of PARTED gives to others."""
+    found = {}
+    for name in PARTED:
+        for node in ast.walk(ast.parse((ROOT / "private_llm" / name / "__init__.py").read_text(encoding="utf-8"))):
+            parts = (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
+            if parts[:2] == ["private_llm", name]:
+                found |= {f"{name}.{alias.name}": ".".join(parts[1:3]) for alias in node.names}
+    return found
+
+
 def imported(path: Path) -> Iterator[str]:
     """Packages that a file imports from, wherever in it, but not for types alone."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -66,7 +79,8 @@ def imported(path: Path) -> Iterator[str]:
             if parts[0] in ABOVE:
                 yield parts[0]
             elif parts[0] == "private_llm" and len(parts) > 1:
-                yield ".".join(parts[1:3]) if parts[1] in PARTED else parts[1]
+                inner = ".".join(parts[1:3])
+                yield homes().get(inner, inner) if parts[1] in PARTED else parts[1]
 
 
 def layers() -> list[list[str]]:

@@ -44,9 +44,10 @@ from train_demo_model import batches, divide, encode, load_texts, windows
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from private_llm.config import VERSION
-from private_llm.token_sharding.attacks.inversion import (
+from private_llm.token_sharding import (
     Inverter,
     Observers,
+    ShardingPlan,
     any_attn,
     any_comp,
     colluding,
@@ -54,8 +55,7 @@ from private_llm.token_sharding.attacks.inversion import (
     guess,
     loss_of,
     recovery,
-)  # fmt: skip
-from private_llm.token_sharding.plans import ShardingPlan
+)
 from private_llm_cli.bench.rows import machine
 
 INTEGRATION = Path(__file__).resolve().parent.parent / "integrations/private_llm_hf"

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from private_llm import token_sharding
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
@@ -18,6 +22,9 @@ PACKAGES = {"private_llm": ROOT, "private_llm_hf": ROOT / "integrations", "priva
 """The library, its HuggingFace integration and the command line, from the lowest to the highest, and where they lie."""
 DOOR = "private_llm.__main__"
 """`python -m private_llm` is the command line: this one file, which nothing imports, starts it."""
+
+ENTRY = "private_llm.token_sharding"
+"""The package that is used by the names of its `__init__` only."""
 
 Import = tuple[str, bool]
 
@@ -44,15 +51,22 @@ def imports_of(source: str) -> list[Import]:
         if isinstance(node, ast.Import):
             found += [(alias.name, at_top) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                raise AssertionError("relative import: write the whole name, so that the order can be checked")
-            found += [(f"{node.module}.{alias.name}", at_top) for alias in node.names]
+            found += [(f"{'.' * node.level}{node.module}.{alias.name}", at_top) for alias in node.names]
     return found
 
 
+@cache
+def offered() -> dict[str, str]:
+    """The module behind each name of ENTRY, as it is written there for types."""
+    tree = ast.parse((ROOT / ENTRY.replace(".", "/") / "__init__.py").read_text())
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and f"{node.module}".startswith(ENTRY)]
+    return {alias.name: node.module or "" for node in found for alias in node.names}
+
+
 def layer(name: str) -> str:
-    """The layer that a module of private_llm lies in: a package, or one inside it."""
-    parts = name.split(".")
+    """The layer that a module of private_llm, or what is imported from it, lies in: a package, or one inside it."""
+    package, _, last = name.rpartition(".")
+    parts = (offered().get(last, name) if package == ENTRY else name).split(".")
     inner = ".".join(parts[1:3])
     return inner if inner in LAYERS else parts[1] if len(parts) > 1 else ""
 
@@ -60,11 +74,12 @@ def layer(name: str) -> str:
 def violations(name: str, source: str) -> list[str]:
     """What module `name` imports against the order; where in the file, or for types alone, makes no difference."""
     package = name.split(".")[0]
-    if name == DOOR:
+    if name in (DOOR, ENTRY):  # the names of ENTRY count where they are imported
         return []
     higher = list(PACKAGES)[list(PACKAGES).index(package) + 1 :]
     targets = [target for target, _ in imports_of(source)]
-    bad = [f"{name} imports {target}, a package above" for target in targets if target.split(".")[0] in higher]
+    bad = [f"{name}: write the whole name of {target}" for target in targets if target[0] == "."]
+    bad += [f"{name} imports {target}, a package above" for target in targets if target.split(".")[0] in higher]
     if package != "private_llm":
         return bad
     if name == "private_llm":
@@ -92,6 +107,48 @@ def test_nothing_imports_the_door() -> None:
     for package, folder in PACKAGES.items():
         for name, path in modules(folder, package).items():
             assert not [target for target, _ in imports_of(path.read_text()) if target.startswith(DOOR)], name
+
+
+def past_the_entry(path: str, source: str) -> list[str]:
+    """What a file takes from inside ENTRY. Tests may, where it is not offered; those of the package itself anyway."""
+    if path.startswith((ENTRY.replace(".", "/"), "tests/token_sharding")):
+        return []
+    taken = [target.removeprefix(f"{ENTRY}.") for target, _ in imports_of(source) if target.startswith(f"{ENTRY}.")]
+    bad = [name for name in taken if name not in offered()]
+    return [name for name in bad if not path.startswith("tests/") or name.rpartition(".")[2] in offered()]
+
+
+def test_others_use_token_sharding_by_its_entry() -> None:
+    folders = ("private_llm", "private_llm_cli", "integrations", "scripts", "examples", "tests")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 400
+    for path in files:
+        name = path.relative_to(ROOT).as_posix()
+        assert not past_the_entry(name, path.read_text()), f"{name}: want `from {ENTRY} import ...`"
+
+
+def test_the_entry_gives_what_it_says_for_types() -> None:
+    assert set(token_sharding.__all__) == set(offered())
+    for name, module in offered().items():
+        assert getattr(token_sharding, name) is getattr(import_module(module), name), name
+    with pytest.raises(AttributeError, match="has no attribute 'Node'"):
+        _ = token_sharding.Node  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "wrong"),
+    [
+        ("scripts/a.py", "from private_llm.token_sharding import Step", False),
+        ("scripts/a.py", "from private_llm.token_sharding.nodes.facts import Step", True),
+        ("scripts/a.py", "from private_llm.token_sharding.nodes import facts", True),
+        ("private_llm_cli/app.py", "def f():\n    import private_llm.token_sharding.plans", True),
+        ("tests/hf/a.py", "from private_llm.token_sharding.nodes.facts import Step", True),
+        ("tests/hf/a.py", "from private_llm.token_sharding.nodes import facts", False),
+        ("tests/token_sharding/a.py", "from private_llm.token_sharding.nodes.facts import Step", False),
+    ],
+)
+def test_the_checker_sees_what_goes_past_the_entry(path: str, line: str, wrong: bool) -> None:
+    assert bool(past_the_entry(path, line)) is wrong
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -126,7 +183,11 @@ def test_modules_do_not_import_each_other_in_a_circle(package: str) -> None:
         ("private_llm_hf.api", "def f():\n    from private_llm_cli.bench import rows", True),
         ("private_llm_cli.commands.demo", "import private_llm_hf", False),
         ("private_llm.__main__", "from private_llm_cli.app import main", False),
+        ("private_llm.nn.linear", "from .norm import x", True),
         ("private_llm", "from private_llm.nn.linear import x", True),
+        ("private_llm.config", "from private_llm.token_sharding import ShardingPlan", False),
+        ("private_llm.config", "from private_llm.token_sharding import Step", True),
+        ("private_llm.net.wire", "def f():\n    from private_llm.token_sharding import Loot", True),
     ],
 )
 def test_the_checker_sees_a_wrong_import(name: str, line: str, wrong: bool) -> None:

@@ -23,9 +23,7 @@ from private_llm.kernels.parallel import nodes_at_once
 from private_llm.net.ledger import Ledger
 from private_llm.net.timed import BUSY, SERIALISING, WAITING
 from private_llm.net.transport import CLIENT
-from private_llm.token_sharding.nodes.facts import Step
-from private_llm.token_sharding.nodes.undistributed import Undistributed
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan, Step, Undistributed
 from private_llm_cli.bench.link import LinkSpeed, SlowHub
 from private_llm_cli.bench.rows import Row, settings, spread, usable_cores
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from private_llm.token_sharding.plans import ShardingPlan
-from private_llm.token_sharding.plans.audit import Setting, fewest
-from private_llm.token_sharding.plans.audit import audit as examine
+from private_llm.token_sharding import Setting, ShardingPlan, fewest
+from private_llm.token_sharding import audit as examine
 from private_llm_cli.commands.output import CONSOLE, emit_json
 
 

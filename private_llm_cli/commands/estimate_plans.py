@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError
 from private_llm.net.transport import CLIENT
-from private_llm.token_sharding.nodes.cost import (
+from private_llm.token_sharding import (
     Card,
+    ShardingPlan,
     Stage,
     cards,
     comp_sizes,
+    number_type,
     paper_bytes,
     paper_seconds,
     shard_sizes,
 )
-from private_llm.token_sharding.nodes.wire import number_type
-from private_llm.token_sharding.plans import ShardingPlan
 from private_llm_cli.commands.hardware import Hardware, Work
 from private_llm_cli.commands.models import shape_of
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size

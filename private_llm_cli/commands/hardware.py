@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm.token_sharding.nodes.cost import Stage, seconds_of
+from private_llm.token_sharding import Stage, seconds_of
 from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.commands.doctor import float_speed, matmul_speed
 

@@ -11,7 +11,7 @@ from private_llm.config import PrivateConfig
 from private_llm.net.ledger import CONTROL
 from private_llm.net.roles import called
 from private_llm.net.transport import CLIENT
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 from private_llm_cli.bench.record import Sending
 from private_llm_cli.commands.pyplot import load_pyplot
 

@@ -17,8 +17,8 @@ from private_llm.net import timed
 from private_llm.net.local import LocalHub
 from private_llm.net.timed import BUSY, SERIALISING, WAITING, TimedLedger, TimedTransport
 from private_llm.net.transport import CLIENT, Transport
+from private_llm.token_sharding import ShardingPlan
 from private_llm.token_sharding.nodes.exchange import layer_bytes
-from private_llm.token_sharding.plans import ShardingPlan
 from private_llm_cli.app import app
 from private_llm_cli.bench import cascade
 from private_llm_cli.bench.cascade import Case, cases, memory_needed

@@ -13,7 +13,7 @@ from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
 from typer.testing import CliRunner
 
 from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 from private_llm_cli.app import app
 from private_llm_cli.commands.text import by_link
 from tests.hf import tiny
