@@ -18,12 +18,12 @@ from private_llm.errors import ConfigError
 from private_llm.net.transport import Transport
 from private_llm.protocol_facts import ProtocolFacts, add_facts, protocol_facts, protocol_names, remove_facts
 from private_llm.protocols.adder import Adder
-from private_llm.protocols.checked_plain import CheckedPlain
 from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.dealer import cost as dealer_cost
 from private_llm.protocols.dealer.party import TwoPartyDealer
-from private_llm.protocols.plain import Plain
-from private_llm.protocols.plain_client import PlainClient, open_plain
+from private_llm.protocols.plain.checked import CheckedPlain
+from private_llm.protocols.plain.client import PlainClient, open_plain
+from private_llm.protocols.plain.party import Plain
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad import cost as quad_cost

@@ -1,7 +1,7 @@
 """`plain`: one party, no secrecy, the same interface and fixed-point arithmetic as the real protocols.
 
 It exists as the reference the suite compares every protocol with, and to tell an approximation's error
-from a protocol's (`checked_plain.py` is the same with every range checked). A session refuses to start it without
+from a protocol's (`checked.py` is the same with every range checked). A session refuses to start it without
 `insecure=True`.
 """
 
