@@ -30,6 +30,7 @@ from torch import Tensor
 from private_llm.kernels.forms import Form
 from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder
+from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio.party import Trio
 from private_llm.ring.prg import Seed
@@ -77,3 +78,7 @@ class TwoPartyDealer(Trio):
         pieces = zip(*(part.split(sizes) for part in parts), strict=True)
         made = [Share(tuple(p.view(share.shape) for p in piece)) for share, piece in zip(held, pieces, strict=True)]
         return made[0], made[-1]
+
+
+class ExactDealer(ExactTruncation, TwoPartyDealer):
+    """`dealer` with exact divisions; what they cost more is in `protocols/exact.py`."""
