@@ -7,7 +7,7 @@ randomness of a product, a comparison or a truncation. It depends on masks and p
 rows of a cache go on), so the dealer may be days ahead of calls whose public facts are known before.
 
 What differs from Trio:
-  1. The dealer receives no share and no key of a value, only what all may know (threat.py). Trio's client hands
+  1. The dealer receives no share and no key of a value, only what all may know (see threat). Trio's client hands
      party 0 keys of point functions for token lookups; here it shares one-hot rows between the two parties: 2 `domain`
      elements an index from the client, then a product with the table (one finish), local for a public table.
   2. `remask`: a bilinear product first gives both operands fresh masks b1, b2 (streams of dealer and party i):
