@@ -1,1 +1,1 @@
-"""What each subcommand of `private-llm` does; app.py only parses and calls."""
+"""What each subcommand of `private-llm` does once its options are parsed."""
