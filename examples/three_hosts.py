@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 
 MODEL = str(resources.files("private_llm_hf") / "demo_model")
-PRIVATE_LLM = (sys.executable, "-m", "private_llm.cli")  # the command `private-llm`
+PRIVATE_LLM = (sys.executable, "-m", "private_llm")  # the command `private-llm`
 
 
 def free_addresses(count: int) -> str:

@@ -1,6 +1,6 @@
 """`python -m private_llm`: the command line."""
 
-from private_llm.cli import main
+from private_llm_cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from private_llm.cache_policy import KEEP_ALL, CachePolicy, policy_of
 from private_llm.errors import ConfigError, refuse_unknown
 from private_llm.protocol_facts import CASCADE, ProtocolFacts, names_where, protocol_facts
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 
 VERSION = "0.1.0"
 """Version of the library; parties with different versions refuse each other."""

@@ -20,16 +20,20 @@ import torch
 from private_llm_hf.token_sharding.attacked import RowsAt
 from torch import Tensor
 
-from private_llm.commands.models import demo_model, plaintext_model, tokenizer_of
-from private_llm.commands.output import emit_json, progress_bar
-from private_llm.commands.pyplot import load_pyplot
-from private_llm.token_sharding.attacks.collusion import collude
-from private_llm.token_sharding.attacks.noise import FORMATS, rounded
-from private_llm.token_sharding.attacks.rows import flat
-from private_llm.token_sharding.attacks.scores import exact
-from private_llm.token_sharding.attacks.view import view_of
-from private_llm.token_sharding.attacks.vocab_matching import CHUNK, match_states
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import (
+    CHUNK,
+    FORMATS,
+    ShardingPlan,
+    collude,
+    exact,
+    flat,
+    match_states,
+    rounded,
+    view_of,
+)
+from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
+from private_llm_cli.commands.output import emit_json, progress_bar
+from private_llm_cli.commands.pyplot import load_pyplot
 
 TEXT = (
     "The letter was written in the summer of the year before the war, and nobody had read it since. The old bridge "

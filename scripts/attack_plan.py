@@ -34,16 +34,26 @@ from private_llm_hf.token_sharding.attacked import RowsAt, likely_tokens
 from torch import Tensor
 from transformers import AutoModel, BertConfig
 
-from private_llm.commands.models import demo_model, plaintext_model, tokenizer_of
-from private_llm.commands.output import CONSOLE, NOTES, duration, emit_json, progress_bar
 from private_llm.errors import ConfigError, PrivateLLMError
-from private_llm.token_sharding.attacks.collusion import ATTACKS, Loot, bounds, collude
-from private_llm.token_sharding.attacks.likelihood import rank_anywhere, rank_next
-from private_llm.token_sharding.attacks.rows import flat
-from private_llm.token_sharding.attacks.scores import bleu, exact, rouge_l
-from private_llm.token_sharding.attacks.view import view_of
-from private_llm.token_sharding.attacks.vocab_matching import CHUNK, match_permuted, match_states
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import (
+    ATTACKS,
+    CHUNK,
+    Loot,
+    ShardingPlan,
+    bleu,
+    bounds,
+    collude,
+    exact,
+    flat,
+    match_permuted,
+    match_states,
+    rank_anywhere,
+    rank_next,
+    rouge_l,
+    view_of,
+)
+from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
+from private_llm_cli.commands.output import CONSOLE, NOTES, duration, emit_json, progress_bar
 
 TEXT = (
     "The letter was written in the summer of the year before the war, and nobody had read it since. The old bridge "

@@ -128,7 +128,7 @@ def _run(command: str) -> None:
 # -- endpoints -------------------------------------------------------------------------------------------------
 def make_work(plan: Plan) -> Any:  # noqa: ANN401 - a Work or a WholeWork
     """The work of a plan."""
-    from private_llm.bench.catalogue import make
+    from private_llm_cli.bench.catalogue import make
 
     name, shape, _ = (TINY if plan.tiny else WORKS)[plan.work]
     return make(name, shape)
@@ -138,9 +138,9 @@ def serve(plan: Plan, party: int, folder: Path) -> None:
     """Be one party of the switched network."""
     from private_llm_hf.client.launch import serve_party
 
-    from private_llm.bench.measure import serve as serve_work
-    from private_llm.bench.whole import WholeWork
     from private_llm.net.rendezvous import connect
+    from private_llm_cli.bench.measure import serve as serve_work
+    from private_llm_cli.bench.whole import WholeWork
 
     config, work = remote_config(plan, f"party{party}", folder), make_work(plan)
     if isinstance(work, WholeWork):
@@ -167,7 +167,7 @@ def remote_config(plan: Plan, endpoint: str, folder: Path) -> Any:  # noqa: ANN4
 
 def measured(plan: Plan, config: Any) -> dict[str, Any]:  # noqa: ANN401 - a PrivateConfig
     """As the client: the row, and what saturates the network."""
-    from private_llm.bench.measure import measure
+    from private_llm_cli.bench.measure import measure
 
     row = measure(make_work(plan), config, plan.repeat).to_dict()
     seconds, sent = row["seconds"]["median"], row["bytes_total"]

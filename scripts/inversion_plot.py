@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from private_llm.commands.pyplot import load_pyplot
+from private_llm_cli.commands.pyplot import load_pyplot
 
 Rows = Sequence[dict[str, Any]]
 

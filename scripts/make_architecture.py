@@ -13,6 +13,7 @@ import ast
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from html import escape
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from generated import run
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "architecture.svg"
-INTEGRATION = "private_llm_hf"
+ABOVE = {"private_llm_hf": ROOT / "integrations", "private_llm_cli": ROOT}
+"""Packages beside private_llm, drawn as one box each, and where they lie."""
 
 WIDTH, GAP, LINE, MARGIN = 960, 10, 16, 16
 """Of the picture: its width, between boxes, of a line of text, at the edges; in pixels."""
@@ -32,8 +34,8 @@ _COLOURS = ("#e8eef7", "#dbe5f3")
 
 
 def packages() -> dict[str, list[Path]]:
-    """Files of each package or module directly below private_llm, and of the integration as one."""
-    found: dict[str, list[Path]] = {INTEGRATION: sorted((ROOT / "integrations" / INTEGRATION).rglob("*.py"))}
+    """Files of each package or module directly below private_llm, and of each package beside it as one."""
+    found: dict[str, list[Path]] = {name: sorted((root / name).rglob("*.py")) for name, root in ABOVE.items()}
     for path in sorted((ROOT / "private_llm").iterdir()):
         if path.name in PARTED:
             inner = (p for p in sorted(path.iterdir()) if (p / "__init__.py").exists())
@@ -42,6 +44,18 @@ def packages() -> dict[str, list[Path]]:
             found[path.name] = sorted(path.rglob("*.py"))
         elif path.suffix == ".py" and path.stem != "__init__":
             found[path.stem] = [path]
+    return found
+
+
+@cache
+def homes() -> dict[str, str]:
+    """The part behind each name that a package of PARTED gives to others."""
+    found = {}
+    for name in PARTED:
+        for node in ast.walk(ast.parse((ROOT / "private_llm" / name / "__init__.py").read_text(encoding="utf-8"))):
+            parts = (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
+            if parts[:2] == ["private_llm", name]:
+                found |= {f"{name}.{alias.name}": ".".join(parts[1:3]) for alias in node.names}
     return found
 
 
@@ -62,10 +76,11 @@ def imported(path: Path) -> Iterator[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names if id(node) not in typing_only else ():
             parts = name.split(".")
-            if parts[0] == INTEGRATION:
-                yield INTEGRATION
+            if parts[0] in ABOVE:
+                yield parts[0]
             elif parts[0] == "private_llm" and len(parts) > 1:
-                yield ".".join(parts[1:3]) if parts[1] in PARTED else parts[1]
+                inner = ".".join(parts[1:3])
+                yield homes().get(inner, inner) if parts[1] in PARTED else parts[1]
 
 
 def layers() -> list[list[str]]:

@@ -30,9 +30,9 @@ from private_llm_hf.checkpoint.share_files import ShareWriter, share_path
 from private_llm_hf.checkpoint.weights import WeightList, skeleton
 from transformers import OPTConfig, OPTForCausalLM
 
-from private_llm.bench.memory import process_mb
 from private_llm.config import PrivateConfig
 from private_llm.protocols.weight_sharing import keys_held, sends_parts
+from private_llm_cli.bench.memory import process_mb
 
 OPT_1_3B = {"hidden_size": 2048, "ffn_dim": 8192, "num_attention_heads": 32, "word_embed_proj_dim": 2048}
 TINY = {
@@ -64,7 +64,7 @@ def free_hosts(count: int) -> list[str]:
 @contextmanager
 def parties(folder: Path, hosts: list[str], device_map: str, patience_s: float) -> Iterator[list[int]]:
     """One process per party; yields their numbers."""
-    command = [sys.executable, "-c", "from private_llm.cli import main; main()", "party", "--allow-plain-loopback"]
+    command = [sys.executable, "-c", "from private_llm_cli.app import main; main()", "party", "--allow-plain-loopback"]
     command += ["--sessions", "1", "--timeout", str(patience_s), "--device-map", device_map, "--hosts", ",".join(hosts)]
     running = [
         subprocess.Popen([*command, "--index", str(party), "--shares", str(share_path(folder, party))])

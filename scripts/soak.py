@@ -28,8 +28,8 @@ from private_llm_hf import AutoPrivateModelForCausalLM
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from private_llm.bench.memory import growth, live_bytes, process_mb
 from private_llm.config import PrivateConfig
+from private_llm_cli.bench.memory import growth, live_bytes, process_mb
 
 SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_key_value_heads": 2}
 TINY = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_key_value_heads": 2}
@@ -99,7 +99,7 @@ def remote(checkpoint: Path, protocol: str, sessions: int, tell: Callable[[list[
 @contextmanager
 def serving(config: PrivateConfig, sessions: int) -> Iterator[list[subprocess.Popen[str]]]:
     """One process of `private-llm party` for each party, for one session more than asked for."""
-    command = [sys.executable, "-c", "from private_llm.cli import main; main()", "party", "--allow-plain-loopback"]
+    command = [sys.executable, "-c", "from private_llm_cli.app import main; main()", "party", "--allow-plain-loopback"]
     command += ["--protocol", config.protocol, "--hosts", ",".join(config.hosts), "--sessions", str(sessions + 1)]
     running = [
         subprocess.Popen([*command, "--index", str(party)], stderr=subprocess.PIPE, text=True)

@@ -43,11 +43,11 @@ from torch import Tensor
 from train_demo_model import batches, divide, encode, load_texts, windows
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from private_llm.bench.rows import machine
 from private_llm.config import VERSION
-from private_llm.token_sharding.attacks.inversion import (
+from private_llm.token_sharding import (
     Inverter,
     Observers,
+    ShardingPlan,
     any_attn,
     any_comp,
     colluding,
@@ -55,8 +55,8 @@ from private_llm.token_sharding.attacks.inversion import (
     guess,
     loss_of,
     recovery,
-)  # fmt: skip
-from private_llm.token_sharding.plans import ShardingPlan
+)
+from private_llm_cli.bench.rows import machine
 
 INTEGRATION = Path(__file__).resolve().parent.parent / "integrations/private_llm_hf"
 TINY = {

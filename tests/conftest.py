@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a command in this process; its output if it ends with `code` 0, else its errors."""
 
-    from private_llm.cli import main
+    from private_llm_cli.app import main
 
     def call(*arguments: str, code: int = 0) -> str:
         monkeypatch.setattr(sys, "argv", ["private-llm", *arguments])

@@ -16,8 +16,8 @@ import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
-from private_llm.bench.rows import Row
-from private_llm.cli import main
+from private_llm_cli.app import main
+from private_llm_cli.bench.rows import Row
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("demo", "generate", "classify", "audit", "share", "party", "certs", "estimate", "bench", "diff", "doctor")
@@ -34,7 +34,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     environment = {
         **os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'integrations'}", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
-    command = [sys.executable, "-c", "from private_llm.cli import main; main()", *arguments]
+    command = [sys.executable, "-c", "from private_llm_cli.app import main; main()", *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -196,7 +196,7 @@ def test_a_configuration_that_is_none_is_one_message(run: Run, tmp_path: Path, t
 def test_what_nobody_foresaw_is_one_message_with_a_way_to_its_traceback(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from private_llm.commands import doctor
+    from private_llm_cli.commands import doctor
 
     def fails(*_: object) -> None:
         raise RuntimeError("the reason\nand more")
@@ -218,7 +218,7 @@ def test_a_file_that_cannot_be_written_is_named(run: Run, checkpoint: Path, tmp_
 
 
 def test_long_work_is_not_silent_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from private_llm.commands import output
+    from private_llm_cli.commands import output
 
     monkeypatch.setattr(output, "QUIET_SECONDS", 0.0)
     with output.progress_bar(2) as step:
@@ -233,7 +233,7 @@ def test_long_work_is_not_silent_in_a_log(monkeypatch: pytest.MonkeyPatch, capsy
 def test_help_lists_the_built_in_shapes(run: Run) -> None:
     from private_llm_hf.vision.networks import BUILDERS
 
-    from private_llm.cli_options import SHAPES
+    from private_llm_cli.options import SHAPES
 
     listed = json.loads(resources.files("private_llm_hf").joinpath("models", "shapes.json").read_text())
     assert sorted(SHAPES) == sorted([*listed, *BUILDERS])

@@ -11,15 +11,13 @@ from private_llm_hf import PrivateConfig
 from private_llm_hf.tools.estimate import estimate, named_shape
 from transformers import GPT2Config
 
-from private_llm.bench.link import LinkSpeed
-from private_llm.bench.record import Sending
-from private_llm.commands.estimate_plans import USUAL, busiest
-from private_llm.commands.hardware import Hardware
-from private_llm.commands.plot_nodes import MOST_ROWS, chosen, worked
 from private_llm.net.transport import CLIENT
-from private_llm.token_sharding.nodes.cost import Stage, paper_seconds
-from private_llm.token_sharding.plans import ShardingPlan
-from private_llm.token_sharding.plans.audit import refuse_weak
+from private_llm.token_sharding import ShardingPlan, Stage, paper_seconds, refuse_weak
+from private_llm_cli.bench.link import LinkSpeed
+from private_llm_cli.bench.record import Sending
+from private_llm_cli.commands.estimate_plans import USUAL, busiest
+from private_llm_cli.commands.hardware import Hardware
+from private_llm_cli.commands.plot_nodes import MOST_ROWS, chosen, worked
 from tests.test_cli import Run, checkpoint, rows, start
 
 __all__ = ["checkpoint"]  # a fixture

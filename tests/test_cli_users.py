@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from private_llm.cli import app
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
+from private_llm_cli.app import app
 
 HOSTS = ("--hosts", "127.0.0.1:1,127.0.0.1:2,127.0.0.1:3")
 

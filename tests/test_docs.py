@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from private_llm.cli import app
 from private_llm.protocol_facts import CASCADE, protocol_names
 from private_llm.threat import entries, markdown
+from private_llm_cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")

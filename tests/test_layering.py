@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from private_llm import token_sharding
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     "errors", "ranges", "cache_policy", "token_sharding.plans", "protocol_facts", "config", "threat", "kernels", "ring",
     "circuits", "net", "protocols", "tensor", "exact", "approx", "oblivious", "nn", "token_sharding.nodes",
-    "token_sharding.attacks", "bench", "commands", "cli_options", "cli", "__main__",
+    "token_sharding.attacks",
 )  # fmt: skip
 """From the lowest to the highest."""
-OUTSIDE = {"bench", "commands", "cli"}
-"""The highest may use the HuggingFace integration, inside functions only: private_llm is importable alone."""
+PACKAGES = {"private_llm": ROOT, "private_llm_hf": ROOT / "integrations", "private_llm_cli": ROOT}
+"""The library, its HuggingFace integration and the command line, from the lowest to the highest, and where they lie."""
+DOOR = "private_llm.__main__"
+"""`python -m private_llm` is the command line: this one file, which nothing imports, starts it."""
+
+ENTRY = "private_llm.token_sharding"
+"""The package that is used by the names of its `__init__` only."""
 
 Import = tuple[str, bool]
 
@@ -42,21 +51,37 @@ def imports_of(source: str) -> list[Import]:
         if isinstance(node, ast.Import):
             found += [(alias.name, at_top) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                raise AssertionError("relative import: write the whole name, so that the order can be checked")
-            found += [(f"{node.module}.{alias.name}", at_top) for alias in node.names]
+            found += [(f"{'.' * node.level}{node.module}.{alias.name}", at_top) for alias in node.names]
     return found
 
 
+@cache
+def offered() -> dict[str, str]:
+    """The module behind each name of ENTRY, as it is written there for types."""
+    tree = ast.parse((ROOT / ENTRY.replace(".", "/") / "__init__.py").read_text())
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and f"{node.module}".startswith(ENTRY)]
+    return {alias.name: node.module or "" for node in found for alias in node.names}
+
+
 def layer(name: str) -> str:
-    """The layer that a module of private_llm lies in: a package, or one inside it."""
-    parts = name.split(".")
+    """The layer that a module of private_llm, or what is imported from it, lies in: a package, or one inside it."""
+    package, _, last = name.rpartition(".")
+    parts = (offered().get(last, name) if package == ENTRY else name).split(".")
     inner = ".".join(parts[1:3])
     return inner if inner in LAYERS else parts[1] if len(parts) > 1 else ""
 
 
 def violations(name: str, source: str) -> list[str]:
-    """What module `name` of private_llm imports against the order."""
+    """What module `name` imports against the order; where in the file, or for types alone, makes no difference."""
+    package = name.split(".")[0]
+    if name in (DOOR, ENTRY):  # the names of ENTRY count where they are imported
+        return []
+    higher = list(PACKAGES)[list(PACKAGES).index(package) + 1 :]
+    targets = [target for target, _ in imports_of(source)]
+    bad = [f"{name}: write the whole name of {target}" for target in targets if target[0] == "."]
+    bad += [f"{name} imports {target}, a package above" for target in targets if target.split(".")[0] in higher]
+    if package != "private_llm":
+        return bad
     if name == "private_llm":
         allowed: tuple[str, ...] = LAYERS[: LAYERS.index("threat") + 1]
     elif any(known.startswith(f"{layer(name)}.") for known in LAYERS):
@@ -64,34 +89,71 @@ def violations(name: str, source: str) -> list[str]:
     else:
         assert layer(name) in LAYERS, f"{name}: {layer(name)!r} is no layer; add it to LAYERS"
         allowed = LAYERS[: LAYERS.index(layer(name)) + 1]
-    bad = []
-    for target, at_top in imports_of(source):
+    for target in targets:
         if target.split(".")[0] == "private_llm" and layer(target) in LAYERS and layer(target) not in allowed:
             bad.append(f"{name} imports {target}, which lies above it")
-        if target.split(".")[0] == "private_llm_hf" and (at_top or layer(name) not in OUTSIDE):
-            bad.append(f"{name} imports {target}: the integration lies above")
     return bad
 
 
-def test_every_module_of_the_package_imports_from_layers_below_only() -> None:
-    found = modules(ROOT, "private_llm")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_module_imports_from_layers_below_only(package: str) -> None:
+    found = modules(PACKAGES[package], package)
     assert len(found) > 20
     bad = [line for name, path in found.items() for line in violations(name, path.read_text())]
     assert not bad, "\n".join(bad)
 
 
-def test_the_integration_does_not_import_the_command_line() -> None:
-    bad = []
-    for name, path in modules(ROOT / "integrations", "private_llm_hf").items():
-        for target, _ in imports_of(path.read_text()):
-            if target.startswith("private_llm.") and layer(target) in OUTSIDE:
-                bad.append(f"{name} imports {target}")
-    assert not bad, "\n".join(bad)
+def test_nothing_imports_the_door() -> None:
+    for package, folder in PACKAGES.items():
+        for name, path in modules(folder, package).items():
+            assert not [target for target, _ in imports_of(path.read_text()) if target.startswith(DOOR)], name
 
 
-@pytest.mark.parametrize(("folder", "package"), [(ROOT, "private_llm"), (ROOT / "integrations", "private_llm_hf")])
-def test_modules_do_not_import_each_other_in_a_circle(folder: Path, package: str) -> None:
-    found = modules(folder, package)
+def past_the_entry(path: str, source: str) -> list[str]:
+    """What a file takes from inside ENTRY. Tests may, where it is not offered; those of the package itself anyway."""
+    if path.startswith((ENTRY.replace(".", "/"), "tests/token_sharding")):
+        return []
+    taken = [target.removeprefix(f"{ENTRY}.") for target, _ in imports_of(source) if target.startswith(f"{ENTRY}.")]
+    bad = [name for name in taken if name not in offered()]
+    return [name for name in bad if not path.startswith("tests/") or name.rpartition(".")[2] in offered()]
+
+
+def test_others_use_token_sharding_by_its_entry() -> None:
+    folders = ("private_llm", "private_llm_cli", "integrations", "scripts", "examples", "tests")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 400
+    for path in files:
+        name = path.relative_to(ROOT).as_posix()
+        assert not past_the_entry(name, path.read_text()), f"{name}: want `from {ENTRY} import ...`"
+
+
+def test_the_entry_gives_what_it_says_for_types() -> None:
+    assert set(token_sharding.__all__) == set(offered())
+    for name, module in offered().items():
+        assert getattr(token_sharding, name) is getattr(import_module(module), name), name
+    with pytest.raises(AttributeError, match="has no attribute 'Node'"):
+        _ = token_sharding.Node  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "wrong"),
+    [
+        ("scripts/a.py", "from private_llm.token_sharding import Step", False),
+        ("scripts/a.py", "from private_llm.token_sharding.nodes.facts import Step", True),
+        ("scripts/a.py", "from private_llm.token_sharding.nodes import facts", True),
+        ("private_llm_cli/app.py", "def f():\n    import private_llm.token_sharding.plans", True),
+        ("tests/hf/a.py", "from private_llm.token_sharding.nodes.facts import Step", True),
+        ("tests/hf/a.py", "from private_llm.token_sharding.nodes import facts", False),
+        ("tests/token_sharding/a.py", "from private_llm.token_sharding.nodes.facts import Step", False),
+    ],
+)
+def test_the_checker_sees_what_goes_past_the_entry(path: str, line: str, wrong: bool) -> None:
+    assert bool(past_the_entry(path, line)) is wrong
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_modules_do_not_import_each_other_in_a_circle(package: str) -> None:
+    found = modules(PACKAGES[package], package)
     edges: dict[str, set[str]] = {}
     for name, path in found.items():
         targets = {target for target, at_top in imports_of(path.read_text()) if at_top}
@@ -116,9 +178,16 @@ def test_modules_do_not_import_each_other_in_a_circle(folder: Path, package: str
         ("private_llm.net.wire", "from private_llm.ring.ring import Ring", False),
         ("private_llm.nn.linear", "import private_llm_hf", True),
         ("private_llm.nn.linear", "def f():\n    import private_llm_hf", True),
-        ("private_llm.commands.demo", "import private_llm_hf", True),
-        ("private_llm.commands.demo", "def f():\n    import private_llm_hf", False),
+        ("private_llm.nn.linear", "if TYPE_CHECKING:\n    from private_llm_hf import Network", True),
+        ("private_llm.nn.linear", "def f():\n    from private_llm_cli.app import main", True),
+        ("private_llm_hf.api", "def f():\n    from private_llm_cli.bench import rows", True),
+        ("private_llm_cli.commands.demo", "import private_llm_hf", False),
+        ("private_llm.__main__", "from private_llm_cli.app import main", False),
+        ("private_llm.nn.linear", "from .norm import x", True),
         ("private_llm", "from private_llm.nn.linear import x", True),
+        ("private_llm.config", "from private_llm.token_sharding import ShardingPlan", False),
+        ("private_llm.config", "from private_llm.token_sharding import Step", True),
+        ("private_llm.net.wire", "def f():\n    from private_llm.token_sharding import Loot", True),
     ],
 )
 def test_the_checker_sees_a_wrong_import(name: str, line: str, wrong: bool) -> None:

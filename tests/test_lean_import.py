@@ -23,7 +23,7 @@ print(",".join(name for name in {names} if name in sys.modules))
 """
 
 
-@pytest.mark.parametrize("module", ["private_llm", "private_llm.cli"])
+@pytest.mark.parametrize("module", ["private_llm", "private_llm_cli.app"])
 def test_import_stays_lean(module: str) -> None:
     names = ("transformers", "triton", "numba", "matplotlib", "datasets", "private_llm_hf")
     result = subprocess.run(

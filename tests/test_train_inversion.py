@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 
 ROOT = Path(__file__).resolve().parent.parent
 SCORES = {"exact", "rouge_l", "bleu", "unheld_exact", "unheld_rouge_l", "unheld_bleu"}

@@ -3,7 +3,7 @@
 from private_llm.cache_policy import KeepAll, SlidingWindow
 from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.ranges import Ranges
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 from private_llm_hf.api import (
     AutoPrivateModel,
     AutoPrivateModelForCausalLM,

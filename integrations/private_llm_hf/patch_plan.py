@@ -19,7 +19,7 @@ from private_llm.cache_policy import KEEP_ALL
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.ranges import QUANTITIES, UNKNOWN, Ranges, layer_of
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 from private_llm_hf.handlers import handler_of
 from private_llm_hf.models.architectures import architecture, attention_of
 from private_llm_hf.token_sharding.attention import run_without_values

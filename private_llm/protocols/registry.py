@@ -18,22 +18,22 @@ from private_llm.errors import ConfigError
 from private_llm.net.transport import Transport
 from private_llm.protocol_facts import ProtocolFacts, add_facts, protocol_facts, protocol_names, remove_facts
 from private_llm.protocols.adder import Adder
-from private_llm.protocols.checked_plain import CheckedPlain
 from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.dealer import cost as dealer_cost
-from private_llm.protocols.dealer.party import TwoPartyDealer
-from private_llm.protocols.plain import Plain
-from private_llm.protocols.plain_client import PlainClient, open_plain
+from private_llm.protocols.dealer.party import ExactDealer, TwoPartyDealer
+from private_llm.protocols.plain.checked import CheckedPlain
+from private_llm.protocols.plain.client import PlainClient, open_plain
+from private_llm.protocols.plain.party import Plain
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad import cost as quad_cost
-from private_llm.protocols.quad.bits import Quad
+from private_llm.protocols.quad.bits import ExactQuad, Quad
 from private_llm.protocols.quad.client import QuadClient, open_quad, share_of
 from private_llm.protocols.quad.transcript_mac import GROUPS, meet_groups
 from private_llm.protocols.share import Share, cleartext
 from private_llm.protocols.trio import cost as trio_cost
 from private_llm.protocols.trio.client import TrioClient, open_trio
-from private_llm.protocols.trio.party import Trio
+from private_llm.protocols.trio.party import ExactTrio, Trio
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 
@@ -61,6 +61,11 @@ class PartySetup:
         return Ring(self.config.ring)
 
     @property
+    def exact(self) -> bool:
+        """Whether every division must be the floor (`ExactTruncation`)."""
+        return self.config.truncation == "exact"
+
+    @property
     def adder(self) -> Adder:
         """The adders of comparisons that were asked for."""
         return Adder(self.config.adder, self.config.bandwidth_mbit, self.config.latency_ms)
@@ -70,7 +75,8 @@ class PartySetup:
 class ProtocolSpec:
     """One protocol: facts, both ends, and how weights are shared. Raises ConfigError for holders that are no parties.
 
-    party: makes one party's end; with setup.counting nothing may be sent. client: makes the client's end.
+    party: makes one party's end, with exact divisions if setup.exact; with setup.counting nothing may be sent.
+    client: makes the client's end.
     open: receives ring elements of a shape at an endpoint outside that needs no key of the parties'.
     hold: a party's share from the masks that it holds, in order, and from what it received: the elements plus those
     masks that it lacks. A party that holds all masks receives nothing, and its share is those masks.
@@ -120,11 +126,13 @@ def unregister(name: str) -> None:
 
 
 def _trio_party(setup: PartySetup) -> Trio:
-    return Trio(setup.party, setup.transport, setup.ring, setup.pair_seeds, setup.input_keys, setup.adder)
+    kind = ExactTrio if setup.exact else Trio
+    return kind(setup.party, setup.transport, setup.ring, setup.pair_seeds, setup.input_keys, setup.adder)
 
 
 def _dealer_party(setup: PartySetup) -> TwoPartyDealer:
-    return TwoPartyDealer(
+    kind = ExactDealer if setup.exact else TwoPartyDealer
+    return kind(
         setup.party, setup.transport, setup.ring, setup.pair_seeds, setup.input_keys, setup.adder,
         remask=setup.config.matmul == "remask",
     )  # fmt: skip
@@ -138,7 +146,8 @@ def _quad_party(setup: PartySetup) -> Quad:
     else:
         met = meet_groups(setup.transport, setup.party, setup.input_keys)
         groups = [group and Seed(group.raw(), setup.config.prg) for group in met]
-    return Quad(setup.party, setup.transport, setup.ring, setup.pair_seeds, groups, setup.input_keys, setup.adder)
+    kind = ExactQuad if setup.exact else Quad
+    return kind(setup.party, setup.transport, setup.ring, setup.pair_seeds, groups, setup.input_keys, setup.adder)
 
 
 def _plain_party(setup: PartySetup) -> Plain:

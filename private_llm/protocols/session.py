@@ -18,7 +18,6 @@ from private_llm.net.placed import PlacedTransport
 from private_llm.net.roles import named
 from private_llm.net.transport import CLIENT, MetaTransport, Transport
 from private_llm.protocols.client_end import ClientEnd
-from private_llm.protocols.exact import Exact
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.registry import PartySetup, protocol_spec
 from private_llm.protocols.share import Share
@@ -91,8 +90,18 @@ def join(config: PrivateConfig, party: int, transport: Transport) -> Session:
     others = [p for p in range(config.parties) if p != party]
     seeds = _meet(config, transport, [*others, CLIENT])
     keys = [_input_key(transport) for _ in range(keys_held(config, party))]
-    end = protocol_spec(config.protocol).party(PartySetup(config, party, transport, seeds, keys))
-    return _placed(config, end, device)
+    return _placed(config, _end(PartySetup(config, party, transport, seeds, keys)), device)
+
+
+def _end(setup: PartySetup) -> Protocol:
+    """This party's end. Raises ConfigError for a protocol that does not divide as it was asked to."""
+    end = protocol_spec(setup.config.protocol).party(setup)
+    if setup.exact and not end.divides_exactly:
+        raise ConfigError(
+            f"truncation: got 'exact'; protocol {end.name!r} gives the floor or one unit more: want 'unit', or an end "
+            "that inherits protocols.exact.ExactTruncation, too"
+        )
+    return end
 
 
 def _input_key(transport: Transport) -> Seed:
@@ -105,14 +114,8 @@ def _placed(config: PrivateConfig, protocol: Protocol, device: torch.device) -> 
     several = device.type != "cpu" or config.device_map is not None
     if several:
         protocol.transport = PlacedTransport(protocol.transport, lambda: protocol.device)
-    end = _dividing(config, protocol)
-    end.placed = several
-    return Session(config, end.on(device), str(device))
-
-
-def _dividing(config: PrivateConfig, protocol: Protocol) -> Protocol:
-    """The protocol with the kind of truncation that was asked for."""
-    return Exact(protocol) if config.truncation == "exact" and not protocol.divides_exactly else protocol
+    protocol.placed = several
+    return Session(config, protocol.on(device), str(device))
 
 
 def join_as_client(config: PrivateConfig, transport: Transport) -> ClientEnd:
@@ -148,8 +151,7 @@ def meta_session(config: PrivateConfig, party: int) -> Session:
     zero = Seed(bytes(32))
     seeds = dict.fromkeys([*range(config.parties), CLIENT], zero)
     setup = PartySetup(config, party, MetaTransport(party), seeds, [zero] * keys_held(config, party), counting=True)
-    end = protocol_spec(config.protocol).party(setup)
-    return Session(config, _dividing(config, end).on("meta"), device="meta")
+    return Session(config, _end(setup).on("meta"), device="meta")
 
 
 def _meet(config: PrivateConfig, transport: Transport, others: list[int]) -> dict[int, Seed]:

@@ -9,7 +9,7 @@ sum of signed entries sees a large entry among many without a comparison for eac
 two signs of an entry of 2^(e+1) or more makes |p| at least 2^e, so that each pattern misses it with probability 1/2 at
 most, and all four with 1/16; one that outweighs its row
 is never missed. A row of norm n has |p| above 8 n with probability below 10^-13, so values that calibration has
-seen, with its head room of 32, raise no alarm. What the client learns is declared in threat.py. A cheating party of a
+seen, with its head room of 32, raise no alarm. What the client learns is declared in `threat`. A cheating party of a
 semi-honest protocol is not its subject: it finds honest mistakes, models whose values outgrow their plan.
 
 Cost for n watched rows: 8 n comparisons over the whole ring and as many injections of a bit, 65 bytes each, 8 to 10

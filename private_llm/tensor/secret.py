@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
-from private_llm.protocols.checked_plain import CheckedPlain
+from private_llm.protocols.plain.checked import CheckedPlain
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.tensor.dispatch import TorchArg, dispatch, op_name

@@ -1,1 +1,101 @@
-"""Token sharding (Cascade): plans, nodes and attacks. Statistical protection, no part of secret sharing."""
+"""Token sharding (Cascade): plans, nodes and attacks. Statistical protection, no part of secret sharing.
+
+Others take what they use from here: `from private_llm.token_sharding import NAME`. A module is imported when one of its
+names is first asked for, because settings hold plans while nodes and attacks use what lies above the settings.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from private_llm.token_sharding.attacks.collusion import ATTACKS as ATTACKS
+    from private_llm.token_sharding.attacks.collusion import Loot as Loot
+    from private_llm.token_sharding.attacks.collusion import bounds as bounds
+    from private_llm.token_sharding.attacks.collusion import collude as collude
+    from private_llm.token_sharding.attacks.inversion import Inverter as Inverter
+    from private_llm.token_sharding.attacks.inversion import Observers as Observers
+    from private_llm.token_sharding.attacks.inversion import any_attn as any_attn
+    from private_llm.token_sharding.attacks.inversion import any_comp as any_comp
+    from private_llm.token_sharding.attacks.inversion import colluding as colluding
+    from private_llm.token_sharding.attacks.inversion import draw as draw
+    from private_llm.token_sharding.attacks.inversion import guess as guess
+    from private_llm.token_sharding.attacks.inversion import loss_of as loss_of
+    from private_llm.token_sharding.attacks.inversion import recovery as recovery
+    from private_llm.token_sharding.attacks.likelihood import rank_anywhere as rank_anywhere
+    from private_llm.token_sharding.attacks.likelihood import rank_next as rank_next
+    from private_llm.token_sharding.attacks.noise import FORMATS as FORMATS
+    from private_llm.token_sharding.attacks.noise import rounded as rounded
+    from private_llm.token_sharding.attacks.rows import Rows as Rows
+    from private_llm.token_sharding.attacks.rows import flat as flat
+    from private_llm.token_sharding.attacks.scores import bleu as bleu
+    from private_llm.token_sharding.attacks.scores import exact as exact
+    from private_llm.token_sharding.attacks.scores import rouge_l as rouge_l
+    from private_llm.token_sharding.attacks.view import view_of as view_of
+    from private_llm.token_sharding.attacks.vocab_matching import CHUNK as CHUNK
+    from private_llm.token_sharding.attacks.vocab_matching import match_permuted as match_permuted
+    from private_llm.token_sharding.attacks.vocab_matching import match_states as match_states
+    from private_llm.token_sharding.nodes.attention import attend as attend
+    from private_llm.token_sharding.nodes.attention import combine as combine
+    from private_llm.token_sharding.nodes.attn_node import AttnNode as AttnNode
+    from private_llm.token_sharding.nodes.cost import HELD as HELD
+    from private_llm.token_sharding.nodes.cost import Card as Card
+    from private_llm.token_sharding.nodes.cost import Sent as Sent
+    from private_llm.token_sharding.nodes.cost import Stage as Stage
+    from private_llm.token_sharding.nodes.cost import attention_stages as attention_stages
+    from private_llm.token_sharding.nodes.cost import cache_bytes as cache_bytes
+    from private_llm.token_sharding.nodes.cost import cards as cards
+    from private_llm.token_sharding.nodes.cost import comp_sizes as comp_sizes
+    from private_llm.token_sharding.nodes.cost import paper_bytes as paper_bytes
+    from private_llm.token_sharding.nodes.cost import paper_seconds as paper_seconds
+    from private_llm.token_sharding.nodes.cost import seconds_of as seconds_of
+    from private_llm.token_sharding.nodes.cost import shard_sizes as shard_sizes
+    from private_llm.token_sharding.nodes.exchange import Exchange as Exchange
+    from private_llm.token_sharding.nodes.facts import AttentionCall as AttentionCall
+    from private_llm.token_sharding.nodes.facts import Step as Step
+    from private_llm.token_sharding.nodes.facts import allowed as allowed
+    from private_llm.token_sharding.nodes.facts import key_bias as key_bias
+    from private_llm.token_sharding.nodes.undistributed import Undistributed as Undistributed
+    from private_llm.token_sharding.nodes.wire import number_type as number_type
+    from private_llm.token_sharding.nodes.wire import recv_floats as recv_floats
+    from private_llm.token_sharding.nodes.wire import send_floats as send_floats
+    from private_llm.token_sharding.plans import ShardingPlan as ShardingPlan
+    from private_llm.token_sharding.plans.audit import Setting as Setting
+    from private_llm.token_sharding.plans.audit import audit as audit
+    from private_llm.token_sharding.plans.audit import fewest as fewest
+    from private_llm.token_sharding.plans.audit import refuse_weak as refuse_weak
+    from private_llm.token_sharding.plans.audit import warn_weak as warn_weak
+
+_NAMES = {
+    "plans": "ShardingPlan",
+    "plans.audit": "Setting audit fewest refuse_weak warn_weak",
+    "nodes.attention": "attend combine",
+    "nodes.attn_node": "AttnNode",
+    "nodes.cost": "HELD Card Sent Stage attention_stages cache_bytes cards comp_sizes paper_bytes paper_seconds "
+    "seconds_of shard_sizes",
+    "nodes.exchange": "Exchange",
+    "nodes.facts": "AttentionCall Step allowed key_bias",
+    "nodes.undistributed": "Undistributed",
+    "nodes.wire": "number_type recv_floats send_floats",
+    "attacks.collusion": "ATTACKS Loot bounds collude",
+    "attacks.inversion": "Inverter Observers any_attn any_comp colluding draw guess loss_of recovery",
+    "attacks.likelihood": "rank_anywhere rank_next",
+    "attacks.noise": "FORMATS rounded",
+    "attacks.rows": "Rows flat",
+    "attacks.scores": "bleu exact rouge_l",
+    "attacks.view": "view_of",
+    "attacks.vocab_matching": "CHUNK match_permuted match_states",
+}
+"""What each module gives to others."""
+_WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = list(_WHERE)
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _WHERE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+        globals()[name] = found
+        return found

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from private_llm.bench.apart import measure_apart
-from private_llm.bench.catalogue import make
-from private_llm.bench.link import LinkSpeed
-from private_llm.bench.measure import measure
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
+from private_llm_cli.bench.apart import measure_apart
+from private_llm_cli.bench.catalogue import make
+from private_llm_cli.bench.link import LinkSpeed
+from private_llm_cli.bench.measure import measure
 from tests.bench.test_measure import LARGEST_ERROR
 
 TRIO = PrivateConfig(timeout_s=60)

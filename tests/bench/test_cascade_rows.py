@@ -13,16 +13,16 @@ from private_llm_hf.token_sharding.attention import attention_calls
 from torch import Tensor
 from typer.testing import CliRunner
 
-from private_llm.bench import cascade
-from private_llm.bench.cascade import Case, cases, memory_needed
-from private_llm.cli import app
-from private_llm.commands import bench_cascade
 from private_llm.net import timed
 from private_llm.net.local import LocalHub
 from private_llm.net.timed import BUSY, SERIALISING, WAITING, TimedLedger, TimedTransport
 from private_llm.net.transport import CLIENT, Transport
+from private_llm.token_sharding import ShardingPlan
 from private_llm.token_sharding.nodes.exchange import layer_bytes
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm_cli.app import app
+from private_llm_cli.bench import cascade
+from private_llm_cli.bench.cascade import Case, cases, memory_needed
+from private_llm_cli.commands import bench_cascade
 
 
 def case_of(part: str, model: str = "bert-base") -> Case:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from private_llm.bench import kernels
-from private_llm.bench.kernels import count, measure_kernels
+from private_llm_cli.bench import kernels
+from private_llm_cli.bench.kernels import count, measure_kernels
 
 
 def test_every_kernel_has_a_row_in_both_rings() -> None:

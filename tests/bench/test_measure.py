@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from private_llm.bench.catalogue import ENTRIES, INSTALLED_APART, NAMES, make
-from private_llm.bench.link import LinkSpeed, SlowHub
-from private_llm.bench.measure import measure
-from private_llm.bench.record import RecordingHub
-from private_llm.bench.work import Work, parse_shape
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, PartyFailed
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
+from private_llm_cli.bench.catalogue import ENTRIES, INSTALLED_APART, NAMES, make
+from private_llm_cli.bench.link import LinkSpeed, SlowHub
+from private_llm_cli.bench.measure import measure
+from private_llm_cli.bench.record import RecordingHub
+from private_llm_cli.bench.work import Work, parse_shape
 
 CONFIG = PrivateConfig(timeout_s=60)
 LARGEST_ERROR = {

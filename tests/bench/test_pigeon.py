@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from private_llm.bench.catalogue import make
-from private_llm.bench.pigeon import IMAGENET, LINES, REFERENCE_MACHINE, jobs
-from private_llm.bench.rows import Row
-from private_llm.cli import app
-from private_llm.commands.bench import _pigeon_table
 from private_llm.config import PrivateConfig
+from private_llm_cli.app import app
+from private_llm_cli.bench.catalogue import make
+from private_llm_cli.bench.pigeon import IMAGENET, LINES, REFERENCE_MACHINE, jobs
+from private_llm_cli.bench.rows import Row
+from private_llm_cli.commands.bench import _pigeon_table
 
 
 def run(*arguments: str) -> str:
@@ -80,7 +80,7 @@ def test_the_reference_stands_under_the_name_of_its_own_machine(
         "lenet", "trio", 32, job.work.shape, 3, dict.fromkeys(("min", "median", "max"), 7.0), 10**6, {}, 5, 0.0, 1,
         "threads", 1,
     )  # fmt: skip
-    monkeypatch.setattr("private_llm.commands.output.CONSOLE.width", 200)
+    monkeypatch.setattr("private_llm_cli.commands.output.CONSOLE.width", 200)
     _pigeon_table([(job, row)])
     told = " ".join(capsys.readouterr().out.split())
     assert ("0.035" in told) is (REFERENCE_MACHINE in told) is (LINES[4].label in told) is not tiny

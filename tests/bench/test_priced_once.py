@@ -11,7 +11,7 @@ from private_llm_hf.tools.estimate import Estimate, estimate
 from torch import nn
 
 from private_llm.cache_policy import SlidingWindow
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 from tests.bench.test_estimate import entries
 from tests.hf import tiny
 

@@ -14,8 +14,8 @@ from transformers import GPT2ForSequenceClassification, LlamaForSequenceClassifi
 from private_llm.errors import ConfigError, DomainError, PartyFailed, PatchMismatch
 from private_llm.kernels import parallel
 from private_llm.net.local import LocalHub
+from private_llm.token_sharding import ShardingPlan
 from private_llm.token_sharding.nodes.exchange import layer_bytes
-from private_llm.token_sharding.plans import ShardingPlan
 from tests.hf import tiny
 
 DECODERS = ["opt", "gpt2", "gpt_neox", "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3"]
@@ -200,7 +200,7 @@ def test_what_it_does_not_take() -> None:
 
 
 def test_a_dead_node_ends_the_session_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from private_llm.token_sharding.nodes.attn_node import AttnNode
+    from private_llm.token_sharding import AttnNode
 
     def die(self: AttnNode, step: object) -> None:
         raise OSError("gone")

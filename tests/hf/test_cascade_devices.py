@@ -21,12 +21,9 @@ from transformers import PreTrainedModel
 from private_llm.errors import PrivateLLMError
 from private_llm.net.placed import PlacedTransport
 from private_llm.net.transport import Transport
+from private_llm.token_sharding import AttnNode, Exchange, ShardingPlan, Step
 from private_llm.token_sharding.nodes import attn_node
-from private_llm.token_sharding.nodes.attn_node import AttnNode
-from private_llm.token_sharding.nodes.exchange import Exchange
-from private_llm.token_sharding.nodes.facts import Step
 from private_llm.token_sharding.nodes.masked import ZeroShares
-from private_llm.token_sharding.plans import ShardingPlan
 from tests.hf import tiny
 
 GPU = torch.device("cuda:0")

@@ -14,8 +14,7 @@ from private_llm_hf.tools.estimate import estimate, named_shape
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, PatchMismatch
-from private_llm.token_sharding.nodes.attn_node import AttnNode
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import AttnNode, ShardingPlan
 from tests.bench.test_estimate import real
 from tests.hf import tiny
 

@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 
+from private_llm.token_sharding import ShardingPlan, Step, key_bias
 from private_llm.token_sharding.nodes.exchange import layer_bytes
-from private_llm.token_sharding.nodes.facts import Step, key_bias
-from private_llm.token_sharding.plans import ShardingPlan
 from tests.hf import tiny
 from tests.hf.test_cascade import ERROR, PLAN, same, settings, text
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from private_llm.errors import PartyFailed, PrivateLLMError, TransportError
 from private_llm.net import children
 from private_llm.net.transport import Transport
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 from tests.hf import tiny
 from tests.hf.test_processes import parties
 from tests.hf.test_remote import free_ports

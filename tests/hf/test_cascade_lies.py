@@ -12,7 +12,7 @@ from private_llm_hf.token_sharding.answers import Due, check_equal, in_order, re
 from private_llm_hf.token_sharding.comp_node import CompNode
 
 from private_llm.errors import PartyFailed, PrivateLLMError, TransportError
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 from tests.hf import tiny
 
 PLAN = ShardingPlan(3, 3, 1, accept_weak_plan=True)  # for models with grouped queries

@@ -8,7 +8,7 @@ import transformers as tr
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.patch_plan import Plan, make_plan, unknown_modules
 
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 from tests.hf import tiny
 from tests.hf.test_cascade import settings
 from tests.hf.test_cascade_families import roberta

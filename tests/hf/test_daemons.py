@@ -19,10 +19,10 @@ from private_llm_hf.party import party
 from private_llm_hf.wire import Message
 from transformers import PreTrainedModel
 
-from private_llm.commands import parties as command
 from private_llm.errors import ConfigError, PartyFailed, PrivateLLMError, ShareFileError
 from private_llm.net.certificates import make_certificates
 from private_llm.net.transport import CLIENT
+from private_llm_cli.commands import parties as command
 from tests.hf import tiny
 from tests.hf.compare import BATCH
 from tests.hf.test_remote import config, files, free_ports, running, shared

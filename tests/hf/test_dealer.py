@@ -39,7 +39,7 @@ def test_remote_hosts_with_share_files(tmp_path: Path) -> None:
 
 
 def test_the_dealer_hears_how_many_drafted_tokens_were_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As threat.py says: same prompt, same text, and its requests still tell a good draft model from a bad one."""
+    """Same prompt, same text, and its requests still tell a good draft model from a bad one."""
     from private_llm_hf.client import parties as client
 
     heard: list[dict[str, object]] = []

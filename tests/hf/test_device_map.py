@@ -17,8 +17,8 @@ from private_llm_hf.checkpoint.offload import OffloadFile
 from private_llm_hf.checkpoint.share_files import share_path
 from private_llm_hf.client.launch import serve_party
 
-from private_llm.commands.parties import devices
 from private_llm.errors import ConfigError, PrivateLLMError, ShareFileError
+from private_llm_cli.commands.parties import devices
 from tests.hf import tiny
 from tests.hf.compare import BATCH
 from tests.hf.conftest import TRIO

@@ -12,9 +12,9 @@ from private_llm_hf import Network, PrivateConfig, patch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from private_llm import cli_options
-from private_llm.cli import app
 from private_llm.errors import ConfigError, PatchMismatch
+from private_llm_cli import options
+from private_llm_cli.app import app
 from tests.hf.conftest import PLAIN
 
 FILE = '''
@@ -130,8 +130,8 @@ def test_the_command_line_imports_plugins_before_it_reads_options(
     plugin: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A protocol of a plugin's is a value of --protocol; a file that is not there is named by every command."""
-    (tmp_path / "my_words.py").write_text("from private_llm import cli_options\ncli_options.CASCADE = 'of a plugin'\n")
-    monkeypatch.setattr(cli_options, "CASCADE", "cascade")  # put back afterwards
+    (tmp_path / "my_words.py").write_text("from private_llm_cli import options\noptions.CASCADE = 'of a plugin'\n")
+    monkeypatch.setattr(options, "CASCADE", "cascade")  # put back afterwards
     refused = CliRunner().invoke(app, ["--plugin", "my_words", "classify", "--protocol", "no such"])
     assert "of a plugin" in refused.output
     missing = CliRunner().invoke(app, ["--plugin", "no_such_file", "doctor"])

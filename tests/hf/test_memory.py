@@ -14,10 +14,10 @@ import transformers as tr
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.party.model import build_party_model
 
-from private_llm.bench.memory import live_bytes
 from private_llm.nn.linear import SharedInput
 from private_llm.protocols.weight_sharing import keys_held, sends_parts
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
+from private_llm_cli.bench.memory import live_bytes
 from tests.hf import tiny
 from tests.hf_party.parties import description, weights_of
 from tests.tensor.secrets import fixed, plain_session

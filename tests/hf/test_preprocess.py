@@ -11,10 +11,10 @@ import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, ForwardPlan, GeneratePlan, PrivateConfig, patch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from private_llm.commands.models import demo_model
 from private_llm.errors import ConfigError, DomainError, ProtocolAbort, ShareFileError
 from private_llm.net.offline_store import OfflineStore, OfflineTransport
 from private_llm.protocols.quad.records import QuadRecords
+from private_llm_cli.commands.models import demo_model
 from tests.hf import tiny
 from tests.hf.compare import BATCH, LOGIT_ERROR, MASK, worst
 from tests.hf.conftest import PLAIN, TRIO

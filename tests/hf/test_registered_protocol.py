@@ -15,8 +15,8 @@ from private_llm.errors import ConfigError, PartyFailed, ProtocolAbort, Unsuppor
 from private_llm.net.local import LocalHub
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocol_facts import ProtocolFacts, Threat
-from private_llm.protocols.plain import Plain
-from private_llm.protocols.plain_client import PlainClient
+from private_llm.protocols.plain.client import PlainClient
+from private_llm.protocols.plain.party import Plain
 from private_llm.protocols.registry import ProtocolSpec, protocol_names, protocol_spec, register, unregister
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share

@@ -18,7 +18,7 @@ from private_llm.errors import ConfigError, PartyFailed, PatchMismatch, Protocol
 from private_llm.net.local import LocalHub, LocalTransport
 from private_llm.net.record import Alter, Message, RecordingTransport
 from private_llm.net.transport import CLIENT
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 from tests.hf import tiny
 from tests.hf.compare import LOGIT_ERROR, worst
 

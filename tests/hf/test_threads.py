@@ -7,7 +7,7 @@ from private_llm_hf.client.launch import start_parties
 
 from private_llm.config import PrivateConfig
 from private_llm.kernels.parallel import threads_per_party, usable_cores
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 
 
 def test_torch_gets_its_threads_back_after_a_session() -> None:

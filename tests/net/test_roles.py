@@ -9,7 +9,7 @@ import pytest
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed
 from private_llm.net.roles import WHO, named, named_errors
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 
 PLAN = ShardingPlan(2, 3, 1)
 CASCADE = PrivateConfig(protocol="cascade", plan=PLAN)

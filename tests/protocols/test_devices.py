@@ -181,8 +181,9 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_session_asks_for_devices_only_if_there_may_be_several() -> None:
     placed_map = {"device_map": {"": "cpu"}}
     for settings, placed in (({}, False), (placed_map, True), ({**placed_map, "truncation": "exact"}, True)):
-        end = meta_session(PrivateConfig(), 0).protocol
-        made = _placed(PrivateConfig.from_dict(settings), end, torch.device("cpu"))
+        config = PrivateConfig.from_dict(settings)
+        end = meta_session(config, 0).protocol
+        made = _placed(config, end, torch.device("cpu"))
         assert held(made, META, 1).proto is made.protocol
         assert (end.device == META) is placed
         made.protocol.on(torch.device("cpu"))

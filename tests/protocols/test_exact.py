@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
 from private_llm.kernels.forms import Conv2d
 from private_llm.net.ledger import merge
+from private_llm.protocols import session as session_module
 from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.registry import protocol_spec
 from private_llm.protocols.session import meta_session
 from private_llm.protocols.share import Share
-from private_llm.protocols.trio import cost
 from private_llm.ring.ring import Ring
 from tests.protocols.parties import ring_values, run_ring
 
@@ -51,19 +54,19 @@ CASES: dict[str, tuple[Program, Callable[[Tensor], Tensor]]] = {
 }  # fmt: skip
 
 
-def config(ring: int, truncation: str) -> PrivateConfig:
-    return PrivateConfig.from_dict({"ring": ring, "frac_bits": 12, "truncation": truncation})
+def config(ring: int, truncation: str, protocol: str = "trio") -> PrivateConfig:
+    return PrivateConfig.from_dict({"ring": ring, "frac_bits": 12, "truncation": truncation, "protocol": protocol})
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ring", [64, 32])
-def test_the_floor_and_nothing_else(name: str, ring: int) -> None:
+@pytest.mark.parametrize(("ring", "protocol"), [(64, "trio"), (32, "trio"), (64, "quad"), (64, "dealer")])
+def test_the_floor_and_nothing_else(name: str, ring: int, protocol: str) -> None:
     """With 4096 values, truncation by one unit at most gives the floor everywhere with probability 2^-1000."""
     program, truth = CASES[name]
     x = ring_values(ring, (N,), 11, 3)
     expected = truth(x)
-    assert torch.equal(run_ring(config(ring, "exact"), [x], program, (N,)).result, expected)
-    assert not torch.equal(run_ring(config(ring, "unit"), [x], program, (N,)).result, expected)
+    assert torch.equal(run_ring(config(ring, "exact", protocol), [x], program, (N,)).result, expected)
+    assert not torch.equal(run_ring(config(ring, "unit", protocol), [x], program, (N,)).result, expected)
 
 
 @pytest.mark.parametrize("ring", [64, 32])
@@ -74,17 +77,31 @@ def test_at_the_limits_of_the_range(ring: int) -> None:
     assert torch.equal(run.result, x >> (ring - 4))
 
 
-@pytest.mark.parametrize("ring", [64, 32])
-def test_price(ring: int) -> None:
+@pytest.mark.parametrize(("ring", "protocol"), [(64, "trio"), (32, "trio"), (64, "quad"), (64, "dealer")])
+def test_price(ring: int, protocol: str) -> None:
     """A product without division, one truncation, one comparison of shift + 1 bits, one bit to arithmetic."""
+    cost = protocol_spec(protocol).cost
+    assert cost is not None
+    settings = config(ring, "exact", protocol)
     x = ring_values(ring, (N,), 10, 3)
-    run = run_ring(config(ring, "exact"), [x], lambda p, a: p.mul(a, a, 12), (N,))
+    run = run_ring(settings, [x], lambda p, a: p.mul(a, a, 12), (N,))
     r = Ring(ring)
     parts = [cost.product(r, N, 0), cost.truncate(r, N, 12), cost.msb(N, 13), cost.inject(r, N, 1, 0, 0)]
     wanted = parts[0] + parts[1] + parts[2] + parts[3]
     assert run.cost == wanted
-    meta = [meta_session(config(ring, "exact"), party) for party in range(3)]
+    meta = [meta_session(settings, party) for party in range(settings.parties)]
     for session in meta:
         empty = torch.empty(N, dtype=r.dtype, device="meta")
-        session.protocol.mul(Share((empty, empty)), Share((empty, empty)), 12)
+        share = Share((empty,) * (3 if protocol == "quad" else 2))
+        session.protocol.mul(share, share, 12)
     assert merge([session.protocol.ledger for session in meta]) == wanted
+
+
+def test_a_protocol_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was added from outside may know nothing of this setting."""
+    spec = protocol_spec("trio")
+    unaware = replace(spec, party=lambda setup: spec.party(replace(setup, config=config(64, "unit"))))
+    monkeypatch.setattr(session_module, "protocol_spec", lambda name: unaware)
+    with pytest.raises(ConfigError, match="truncation: got 'exact'; protocol 'trio' gives the floor or one unit more"):
+        meta_session(config(64, "exact"), 0)
+    assert not meta_session(config(64, "unit"), 0).protocol.divides_exactly

@@ -17,7 +17,7 @@ from private_llm.protocols.quad.roles import Member, RoleTransport
 from private_llm.protocols.quad.transcript_mac import View
 from private_llm.protocols.session import join, join_as_client, opened
 from private_llm.ring.prg import Seed
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 
 PAYLOAD = torch.zeros(2, dtype=torch.int64)
 

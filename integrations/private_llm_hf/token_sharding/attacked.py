@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from private_llm.errors import DomainError
-from private_llm.token_sharding.attacks.rows import Rows
-from private_llm.token_sharding.nodes.attention import attend, combine
-from private_llm.token_sharding.nodes.facts import Step, allowed, key_bias
+from private_llm.token_sharding import Rows, Step, allowed, attend, combine, key_bias
 from private_llm_hf.token_sharding.attention import attention_calls, cascade_config, listen, register
 
 

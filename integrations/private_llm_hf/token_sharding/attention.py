@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 from private_llm.errors import PatchMismatch, UnsupportedOp
-from private_llm.token_sharding.nodes.facts import AttentionCall
+from private_llm.token_sharding import AttentionCall
 from private_llm_hf.token_sharding.families import register_falcon, through_interface
 
 NAME = "private_llm_cascade"

@@ -20,11 +20,9 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, PatchMismatch, UnsupportedOp
 from private_llm.net.roles import called
 from private_llm.net.transport import Transport
-from private_llm.protocols.plain_client import PlainClient
+from private_llm.protocols.plain.client import PlainClient
 from private_llm.ring.ring import Ring
-from private_llm.token_sharding.nodes.wire import recv_floats, send_floats
-from private_llm.token_sharding.plans import ShardingPlan
-from private_llm.token_sharding.plans.audit import Setting, refuse_weak, warn_weak
+from private_llm.token_sharding import Setting, ShardingPlan, recv_floats, refuse_weak, send_floats, warn_weak
 from private_llm_hf.checkpoint.model_spec import model_class
 from private_llm_hf.checkpoint.node_checkpoint import agreed, check_held
 from private_llm_hf.checkpoint.weights import Sink

@@ -13,9 +13,7 @@ from private_llm.errors import PatchMismatch, TransportError
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.session import opened
 from private_llm.ring.ring import Ring
-from private_llm.token_sharding.nodes.exchange import Exchange
-from private_llm.token_sharding.nodes.facts import Step
-from private_llm.token_sharding.nodes.wire import recv_floats
+from private_llm.token_sharding import Exchange, Step, recv_floats
 from private_llm_hf.checkpoint.model_spec import accepted_class
 from private_llm_hf.checkpoint.weights import WithoutWeights
 from private_llm_hf.models.architectures import architecture

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from private_llm.errors import DomainError, PatchMismatch
-from private_llm.token_sharding.attacks.inversion import Inverter
+from private_llm.token_sharding import Inverter
 
 _SURE = 20.0
 """The logit of the right token for a row that is its embedding, before training."""

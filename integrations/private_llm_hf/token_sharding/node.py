@@ -20,11 +20,7 @@ from private_llm.kernels.devices import device_for
 from private_llm.net.parallel_sessions import node_links
 from private_llm.net.placed import PlacedTransport
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.token_sharding.nodes.attn_node import AttnNode
-from private_llm.token_sharding.nodes.exchange import Exchange
-from private_llm.token_sharding.nodes.facts import AttentionCall, Step
-from private_llm.token_sharding.nodes.wire import send_floats
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import AttentionCall, AttnNode, Exchange, ShardingPlan, Step, send_floats
 from private_llm_hf.checkpoint.node_checkpoint import NodeCheckpoint, claim
 from private_llm_hf.client.costs import rows_of
 from private_llm_hf.party.announced import announced_shapes, take_announced

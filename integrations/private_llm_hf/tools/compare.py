@@ -1,7 +1,7 @@
 """Module by module against plaintext: the same input through the private arithmetic (`plain`) and through float64.
 
 Finds which module an error comes from, and names the module and operation whose values leave the ring, local steps
-included (protocols/checked_plain.py). It runs where the
+included (protocols/plain/checked.py). It runs where the
 plaintext is known anyway, at the model owner; the arithmetic is that of the real protocols up to one unit a truncation.
 """
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.net.local import LocalHub
-from private_llm.protocols.checked_plain import CheckedPlain
+from private_llm.protocols.plain.checked import CheckedPlain
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import cleartext
 from private_llm.ranges import UNKNOWN, Ranges

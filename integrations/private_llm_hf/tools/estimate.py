@@ -31,7 +31,7 @@ from private_llm.ranges import UNKNOWN, Ranges
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
-from private_llm.token_sharding.nodes.cost import Stage, seconds_of
+from private_llm.token_sharding import Stage, seconds_of
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe
 from private_llm_hf.client.costs import Costs, layer_of, rows_of
 from private_llm_hf.client.model import private_class

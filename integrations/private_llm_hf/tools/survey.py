@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from private_llm.config import PrivateConfig
 from private_llm.errors import PrivateLLMError
 from private_llm.net.local import LocalHub
-from private_llm.protocols.plain import Plain
+from private_llm.protocols.plain.party import Plain
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import cleartext
 from private_llm.ring.ring import Ring

@@ -31,7 +31,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import PatchMismatch
 from private_llm.kernels.compiling import FOLDER
 from private_llm.tensor.secret import SecretTensor
-from private_llm.token_sharding.plans import ShardingPlan
+from private_llm.token_sharding import ShardingPlan
 from private_llm_hf.checkpoint.calibration_runs import pictures
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.handlers import handler_of

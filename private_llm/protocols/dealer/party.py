@@ -7,7 +7,7 @@ randomness of a product, a comparison or a truncation. It depends on masks and p
 rows of a cache go on), so the dealer may be days ahead of calls whose public facts are known before.
 
 What differs from Trio:
-  1. The dealer receives no share and no key of a value, only what all may know (threat.py). Trio's client hands
+  1. The dealer receives no share and no key of a value, only what all may know (see threat). Trio's client hands
      party 0 keys of point functions for token lookups; here it shares one-hot rows between the two parties: 2 `domain`
      elements an index from the client, then a product with the table (one finish), local for a public table.
   2. `remask`: a bilinear product first gives both operands fresh masks b1, b2 (streams of dealer and party i):
@@ -30,7 +30,11 @@ from torch import Tensor
 from private_llm.kernels.forms import Form
 from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder
+<<<<<<< HEAD
 from private_llm.protocols.dealer.shuffle import DealerShuffles
+=======
+from private_llm.protocols.exact import ExactTruncation
+>>>>>>> layout
 from private_llm.protocols.share import Share
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
@@ -77,3 +81,7 @@ class TwoPartyDealer(DealerShuffles):
         pieces = zip(*(part.split(sizes) for part in parts), strict=True)
         made = [Share(tuple(p.view(share.shape) for p in piece)) for share, piece in zip(held, pieces, strict=True)]
         return made[0], made[-1]
+
+
+class ExactDealer(ExactTruncation, TwoPartyDealer):
+    """`dealer` with exact divisions; what they cost more is in `protocols/exact.py`."""

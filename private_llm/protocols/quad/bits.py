@@ -33,6 +33,7 @@ from torch import Tensor
 from private_llm.circuits.carry import CarryPlan
 from private_llm.kernels import ops
 from private_llm.protocols.boolean import Weights
+from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.quad import cost
 from private_llm.protocols.quad.shuffle import QuadShuffles
 from private_llm.protocols.share import BitShare, Share
@@ -186,3 +187,7 @@ class Quad(QuadShuffles):
         known_bits = bits.parts[0] ^ bits.parts[1]
         ops.inject_terms(known_bits, m, held, told.view(extra, count), weighted, w, c, first, value)
         return value
+
+
+class ExactQuad(ExactTruncation, Quad):
+    """`quad` with exact divisions; what they cost more is in `protocols/exact.py`."""

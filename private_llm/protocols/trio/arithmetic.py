@@ -21,7 +21,7 @@ Finishing with a shift by f bits, free of wrap errors:
 The second, small exchange is the price of a result mask that does not depend on w: without it the
 evaluators could not both hold M. Pre: l + f bits; online: l + f bits each way; 2 rounds.
 Leakage: none to a single party (each message is masked by a stream its receiver lacks). The rounding
-bit depends on R: the functionality is truncation with an error of one unit (threat.py).
+bit depends on R: the functionality is truncation with an error of one unit (see threat).
 """
 
 from __future__ import annotations

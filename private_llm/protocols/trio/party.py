@@ -28,6 +28,7 @@ from private_llm.kernels import ops
 from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder
 from private_llm.protocols.boolean import Weights
+from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.share import BitShare, Share, words_for
 from private_llm.protocols.trio import cost
 from private_llm.protocols.trio.shuffle import TrioShuffles
@@ -301,6 +302,10 @@ class Trio(TrioShuffles):
             for v in values
         ]
         return torch.stack(made)
+
+
+class ExactTrio(ExactTruncation, Trio):
+    """`trio` with exact divisions; what they cost more is in `protocols/exact.py`."""
 
 
 def _whole(values: Weights) -> TypeGuard[Sequence[int]]:

@@ -1,0 +1,173 @@
+"""`plain`: one party, no secrecy, the same interface and fixed-point arithmetic as the real protocols.
+
+It exists as the reference the suite compares every protocol with, and to tell an approximation's error
+from a protocol's (`checked.py` is the same with every range checked). A session refuses to start it without
+`insecure=True`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import DomainError
+from private_llm.kernels.forms import Form
+from private_llm.net.transport import CLIENT
+from private_llm.protocols.boolean import Weights
+from private_llm.protocols.permutation import (
+    Permutation,
+    ShuffledBits,
+    drawn,
+    inverse,
+    known,
+    moved_bits,
+    moved_rows,
+    unpacked,
+)
+from private_llm.protocols.protocol import Protocol
+from private_llm.protocols.share import BitShare, Index, Share, words_for
+from private_llm.ring.prg import Seed
+
+
+class Plain(Protocol):
+    """The cleartext reference: nothing is sent between parties, and every division is the floor.
+
+    A share has one part.
+    """
+
+    name = "plain"
+    divides_exactly = True
+
+    def add_public(self, x: Share, c: int | Tensor) -> Share:
+        """x + c, broadcasting; wraps."""
+        return x.map(lambda part: part + c)
+
+    def public(self, c: Tensor) -> Share:
+        """c itself."""
+        return Share((c.to(self.ring.dtype),))
+
+    def truncate(self, x: Share, shift: int) -> Share:
+        """floor(x / 2^shift), exactly, for every ring element."""
+        return x.map(lambda part: part >> shift) if shift else x
+
+    def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
+        """floor(x*y / 2^shift), where x*y wraps modulo 2^(ring bits) unnoticed."""
+        return self.truncate(Share((x.parts[0] * y.parts[0],)), shift)
+
+    def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
+        """floor(B(x, y) / 2^shift), optionally at selected outputs only, 1-D; B(x, y) wraps unnoticed."""
+        out = form.product(x.parts[0], y.parts[0])
+        if select is not None:
+            out = out.reshape(-1)[select]
+        return self.truncate(Share((out,)), shift)
+
+    def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
+        """Horner's rule in the ring, then the division; any degree."""
+        value = x.parts[0]
+        out = torch.full_like(value, self.ring.constant(coefficients[-1]))
+        for c in reversed(coefficients[:-1]):
+            out = out * value + self.ring.constant(c)
+        return self.truncate(Share((out,)), shift)
+
+    def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None, low: int = 0) -> BitShare:
+        """Sign bits by comparison, exact for every `low`."""
+        flat = x.parts[0].reshape(-1)
+        width = bits or self.ring.bits
+        rows = [_pack(((flat + c) >> (width - 1)) & 1) for c in offsets]
+        return BitShare((torch.stack(rows),), flat.numel())
+
+    def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
+        """floor(sum of bit_k * (w_k x + c_k) / 2^shift), 1-D [count]."""
+        return self.truncate(Share((self._injected(bits, x, weights, constants, self.ring.dtype),)), shift)
+
+    @staticmethod
+    def _injected(bits: BitShare, x: Share | None, weights: Weights, constants: Weights, dtype: torch.dtype) -> Tensor:
+        out = torch.zeros(bits.count, dtype=dtype, device=bits.parts[0].device)
+        for k in range(bits.rows):
+            bit = _unpack(bits.parts[0][k], bits.count).to(dtype)
+            term = (
+                _flat(constants[k]) if x is None else x.parts[0].reshape(-1) * _flat(weights[k]) + _flat(constants[k])
+            )
+            out = out + bit * term
+        return out
+
+    def xor(self, x: BitShare, y: BitShare) -> BitShare:
+        """x ^ y."""
+        return BitShare((x.parts[0] ^ y.parts[0],), x.count)
+
+    def invert(self, x: BitShare) -> BitShare:
+        """~x."""
+        return BitShare((~x.parts[0],), x.count)
+
+    def and_(self, x: BitShare, y: BitShare) -> BitShare:
+        """x & y."""
+        return BitShare((x.parts[0] & y.parts[0],), x.count)
+
+    def a2b(self, x: Share) -> BitShare:
+        """Bits of two's complement: [ring bits rows, count], least significant first."""
+        flat = x.parts[0].reshape(-1)
+        rows = [_pack((flat >> i) & 1) for i in range(self.ring.bits)]
+        return BitShare((torch.stack(rows),), flat.numel())
+
+    def receive_input(self, shape: tuple[int, ...]) -> Share:
+        """The client's values in the clear, `shape`; 1 element each."""
+        return Share((self.transport.recv(CLIENT, "input", shape, self.ring.dtype),))
+
+    def receive_index(self, count: int, domain: int) -> Index:
+        """The indices in the clear, int64 [count]; 8 bytes each."""
+        return Index((self.transport.recv(CLIENT, "index", (count,), torch.int64),), count, domain)
+
+    def lookup(self, index: Index, table: Share | Tensor) -> Share:
+        """Rows [count, D] of a table [domain, D]."""
+        rows = table if isinstance(table, Tensor) else table.parts[0]
+        if rows.is_meta:
+            return Share((torch.empty((index.count, rows.shape[1]), dtype=self.ring.dtype, device="meta"),))
+        return Share((rows[index.keys[0]],))
+
+    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False) -> Permutation:
+        """A permutation in the clear, from the operating system's entropy."""
+        if size < 1:
+            raise DomainError(f"permutation: got size {size}; want at least 1")
+        words = Seed.fresh().stream("plain permutations").words(size, self.device)
+        return Permutation(size, (drawn(words),), frozenset(), reuse)
+
+    def shuffle(self, x: Share, order: Permutation, undo: bool = False) -> Share:
+        """x[p], or back."""
+        move = moved_rows(x, order).move
+        p = known(order.parts[0])
+        return x.map(lambda part: move(part, inverse(p) if undo else p))
+
+    def shuffle_bits(self, x: BitShare, order: Permutation) -> ShuffledBits:
+        """Lanes in the order p."""
+        moved = moved_bits(x, order).move(x.parts[0], known(order.parts[0]))
+        return ShuffledBits(BitShare((moved,), x.count), order)
+
+    def open_shuffled(self, x: ShuffledBits) -> Tensor:
+        """The bits."""
+        x.order.spend(x.bits.rows)
+        return unpacked(x.bits.parts[0], x.bits.count).bool()
+
+    def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:
+        """The values themselves, 1 element each."""
+        for endpoint, x in pieces:
+            self.transport.send(endpoint, "reveal", x.parts[0].contiguous())
+
+
+def _flat(c: int | Tensor) -> int | Tensor:
+    return c.reshape(-1) if isinstance(c, Tensor) else c
+
+
+def _pack(bits: Tensor) -> Tensor:
+    """0/1 integers [n] to words [ceil(n/64)]."""
+    padded = torch.zeros(words_for(bits.numel()) * 64, dtype=torch.int64, device=bits.device)
+    padded[: bits.numel()] = bits
+    lanes = torch.arange(64, dtype=torch.int64, device=bits.device)
+    return (padded.view(-1, 64) << lanes).sum(1)
+
+
+def _unpack(words: Tensor, count: int) -> Tensor:
+    """Words to 0/1 int64 [count]."""
+    lanes = torch.arange(64, dtype=torch.int64, device=words.device)
+    return ((words[:, None] >> lanes) & 1).reshape(-1)[:count]

@@ -1,0 +1,145 @@
+"""How models are loaded and called: what is public of them, who gets which result, and who may call."""
+
+from __future__ import annotations
+
+from private_llm.protocol_facts import Threat
+
+SHAPES = Threat(
+    name="public shapes",
+    kind="shortcut",
+    corrupt="as the protocol",
+    learns=(
+        ("every party, and whoever sees the traffic", "the architecture and its configuration (of a plain network: "
+         "its layers, their sizes and names), batch size, size of images, prompt length, attention mask and "
+         "positions"),
+        ("every party (the dealer too)", "what is done with a cache between two calls: which rows go on, that is which "
+         "beams survive (indices only), and how far it is cut back. With beams and with drafts these depend on the "
+         "prompt and the text"),
+    ),
+    source=(
+        "order, size and rounds of all messages are functions of these public facts alone; a test runs two different "
+        "inputs of equal shape and compares the transcripts"
+    ),
+    setting="always on",
+)  # fmt: skip
+
+CACHE_POLICY = Threat(
+    name="entries that a cache policy evicts",
+    kind="shortcut",
+    corrupt="as the protocol",
+    learns=(
+        ("every party, and whoever sees the traffic", "nothing more: the policy and its numbers are settings that all "
+         "endpoints agree upon, and SlidingWindow chooses by lengths, padding and positions, which are public anyway"),
+        ("meaning of the result", "later tokens do not see what was evicted: the answer is that of the model under the "
+         "mask of the window, not that of the whole text"),
+    ),
+    source="private_llm/cache_policy.py. A policy gets the attention mass of the entries as shares and answers with "
+    "public indices: one that would open a mass to choose by it has to say so here. Tests compare tokens and logits "
+    "with a plaintext model whose mask forbids what is evicted, and the bytes of late steps with each other",
+    setting="cache_policy=SlidingWindow(...); KeepAll() is the default",
+)  # fmt: skip
+
+STOP_TIME = Threat(
+    name="token count and stop time",
+    kind="shortcut",
+    corrupt="as the protocol",
+    learns=(
+        ("every party, and whoever sees the traffic", "how many tokens were generated and when generation stopped, "
+         "hence whether an end-of-text token came before max_new_tokens"),
+    ),
+    source="generate() runs at the client, one call per token; to hide the length, ask for a fixed number of tokens "
+    "(min_new_tokens = max_new_tokens) and cut the text at the client",
+    setting="always on; avoidable as described",
+)  # fmt: skip
+
+DRAFTS = Threat(
+    name="speculative decoding",
+    kind="shortcut",
+    corrupt="as the protocol",
+    learns=(
+        ("every party (the dealer too), and whoever sees the traffic", "how many tokens were drafted in each step, and "
+         "how many of them were accepted, because the cache is cut back to them: how well the draft model, or a "
+         "look-up in the prompt, foresees the private text. The number of drafts tells more where it is not fixed: "
+         "with prompt_lookup_num_tokens it says whether the last words occurred before"),
+    ),
+    source="the draft model runs at the client; the parties only run its proposals through the private model. To hide "
+    "the counts, generate without drafts",
+    setting="generate(assistant_model=...) or generate(prompt_lookup_num_tokens=...), under every protocol",
+)  # fmt: skip
+
+SHARE_FILES = Threat(
+    name="share files",
+    kind="shortcut",
+    corrupt="as the protocol",
+    learns=(
+        ("who reads one party's file", "what that party knows: the model's configuration, names and shapes of its "
+         "weights, seeds of masks, uniformly random ring elements. The file is as secret as the party: it is not "
+         "encrypted, only its owner's account may open it, and it stays valid as long as its sharing is used"),
+        ("who reads the files of two parties", "all weights"),
+    ),
+    source="each file is made anew, follows no link and replaces none; `private-llm share --force` deals new masks for "
+    "all parties, which makes older files useless together with the new ones. "
+    "integrations/private_llm_hf/checkpoint/share_files.py",
+    setting="private-llm share",
+)  # fmt: skip
+
+REVEAL_LOGITS = Threat(
+    name="logits at the client",
+    kind="shortcut",
+    corrupt="as the protocol; the client is entitled to the output",
+    learns=(
+        ("the client", "all logits of every step; many queries allow model extraction, as with any API that "
+         "returns logits"),
+        ("the parties", "nothing: sampling happens at the client"),
+    ),
+    source="by design: HuggingFace's generate() needs logits",
+    setting="reveal='logits' (default)",
+)  # fmt: skip
+
+REVEAL_TOKEN = Threat(
+    name="only tokens or classes at the client",
+    kind="shortcut",
+    corrupt="as the protocol",
+    learns=(
+        ("the client", "the arg max of each step, or of each image, and nothing else of the logits; sampling is then "
+         "not possible"),
+        ("the parties", "nothing"),
+    ),
+    source="secure arg max under the same protocol",
+    setting="reveal='token' for models that generate, reveal='class' for classifiers",
+)  # fmt: skip
+
+PUBLIC_WEIGHTS = Threat(
+    name="public weights",
+    kind="shortcut",
+    corrupt="as the protocol, for the prompt and the output",
+    learns=(("every party", "all weights"),),
+    source="meant for open-weight models: products with public weights need no communication before truncation",
+    setting="weights='public'; refused unless chosen",
+)
+
+ONE_MACHINE = Threat(
+    name="all parties on one machine",
+    kind="shortcut",
+    corrupt="nobody: who owns the machine owns all shares",
+    learns=(("the machine's owner", "everything"),),
+    source="for trying out, tests and measurements; real use needs one host per party, run by those who do not collude",
+    setting="party_mode='threads' or 'processes'; party_mode='remote' is the real thing",
+)
+
+ADMISSION = Threat(
+    name="who may be the client of remote parties",
+    kind="shortcut",
+    corrupt="whoever reaches a party's port; a user whose certificate is no longer wanted",
+    learns=(
+        ("a caller without a certificate", "that a party listens there. It keeps a connection for 10 s at most, less "
+         "when many others call; a flood can still delay honest callers"),
+        ("a user", "that another client is being served, not who. It keeps the parties as long as it calls, and "
+         "idle_s (30 minutes) after its last call"),
+        ("the parties", "the user's name, if its certificate has one; each party admits by its own list, and one that "
+         "refuses suffices. A name that is taken off a list is refused from the next connection on; a session that "
+         "runs goes on"),
+    ),
+    source="private_llm/net/acceptor.py, private_llm/net/users.py; one client at a time is admitted by party 0",
+    setting="party_mode='remote'; TLSConfig(allow=...) or `private-llm party --allow` for users by name",
+)  # fmt: skip

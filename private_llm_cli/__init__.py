@@ -1,0 +1,1 @@
+"""The command line `private-llm` and its benchmarks, above the library and its HuggingFace integration."""

@@ -1,0 +1,72 @@
+"""The command line: its commands in the order of `--help`, and what becomes of errors.
+
+Each command parses its options in `using.py`, `serving.py` or `measuring.py` and runs in `commands/`.
+Errors of the library, and files that cannot be read or written, are one message on stderr and exit code 2; what
+nobody foresaw is one message and exit code 1. `private-llm --traceback COMMAND` shows the traceback of any of them.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Annotated
+
+import typer
+
+from private_llm.config import VERSION, import_plugins
+from private_llm.errors import PrivateLLMError
+from private_llm_cli.measuring import audit, bench, diff, doctor, estimate
+from private_llm_cli.options import PLUGINS
+from private_llm_cli.serving import calibrate, certs, party, share
+from private_llm_cli.using import classify, demo, generate
+
+app = typer.Typer(
+    name="private-llm",
+    help="Run HuggingFace models on secret-shared data.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (demo, generate, audit, classify, share, calibrate, party, certs, estimate, diff, bench, doctor):
+    app.command()(command)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(VERSION)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True)] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
+    plugin: Annotated[
+        list[str] | None, typer.Option("--plugin", help="A Python module to import first, which registers handlers.")
+    ] = None,
+) -> None:
+    PLUGINS.set(tuple(plugin or ()))
+    import_plugins(PLUGINS.get())  # before options are read: a protocol may be one of a plugin's
+
+
+def main() -> None:
+    """Entry point of `private-llm`."""
+    warnings.showwarning = lambda message, *_: typer.echo(f"warning: {message}", err=True)
+    try:
+        app()
+    except Exception as error:
+        if "--traceback" in sys.argv:
+            raise
+        message, code = _in_words(error)
+        typer.echo(f"private-llm: {message}", err=True)
+        sys.exit(code)
+
+
+def _in_words(error: Exception) -> tuple[str, int]:
+    """One message for people, and the exit code."""
+    if isinstance(error, PrivateLLMError):
+        return str(error), 2
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror or type(error).__name__}", 2
+    first = next(iter(str(error).strip().splitlines()), "no message")
+    return f"unforeseen {type(error).__name__}: {first}; `private-llm --traceback ...` shows where it comes from", 1

@@ -1,0 +1,215 @@
+"""Preprocessing apart from the online phase, both timed: `private-llm bench --preprocess`.
+
+Before each run the helping party (party 0, the dealer, in quad party 3) computes ahead and its receivers store what it
+sends; the run itself reads those stores while it is silent. The same works as in `measure`, whole models in lanes, too;
+parties as threads or processes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, PrivateLLMError
+from private_llm.kernels.memory import tune_allocator
+from private_llm.net.children import start_children
+from private_llm.net.ledger import CONTROL
+from private_llm.net.local import LocalHub
+from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocol_facts import names_where
+from private_llm.protocols.offline_phase import Ahead
+from private_llm.protocols.session import join, join_as_client
+from private_llm.ring.ring import Ring
+from private_llm.tensor.fixed import Fixed
+from private_llm_cli.bench.link import LinkSpeed, SlowHub
+from private_llm_cli.bench.measure import receive_weights, send_weights
+from private_llm_cli.bench.rows import Row, party_threads, settings, spread
+from private_llm_cli.bench.whole import WholeWork
+from private_llm_cli.bench.work import Work
+
+_SIGNAL = "bench"
+_STOP, _AHEAD, _ONLINE = 0, 1, 2
+"""What the client asks for."""
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Times of both phases, bytes of both by endpoint, rounds, and the largest error."""
+
+    before: list[float]
+    online: list[float]
+    ahead: int
+    sent: dict[str, int]
+    rounds: int
+    error: float
+
+
+def measure_apart(
+    work: Work | WholeWork, config: PrivateConfig, repeat: int = 5, speed: LinkSpeed | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> Row:  # fmt: skip
+    """Run `work` once to warm up and `repeat` times; the row's `seconds` are those of the online phase.
+
+    speed: of emulated links (parties as threads). progress is called after each run.
+    Raises ConfigError where there is nothing to separate, and what a party raised.
+    """
+    if config.helper is None:
+        raise ConfigError(f"--preprocess: want protocol {names_where(lambda facts: facts.helper is not None)}")
+    if config.lanes > 1 and isinstance(work, Work):
+        raise ConfigError(f"--preprocess: benchmark {work.name!r} runs in one lane then; lanes are for whole models")
+    if isinstance(work, WholeWork):
+        found = _whole(work, config, repeat, speed, progress)
+    else:
+        found = _ring(work, config, repeat, speed, progress)
+    return Row(
+        **settings(config, speed), name=work.name, shape=work.shape, repeat=repeat,
+        seconds=spread(found.online[1:]), bytes_total=sum(found.sent.values()), bytes_per_party=found.sent,
+        rounds=found.rounds, error_max=found.error,
+        bytes_preprocessing=found.ahead, seconds_preprocessing=spread(found.before[1:]),
+    )  # fmt: skip
+
+
+def _slow(config: PrivateConfig, speed: LinkSpeed | None, instant: str) -> LocalHub | None:
+    """Links of that speed; messages tagged `instant` take no time."""
+    return None if speed is None else SlowHub(config.parties, config.timeout_s, speed, instant=instant)
+
+
+# -- whole models -------------------------------------------------------------------------------------------------
+def _whole(
+    work: WholeWork, config: PrivateConfig, repeat: int, speed: LinkSpeed | None, progress: Callable[[], None]
+) -> _Measured:
+    from private_llm_hf import patch
+
+    if work.plan is None:
+        raise ConfigError(f"--preprocess: benchmark {work.name!r} has no plan")
+    model = work.build()
+    private: Any = patch(model, config, _slow(config, speed, "control"))
+    before, online = [], []
+    with closing(private), torch.no_grad():
+        for _ in range(repeat + 1):
+            private.cost(reset=True)
+            started = time.perf_counter()
+            private.preprocess(work.plan())
+            before.append(time.perf_counter() - started)
+            started = time.perf_counter()
+            logits, asked = work.call(private)
+            online.append(time.perf_counter() - started)
+            progress()
+        costs = private.cost()
+    with torch.no_grad():
+        error = float((logits - work.truth(model.double(), asked)).abs().max())
+    sent = costs.to_dict()["bytes_per_party"]
+    return _Measured(before, online, costs.preprocessing.total, sent, costs.rounds, error)
+
+
+# -- single operations and layers -----------------------------------------------------------------------------------
+def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -> None:
+    """One party: take weights and inputs, then do what the client asks for, then open the last result."""
+    tune_allocator()
+    torch.set_num_threads(party_threads(config.parties))
+    session = join(config, party, transport)
+    made: list[Fixed] = []
+    with torch.no_grad():
+        run = work.prepare(session, dict(receive_weights(work, session, transport)))
+        inputs = [Fixed(session, session.protocol.receive_input(shape), session.frac) for shape in work.inputs]
+        plan = 0
+
+        def compute(_: None = None) -> None:
+            made.append(run(session, inputs))
+            session.protocol.verify()
+
+        with closing(Ahead[None](session, transport, compute)) as ahead:
+            while (order := int(transport.recv(CLIENT, _SIGNAL, (1,), torch.int64))) != _STOP:
+                if order == _AHEAD:
+                    transport.ledger.reset()
+                    plan += 1
+                    ahead.prepare(plan, [None])
+                elif party != config.helper:
+                    with ahead.following(plan, 0):
+                        compute()
+                booked = transport.ledger.sent.items()
+                sent = sum(count for (_, op, to), count in booked if op != CONTROL and to != CLIENT)
+                transport.send(CLIENT, _SIGNAL, torch.tensor([sent, transport.ledger.cost().rounds]))
+    if party == 1:
+        described = torch.tensor([made[-1].frac, *made[-1].shape])
+        transport.send(CLIENT, _SIGNAL, torch.tensor([described.numel()]))
+        transport.send(CLIENT, _SIGNAL, described)
+    session.protocol.reveal_to_client(made[-1].share)
+
+
+def serve_named(config: PrivateConfig, party: int, transport: Transport, name: str, shape: list[int]) -> None:
+    """One party in a process of its own, which makes the work again from its name and shape."""
+    from private_llm_cli.bench.catalogue import make
+
+    work = make(name, tuple(shape))
+    if isinstance(work, Work):
+        _guarded(work, config, party, transport)
+
+
+def _guarded(work: Work, config: PrivateConfig, party: int, transport: Transport) -> None:
+    """`serve`, whose failure the others hear of."""
+    try:
+        serve(work, config, party, transport)
+    except PrivateLLMError as error:
+        transport.abort(f"party {party}, benchmark '{work.name}': {error}")
+
+
+def _ring(
+    work: Work, config: PrivateConfig, repeat: int, speed: LinkSpeed | None, progress: Callable[[], None]
+) -> _Measured:
+    transport: Transport
+    if config.party_mode == "processes":
+        facts = {"name": work.name, "shape": list(work.shape)}
+        transport, stop = start_children(config, "private_llm_cli.bench.apart:serve_named", facts)
+    else:
+        hub = _slow(config, speed, _SIGNAL) or LocalHub(config.parties, config.timeout_s)
+        for party in range(config.parties):
+            threading.Thread(target=_guarded, args=(work, config, party, hub.transport(party)), daemon=True).start()
+        transport, stop = hub.transport(CLIENT), lambda: None
+    try:
+        return _ask(work, config, repeat, transport, progress)
+    finally:
+        stop()
+
+
+def _ask(
+    work: Work, config: PrivateConfig, repeat: int, transport: Transport, progress: Callable[[], None]
+) -> _Measured:
+    """The client's part."""
+    ring, weights, values = Ring(config.ring), work.weight_values(), work.values()
+    end = join_as_client(config, transport)
+    send_weights(weights, config, transport)
+    for value in values:
+        end.share(ring.encode(value, config.frac_bits))
+    before, online, reports = [], [], torch.empty(0)
+    for _ in range(repeat + 1):
+        seconds, _ = _one(transport, config.parties, _AHEAD)
+        before.append(seconds)
+        seconds, reports = _one(transport, config.parties, _ONLINE)
+        online.append(seconds)
+        progress()
+    for party in range(config.parties):
+        transport.send(party, _SIGNAL, torch.tensor([_STOP]))
+    length = int(transport.recv(1, _SIGNAL, (1,), torch.int64))
+    frac, *shape = transport.recv(1, _SIGNAL, (length,), torch.int64).tolist()
+    result = ring.decode(end.open(tuple(shape)), frac)
+    with torch.no_grad():
+        error = float((result - work.truth(values, weights)).abs().max())
+    sent = {str(party): int(reports[party, 0]) for party in range(config.parties)}
+    return _Measured(before, online, sent[str(config.helper)], sent, int(reports[:, 1].max()), error)
+
+
+def _one(transport: Transport, parties: int, order: int) -> tuple[float, torch.Tensor]:
+    """Seconds of one phase, and what every party has sent and waited for since the first phase began."""
+    started = time.perf_counter()
+    for party in range(parties):
+        transport.send(party, _SIGNAL, torch.tensor([order]))
+    reports = [transport.recv(party, _SIGNAL, (2,), torch.int64) for party in range(parties)]
+    return time.perf_counter() - started, torch.stack(reports)

@@ -1,0 +1,218 @@
+"""Local kernels on one core, without parties: what the steps of a protocol cost before anything is sent.
+
+Times are processor time of the measuring thread, so that other work on the machine disturbs them little; but of
+transposition on all cores by the clock, in turns with one core.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from private_llm.circuits.carry import carry_plan
+from private_llm.config import VERSION
+from private_llm.kernels import matmul, ops
+from private_llm.kernels.address import addresses
+from private_llm.kernels.backends.cpu import amx as cpu_amx
+from private_llm.kernels.backends.cpu import matmul as cpu_matmul
+from private_llm.kernels.memory import tune_allocator
+from private_llm.kernels.parallel import usable_cores
+from private_llm.ring.prg import Prg, Seed
+from private_llm.ring.ring import RING32, RING64, Ring
+from private_llm_cli.bench.rows import machine, spread
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One kernel at one shape. rate: of `unit` in a second, by the fastest run. note: which of several kernels.
+
+    speedup: where several threads work, how many times as fast as one in the same run, fastest runs of both.
+    """
+
+    name: str
+    note: str
+    ring: int
+    shape: tuple[int, ...]
+    seconds: dict[str, float]
+    rate: float
+    unit: str
+    threads: int
+    speedup: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row with the machine and the versions it was taken with."""
+        return {**asdict(self), "machine": machine(), "torch": torch.__version__, "version": VERSION}
+
+
+@dataclass(frozen=True)
+class _Job:
+    """run: one call. work: how much it does of `unit` (G: 10^9). threads: that it may use."""
+
+    name: str
+    note: str
+    ring: int
+    shape: tuple[int, ...]
+    run: Callable[[], object]
+    work: float
+    unit: str
+    threads: int = 1
+
+
+_PRODUCTS = ((128, 128, 128), (128, 768, 3072), (16, 768, 3072), (1, 768, 3072))
+_TINY_PRODUCTS = ((5, 20, 9),)
+_IMAGE, _TINY_IMAGE = (16, 64, 32, 32), (1, 3, 5, 5)
+"""Batch x channels x height x width, for 3 x 3 windows and as many output channels: VGG-16's second layer."""
+_DRAWS = (64, 4096, 1 << 20, 1 << 26)
+_ELEMENTS, _TINY = 1 << 20, 1000
+_FRACTIONS = {64: 18, 32: 12}
+_ENOUGH_S = 0.02
+"""A timed run repeats short calls for this long."""
+
+
+def measure_kernels(
+    repeat: int = 5, tiny: bool = False, progress: Callable[[str], None] = lambda _: None
+) -> Iterator[KernelRow]:
+    """Every job on one thread (one on all too): one call to warm up, then `repeat` timed runs, each filling 20 ms."""
+    tune_allocator()  # as a party does at its start
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for ring in (RING64, RING32):
+            for job in _jobs(ring, tiny):
+                torch.set_num_threads(1)
+                yield _measured(job, repeat, tiny)
+                progress(job.name)
+    finally:
+        torch.set_num_threads(before)
+
+
+def count(tiny: bool = False) -> int:
+    """How many rows there will be."""
+    return sum(1 for ring in (RING64, RING32) for _ in _jobs(ring, tiny))
+
+
+def _in_turns(job: _Job, repeat: int) -> KernelRow:
+    """A job on its threads and on one in turns, by the clock."""
+    times: dict[int, list[float]] = {job.threads: [], 1: []}
+    for number in range(4 * repeat + 1):
+        for threads, found in times.items():
+            torch.set_num_threads(threads)
+            started = time.perf_counter()
+            job.run()
+            if number:  # the first pair warms up
+                found.append(time.perf_counter() - started)
+    many, one = times[job.threads], times[1]
+    return KernelRow(
+        job.name, job.note, job.ring, job.shape, spread(many), job.work / min(many), job.unit, job.threads,
+        min(one) / min(many),
+    )  # fmt: skip
+
+
+def _measured(job: _Job, repeat: int, tiny: bool) -> KernelRow:
+    if job.threads > 1:
+        return _in_turns(job, repeat)
+    job.run()
+    started = time.thread_time()
+    job.run()
+    calls = 1 if tiny else max(1, int(_ENOUGH_S / max(time.thread_time() - started, 1e-7)))
+    times = []
+    for _ in range(repeat):
+        started = time.thread_time()
+        for _ in range(calls):
+            job.run()
+        times.append((time.thread_time() - started) / calls)
+    return KernelRow(job.name, job.note, job.ring, job.shape, spread(times), job.work / min(times), job.unit, 1)
+
+
+def _jobs(ring: Ring, tiny: bool) -> Iterator[_Job]:
+    stream = Seed(bytes(32)).stream("bench kernels")
+    for shape in _TINY_PRODUCTS if tiny else _PRODUCTS:
+        yield from _products(ring, shape, stream)
+    yield _convolution(ring, _TINY_IMAGE if tiny else _IMAGE, stream)
+    n = _TINY if tiny else _ELEMENTS
+    yield from _comparison(ring, n, stream)
+    yield from _truncation(ring, n, stream)
+    for size in (64,) if tiny else _DRAWS:
+        items = size * 8 // ring.bits
+        yield _Job("prg", "", ring.bits, (items,), _draw(stream, items, ring), size / 1e9, "GB/s")
+
+
+def _draw(stream: Prg, items: int, ring: Ring) -> Callable[[], object]:
+    return lambda: stream.elements(items, ring)
+
+
+def _products(ring: Ring, shape: tuple[int, int, int], stream: Prg) -> Iterator[_Job]:
+    """x [M, K] by the transpose of a weight [N, K] as a linear layer has it: the chosen kernel, and register tiles."""
+    rows, inner, columns = shape
+    x, w = stream.elements(rows * inner, ring).view(rows, inner), stream.elements(columns * inner, ring)
+    w, out = w.view(columns, inner), torch.zeros(rows, columns, dtype=ring.dtype)
+    zero = np.uint64(0) if ring.bits == 64 else np.uint32(0)
+    work = rows * inner * columns / 1e9
+
+    def registers() -> None:
+        cpu_matmul.dot_product(*addresses(x, w, out), 1, rows, inner, columns, zero)
+
+    if cpu_amx.usable() and matmul.tiled(rows, inner, columns, turned=True):
+        yield _Job("matmul", "byte tiles", ring.bits, shape, lambda: matmul.product(x, w.mT, out), work, "GMAC/s")
+    yield _Job("matmul", "register tiles", ring.bits, shape, registers, work, "GMAC/s")
+
+
+def _convolution(ring: Ring, shape: tuple[int, int, int, int], stream: Prg) -> _Job:
+    batch, channels, height, width = shape
+    x = stream.elements(batch * channels * height * width, ring).view(shape)
+    w = stream.elements(channels * channels * 9, ring).view(channels, channels, 3, 3)
+    work = x.numel() * channels * 9 / 1e9
+    return _Job(
+        "conv2d", "3 x 3", ring.bits, shape, lambda: ops.ring_conv2d(x, w, (1, 1), (1, 1), (1, 1), 1), work, "GMAC/s"
+    )
+
+
+def _comparison(ring: Ring, n: int, stream: Prg) -> Iterator[_Job]:
+    """The local steps of a sign bit of n elements, and of ReLU's product with it."""
+    plan = carry_plan(ring.bits - 1)
+    blocks, groups = np.array(plan.blocks), np.array(plan.levels[0])
+    words = (n + 63) // 64
+
+    def rows(count: int) -> Tensor:
+        return stream.words(count * words).view(count, words)
+
+    x, bits, mono = stream.elements(n, ring), rows(ring.bits), rows(plan.monomial_rows)
+    pairs, made, products = rows(plan.block_rows), rows(plan.joined_rows[0]), rows(plan.product_rows[0])
+    shares = stream.elements(2 * n, ring).view(2, n)
+    sign, weighted, weight = rows(1), np.array([True]), torch.ones(1, 1, dtype=ring.dtype)
+    out = torch.zeros(n, dtype=ring.dtype)
+    calls: tuple[tuple[str, Callable[[], object]], ...] = (
+        ("transpose_bits", lambda: ops.transpose_bits(x, ring.bits)),
+        ("block_monomials", lambda: ops.block_monomials(bits, 0, blocks, mono)),
+        ("block_carries", lambda: ops.block_carries(bits, 0, blocks, mono, True, pairs)),
+        ("join_products", lambda: ops.join_products(pairs, groups, len(blocks), products)),
+        ("join_carries", lambda: ops.join_carries(pairs, pairs, products, groups, len(blocks), True, made)),
+        ("inject_products", lambda: ops.inject_products(sign, x, weighted, shares)),
+        ("inject_terms", lambda: ops.inject_terms(sign, x, x, shares, weighted, weight, weight, True, out)),
+    )
+    for name, run in calls:
+        yield _Job(name, "", ring.bits, (n,), run, n / 1e9, "G elements/s")
+    cores = usable_cores()
+    if cores > 1:
+        transpose = calls[0][1]
+        yield _Job("transpose_bits", "all cores", ring.bits, (n,), transpose, n / 1e9, "G elements/s", cores)
+
+
+def _truncation(ring: Ring, n: int, stream: Prg) -> Iterator[_Job]:
+    """Both sides of the truncation of n products."""
+    f = _FRACTIONS[ring.bits]
+    error, one, two, mask = (stream.elements(n, ring) for _ in range(4))
+    rho, zeta, other = (stream.words(ops.packed_words(n, f)) for _ in range(3))
+    calls: tuple[tuple[str, Callable[[], object]], ...] = (
+        ("trunc_helper", lambda: ops.trunc_helper(error, one, two, mask, rho, zeta, other, f)),
+        ("trunc_open", lambda: ops.trunc_open(one, two, rho, zeta, f)),
+        ("trunc_close", lambda: ops.trunc_close(one, rho, zeta, mask, other, f)),
+    )
+    for name, run in calls:
+        yield _Job(name, "", ring.bits, (n,), run, n / 1e9, "G elements/s")

@@ -1,0 +1,106 @@
+"""Works on one transformer layer: HuggingFace's own module at the parties, with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from private_llm.protocols.session import Session
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SecretTensor
+from private_llm_cli.bench.work import Shape, Work
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Forward = Callable[[nn.Module, Sequence[Tensor], Any, Tensor | None], Tensor]
+
+
+def opt_layer(shape: Shape) -> Work:
+    """A pre-norm ReLU decoder layer without a cache; batch x tokens x hidden x heads x feed-forward."""
+    batch, tokens, hidden = shape[:3]
+    causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()[None, None]
+    return _layer("opt-layer", shape, "OPTModel", _opt(shape), ((batch, tokens, hidden),), causal, _opt_forward)
+
+
+def opt_decode(shape: Shape) -> Work:
+    """One new token through the same layer over a cache; batch x cached tokens x hidden x heads x feed-forward."""
+    batch, cached, hidden, heads, _ = shape
+    past = (batch, heads, cached, hidden // heads)
+    return _layer("opt-decode", shape, "OPTModel", _opt(shape), ((batch, 1, hidden), past, past), None, _opt_forward)
+
+
+def bert_layer(shape: Shape) -> Work:
+    """A post-norm GELU encoder layer; batch x tokens x hidden x heads x feed-forward."""
+    batch, tokens, hidden, heads, wide = shape
+    config = {
+        "model_type": "bert", "hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": wide,
+        "num_hidden_layers": 1, "vocab_size": 4, "max_position_embeddings": 2, "hidden_act": "gelu",
+    }  # fmt: skip
+    return _layer("bert-layer", shape, "BertModel", config, ((batch, tokens, hidden),), None, _bert_forward)
+
+
+def _opt(shape: Shape) -> dict[str, Any]:
+    _, _, hidden, heads, wide = shape
+    return {
+        "model_type": "opt", "hidden_size": hidden, "num_attention_heads": heads, "ffn_dim": wide,
+        "num_hidden_layers": 1, "vocab_size": 4, "max_position_embeddings": 2, "word_embed_proj_dim": hidden,
+        "pad_token_id": 1, "activation_function": "relu",
+    }  # fmt: skip
+
+
+def _opt_forward(model: nn.Module, values: Sequence[Tensor], cache: Any, mask: Tensor | None) -> Tensor:  # noqa: ANN401
+    layer = model.get_submodule("decoder.layers.0")
+    if len(values) > 1:
+        cache.update(values[1], values[2], 0)
+    out: Tensor = layer(values[0], attention_mask=mask, past_key_values=cache if len(values) > 1 else None)
+    return out
+
+
+def _bert_forward(model: nn.Module, values: Sequence[Tensor], cache: Any, mask: Tensor | None) -> Tensor:  # noqa: ANN401
+    out: Tensor = model.get_submodule("encoder.layer.0")(values[0], attention_mask=mask)
+    return out
+
+
+def _layer(
+    name: str, shape: Shape, class_name: str, config: dict[str, Any], inputs: tuple[Shape, ...], mask: Tensor | None,
+    forward: Forward,
+) -> Work:  # fmt: skip
+    """A work that runs `forward` on the one-layer model of `config`, its weights secret."""
+    from private_llm_hf.party.model import build_party_model, empty_model
+
+    shapes = {key: tuple(value.shape) for key, value in empty_model(config, class_name).named_parameters()}
+
+    def prepare(session: Session, weights: Mapping[str, Fixed]) -> Callable[[Session, Sequence[Fixed]], Fixed]:
+        model = build_party_model(config, class_name, dict(weights), session)
+
+        def run(_: Session, values: Sequence[Fixed]) -> Fixed:
+            wrapped = [SecretTensor(value) for value in values]
+            out = forward(model, wrapped, model.new_cache(), mask)
+            if not isinstance(out, SecretTensor):
+                raise TypeError(f"{name}: the layer returned {type(out).__name__}")
+            return out.to_fixed()
+
+        return run
+
+    def truth(values: Sequence[Tensor], weights: Mapping[str, Tensor]) -> Tensor:
+        from transformers import DynamicCache
+
+        return forward(_plaintext(config, class_name, weights), values, DynamicCache(), mask)
+
+    return Work(name, shape, inputs, prepare, truth, (1.0,), weights=shapes)
+
+
+def _plaintext(config: Mapping[str, Any], class_name: str, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+    """The same model in float64 with PyTorch's own attention."""
+    import transformers
+
+    values = dict(config)
+    settings = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    settings._attn_implementation = "sdpa"
+    model: PreTrainedModel = getattr(transformers, class_name)(settings).double().eval()
+    model.load_state_dict(dict(weights), strict=True)
+    return model

@@ -1,0 +1,240 @@
+"""Run a work with all its parties on this machine and make a row of it.
+
+The client shares the inputs once, then says "go" and waits until every party is done: one warm-up run (which
+compiles kernels), then the timed ones. Sharing and opening are outside the timed part and outside its bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import DomainError, PartyFailed, PrivateLLMError
+from private_llm.kernels.memory import tune_allocator
+from private_llm.net.children import start_children
+from private_llm.net.ledger import Cost
+from private_llm.net.local import LocalHub
+from private_llm.net.parallel_sessions import lane_links
+from private_llm.net.rendezvous import connect
+from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.session import Session, join, join_as_client
+from private_llm.protocols.share import Share
+from private_llm.protocols.weight_sharing import deal
+from private_llm.ring.prg import Seed
+from private_llm.ring.ring import Ring
+from private_llm.tensor.fixed import Fixed
+from private_llm_cli.bench.link import LinkSpeed, SlowHub
+from private_llm_cli.bench.rows import Row, party_threads, settings, spread
+from private_llm_cli.bench.whole import WholeWork, measure_whole
+from private_llm_cli.bench.work import Work
+
+CONTROL = "bench"
+"""Tag of the signals that start and stop runs."""
+_GO, _STOP = 1, 0
+
+
+class _Lane:
+    """One lane of a party: its session, its inputs, its last result."""
+
+    def __init__(self, work: Work, config: PrivateConfig, transport: Transport, number: int) -> None:
+        links = lane_links(transport, config.parties, number, config.permute)
+        self.session = join(config, links.me, links)
+        with torch.no_grad():
+            self._run = work.prepare(self.session, dict(receive_weights(work, self.session, links)))
+        parts = zip(work.inputs, work.share_of(number, config.lanes), strict=True)
+        shapes = [(len(range(shape[0])[rows]), *shape[1:]) for shape, rows in parts]
+        taken = [self.session.protocol.receive_input(shape) for shape in shapes]
+        self._inputs = [Fixed(self.session, share, self.session.frac) for share in taken]
+        self._links = links
+        self.result: Fixed | None = None
+
+    @property
+    def cost(self) -> Cost:
+        """What this party sent and waited for in this lane in the last run."""
+        return self._links.ledger.cost()
+
+    def run(self) -> None:
+        """Compute once; parties that could have cheated prove that they have not."""
+        self._links.ledger.reset()
+        with torch.no_grad():
+            self.result = self._run(self.session, self._inputs)
+            self.session.protocol.verify()
+
+    def reveal(self, describe: bool) -> None:
+        """Open the last result towards the client, who is told its shape if `describe`."""
+        if self.result is None:
+            raise DomainError("a benchmark needs at least one run")
+        if describe:
+            described = torch.tensor([self.result.frac, *self.result.shape])
+            self._links.send(CLIENT, CONTROL, torch.tensor([described.numel()]))
+            self._links.send(CLIENT, CONTROL, described)
+        self.session.protocol.reveal_to_client(self.result.share)
+
+
+def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -> None:
+    """One party: take the inputs, run on every "go", then open the last result."""
+    tune_allocator()
+    torch.set_num_threads(party_threads(config.parties))
+    lanes = [_Lane(work, config, transport, number) for number in range(config.lanes)]
+    with ThreadPoolExecutor(len(lanes), f"party {party} lane") as pool:
+        while int(transport.recv(CLIENT, CONTROL, (1,), torch.int64)) == _GO:
+            if len(lanes) == 1:
+                lanes[0].run()  # on this thread: switching costs more than a small work
+            else:
+                list(pool.map(_Lane.run, lanes))
+            costs = [lane.cost for lane in lanes]
+            sent = [sum(cost.sent.get((party, to), 0) for cost in costs) for to in (*range(config.parties), CLIENT)]
+            ahead = sum(lane.cost.total for lane in lanes if lane.session.party == config.helper)
+            rounds = max(cost.rounds for cost in costs)
+            transport.send(CLIENT, CONTROL, torch.tensor([*sent, ahead, rounds]))
+    for lane in lanes:
+        lane.reveal(describe=lane.session.party == 0)
+
+
+def measure(
+    work: Work | WholeWork, config: PrivateConfig, repeat: int = 5, speed: LinkSpeed | None = None,
+    progress: Callable[[], None] = lambda: None, hub: LocalHub | None = None,
+) -> Row:  # fmt: skip
+    """Run `work` once to warm up and `repeat` times with the clock on, parties as config.party_mode says.
+
+    With party_mode="remote" every party must run `serve` with the same work. progress is called after each run.
+    hub: carries the frames of parties that are threads, at its own speed.
+    Raises what a party raised (PartyFailed for anything unforeseen).
+    """
+    if isinstance(work, WholeWork):
+        return measure_whole(work, config, repeat, speed, progress, hub)
+    mode = "threads" if config.party_mode == "auto" else config.party_mode
+    transport: Transport
+    if mode == "processes":
+        facts = {"name": work.name, "shape": list(work.shape)}
+        transport, stop = start_children(config, "private_llm_cli.bench.measure:serve_named", facts)
+    elif mode == "remote":
+        transport = connect(config, CLIENT)
+        stop = transport.close
+    else:
+        transport, stop = _start_threads(work, config, speed, hub)
+    try:
+        return _measure(work, config, repeat, speed, transport, progress)
+    finally:
+        stop()
+
+
+def _start_threads(
+    work: Work, config: PrivateConfig, speed: LinkSpeed | None, given: LocalHub | None
+) -> tuple[Transport, Callable[[], None]]:
+    hub = given or LocalHub(config.parties, config.timeout_s)
+    if speed is not None and given is None:
+        hub = SlowHub(config.parties, config.timeout_s, speed, CONTROL)
+    threads = [
+        threading.Thread(target=_guarded, args=(work, config, i, hub.transport(i)), name=f"party {i}", daemon=True)
+        for i in range(config.parties)
+    ]
+    for thread in threads:
+        thread.start()
+
+    def stop() -> None:
+        for thread in threads:
+            thread.join(1.0)
+
+    return hub.transport(CLIENT), stop
+
+
+def _measure(
+    work: Work, config: PrivateConfig, repeat: int, speed: LinkSpeed | None, transport: Transport,
+    progress: Callable[[], None],
+) -> Row:  # fmt: skip
+    """The client's part."""
+    ring = Ring(config.ring)
+    weights, values = work.weight_values(), work.values()
+    ends = []
+    for number in range(config.lanes):
+        links = lane_links(transport, config.parties, number, config.permute)
+        end = join_as_client(config, links)
+        send_weights(weights, config, links)
+        for value, rows in zip(values, work.share_of(number, config.lanes), strict=True):
+            end.share(ring.encode(value[rows], config.frac_bits))
+        ends.append(end)
+    times, reports = [], torch.empty(0)
+    for _ in range(repeat + 1):
+        seconds, reports = _one_run(transport, config.parties)
+        times.append(seconds)
+        progress()
+    result = _open(transport, ends, ring, config.parties)
+    with torch.no_grad():
+        truth = work.truth(values, weights)
+    sent = {str(party): int(reports[party, :-2].sum()) for party in range(config.parties)}
+    return Row(
+        **settings(config, speed), name=work.name, shape=work.shape, repeat=repeat,
+        seconds=spread(times[1:]), bytes_total=sum(sent.values()), bytes_per_party=sent,
+        rounds=int(reports[:, -1].max()), error_max=float((result - truth).abs().max()),
+        bytes_preprocessing=int(reports[:, -2].sum()),
+        bytes_received={str(party): int(reports[:, party].sum()) for party in range(config.parties)},
+    )  # fmt: skip
+
+
+def serve_named(config: PrivateConfig, party: int, transport: Transport, name: str, shape: list[int]) -> None:
+    """One party in a process of its own, which makes the work again from its name and shape."""
+    from private_llm_cli.bench.catalogue import make
+
+    work = make(name, tuple(shape))
+    if isinstance(work, Work):
+        _guarded(work, config, party, transport)
+
+
+def _guarded(work: Work, config: PrivateConfig, party: int, transport: Transport) -> None:
+    """`serve`, whose end, however it comes, the others hear of."""
+    finished = False
+    try:
+        serve(work, config, party, transport)
+        finished = True
+    except PartyFailed:
+        finished = True  # another endpoint has said why
+    except PrivateLLMError as error:
+        transport.abort(f"party {party}, benchmark '{work.name}': {error}")
+    finally:
+        if not finished:
+            transport.abort(f"party {party} stopped in benchmark '{work.name}'; its traceback says why")
+
+
+def send_weights(weights: Mapping[str, Tensor], config: PrivateConfig, transport: Transport) -> None:
+    """As the model owner: one share of every weight to every party."""
+    ring, seed = Ring(config.ring), Seed.fresh()
+    for name, value in weights.items():
+        for party, share in enumerate(deal(config, ring.encode(value, config.frac_bits), seed, name)):
+            for part in share.parts:
+                transport.send(party, "weight", part.contiguous())
+
+
+def receive_weights(work: Work, session: Session, transport: Transport) -> Iterator[tuple[str, Fixed]]:
+    """As a party: this party's shares of them."""
+    for name, shape in work.weights.items():
+        count = len(session.protocol.public(torch.zeros(1, dtype=session.ring.dtype)).parts)
+        parts = [transport.recv(CLIENT, "weight", shape, session.ring.dtype) for _ in range(count)]
+        yield name, Fixed(session, Share(tuple(parts)), session.frac)
+
+
+def _one_run(transport: Transport, parties: int) -> tuple[float, Tensor]:
+    """Seconds of one run and every party's report: bytes by receiver, those sent ahead, rounds."""
+    started = time.perf_counter()
+    for party in range(parties):
+        transport.send(party, CONTROL, torch.tensor([_GO]))
+    reports = [transport.recv(party, CONTROL, (parties + 3,), torch.int64) for party in range(parties)]
+    return time.perf_counter() - started, torch.stack(reports)
+
+
+def _open(transport: Transport, ends: Sequence[ClientEnd], ring: Ring, parties: int) -> Tensor:
+    for party in range(parties):
+        transport.send(party, CONTROL, torch.tensor([_STOP]))
+    opened = []
+    for end in ends:
+        length = int(end.transport.recv(0, CONTROL, (1,), torch.int64))
+        frac, *shape = end.transport.recv(0, CONTROL, (length,), torch.int64).tolist()
+        opened.append(ring.decode(end.open(tuple(shape)), frac))
+    return torch.cat(opened)

@@ -1,0 +1,124 @@
+"""A benchmark row: what was run, how long it took, what it sent, how wrong it was, and on which machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from private_llm.config import VERSION, PrivateConfig
+from private_llm_cli.bench.link import LinkSpeed
+
+
+@dataclass(frozen=True)
+class Row:
+    """One result; `to_dict` is the JSON object.
+
+    seconds: min, median and max over the repetitions (a warm-up run comes before them).
+    bytes_total: over all links, in one run. bytes_preprocessing: those of them that depend on shapes alone (what the
+    helping party sends). seconds_preprocessing: if these were sent apart, before: then `seconds` are the online phase.
+    bytes_per_party: what each endpoint sent, "client" included. bytes_received: what each party received.
+    rounds: exchanges that follow each other. error_max: largest absolute error against float64 on the same input.
+    adder, relu_bits, relu_low: of comparisons, as in `PrivateConfig`.
+    by_kind: of a whole model, by class of its modules: bytes over all links, bytes of the party that sent most, rounds,
+    median seconds of the slowest party, and Gbit/s, which are those bytes in those seconds.
+    after: of a language model, where it is measured apart: seconds, bytes and rounds of one further token.
+    """
+
+    name: str
+    protocol: str
+    ring: int
+    shape: tuple[int, ...]
+    parties: int
+    seconds: dict[str, float]
+    bytes_total: int
+    bytes_per_party: dict[str, int]
+    rounds: int
+    error_max: float
+    threads: int
+    party_mode: str
+    repeat: int
+    bandwidth_mbit: float | None = None
+    latency_ms: float | None = None
+    bytes_preprocessing: int = 0
+    seconds_preprocessing: dict[str, float] | None = None
+    bytes_received: dict[str, int] = field(default_factory=dict)
+    lanes: int = 1
+    permute: bool = False
+    adder: str = "auto"
+    relu_bits: int | None = None
+    relu_low: int = 0
+    by_kind: dict[str, dict[str, float]] | None = None
+    after: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row with the machine and the versions it was taken with."""
+        return {**asdict(self), "machine": machine(), "torch": torch.__version__, "version": VERSION}
+
+
+def settings(config: PrivateConfig, speed: LinkSpeed | None) -> dict[str, Any]:
+    """The columns of a row that say how it was run, on emulated links of a speed or on those of this machine."""
+    return {
+        "protocol": config.protocol, "ring": config.ring, "parties": config.parties, "lanes": config.lanes,
+        "permute": config.permute, "adder": config.adder, "relu_bits": config.relu_bits, "relu_low": config.relu_low,
+        "threads": party_threads(config.parties),
+        "party_mode": "threads" if config.party_mode == "auto" else config.party_mode,
+        "bandwidth_mbit": speed.bandwidth_mbit if speed else None, "latency_ms": speed.latency_ms if speed else None,
+    }  # fmt: skip
+
+
+def spread(times: Sequence[float]) -> dict[str, float]:
+    """Smallest, median and largest of the measured seconds."""
+    return {"min": min(times), "median": statistics.median(times), "max": max(times)}
+
+
+def machine() -> str:
+    """Processor, its generation and the units that products run on, usable cores, memory, system, in one line.
+
+    Processors of one name may differ by a factor of seven.
+    """
+    flags = cpu_field("flags").split()
+    family, amx = cpu_field("cpu family"), "with" if "amx_int8" in flags else "without"
+    width = "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else "no AVX2"
+    generation = f" (family {family}, {width})" if family else ""
+    return f"{cpu_model()}{generation} {amx} AMX, {usable_cores()} cores, {memory_gib():.0f} GiB, {platform.system()}"
+
+
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def party_threads(parties: int) -> int:
+    """Torch threads for each party: the cores shared among those that compute at the same time (Trio: two)."""
+    return max(1, usable_cores() // min(2, parties))
+
+
+def cpu_model() -> str:
+    """The processor's own name."""
+    return cpu_field("model name") or platform.processor() or platform.machine()
+
+
+def cpu_field(name: str) -> str:
+    """A field of Linux's description of the first core, or an empty string."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return ""
+    for line in info.read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return ""
+
+
+def memory_gib() -> float:
+    """Physical memory."""
+    if not hasattr(os, "sysconf"):
+        return 0.0
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

@@ -1,0 +1,198 @@
+"""Whole models as users run them: forward of GPT-2 small, generate() of the bundled model, a chat."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
+from private_llm.net.local import LocalHub
+from private_llm_cli.bench.link import LinkSpeed, SlowHub
+from private_llm_cli.bench.rows import Row, settings, spread
+from private_llm_cli.bench.work import Shape, random_weights
+
+if TYPE_CHECKING:
+    from private_llm_hf import ForwardPlan, GeneratePlan
+    from private_llm_hf.client.costs import PartCost
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class WholeWork:
+    """A model and what is asked of it.
+
+    call: what the private model is asked; it returns its logits and the token ids that gave them. truth: logits of the
+    plaintext model, in float64, for these ids (a private text may differ where two logits are nearly equal).
+    """
+
+    name: str
+    shape: Shape
+    build: Callable[[], nn.Module]
+    call: Callable[[Any], tuple[Tensor, Tensor]]
+    truth: Callable[[Any, Tensor], Tensor]
+    plan: Callable[[], ForwardPlan | GeneratePlan] | None = None
+    """Makes the plan by which `call` can be preprocessed."""
+    step: Callable[[Any], object] | None = None
+    """One more token after `call`, timed and booked apart."""
+
+
+def gpt2_forward(shape: Shape) -> WholeWork:
+    """GPT-2 with random weights; batch x tokens x hidden x heads x layers x vocabulary (124 M parameters usually)."""
+    batch, tokens, hidden, heads, layers, vocabulary = shape
+
+    def build() -> PreTrainedModel:
+        from transformers import AutoConfig, GPT2LMHeadModel
+
+        config = AutoConfig.for_model(
+            "gpt2", n_embd=hidden, n_head=heads, n_layer=layers, vocab_size=vocabulary, bos_token_id=0, eos_token_id=0
+        )
+        model = GPT2LMHeadModel(config).eval()
+        shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+        model.load_state_dict(random_weights(shapes, 3), strict=False)
+        return model
+
+    ids = torch.from_numpy(np.random.default_rng(4).integers(0, vocabulary, (batch, tokens)))
+
+    def call(model: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - a private model
+        return model(input_ids=ids, use_cache=False).logits, ids
+
+    def plan() -> ForwardPlan:
+        from private_llm_hf import ForwardPlan
+
+        return ForwardPlan({"input_ids": (batch, tokens), "use_cache": False})
+
+    return WholeWork("gpt2-forward", shape, build, call, lambda model, ids: model(input_ids=ids).logits, plan)
+
+
+def generate(shape: Shape) -> WholeWork:
+    """Greedy generate() of the bundled model; batch x prompt tokens x new tokens."""
+    batch, prompt, new = shape
+    folder = Path(str(resources.files("private_llm_hf").joinpath("demo_model")))
+    if not (folder / "config.json").is_file():
+        raise ConfigError("benchmark 'generate' needs the demo model, which is not part of this installation")
+
+    def build() -> PreTrainedModel:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model.eval()
+
+    def call(model: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - a private model
+        ids = torch.from_numpy(np.random.default_rng(4).integers(4, model.config.vocab_size, (batch, prompt)))
+        made = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), min_new_tokens=new, max_new_tokens=new,
+            do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0,
+        )  # fmt: skip
+        return torch.stack(made.logits, dim=1), made.sequences
+
+    def truth(model: Any, ids: Tensor) -> Tensor:  # noqa: ANN401 - the plaintext model
+        logits: Tensor = model(input_ids=ids).logits
+        return logits[:, prompt - 1 : -1]
+
+    def plan() -> GeneratePlan:
+        from private_llm_hf import GeneratePlan
+
+        return GeneratePlan(prompt=prompt, new_tokens=new, batch=batch)
+
+    return WholeWork("generate", shape, build, call, truth, plan)
+
+
+def smollm2(shape: Shape) -> WholeWork:
+    """SmolLM2-135M-Instruct reads a chat's prompt; batch x tokens. A further token after it is measured apart.
+
+    The prompt is repeated or cut to the tokens asked for. Making the model raises ConfigError if it is not installed.
+    """
+    batch, tokens = shape
+    asked: dict[str, Any] = {}
+
+    def build() -> PreTrainedModel:
+        from private_llm_hf.models import smollm2
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        folder = smollm2.folder()
+        ids = smollm2.chat(AutoTokenizer.from_pretrained(folder), smollm2.PROMPTS[:1])["input_ids"]
+        asked["ids"] = ids.repeat(batch, -(-tokens // ids.shape[1]))[:, :tokens]
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model.eval()
+
+    def call(model: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - a private model
+        asked["out"] = model(input_ids=asked["ids"], use_cache=True)
+        return asked["out"].logits, asked["ids"]
+
+    def step(model: Any) -> None:  # noqa: ANN401 - a private model
+        out = asked["out"]
+        best = out.logits[:, -1:].argmax(-1)
+        asked["out"] = model(input_ids=best, past_key_values=out.past_key_values, use_cache=True)
+
+    return WholeWork("smollm2", shape, build, call, lambda model, ids: model(input_ids=ids).logits, step=step)
+
+
+def measure_whole(
+    work: WholeWork, config: PrivateConfig, repeat: int, speed: LinkSpeed | None, progress: Callable[[], None],
+    hub: LocalHub | None = None,
+) -> Row:  # fmt: skip
+    """Share the model, then one warm-up call and `repeat` timed ones; the client's share and opening are inside."""
+    from private_llm_hf import patch
+
+    model = work.build()
+    if speed is not None and hub is None:
+        hub = SlowHub(config.parties, config.timeout_s, speed, instant="control")
+    private: Any = patch(model, config, hub)
+    try:
+        times, later, kinds = [], [], []
+        with torch.no_grad():
+            for _ in range(repeat + 1):
+                private.cost(reset=True)
+                started = time.perf_counter()
+                logits, ids = work.call(private)
+                times.append(time.perf_counter() - started)
+                made = private.cost(reset=True)
+                kinds.append(made.layer_kinds())
+                if work.step is not None:
+                    started = time.perf_counter()
+                    work.step(private)
+                    later.append(time.perf_counter() - started)
+                progress()
+        after = private.cost()
+        costs = made.to_dict()
+        sent = {key: costs[key] for key in ("bytes_total", "bytes_preprocessing", "bytes_per_party", "rounds")}
+    finally:
+        private.close()
+    with torch.no_grad():
+        truth = work.truth(model.double(), ids)
+    return Row(
+        **settings(config, speed), name=work.name, shape=work.shape, repeat=repeat,
+        seconds=spread(times[1:]), **sent, error_max=float((logits - truth).abs().max()),
+        bytes_received={str(party): _received(made.cost.sent, party) for party in range(config.parties)},
+        by_kind=_by_kind(kinds[1:]),
+        after={"seconds": spread(later[1:]), "bytes_total": after.bytes_total, "rounds": after.rounds}
+        if later else None,
+    )  # fmt: skip
+
+
+def _by_kind(runs: Sequence[Mapping[str, PartCost]]) -> dict[str, dict[str, float]] | None:
+    """Columns of a row by kind of module, with the median seconds over the runs; None where nothing books by module."""
+    made = {}
+    for name in {name for run in runs for name, part in run.items() if part.seconds}:
+        parts = [run[name] for run in runs if name in run]
+        part = replace(parts[-1], seconds=statistics.median(each.seconds for each in parts))
+        made[name] = {**asdict(part), "gbit_per_s": part.gbit_per_s}
+    return dict(sorted(made.items(), key=lambda item: item[1]["seconds"], reverse=True)) or None
+
+
+def _received(sent: Mapping[tuple[int, int], int], party: int) -> int:
+    return sum(count for (_, to), count in sent.items() if to == party)

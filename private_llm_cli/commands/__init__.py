@@ -1,0 +1,1 @@
+"""What each subcommand of `private-llm` does once its options are parsed."""

@@ -1,0 +1,126 @@
+"""`private-llm classify`: images through a private classifier, beside the plaintext model's answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
+from private_llm_cli.commands.models import image_config, image_model
+from private_llm_cli.commands.output import CONSOLE, duration, emit_json, emit_table, progress_bar, size
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SHOWN = 10
+"""Rows of the table for people; JSON has all."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images with names, and what they show if that is known."""
+
+    names: list[str]
+    pixels: Tensor
+    labels: Tensor | None
+
+
+def classify(source: str, files: Sequence[Path], count: int, config: PrivateConfig, as_json: bool) -> None:
+    """Classify image files, or `count` held-out digits with the bundled network.
+
+    The plaintext model answers too, unless the parties are hosts of their own: who asks them has no weights.
+    """
+    import torch
+    from private_llm_hf import AutoPrivateModelForImageClassification
+    from private_llm_hf.vision.digits import digits_model
+    from private_llm_hf.vision.network import NetworkConfig
+
+    if bool(source) != bool(files):
+        raise ConfigError("classify: give a model and image files, or neither (the bundled network and its digits)")
+    source = source or digits_model()
+    known = image_config(source)
+    plain = None if config.hosts else image_model(source)
+    batch = read_images(source, known, files) if files else _digits(count)
+    with progress_bar(2, quiet=as_json) as step, torch.no_grad():
+        step("sharing the weights", 0)
+        with AutoPrivateModelForImageClassification.from_pretrained(source, config) as model:
+            step("classifying")
+            started = time.perf_counter()
+            found = _classes(model(batch.pixels))
+            seconds = time.perf_counter() - started
+            costs = model.cost()
+        step("comparing")
+        wanted = None if plain is None else _classes(plain(batch.pixels))
+    facts: dict[str, Any] = {
+        "name": "classify", "model": source, "protocol": config.protocol, "ring": config.ring,
+        "images": len(batch.names), "seconds": seconds, **costs.to_dict(),
+    }  # fmt: skip
+    if wanted is not None:
+        facts["equal"] = int((found == wanted).sum())
+    if batch.labels is not None:
+        answers = {"accuracy_private": found, **({} if wanted is None else {"accuracy_plain": wanted})}
+        facts |= {name: 100.0 * float((made == batch.labels).double().mean()) for name, made in answers.items()}
+    labels = {} if isinstance(known, NetworkConfig) else known.id2label
+    called = [str(labels.get(index, index)) for index in found.tolist()]
+    if as_json:
+        emit_json({**facts, "classes": dict(zip(batch.names, found.tolist(), strict=True))})
+        return
+    _table(batch, called, facts)
+
+
+def _table(batch: Batch, called: list[str], facts: dict[str, Any]) -> None:
+    rows = list(zip(batch.names, called, strict=True))
+    emit_table("private classes", ("image", "class"), rows[:_SHOWN])
+    count = facts["images"]
+    if "equal" in facts:
+        CONSOLE.print(f"{facts['equal']} of {count} as in plaintext", highlight=False)
+    if "accuracy_plain" in facts:
+        accuracy = f"{facts['accuracy_private']:.2f} % right; plaintext {facts['accuracy_plain']:.2f} %"
+        CONSOLE.print(accuracy, highlight=False)
+    each = f"{duration(facts['seconds'])}, {size(facts['bytes_total'])}, {facts['rounds']} rounds for {count} images"
+    CONSOLE.print(each, style="dim", highlight=False)
+
+
+def _classes(output: Any) -> Tensor:  # noqa: ANN401 - logits, or a transformers output that holds them
+    logits: Tensor = getattr(output, "logits", output)
+    return logits.argmax(-1)
+
+
+def _digits(count: int) -> Batch:
+    from private_llm_hf.vision.digits import digits
+
+    pixels, labels = (part[:count] for part in digits(held_out=True))
+    if count < 1:
+        raise ConfigError(f"count: got {count}; want at least 1")
+    return Batch([f"digit {index}, a {label}" for index, label in enumerate(labels.tolist())], pixels, labels)
+
+
+def read_images(source: str, config: Any, files: Sequence[Path]) -> Batch:  # noqa: ANN401 - a transformers configuration
+    """Image files as the model's own processor prepares them; a plain network gets values from 0 to 1."""
+    import numpy as np
+    import torch
+    from PIL import Image, UnidentifiedImageError
+    from private_llm_hf.vision.network import NetworkConfig, image_shape
+
+    try:
+        pictures = [Image.open(path) for path in files]
+    except (OSError, UnidentifiedImageError) as error:
+        raise ConfigError(f"images: {error}") from None
+    names = [path.name for path in files]
+    if not isinstance(config, NetworkConfig):
+        from transformers import AutoImageProcessor
+
+        processor = AutoImageProcessor.from_pretrained(source)
+        prepared = processor(images=[picture.convert("RGB") for picture in pictures], return_tensors="pt")
+        return Batch(names, prepared["pixel_values"], None)
+    channels, height, width = image_shape(config)
+    mode = {1: "L", 3: "RGB"}.get(channels)
+    if mode is None:
+        raise ConfigError(f"images: this network takes {channels} channels; files have 1 or 3")
+    values = [np.array(picture.convert(mode).resize((width, height)), dtype=np.float32) / 255 for picture in pictures]
+    pixels = torch.from_numpy(np.stack(values)).reshape(-1, height, width, channels).permute(0, 3, 1, 2)
+    return Batch(names, pixels, None)

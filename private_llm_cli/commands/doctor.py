@@ -1,0 +1,159 @@
+"""`private-llm doctor`: what this machine can do, measured in about two seconds, and what to expect trouble from."""
+
+from __future__ import annotations
+
+import platform
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from private_llm.config import VERSION
+from private_llm.kernels import ops
+from private_llm.ring.prg import Seed
+from private_llm.ring.ring import RING64
+from private_llm.threat import markdown
+from private_llm_cli.bench.rows import cpu_field, cpu_model, memory_gib, usable_cores
+from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table, progress_bar
+
+_PACKAGES = ("torch", "transformers", "accelerate", "numba", "triton", "cryptography", "safetensors", "numpy")
+_FLAGS = ("aes", "vaes", "avx2", "avx512f", "avx512_vnni", "amx_int8", "amx_bf16", "neon", "asimd")
+
+
+def doctor(as_json: bool, threats: bool) -> None:
+    """Print the report, or the threat model."""
+    if threats:
+        CONSOLE.print(markdown(), markup=False, highlight=False, soft_wrap=True)
+        return
+    report = examine()
+    if as_json:
+        emit_json(report)
+        return
+    rows = [(key.replace("_", " "), _show(value)) for key, value in report.items() if key != "warnings"]
+    emit_table(f"private-llm {VERSION}", ("what", "found"), rows)
+    for warning in report["warnings"]:
+        CONSOLE.print(f"[yellow]warning:[/] {warning}")
+
+
+def examine() -> dict[str, Any]:
+    """Versions, processor and speeds of this machine as a JSON-able mapping, with warnings."""
+    report: dict[str, Any] = {"private_llm": VERSION, "python": platform.python_version()}
+    report.update({name: _version(name) for name in _PACKAGES})
+    report["cpu"] = cpu_model()
+    report["cpu_flags"] = _flags()
+    report["cores"] = usable_cores()
+    report["memory_gib"] = round(memory_gib(), 1)
+    report["torch_threads"] = torch.get_num_threads()
+    report["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    speeds: tuple[tuple[str, Callable[[], float]], ...] = (
+        ("prg_gb_per_s", prg_speed),
+        ("ring_matmul_gmac_per_s", matmul_speed),
+        ("loopback_latency_us", loopback_latency),
+    )
+    with progress_bar(len(speeds)) as step:
+        for name, measured in speeds:
+            report[name] = round(measured(), 2)
+            step(name)
+    report["warnings"] = _warnings(report)
+    return report
+
+
+def prg_speed() -> float:
+    """GB of random ring elements per second on one core."""
+    stream = Seed.fresh().stream("doctor")
+    count = 1 << 21
+    return count * 8 / _best(lambda: stream.elements(count, RING64)) / 1e9
+
+
+def matmul_speed() -> float:
+    """Billion 64-bit multiply-adds per second of the ring matrix product, 128 x 768 x 768."""
+    m, k, n = 128, 768, 768
+    stream = Seed.fresh().stream("doctor")
+    x, y = stream.elements(m * k, RING64).view(m, k), stream.elements(k * n, RING64).view(k, n)
+    return m * k * n / _best(lambda: ops.ring_matmul(x, y)) / 1e9
+
+
+def float_speed() -> float:
+    """Billion float32 multiply-adds per second of torch's matrix product, 128 x 768 x 768."""
+    m, k, n = 128, 768, 768
+    x, y = torch.ones(m, k), torch.ones(k, n)
+    return m * k * n / _best(lambda: torch.matmul(x, y)) / 1e9
+
+
+def loopback_latency() -> float:
+    """Microseconds for eight bytes over a TCP connection of this machine, one way (half a round trip, median)."""
+    rounds, payload = 300, bytes(8)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        echo = threading.Thread(target=_echo, args=(server, rounds), daemon=True)
+        echo.start()
+        times = []
+        with socket.create_connection(server.getsockname()) as link:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for _ in range(rounds):
+                started = time.perf_counter()
+                link.sendall(payload)
+                link.recv(8, socket.MSG_WAITALL)
+                times.append(time.perf_counter() - started)
+        echo.join(5)
+    return statistics.median(times) / 2 * 1e6
+
+
+def _echo(server: socket.socket, rounds: int) -> None:
+    link, _ = server.accept()
+    with link:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(rounds):
+            link.sendall(link.recv(8, socket.MSG_WAITALL))
+
+
+def _best(work: Callable[[], object], repeat: int = 5) -> float:
+    work()
+    times = []
+    for _ in range(repeat):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _flags() -> list[str]:
+    found = set((cpu_field("flags") or cpu_field("Features")).split())
+    return [flag for flag in _FLAGS if flag in found]
+
+
+def _warnings(report: dict[str, Any]) -> list[str]:
+    """What a user should know before measuring or deploying here."""
+    found = []
+    if report["cores"] < 2:
+        found.append("one core: the parties run one after the other, so times are about three times the possible ones")
+    if "aes" not in report["cpu_flags"] and platform.machine() in ("x86_64", "AMD64"):
+        found.append("no AES instructions: the random streams will be many times slower")
+    if report["memory_gib"] < 4:
+        found.append("less than 4 GiB of memory: three parties hold each weight in 16 bytes each, 48 bytes in sum")
+    if report["transformers"] is None:
+        found.append("transformers is not installed: models cannot be loaded (pip install transformers)")
+    if report["prg_gb_per_s"] < 0.5:
+        found.append(
+            f"random streams run at {report['prg_gb_per_s']} GB/s; several GB/s are usual with AES instructions"
+        )
+    if report["gpus"] and report["triton"] is None:
+        found.append("a GPU without triton: its kernels cannot run (pip install triton)")
+    return found
+
+
+def _show(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return "not installed" if value is None else str(value)

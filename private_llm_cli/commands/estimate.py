@@ -1,0 +1,134 @@
+"""`private-llm estimate`: bytes, rounds, multiply-adds, memory and time of a run that does not happen."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
+from private_llm_cli.bench.work import parse_shape
+from private_llm_cli.commands.estimate_plans import sharding_facts, sharding_rows
+from private_llm_cli.commands.hardware import Hardware, Work
+from private_llm_cli.commands.models import shape_of
+from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
+
+if TYPE_CHECKING:
+    from private_llm_hf.tools.estimate import Estimate, LayerCost
+
+
+def estimate(
+    model: str, config: PrivateConfig, as_json: bool, sequence: int, new_tokens: int, batch: int,
+    bandwidth: float, latency: float, gmacs: float | None, image: str | None = None,
+) -> None:  # fmt: skip
+    """Count the costs on meta tensors and print them per layer."""
+    from private_llm_hf.models.architectures import architecture
+    from private_llm_hf.tools.estimate import estimate as run
+
+    hardware = Hardware.of(bandwidth, latency, gmacs, config.plan is not None)
+    model_class, model_config = shape_of(model)
+    vision = architecture(model_config).kind == "vision"
+    if image is not None and not vision:
+        raise ConfigError(f"image: {model!r} reads text; give --seq")
+    with progress_bar(max(1, new_tokens), quiet=as_json) as step:
+        step("building the model", 0)
+        found = run(
+            model_class, model_config, config, sequence, new_tokens, batch,
+            lambda: step("counting forwards"), None if image is None else parse_shape(image),
+        )  # fmt: skip
+    if vision:
+        sequence = 0
+    work = Work(model, sequence, new_tokens, batch)
+    if as_json:
+        emit_json(_summary(work, found, config, hardware))
+        return
+    _tables(work, found, config, hardware)
+
+
+def _summary(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardware) -> dict[str, Any]:
+    layers = found.layers()
+    times = [hardware.seconds(layer) for layer in layers]
+    macs = {str(p): sum(layer.macs.get(p, 0) for layer in layers) for p in range(config.endpoints)}
+    speed = hardware.floats if config.protocol == "cascade" else hardware.ring
+    return {
+        "name": "estimate", "model": work.model, "protocol": config.protocol, "ring": config.ring,
+        "seq": work.sequence, "new": work.new, "batch": work.batch, **found.costs.to_dict(), "macs_per_party": macs,
+        "memory_per_party": {"weights": found.weight_bytes, "cache": found.cache_bytes},
+        "bandwidth_mbit": hardware.link.bandwidth_mbit, "latency_ms": hardware.link.latency_ms,
+        "gmacs": round(speed, 2), "seconds": sum(times), **speeds(work, found, hardware),
+        **({} if config.plan is None else sharding_facts(work, found, config, hardware)),
+        "layers": [
+            {
+                "name": layer.name, "bytes": layer.bytes_total, "rounds": layer.rounds,
+                "macs": max(layer.macs.values(), default=0), "seconds": seconds,
+            }
+            for layer, seconds in zip(layers, times, strict=True)
+        ],
+    }  # fmt: skip
+
+
+def speeds(work: Work, found: Estimate, hardware: Hardware) -> dict[str, float | None]:
+    """Seconds until the first new token, and new tokens a second after it (of all rows); None where there are none."""
+    if found.prompt is None:
+        return {"seconds_first_token": None, "tokens_per_second": None}
+    first, total = (sum(hardware.seconds(layer) for layer in part.layers()) for part in (found.prompt, found))
+    later = (work.new - 1) * work.batch
+    return {"seconds_first_token": first, "tokens_per_second": later / (total - first) if later else None}
+
+
+def _speed_rows(work: Work, found: Estimate, hardware: Hardware) -> list[tuple[str, object]]:
+    """The same for people."""
+    first, rate = speeds(work, found, hardware).values()
+    rows: list[tuple[str, object]] = [] if first is None else [("time to first token", duration(first))]
+    return rows if rate is None else [*rows, ("tokens per second after it", f"{rate:.3g}")]
+
+
+def _tables(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardware) -> None:
+    rows = []
+    layers = found.layers()
+    for name, group in merge_equal(layers):
+        one = group[0]
+        macs = max(one.macs.values(), default=0)
+        each = duration(hardware.seconds(one))
+        rows.append((name, len(group), size(one.bytes_total), one.rounds, f"{macs / 1e9:.2f} G", each))
+    headings = ("layer", "times", "bytes each", "rounds each", "multiply-adds each", "time each")
+    link = hardware.link
+    caption = f"{link.bandwidth_mbit:g} Mbit/s, {link.latency_ms:g} ms one way, {', '.join(hardware.speeds(config))}"
+    emit_table(f"{work}, {config.protocol}", headings, rows, caption)
+    total = duration(sum(hardware.seconds(layer) for layer in layers))
+    pace = _speed_rows(work, found, hardware)
+    if config.plan is not None:
+        emit_table(
+            "in sum", ("what", "how much"), [*sharding_rows(work, found, config, hardware), *pace, ("time", total)]
+        )
+        return
+    costs = found.costs
+    emit_table(
+        "in sum", ("what", "how much"),
+        [
+            ("bytes over all links", size(costs.bytes_total)),
+            ("of these preprocessing, which may be sent before", size(costs.preprocessing.total)),
+            ("rounds", costs.rounds),
+            ("memory per party, weights", size(found.weight_bytes)),
+            ("memory per party, cache", size(found.cache_bytes)), *pace,
+            ("time (latency, busiest link, matrix products)", total),
+        ],
+    )  # fmt: skip
+
+
+def merge_equal(layers: list[LayerCost]) -> list[tuple[str, list[LayerCost]]]:
+    """Neighbours of equal cost whose names differ in a number only, under one name."""
+    groups: list[tuple[str, list[LayerCost]]] = []
+    for layer in layers:
+        pattern = re.sub(r"\d+$", "#", layer.name)
+        if groups:
+            last = groups[-1][1][-1]
+            same = (last.sent, last.rounds, last.macs) == (layer.sent, layer.rounds, layer.macs)
+            if same and pattern == re.sub(r"\d+$", "#", last.name):
+                groups[-1][1].append(layer)
+                continue
+        groups.append((layer.name, [layer]))
+    return [
+        (f"{name}-{members[-1].name.rsplit('.', 1)[-1]}" if len(members) > 1 else name, members)
+        for name, members in groups
+    ]

@@ -1,0 +1,196 @@
+"""What `private-llm estimate` says of token sharding: totals with the busiest node, and plans side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, DomainError
+from private_llm.net.transport import CLIENT
+from private_llm.token_sharding import (
+    Card,
+    ShardingPlan,
+    Stage,
+    cards,
+    comp_sizes,
+    number_type,
+    paper_bytes,
+    paper_seconds,
+    shard_sizes,
+)
+from private_llm_cli.commands.hardware import Hardware, Work
+from private_llm_cli.commands.models import shape_of
+from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
+
+if TYPE_CHECKING:
+    from private_llm_hf.token_sharding.estimate import Sharded
+    from private_llm_hf.tools.estimate import Estimate
+
+USUAL = ((3, 4, 1), (4, 8, 1), (4, 8, 2), (8, 8, 1), (8, 8, 2), (16, 8, 1))
+"""alpha, c, m of plans from few nodes to many, which the audit finds sound for rho = 3."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Busiest:
+    """The node that computes and sends or receives longest."""
+
+    node: int
+    card: Card
+    macs: int
+    seconds: float
+
+
+def busiest(stages: Iterable[Stage], hardware: Hardware) -> Busiest:
+    """Of all nodes; the client is none."""
+    sent: dict[tuple[int, int], int] = {}
+    macs: dict[int, int] = {}
+    for stage in stages:
+        for link, count in stage.sent.items():
+            sent[link] = sent.get(link, 0) + count
+        for node, count in stage.macs.items():
+            macs[node] = macs.get(node, 0) + count
+    through = cards(sent)
+    return max(
+        (
+            Busiest(n, card, macs.get(n, 0), hardware.link.seconds(card.most) + macs.get(n, 0) / hardware.floats / 1e9)
+            for n, card in through.items()
+            if n != CLIENT
+        ),
+        key=lambda one: one.seconds,
+    )
+
+
+def _between(stages: Iterable[Stage]) -> int:
+    return sum(n for stage in stages for (frm, to), n in stage.sent.items() if CLIENT not in (frm, to))
+
+
+def _per_token(sharded: Sharded, hardware: Hardware) -> float | None:
+    """Mean time of a decode step."""
+    steps = sharded.forwards[1:]
+    return sum(hardware.stages(stages) for stages in steps) / len(steps) if steps else None
+
+
+def sharding_facts(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardware) -> dict[str, Any]:
+    """Figures of a sharded run for JSON. Equations (1) and (2) are the paper's own, for all layers of the prompt."""
+    plan, sharded = config.plan, found.sharded
+    if plan is None or sharded is None:
+        raise ConfigError("plans: want --protocol cascade, or --split; other protocols have no nodes")
+    first = config.endpoints - plan.nodes
+    most = busiest(itertools.chain(*sharded.forwards), hardware)
+    size_of = number_type(plan).itemsize
+    shapes = [(plan.beta, size_of, call.dim, call.heads, call.groups) for call in sharded.calls]
+    rows, queries = (work.batch * max(sizes(plan, 0, work.sequence)) for sizes in (comp_sizes, shard_sizes))
+    rate = hardware.link.bandwidth_mbit * 1e6 / 8
+    return {
+        "plan": dataclasses.asdict(plan), "nodes": plan.nodes,
+        "rounds": sum(layer.rounds for layer in found.layers()),
+        "bytes_between_nodes": _between(itertools.chain(*sharded.forwards)),
+        "seconds_prompt": hardware.stages(sharded.forwards[0]), "seconds_per_token": _per_token(sharded, hardware),
+        "memory_per_node": {"weights": sharded.weight_bytes, "cache": sharded.cache_bytes},
+        "equation_1_bytes": sum(paper_bytes(*shape, work.batch * work.sequence) for shape in shapes),
+        "equation_2_seconds": sum(paper_seconds(*s, rows, queries, rate, hardware.link.latency) for s in shapes),
+        "busiest": {
+            "node": plan.describe(most.node - first), "bytes_out": most.card.out, "bytes_in": most.card.into,
+            "macs": most.macs, "seconds": most.seconds,
+        },
+    }  # fmt: skip
+
+
+def sharding_rows(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardware) -> list[tuple[str, object]]:
+    """The same for people."""
+    facts = sharding_facts(work, found, config, hardware)
+    most = facts["busiest"]
+    rows: list[tuple[str, object]] = [
+        ("nodes", facts["nodes"]),
+        ("bytes over all links", size(found.costs.bytes_total)),
+        ("of these between the nodes", size(facts["bytes_between_nodes"])),
+        ("the prompt's, by the paper's equation (1)", size(facts["equation_1_bytes"])),
+        ("rounds (two latencies each on the nodes)", facts["rounds"]),
+        ("memory of a CompNode, weights", size(facts["memory_per_node"]["weights"])),
+        ("memory of the fullest AttnNode, cache", size(facts["memory_per_node"]["cache"])),
+        (
+            "busiest node",
+            f"{most['node']}: {size(most['bytes_out'])} out, {size(most['bytes_in'])} in, "
+            f"{most['macs'] / 1e9:.2f} G multiply-adds",
+        ),
+        ("messages of the prompt, by the paper's equation (2)", duration(facts["equation_2_seconds"])),
+        ("time of the prompt on the nodes", duration(facts["seconds_prompt"])),
+    ]
+    if config.split is not None:
+        rows.append(("memory per party, weights", size(found.weight_bytes)))
+        rows.append(("memory per party, cache", size(found.cache_bytes)))
+    if facts["seconds_per_token"] is not None:
+        rows.append(("time of each further token on the nodes", duration(facts["seconds_per_token"])))
+    return rows
+
+
+# -- plans side by side ------------------------------------------------------------------------------------------
+def compare_plans(
+    work: Work, config: PrivateConfig, given: Sequence[ShardingPlan], usual: bool, as_json: bool, hardware: Hardware
+) -> None:
+    """One row for each plan; a weak plan is shown, and called so. Raises ConfigError without token sharding."""
+    if config.plan is None:
+        raise ConfigError("plans: want --protocol cascade, or --split; other protocols have no nodes")
+    plans = [*given, *(ShardingPlan(*shape) for shape in USUAL if usual)]
+    with progress_bar(len(plans), quiet=as_json) as step:
+        rows = []
+        for plan in plans:
+            rows.append(_row(work, config, plan, hardware))
+            step("counting plans")
+    if as_json:
+        for row in rows:
+            emit_json(row)
+        return
+    link = hardware.link
+    emit_table(
+        f"{work}: plans",
+        ("plan", "nodes", "CompNode sees", "AttnNode sees", "bytes", "prompt", "each token", "in all", "searches"),
+        [
+            (
+                f"{row['alpha']},{row['c']},{row['m']}", row["nodes"], f"{row['comp_sees']:.0%}",
+                f"{row['attn_sees']:.0%}", size(row["bytes_total"]), duration(row["seconds_prompt"]),
+                "" if row["seconds_per_token"] is None else duration(row["seconds_per_token"]),
+                duration(row["seconds"]), row["verdict"],
+            )
+            for row in rows
+        ],
+        f"{link.bandwidth_mbit:g} Mbit/s a network card, {link.latency_ms:g} ms one way, "
+        f"{', '.join(hardware.speeds(config))}; plan: alpha,c,m; sees: the largest part of the text that one node "
+        "of the kind holds; prompt, each token: time on the nodes; searches: what the audit says of them",
+    )  # fmt: skip
+
+
+def _tried(work: Work, config: PrivateConfig, plan: ShardingPlan) -> tuple[Estimate, PrivateConfig, str]:
+    """The estimate, its settings, and whether a session would take this plan for such a text without being told to."""
+    from private_llm_hf.tools.estimate import estimate as run
+
+    shape = shape_of(work.model)
+    verdict = "sound"
+    planned = dataclasses.replace(config, plan=dataclasses.replace(plan, accept_weak_plan=False))
+    try:
+        return run(*shape, planned, work.sequence, work.new, work.batch), planned, verdict
+    except ConfigError:
+        verdict = "WEAK"
+    except DomainError:
+        verdict = "text too short"
+    # What is wrong with anything else than the plan is wrong again.
+    planned = dataclasses.replace(config, plan=dataclasses.replace(plan, accept_weak_plan=True))
+    return run(*shape, planned, work.sequence, work.new, work.batch), planned, verdict
+
+
+def _row(work: Work, config: PrivateConfig, plan: ShardingPlan, hardware: Hardware) -> dict[str, Any]:
+    """Figures of one plan."""
+    found, planned, verdict = _tried(work, config, plan)
+    facts = sharding_facts(work, found, planned, hardware)
+    held = [len(plan.held(node, work.sequence)) / work.sequence for node in range(plan.nodes)]
+    return {
+        "name": "plan", "model": work.model, "seq": work.sequence, "new": work.new, "batch": work.batch,
+        **dataclasses.asdict(plan), "nodes": plan.nodes, "verdict": verdict,
+        "comp_sees": max(held[: plan.alpha]), "attn_sees": max(held[plan.alpha :]),
+        "bytes_total": found.costs.bytes_total, "bytes_between_nodes": facts["bytes_between_nodes"],
+        "cache": facts["memory_per_node"]["cache"], "seconds": sum(hardware.seconds(layer) for layer in found.layers()),
+        "seconds_prompt": facts["seconds_prompt"], "seconds_per_token": facts["seconds_per_token"],
+    }  # fmt: skip

@@ -1,0 +1,169 @@
+"""`private-llm generate` and `private-llm demo`: private text, its cost, and the plaintext model's text beside it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
+from private_llm_cli.bench.record import RecordingHub
+from private_llm_cli.bench.rows import machine
+from private_llm_cli.commands.calibrate import ranges_from
+from private_llm_cli.commands.models import demo_model, gguf_options, loaded_from, plaintext_model, tokenizer_of
+from private_llm_cli.commands.output import CONSOLE, duration, emit_json, emit_table, progress_bar, size
+from private_llm_cli.commands.plot_bench import check_name
+from private_llm_cli.commands.text import TokenClock, agreement, by_link, margin
+
+if TYPE_CHECKING:
+    from private_llm_hf.client.costs import Costs
+    from torch import Tensor
+
+    from private_llm.net.local import LocalHub
+
+
+@dataclass(frozen=True)
+class Made:
+    """One private generation."""
+
+    prompt: Tensor
+    ids: Tensor
+    clock: TokenClock
+    costs: Costs
+    preprocessed: float | None = None
+    """Seconds of preprocessing, if it was apart."""
+
+
+def generate(
+    source: str, prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, sampling: dict[str, Any],
+    preprocess: bool = False, gguf_file: str | None = None, ranges: Path | None = None,
+) -> None:  # fmt: skip
+    """Generate privately and print the text as soon as it is complete, with its cost."""
+    tokenizer = tokenizer_of(source, gguf_file)
+    form = {**gguf_options(gguf_file), "ranges": ranges_from(ranges)}
+    made = run(source, tokenizer, prompt, config, new_tokens, as_json, sampling, preprocess=preprocess, form=form)
+    text = tokenizer.decode(made.ids, skip_special_tokens=True)
+    if as_json:
+        emit_json({"model": source, "prompt": prompt, "private_text": text, **figures(made, config)})
+        return
+    CONSOLE.print(text, markup=False, highlight=False)
+    CONSOLE.print(cost_line(made), style="dim", highlight=False)
+
+
+def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plot: Path | None) -> None:
+    """The bundled model: private against plaintext, and where the bytes go."""
+    from private_llm_hf.tools.estimate import by_layer
+
+    hub = _recording(config, plot)
+    source = demo_model()
+    tokenizer, plain = tokenizer_of(source), plaintext_model(source)
+    made = run(source, tokenizer, prompt, config, new_tokens, as_json, {"do_sample": False}, plain, hub)
+    start = len(made.prompt)
+    reference = plain.generate(**_inputs(tokenizer, prompt), max_new_tokens=new_tokens, do_sample=False)[0]
+    equal, total = agreement(made.ids[start:], reference[start:])
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in (made.ids, reference)]
+    layers = by_layer(made.costs)
+    if plot is not None:
+        from private_llm_cli.commands.plot import plot_costs
+        from private_llm_cli.commands.plot_nodes import plot_nodes
+
+        if config.plan is None:
+            plot_costs(layers, hub.waits if hub is not None else (), config, made.clock.last, plot)
+        else:
+            plot_nodes(made.costs, hub.sent if hub is not None else (), config, made.clock.arrived, plot)
+    if as_json:
+        facts = {"name": "demo", "prompt": prompt, "private_text": texts[0], "plain_text": texts[1]}
+        parts = [{"name": layer.name, "bytes": layer.bytes_total, "rounds": layer.rounds} for layer in layers]
+        emit_json({**facts, "tokens_equal": equal, "tokens": total, **figures(made, config), "layers": parts})
+        return
+    CONSOLE.print(f"[bold]prompt   [/] {escape(prompt)}", highlight=False)
+    CONSOLE.print(f"[bold]private  [/] {escape(texts[0])}", highlight=False)
+    CONSOLE.print(f"[bold]plaintext[/] {escape(texts[1])}", highlight=False)
+    note = ""
+    if equal < total:
+        gap = margin(plain, reference[: start + equal])
+        note = f"; at the first difference the plaintext model's two best logits are {gap:.4f} apart"
+    CONSOLE.print(f"[bold]agreement[/] {equal} of {total} tokens{note}\n", highlight=False)
+    emit_table("bytes by link", ("link", "bytes"), [(name, size(n)) for name, n in by_link(made.costs, config).items()])
+    rows = [(layer.name, size(layer.bytes_total), layer.rounds) for layer in layers]
+    if len(rows) > 1:  # nodes of a sharding plan do not book by layer
+        emit_table("cost by layer, all tokens", ("layer", "bytes", "rounds"), rows)
+    CONSOLE.print(cost_line(made), highlight=False)
+    if config.party_mode != "remote":
+        CONSOLE.print("All parties ran on this machine, which protects nobody from its owner.", style="yellow")
+    if plot is not None:
+        CONSOLE.print(f"plot written to {plot}", highlight=False)
+
+
+def run(
+    source: str, tokenizer: Any, prompt: str, config: PrivateConfig, new_tokens: int, quiet: bool,  # noqa: ANN401
+    sampling: dict[str, Any], loaded: Any = None, hub: LocalHub | None = None, preprocess: bool = False,  # noqa: ANN401
+    form: dict[str, Any] | None = None,
+) -> Made:  # fmt: skip
+    """Share the model (`loaded`, or the checkpoint `source` in a `form`), generate, and collect times and costs."""
+    from private_llm_hf import AutoPrivateModelForCausalLM, GeneratePlan, patch
+
+    if new_tokens < 1:
+        raise ConfigError(f"max-new-tokens: got {new_tokens}; want at least 1")
+    inputs = _inputs(tokenizer, prompt)
+    with progress_bar(new_tokens, quiet) as step:
+        step("sharing the weights", 0)
+        if loaded is None:
+            model = loaded_from(AutoPrivateModelForCausalLM, source, config, **(form or {}))
+        else:
+            model = patch(loaded, config, hub)
+        try:
+            spent = None
+            if preprocess:
+                step("preprocessing", 0)
+                started = time.perf_counter()
+                model.preprocess(GeneratePlan(prompt=inputs["input_ids"].shape[1], new_tokens=new_tokens))
+                spent = time.perf_counter() - started
+            step("private prompt", 0)
+            clock = TokenClock(step)
+            ids = model.generate(**inputs, max_new_tokens=new_tokens, streamer=clock, **sampling)[0]
+            costs: Costs = model.cost()
+        finally:
+            model.close()
+    return Made(inputs["input_ids"][0], ids, clock, costs, spent)
+
+
+def _recording(config: PrivateConfig, plot: Path | None) -> RecordingHub | None:
+    """What the picture's timeline is read from; parties that are processes are not recorded."""
+    if plot is None:
+        return None
+    check_name(plot)
+    return RecordingHub(config.endpoints, config.timeout_s) if config.party_mode in ("auto", "threads") else None
+
+
+def figures(made: Made, config: PrivateConfig) -> dict[str, Any]:
+    """Times and costs for JSON."""
+    new = len(made.ids) - len(made.prompt)
+    return {
+        "new_tokens": new, "seconds_first_token": made.clock.first, "seconds_per_token": made.clock.each,
+        "seconds_preprocessing": made.preprocessed,
+        **made.costs.to_dict(), "bytes_by_link": by_link(made.costs, config), "machine": machine(),
+    }  # fmt: skip
+
+
+def _inputs(tokenizer: Any, prompt: str) -> Any:  # noqa: ANN401 - transformers' own types
+    inputs = tokenizer(prompt, return_tensors="pt")
+    if inputs["input_ids"].shape[1] == 0:
+        raise ConfigError("prompt: got no tokens; want at least one")
+    inputs.pop("token_type_ids", None)
+    return inputs
+
+
+def cost_line(made: Made) -> str:
+    """Times, bytes and rounds for people."""
+    new = len(made.ids) - len(made.prompt)
+    ahead = made.costs.preprocessing.total
+    apart = "" if made.preprocessed is None else f"preprocessed in {duration(made.preprocessed)}; "
+    return (
+        f"{apart}{new} tokens, first after {duration(made.clock.first)}, then {duration(made.clock.each)} each; "
+        f"{size(made.costs.bytes_total)} over all links ({size(ahead)} of it preprocessing), {made.costs.rounds} rounds"
+    )

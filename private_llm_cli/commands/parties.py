@@ -1,0 +1,142 @@
+"""`private-llm share`, `party` and `certs`: what the model owner and the parties' hosts run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, PrivateLLMError
+from private_llm.net.roles import named
+from private_llm.net.transport import endpoint_name
+from private_llm.net.wire import legible
+from private_llm_cli.commands.calibrate import ranges_from
+from private_llm_cli.commands.models import gguf_options, image_config, quiet
+from private_llm_cli.commands.output import CONSOLE, compile_notes, emit_json, progress_bar, size
+
+TASKS = ("causal-lm", "seq2seq", "classification", "features", "image", "masked-lm")
+"""What a shared checkpoint will be used for: which of transformers' auto classes loads it."""
+
+
+_LONGEST = 36500
+"""Days that a certificate is valid at most: dates of certificates end with the year 9999."""
+
+
+def auto_class(task: str) -> Any:  # noqa: ANN401 - one of the integration's auto classes
+    """Which auto class loads a checkpoint for a task. Raises ConfigError."""
+    import private_llm_hf as hf
+
+    autos = (
+        hf.AutoPrivateModelForCausalLM, hf.AutoPrivateModelForSeq2SeqLM, hf.AutoPrivateModelForSequenceClassification,
+        hf.AutoPrivateModel, hf.AutoPrivateModelForImageClassification, hf.AutoPrivateModelForMaskedLM,
+    )  # fmt: skip
+    if task not in TASKS:
+        raise ConfigError(f"task: got {task!r}; want one of {', '.join(TASKS)}")
+    return autos[TASKS.index(task)]
+
+
+def share(
+    source: str, out: Path, config: PrivateConfig, task: str, as_json: bool, force: bool = False,
+    gguf_file: str | None = None, ranges: Path | None = None,
+) -> None:  # fmt: skip
+    """Write one share file per party. force: over those of another sharing. ranges: a file of `calibrate`."""
+    from private_llm_hf.api import share_checkpoint
+
+    quiet()
+    auto = auto_class(task)
+    if gguf_file is None and not source.endswith(".gguf"):
+        image_config(source)  # says what is wrong with a configuration
+    try:
+        with progress_bar(None, as_json) as step:
+            step("sharing", 0)
+            paths = share_checkpoint(
+                source, out, config, auto=auto, overwrite=force, ranges=ranges_from(ranges), **gguf_options(gguf_file),
+                progress=lambda name, done, total: step(f"{done}/{total} {name}"),
+            )  # fmt: skip
+    except PrivateLLMError:
+        raise
+    except (OSError, ValueError) as error:
+        named_by_it = getattr(error, "filename", None)
+        if named_by_it is not None and Path(named_by_it).absolute().is_relative_to(out.absolute()):
+            raise  # the folder for the shares is wrong, not the checkpoint
+        raise ConfigError(f"checkpoint {source!r}: {str(error).splitlines()[0]}") from None
+    if as_json:
+        emit_json({"name": "share", "files": {str(path): path.stat().st_size for path in paths}})
+        return
+    for party, path in enumerate(paths):
+        holder = named(config, f"party {party}")
+        CONSOLE.print(f"for {holder} alone: {path} ({size(path.stat().st_size)})", highlight=False, markup=False)
+    CONSOLE.print(
+        f"for users: {out / 'client'} (configuration and tokenizer, no weights)", highlight=False, markup=False
+    )
+
+
+def party(
+    number: int, config: PrivateConfig, share_file: Path | None, sessions: int | None, checkpoint: str | None
+) -> None:
+    """Serve sessions until interrupted."""
+    from private_llm_hf.client.launch import serve_party
+
+    with compile_notes():
+        serve_party(config, number, share_file, sessions, notice, checkpoint)
+
+
+def notice(line: str) -> None:
+    """Print what a serving party reports: plain text, because others' words stand in it, which may look like markup.
+
+    A terminal that is gone does not end the party.
+    """
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the stream was closed
+        sys.stderr.write(f"{legible(line)}\n")
+        sys.stderr.flush()
+
+
+def devices(device: str, device_map: str, max_memory: str, offload_folder: str | None) -> dict[str, Any]:
+    """Settings of where a party's layers lie, from text. Raises ConfigError for JSON that is none."""
+    whole = re.fullmatch(r"disk|cpu|cuda:\d+", device_map)
+    return {
+        "device": device,
+        "device_map": {"": device_map} if whole else _mapping("device-map", device_map) or device_map or None,
+        "max_memory": _mapping("max-memory", max_memory),
+        "offload_folder": offload_folder,
+    }
+
+
+def _mapping(option: str, text: str) -> dict[str, Any] | None:
+    """The JSON object in an option, None if it is something else and not a device map's name."""
+    if not text or (option == "device-map" and not text.startswith("{")):
+        return None
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--{option}: {error}; want a JSON object") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--{option}: got {text!r}; want a JSON object")
+    return found
+
+
+def certs(out: Path, config: PrivateConfig, parties: int | None, days: float, users: Sequence[str] = ()) -> None:
+    """Write a CA and one certificate per endpoint: `parties` of them, or all of `config`, and the client or `users`."""
+    from private_llm.net.certificates import make_certificates, user_folder
+
+    if parties is not None and parties < 1:
+        raise ConfigError(f"parties: got {parties}; want at least 1")
+    if not 0 < days <= _LONGEST:
+        raise ConfigError(f"days: got {days:g}; want more than 0, at most {_LONGEST}")
+    made = make_certificates(out, config.endpoints if parties is None else parties, days, users=users)
+    for endpoint, tls in made.items():
+        holder = named(config, endpoint_name(endpoint))
+        CONSOLE.print(f"for {holder} alone: {tls.certificate} with {tls.key}", highlight=False, markup=False)
+    for user in users:
+        CONSOLE.print(f"for user {user} alone: the folder {user_folder(out, user)}", highlight=False, markup=False)
+    CONSOLE.print(
+        f"signed by {out / 'ca.pem'}. All keys were made on this machine: for trying out. Parties that distrust each "
+        "other make their own keys and let a CA they agree upon sign them.",
+        highlight=False,
+        markup=False,
+    )

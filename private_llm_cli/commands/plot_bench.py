@@ -1,0 +1,128 @@
+"""The pictures of `private-llm bench --plot`: what each party did in one run; the tables of PIGEON and Cascade."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
+from private_llm.net.roles import named
+from private_llm_cli.bench.record import RecordingHub
+from private_llm_cli.commands.pyplot import load_pyplot
+
+_COMPUTES, _SENDS, _WAITS = "#4c72b0", "#dd8452", "#e6e6e6"
+_OURS, _AIM, _REFERENCE = "#4c72b0", "#55a868", "#b0b0b0"
+_ENDINGS = (".png", ".svg", ".pdf")
+
+Span = tuple[float, float]
+
+
+def check_name(path: Path) -> None:
+    """Before any work: raises ConfigError for a name of no picture, a place that takes no file, or no matplotlib."""
+    if path.suffix not in _ENDINGS:
+        raise ConfigError(f"plot: got {path.name!r}; want a name that ends in {', '.join(_ENDINGS)}")
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"plot: cannot write {str(path)!r}; want a new or old file in a folder that you may write to")
+    load_pyplot()
+
+
+def plot_timeline(hub: RecordingHub, config: PrivateConfig, title: str, span: Span, path: Path) -> None:
+    """One band for each lane of each party: computing or waiting; below it what was on the party's wires."""
+    pyplot = load_pyplot()
+    lanes = config.lanes
+    figure, axes = pyplot.subplots(figsize=(11, 1.5 + config.parties * (0.5 + 0.3 * lanes)), layout="constrained")
+    height = 0.7 / lanes
+    for party in range(config.parties):
+        for lane in range(lanes):
+            place = (party + 0.02 + height * lane, 0.9 * height)
+            waits = [(w.start, w.end) for w in hub.waits if (w.endpoint, w.lane) == (party, lane)]
+            axes.broken_barh([(0.0, _ms(span[1] - span[0]))], place, color=_COMPUTES, linewidth=0)
+            axes.broken_barh(list(_within(waits, span)), place, color=_WAITS, linewidth=0)
+        sent = [(s.start, s.end) for s in hub.sent if s.endpoint == party]
+        axes.broken_barh(list(_within(sent, span)), (party + 0.76, 0.14), color=_SENDS, linewidth=0)
+    names = [named(config, f"party {party}") for party in range(config.parties)]
+    axes.set_yticks([party + 0.4 for party in range(config.parties)], names)
+    axes.set_xlim(0, _ms(span[1] - span[0]))
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.set_title(title)
+    marks = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in (_COMPUTES, _WAITS, _SENDS)]
+    figure.legend(marks, ["computes", "waits", "its wires are busy"], loc="outside lower right", ncols=3)
+    _save(figure, path)
+
+
+def plot_table(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Seconds and megabytes of each row, with aim and C++ reference (rows as `pigeon.Job.to_dict` makes them)."""
+    pyplot = load_pyplot()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 1.5 + 0.55 * len(rows)), layout="constrained")
+    labels = [f"{row['label']}, {row['ring']} bits, {row['protocol']}" for row in rows]
+    columns = {
+        "here": ([row["seconds"]["median"] for row in rows], [row["bytes_total"] for row in rows], _OURS),
+        "aim": ([row["aim_seconds"] for row in rows], [row["aim_bytes"] for row in rows], _AIM),
+        f"C++ reference, {rows[0]['reference_machine']}": (
+            [row["reference_seconds"] for row in rows], [row["reference_bytes"] for row in rows], _REFERENCE,
+        ),
+    }  # fmt: skip
+    for place, (name, (seconds, sizes, colour)) in enumerate(columns.items()):
+        if seconds[0] is None:
+            continue  # other shapes than the reference's
+        spots = [index + 0.27 * (place - 1) for index in range(len(rows))]
+        left.barh(spots, [value or 0 for value in seconds], height=0.25, color=colour, label=name)
+        right.barh(spots, [0 if size is None else size / 1e6 for size in sizes], height=0.25, color=colour)
+    lowest = [row["seconds"]["min"] for row in rows]
+    spread = [[m - low for m, low in zip(columns["here"][0], lowest, strict=True)],
+              [row["seconds"]["max"] - row["seconds"]["median"] for row in rows]]  # fmt: skip
+    left.errorbar(columns["here"][0], [i - 0.27 for i in range(len(rows))], xerr=spread, fmt="none", ecolor="black")
+    for axes, unit in ((left, "seconds"), (right, "MB over all links")):
+        axes.set_xscale("log")
+        axes.set_xlabel(unit)
+        axes.set_yticks(range(len(rows)), labels if axes is left else [""] * len(rows))
+        axes.invert_yaxis()
+    figure.legend(loc="outside lower right", ncols=3)
+    _save(figure, path)
+
+
+def plot_cascade(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Left: the busiest CompNode's time for each plan. Right: time against parameters (rows of `bench.cascade`)."""
+    pyplot = load_pyplot()
+    nodes = [row for row in rows if row["split"] is not None]
+    sizes = [row for row in rows if row["name"] == "cascade-size"]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 2 + 0.4 * max(4, len(nodes))), layout="constrained")
+    starts = [0.0] * len(nodes)
+    for name, colour in (("computing", _COMPUTES), ("serialising", _SENDS), ("waiting", _WAITS)):
+        widths = [_ms(row["split"]["comp"][name]) for row in nodes]
+        left.barh(range(len(nodes)), widths, left=starts, color=colour, label=name)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    plaintext = [_ms(row["vanilla_seconds"]["median"]) for row in nodes]
+    left.plot(plaintext, range(len(nodes)), "k|", markersize=14, label="plaintext forward")
+    left.set_yticks(range(len(nodes)), [row["label"] for row in nodes])
+    left.invert_yaxis()
+    left.set_xlabel("ms of a forward at the busiest CompNode")
+    left.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
+    for name, column in (("sharded over two CompNodes", "seconds"), ("plaintext", "vanilla_seconds")):
+        spots = [row["parameters"] for row in sizes], [row[column]["median"] for row in sizes]
+        right.loglog(*spots, "o-", color=_OURS if column == "seconds" else _REFERENCE, label=name)
+    right.set_xlabel("parameters")
+    right.set_ylabel("seconds")
+    right.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    _save(figure, path)
+
+
+def _within(spans: Sequence[Span], bounds: Span) -> Iterator[tuple[float, float]]:
+    """(start, length) in ms after the start of `bounds`, of what lies inside."""
+    for start, end in spans:
+        low, high = max(start, bounds[0]), min(end, bounds[1])
+        if high > low:
+            yield _ms(low - bounds[0]), _ms(high - low)
+
+
+def _ms(seconds: float) -> float:
+    return seconds * 1e3
+
+
+def _save(figure: Any, path: Path) -> None:  # noqa: ANN401 - matplotlib is not typed
+    figure.savefig(path, dpi=120)
+    load_pyplot().close(figure)

