@@ -30,11 +30,8 @@ from torch import Tensor
 from private_llm.kernels.forms import Form
 from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder
-<<<<<<< HEAD
 from private_llm.protocols.dealer.shuffle import DealerShuffles
-=======
 from private_llm.protocols.exact import ExactTruncation
->>>>>>> layout
 from private_llm.protocols.share import Share
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
