@@ -20,20 +20,23 @@ WIDTHS = {
     "hidden_size": 32, "n_embd": 32, "d_model": 32, "intermediate_size": 64, "ffn_dim": 64, "n_inner": 64, "d_ff": 64,
     "d_kv": 8, "embedding_size": 16, "head_dim": 8, "rotary_dim": 4, "decoder_ffn_dim": 64, "encoder_ffn_dim": 64,
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32, "kv_lora_rank": 16, "q_lora_rank": 16,
-    "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "word_embed_proj_dim": 32,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 4, "v_head_dim": 8, "word_embed_proj_dim": 32,
     "input_embedding_size": 32, "output_embedding_size": 32, "mlp_dim": 64,
 }  # fmt: skip
 COUNTS = {
     "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "num_decoder_layers": 2, "encoder_layers": 2,
     "decoder_layers": 2, "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4,
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 128, "max_position_embeddings": 64,
-    "n_positions": 64, "max_seq_len": 64, "image_size": 16, "patch_size": 8, "num_experts": 4, "num_local_experts": 4,
-    "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "sliding_window": 4, "window_size": 4,
+    "n_positions": 64, "max_seq_len": 64, "image_size": 16, "patch_size": 8, "num_experts": 8, "num_local_experts": 8,
+    "n_routed_experts": 8, "sliding_window": 4, "window_size": 4,
     "vocab_size_per_layer_input": 128, "decoder_vocab_size": 128, "hidden_size_per_layer_input": 8,
 }  # fmt: skip
 """Sizes by the names that families use; what a configuration does not have, or leaves out, stays so."""
 
-_AT_MOST = {"num_experts_per_tok": 2, "moe_k": 2, "first_k_dense_replace": 1, "max_window_layers": 1}
+_AT_MOST = {
+    "num_experts_per_tok": 2, "moe_k": 2, "first_k_dense_replace": 1, "max_window_layers": 1, "n_group": 4,
+    "topk_group": 2,
+}  # fmt: skip
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 _LAYERS = (*_DEPTHS, "n_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _KEYS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
@@ -168,4 +171,8 @@ def filled(model: PreTrainedModel) -> PreTrainedModel:
             if isinstance(module, _BatchNorm) and module.running_mean is not None and module.running_var is not None:
                 module.running_mean.add_(noise(module.running_mean, 0.1))
                 module.running_var.add_(noise(module.running_var, 0.3).abs())
+                continue
+            for name, value in module.named_buffers(recurse=False):
+                if value.is_floating_point() and name not in module._non_persistent_buffers_set:
+                    value.add_(noise(value, 0.1))  # a checkpoint holds it: a weight by another name
     return model
