@@ -21,7 +21,7 @@ from torch import nn
 from private_llm.errors import ConfigError
 from private_llm.nn.activation import PrivateGELU, PrivateQuickGELU
 from private_llm_hf.models.architectures import module_rules, table
-from private_llm_hf.models.experts import PrivateExperts, is_experts
+from private_llm_hf.models.experts import PrivateClampedExperts, PrivateExperts, is_clamped_experts, is_experts
 from private_llm_hf.models.norms import norm_of
 from private_llm_hf.models.routers import PrivateRouter, router_of
 
@@ -109,6 +109,8 @@ def _gelu(module: nn.Module) -> Handler | None:
 def _experts(module: nn.Module) -> Handler | None:
     if is_experts(module):
         return Handler("all experts on all tokens", "number of experts", PrivateExperts)
+    if is_clamped_experts(module):
+        return Handler("all experts on all tokens", "number of experts", PrivateClampedExperts)
     found = router_of(module)
     if found is None:
         return None

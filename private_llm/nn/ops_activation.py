@@ -58,6 +58,17 @@ def hardtanh_rule(x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplac
     return x.rebind(made) if inplace and isinstance(x, SecretTensor) else made
 
 
+@implements(torch.clamp, Tensor.clamp, torch.clip, Tensor.clip)
+def clamp_rule(x: Tensor, min: float | None = None, max: float | None = None) -> SecretTensor:
+    """min(max(x, low), high) with one bound or two, for |x| < 2^20 - 2^10; `exact.relu.clamp`, at its cost.
+
+    Raises UnsupportedOp for a plain x and for bounds that are tensors, DomainError without a bound.
+    """
+    if isinstance(min, Tensor) or isinstance(max, Tensor):
+        raise UnsupportedOp("clamp: the rule needs bounds that are public numbers")
+    return SecretTensor(clamp(_settled(x, "clamp"), min, max))
+
+
 @implements(F.relu6)
 def relu6_rule(x: Tensor, inplace: bool = False) -> SecretTensor:
     """min(max(x, 0), 6), as `hardtanh_rule`."""

@@ -34,6 +34,9 @@ POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "tanh_module": nn.Tanh(),
     "sigmoid": torch.sigmoid,
+    "clamp": lambda x: x.clamp(-1.5, 2.0),
+    "clamp_low": lambda x: torch.clamp(x, min=-1.5),
+    "clamp_high": lambda x: x.clamp(max=2.0),
 }
 
 
@@ -43,6 +46,11 @@ def test_pointwise_functions(name: str) -> None:
     got = POINTWISE[name](secret(S, x))
     assert isinstance(got, SecretTensor)
     assert (opened(got) - POINTWISE[name](x)).abs().max() <= BOUND
+
+
+def test_a_clamp_by_tensors_is_refused() -> None:
+    with pytest.raises(UnsupportedOp, match="public numbers"):
+        secret(S, noise(3, 4)).clamp(min=torch.zeros(4))
 
 
 def test_an_in_place_relu_rebinds() -> None:

@@ -51,12 +51,11 @@ def private_attention(
 ) -> tuple[Tensor, None]:
     """q [B, H, q, D], k and v [B, G, kv, D], all secret, to ([B, q, H, D], no attention weights).
 
+    s_aux: a sink for each head [H], secret or (public weights) plain.
     The mask is as wide as the text; of a cache whose policy evicts, the columns of its entries are taken.
     """
     if not (isinstance(query, SecretTensor) and isinstance(key, SecretTensor) and isinstance(value, SecretTensor)):
         raise UnsupportedOp(f"{type(module).__name__}: private attention needs secret query, key and value")
-    if s_aux is not None:
-        raise UnsupportedOp(f"{type(module).__name__}: attention sinks (a learned score per head) have no private rule")
     if dropout:
         raise UnsupportedOp("attention dropout on secret tensors; call model.eval()")
     if attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", False):
@@ -75,6 +74,7 @@ def private_attention(
         softcap,
         _bias(position_bias),
         counted=0 if layer is None else layer.policy.mass_queries(query.shape[2]),
+        sinks=None if s_aux is None else _secret(s_aux, query),
     )
     if layer is not None:
         layer.attended(mass)
@@ -86,3 +86,12 @@ def _bias(bias: Tensor | None) -> Fixed | Tensor | None:
     if isinstance(bias, SecretTensor):
         return bias.to_fixed()
     return bias if bias is not None and bool(bias.any()) else None
+
+
+def _secret(values: Tensor, like: SecretTensor) -> Fixed:
+    """Weights of the model as a share, secret or public."""
+    if isinstance(values, SecretTensor):
+        return values.to_fixed()
+    session, where = like.session, like.raw.share.parts[0].device
+    elements = session.ring.encode(values, session.frac).to(where)
+    return Fixed(session, session.protocol.on(where).public(elements), session.frac)
