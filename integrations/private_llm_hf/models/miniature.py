@@ -44,6 +44,8 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 _STAGES = {"depths": 1, "layers": 1, "hidden_sizes": 16, "embed_dims": 16, "neck_hidden_sizes": 16}
 """Lists with an entry for each stage of a network of images: layers of each, or what widths are divided by."""
+_STAGED_SIDE = 64
+"""Pixels of images for networks in stages."""
 _LARGEST = 60_000_000
 """Weights of a model that is tried at its real width, where no small one can be made."""
 _LONGEST = 8
@@ -87,12 +89,15 @@ def _few_layers(config: PretrainedConfig) -> PretrainedConfig:
 def _arguments(values: dict[str, Any]) -> dict[str, Any]:
     """What a configuration class takes."""
     left_out = {"model_type", "transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype"}
+    left_out |= {"out_features", "out_indices", "stage_names"}  # stages by name, which only backbones give out
     return {key: copy.deepcopy(value) for key, value in values.items() if key not in left_out}
 
 
 def _own_names(values: Mapping[str, Any], renamed: Mapping[str, str]) -> list[tuple[str, str]]:
     """(usual name, name in this configuration) of sizes that it states."""
     sizes = {**WIDTHS, **COUNTS, **_AT_MOST}
+    if isinstance(values.get("depths"), list | tuple):  # a number of layers by another name is one of stages
+        sizes = {name: size for name, size in sizes.items() if name not in _DEPTHS}
     return [(name, renamed.get(name, name)) for name in sizes if _is_size(values.get(renamed.get(name, name)))]
 
 
@@ -119,7 +124,23 @@ def _small(values: dict[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]
             made[name] = _small(value, {})
         if name in _STAGES and isinstance(value, list) and all(_is_size(size) for size in value):
             made[name] = [1 if _STAGES[name] == 1 else max(8, size // _STAGES[name] // 8 * 8) for size in value]
+    if isinstance(values.get("depths"), list | tuple):
+        made |= _small_stages(values)
     return _cut(made, values)
+
+
+def _small_stages(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of a network of images in stages: their sides halve from stage to stage, so that they begin larger."""
+    made: dict[str, Any] = {"image_size": _STAGED_SIDE} if _is_size(values.get("image_size")) else {}
+    if _is_size(values.get("patch_size")):
+        made["patch_size"] = values["patch_size"]
+    heads = values.get("num_heads")
+    if _is_size(values.get("embed_dim")) and isinstance(heads, list | tuple):
+        made["embed_dim"] = 8 * heads[0]
+        made["depths"] = [min(depth, 2) for depth in values["depths"]]  # windows are shifted in every second layer
+        if _is_size(values.get("window_size")) and _is_size(values.get("patch_size")):  # the last stage is one window
+            made |= {"window_size": 2, "image_size": values["patch_size"] * 2 ** len(values["depths"])}
+    return made
 
 
 def _cut(made: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

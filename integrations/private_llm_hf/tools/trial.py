@@ -195,9 +195,10 @@ def _padded(ids: Tensor, mask: Tensor, model: PreTrainedModel) -> Tensor:
 
 def _pictures(config: PretrainedConfig) -> Tensor:
     free = architecture(config).images == "any" and not isinstance(config, NetworkConfig)
-    if free and not hasattr(config, "image_size"):
-        channels = getattr(config, "num_channels", 3)
-        return torch.linspace(-40, 40, 2 * channels * _SIDE**2).view(2, channels, _SIDE, _SIDE).sin() * 2
+    seen = getattr(config, "vision_config", config)  # of models of images and texts
+    if free and (seen is not config or not hasattr(config, "image_size")):
+        channels, side = getattr(seen, "num_channels", 3), getattr(seen, "image_size", _SIDE)
+        return torch.linspace(-40, 40, 2 * channels * side**2).view(2, channels, side, side).sin() * 2
     return pictures(config)[:2]
 
 
