@@ -127,21 +127,37 @@ def test_a_router_with_more_weights_is_none() -> None:
     assert router_of(router) is None
 
 
+def run_router(routing: Routing, logits: Tensor) -> Tensor:
+    """Weights of a private router whose logits are its input."""
+
+    def weights(_: object, x: Fixed) -> Fixed:
+        router = PrivateRouter(Router("normal"), routing, Parts("", ""))
+        router.weight = nn.Parameter(torch.eye(logits.shape[-1]))
+        made = router(SecretTensor(x))[1]
+        assert isinstance(made, SecretTensor)
+        return made.to_fixed()
+
+    return run_parties(HARNESS_PLAIN, weights, [logits.double()]).value
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [Routing(3, True, 1.0, "softmax", "", Groups(4, 2, 2)), Routing(3, False, 2.5, "softmax", "", Groups(4, 2, 1)),
+     Routing(3, True, 1.0, "sigmoid", "", Groups(4, 2, 2)), Routing(8, True, 1.0, "sigmoid"), Routing(8, True, 1.0)],
+    ids=str,
+)  # fmt: skip
+def test_private_routers_are_their_formulas(routing: Routing) -> None:
+    """Sums of two scores order groups otherwise than sums of two logits."""
+    logits = torch.randn(64, 8, generator=torch.Generator().manual_seed(3)) * 3
+    assert (run_router(routing, logits) - routing.plain(logits, None)).abs().max() < 1e-3
+
+
 @pytest.mark.parametrize("size", [1.0, 0.003])
 def test_small_sums_of_sigmoids_are_divided_by(size: float) -> None:
     """Down to 2^-8; the sigmoid's own error is what is left."""
     logits = (torch.tensor([[0.9, 0.5, 0.2, 0.1]]) * size).logit()
     routing = Routing(2, True, 1.0, "sigmoid")
-
-    def weights(_: object, x: Fixed) -> Fixed:
-        router = PrivateRouter(Router("sigmoid", 4), routing, Parts("", ""))
-        router.weight = nn.Parameter(torch.eye(4))
-        made = router(SecretTensor(x))[1]
-        assert isinstance(made, SecretTensor)
-        return made.to_fixed()
-
-    found = run_parties(HARNESS_PLAIN, weights, [logits.double()]).value
-    assert torch.allclose(found, routing.plain(logits, None).double(), atol=2e-4 / size)
+    assert torch.allclose(run_router(routing, logits), routing.plain(logits, None).double(), atol=2e-4 / size)
 
 
 def test_experts_with_biases_are_none() -> None:
