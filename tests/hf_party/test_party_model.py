@@ -23,7 +23,7 @@ from private_llm.tensor.secret import SecretTensor
 from private_llm.tensor.secret_index import SecretIndex
 from tests.harness import meta_fixed
 from tests.hf_party.parties import LOGIT_ERROR, description, error, ids, private_twin, tokens, weights_of
-from tests.tensor.secrets import noise, opened, plain_session, secret
+from tests.tensor.secrets import fixed, noise, opened, plain_session, secret
 
 
 @pytest.fixture(autouse=True)
