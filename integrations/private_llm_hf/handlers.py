@@ -21,8 +21,9 @@ from torch import nn
 from private_llm.errors import ConfigError
 from private_llm.nn.activation import PrivateGELU, PrivateQuickGELU
 from private_llm_hf.models.architectures import module_rules, table
-from private_llm_hf.models.experts import PrivateExperts, PrivateRouter, is_experts, routing_of
+from private_llm_hf.models.experts import PrivateClampedExperts, PrivateExperts, is_clamped_experts, is_experts
 from private_llm_hf.models.norms import norm_of
+from private_llm_hf.models.routers import PrivateRouter, router_of
 
 Make = Callable[[Any], nn.Module]
 AnyMake = TypeVar("AnyMake", bound=Make)
@@ -108,13 +109,16 @@ def _gelu(module: nn.Module) -> Handler | None:
 def _experts(module: nn.Module) -> Handler | None:
     if is_experts(module):
         return Handler("all experts on all tokens", "number of experts", PrivateExperts)
-    routing = routing_of(module)
-    if routing is None:
+    if is_clamped_experts(module):
+        return Handler("all experts on all tokens", "number of experts", PrivateClampedExperts)
+    found = router_of(module)
+    if found is None:
         return None
+    routing, parts = found
     return Handler(
-        "secret softmax, comparisons of all pairs",
-        "experts a token",
-        lambda router: PrivateRouter(router.weight, routing),
+        f"secret {routing.score}, comparisons of all pairs",
+        "experts a token" if routing.groups is None else "experts a token, groups",
+        lambda router: PrivateRouter(router, routing, parts),
     )
 
 

@@ -22,6 +22,7 @@ from private_llm.ranges import QUANTITIES, UNKNOWN, Ranges, layer_of
 from private_llm.token_sharding import ShardingPlan
 from private_llm_hf.handlers import handler_of
 from private_llm_hf.models.architectures import architecture, attention_of
+from private_llm_hf.models.latent import expands_latents
 from private_llm_hf.token_sharding.attention import run_without_values
 from private_llm_hf.token_sharding.cut import Cut
 
@@ -126,11 +127,14 @@ def unknown_modules(model: PreTrainedModel) -> list[str]:
 def _check_cache_policy(model: PreTrainedModel, config: PrivateConfig) -> None:
     kind, model_type = architecture(model.config).kind, model.config.model_type
     if config.cache_policy != KEEP_ALL and (
-        kind != "decoder" or attention_of(model_type, type(model)) != "private_llm"
+        kind != "decoder"
+        or attention_of(model_type, type(model)) != "private_llm"
+        or any(expands_latents(module) for module in model.modules())
     ):
         raise ConfigError(
             f"{type(model).__name__}: cache_policy {config.cache_policy.name!r} needs a decoder whose attention goes "
-            f"through transformers' attention interface, which {model_type!r} is not; use KeepAll()"
+            "through transformers' attention interface with the keys and values of its cache, which "
+            f"{model_type!r} is not; use KeepAll()"
         )
 
 

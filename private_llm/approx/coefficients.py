@@ -108,6 +108,33 @@ LOGISTIC = Chain(
 )
 """1 / (1 + e^t) at t = 8 (z + 1), zero at t = 10."""
 
+SOFTPLUS = Chain(
+    argument=21, error=4.68e-05,
+    steps=(
+        Step(
+            Form(21, 0, (1,)),
+            Form(21, 0, (1,)),
+            20,
+        ),
+        Step(
+            Form(20, 0, (0, 1,)),
+            Form(28, 0, (29, 256,)),
+            20,
+        ),
+        Step(
+            Form(30, 362970388, (-135, -122, 598,)),
+            Form(30, 84157602, (55, -24, 764,)),
+            20,
+        ),
+        Step(
+            Form(29, -182630144, (287, 490, 6, 0,)),
+            Form(31, -240299819, (-74, 448, -2293, 8720,)),
+            18,
+        ),
+    ),
+)
+"""-log(1 + e^-t) at t = 8 (z + 1), zero at t = 10."""
+
 EXP = Chain(
     argument=21, error=3.91e-05,
     steps=(

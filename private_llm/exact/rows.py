@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
+from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 
 
@@ -52,6 +53,26 @@ class Rows:
         """int64 [total]: the row of each entry."""
         return torch.repeat_interleave(torch.arange(self.count), torch.tensor(self.lengths, dtype=torch.int64))
 
+    @cached_property
+    def longer(self) -> Rows:
+        """Every row with one entry more."""
+        return Rows(tuple(n + 1 for n in self.lengths))
+
+    @cached_property
+    def kept(self) -> Tensor:
+        """int64 [total]: where the entries of these rows are in those of `longer`, whose last ones are left out."""
+        return torch.arange(self.total) + self.row_of_entry
+
+    @cached_property
+    def appended(self) -> Tensor:
+        """int64 [total + count]: where each entry of `longer` is in all entries followed by one for each row."""
+        order = torch.empty(self.total + self.count, dtype=torch.int64)
+        order[self.kept] = torch.arange(self.total)
+        order[torch.tensor(self.longer.lengths, dtype=torch.int64).cumsum(0) - 1] = self.total + torch.arange(
+            self.count
+        )
+        return order
+
     def check(self, x: Fixed) -> None:
         """Raise DomainError unless x is flat and as long as all rows together."""
         if tuple(x.shape) != (self.total,):
@@ -69,3 +90,15 @@ class Rows:
     def spread(self, x: Fixed) -> Fixed:
         """x [count] to one copy per entry, [total]."""
         return x.view(lambda part: part.index_select(0, self.row_of_entry.to(part.device)))
+
+    def append(self, x: Fixed, last: Fixed) -> Fixed:
+        """x [total] with one more entry at the end of each row, of `last` [count], as entries of `longer`.
+
+        Both have the same fractional bits.
+        """
+        pairs = zip(x.share.parts, last.share.parts, strict=True)
+        return x.with_share(Share(tuple(torch.cat(pair)[self.appended.to(pair[0].device)] for pair in pairs)))
+
+    def without_last(self, x: Fixed) -> Fixed:
+        """Entries of `longer` to those of these rows, [total]."""
+        return x.view(lambda part: part.index_select(0, self.kept.to(part.device)))

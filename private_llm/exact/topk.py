@@ -1,10 +1,14 @@
 """Which entries of a row are among its k largest, as secret zeros and ones.
 
 Every pair is compared once; an entry's rank is how many are larger, and among equals how many stand before it. All
-ranks are there after one comparison, and one more of a few bits says which are below k, whatever n and k are.
+ranks are there after one comparison, and one more of a few bits says which are below k, whatever n and k are. Where
+only the best groups of entries count, the same comparisons say how many of each group are larger than an entry, and
+one product with the secret groups makes its rank of these.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +16,15 @@ from torch import Tensor
 from private_llm.errors import DomainError
 from private_llm.exact.comparisons import sign_bits
 from private_llm.tensor.fixed import Fixed, arithmetic
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Neighbours of a row as `count` equal groups, of which `kept` count: those whose `best` largest sum to most."""
+
+    count: int
+    kept: int
+    best: int
 
 
 def among_largest(x: Fixed, k: int) -> Fixed:
@@ -27,27 +40,58 @@ def among_largest(x: Fixed, k: int) -> Fixed:
     if k == width:
         ones = torch.ones(x.shape, dtype=x.session.ring.dtype, device=x.share.parts[0].device)
         return x.with_share(x.proto.public(ones), 0)
+    return _below(_losses(x, 1).view(lambda part: part.squeeze(-1)), k)
+
+
+def among_largest_of_groups(x: Fixed, k: int, groups: Groups) -> Fixed:
+    """1 for the k largest entries of the best groups, else 0: [..., n] to [..., n], no fractional bits.
+
+    |x| < 2^20 / best. Which groups count is as secret as which entries do. Exact, equals as in `among_largest`. The
+    comparisons of all pairs of entries and of groups, and a product for each entry where a group's sum has to be made
+    (best < n / count), one for its rank and one for its group. Raises DomainError for groups that do not divide n, or
+    hold fewer than k entries.
+    """
+    width = x.shape[-1]
+    size = width // max(groups.count, 1)
+    if groups.count * size != width or not 0 < groups.kept <= groups.count or not 0 < groups.best <= size:
+        raise DomainError(f"among_largest: got {groups} for rows of {width} entries; want groups of equal size")
+    if not 0 < k <= groups.kept * size:
+        raise DomainError(f"among_largest: got k={k}; want 1 to {groups.kept * size}, the entries of the groups kept")
+    if groups.kept == groups.count:
+        return among_largest(x, k)
+    losses = _losses(x, groups.count)  # [..., n, groups]
+    own = torch.arange(width, device=x.share.parts[0].device) // size
+    inside = losses.view(lambda part: part.gather(-1, own.view(-1, 1).expand(*part.shape[:-1], 1)).squeeze(-1))
+    held = x if groups.best == size else x.mul(_below(inside, groups.best, size), frac=x.frac)
+    kept = among_largest(held.view(lambda part: part.unflatten(-1, (groups.count, size)).sum(-1)), groups.kept)
+    rank = losses.matmul(kept.view(lambda part: part.unsqueeze(-1)), frac=0).view(lambda part: part.squeeze(-1))
+    return _below(rank, k).mul(kept.view(lambda part: part[..., own]), frac=0)
+
+
+def _losses(x: Fixed, groups: int) -> Fixed:
+    """How many entries of each group come before an entry: [..., n] to [..., n, groups], whole numbers."""
+    width = x.shape[-1]
+    size = width // groups
     first, second = torch.triu_indices(width, width, 1).to(x.share.parts[0].device)
     gap = x.view(lambda part: part[..., first] - part[..., second])
     later = arithmetic(x.session, sign_bits(gap, [0.0], extra=1), [1.0], 0)  # [the first of the pair is smaller]
-    later = later.view(lambda part: part[: gap.numel()].reshape(gap.shape))
-    return _below(_ranks(later, first, second, width), k)
-
-
-def _ranks(later: Fixed, first: Tensor, second: Tensor, width: int) -> Fixed:
-    """How many entries come before each: pairs that it lost as the first, and did not win as the second."""
-    shape = (*later.shape[:-1], width)
+    shape = (*x.shape[:-1], width * groups)
+    at_first, at_second = first * groups + second // size, second * groups + first // size
 
     def count(part: Tensor) -> Tensor:
+        part = part[: gap.numel()].reshape(gap.shape)
         made = torch.zeros(shape, dtype=part.dtype, device=part.device)
-        return made.index_add_(-1, first, part).index_add_(-1, second, -part)
+        made.index_add_(-1, at_first, part).index_add_(-1, at_second, -part)
+        return made.view(*x.shape, groups)
 
-    before = torch.arange(width, dtype=torch.float32)  # as the second of its pairs an entry comes after all of these
+    # as the second of its pairs an entry comes after all of these
+    before = (torch.arange(width).view(-1, 1) - size * torch.arange(groups)).clamp(0, size).to(torch.float32)
     return later.view(count) + before
 
 
-def _below(rank: Fixed, k: int) -> Fixed:
-    """[rank < k] for whole numbers, as 0 or 1."""
-    bits = rank.below([float(k)], bits=(rank.shape[-1] - 1).bit_length() + 1)
+def _below(rank: Fixed, k: int, most: int | None = None) -> Fixed:
+    """[rank < k] for whole numbers below `most` (default: the entries of a row), as 0 or 1."""
+    most = rank.shape[-1] if most is None else most
+    bits = rank.below([float(k)], bits=(most - 1).bit_length() + 1)
     made = arithmetic(rank.session, bits, [1.0], 0)
     return made.view(lambda part: part[: rank.numel()].reshape(rank.shape))

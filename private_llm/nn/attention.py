@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -41,6 +42,14 @@ class Pattern:
     shape: tuple[int, int, int, int]
     select: Tensor | None
     rows: Rows
+
+    @cached_property
+    def row_numbers(self) -> Tensor:
+        """int64: which of the batch * heads * queries rows the rows are that are not empty."""
+        if self.select is None:
+            return torch.arange(math.prod(self.shape[:-1]))
+        numbers: Tensor = torch.unique_consecutive(self.select // self.shape[-1])
+        return numbers
 
 
 def pattern(
@@ -101,10 +110,11 @@ def attend(
 
 def attend_and_weigh(
     query: Fixed, key: Fixed, value: Fixed, mask: Tensor | None, scale: float, softcap: float | None,
-    bias: Fixed | Tensor | None, counted: int,
+    bias: Fixed | Tensor | None, counted: int, sinks: Fixed | None = None,
 ) -> tuple[Fixed, Fixed | None]:  # fmt: skip
-    """As `attend`, with the attention mass that each key got from the last `counted` queries, or None for 0.
+    """As `attend`, with sinks and the attention mass that each key got from the last `counted` queries, or None for 0.
 
+    sinks: a score for each head [H] that takes part in its softmax and brings no value: one entry more a row.
     The mass is [B, G, k]: the sum of the probabilities over these queries and over the H / G heads that share the key
     head; queries that see nothing add nothing. It is a local sum, so asking for it sends nothing.
     """
@@ -128,7 +138,7 @@ def attend_and_weigh(
         scores = scores.view(lambda part: part.reshape(plan.shape))
     if bias is not None:
         scores = scores + _at_scores(bias, plan)
-    weights = soften(scores, plan)
+    weights = soften(scores, plan, None if sinks is None else _at_rows(sinks.at(scores.frac), plan))
     mixed = weights.view(lambda part: part.reshape(*grouped, keys)).matmul(value)
     mass = _mass(weights, groups, counted) if counted else None
     return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), mass
@@ -162,16 +172,23 @@ def _at_scores(bias: Fixed | Tensor, plan: Pattern) -> Fixed | Tensor:
     return pick(bias) if isinstance(bias, Tensor) else bias.view(pick)
 
 
-def soften(scores: Fixed, plan: Pattern) -> Fixed:
+def _at_rows(sinks: Fixed, plan: Pattern) -> Fixed:
+    """The sink of each row that is not empty, from those of the heads."""
+    _, heads, queries, _ = plan.shape
+    return sinks.view(lambda part: part[(plan.row_numbers // queries % heads).to(part.device)])
+
+
+def soften(scores: Fixed, plan: Pattern, sinks: Fixed | None = None) -> Fixed:
     """Softmax over the last dimension, [B, H, q, k], the session's fractional bits; zeros where no score exists.
 
-    `scores`: flat at the plan's positions, or whole. Cost and errors as `softmax`; local if no position exists.
+    `scores`: flat at the plan's positions, or whole. sinks: one for each row that is not empty. Cost and errors as
+    `softmax`; local if no position exists.
     """
     if plan.select is None:
-        return softmax(scores)
+        return softmax(scores, None if sinks is None else sinks.view(lambda part: part.view(*plan.shape[:-1], 1)))
     if not plan.rows.count:
         return _nothing(scores, plan.shape)
-    return scatter(softmax_ragged(scores, plan.rows), plan.select, plan.shape)
+    return scatter(softmax_ragged(scores, plan.rows, sinks), plan.select, plan.shape)
 
 
 def _nothing(sample: Fixed, shape: tuple[int, ...]) -> Fixed:

@@ -8,14 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from private_llm.approx.activations import clamp, gelu, relu, sigmoid, silu
+from private_llm.approx.activations import clamp, gelu, relu, sigmoid, silu, softplus
+from private_llm.approx.exp import WIDE_TOP, wide_exp
 from private_llm.approx.tanh import precise_tanh
 from private_llm.errors import UnsupportedOp
 from private_llm.exact.comparisons import SHORTEST
 from private_llm.ranges import REACH
 from private_llm.tensor.dispatch import implements
 from private_llm.tensor.fixed import Fixed
-from private_llm.tensor.range_check import watch_compared
+from private_llm.tensor.range_check import watch_compared, watch_flat
 from private_llm.tensor.secret import SecretTensor
 
 _KEY_ROOM = 7
@@ -58,10 +59,63 @@ def hardtanh_rule(x: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplac
     return x.rebind(made) if inplace and isinstance(x, SecretTensor) else made
 
 
+@implements(torch.clamp, Tensor.clamp, torch.clip, Tensor.clip)
+def clamp_rule(x: Tensor, min: float | None = None, max: float | None = None) -> SecretTensor:
+    """min(max(x, low), high) with one bound or two, for |x| < 2^20 - 2^10; `exact.relu.clamp`, at its cost.
+
+    Raises UnsupportedOp for a plain x and for bounds that are tensors, DomainError without a bound.
+    """
+    if isinstance(min, Tensor) or isinstance(max, Tensor):
+        raise UnsupportedOp("clamp: the rule needs bounds that are public numbers")
+    return SecretTensor(clamp(_settled(x, "clamp"), min, max))
+
+
 @implements(F.relu6)
 def relu6_rule(x: Tensor, inplace: bool = False) -> SecretTensor:
     """min(max(x, 0), 6), as `hardtanh_rule`."""
     return hardtanh_rule(x, 0.0, 6.0, inplace)
+
+
+@implements(torch.exp, Tensor.exp)
+def exp_rule(x: Tensor) -> SecretTensor:
+    """e^x for x up to 12, in excess of which a checked session stops and another gives e^12: `approx.exp.wide_exp`.
+
+    One comparison and one injection more, for the bound. Raises UnsupportedOp for a plain x.
+    """
+    value = _settled(x, "exp")
+    bounded = clamp(value, high=WIDE_TOP)
+    watch_flat(value - bounded, value.frac - 2)  # an excess below 1/4
+    return SecretTensor(wide_exp(bounded))
+
+
+@implements(F.softplus)
+def softplus_rule(x: Tensor, beta: float = 1, threshold: float = 20) -> SecretTensor:
+    """log(1 + e^x): `approx.softplus`. PyTorch's threshold, at least 10, is beyond where it is x anyway.
+
+    Raises UnsupportedOp for a plain x, another beta or a lower threshold.
+    """
+    if beta != 1 or threshold < 10:
+        raise UnsupportedOp(f"softplus with beta {beta} and threshold {threshold}; want 1 and at least 10")
+    return SecretTensor(softplus(_settled(x, "softplus")))
+
+
+@implements(F.hardsigmoid)
+def hardsigmoid_rule(x: Tensor, inplace: bool = False) -> SecretTensor:
+    """min(max(x / 6 + 1/2, 0), 1), as `hardtanh_rule`; the factor is public."""
+    made = SecretTensor(_ramp(_settled(x, "hardsigmoid")))
+    return x.rebind(made) if inplace and isinstance(x, SecretTensor) else made
+
+
+@implements(F.hardswish)
+def hardswish_rule(x: Tensor, inplace: bool = False) -> SecretTensor:
+    """x hardsigmoid(x): its cost and a product. Errors as `hardtanh_rule`."""
+    value = _settled(x, "hardswish")
+    made = SecretTensor(value.mul(_ramp(value)))
+    return x.rebind(made) if inplace and isinstance(x, SecretTensor) else made
+
+
+def _ramp(x: Fixed) -> Fixed:
+    return (clamp(x, -3.0, 3.0) + 3.0).scale(1 / 6)
 
 
 @implements(F.gelu)

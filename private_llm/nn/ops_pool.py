@@ -77,6 +77,14 @@ def adaptive_avg_pool2d_rule(x: SecretTensor, output_size: TorchArg) -> SecretTe
     return _means(x, rows, columns, (_lengths(rows, x.shape[-2]), _lengths(columns, x.shape[-1])))
 
 
+@implements(F.adaptive_avg_pool1d)
+def adaptive_avg_pool1d_rule(x: SecretTensor, output_size: TorchArg) -> SecretTensor:
+    """Means over as many windows of the last dimension of [B, C, L]; cost and error as `avg_pool2d`."""
+    count = output_size if isinstance(output_size, int) else output_size[0]
+    made = adaptive_avg_pool2d_rule(x.viewed(lambda part: part.unsqueeze(-2)), (1, count))
+    return made.viewed(lambda part: part.squeeze(-2))
+
+
 def _lengths(windows: list[Span], size: int, padding: int = 0) -> list[int]:
     """How many entries count in each window."""
     return [min(stop, size + padding) - max(start, -padding) for start, stop in windows]

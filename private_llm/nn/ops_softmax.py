@@ -60,12 +60,23 @@ def attention_rule(
 
 
 def _read_mask(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, Tensor | None]:
-    """(allowed, bias) from PyTorch's two kinds of mask; a bias of zeros is dropped."""
+    """(allowed, bias) from PyTorch's two kinds of mask."""
     if is_causal:
         square = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
         return square[None, None], None
+    return read_mask(mask)
+
+
+def read_mask(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """(allowed, bias) from a public mask, boolean or additive, or from a secret addend. Local.
+
+    allowed: public booleans, True where attention is allowed; None: everywhere. bias: what is added to scores, or None;
+    public zeros are none.
+    """
     if mask is None or mask.dtype == torch.bool:
         return mask, None
+    if isinstance(mask, SecretTensor):
+        return None if mask.hidden is None else ~mask.hidden, mask.shown()
     held: tuple[Tensor, Tensor | None] | None = mask.__dict__.get("_private_mask")
     if held is None:
         allowed = mask > MINUS_INFINITY

@@ -85,6 +85,8 @@ CASES = [
         "sigmoid", activations.sigmoid, torch.sigmoid, 1e-4, WIDE, (0.0, -10.0, 10.0),
         lambda n: _logistic(n, 39, 12), 2 * noise_units(tables.LOGISTIC, FULL[FULL <= 0.26]),
     ),
+    Case("softplus", activations.softplus, F.softplus, 1e-4, WIDE, (0.0, -10.0, 10.0),
+         lambda n: _bump(n, 22, 28, 40, 42), noise_units(tables.SOFTPLUS, FULL[FULL <= 0.26])),
     Case("tanh", activations.tanh, torch.tanh, 2e-4, HALF, (0.0, -5.0, 5.0), lambda n: _logistic(n, 38, 11),
          4 * noise_units(tables.LOGISTIC, FULL[FULL <= 0.26])),
     Case(

@@ -30,10 +30,13 @@ TABLES = [
     (coefficients.GELU_TANH, lambda z: _gelu_tail(2 * (z + 1), "tanh"), -1.0, 1.0, 1.0),
     (coefficients.SILU, lambda z: 8 * (z + 1) * torch.sigmoid(-8 * (z + 1)), -1.0, 0.75, 0.75),
     (coefficients.LOGISTIC, lambda z: torch.sigmoid(-8 * (z + 1)), -1.0, 0.25, 0.25),
+    (coefficients.SOFTPLUS, lambda z: -torch.log1p(torch.exp(-8 * (z + 1))), -1.0, 0.25, 0.25),
     (coefficients.EXP, lambda z: torch.exp(8 * (z - 1)), -0.75, 1.03125, None),
 ]
 each = pytest.mark.parametrize(
-    ("chain", "truth", "low", "high", "zero"), TABLES, ids=["gelu_erf", "gelu_tanh", "silu", "logistic", "exp"]
+    ("chain", "truth", "low", "high", "zero"),
+    TABLES,
+    ids=["gelu_erf", "gelu_tanh", "silu", "logistic", "softplus", "exp"],
 )
 
 
@@ -100,7 +103,7 @@ def test_script_runs_tiny() -> None:
 
 
 def test_script_refuses_an_unknown_chain() -> None:
-    done = _run("--search", "softplus")
+    done = _run("--search", "mish")
     assert done.returncode == 2
     assert "there are GELU_ERF" in done.stdout
 

@@ -51,7 +51,8 @@ def test_price_is_the_sum_of_its_steps_and_meta_agrees(case: Case) -> None:
 @pytest.mark.parametrize(
     ("name", "per_element", "rounds"),
     [("relu", 57, 5), ("hardtanh", 87, 5), ("gelu", 204, 11), ("gelu_tanh", 204, 11), ("silu", 282, 15),
-     ("sigmoid", 276, 13), ("tanh", 276, 13), ("exp", 190, 12)],
+     ("sigmoid", 276, 13), ("tanh", 276, 13), ("softplus", 245, 13),
+     ("exp", 190, 12)],
 )  # fmt: skip
 def test_documented_prices(name: str, per_element: float, rounds: int) -> None:
     case = next(case for case in CASES if case.name == name)
@@ -60,7 +61,7 @@ def test_documented_prices(name: str, per_element: float, rounds: int) -> None:
     assert price.rounds == rounds
 
 
-@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "sigmoid", "tanh"])
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "sigmoid", "tanh", "softplus"])
 @pytest.mark.parametrize("config", [PLAIN, TRIO], ids=["plain", "trio"])
 def test_saturation_is_exact(name: str, config: PrivateConfig) -> None:
     case = next(case for case in CASES if case.name == name)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
-from private_llm.exact.topk import among_largest
+from private_llm.exact.topk import Groups, among_largest, among_largest_of_groups
 from tests.harness import PLAIN, TRIO, run_meta, run_parties
 
 every = pytest.mark.parametrize("config", [PLAIN, TRIO], ids=["plain", "trio"])
@@ -46,3 +46,42 @@ def test_the_cost_is_that_of_all_pairs_and_does_not_depend_on_k() -> None:
 
 def test_nothing_is_sent_where_all_are_chosen() -> None:
     assert run_meta(TRIO, lambda _, a: among_largest(a, 4), [(3, 4)]).total == 0
+
+
+# -- the best groups only ---------------------------------------------------------------------------------------------
+def chosen_of_groups(x: Tensor, k: int, groups: Groups) -> Tensor:
+    parts = x.unflatten(-1, (groups.count, -1))
+    sums = parts.sort(dim=-1, descending=True)[0][..., : groups.best].sum(-1)
+    kept = chosen(sums, groups.kept).bool().unsqueeze(-1)
+    return chosen(parts.masked_fill(~kept, -(2.0**40)).flatten(-2), k)
+
+
+@every
+@pytest.mark.parametrize(
+    ("width", "k", "groups"),
+    [(8, 2, Groups(4, 2, 2)), (8, 3, Groups(4, 2, 1)), (12, 4, Groups(3, 1, 2)), (12, 5, Groups(3, 2, 4)),
+     (16, 1, Groups(2, 1, 1)), (6, 2, Groups(6, 3, 1)), (8, 2, Groups(2, 2, 1)), (8, 4, Groups(2, 1, 3))],
+)  # fmt: skip
+def test_only_the_best_groups_are_chosen_from(config: PrivateConfig, width: int, k: int, groups: Groups) -> None:
+    generator = torch.Generator().manual_seed(width)
+    x = torch.randint(-3, 4, (3, 7, width), generator=generator).double()
+    x[0, 0], x[1, 0] = -(2.0**17), torch.arange(width).double() * 2.0**-18
+    found = run_parties(config, lambda _, a: among_largest_of_groups(a, k, groups), [x])
+    assert torch.equal(found.elements[0].view(x.shape).long(), chosen_of_groups(x, k, groups))
+
+
+@pytest.mark.parametrize(
+    ("k", "groups", "message"),
+    [(2, Groups(3, 1, 1), "equal size"), (2, Groups(4, 5, 1), "equal size"), (2, Groups(4, 2, 3), "equal size"),
+     (5, Groups(4, 2, 2), "got k=5; want 1 to 4"), (0, Groups(4, 2, 2), "got k=0; want 1 to 4")],
+)  # fmt: skip
+def test_groups_that_cannot_be_are_refused(k: int, groups: Groups, message: str) -> None:
+    with pytest.raises(DomainError, match=message):
+        run_meta(TRIO, lambda _, a: among_largest_of_groups(a, k, groups), [(3, 8)])
+
+
+def test_groups_add_little_to_the_pairs() -> None:
+    plain = run_meta(TRIO, lambda _, a: among_largest(a, 8), [(1, 64)])
+    grouped = run_meta(TRIO, lambda _, a: among_largest_of_groups(a, 8, Groups(8, 4, 2)), [(1, 64)])
+    assert grouped.total < 1.1 * plain.total
+    assert grouped.rounds > plain.rounds

@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import transformers as tr
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.client.preprocess import GeneratePlan
+from private_llm_hf.models.miniature import miniature
 from private_llm_hf.tools.estimate import estimate
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -360,6 +362,13 @@ def test_nodes_of_a_sharding_plan_keep_all() -> None:
 def test_models_whose_attention_cannot_follow_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"cache_policy 'sliding-window' needs a decoder.*'{name}' is not"):
         patch(tiny.build(name), CONFIGS["plain"])
+
+
+def test_caches_of_latents_are_refused() -> None:
+    """Attention gets keys made of what the cache holds, and could not say which entries they are of."""
+    model = miniature(tr.MiniCPM3ForCausalLM, tr.MiniCPM3Config())
+    with pytest.raises(ConfigError, match="keys and values of its cache, which 'minicpm3' is not"):
+        patch(model, CONFIGS["plain"])
 
 
 def test_attention_that_does_not_ask_for_its_entries_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

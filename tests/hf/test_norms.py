@@ -50,3 +50,13 @@ class L1(Named):
 )  # fmt: skip
 def test_anything_else_is_none(module: nn.Module) -> None:
     assert norm_of(module) is None
+
+
+def test_a_group_norm_is_none() -> None:
+    """On rows it looks like a layer norm; images it takes over channels and places together."""
+
+    class Grouped(nn.GroupNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    assert norm_of(Grouped(1, 8)) is None

@@ -28,6 +28,8 @@ AGREE = (
     "olmo3", "ministral3", "vaultgemma", "nanochat", "modernbert-decoder", "jais2", "xglm", "openai-gpt", "bitnet",
     "gpt_neox_japanese", "internlm3", "lfm2", "flex_olmo", "bart", "mbart", "pegasus", "blenderbot", "deberta",
     "rembert", "roformer", "megatron-bert", "mobilebert", "roc_bert", "xlm-roberta-xl", "eurobert", "mpnet", "trocr",
+    "layoutlm", "swin", "donut-swin", "beit", "dinov2_with_registers", "clip", "focalnet", "levit", "pp_lcnet",
+    "minicpm3", "youtu", "diffllama", "doge", "laguna",
 )  # fmt: skip
 
 
@@ -50,11 +52,17 @@ def test_classes_that_no_other_test_compares_agree(name: str) -> None:
     trial.require_agreement(model_class, config, _open_small)
 
 
+@pytest.mark.parametrize("name", ["T5EncoderModel", "MT5EncoderModel"])
+def test_the_encoder_alone_is_tried_as_one(name: str) -> None:
+    model_class = getattr(tr, name)
+    trial.require_agreement(model_class, model_class.config_class(), _open_small)
+
+
 @pytest.mark.parametrize(
     ("name", "refused"),
-    [("mamba", "mixer"), ("fnet", "fft"), ("gpt_oss", "attention sinks"), ("mamba2", ""), ("xlnet", "")],
+    [("mamba", "with padding and a cache"), ("fnet", "fft"), ("deepseek_v32", "topk"), ("mamba2", ""), ("xlnet", "")],
 )
-def test_what_has_no_rule_is_listed_before_anything_is_sent(name: str, refused: str) -> None:
+def test_what_cannot_run_is_refused_before_anything_is_sent(name: str, refused: str) -> None:
     model_class, config = class_of(name)
     with pytest.raises(PatchMismatch, match=f"{model_class.__name__}: .*{refused}"):
         trial.require_agreement(model_class, config, _open_small)
@@ -150,6 +158,23 @@ def test_every_kind_of_layer_is_in_the_small_model() -> None:
     small = small_config(config)
     assert small.layer_types == kinds[:4]
     assert small.sliding_window == 4
+
+
+def test_stages_keep_windows_and_what_groups_need() -> None:
+    """Shifted windows are in every second layer, and the last stage is one window."""
+    small = small_config(tr.SwinConfig())
+    assert (small.depths, small.embed_dim, small.window_size, small.image_size) == ([2, 2, 2, 2], 24, 2, 64)
+    small = small_config(tr.DeepseekV3Config(n_group=8, topk_group=4))
+    assert (small.n_routed_experts, small.n_group, small.topk_group, small.num_experts_per_tok) == (8, 4, 2, 2)
+    assert small_config(tr.DeepseekV3Config(n_group=1, topk_group=1)).n_group == 1
+
+
+def test_stored_buffers_are_random_too() -> None:
+    """A correction of zero would show nothing."""
+    model = miniature(*class_of("deepseek_v3"))
+    corrections = [value for name, value in model.named_buffers() if name.endswith("correction_bias")]
+    assert corrections
+    assert all(float(value.std()) > 0.01 for value in corrections)
 
 
 def test_the_real_model_runs_after_its_trial() -> None:

@@ -23,7 +23,7 @@ from private_llm.tensor.secret import SecretTensor
 from private_llm.tensor.secret_index import SecretIndex
 from tests.harness import meta_fixed
 from tests.hf_party.parties import LOGIT_ERROR, description, error, ids, private_twin, tokens, weights_of
-from tests.tensor.secrets import fixed, noise, plain_session, secret
+from tests.tensor.secrets import fixed, noise, opened, plain_session, secret
 
 
 @pytest.fixture(autouse=True)
@@ -113,10 +113,21 @@ def test_a_causal_module_without_a_mask_is_refused() -> None:
     q = secret(plain_session(), noise(1, 2, 3, 4))
     with pytest.raises(DomainError, match="causal"):
         private_attention(module, q, q, q, None)
-    with pytest.raises(DomainError, match="boolean"):
-        private_attention(module, q, q, q, torch.zeros(1, 1, 3, 3))
     with pytest.raises(UnsupportedOp, match="secret query"):
         private_attention(module, noise(1, 2, 3, 4), q, q, None)
+
+
+@pytest.mark.parametrize("kind", ["public", "secret"])
+def test_a_mask_may_be_added_to_scores(kind: str) -> None:
+    """Large negative numbers forbid, others shift scores; a position bias comes on top."""
+    session, values = plain_session(), noise(1, 2, 3, 4)
+    causal = torch.ones(3, 3, dtype=torch.bool).tril()
+    bias, more = noise(1, 2, 3, 3, seed=1).float(), noise(1, 2, 3, 3, seed=2).float()
+    q = secret(session, values)
+    added = (bias if kind == "public" else secret(session, bias)).masked_fill(~causal, torch.finfo(torch.float32).min)
+    out, _ = private_attention(nn.Module(), q, q, q, added, 0.5, position_bias=more)
+    scores = (values @ values.transpose(-1, -2) * 0.5 + bias + more).masked_fill(~causal, -torch.inf)
+    assert (opened(out).transpose(1, 2) - scores.softmax(-1) @ values).abs().max() < 1e-3
 
 
 def test_shares_cannot_be_saved_as_a_checkpoint(tmp_path: Path) -> None:

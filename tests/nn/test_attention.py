@@ -59,6 +59,39 @@ def test_masks_and_grouped_heads(mask: str, groups: int) -> None:
 
 
 @pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("groups", [4, 2])
+def test_a_sink_takes_its_part_of_every_row(mask: str, groups: int) -> None:
+    q, k, v = noise(2, 4, 5, 8), noise(2, groups, 7, 8, seed=1), noise(2, groups, 7, 6, seed=2)
+    allowed, sinks = MASKS[mask], torch.tensor([-30.0, 0.5, 2.0, 30.0], dtype=torch.float64)
+    got, _ = attend_and_weigh(
+        fixed(S, q), fixed(S, k), fixed(S, v), allowed, 8**-0.5, None, None, 0, fixed(S, sinks, 12)
+    )
+    k, v = k.repeat_interleave(4 // groups, 1), v.repeat_interleave(4 // groups, 1)
+    scores = (q @ k.transpose(-1, -2) * 8**-0.5).masked_fill(~allowed, -1e30)
+    weights = torch.cat((scores, sinks.view(1, 4, 1, 1).expand(2, 4, 5, 1)), -1).softmax(-1)[..., :-1]
+    assert (opened(got) - weights @ v).abs().max() <= BOUND
+
+
+def test_sinks_cost_an_entry_a_row() -> None:
+    def run(sinks: bool) -> int:
+        session = meta_session(PrivateConfig(), 0)
+
+        def empty(*shape: int) -> Fixed:
+            parts = (torch.empty(shape, dtype=torch.int64, device="meta"),) * 2
+            return Fixed(session, Share(parts), session.frac)
+
+        heads = empty(4) if sinks else None
+        attend_and_weigh(
+            empty(2, 4, 5, 8), empty(2, 4, 7, 8), empty(2, 4, 7, 6), MASKS["causal"], 0.25, None, None, 0, heads
+        )
+        return session.protocol.ledger.cost().total
+
+    without, with_sinks = run(False), run(True)
+    entries = int(MASKS["causal"].expand(2, 4, 5, 7).sum())
+    assert 1.0 < with_sinks / without < 1.0 + 1.2 * 40 / entries
+
+
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("groups", "counted"), [(4, 5), (2, 5), (2, 2), (1, 1), (1, 9)])
 def test_attention_mass_is_the_column_sums_of_softmax(mask: str, groups: int, counted: int) -> None:
     q, k, v = noise(2, 4, 5, 8), noise(2, groups, 7, 8, seed=1), noise(2, groups, 7, 6, seed=2)

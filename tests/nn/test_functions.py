@@ -6,6 +6,7 @@ one function, spelling or argument from another: the closest pair, the two GELUs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -34,6 +35,14 @@ POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "tanh_module": nn.Tanh(),
     "sigmoid": torch.sigmoid,
+    "softplus": F.softplus,
+    "exp_below": lambda x: torch.exp(x - 6.0),
+    "hardswish": F.hardswish,
+    "hardswish_module": nn.Hardswish(),
+    "hardsigmoid": F.hardsigmoid,
+    "clamp": lambda x: x.clamp(-1.5, 2.0),
+    "clamp_low": lambda x: torch.clamp(x, min=-1.5),
+    "clamp_high": lambda x: x.clamp(max=2.0),
 }
 
 
@@ -43,6 +52,33 @@ def test_pointwise_functions(name: str) -> None:
     got = POINTWISE[name](secret(S, x))
     assert isinstance(got, SecretTensor)
     assert (opened(got) - POINTWISE[name](x)).abs().max() <= BOUND
+
+
+def test_exp_to_its_bound() -> None:
+    x = torch.linspace(-20, 12, 700, dtype=torch.float64).view(20, 35)
+    assert ((opened(torch.exp(secret(S, x))) - x.exp()).abs() <= 8e-4 * x.exp() + 2.0**-17).all()
+    assert (opened(secret(S, torch.tensor([12.0, 13.0, 4000.0])).exp()) / math.exp(12) - 1).abs().max() < 8e-4
+
+
+def test_an_exp_beyond_its_bound_is_noticed() -> None:
+    """By the check at the end of a call: the bounded value is not what the model asked for."""
+    session = plain_session()
+    for largest, fine in ((12.2, True), (12.3, False)):
+        session.known.owed.clear()
+        torch.exp(secret(session, torch.tensor([[0.0, largest, -3.0]])))
+        excess, bits = session.known.owed[-1]
+        assert (int(excess.parts[0].abs().max()) < 1 << bits) == fine
+
+
+@pytest.mark.parametrize("settings", [{"beta": 2.0}, {"threshold": 5.0}])
+def test_other_softpluses_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(UnsupportedOp, match="softplus with beta"):
+        F.softplus(secret(S, noise(3, 4)), **settings)
+
+
+def test_a_clamp_by_tensors_is_refused() -> None:
+    with pytest.raises(UnsupportedOp, match="public numbers"):
+        secret(S, noise(3, 4)).clamp(min=torch.zeros(4))
 
 
 def test_an_in_place_relu_rebinds() -> None:

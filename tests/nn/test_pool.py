@@ -54,6 +54,12 @@ def test_avg_pool(how: dict[str, object], counted: bool, ring: str) -> None:
     assert (opened(got) - want).abs().max() <= MEAN_ERROR[ring]
 
 
+@pytest.mark.parametrize("size", [1, 3, (2,)])
+def test_adaptive_avg_pool_of_lines(size: int | tuple[int]) -> None:
+    got, want = F.adaptive_avg_pool1d(secret(S64, X[0]), size), F.adaptive_avg_pool1d(X[0], size)
+    assert (opened(got) - want).abs().max() <= MEAN_ERROR["64"]
+
+
 @pytest.mark.parametrize("ring", SESSIONS)
 @pytest.mark.parametrize("size", [1, (3, 7), (4, 3), (None, 2), (9, 7), (1, 1)], ids=str)
 def test_adaptive_avg_pool(size: object, ring: str) -> None:

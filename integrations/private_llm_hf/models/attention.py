@@ -6,13 +6,13 @@ never the additive finfo.min mask, which no fixed-point number holds.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.nn.attention import attend_and_weigh
+from private_llm.nn.ops_softmax import read_mask
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.party.cache import HeldKeys
@@ -51,19 +51,20 @@ def private_attention(
 ) -> tuple[Tensor, None]:
     """q [B, H, q, D], k and v [B, G, kv, D], all secret, to ([B, q, H, D], no attention weights).
 
-    The mask is as wide as the text; of a cache whose policy evicts, the columns of its entries are taken.
+    s_aux: a sink for each head [H], secret or (public weights) plain.
+    The mask is public, boolean or additive, or a secret addend (a learned bias, with public minus infinities). A
+    boolean one is as wide as the text; of a cache whose policy evicts, the columns of its entries are taken.
     """
     if not (isinstance(query, SecretTensor) and isinstance(key, SecretTensor) and isinstance(value, SecretTensor)):
         raise UnsupportedOp(f"{type(module).__name__}: private attention needs secret query, key and value")
-    if s_aux is not None:
-        raise UnsupportedOp(f"{type(module).__name__}: attention sinks (a learned score per head) have no private rule")
     if dropout:
         raise UnsupportedOp("attention dropout on secret tensors; call model.eval()")
     if attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", False):
         raise DomainError(f"{type(module).__name__} is causal but got no mask; the mask function is not registered")
-    if attention_mask is not None and attention_mask.dtype != torch.bool:
-        raise DomainError(f"attention mask: got {attention_mask.dtype}; want a boolean mask, True where allowed")
+    attention_mask, addend = read_mask(attention_mask)
     layer = key.layer if isinstance(key, HeldKeys) else None
+    if layer is not None and addend is not None:
+        raise UnsupportedOp(f"{type(module).__name__}: what is added to scores does not know of evicted entries")
     if layer is not None and attention_mask is not None:
         attention_mask = layer.buffer.columns(attention_mask, query.shape[1])
     out, mass = attend_and_weigh(
@@ -73,12 +74,17 @@ def private_attention(
         attention_mask,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap,
-        _bias(position_bias),
+        _bias(_sum(position_bias, addend)),
         counted=0 if layer is None else layer.policy.mass_queries(query.shape[2]),
+        sinks=None if s_aux is None else _secret(s_aux, query),
     )
     if layer is not None:
         layer.attended(mass)
     return SecretTensor(out.view(lambda part: part.transpose(1, 2))), None
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None else one if other is None else one + other
 
 
 def _bias(bias: Tensor | None) -> Fixed | Tensor | None:
@@ -86,3 +92,12 @@ def _bias(bias: Tensor | None) -> Fixed | Tensor | None:
     if isinstance(bias, SecretTensor):
         return bias.to_fixed()
     return bias if bias is not None and bool(bias.any()) else None
+
+
+def _secret(values: Tensor, like: SecretTensor) -> Fixed:
+    """Weights of the model as a share, secret or public."""
+    if isinstance(values, SecretTensor):
+        return values.to_fixed()
+    session, where = like.session, like.raw.share.parts[0].device
+    elements = session.ring.encode(values, session.frac).to(where)
+    return Fixed(session, session.protocol.on(where).public(elements), session.frac)

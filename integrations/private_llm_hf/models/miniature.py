@@ -20,20 +20,23 @@ WIDTHS = {
     "hidden_size": 32, "n_embd": 32, "d_model": 32, "intermediate_size": 64, "ffn_dim": 64, "n_inner": 64, "d_ff": 64,
     "d_kv": 8, "embedding_size": 16, "head_dim": 8, "rotary_dim": 4, "decoder_ffn_dim": 64, "encoder_ffn_dim": 64,
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32, "kv_lora_rank": 16, "q_lora_rank": 16,
-    "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "word_embed_proj_dim": 32,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 4, "v_head_dim": 8, "word_embed_proj_dim": 32,
     "input_embedding_size": 32, "output_embedding_size": 32, "mlp_dim": 64,
 }  # fmt: skip
 COUNTS = {
     "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "num_decoder_layers": 2, "encoder_layers": 2,
     "decoder_layers": 2, "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4,
     "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 128, "max_position_embeddings": 64,
-    "n_positions": 64, "max_seq_len": 64, "image_size": 16, "patch_size": 8, "num_experts": 4, "num_local_experts": 4,
-    "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "sliding_window": 4, "window_size": 4,
+    "n_positions": 64, "max_seq_len": 64, "image_size": 16, "patch_size": 8, "num_experts": 8, "num_local_experts": 8,
+    "n_routed_experts": 8, "sliding_window": 4, "window_size": 4,
     "vocab_size_per_layer_input": 128, "decoder_vocab_size": 128, "hidden_size_per_layer_input": 8,
 }  # fmt: skip
 """Sizes by the names that families use; what a configuration does not have, or leaves out, stays so."""
 
-_AT_MOST = {"num_experts_per_tok": 2, "moe_k": 2, "first_k_dense_replace": 1, "max_window_layers": 1}
+_AT_MOST = {
+    "num_experts_per_tok": 2, "moe_k": 2, "first_k_dense_replace": 1, "max_window_layers": 1, "n_group": 4,
+    "topk_group": 2,
+}  # fmt: skip
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 _LAYERS = (*_DEPTHS, "n_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 _KEYS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
@@ -41,6 +44,8 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 _STAGES = {"depths": 1, "layers": 1, "hidden_sizes": 16, "embed_dims": 16, "neck_hidden_sizes": 16}
 """Lists with an entry for each stage of a network of images: layers of each, or what widths are divided by."""
+_STAGED_SIDE = 64
+"""Pixels of images for networks in stages."""
 _LARGEST = 60_000_000
 """Weights of a model that is tried at its real width, where no small one can be made."""
 _LONGEST = 8
@@ -84,12 +89,15 @@ def _few_layers(config: PretrainedConfig) -> PretrainedConfig:
 def _arguments(values: dict[str, Any]) -> dict[str, Any]:
     """What a configuration class takes."""
     left_out = {"model_type", "transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype"}
+    left_out |= {"out_features", "out_indices", "stage_names"}  # stages by name, which only backbones give out
     return {key: copy.deepcopy(value) for key, value in values.items() if key not in left_out}
 
 
 def _own_names(values: Mapping[str, Any], renamed: Mapping[str, str]) -> list[tuple[str, str]]:
     """(usual name, name in this configuration) of sizes that it states."""
     sizes = {**WIDTHS, **COUNTS, **_AT_MOST}
+    if isinstance(values.get("depths"), list | tuple):  # a number of layers by another name is one of stages
+        sizes = {name: size for name, size in sizes.items() if name not in _DEPTHS}
     return [(name, renamed.get(name, name)) for name in sizes if _is_size(values.get(renamed.get(name, name)))]
 
 
@@ -116,7 +124,23 @@ def _small(values: dict[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]
             made[name] = _small(value, {})
         if name in _STAGES and isinstance(value, list) and all(_is_size(size) for size in value):
             made[name] = [1 if _STAGES[name] == 1 else max(8, size // _STAGES[name] // 8 * 8) for size in value]
+    if isinstance(values.get("depths"), list | tuple):
+        made |= _small_stages(values)
     return _cut(made, values)
+
+
+def _small_stages(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of a network of images in stages: their sides halve from stage to stage, so that they begin larger."""
+    made: dict[str, Any] = {"image_size": _STAGED_SIDE} if _is_size(values.get("image_size")) else {}
+    if _is_size(values.get("patch_size")):
+        made["patch_size"] = values["patch_size"]
+    heads = values.get("num_heads")
+    if _is_size(values.get("embed_dim")) and isinstance(heads, list | tuple):
+        made["embed_dim"] = 8 * heads[0]
+        made["depths"] = [min(depth, 2) for depth in values["depths"]]  # windows are shifted in every second layer
+        if _is_size(values.get("window_size")) and _is_size(values.get("patch_size")):  # the last stage is one window
+            made |= {"window_size": 2, "image_size": values["patch_size"] * 2 ** len(values["depths"])}
+    return made
 
 
 def _cut(made: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,4 +192,8 @@ def filled(model: PreTrainedModel) -> PreTrainedModel:
             if isinstance(module, _BatchNorm) and module.running_mean is not None and module.running_var is not None:
                 module.running_mean.add_(noise(module.running_mean, 0.1))
                 module.running_var.add_(noise(module.running_var, 0.3).abs())
+                continue
+            for name, value in module.named_buffers(recurse=False):
+                if value.is_floating_point() and name not in module._non_persistent_buffers_set:
+                    value.add_(noise(value, 0.1))  # a checkpoint holds it: a weight by another name
     return model

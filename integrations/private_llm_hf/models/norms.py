@@ -63,7 +63,7 @@ class Norm:
 
 def norm_of(module: nn.Module) -> Norm | None:
     """The norm that a module spells by hand, or None: it is another module, or one that PyTorch spells."""
-    if type(module).forward in _PYTORCH_S or any(True for _ in module.children()):
+    if type(module).forward in _PYTORCH_S or isinstance(module, nn.GroupNorm) or any(True for _ in module.children()):
         return None
     held = {name: value for name, value in module._parameters.items() if value is not None}
     sizes = {tuple(value.shape) for value in held.values()}

@@ -33,6 +33,7 @@ from private_llm_hf.handlers import handler_of, match
 from private_llm_hf.models.architectures import attention_of, table
 from private_llm_hf.models.attention import register
 from private_llm_hf.models.batch_norm import fold_batch_norms
+from private_llm_hf.models.latent import expanded, expands_latents
 from private_llm_hf.party.cache import SecretCache, SecretEncoderDecoderCache
 from private_llm_hf.party.placement import Placement, Value
 from private_llm_hf.patch_plan import make_plan
@@ -141,6 +142,8 @@ def _replace_modules(model: nn.Module) -> None:
         places = match("pool_first", parent)
         if places is not None:
             _pool_first(parent, *places.split())
+        if expands_latents(parent):
+            vars(parent)["expand_kv"] = functools.partial(expanded, parent)
 
 
 def _pool_first(parent: nn.Module, relu: str, pool: str) -> None:

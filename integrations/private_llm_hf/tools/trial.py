@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -156,19 +157,26 @@ def _cases(model: PreTrainedModel) -> Iterator[_Case]:
         yield _Case("on two images", _forward(pixel_values=_pictures(model.config)))
         return
     ids, left = _tokens(model.config)
-    if facts.kind == "encoder-decoder":
+    kind = "encoder" if _is_encoder_of_two(model) else facts.kind
+    if kind == "encoder-decoder":
         yield _Case("on two texts", _forward(input_ids=ids, decoder_input_ids=ids.flip(1)))
     else:
         yield _Case("on two texts", _forward(input_ids=ids))
-    if facts.kind == "encoder":
+    if kind == "encoder":
         right = left.flip(1)
         for side, mask in (("right", right), ("left", left)):
             padded = _forward(input_ids=_padded(ids, mask, model), attention_mask=mask)
             yield _Case(f"with padding on the {side}", padded, mask)
-    elif facts.kind == "decoder":
+    elif kind == "decoder":
         yield _Case("with padding", _forward(input_ids=_padded(ids, left, model), attention_mask=left), left)
     if facts.caches and model.can_generate():
         yield _Case("with padding and a cache", _generate(_padded(ids, left, model), left, model.config))
+
+
+def _is_encoder_of_two(model: PreTrainedModel) -> bool:
+    """Whether this class is the encoder alone of a type that has a decoder, too (T5EncoderModel)."""
+    alone = "decoder_input_ids" not in inspect.signature(type(model).forward).parameters
+    return architecture(model.config).kind == "encoder-decoder" and alone and not model.can_generate()
 
 
 def _tokens(config: PretrainedConfig) -> tuple[Tensor, Tensor]:
@@ -187,9 +195,10 @@ def _padded(ids: Tensor, mask: Tensor, model: PreTrainedModel) -> Tensor:
 
 def _pictures(config: PretrainedConfig) -> Tensor:
     free = architecture(config).images == "any" and not isinstance(config, NetworkConfig)
-    if free and not hasattr(config, "image_size"):
-        channels = getattr(config, "num_channels", 3)
-        return torch.linspace(-40, 40, 2 * channels * _SIDE**2).view(2, channels, _SIDE, _SIDE).sin() * 2
+    seen = getattr(config, "vision_config", config)  # of models of images and texts
+    if free and (seen is not config or not hasattr(config, "image_size")):
+        channels, side = getattr(seen, "num_channels", 3), getattr(seen, "image_size", _SIDE)
+        return torch.linspace(-40, 40, 2 * channels * side**2).view(2, channels, side, side).sin() * 2
     return pictures(config)[:2]
 
 
@@ -258,7 +267,7 @@ def _refusals(model: PreTrainedModel, first: str) -> str:
             return private(pixel_values=secret(_pictures(model.config)), return_dict=True)
         ids, _ = _tokens(model.config)
         embedded = secret(model.get_input_embeddings()(ids))
-        if architecture(model.config).kind == "encoder-decoder":
+        if architecture(model.config).kind == "encoder-decoder" and not _is_encoder_of_two(model):
             return private(inputs_embeds=embedded, decoder_inputs_embeds=embedded, return_dict=True)
         return private(inputs_embeds=embedded, return_dict=True)
 

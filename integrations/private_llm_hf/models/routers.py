@@ -1,0 +1,259 @@
+"""Routers of mixtures of experts: which k experts a token goes to, and with which weights; all of it secret.
+
+Families spell few formulas in many ways: scores are a softmax or sigmoids of a linear layer; k are chosen by score, or
+by score plus a learned correction that balances the experts, among all or among the best groups; weights are the
+scores of those chosen, maybe divided by their sum, times a number. Which of them a module spells is found by trying
+it; one that computes anything else is no router.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from private_llm.approx.reciprocal import reciprocal
+from private_llm.errors import PlaintextLeak, UnsupportedOp
+from private_llm.exact.topk import Groups, among_largest, among_largest_of_groups
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SecretTensor
+
+_ROWS, _WIDTH = 32, 16
+"""Tokens that a router is tried on, and their size."""
+_TOLERANCE = 1e-4
+_CANNOT = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)
+"""What a module may raise that is no router."""
+
+LEAST_SUM = 2.0**-8
+"""Least sum of chosen scores that weights are divided by, where nothing else bounds it; smaller sums count as more."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Scores of all experts, k of them chosen; `normal`: divided by their sum; times `scale`.
+
+    corrected: what the learned correction is added to before the choice. groups: of which only the best are chosen
+    from.
+    """
+
+    k: int
+    normal: bool
+    scale: float
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    corrected: Literal["", "scores", "logits"] = ""
+    groups: Groups | None = None
+
+    def plain(self, logits: Tensor, correction: Tensor | None) -> Tensor:
+        """The formula itself: weights of all experts, [T, n] as the logits."""
+        scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+        choice = logits if self.corrected == "logits" else scores
+        choice = choice + correction if self.corrected and correction is not None else choice
+        if self.groups is not None:
+            parts = choice.unflatten(-1, (self.groups.count, -1))
+            kept = parts.topk(self.groups.best, dim=-1)[0].sum(-1).topk(self.groups.kept, dim=-1)[1]
+            away = torch.ones(parts.shape[:-1], dtype=torch.bool).scatter_(-1, kept, False)
+            choice = parts.masked_fill(away.unsqueeze(-1), float("-inf")).flatten(-2)
+        index = choice.topk(self.k, dim=-1)[1]
+        values = scores.gather(-1, index)
+        values = values / values.sum(-1, keepdim=True) if self.normal else values
+        return torch.zeros_like(scores).scatter_(-1, index, values * self.scale)
+
+    def chosen(self, choice: Fixed) -> Fixed:
+        """Secret zeros and ones [T, n]."""
+        if self.groups is None:
+            return among_largest(choice, self.k)
+        return among_largest_of_groups(choice, self.k, self.groups)
+
+    def sums(self, count: int) -> tuple[float, float]:
+        """Between which numbers the sum of the chosen scores of `count` lies."""
+        if self.score == "sigmoid":
+            return LEAST_SUM, 1.01 * self.k
+        if self.corrected:
+            return LEAST_SUM, 1.01
+        return 0.99 * (self.k if self.groups is None else 1) / count, 1.01  # the best group holds the largest
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where a router holds its weights.
+
+    linear: the child that is its linear layer, or "" for its own `weight` (and `bias`). correction: the name of its own
+    one, of a child that adds one, or "" if there is none, or the caller gives it.
+    """
+
+    linear: str
+    correction: str
+
+
+class PrivateRouter(nn.Module):
+    """Secret weights of all experts for each token: scores, one choice of the k largest, one quotient."""
+
+    def __init__(self, original: nn.Module, routing: Routing, parts: Parts) -> None:
+        super().__init__()
+        self.routing, self.parts = routing, parts
+        for name, value in original.named_parameters(recurse=False):
+            self.register_parameter(name, value)
+        for name, child in original.named_children():
+            self.add_module(name, child)
+
+    def forward(self, hidden_states: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Secret tokens [.., H] to (logits, weights, weights), each [T, n], secret; zero where not chosen.
+
+        correction: [n], of routers that do not hold it. Sigmoids and the correction decide with the sigmoid's error of
+        1e-4: of two experts closer than twice that, either may be chosen. Raises PlaintextLeak for plain tokens,
+        UnsupportedOp without the correction.
+        """
+        if not isinstance(hidden_states, SecretTensor):
+            raise PlaintextLeak("a private router got a plain tensor; its input must be secret")
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if self.parts.linear:
+            logits: Tensor = self.get_submodule(self.parts.linear)(tokens)
+        else:
+            logits = F.linear(tokens, self.get_parameter("weight"), self._parameters.get("bias"))
+        scores = logits.softmax(-1) if self.routing.score == "softmax" else torch.sigmoid(logits)
+        chosen = self.routing.chosen(_secret(self._choice(logits, scores, correction)).to_operand())
+        held = _secret(scores).to_operand().mul(chosen)
+        low, high = self.routing.sums(logits.shape[-1])
+        if self.routing.normal and low < high * 0.98:
+            held = held.mul(reciprocal(held.sum(-1, keepdim=True), low, high))
+        weights: Tensor = SecretTensor(held)
+        weights = weights if self.routing.scale == 1.0 else weights * self.routing.scale
+        return logits, weights, weights
+
+    def _choice(self, logits: Tensor, scores: Tensor, given: Tensor | None) -> Tensor:
+        """What decides: logits, which scores grow with, unless scores are added to something or to each other."""
+        if not self.routing.corrected:
+            groups = self.routing.groups
+            return logits if groups is None or groups.best == 1 else scores
+        choice = logits if self.routing.corrected == "logits" else scores
+        if self.parts.correction in self._modules:
+            made: Tensor = self.get_submodule(self.parts.correction)(choice)
+            return made
+        correction = self._parameters[self.parts.correction] if self.parts.correction else given
+        if correction is None:
+            raise UnsupportedOp("a private router got no correction; its experts are chosen by score and correction")
+        return choice + correction
+
+    def extra_repr(self) -> str:
+        """What is public of it."""
+        return repr(self.routing)
+
+
+def _secret(x: Tensor) -> SecretTensor:
+    if not isinstance(x, SecretTensor):
+        raise PlaintextLeak("a private router's weights became plain")
+    return x
+
+
+# -- what a module is -----------------------------------------------------------------------------------------------
+def router_of(module: nn.Module) -> tuple[Routing, Parts] | None:
+    """The routing that a module spells, found by trying it on random tokens, and its parts; None if it has none."""
+    k = getattr(module, "top_k", None)
+    parts = _parts(module)
+    if parts is None or type(k) is not int:
+        return None
+    linear = module.get_submodule(parts.linear)
+    weight, bias = linear._parameters["weight"], linear._parameters.get("bias")
+    count = 0 if weight is None else weight.shape[0]
+    if not 0 < k <= count:
+        return None
+    random = np.random.default_rng(count)
+    tried, rows, offset, correction = (
+        torch.from_numpy(random.normal(mean, size, shape)).float()
+        for mean, size, shape in (
+            (0.0, 0.5, (count, _WIDTH)), (0.0, 1.0, (_ROWS, _WIDTH)), (0.0, 0.5, count), (-0.5, 0.5, count),
+        )
+    )  # fmt: skip
+    found = _weights(_copied(module, parts, tried, offset, correction), rows, correction)
+    if found is None:
+        return None
+    logits = F.linear(rows, tried, None if bias is None else offset)
+    for routing in _candidates(module, k, count):
+        if torch.allclose(found, routing.plain(logits, correction), rtol=_TOLERANCE, atol=_TOLERANCE):
+            return routing, parts
+    return None
+
+
+def _parts(module: nn.Module) -> Parts | None:
+    """Where the weights are: one matrix, maybe with a bias, maybe one more vector; None for anything else."""
+    held = dict(module.named_parameters())
+    matrices = [name for name, value in held.items() if value.ndim == 2 and value.shape[0] > 1]
+    if len(matrices) != 1 or len(dict(module.named_children())) > 2:
+        return None
+    linear, _, own = matrices[0].rpartition(".")
+    if own != "weight" or (linear and not _is_linear(module._modules.get(linear))):
+        return None
+    count = held.pop(matrices[0]).shape[0]
+    held.pop(f"{linear}.bias" if linear else "bias", None)
+    if len(held) > 1 or any(value.numel() != count for value in held.values()):
+        return None
+    path = next(iter(held), "")
+    if any(name not in (linear, path.partition(".")[0]) for name, _ in module.named_children()):
+        return None
+    return Parts(linear, path.partition(".")[0])
+
+
+def _is_linear(module: nn.Module | None) -> bool:
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _copied(module: nn.Module, parts: Parts, weight: Tensor, bias: Tensor, correction: Tensor) -> nn.Module:
+    """A copy of the router with these weights, for tokens of `_WIDTH` entries."""
+    tried = copy.copy(module)
+    tried._modules = {name: copy.copy(child) for name, child in module.named_children()}
+    for holder in (tried, *tried.children()):
+        values: dict[str, nn.Parameter | None] = dict.fromkeys(holder._parameters)
+        for name, value in holder._parameters.items():
+            if value is not None:
+                made = weight if value.ndim == 2 and value.shape[0] > 1 else bias if name == "bias" else correction
+                values[name] = nn.Parameter(made if value.ndim == made.ndim else made.view(value.shape), False)
+        holder._parameters = values
+    for name in ("hidden_dim", "hidden_size"):
+        if name in vars(tried):
+            setattr(tried, name, _WIDTH)
+    return tried
+
+
+def _weights(tried: nn.Module, rows: Tensor, correction: Tensor) -> Tensor | None:
+    """Weights of all experts [T, n] that a router gives; None if it gives something else."""
+    forward: Callable[..., object] = type(tried).forward.__get__(tried)
+    wanted = [p for p in inspect.signature(forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    more = [correction][: len(wanted) - 1]
+    for tokens in (rows, rows.unsqueeze(0)):
+        try:
+            with torch.no_grad():
+                made = forward(tokens.clone(), *more)
+            if isinstance(made, tuple) and len(made) == 3 and all(isinstance(value, Tensor) for value in made):
+                _, values, index = made
+                return torch.zeros(len(rows), len(correction)).scatter_(-1, index, values.float())
+        except _CANNOT:
+            continue
+    return None
+
+
+def _candidates(module: nn.Module, k: int, count: int) -> Iterator[Routing]:
+    scales = {1.0, *(float(v) for n, v in vars(module).items() if "scal" in n and isinstance(v, float | int))}
+    for groups in _groups(module, k, count):
+        for score in ("softmax", "sigmoid"):
+            for corrected in ("", "scores", "logits"):
+                for normal in (True, False):
+                    for scale in sorted(scales):
+                        yield Routing(k, normal, scale, score, corrected, groups)
+
+
+def _groups(module: nn.Module, k: int, count: int) -> Iterator[Groups | None]:
+    """No groups, and those that the module's settings name."""
+    yield None
+    groups, kept = getattr(module, "num_group", None), getattr(module, "topk_group", None)
+    if type(groups) is not int or type(kept) is not int or groups < 2 or count % groups or not 0 < kept < groups:
+        return
+    for best in (1, 2):
+        if best <= count // groups and k <= kept * (count // groups):
+            yield Groups(groups, kept, best)
