@@ -26,7 +26,7 @@ class HeadActivity:
     """Which heads are active, for the output projection of one attention block."""
 
     def __init__(self, projection: nn.Module, heads: int, tolerance: float) -> None:
-        weight = projection.weight.detach().float()  # type: ignore[union-attr, operator]
+        weight = projection.weight.detach().float()  # type: ignore[operator]
         weight = weight.T if isinstance(projection, Conv1D) else weight  # [out, heads * size]
         self._weight, self._tolerance = weight, tolerance
         parts = weight.unflatten(1, (heads, -1)).permute(1, 2, 0)  # [heads, size, out]
@@ -49,4 +49,5 @@ def block_counts(active: Tensor, block: int) -> Tensor:
     if block == 1:
         return active.float()
     missing = -active.shape[1] % block
-    return nn.functional.pad(active.float(), (0, missing)).unflatten(1, (-1, block)).sum(2)
+    counts: Tensor = nn.functional.pad(active.float(), (0, missing)).unflatten(1, (-1, block)).sum(2)
+    return counts

@@ -26,7 +26,7 @@ class Predictor(nn.Module):
             raise ConfigError(f"predictor: got width {width} and {neurons} neurons; want at least 1 of each")
         if config.rank > width:
             raise ConfigError(
-                f"rank: got {config.rank} for inputs of width {width}; want at most {width}, or there is nothing to save"
+                f"rank: got {config.rank} for inputs of width {width}; want at most {width}, or nothing is saved"
             )
         self.config, self.width, self.neurons = config, width, neurons
         self.units = math.ceil(neurons / config.block)
@@ -43,15 +43,15 @@ class Predictor(nn.Module):
         """Units that may be active at one position: all of them without a budget, and at least one."""
         return self.units if self.config.budget is None else max(1, int(self.config.budget * self.units))
 
-    def scores(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Scores [..., units] in float32, before the threshold."""
         hidden: Tensor = self.fc1(x.float())
         found: Tensor = self.fc2(hidden.relu() if self.config.hidden == "relu" else hidden)
         return found
 
-    def forward(self, x: Tensor) -> Tensor:
+    def predict(self, x: Tensor) -> Tensor:
         """Which units are predicted active, bool [..., units]; within the budget, the highest scores."""
-        return self.select(self.scores(x))
+        return self.select(self(x))
 
     def select(self, scores: Tensor) -> Tensor:
         """The threshold and the budget, on scores [..., units]."""
@@ -74,8 +74,8 @@ class Predictor(nn.Module):
         made = type(self)(self.width, self.neurons, config)
         if (made.units, config.rank) != (self.units, self.config.rank):
             raise ConfigError(
-                f"predictor: got rank {config.rank} and block {config.block} for weights of rank {self.config.rank} and "
-                f"block {self.config.block}; train another predictor for another shape"
+                f"predictor: got rank {config.rank} and block {config.block} for weights of rank {self.config.rank} "
+                f"and block {self.config.block}; train another predictor for another shape"
             )
         made.load_state_dict(self.state_dict())
         return made

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from private_llm.errors import PatchMismatch, refuse_unknown
-from private_llm_hf.sparsity.activations import ReLULinear, zeroes
+from private_llm_hf.sparsity.activations import zeroes
 from private_llm_hf.sparsity.settings import Kind
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
@@ -72,7 +72,9 @@ class _Call:
     returned: Tensor
 
 
-def find_sites(model: PreTrainedModel, inputs: Mapping[str, Any], kinds: tuple[Kind, ...] = ("ffn", "heads")) -> list[Site]:
+def find_sites(
+    model: PreTrainedModel, inputs: Mapping[str, Any], kinds: tuple[Kind, ...] = ("ffn", "heads")
+) -> list[Site]:
     """All sites of these kinds in the order in which they run.
 
     inputs: arguments of one call, a short one will do. Feed-forward blocks whose activation does not make zeros are
@@ -165,8 +167,8 @@ def _blocks(model: PreTrainedModel, calls: list[_Call]) -> list[Site]:
     twice = sorted({str(name) for name in shared if shared.count(name) > 1})
     if twice:
         raise PatchMismatch(
-            f"{type(model).__name__}: the activation {', '.join(twice)} serves several linear layers, so its zeros cannot "
-            "be told apart; give every layer a module of its own"
+            f"{type(model).__name__}: the activation {', '.join(twice)} serves several linear layers, so its zeros "
+            "cannot be told apart; give every layer a module of its own"
         )
     return list(found.values())
 

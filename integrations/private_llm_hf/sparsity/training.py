@@ -72,8 +72,13 @@ def train_predictor(
     train, held_out = split_rows(len(recording), training)
     predictor = Predictor(recording.site.width, recording.site.units, config, training.seed)
     optimizer = torch.optim.AdamW(predictor.parameters(), lr=training.rate, weight_decay=training.decay)
-    done, best = _Progress(), {}
-    facts = {"site": recording.site.to_dict(), "config": config.to_dict(), "training": training.to_dict()}
+    done = _Progress()
+    best: dict[str, Tensor] = {}
+    facts: dict[str, object] = {
+        "site": recording.site.to_dict(),
+        "config": config.to_dict(),
+        "training": training.to_dict(),
+    }
     if checkpoint is not None and checkpoint.exists():
         done, best = _load(checkpoint, facts, predictor, optimizer)
     elif config.hidden == "linear":
@@ -83,14 +88,14 @@ def train_predictor(
     def scored() -> Iterator[tuple[Tensor, Tensor]]:
         for x, active in recording.batches(held_out, _READ):
             counts = block_counts(active, config.block)
-            yield predictor.scores(x.to(accelerator.device)).cpu(), counts
+            yield predictor(x.to(accelerator.device)).cpu(), counts
 
     while not done.finished:
         if done.epoch:  # the first validation is of the starting point
             _epoch(recording, train, config, training, done, model, optimizer, accelerator)
         with torch.no_grad():
             threshold = threshold_for(config.target_recall, scored)
-            precision = _measure(scored, lambda scores, t=threshold: scores > t).precision
+            precision = _measure(scored, _above(threshold)).precision
         if precision > done.best:
             done.best, done.threshold, done.since = precision, threshold, 0
             best = {name: value.detach().cpu().clone() for name, value in predictor.state_dict().items()}
@@ -106,13 +111,13 @@ def train_predictor(
     predictor.load_state_dict(best)
     predictor.cpu()
     with torch.no_grad():
-        predictor.fc2.bias -= done.threshold
+        predictor.fc2.bias.sub_(done.threshold)
         validation = _measure(lambda: _plain(predictor, recording, held_out), predictor.select)
     return Trained(predictor, validation, done.epoch - 1)
 
 
-def measure(predictor: Predictor, recording: Recording, most_rows: int | None = None) -> Measures:
-    """Recall and precision on a recording, with the predictor's own threshold and budget.
+def measure(predictor: Predictor, recording: Recording, rows: Tensor | None = None) -> Measures:
+    """Recall and precision on a recording (or these rows of it), with the predictor's own threshold and budget.
 
     Raises ConfigError for a recording of another site.
     """
@@ -122,9 +127,9 @@ def measure(predictor: Predictor, recording: Recording, most_rows: int | None = 
             f"recording of '{recording.site.name}': width {recording.site.width} and {recording.site.units} units; the "
             f"predictor has {predictor.width} and {predictor.neurons}: record the model that it was trained for"
         )
-    rows = torch.arange(min(len(recording), most_rows or len(recording)))
+    chosen = torch.arange(len(recording)) if rows is None else rows
     with torch.no_grad():
-        return _measure(lambda: _plain(predictor, recording, rows), predictor.select)
+        return _measure(lambda: _plain(predictor, recording, chosen), predictor.select)
 
 
 def split_rows(rows: int, training: TrainingConfig) -> tuple[Tensor, Tensor]:
@@ -135,7 +140,9 @@ def split_rows(rows: int, training: TrainingConfig) -> tuple[Tensor, Tensor]:
     held = (torch.arange(rows) // run) % every == every // 2
     train, held_out = (~held).nonzero()[:, 0], held.nonzero()[:, 0]
     if not len(train) or not len(held_out):
-        raise ConfigError(f"{rows} recorded positions are too few to hold out {training.validation:g} of them; record more")
+        raise ConfigError(
+            f"{rows} recorded positions are too few to hold out {training.validation:g} of them; record more"
+        )
     return train, held_out
 
 
@@ -164,7 +171,7 @@ def _epoch(
         rate = training.rate * (1 - ((done.epoch - 1) * len(parts) + number) / total)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss = weighted_loss(_scores(model, x.to(accelerator.device)), counts, done.log_weight)
+        loss = weighted_loss(model(x.to(accelerator.device)), counts, done.log_weight)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -182,10 +189,8 @@ def weighted_loss(scores: Tensor, counts: Tensor, log_weight: float) -> Tensor:
     return torch.nn.functional.binary_cross_entropy_with_logits(scores, active.float(), weights)
 
 
-def _scores(model: torch.nn.Module, x: Tensor) -> Tensor:
-    inner = model.module if hasattr(model, "module") else model
-    found: Tensor = inner.scores(x)  # type: ignore[operator]
-    return found
+def _above(threshold: float) -> Callable[[Tensor], Tensor]:
+    return lambda scores: scores > threshold
 
 
 def _labelled(recording: Recording, rows: Tensor, block: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -195,7 +200,7 @@ def _labelled(recording: Recording, rows: Tensor, block: int) -> Iterator[tuple[
 
 def _plain(predictor: Predictor, recording: Recording, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     for x, active in recording.batches(rows, _READ):
-        yield predictor.scores(x), block_counts(active, predictor.config.block)
+        yield predictor(x), block_counts(active, predictor.config.block)
 
 
 def _measure(scored: Callable[[], Iterator[tuple[Tensor, Tensor]]], select: Callable[[Tensor], Tensor]) -> Measures:
@@ -228,7 +233,9 @@ def _load(
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
         if json.loads(metadata["facts"]) != json.loads(json.dumps(facts)):
-            raise ConfigError(f"{path}: a checkpoint of other settings or another site; give the same, or another folder")
+            raise ConfigError(
+                f"{path}: a checkpoint of other settings or another site; give the same, or another folder"
+            )
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     predictor.load_state_dict({n.removeprefix("now/"): v for n, v in tensors.items() if n.startswith("now/")})
     state: dict[int, dict[str, Tensor]] = {}
