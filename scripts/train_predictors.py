@@ -116,11 +116,11 @@ def train(
         task = bar.add_task("training", total=count * (args.epochs + 1))
         started: list[str] = []
 
-        def step(site: Site, epoch: int, precision: float) -> None:
+        def step(site: Site, epoch: int, f1: float) -> None:
             if site.name not in started:
                 started.append(site.name)
             done = (len(started) - 1) * (args.epochs + 1) + epoch + 1
-            bar.update(task, completed=done, description=f"{site.name}: precision {precision:.3f}")
+            bar.update(task, completed=done, description=f"{site.name}: F1 {f1:.3f}")
 
         return train_set(
             model, args.recordings / "train", {kind: settings[kind] for kind in args.kinds}, training,
@@ -207,7 +207,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rank", type=int, default=32, help="rank of the predictors; at most the model's width")
     add("--heads-rank", type=int, help="rank of the heads' predictors (default: the same)")
     add("--threshold", type=float, default=0.0, help="score above which a unit is predicted active")
-    add("--recall", type=float, default=0.95, help="recall that threshold 0 gets on validation text")
+    add("--recall", type=float, default=0.95, help="recall that threshold 0 gets at least on validation text")
     add("--block", type=int, default=1, help="neurons that are predicted together")
     add("--budget", type=float, help="largest share of neurons that may be predicted active at a position")
     add("--budget-share", type=float, help="give each layer the budget that this share of positions keeps to")
@@ -218,7 +218,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, default=8, help="rows in a call of the model")
     add("--epochs", type=int, default=12, help="most passes over the recording")
     add("--rate", type=float, default=2e-3, help="peak learning rate")
-    add("--patience", type=int, default=3, help="epochs without a better precision before a layer ends")
+    add("--patience", type=int, default=3, help="epochs without a better F1 before a layer ends")
     add("--plot", type=Path, metavar="PICTURE", help="draw precision and recall by layer")
     add("--threads", type=int, help="torch threads (default: torch's own choice)")
     add("--cpu", action="store_true", help="do not use an accelerator")

@@ -35,6 +35,11 @@ class Measures:
     predicted: float
     most: int
 
+    @property
+    def f1(self) -> float:
+        """Harmonic mean of precision and recall."""
+        return 2 * self.precision * self.recall / max(self.precision + self.recall, 1e-12)
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
         return asdict(self)
@@ -72,9 +77,10 @@ class Counter:
 
 
 def threshold_for(recall: float, scored: Scored) -> float:
-    """The highest threshold (of 2^16 between the extremes) above which at least this share of active neurons scores.
+    """The threshold with the best F1 of those that reach this recall; of 2^16 between the active units' scores.
 
-    0 if nothing is active. Goes over the data twice; memory does not grow with it.
+    Where few units are inactive, that is below the one that just reaches it. 0 if nothing is active. Goes over the
+    data twice; memory does not grow with it.
     """
     low, high, total = float("inf"), float("-inf"), 0.0
     for scores, counts in scored():
@@ -84,11 +90,20 @@ def threshold_for(recall: float, scored: Scored) -> float:
     if not total:
         return 0.0
     step = (high - low) / _BINS or 1e-6
-    found = torch.zeros(_BINS + 1, dtype=torch.float64)
+    neurons, active, inactive = (torch.zeros(_BINS + 1, dtype=torch.float64) for _ in range(3))
     for scores, counts in scored():
-        hits = counts > 0
-        bins = ((scores[hits].double() - low) / step).long().clamp_(0, _BINS)
-        found += torch.bincount(bins.cpu(), counts[hits].double().cpu(), minlength=_BINS + 1)
-    above = found.flip(0).cumsum(0).flip(0)  # above[b]: weight of what scores at least low + b step
-    best = int((above >= recall * total).nonzero().max())
+        bins = ((scores.double() - low) / step).floor().clamp(-1, _BINS).long()
+        hits, misses = counts > 0, (counts == 0) & (bins >= 0)
+        neurons += torch.bincount(bins[hits], counts[hits].double(), minlength=_BINS + 1)
+        active += torch.bincount(bins[hits], minlength=_BINS + 1)
+        inactive += torch.bincount(bins[misses], minlength=_BINS + 1)
+    neurons, active, inactive = (_above(found) for found in (neurons, active, inactive))
+    found_share, right_share = neurons / total, active / (active + inactive).clamp_min(1)
+    f1 = 2 * found_share * right_share / (found_share + right_share).clamp_min(1e-12)
+    best = int(f1.masked_fill(found_share < recall, -1.0).argmax())
     return low + (best - 1) * step
+
+
+def _above(counted: Tensor) -> Tensor:
+    """Sums from each bin upwards."""
+    return counted.flip(0).cumsum(0).flip(0)

@@ -22,7 +22,7 @@ from private_llm_hf.sparsity.sites import Site
 from private_llm_hf.sparsity.training import measure, split_rows, train_predictor
 
 Step = Callable[[Site, int, float], None]
-"""Called after each epoch: the site, the epoch, the best precision so far."""
+"""Called after each epoch: the site, the epoch, the best F1 so far."""
 
 
 def train_set(
@@ -46,9 +46,9 @@ def train_set(
         if site.kind == "heads":
             config = replace(config, tolerance=recording.tolerance)
 
-        def report(epoch: int, precision: float, site: Site = site) -> None:
+        def report(epoch: int, f1: float, site: Site = site) -> None:
             if step is not None:
-                step(site, epoch, precision)
+                step(site, epoch, f1)
 
         checkpoint = None if checkpoints is None else checkpoints / f"{site.name}.safetensors"
         trained = train_predictor(recording, config, training, checkpoint, accelerator, report)

@@ -1,8 +1,8 @@
 """Training one predictor on a recording: weighted cross-entropy, early stop, checkpoints, calibration.
 
-Each epoch ends with validation: the threshold t that reaches the target recall, and the precision there. The weight of
-active units moves so that t goes to 0 (with cross-entropy, a weight w shifts scores by log w); the epoch with the best
-precision is kept, and its t is taken off the bias: threshold 0 then has the target recall on the validation data.
+Each epoch ends with validation: the best threshold t that reaches the target recall, and F1 there. The weight of active
+units moves so that t goes to 0 (with cross-entropy, a weight w shifts scores by log w); the epoch with the best F1 is
+kept, and its t is taken off the bias: threshold 0 then has the target recall on the validation data.
 Epochs begin from their own seeds and checkpoints are whole, so an interrupted run ends as one that was not.
 """
 
@@ -34,7 +34,7 @@ _STEP, _LOWEST, _HIGHEST = 1.0, -4.0, 6.0
 """How far the logarithm of the weight moves after an epoch, and its bounds."""
 
 Report = Callable[[int, float], None]
-"""Called after each epoch with its number and the best precision so far."""
+"""Called after each epoch with its number and the best F1 so far."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ def train_predictor(
             _epoch(recording, train, config, training, done, model, optimizer, accelerator)
         with torch.no_grad():
             threshold = threshold_for(config.target_recall, scored)
-            precision = _measure(scored, _above(threshold)).precision
-        if precision > done.best:
-            done.best, done.threshold, done.since = precision, threshold, 0
+            f1 = _measure(scored, _above(threshold)).f1
+        if f1 > done.best:
+            done.best, done.threshold, done.since = f1, threshold, 0
             best = {name: value.detach().cpu().clone() for name, value in predictor.state_dict().items()}
         else:
             done.since += 1
