@@ -1,8 +1,8 @@
 """Training one predictor on a recording: weighted cross-entropy, early stop, checkpoints, calibration.
 
-Each epoch ends with validation: the best threshold t that reaches the target recall, and F1 there. The weight of active
-units moves so that t goes to 0 (with cross-entropy, a weight w shifts scores by log w); the epoch with the best F1 is
-kept, and its t is taken off the bias: threshold 0 then has the target recall on the validation data.
+Each epoch begins with validation: the best threshold t that reaches the target recall, and F1 there. t is taken off the
+bias, so that threshold 0 has the target recall, and the weight of active units becomes the one under which the mean
+score stays there: both classes then pull at the bias with the same force. The epoch with the best F1 is kept.
 Epochs begin from their own seeds and checkpoints are whole, so an interrupted run ends as one that was not.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from private_llm.errors import ConfigError
 from private_llm_hf.sparsity.activity import block_counts
-from private_llm_hf.sparsity.measures import Counter, Measures, threshold_for
+from private_llm_hf.sparsity.measures import Counter, Measures, Scored, threshold_for
 from private_llm_hf.sparsity.predictor import Predictor
 from private_llm_hf.sparsity.recordings import Recording
 from private_llm_hf.sparsity.settings import PredictorConfig, TrainingConfig
@@ -30,8 +30,8 @@ from private_llm_hf.sparsity.start import start_from_regression
 _RUN = 512
 """Consecutive positions that are held out together: neighbours in a text are too alike to be on both sides."""
 _READ = 4096
-_STEP, _LOWEST, _HIGHEST = 1.0, -4.0, 6.0
-"""How far the logarithm of the weight moves after an epoch, and its bounds."""
+_LIGHTEST, _HEAVIEST = 0.02, 500.0
+"""Bounds of the weight of active units."""
 
 Report = Callable[[int, float], None]
 """Called after each epoch with its number and the best F1 so far."""
@@ -48,12 +48,11 @@ class Trained:
 
 @dataclass
 class _Progress:
-    """How far a run has got. threshold: of the best epoch."""
+    """How far a run has got. weight: of active units in the next epoch. best: F1."""
 
     epoch: int = 0
-    log_weight: float = 0.0
+    weight: float = 1.0
     best: float = -1.0
-    threshold: float = 0.0
     since: int = 0
     finished: bool = False
 
@@ -94,14 +93,14 @@ def train_predictor(
         if done.epoch:  # the first validation is of the starting point
             _epoch(recording, train, config, training, done, model, optimizer, accelerator)
         with torch.no_grad():
-            threshold = threshold_for(config.target_recall, scored)
-            f1 = _measure(scored, _above(threshold)).f1
+            predictor.fc2.bias.sub_(threshold_for(config.target_recall, scored))
+            f1 = _measure(scored, _positive).f1
+            done.weight = min(max(balance(scored), _LIGHTEST), _HEAVIEST)
         if f1 > done.best:
-            done.best, done.threshold, done.since = f1, threshold, 0
+            done.best, done.since = f1, 0
             best = {name: value.detach().cpu().clone() for name, value in predictor.state_dict().items()}
         else:
             done.since += 1
-        done.log_weight = min(max(done.log_weight - min(max(threshold, -_STEP), _STEP), _LOWEST), _HIGHEST)
         done.finished = done.epoch >= training.epochs or done.since >= training.patience
         done.epoch += 1
         if checkpoint is not None:
@@ -111,7 +110,6 @@ def train_predictor(
     predictor.load_state_dict(best)
     predictor.cpu()
     with torch.no_grad():
-        predictor.fc2.bias.sub_(done.threshold)
         validation = _measure(lambda: _plain(predictor, recording, held_out), predictor.select)
     return Trained(predictor, validation, done.epoch - 1)
 
@@ -171,26 +169,40 @@ def _epoch(
         rate = training.rate * (1 - ((done.epoch - 1) * len(parts) + number) / total)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss = weighted_loss(model(x.to(accelerator.device)), counts, done.log_weight)
+        loss = weighted_loss(model(x.to(accelerator.device)), counts, done.weight)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
 
 
-def weighted_loss(scores: Tensor, counts: Tensor, log_weight: float) -> Tensor:
-    """Binary cross-entropy of scores [N, units]; an active unit weighs exp(log_weight) times its active neurons.
+def weighted_loss(scores: Tensor, counts: Tensor, weight: float) -> Tensor:
+    """Binary cross-entropy of scores [N, units]; an active unit weighs more by its neurons.
 
-    counts: active neurons per unit [N, units]; the mean active unit weighs exp(log_weight), an inactive one 1.
+    counts: active neurons per unit [N, units]; the mean active unit weighs `weight`, an inactive one 1.
     """
     active = counts > 0
-    mean = counts.sum() / active.sum().clamp_min(1)
-    weights = torch.where(active, counts / mean * torch.tensor(log_weight).exp(), 1.0)
+    weights = torch.where(active, counts / _mean(counts).clamp_min(1e-12) * weight, 1.0)
     return torch.nn.functional.binary_cross_entropy_with_logits(scores, active.float(), weights)
 
 
-def _above(threshold: float) -> Callable[[Tensor], Tensor]:
-    return lambda scores: scores > threshold
+def balance(scored: Scored) -> float:
+    """The weight of active units under which the bias of `weighted_loss` stays: the pull of inactive units over theirs."""
+    down = up = 0.0
+    for scores, counts in scored():
+        weights, chances = counts / _mean(counts).clamp_min(1e-12), scores.sigmoid()
+        down += float(chances[counts == 0].double().sum())
+        up += float((weights * (1 - chances)).double().sum())
+    return down / max(up, 1e-12)
+
+
+def _mean(counts: Tensor) -> Tensor:
+    """Of the active units."""
+    return counts.sum() / (counts > 0).sum().clamp_min(1)
+
+
+def _positive(scores: Tensor) -> Tensor:
+    return scores > 0
 
 
 def _labelled(recording: Recording, rows: Tensor, block: int) -> Iterator[tuple[Tensor, Tensor]]:
