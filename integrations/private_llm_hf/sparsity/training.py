@@ -187,7 +187,7 @@ def weighted_loss(scores: Tensor, counts: Tensor, weight: float) -> Tensor:
 
 
 def balance(scored: Scored) -> float:
-    """The weight of active units under which the bias of `weighted_loss` stays: the pull of inactive units over theirs."""
+    """The weight of active units under which the bias of `weighted_loss` stays: the pull of the others over theirs."""
     down = up = 0.0
     for scores, counts in scored():
         weights, chances = counts / _mean(counts).clamp_min(1e-12), scores.sigmoid()
