@@ -90,6 +90,9 @@ def record_text(args: argparse.Namespace, model: PreTrainedModel, texts: list[st
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     ids = torch.cat([encode(tokenizer, text) for text in texts])
     rows = windows(ids, args.length, first_token(tokenizer))
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and args.length > limit:
+        raise SystemExit(f"--length {args.length}: {args.model} has {limit} positions; want at most that.")
     if not len(rows):
         raise SystemExit(f"The text has {len(ids)} tokens; want at least {args.length}: give more, or lower --length.")
     sites = find_sites(model, next(batches(model, rows[:1], 1)), tuple(args.kinds))
