@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ import transformers
 from accelerate import Accelerator
 from private_llm_hf.checkpoint.model_spec import model_class
 from private_llm_hf.models.architectures import architecture
+from private_llm_hf.sparsity.apply import predicted_only
 from private_llm_hf.sparsity.collect import record
 from private_llm_hf.sparsity.predictor_set import PredictorSet
 from private_llm_hf.sparsity.recordings import recordings
@@ -39,7 +41,7 @@ from private_llm_hf.sparsity.train_set import train_set
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
-from train_demo_model import encode, load_texts, windows
+from train_demo_model import encode, load_texts, total_nll, windows
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from private_llm.commands.pyplot import load_pyplot
@@ -131,6 +133,22 @@ def train(
         )  # fmt: skip
 
 
+def perplexities(args: argparse.Namespace, model: PreTrainedModel, found: PredictorSet) -> dict[str, float]:
+    """Of a decoder on the test text: the model, and what is left of it if it computes only what is predicted."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    ids = encode(tokenizer, args.test.read_text(encoding="utf-8"))[: args.test_rows]
+
+    def perplexity() -> float:
+        return round(math.exp(total_nll(model, ids, args.length, first_token(tokenizer)) / len(ids)), 3)
+
+    rows = {"model": perplexity()}
+    for kind in args.kinds:
+        part = PredictorSet(found.model, [member for member in found if member.site.kind == kind])
+        with predicted_only(model, part):
+            rows[f"predicted {kind} only"] = perplexity()
+    return rows
+
+
 def plot(found: PredictorSet, path: Path) -> None:
     """Precision and recall of each layer at the predictors' threshold, one panel for each kind."""
     pyplot = load_pyplot()
@@ -191,7 +209,10 @@ def main(args: argparse.Namespace) -> None:
     Console(width=140).print(found)
     if args.plot:
         plot(found, args.plot)
-    print(json.dumps({"model": Path(args.model).name, **summary(found), "out": str(args.out)}))
+    row = {"model": Path(args.model).name, **summary(found), "out": str(args.out)}
+    if args.test and architecture(model.config).kind == "decoder":
+        row["perplexity"] = perplexities(args, model, found)
+    print(json.dumps(row))
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

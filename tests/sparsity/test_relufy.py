@@ -21,9 +21,10 @@ from tests.sparsity.models import batch
 
 NATIVE = [
     ("gpt2", "relu"), ("gpt2", "relu2"), ("gpt2", "shifted-relu"), ("llama", "relu"), ("llama", "relu2"),
-    ("bert", "shifted-relu"), ("t5", "relu2"), ("falcon", "relu"), ("gemma2", "relu"), ("vit", "relu"),
+    ("llama", "shifted-relu"), ("bert", "shifted-relu"), ("t5", "relu2"), ("falcon", "relu"), ("gemma2", "relu"),
+    ("vit", "relu"),
 ]  # fmt: skip
-OURS = [("llama", "shifted-relu"), ("llama", "drelu"), ("t5", "shifted-relu"), ("gemma2", "drelu")]
+OURS = [("qwen2", "shifted-relu"), ("llama", "drelu"), ("t5", "shifted-relu"), ("gemma2", "drelu")]
 
 
 def answer(model: PreTrainedModel, name: str) -> torch.Tensor:

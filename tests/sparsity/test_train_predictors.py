@@ -53,7 +53,8 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_files(
     picture = tmp_path / "picture.png"
     script.main(script.parse_args(quick(models / "opt", tmp_path / "whole", "--plot", str(picture))))
     row = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(row) == {"model", "ffn", "heads", "out"}
+    assert set(row) == {"model", "ffn", "heads", "out", "perplexity"}
+    assert len(set(row["perplexity"].values())) == 3
     assert (row["ffn"]["rank"], row["heads"]["rank"]) == (5, 2)
     assert picture.read_bytes().startswith(b"\x89PNG")
     usual, calls = train_set.train_predictor, []

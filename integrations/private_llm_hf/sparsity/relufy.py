@@ -1,10 +1,11 @@
 """Swapping GELU or SiLU for an activation that makes zeros, and saving a model that says so.
 
 "relu" and "relu2" have names in transformers: the saved model loads by itself. "shifted-relu", relu(x - shift), is ReLU
-with another bias: where FC1 has a bias, the shift goes into it, and the saved model is a ReLU model. Elsewhere, and for
-"drelu", relu(gate) * relu(up), transformers has no class. The saved configuration then names an activation that
-transformers does not know, so that loading it there fails instead of computing something else, and relufied.json beside
-it tells `load_relufied` what to put in place.
+with another bias: where FC1 has a bias, or can get one (`mlp_bias` of Llama's configuration), the shift goes into it,
+and the saved model is a ReLU model. Elsewhere, and for "drelu", relu(gate) * relu(up), transformers has no class, and a
+private run refuses the model, since parties build it from transformers' classes. The saved configuration then names an
+activation that transformers does not know, so that loading it there fails instead of computing something else, and
+relufied.json beside it tells `load_relufied` what to put in place.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from transformers.activations import ACT2FN
 
 from private_llm.errors import ConfigError, PatchMismatch, refuse_unknown
 from private_llm_hf.sparsity.activations import ReLULinear, ShiftedReLU
-from private_llm_hf.sparsity.sites import activations_of
+from private_llm_hf.sparsity.sites import Site, activations_of
 
 Activation = Literal["relu", "relu2", "shifted-relu", "drelu"]
 ACTIVATIONS: tuple[Activation, ...] = ("relu", "relu2", "shifted-relu", "drelu")
@@ -77,7 +78,7 @@ def relufy(
     if activation == "drelu" and ungated:
         raise PatchMismatch(f"{kind}: dReLU needs a gate and an up projection, '{ungated[0]}' has none; use 'relu'")
     firsts = [model.get_submodule(site.name) for site, _ in blocks]
-    folds = activation == "shifted-relu" and all(isinstance(first.bias, Tensor) for first in firsts)
+    folds = activation == "shifted-relu" and _have_biases(model, blocks)
     made = Relufied(
         activation, old, activation in ("relu", "relu2") or folds, tuple(str(site.activation) for site, _ in blocks),
         tuple(site.readers[1] for site, _ in blocks) if activation == "drelu" else (),
@@ -137,6 +138,17 @@ def load_relufied(folder: str | Path) -> PreTrainedModel:
     if not made.native:
         put_in_place(model, made)
     return model.eval()
+
+
+def _have_biases(model: PreTrainedModel, blocks: list[tuple[Site, nn.Module]]) -> bool:
+    """Whether every FC1 or gate has a bias; zeros are put in where only a setting of the model is in the way."""
+    if getattr(model.config, "mlp_bias", None) is False:
+        layers = [model.get_submodule(name) for site, _ in blocks for name in (*site.readers, site.writer)]
+        for layer in layers:
+            weight = layer.get_parameter("weight")
+            layer.bias = nn.Parameter(torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device))
+        model.config.mlp_bias = True
+    return all(isinstance(model.get_submodule(site.name).bias, Tensor) for site, _ in blocks)
 
 
 def _module(made: Relufied) -> nn.Module:
