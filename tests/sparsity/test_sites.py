@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from private_llm_hf.sparsity.sites import Site, find_sites
+from transformers import BertForMaskedLM
 
 from private_llm.errors import ConfigError, PatchMismatch
 from tests.hf.tiny import build
@@ -47,6 +48,18 @@ def test_blocks_are_found_in_every_family(name: str) -> None:
 def test_gate_and_up_read_the_same_input() -> None:
     (first, *_) = find_sites(sparse("llama"), batch("llama"), ("ffn",))
     assert [name.split(".")[-1] for name in first.readers] == ["gate_proj", "up_proj"]
+
+
+def test_a_block_as_wide_as_its_input_does_not_take_up_for_the_last_layer() -> None:
+    model = build("llama", hidden_act="relu", intermediate_size=64)
+    (first, *_) = find_sites(model, batch("llama"), ("ffn",))
+    assert [name.split(".")[-1] for name in (*first.readers, first.writer)] == ["gate_proj", "up_proj", "down_proj"]
+
+
+def test_the_head_of_a_masked_model_is_no_layer() -> None:
+    model = build("bert", BertForMaskedLM, hidden_act="relu")
+    sites = find_sites(model, batch("bert"))
+    assert [site.layer for site in sites if site.kind == "ffn"] == [0, 1]
 
 
 def test_cross_attention_reads_the_decoder_for_queries_alone() -> None:

@@ -111,6 +111,28 @@ def test_a_checkpoint_of_other_settings_is_refused(recording: Recording, tmp_pat
             train_predictor(recording, config, training, path)
 
 
+def test_the_best_epoch_is_kept(recording: Recording) -> None:
+    config = PredictorConfig(rank=4)
+    start = train_predictor(recording, config, replace(QUICK, epochs=0))
+    harmful = train_predictor(recording, config, replace(QUICK, epochs=2, rate=50.0))
+    assert harmful.epochs == 2
+    assert harmful.validation == start.validation
+
+
+def test_every_epoch_has_an_order_of_its_own(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, sizes = Recording.read, []
+
+    def watched(self: Recording, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if len(rows) == 2048:
+            sizes.append(rows.tolist())
+        return read(self, rows)
+
+    monkeypatch.setattr(Recording, "read", watched)
+    train_predictor(recording, PredictorConfig(rank=2), replace(QUICK, epochs=2, batch=2048, rate=1e-4))
+    assert len(sizes) == 4, "two whole batches in each of two epochs"
+    assert sizes[0] != sizes[2]
+
+
 def test_it_stops_when_nothing_gets_better(recording: Recording) -> None:
     epochs: list[int] = []
     training = replace(QUICK, epochs=50, patience=2, rate=1e-12)
