@@ -1,0 +1,46 @@
+"""A plaintext model that computes only what its predictors foretell: the reference for a run that skips the rest.
+
+Neurons that are not predicted active count as zero before the layer that reads them, heads before the output
+projection. Keys and values of all heads are kept, as if none had been skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor
+
+
+@contextmanager
+def predicted_only(model: PreTrainedModel, predictors: PredictorSet) -> Iterator[None]:
+    """While it lasts, `model` leaves out what `predictors` say is inactive. Raises ConfigError for another model's."""
+    predictors.check(model)
+    with ExitStack() as stack:
+        for member in predictors:
+            _listen(model, member, stack)
+        yield
+
+
+def _listen(model: PreTrainedModel, member: SitePredictor, stack: ExitStack) -> None:
+    first, last = model.get_submodule(member.site.readers[0]), model.get_submodule(member.site.writer)
+    predictor = member.predictor.to(next(model.parameters()).device)
+    kept: list[Tensor] = []
+
+    def foretell(_: nn.Module, received: tuple[Any, ...]) -> None:
+        with torch.no_grad():
+            kept.append(predictor.expand(predictor.predict(received[0])))
+
+    def leave_out(_: nn.Module, received: tuple[Any, ...]) -> tuple[Any, ...]:
+        whole, mask = received[0], kept.pop()
+        size = whole.shape[-1] // mask.shape[-1]  # entries of a head's output; 1 for neurons
+        mask = mask.repeat_interleave(size, dim=-1)
+        return (whole * mask.view(whole.shape), *received[1:])
+
+    stack.callback(first.register_forward_pre_hook(foretell).remove)
+    stack.callback(last.register_forward_pre_hook(leave_out).remove)

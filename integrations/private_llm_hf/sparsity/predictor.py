@@ -1,0 +1,81 @@
+"""The predictor: two linear layers of low rank and a threshold (Comet, section 4.1 and figure 7a)."""
+
+from __future__ import annotations
+
+import math
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from private_llm.errors import ConfigError
+from private_llm_hf.sparsity.settings import PredictorConfig
+
+
+class Predictor(nn.Module):
+    """y = W2 a(W1 x + b1) + b2 > threshold, for x: [..., width] and y: [..., units].
+
+    width: of the input. neurons: neurons or heads; units: blocks of them, the last block may be short. Parameters:
+    fc1.weight [rank, width], fc1.bias [rank], fc2.weight [units, rank], fc2.bias [units], float32. New weights depend
+    on `seed` alone. Raises ConfigError for a rank above the width, where the two layers save nothing.
+    """
+
+    def __init__(self, width: int, neurons: int, config: PredictorConfig, seed: int = 0) -> None:
+        super().__init__()
+        if width < 1 or neurons < 1:
+            raise ConfigError(f"predictor: got width {width} and {neurons} neurons; want at least 1 of each")
+        if config.rank > width:
+            raise ConfigError(
+                f"rank: got {config.rank} for inputs of width {width}; want at most {width}, or nothing is saved"
+            )
+        self.config, self.width, self.neurons = config, width, neurons
+        self.units = math.ceil(neurons / config.block)
+        self.fc1 = nn.Linear(width, config.rank)
+        self.fc2 = nn.Linear(config.rank, self.units)
+        chance = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for layer in (self.fc1, self.fc2):
+                layer.weight.normal_(0.0, layer.in_features**-0.5, generator=chance)
+                layer.bias.zero_()
+
+    @property
+    def most(self) -> int:
+        """Units that may be active at one position: all of them without a budget, and at least one."""
+        return self.units if self.config.budget is None else max(1, int(self.config.budget * self.units))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores [..., units] in float32, before the threshold."""
+        hidden: Tensor = self.fc1(x.float())
+        found: Tensor = self.fc2(hidden.relu() if self.config.hidden == "relu" else hidden)
+        return found
+
+    def predict(self, x: Tensor) -> Tensor:
+        """Which units are predicted active, bool [..., units]; within the budget, the highest scores."""
+        return self.select(self(x))
+
+    def select(self, scores: Tensor) -> Tensor:
+        """The threshold and the budget, on scores [..., units]."""
+        active = scores > self.config.threshold
+        if self.most < self.units:
+            best = scores.topk(self.most, dim=-1).indices
+            active &= torch.zeros_like(active).scatter_(-1, best, True)
+        return active
+
+    def expand(self, active: Tensor) -> Tensor:
+        """Units [..., units] as neurons [..., neurons]."""
+        return active.repeat_interleave(self.config.block, dim=-1)[..., : self.neurons]
+
+    def parameters_count(self) -> int:
+        """Number of weights and biases."""
+        return sum(value.numel() for value in self.parameters())
+
+    def with_config(self, config: PredictorConfig) -> Self:
+        """The same weights under another threshold or budget. Raises ConfigError for another shape."""
+        made = type(self)(self.width, self.neurons, config)
+        if (made.units, config.rank) != (self.units, self.config.rank):
+            raise ConfigError(
+                f"predictor: got rank {config.rank} and block {config.block} for weights of rank {self.config.rank} "
+                f"and block {self.config.block}; train another predictor for another shape"
+            )
+        made.load_state_dict(self.state_dict())
+        return made

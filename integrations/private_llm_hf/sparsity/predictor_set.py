@@ -1,0 +1,241 @@
+"""All predictors of one model in a folder: predictors.safetensors and predictors.json, no pickle.
+
+predictors.json (version 1):
+
+- `format`, `version`: what and which.
+- `model`: `name`; `class`, `config` and their digest `model`, as `describe` makes them; `weights`, the `WeightsDigest`
+  of the model's weights.
+- `tensors`: the `WeightsDigest` of the tensor file, so that the two files belong together.
+- `predictors`: in the order in which the model runs them, `site` (names of modules, widths, layer: `Site`), `config`
+  (`PredictorConfig`), `measures` (`Measures` by the name of the data they were taken on).
+
+predictors.safetensors holds, float32, `<site>.fc1.weight` [rank, width], `<site>.fc1.bias` [rank], `<site>.fc2.weight`
+[units, rank] and `<site>.fc2.bias` [units], where `<site>` is the site's name and units are blocks where neurons are
+predicted in blocks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from private_llm.errors import ConfigError, refuse_unknown
+from private_llm_hf.checkpoint.model_spec import describe, model_class
+from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
+from private_llm_hf.checkpoint.weights import WeightList, stream_loaded
+from private_llm_hf.sparsity.measures import Measures
+from private_llm_hf.sparsity.predictor import Predictor
+from private_llm_hf.sparsity.settings import PredictorConfig
+from private_llm_hf.sparsity.sites import Site
+
+FORMAT, VERSION = "private-llm predictors", 1
+_FACTS, _TENSORS = "predictors.json", "predictors.safetensors"
+_KEYS = ("format", "version", "model", "tensors", "predictors")
+_SHOWN = 4
+"""Differing settings that an error names."""
+
+
+@dataclass(frozen=True)
+class SitePredictor:
+    """One predictor, where it belongs, and what it reached: measures by the name of the data."""
+
+    site: Site
+    predictor: Predictor
+    measures: Mapping[str, Measures] = field(default_factory=dict)
+
+
+class PredictorSet:
+    """Predictors by site name, for one model; prints as a table.
+
+    model: facts of `fingerprint`. Raises ConfigError for a predictor that does not fit its site, or a site named twice.
+    """
+
+    def __init__(self, model: Mapping[str, Any], members: list[SitePredictor]) -> None:
+        self.model = dict(model)
+        self._members = {member.site.name: member for member in members}
+        if len(self._members) != len(members):
+            raise ConfigError("predictors: a site is named twice; want one predictor for each")
+        for member in members:
+            found = (member.predictor.config.kind, member.predictor.width, member.predictor.neurons)
+            want = (member.site.kind, member.site.width, member.site.units)
+            if found != want:
+                raise ConfigError(f"site '{member.site.name}': got a predictor of {found}; want {want}")
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[SitePredictor]:
+        return iter(self._members.values())
+
+    def __getitem__(self, name: str) -> SitePredictor:
+        if name not in self._members:
+            raise ConfigError(f"no predictor for '{name}'; there are {', '.join(self._members)}")
+        return self._members[name]
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write both files."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = self._tensors()
+        save_file(tensors, folder / _TENSORS)
+        rows = [
+            {
+                "site": member.site.to_dict(),
+                "config": member.predictor.config.to_dict(),
+                "measures": {name: found.to_dict() for name, found in member.measures.items()},
+            }
+            for member in self
+        ]
+        facts = {"format": FORMAT, "version": VERSION, "model": self.model}
+        facts |= {"tensors": _digest(tensors), "predictors": rows}
+        (folder / _FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> PredictorSet:
+        """Read both files. Raises ConfigError if there are none, or damaged, mixed up or of another version."""
+        folder = Path(folder)
+        facts = _facts(folder)
+        try:
+            tensors = load_file(folder / _TENSORS)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{folder / _TENSORS}: cannot be read ({error}); copy the folder again") from None
+        if _digest(tensors) != facts["tensors"]:
+            raise ConfigError(f"{folder}: {_TENSORS} and {_FACTS} do not belong together; copy both from one place")
+        members = []
+        try:
+            for row in facts["predictors"]:
+                refuse_unknown(row, ("site", "config", "measures"), f"{_FACTS}: ")
+                site, config = Site.from_dict(row["site"]), PredictorConfig.from_dict(row["config"])
+                predictor = Predictor(site.width, site.units, config)
+                own = {name: tensors.pop(f"{site.name}.{name}") for name in predictor.state_dict()}
+                _check_tensors(site.name, own, predictor.state_dict())
+                predictor.load_state_dict(own)
+                measures = {name: Measures(**found) for name, found in row["measures"].items()}
+                members.append(SitePredictor(site, predictor.eval(), measures))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{folder / _FACTS}: not as this version writes it ({error}); copy it again") from None
+        if tensors:
+            raise ConfigError(f"{folder / _TENSORS}: tensors of no predictor: {', '.join(sorted(tensors)[:_SHOWN])}")
+        return cls(facts["model"], members)
+
+    def check(self, model: PreTrainedModel | PretrainedConfig) -> None:
+        """Raise ConfigError unless these predictors were made for this model: class, configuration, and its weights.
+
+        A configuration, or a model on the meta device, has no weights to compare.
+        """
+        made_for = self.model["class"]
+        if isinstance(model, PreTrainedModel):
+            if type(model).__name__ != made_for:
+                raise ConfigError(
+                    f"predictors of a {made_for}; got a {type(model).__name__}: load the model as that class"
+                )
+            config, cls = model.config, type(model)
+        else:
+            config, cls = model, model_class(made_for)
+        found = describe(cls, config)
+        if found["model"] != self.model["model"]:
+            raise ConfigError(
+                f"predictors of another model{self._named()}: {_differences(self.model['config'], found['config'])}; "
+                "train predictors for this one (scripts/train_predictors.py)"
+            )
+        if not isinstance(model, PreTrainedModel) or any(value.is_meta for value in model.parameters()):
+            return
+        if weights_digest(model) != self.model["weights"]:
+            raise ConfigError(
+                f"predictors of the same architecture with other weights{self._named()}: what they foretell is another "
+                "model's activity; load the checkpoint that they were trained on, or train anew"
+            )
+
+    def with_measures(self, data: str, found: Mapping[str, Measures]) -> PredictorSet:
+        """The same set, with measures of each named site on some data."""
+        members = [replace(m, measures={**m.measures, data: found[m.site.name]}) for m in self]
+        return PredictorSet(self.model, members)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(title=f"predictors of {self.model.get('name') or self.model['class']}")
+        for heading in ("site", "rank", "units", "data", "recall", "precision", "active", "predicted", "most"):
+            table.add_column(heading, justify="left" if heading in ("site", "data") else "right", overflow="fold")
+        for member in self:
+            facts = (member.site.name, str(member.predictor.config.rank), str(member.predictor.units))
+            if not member.measures:
+                table.add_row(*facts, "not measured")
+            for data, found in member.measures.items():
+                shares = (found.recall, found.precision, found.activity, found.predicted)
+                table.add_row(*facts, data, *(f"{100 * share:.1f} %" for share in shares), str(found.most))
+        yield table
+
+    def _named(self) -> str:
+        name = self.model.get("name")
+        return f" ({name})" if name else ""
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {
+            f"{member.site.name}.{name}": value.detach().float().contiguous()
+            for member in self
+            for name, value in member.predictor.state_dict().items()
+        }
+
+
+def fingerprint(model: PreTrainedModel, name: str = "") -> dict[str, Any]:
+    """What tells a model from others: class, configuration, their digest, and a digest of the weights."""
+    facts = describe(type(model), model.config)
+    kept = {key: facts[key] for key in ("class", "config", "model")}
+    return {"name": name, **kept, "weights": weights_digest(model)}
+
+
+def weights_digest(model: PreTrainedModel) -> str:
+    """`WeightsDigest` of all weights, tied ones once."""
+    digest = WeightsDigest()
+    stream_loaded(model, WeightList.of(model), digest)
+    return digest.text()
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    path = folder / _FACTS
+    if not path.is_file():
+        raise ConfigError(f"{folder}: no {_FACTS}; want a folder that PredictorSet.save_pretrained wrote")
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: no JSON ({error}); copy it again") from None
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise ConfigError(f"{path}: not of format {FORMAT!r}; want a folder that PredictorSet.save_pretrained wrote")
+    if facts.get("version") != VERSION:
+        raise ConfigError(f"{path}: version {facts.get('version')!r}; this private-llm reads {VERSION}: train again")
+    refuse_unknown(facts, _KEYS, f"{path}: ")
+    missing = sorted(set(_KEYS) - set(facts))
+    if missing or not {"class", "config", "model", "weights"} <= set(facts["model"]):
+        raise ConfigError(f"{path}: {', '.join(missing) or 'model'} incomplete; copy it again")
+    return facts
+
+
+def _check_tensors(site: str, found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
+    for name, value in found.items():
+        if value.shape != want[name].shape or value.dtype != want[name].dtype:
+            got, wanted = (f"{v.dtype} {tuple(v.shape)}" for v in (value, want[name]))
+            raise ConfigError(f"site '{site}': {name} is {got}; want {wanted}")
+        if not bool(value.isfinite().all()):
+            raise ConfigError(f"site '{site}': {name} holds NaN or infinity; train again")
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    digest = WeightsDigest()
+    for name, value in tensors.items():
+        digest(name, value)
+    return digest.text()
+
+
+def _differences(want: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    names = sorted(name for name in {*want, *found} if want.get(name) != found.get(name))
+    shown = [f"{n} is {found.get(n)!r}, theirs was {want.get(n)!r}" for n in names[:_SHOWN]]
+    return "; ".join(shown) + (f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -1,0 +1,260 @@
+"""Training one predictor on a recording: weighted cross-entropy, early stop, checkpoints, calibration.
+
+Each epoch begins with validation: the best threshold t that reaches the target recall, and F1 there. t is taken off the
+bias, so that threshold 0 has the target recall, and the weight of active units becomes the one under which the mean
+score stays there: both classes then pull at the bias with the same force. The epoch with the best F1 is kept.
+Epochs begin from their own seeds and checkpoints are whole, so an interrupted run ends as one that was not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from private_llm.errors import ConfigError
+from private_llm_hf.sparsity.activity import block_counts
+from private_llm_hf.sparsity.measures import Counter, Measures, Scored, threshold_for
+from private_llm_hf.sparsity.predictor import Predictor
+from private_llm_hf.sparsity.recordings import Recording
+from private_llm_hf.sparsity.settings import PredictorConfig, TrainingConfig
+from private_llm_hf.sparsity.start import start_from_regression
+
+_RUN = 512
+"""Consecutive positions that are held out together: neighbours in a text are too alike to be on both sides."""
+_READ = 4096
+_LIGHTEST, _HEAVIEST = 0.02, 500.0
+"""Bounds of the weight of active units."""
+
+Report = Callable[[int, float], None]
+"""Called after each epoch with its number and the best F1 so far."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A calibrated predictor and what it reached on the validation part of its recording."""
+
+    predictor: Predictor
+    validation: Measures
+    epochs: int
+
+
+@dataclass
+class _Progress:
+    """How far a run has got. weight: of active units in the next epoch. best: F1."""
+
+    epoch: int = 0
+    weight: float = 1.0
+    best: float = -1.0
+    since: int = 0
+    finished: bool = False
+
+
+def train_predictor(
+    recording: Recording, config: PredictorConfig, training: TrainingConfig, checkpoint: Path | None = None,
+    accelerator: Accelerator | None = None, report: Report | None = None,
+) -> Trained:  # fmt: skip
+    """Train, or go on from `checkpoint` if it exists; it is written after each epoch.
+
+    Raises ConfigError for a recording of another kind, of heads under another tolerance, or too short to hold out
+    part of it, and for a checkpoint of other settings.
+    """
+    _check(recording, config)
+    accelerator = accelerator or Accelerator(cpu=True)
+    train, held_out = split_rows(len(recording), training)
+    predictor = Predictor(recording.site.width, recording.site.units, config, training.seed)
+    optimizer = torch.optim.AdamW(predictor.parameters(), lr=training.rate, weight_decay=training.decay)
+    done = _Progress()
+    best: dict[str, Tensor] = {}
+    facts: dict[str, object] = {
+        "site": recording.site.to_dict(),
+        "config": config.to_dict(),
+        "training": training.to_dict(),
+    }
+    if checkpoint is not None and checkpoint.exists():
+        done, best = _load(checkpoint, facts, predictor, optimizer)
+    elif config.hidden == "linear":
+        start_from_regression(predictor, _labelled(recording, train, config.block))
+    model, optimizer = accelerator.prepare(predictor, optimizer)
+
+    def scored() -> Iterator[tuple[Tensor, Tensor]]:
+        for x, active in recording.batches(held_out, _READ):
+            counts = block_counts(active, config.block)
+            yield predictor(x.to(accelerator.device)).cpu(), counts
+
+    while not done.finished:
+        if done.epoch:  # the first validation is of the starting point
+            _epoch(recording, train, config, training, done, model, optimizer, accelerator)
+        with torch.no_grad():
+            predictor.fc2.bias.sub_(threshold_for(config.target_recall, scored))
+            f1 = _measure(scored, _positive).f1
+            done.weight = min(max(balance(scored), _LIGHTEST), _HEAVIEST)
+        if f1 > done.best:
+            done.best, done.since = f1, 0
+            best = {name: value.detach().cpu().clone() for name, value in predictor.state_dict().items()}
+        else:
+            done.since += 1
+        done.finished = done.epoch >= training.epochs or done.since >= training.patience
+        done.epoch += 1
+        if checkpoint is not None:
+            _save(checkpoint, facts, predictor, optimizer, done, best)
+        if report is not None:
+            report(done.epoch - 1, done.best)
+    predictor.load_state_dict(best)
+    predictor.cpu()
+    with torch.no_grad():
+        validation = _measure(lambda: _plain(predictor, recording, held_out), predictor.select)
+    return Trained(predictor, validation, done.epoch - 1)
+
+
+def measure(predictor: Predictor, recording: Recording, rows: Tensor | None = None) -> Measures:
+    """Recall and precision on a recording (or these rows of it), with the predictor's own threshold and budget.
+
+    Raises ConfigError for a recording of another site.
+    """
+    _check(recording, predictor.config)
+    if (recording.site.width, recording.site.units) != (predictor.width, predictor.neurons):
+        raise ConfigError(
+            f"recording of '{recording.site.name}': width {recording.site.width} and {recording.site.units} units; the "
+            f"predictor has {predictor.width} and {predictor.neurons}: record the model that it was trained for"
+        )
+    chosen = torch.arange(len(recording)) if rows is None else rows
+    with torch.no_grad():
+        return _measure(lambda: _plain(predictor, recording, chosen), predictor.select)
+
+
+def split_rows(rows: int, training: TrainingConfig) -> tuple[Tensor, Tensor]:
+    """Row numbers to train on and to hold out: runs of up to 512 positions, spread evenly. Raises ConfigError."""
+    rows = min(rows, training.most_rows or rows)
+    every = max(2, round(1 / training.validation))
+    run = max(1, min(_RUN, rows // (2 * every)))
+    held = (torch.arange(rows) // run) % every == every // 2
+    train, held_out = (~held).nonzero()[:, 0], held.nonzero()[:, 0]
+    if not len(train) or not len(held_out):
+        raise ConfigError(
+            f"{rows} recorded positions are too few to hold out {training.validation:g} of them; record more"
+        )
+    return train, held_out
+
+
+def _check(recording: Recording, config: PredictorConfig) -> None:
+    if recording.site.kind != config.kind:
+        raise ConfigError(f"kind: got {config.kind!r} for a recording of {recording.site.kind!r}; want the same")
+    if config.kind == "heads" and recording.tolerance != config.tolerance:
+        raise ConfigError(
+            f"tolerance: got {config.tolerance} for heads recorded with {recording.tolerance}; record again, or train "
+            "with the recording's"
+        )
+
+
+def _epoch(
+    recording: Recording, train: Tensor, config: PredictorConfig, training: TrainingConfig, done: _Progress,
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator,
+) -> None:  # fmt: skip
+    """All training rows once, in an order that the seed and the epoch decide."""
+    chance = torch.Generator().manual_seed(training.seed * 1_000_003 + done.epoch)
+    parts = train[torch.randperm(len(train), generator=chance)].split(training.batch)
+    total = max(1, training.epochs * len(parts))
+    model.train()
+    for number, part in enumerate(parts):
+        x, active = recording.read(part.sort().values)
+        counts = block_counts(active, config.block).to(accelerator.device)
+        rate = training.rate * (1 - ((done.epoch - 1) * len(parts) + number) / total)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss = weighted_loss(model(x.to(accelerator.device)), counts, done.weight)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+
+
+def weighted_loss(scores: Tensor, counts: Tensor, weight: float) -> Tensor:
+    """Binary cross-entropy of scores [N, units]; an active unit weighs more by its neurons.
+
+    counts: active neurons per unit [N, units]; the mean active unit weighs `weight`, an inactive one 1.
+    """
+    active = counts > 0
+    weights = torch.where(active, counts / _mean(counts).clamp_min(1e-12) * weight, 1.0)
+    return torch.nn.functional.binary_cross_entropy_with_logits(scores, active.float(), weights)
+
+
+def balance(scored: Scored) -> float:
+    """The weight of active units under which the bias of `weighted_loss` stays: the pull of the others over theirs."""
+    down = up = 0.0
+    for scores, counts in scored():
+        weights, chances = counts / _mean(counts).clamp_min(1e-12), scores.sigmoid()
+        down += float(chances[counts == 0].double().sum())
+        up += float((weights * (1 - chances)).double().sum())
+    return down / max(up, 1e-12)
+
+
+def _mean(counts: Tensor) -> Tensor:
+    """Of the active units."""
+    return counts.sum() / (counts > 0).sum().clamp_min(1)
+
+
+def _positive(scores: Tensor) -> Tensor:
+    return scores > 0
+
+
+def _labelled(recording: Recording, rows: Tensor, block: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for x, active in recording.batches(rows, _READ):
+        yield x.double(), (block_counts(active, block) > 0).double()
+
+
+def _plain(predictor: Predictor, recording: Recording, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    for x, active in recording.batches(rows, _READ):
+        yield predictor(x), block_counts(active, predictor.config.block)
+
+
+def _measure(scored: Callable[[], Iterator[tuple[Tensor, Tensor]]], select: Callable[[Tensor], Tensor]) -> Measures:
+    counter = Counter()
+    for scores, counts in scored():
+        counter.add(select(scores), counts)
+    return counter.measures()
+
+
+def _save(
+    path: Path, facts: dict[str, object], predictor: Predictor, optimizer: torch.optim.Optimizer, done: _Progress,
+    best: dict[str, Tensor],
+) -> None:  # fmt: skip
+    """Weights, the best ones, and AdamW's state in one file that replaces the last whole."""
+    tensors = {f"now/{name}": value for name, value in predictor.state_dict().items()}
+    tensors |= {f"best/{name}": value for name, value in best.items()}
+    for index, values in optimizer.state_dict()["state"].items():
+        tensors |= {f"adam/{index}/{name}": value for name, value in values.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(path.name + ".new")
+    whole = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    save_file(whole, new, {"facts": json.dumps(facts), "progress": json.dumps(asdict(done))})
+    new.replace(path)
+
+
+def _load(
+    path: Path, facts: dict[str, object], predictor: Predictor, optimizer: torch.optim.Optimizer
+) -> tuple[_Progress, dict[str, Tensor]]:
+    """What `_save` wrote. Raises ConfigError for other settings."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+        if json.loads(metadata["facts"]) != json.loads(json.dumps(facts)):
+            raise ConfigError(
+                f"{path}: a checkpoint of other settings or another site; give the same, or another folder"
+            )
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    predictor.load_state_dict({n.removeprefix("now/"): v for n, v in tensors.items() if n.startswith("now/")})
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        if name.startswith("adam/"):
+            _, index, key = name.split("/")
+            state.setdefault(int(index), {})[key] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    best = {n.removeprefix("best/"): v for n, v in tensors.items() if n.startswith("best/")}
+    return _Progress(**json.loads(metadata["progress"])), best

@@ -1,0 +1,1 @@
+"""Plaintext side of activation sparsity: sites, recordings, predictors, ReLU models."""
