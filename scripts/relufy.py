@@ -48,8 +48,8 @@ from train_demo_model import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from private_llm.bench.rows import machine
 from private_llm.errors import ConfigError, PatchMismatch
+from private_llm_cli.bench.rows import machine
 
 INTEGRATION = Path(__file__).resolve().parent.parent / "integrations/private_llm_hf"
 TINY = {

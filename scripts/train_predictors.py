@@ -44,8 +44,8 @@ from torch import Tensor
 from train_demo_model import encode, load_texts, total_nll, windows
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from private_llm.commands.pyplot import load_pyplot
 from private_llm.errors import ConfigError
+from private_llm_cli.commands.pyplot import load_pyplot
 
 INTEGRATION = Path(__file__).resolve().parent.parent / "integrations/private_llm_hf"
 TINY = {

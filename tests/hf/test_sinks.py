@@ -27,7 +27,8 @@ def build(name: str, **settings: object) -> tr.PreTrainedModel:
     [("gpt_oss", PLAIN), ("gpt_oss", TRIO), ("gpt_oss", replace(TRIO, weights="public")), ("granite_swa", TRIO),
      ("gpt_oss", PrivateConfig(protocol="quad", timeout_s=60)),
      ("granitemoe_swa", PLAIN), ("flint", PLAIN), ("mimo_v2_flash", PLAIN)],
-    ids=["gpt_oss-plain", "gpt_oss-trio", "gpt_oss-public", "granite_swa", "gpt_oss-quad", "granitemoe_swa", "flint", "mimo_v2_flash"],
+    ids=["gpt_oss-plain", "gpt_oss-trio", "gpt_oss-public", "granite_swa", "gpt_oss-quad", "granitemoe_swa", "flint",
+         "mimo_v2_flash"],
 )  # fmt: skip
 def test_families(name: str, config: PrivateConfig) -> None:
     model = build(name)
