@@ -21,7 +21,7 @@ from generated import run
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "architecture.svg"
-ABOVE = {"private_llm_hf": ROOT / "integrations", "private_llm_cli": ROOT}
+ABOVE = {"private_llm_hf": ROOT / "integrations", "private_llm_cli": ROOT / "integrations"}
 """Packages beside private_llm, drawn as one box each, and where they lie."""
 
 WIDTH, GAP, LINE, MARGIN = 960, 10, 16, 16

@@ -18,7 +18,7 @@ LAYERS = (
     "token_sharding.attacks",
 )  # fmt: skip
 """From the lowest to the highest."""
-PACKAGES = {"private_llm": ROOT, "private_llm_hf": ROOT / "integrations", "private_llm_cli": ROOT}
+PACKAGES = {"private_llm": ROOT, "private_llm_hf": ROOT / "integrations", "private_llm_cli": ROOT / "integrations"}
 """The library, its HuggingFace integration and the command line, from the lowest to the highest, and where they lie."""
 DOOR = "private_llm.__main__"
 """`python -m private_llm` is the command line: this one file, which nothing imports, starts it."""
@@ -119,7 +119,7 @@ def past_the_entry(path: str, source: str) -> list[str]:
 
 
 def test_others_use_token_sharding_by_its_entry() -> None:
-    folders = ("private_llm", "private_llm_cli", "integrations", "scripts", "examples", "tests")
+    folders = ("private_llm", "integrations", "scripts", "examples", "tests")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     assert len(files) > 400
     for path in files:

@@ -8,13 +8,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from private_llm_cli.app import app
+from private_llm_cli.commands.pyplot import load_pyplot
 from typer.testing import CliRunner
 
 import private_llm
 from private_llm.config import VERSION
 from private_llm.errors import ConfigError
-from private_llm_cli.app import app
-from private_llm_cli.commands.pyplot import load_pyplot
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -43,11 +43,7 @@ def test_matplotlib_is_an_extra() -> None:
 
 
 def test_matplotlib_is_imported_in_one_place() -> None:
-    sources = [
-        path
-        for folder in ("private_llm", "private_llm_cli", "integrations", "scripts")
-        for path in (ROOT / folder).rglob("*.py")
-    ]
+    sources = [path for folder in ("private_llm", "integrations", "scripts") for path in (ROOT / folder).rglob("*.py")]
     found = [
         path.name for path in sources if re.search(r"^\s+(import|from) matplotlib", path.read_text(), re.MULTILINE)
     ]
