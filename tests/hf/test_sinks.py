@@ -10,6 +10,7 @@ import transformers as tr
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.models.experts import is_clamped_experts
 from private_llm_hf.models.miniature import miniature
+from private_llm_hf.tools.estimate import estimate
 from torch import nn
 
 from private_llm.cache_policy import SlidingWindow
@@ -22,17 +23,17 @@ def build(name: str, **settings: object) -> tr.PreTrainedModel:
     return miniature(tr.AutoModelForCausalLM._model_mapping[type(config)], config)
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
-    [("gpt_oss", PLAIN), ("gpt_oss", TRIO), ("gpt_oss", replace(TRIO, weights="public")), ("granite_swa", TRIO),
-     ("gpt_oss", PrivateConfig(protocol="quad", timeout_s=60)),
-     ("granitemoe_swa", PLAIN), ("flint", PLAIN), ("mimo_v2_flash", PLAIN)],
-    ids=["gpt_oss-plain", "gpt_oss-trio", "gpt_oss-public", "granite_swa", "gpt_oss-quad", "granitemoe_swa", "flint",
-         "mimo_v2_flash"],
-)  # fmt: skip
-def test_families(name: str, config: PrivateConfig) -> None:
-    model = build(name)
-    with patch(model, config) as private, torch.no_grad():
+FAMILIES = {
+    "gpt_oss-plain": PLAIN, "gpt_oss-trio": TRIO, "gpt_oss-public": replace(TRIO, weights="public"),
+    "gpt_oss-quad": PrivateConfig(protocol="quad", timeout_s=60), "granite_swa-trio": TRIO,
+    "granitemoe_swa-plain": PLAIN, "flint-plain": PLAIN, "mimo_v2_flash-plain": PLAIN,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_families(case: str) -> None:
+    model = build(case.partition("-")[0])
+    with patch(model, FAMILIES[case]) as private, torch.no_grad():
         assert worst(private(**BATCH).logits, model(**BATCH).logits, MASK) < LOGIT_ERROR
         assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
 
@@ -52,6 +53,19 @@ def test_clamps_matter() -> None:
     model = build("gpt_oss", swiglu_limit=0.2)
     with patch(model, PLAIN) as private, torch.no_grad():
         assert worst(private(**BATCH).logits, model(**BATCH).logits, MASK) < LOGIT_ERROR
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_estimates_are_real_runs(name: str) -> None:
+    """Shapes alone say what is sent: sinks, routers, latents and experts run without values, too."""
+    model = build(name)
+    asked = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
+    with patch(model, TRIO) as private:
+        private.cost(reset=True)
+        private.generate(BATCH["input_ids"][1:], **asked)
+        ran = private.cost()
+        made = estimate(type(model), model.config, TRIO, 5, 2, ranges=private.parties.ranges)
+    assert (made.costs.bytes_total, made.costs.rounds) == (ran.bytes_total, ran.rounds)
 
 
 def test_an_evicting_cache_keeps_sinks() -> None:
