@@ -16,6 +16,7 @@ from private_llm.bench.record import Sending
 from private_llm.commands.estimate_plans import USUAL, busiest
 from private_llm.commands.hardware import Hardware
 from private_llm.commands.plot_nodes import MOST_ROWS, chosen, worked
+from private_llm.net.ledger import CONTROL
 from private_llm.net.transport import CLIENT
 from private_llm.token_sharding.nodes.cost import Stage, paper_seconds
 from private_llm.token_sharding.plans import ShardingPlan
@@ -161,7 +162,7 @@ def test_who_worked_is_who_sent_between_two_tokens() -> None:
     def frame(node: int, end: float, tag: str = "rows") -> Sending:
         return Sending(node, 9, tag, end, end)
 
-    frames = [frame(0, 1.5), frame(4, 2.9), frame(CLIENT, 1.2), frame(1, 3.0), frame(2, 3.1, "control-size")]
+    frames = [frame(0, 1.5), frame(4, 2.9), frame(CLIENT, 1.2), frame(1, 3.0), frame(2, 3.1, CONTROL)]
     assert worked(frames, [1.0, 3.0, 4.0]) == [{0, 4}, {1}]
 
 

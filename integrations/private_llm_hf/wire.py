@@ -1,4 +1,4 @@
-"""Control messages between client and parties: JSON with small public integer tensors, length first, never pickle.
+"""Control messages between client and parties: JSON with small public integer tensors, one frame each, never pickle.
 
 They carry public facts only (shapes, masks, positions, handles, costs). Their bytes are booked under
 `CONTROL`, apart from the protocol's traffic.
@@ -41,16 +41,12 @@ def send_message(transport: Transport, to: int, message: Message) -> None:
     if len(raw) > _MAX_BYTES:
         raise TransportError(f"control message: got {len(raw)} bytes; want at most {_MAX_BYTES}")
     with transport.ledger.op(CONTROL):
-        transport.send(to, "control-size", torch.tensor([len(raw)], dtype=torch.int64))
-        transport.send(to, CONTROL, torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+        transport.send_bytes(to, CONTROL, raw)
 
 
 def recv_message(transport: Transport, frm: int) -> Message:
     """The next message from `frm`. Raises TransportError if it is malformed."""
-    size = int(transport.recv(frm, "control-size", (1,), torch.int64)[0])
-    if not 2 <= size <= _MAX_BYTES:
-        raise TransportError(f"control message from {endpoint_name(frm)}: got size {size}; want 2 to {_MAX_BYTES}")
-    raw = transport.recv(frm, CONTROL, (size,), torch.uint8).numpy().tobytes()
+    raw = transport.recv_bytes(frm, CONTROL, _MAX_BYTES)
     try:
         message = json.loads(raw, object_hook=_unpack)
     except (ValueError, TypeError, KeyError) as error:

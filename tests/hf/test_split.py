@@ -118,7 +118,7 @@ def test_nodes_get_the_states_of_their_rows_and_nothing_of_the_client_s(protocol
         states = model(ids, output_hidden_states=True).hidden_states[1]
     for node in range(PLAN.nodes):
         endpoint = config.parties + node
-        assert {m.tag for m in hub.got(endpoint) if m.peer == CLIENT} <= {"control", "control-size"}
+        assert {m.tag for m in hub.got(endpoint) if m.peer == CLIENT} <= {"control"}
         reveals = [m for m in hub.got(endpoint) if m.peer < config.parties]
         if node >= PLAN.alpha:
             assert not reveals
