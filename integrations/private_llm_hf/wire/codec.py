@@ -210,7 +210,7 @@ def _tensor(value: object) -> Tensor:
         raise Unfit(value, f"a tensor of {name}")
     try:
         return torch.tensor(data, dtype=dtype).view(*shape)
-    except (RuntimeError, OverflowError):
+    except (RuntimeError, ValueError):  # numbers beyond its type
         raise Unfit(value, f"a tensor of {name}") from None
 
 
