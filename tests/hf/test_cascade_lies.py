@@ -44,15 +44,17 @@ BAD = [
 ]
 
 
+NAMES = ("message", "name", "shape")
+
+
 @pytest.mark.parametrize(("message", "complaint"), BAD)
 def test_announcements_are_checked(message: dict[str, Any], complaint: str) -> None:
     listed = message.get("outputs")
     if isinstance(listed, list):
-        named = [dict(zip(("name", "shape"), each, strict=True)) if isinstance(each, list) else each for each in listed]
-        message = {
-            **message,
-            "outputs": [each if each == "logits" else {"message": "NodeOutput", **each} for each in named],
-        }
+        listed = [
+            dict(zip(NAMES, ["NodeOutput", *each], strict=True)) if type(each) is list else each for each in listed
+        ]
+        message = {**message, "outputs": listed}
     raw = json.dumps({"message": "NodeOutputs", **message}).encode()
     with pytest.raises(TransportError, match=f"CompNode 1.*{complaint}"):
         read_answer(message_of(raw, (NodeOutputs,), "CompNode 1"), DUE, "CompNode 1")

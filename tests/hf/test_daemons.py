@@ -47,8 +47,8 @@ def announce(parties: Parties, model: PreTrainedModel, name: str, changes: dict[
 
 def shout(parties: Parties, facts: object) -> None:
     """Send JSON that is no message to all parties."""
-    for party in parties.members:
-        send_raw(parties.transport, party, facts)
+    for number in parties.members:
+        send_raw(parties.transport, number, facts)
 
 
 ATTACKS: dict[str, Callable[[Parties, PreTrainedModel], None]] = {
