@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
-from typing import Any, get_args
+from typing import Any, assert_never, get_args
 
 import torch
 from torch import Tensor
@@ -44,34 +44,10 @@ from private_llm_hf.party.command_loop import Heartbeat, reported, serve_command
 from private_llm_hf.party.model import build_party_model, release
 from private_llm_hf.token_sharding.cut import states_before_cut, stop_behind
 from private_llm_hf.token_sharding.node import Node
+from private_llm_hf.wire import commands
 from private_llm_hf.wire.answers import GUARD, HeldShares, Loaded, Output, Outputs, Prepared
 from private_llm_hf.wire.codec import Message
-from private_llm_hf.wire.commands import (
-    OPENED,
-    PUBLIC,
-    CacheEdit,
-    Call,
-    CopyCache,
-    CropCache,
-    Description,
-    Encoded,
-    Forward,
-    Hello,
-    Load,
-    LoadHeld,
-    LoadLike,
-    LoadModel,
-    ManageCache,
-    PartyCommand,
-    Preprocess,
-    Request,
-    ResetCache,
-    SelectRows,
-    Slices,
-    TellCosts,
-    Tokens,
-    Values,
-)  # fmt: skip
+from private_llm_hf.wire.commands import OPENED, PUBLIC, CacheEdit, Call, Forward, LoadModel, PartyCommand, Slices
 from private_llm_hf.wire.frames import recv_weight, send_message
 
 _COMMANDS: tuple[type[PartyCommand], ...] = get_args(PartyCommand)
@@ -109,23 +85,23 @@ class Party:
 
     def _obey(self, command: PartyCommand) -> None:
         match command:
-            case Hello():
-                held = self.held
-                self._answer(
-                    HeldShares(None, None) if held is None else HeldShares(held.description.model, held.sharing)
-                )
-            case LoadHeld() | LoadLike() | LoadModel():
+            case commands.Hello():
+                model, sharing = (self.held.description.model, self.held.sharing) if self.held else (None, None)
+                self._answer(HeldShares(model, sharing))
+            case commands.LoadHeld() | commands.LoadLike() | LoadModel():
                 self._load(command)
             case Forward():
                 self.forward(command)
-            case ManageCache():
+            case commands.ManageCache():
                 self.manage_cache(command.edit)
-            case Preprocess():
+            case commands.Preprocess():
                 self._preprocess(command)
-            case TellCosts():
+            case commands.TellCosts():
                 self._answer(rows_of(self.transport.ledger))
                 if command.reset:
                     self.transport.ledger.reset()
+            case _:
+                assert_never(command)
 
     def _forget(self) -> None:
         """Free what is large now: this object and its parts refer to each other, so Python would do it much later."""
@@ -138,7 +114,7 @@ class Party:
 
     def _following(self, command: PartyCommand) -> AbstractContextManager[None]:
         """With what was computed ahead for a planned request."""
-        at = command.at if isinstance(command, (Forward, ManageCache)) else None
+        at = command.at if isinstance(command, (Forward, commands.ManageCache)) else None
         return nullcontext() if at is None else self.ahead.following(*at)
 
     def _answer(self, message: Message) -> None:
@@ -146,9 +122,9 @@ class Party:
             send_message(self.transport, CLIENT, message)
 
     # -- the model --------------------------------------------------------------------------------------------
-    def _load(self, command: Load) -> None:
+    def _load(self, command: commands.Load) -> None:
         weights: dict[str, Fixed | Tensor | Stored]
-        if isinstance(command, LoadHeld):
+        if isinstance(command, commands.LoadHeld):
             if self.held is None:
                 raise ShareFileError("the client wants a model that this party holds no share file of")
             loaded = LoadModel(self.held.description, None)
@@ -157,7 +133,7 @@ class Party:
                 name: Stored(shape, functools.partial(self._from_file, self.held, name, ranges))
                 for name, shape in self.held.shapes.items()
             }
-        elif isinstance(command, LoadLike):
+        elif isinstance(command, commands.LoadLike):
             other = self.lanes.get(command.lane)
             if other is None or other.loaded is None:
                 raise TransportError(f"lane {command.lane} of this party has no model that another could take")
@@ -176,7 +152,7 @@ class Party:
         self.transport.ledger.reset()
         self._answer(Loaded(self.session.known.ranges.to_dict()))
 
-    def _announced(self, description: Description) -> Shapes:
+    def _announced(self, description: commands.Description) -> Shapes:
         """The weights that a client must send for the model that it describes."""
         each = self.session.ring.bytes * (keys_held(self.config, self.role) + sends_parts(self.config, self.role))
         if self.config.weights == "public":
@@ -241,12 +217,12 @@ class Party:
         return whole
 
     # -- calls -----------------------------------------------------------------------------------------------
-    def _preprocess(self, command: Preprocess) -> None:
+    def _preprocess(self, command: commands.Preprocess) -> None:
         self._free(command.free)
         stored = self.ahead.prepare(command.plan, command.calls)
         self._answer(Prepared(stored, tuple(self.session.protocol.take_witnesses())))
 
-    def _run_ahead(self, request: Request) -> None:
+    def _run_ahead(self, request: commands.Request) -> None:
         """Compute a planned request without an answer: the client comes later."""
         self._silent = True
         try:
@@ -295,11 +271,11 @@ class Party:
             return
         self._reveal(result, call.outputs)
 
-    def _receive(self, model: PreTrainedModel, item: Tokens | Values) -> dict[str, Tensor]:
+    def _receive(self, model: PreTrainedModel, item: commands.Tokens | commands.Values) -> dict[str, Tensor]:
         """One secret input: token ids arrive as index shares and become embeddings, values come as they are."""
         shape, name = input_shape(item.shape), item.name
         protocol = self.session.protocol.on(torch.device(self.session.device))
-        if isinstance(item, Values):
+        if isinstance(item, commands.Values):
             share = protocol.receive_input(shape)
             return {name: SecretTensor(Fixed(self.session, share, self.session.frac))}
         table = (model.get_decoder() if name.startswith("decoder_") else model).get_input_embeddings()
@@ -349,7 +325,7 @@ class Party:
             raise TransportError("a call arrived before a model was loaded")
         return self.model
 
-    def _encoded(self, reference: Encoded) -> ModelOutput:
+    def _encoded(self, reference: commands.Encoded) -> ModelOutput:
         hidden, rows = self.kept[reference.handle], reference.rows
         return BaseModelOutput(last_hidden_state=hidden if rows is None else hidden[rows])
 
@@ -357,13 +333,13 @@ class Party:
         """Crop, select, copy or forget entries."""
         cache = self.kept[edit.handle]
         match edit:
-            case SelectRows():
+            case commands.SelectRows():
                 cache.reorder_cache(edit.index)
-            case CropCache():
+            case commands.CropCache():
                 cache.crop(-edit.count)
-            case ResetCache():
+            case commands.ResetCache():
                 cache.reset()
-            case CopyCache():
+            case commands.CopyCache():
                 self.kept[edit.to] = copy.deepcopy(cache)
 
 

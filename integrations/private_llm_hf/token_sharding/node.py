@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hmac
-from typing import get_args
+from typing import assert_never, get_args
 
 import torch
 from torch import Tensor
@@ -105,6 +105,8 @@ class Node:
                     self.transport.ledger.reset()
             case SelectRows() | CropTo() | ResetCache() | CopyCache():
                 self._edit(command)
+            case _:
+                assert_never(command)
 
     def _forget(self) -> None:
         """Free model and caches now: a model refers to its node, so Python would do it much later."""

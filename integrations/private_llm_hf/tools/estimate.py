@@ -218,8 +218,7 @@ class _MetaParties(SessionClient):
                 party.forward(command)
         self._progress()
         answer = self.parties[0].answer
-        opened = {output.name: torch.zeros(output.shape, dtype=torch.float64) for output in answer.outputs}
-        return answer.class_, opened
+        return answer.class_, {out.name: torch.zeros(out.shape, dtype=torch.float64) for out in answer.outputs}
 
     def command(self, edit: CacheEdit) -> None:
         """As `SessionClient.command`."""
