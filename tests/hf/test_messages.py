@@ -222,6 +222,9 @@ def test_no_type_stands_for_another(sample: Message) -> None:
                     read(altered(facts, path, {**found, name: wrong}))
 
 
+NINE = {"__tensor__": ["int64", [1] * 9, [1]]}
+
+
 @pytest.mark.parametrize(
     ("sample", "change", "text"),
     [
@@ -240,10 +243,19 @@ def test_no_type_stands_for_another(sample: Message) -> None:
         (CostRows(0, (), (), (), (), {}), {"sent": [["a", "b", 256, 1]]}, "CostRows.sent.items.items: got 256"),
         (CostRows(0, (), (), (), (), {}), {"seconds": {"a": 10**400}}, "CostRows.seconds.items: got .* a finite"),
         (Loaded({}), {"ranges": {"a": {"b": 0.5}}}, "Loaded.ranges.items.items: got 0.5"),
+        (SELECT, {"index": {"__tensor__": ["int64", [1, 1], [0]]}}, "SelectRows.index: got .*with 1 dimension"),
+        (SELECT, {"index": {"__tensor__": ["bool", [1], [True]]}}, "SelectRows.index: got .*a tensor of torch.int64"),
+        (LoadModel(MODEL, None), {"description": {**facts_of(MODEL), "config": {"x": float("nan")}}}, "is malformed"),
+        (
+            Forward(CALL),
+            {"call": {**facts_of(CALL), "public": {"use_cache": "x"}}},
+            "public.items: got 'x'",
+        ),
+        (Forward(CALL), {"call": {**facts_of(CALL), "public": {"a": NINE}}}, "Forward.call.public.items: got"),
     ],
 )
 def test_the_error_says_where_and_what(sample: Message, change: dict[str, Any], text: str) -> None:
-    with pytest.raises(TransportError, match=f"control message from the client: .*{text}"):
+    with pytest.raises(TransportError, match=f"control message from the client.*{text}"):
         read({**facts_of(sample), **change})
 
 
