@@ -7,17 +7,18 @@ import math
 from pathlib import Path
 
 import pytest
-from private_llm_hf import PrivateConfig
-from private_llm_hf.tools.estimate import estimate, named_shape
-from transformers import GPT2Config
-
-from private_llm.net.transport import CLIENT
-from private_llm.token_sharding import ShardingPlan, Stage, paper_seconds, refuse_weak
 from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.bench.record import Sending
 from private_llm_cli.commands.estimate_plans import USUAL, busiest
 from private_llm_cli.commands.hardware import Hardware
 from private_llm_cli.commands.plot_nodes import MOST_ROWS, chosen, worked
+from private_llm_hf import PrivateConfig
+from private_llm_hf.tools.estimate import estimate, named_shape
+from transformers import GPT2Config
+
+from private_llm.net.ledger import CONTROL
+from private_llm.net.transport import CLIENT
+from private_llm.token_sharding import ShardingPlan, Stage, paper_seconds, refuse_weak
 from tests.test_cli import Run, checkpoint, rows, start
 
 __all__ = ["checkpoint"]  # a fixture
@@ -159,7 +160,7 @@ def test_who_worked_is_who_sent_between_two_tokens() -> None:
     def frame(node: int, end: float, tag: str = "rows") -> Sending:
         return Sending(node, 9, tag, end, end)
 
-    frames = [frame(0, 1.5), frame(4, 2.9), frame(CLIENT, 1.2), frame(1, 3.0), frame(2, 3.1, "control-size")]
+    frames = [frame(0, 1.5), frame(4, 2.9), frame(CLIENT, 1.2), frame(1, 3.0), frame(2, 3.1, CONTROL)]
     assert worked(frames, [1.0, 3.0, 4.0]) == [{0, 4}, {1}]
 
 

@@ -258,7 +258,7 @@ def _open(
         if not parties.use_held(description, mine):
             known = ranges if isinstance(ranges, Ranges) else ranges()
             check_ranges(layout.model, known)
-            description["ranges"] = known.to_dict()
+            description = dataclasses.replace(description, ranges=known.to_dict())
             with parties.loading(description) as sink:
                 weights(layout.source, layout.folding(sink))
     except BaseException:

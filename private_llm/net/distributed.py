@@ -164,14 +164,8 @@ class DistTransport(Transport):
         out = torch.empty(shape, dtype=dtype, device=self._hub.device)
         size = out.numel() * out.element_size()
         try:
-            block = self._peeked.pop(frm, None)
-            if block is None:
-                block = self._block(frm, datetime.timedelta(seconds=self._hub.timeout))
-            self._check_header(
-                frm,
-                block,
-                wire.Frame(Kind.DATA, frm, _SESSION, self._count(frm, self.me), tag, dtype, out.numel()),
-            )
+            block = self._next_block(frm)
+            self._check_header(frm, block, self._due(frm, tag, dtype, out.numel()))
             if size > _INLINE:
                 self._get(frm, out.view(-1), self._bulk(frm, self.me, out))
             elif size:
@@ -179,6 +173,26 @@ class DistTransport(Transport):
         except (RuntimeError, TransportError) as error:
             raise self._fail(error, frm, f"while '{tag}' of {endpoint_name(frm)} was awaited") from None
         return out
+
+    def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
+        if self._is_here(frm):
+            try:
+                return self._neighbour._recv_bytes(frm, tag, most)
+            except TransportError as error:
+                self.abort(str(error))
+                raise
+        self._check()
+        try:
+            block = self._next_block(frm)
+            count = min(wire.decode(_head(block)).count, most)  # more than `most` is no frame that is due
+            self._check_header(frm, block, self._due(frm, tag, torch.uint8, count))
+            if count <= _INLINE:
+                return bytes(block[HEADER_BYTES : HEADER_BYTES + count].numpy().data)
+            out = torch.empty(count, dtype=torch.uint8)
+            self._get(frm, out, self._hub.gloo)
+        except (RuntimeError, TransportError) as error:
+            raise self._fail(error, frm, f"while '{tag}' of {endpoint_name(frm)} was awaited") from None
+        return bytes(out.numpy().data)
 
     def wait(self, frm: int) -> None:
         """Block, however long, until a frame from `frm` is there; PartyFailed if its connection ends."""
@@ -244,6 +258,15 @@ class DistTransport(Transport):
         self._pending.popleft()
         self._ahead -= size
 
+    def _next_block(self, frm: int) -> Tensor:
+        """The first part of the next message from `frm`."""
+        block = self._peeked.pop(frm, None)
+        return self._block(frm, datetime.timedelta(seconds=self._hub.timeout)) if block is None else block
+
+    def _due(self, frm: int, tag: str, dtype: torch.dtype, count: int) -> wire.Frame:
+        """The header that the next message from `frm` must have."""
+        return wire.Frame(Kind.DATA, frm, _SESSION, self._count(frm, self.me), tag, dtype, count)
+
     def _block(self, frm: int, span: datetime.timedelta) -> Tensor:
         block = torch.empty(_BLOCK, dtype=torch.uint8)
         self._get_tagged(self._hub.rank_of(frm), block, frm * 256 + self.me, span)
@@ -268,7 +291,7 @@ class DistTransport(Transport):
 
     def _check_header(self, frm: int, block: Tensor, want: wire.Frame) -> None:
         """Raise TransportError unless the block starts with the header of `want`."""
-        got = wire.decode(block[:HEADER_BYTES].numpy().tobytes())
+        got = wire.decode(_head(block))
         if got != want:
             raise TransportError(
                 f"from {endpoint_name(frm)}: got {got.what}, number {got.sequence}; want {want.what}, number "
@@ -314,6 +337,10 @@ class DistTransport(Transport):
                     break
                 time.sleep(0.05)
         return None
+
+
+def _head(block: Tensor) -> bytes:
+    return block[:HEADER_BYTES].numpy().tobytes()
 
 
 def _initialise(timeout: float) -> None:

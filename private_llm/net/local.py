@@ -171,20 +171,25 @@ class LocalTransport(Transport):
                 raise self._fail(PartyFailed(f"{endpoint_name(to)} took nothing for {self._hub.timeout:g} s"))
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        link = self._hub.links[(frm, self.me)]
-        got_tag, payload = self._next(link, frm, tag)
-        size = payload.numel() * payload.element_size()
-        if size > _SMALL:
-            with link.room:
-                link.ahead -= size
-                link.room.notify()
-        if got_tag != tag or payload.dtype != dtype or payload.numel() != math.prod(shape):
-            error = TransportError(
-                f"from {endpoint_name(frm)}: got '{got_tag}' with {payload.numel()} x {payload.dtype}; "
-                f"want '{tag}' with {math.prod(shape)} x {dtype} (parties disagree on the computation)"
-            )
-            raise self._fail(error)
+        got, payload = self._next(frm, tag)
+        if got != tag or payload.dtype != dtype or payload.numel() != math.prod(shape):
+            raise self._other(frm, got, payload, f"'{tag}' with {math.prod(shape)} x {dtype}")
         return payload if payload.shape == shape else payload.view(shape)
+
+    def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
+        got, payload = self._next(frm, tag)
+        if got != tag or payload.dtype != torch.uint8 or payload.numel() > most:
+            raise self._other(frm, got, payload, f"'{tag}' with at most {most} x {torch.uint8}")
+        return bytes(payload.contiguous().numpy().data)
+
+    def _other(self, frm: int, tag: str, payload: Tensor, want: str) -> TransportError:
+        """The end of the session because another message came than `want`."""
+        return self._fail(
+            TransportError(
+                f"from {endpoint_name(frm)}: got '{tag}' with {payload.numel()} x {payload.dtype}; want {want} "
+                "(parties disagree on the computation)"
+            )
+        )
 
     def wait(self, frm: int) -> None:
         """Block until a frame from `frm` is there, however long it takes."""
@@ -203,8 +208,9 @@ class LocalTransport(Transport):
         """Stop the whole session."""
         self._hub.abort(reason)
 
-    def _next(self, link: _Link, frm: int, tag: str) -> tuple[str, Tensor]:
-        """The next tag and payload on a link."""
+    def _next(self, frm: int, tag: str) -> tuple[str, Tensor]:
+        """The next tag and payload from `frm`, which is no more ahead by them."""
+        link = self._hub.links[(frm, self.me)]
         if self._session.failure is not None:
             raise PartyFailed(self._session.failure)
         item, link.peeked = link.peeked, None
@@ -222,6 +228,11 @@ class LocalTransport(Transport):
                 raise PartyFailed(self._session.failure)
         if item is None:
             raise PartyFailed(f"{endpoint_name(frm)} stopped")
+        size = item[1].numel() * item[1].element_size()
+        if size > _SMALL:
+            with link.room:
+                link.ahead -= size
+                link.room.notify()
         return item
 
     def _awaited(self, link: _Link) -> tuple[str, Tensor] | None:

@@ -60,6 +60,9 @@ class RoleTransport(PassingTransport):
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._inner._recv(self._party[frm], tag, shape, dtype)
 
+    def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
+        return self._inner._recv_bytes(self._party[frm], tag, most)
+
     def wait(self, frm: int) -> None:
         """Block until a frame from that role's party is there."""
         self._inner.wait(self._party[frm])

@@ -63,6 +63,11 @@ class RecordingTransport(PassingTransport):
         self._note("received", frm, tag, payload)
         return payload
 
+    def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
+        raw = self._inner._recv_bytes(frm, tag, most)
+        self._note("received", frm, tag, torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+        return raw
+
     def _note(self, direction: Literal["sent", "received"], peer: int, tag: str, payload: Tensor) -> None:
         size = payload.numel() * payload.element_size()
         kept = payload.clone() if self._payloads else None

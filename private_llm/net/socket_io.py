@@ -221,12 +221,29 @@ class Incoming:
         want = wire.encode(Kind.DATA, self.peer, self._session, self._sequence, tag, dtype, out.numel())
         if head != want:
             self._explain(head, tag, dtype, out.numel())
-        self._start += HEADER_BYTES
-        self._sequence += 1
-        self.waits_for = None
+        self._accept()
         if out.numel():
             self._fill(out.view(-1).numpy().data.cast("B"), idle)
         return out
+
+    def receive_bytes(self, tag: str, most: int, idle: Idle) -> bytes:
+        """The next payload, which must be bytes with this tag; how many, its header says, and not above `most`."""
+        got = self._checked(self._data_header(idle, time.monotonic() + self._patience))
+        if got.tag != tag or got.dtype is not torch.uint8 or got.count > most:
+            raise TransportError(
+                f"from {endpoint_name(self.peer)}: got {got.what}; want '{tag}' with at most {most} x uint8 (parties "
+                "disagree on the computation)"
+            )
+        self._accept()
+        whole = bytearray(got.count)
+        self._fill(memoryview(whole), idle)
+        return bytes(whole)
+
+    def _accept(self) -> None:
+        """The header at the front of the buffer is read."""
+        self._start += HEADER_BYTES
+        self._sequence += 1
+        self.waits_for = None
 
     def wait(self, idle: Idle) -> None:
         """Return as soon as a payload begins."""

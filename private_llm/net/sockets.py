@@ -109,6 +109,13 @@ class SocketTransport(Transport):
             raise self._fail(error, frm, f"while '{tag}' of {endpoint_name(frm)} was awaited") from None
         return out if self.device == "cpu" else out.to(self.device)
 
+    def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
+        self._check()
+        try:
+            return self._in[frm].receive_bytes(tag, most, self._idle)
+        except TransportError as error:
+            raise self._fail(error, frm, f"while '{tag}' of {endpoint_name(frm)} was awaited") from None
+
     def _show_life(self) -> None:
         """Tell every endpoint, in every lane, that this client works: a call may concern only some of them."""
         self._life = time.monotonic()

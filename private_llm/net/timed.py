@@ -69,6 +69,12 @@ class TimedTransport(PassingTransport):
         with self._clock.timing(SERIALISING):
             return self._inner._recv(frm, tag, shape, dtype)
 
+    def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
+        with self._clock.timing(WAITING):
+            self._inner.wait(frm)
+        with self._clock.timing(SERIALISING):
+            return self._inner._recv_bytes(frm, tag, most)
+
     def wait(self, frm: int) -> None:
         """Block between two commands."""
         self._clock.rest()

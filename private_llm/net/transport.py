@@ -2,6 +2,8 @@
 
 Endpoints are party numbers 0..n-1 and `CLIENT`. A receiver always states shape and dtype of what it
 expects (public facts of the computation), so a frame of another length is an error, never a resize.
+Bytes whose number the computation does not tell (commands) come in one frame, too: the receiver states how many it
+takes at most, and compares that with what the frame announces before it has memory for them.
 `exchange` is the one operation that counts an online round.
 """
 
@@ -12,7 +14,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, TransportError
 from private_llm.net.ledger import Ledger
 from private_llm.net.wire import TRAVELS, dtype_code
 
@@ -47,6 +49,14 @@ class Transport(ABC):
         """The next tensor from `frm`. Raises TransportError if tag, dtype or length differ, PartyFailed on silence."""
         return self._recv(frm, tag, shape, dtype)
 
+    def send_bytes(self, to: int, tag: str, raw: bytes) -> None:
+        """Send at least one byte, as `send` does; the frame says how many there are."""
+        self.send(to, tag, torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+
+    def recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
+        """What `frm` sent by `send_bytes`, up to `most` bytes. Raises as `recv`; more are refused unread."""
+        return self._recv_bytes(frm, tag, most)
+
     def exchange(self, peer: int, tag: str, payload: Tensor) -> Tensor:
         """Send to `peer` and receive a tensor of the same shape and dtype from it: one round."""
         self.send(peer, tag, payload)
@@ -58,6 +68,9 @@ class Transport(ABC):
 
     @abstractmethod
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
+
+    def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
+        raise TransportError(f"'{tag}' was awaited on links that carry tensors of known shapes only")
 
     @abstractmethod
     def wait(self, frm: int) -> None:
@@ -98,6 +111,9 @@ class PassingTransport(Transport):
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._inner._recv(frm, tag, shape, dtype)
+
+    def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
+        return self._inner._recv_bytes(frm, tag, most)
 
     def wait(self, frm: int) -> None:
         """As the inner transport."""

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from private_llm.token_sharding.nodes.cost import seconds_of as seconds_of
     from private_llm.token_sharding.nodes.cost import shard_sizes as shard_sizes
     from private_llm.token_sharding.nodes.exchange import Exchange as Exchange
+    from private_llm.token_sharding.nodes.facts import MOST_TOKENS as MOST_TOKENS
     from private_llm.token_sharding.nodes.facts import AttentionCall as AttentionCall
     from private_llm.token_sharding.nodes.facts import Step as Step
     from private_llm.token_sharding.nodes.facts import allowed as allowed
@@ -75,7 +76,7 @@ _NAMES = {
     "nodes.cost": "HELD Card Sent Stage attention_stages cache_bytes cards comp_sizes paper_bytes paper_seconds "
     "seconds_of shard_sizes",
     "nodes.exchange": "Exchange",
-    "nodes.facts": "AttentionCall Step allowed key_bias",
+    "nodes.facts": "MOST_TOKENS AttentionCall Step allowed key_bias",
     "nodes.undistributed": "Undistributed",
     "nodes.wire": "number_type recv_floats send_floats",
     "attacks.collusion": "ATTACKS Loot bounds collude",

@@ -12,6 +12,7 @@ import torch
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.api import describe
 from private_llm_hf.token_sharding.attention import attention_calls
+from private_llm_hf.token_sharding.commands import CompForward, LoadNode
 from private_llm_hf.token_sharding.comp_node import CompNode
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -93,19 +94,18 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTensorMode:
 def test_a_comp_node_moves_what_it_needs(fake: FakeTensorMode, name: str) -> None:
     model = tiny.build(name)
     kind = type(model)
-    accepts = sorted(inspect.signature(kind.forward).parameters)
-    description = {**describe(kind, model.config), "behind": None, "accepts": accepts}
+    accepts = tuple(sorted(inspect.signature(kind.forward).parameters))
+    loaded = LoadNode(describe(kind, model.config), False, None, tuple(attention_calls(kind, model.config)), accepts)
     wire = Wire(0)
-    exchange = Exchange(PLAN, PlacedTransport(wire, lambda: GPU), attention_calls(kind, model.config))
+    exchange = Exchange(PLAN, PlacedTransport(wire, lambda: GPU), loaded.calls)
     config = PrivateConfig(protocol="cascade", plan=PLAN)
     rows = PLAN.rows_of_comp(0, 0, STEP.total)
     with fake, NoGuards(), torch.no_grad():
         weights = tiny.build(name).state_dict()
-        node = CompNode(config, wire, description, exchange, weights, GPU)
+        node = CompNode(config, wire, loaded, exchange, weights, GPU)
         assert {value.device for value in [*node.model.parameters(), *node.model.buffers()]} == {GPU}
         positions = torch.zeros(2, len(rows), dtype=torch.int64)
-        message = {"input": "tokens", "rows": len(rows), "positions": positions, "wanted": rows}
-        _, outputs = node.run(STEP, message)
+        _, outputs = node.run(CompForward(STEP, "tokens", len(rows), positions, tuple(rows), None))
     assert {value.device.type for value in outputs.values()} == {"cpu"}
 
 

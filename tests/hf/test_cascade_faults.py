@@ -14,7 +14,6 @@ import pytest
 import torch
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.client import launch
-from private_llm_hf.wire import send_message
 from torch import Tensor, nn
 
 from private_llm.errors import PartyFailed, PrivateLLMError, TransportError
@@ -22,6 +21,7 @@ from private_llm.net import children
 from private_llm.net.transport import Transport
 from private_llm.token_sharding import ShardingPlan
 from tests.hf import tiny
+from tests.hf.raw import send_raw
 from tests.hf.test_processes import parties
 from tests.hf.test_remote import free_ports
 
@@ -172,11 +172,16 @@ def test_a_long_computation_is_not_a_stall(monkeypatch: pytest.MonkeyPatch) -> N
         assert time.monotonic() - start > 2 * 2
 
 
-@pytest.mark.parametrize("step", [[1, 0, 10**12], [1, -1, 12], [0, 0, 12], [1, 12], [1, 0, "12"], [1, 1 << 20, 1]])
+@pytest.mark.parametrize(
+    "step", [[1, 0, 10**12], [1, -1, 12], [0, 0, 12], [1, 12], [1, 0, "12"], [1, 1 << 20, 1], [1, 0, True]]
+)
 def test_a_client_that_asks_for_the_impossible(step: list[object]) -> None:
     private = patch(tiny.build("llama"), CONFIG)
     transport = private.parties.transport
-    send_message(transport, 3, {"do": "forward", "cache": None, "step": step, "padding": None, "free": []})
-    with pytest.raises(TransportError, match=r"^AttnNode \(0, 1\) \(party 3\): step: got .*; want a batch and up to"):
+    sizes = dict(zip(("batch", "past", "new"), step, strict=False))
+    facts = {"message": "Step", "handle": None, **sizes, "padding": None}
+    send_raw(transport, 3, {"message": "AttnForward", "step": facts, "free": []})
+    text = r"^AttnNode \(0, 1\) \(party 3\): control message from the client: AttnForward.*step.*: (got|missing) "
+    with pytest.raises(TransportError, match=text):
         private(IDS)
     private.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import make_dataclass
 from pathlib import Path
 
 import pytest
@@ -138,11 +139,13 @@ def damaged(checkpoint: Path, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("said", [{}, {"model": "a", "class": None, "weights": "b"}, {"model": 1}])
+@pytest.mark.parametrize(
+    "said", [{}, {"model": "a", "class_": None, "weights": "b"}, {"model": 1, "class_": "b", "weights": "c"}]
+)
 def test_a_node_that_does_not_say_what_it_holds(monkeypatch: pytest.MonkeyPatch, said: dict[str, object]) -> None:
-    monkeypatch.setattr(cascade_node, "claim", lambda held: said)
+    monkeypatch.setattr(cascade_node, "claim", lambda held: make_dataclass("HeldModel", said)(**said))
     config = PrivateConfig(protocol="cascade", plan=PLAN, timeout_s=20)
-    with pytest.raises(TransportError, match=r"CompNode 0 \(party 0\) does not say what model it holds"):
+    with pytest.raises(TransportError, match=r"from CompNode 0 \(party 0\): HeldModel"):
         patch(tiny.build("llama"), config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,26 +11,29 @@ import torch
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.token_sharding.answers import Due, check_equal, in_order, read_answer
 from private_llm_hf.token_sharding.comp_node import CompNode
+from private_llm_hf.wire.answers import NodeOutput, NodeOutputs
+from private_llm_hf.wire.codec import Message, message_of
 
 from private_llm.errors import PartyFailed, PrivateLLMError, TransportError
 from private_llm.token_sharding import ShardingPlan
 from tests.hf import tiny
+from tests.hf.raw import facts_of, send_raw
 
 PLAN = ShardingPlan(3, 3, 1, accept_weak_plan=True)  # for models with grouped queries
 DUE = Due(2, (3, 4, 5), (5,))
 
 BAD = [
-    ({}, "without outputs"),
-    ({"class": 3, "outputs": [["logits", [2, 1, 9]]]}, "without outputs"),
-    ({"class": "X", "outputs": {}}, "without outputs"),
+    ({}, "missing field"),
+    ({"class": 3, "outputs": [["logits", [2, 1, 9]]]}, "want a text"),
+    ({"class": "X", "outputs": {}}, "want a list"),
     ({"class": "X", "outputs": []}, "without outputs"),
-    ({"class": "X", "outputs": ["logits"]}, "answered with output None"),
+    ({"class": "X", "outputs": ["logits"]}, "want a NodeOutput"),
     ({"class": "X", "outputs": [["secret", [2, 1, 9]]]}, "answered with output 'secret'"),
-    ({"class": "X", "outputs": [[["logits"], [2, 1, 9]]]}, "answered with output"),
+    ({"class": "X", "outputs": [[["logits"], [2, 1, 9]]]}, "want a text"),
     ({"class": "X", "outputs": [["logits", [2, 1, 9]], ["logits", [2, 1, 9]]]}, "at most once"),
-    ({"class": "X", "outputs": [["logits", 9]]}, "has shape 9"),
-    ({"class": "X", "outputs": [["logits", [2, 1, "9"]]]}, "want sizes"),
-    ({"class": "X", "outputs": [["logits", [2, 1, True]]]}, "want sizes"),
+    ({"class": "X", "outputs": [["logits", 9]]}, "want a list"),
+    ({"class": "X", "outputs": [["logits", [2, 1, "9"]]]}, "want a whole number"),
+    ({"class": "X", "outputs": [["logits", [2, 1, True]]]}, "want a whole number"),
     ({"class": "X", "outputs": [["logits", [2, 1, -9]]]}, "want sizes"),
     ({"class": "X", "outputs": [["logits", [2, 1, 1 << 40]]]}, "want sizes"),
     ({"class": "X", "outputs": [["logits", [2, 3, 9]]]}, r"starts with \[2, 1\]"),
@@ -40,17 +44,27 @@ BAD = [
 ]
 
 
+NAMES = ("message", "name", "shape")
+
+
 @pytest.mark.parametrize(("message", "complaint"), BAD)
 def test_announcements_are_checked(message: dict[str, Any], complaint: str) -> None:
+    listed = message.get("outputs")
+    if isinstance(listed, list):
+        listed = [
+            dict(zip(NAMES, ["NodeOutput", *each], strict=True)) if type(each) is list else each for each in listed
+        ]
+        message = {**message, "outputs": listed}
+    raw = json.dumps({"message": "NodeOutputs", **message}).encode()
     with pytest.raises(TransportError, match=f"CompNode 1.*{complaint}"):
-        read_answer(message, DUE, "CompNode 1")
+        read_answer(message_of(raw, (NodeOutputs,), "CompNode 1"), DUE, "CompNode 1")
 
 
 def test_nodes_must_agree() -> None:
-    shapes = [[["logits", [2, 1, 9]]], [["logits", [2, 1, 8]]], [["logits", [2, 9]]], [["pooler_output", [2, 9]]]]
-    first, *others = (read_answer({"class": "X", "outputs": outputs}, DUE, "a node") for outputs in shapes)
+    shapes = [("logits", (2, 1, 9)), ("logits", (2, 1, 8)), ("logits", (2, 9)), ("pooler_output", (2, 9))]
+    first, *others = (read_answer(NodeOutputs("X", (NodeOutput(*output),)), DUE, "a node") for output in shapes)
     assert check_equal({"a": first, "b": first}) == "X"
-    for other in (*others, read_answer({"class": "Y", "outputs": shapes[0]}, DUE, "a node")):
+    for other in (*others, read_answer(NodeOutputs("Y", (NodeOutput(*shapes[0]),)), DUE, "a node")):
         with pytest.raises(TransportError, match="a and b gave different kinds"):
             check_equal({"a": first, "b": other})
 
@@ -114,8 +128,8 @@ def test_an_attn_node_whose_message_has_another_size(size: int, monkeypatch: pyt
 @pytest.mark.parametrize(
     "change",
     [
-        {"step": [1, 0, 10**12]}, {"step": "x"}, {"step": [2, 0]}, {"cache": []}, {"padding": 3},
-        {"positions": None}, {"wanted": [10**9]}, {"do": "sing"}, {"do": None}, {"free": 3},
+        {"step.new": 10**12}, {"step": "x"}, {"step.new": None}, {"step.handle": []}, {"step.padding": 3},
+        {"positions": None}, {"wanted": [10**9]}, {"message": "sing"}, {"message": None}, {"free": 3},
     ],
     ids=str,
 )  # fmt: skip
@@ -123,15 +137,23 @@ def test_a_client_that_sends_nonsense_ends_its_session(change: dict[str, object]
     """Nodes stop with an error that names what failed; none hangs or allocates."""
     from private_llm_hf.token_sharding import client as cascade_client
 
-    honest = cascade_client.send_message
+    ((path, value),) = change.items()
+    *outer, last = path.split(".")
+    told = []
 
-    def send_message(transport: Any, to: int, message: dict[str, Any]) -> None:
-        honest(transport, to, {**message, **{k: v for k, v in change.items() if k in message}})
+    def send_message(transport: Any, to: int, message: Message) -> None:
+        facts = facts_of(message)
+        place = facts[outer[0]] if outer else facts
+        if last in place:
+            place[last] = value
+            told.append(to)
+        send_raw(transport, to, facts)
 
     with torch.no_grad(), patch(tiny.build("llama"), settings()) as private:
         monkeypatch.setattr(cascade_client, "send_message", send_message)
         with pytest.raises(PrivateLLMError, match="Node"):
             private(ids())
+    assert told
 
 
 def settings() -> PrivateConfig:

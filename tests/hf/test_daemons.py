@@ -10,21 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from private_llm_cli.commands import parties as command
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.checkpoint.model_spec import describe
 from private_llm_hf.client import launch
 from private_llm_hf.client.launch import serve_party, start_parties
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.party import party
-from private_llm_hf.wire import Message
+from private_llm_hf.wire.answers import Loaded
+from private_llm_hf.wire.commands import Call, Description, Forward, LoadModel, ManageCache, ResetCache, Tokens
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, PartyFailed, PrivateLLMError, ShareFileError
 from private_llm.net.certificates import make_certificates
 from private_llm.net.transport import CLIENT
-from private_llm_cli.commands import parties as command
 from tests.hf import tiny
 from tests.hf.compare import BATCH
+from tests.hf.raw import send_raw
 from tests.hf.test_remote import config, files, free_ports, running, shared
 
 __all__ = ["config", "shared"]  # fixtures
@@ -38,9 +40,15 @@ def model() -> PreTrainedModel:
 def announce(parties: Parties, model: PreTrainedModel, name: str, changes: dict[str, Any]) -> None:
     """Describe a model to all parties as a changed client would."""
     described = describe(type(model), model.config)
-    settings = {**described["config"], **changes}
-    parties.tell({"do": "load", "held": False, "like": None, "class": name, "config": settings, "model": "x"})
-    parties.answers()
+    settings = {**described.config, **changes}
+    parties.tell(LoadModel(Description(name, settings, "x", {}), None))
+    parties.answers(Loaded)
+
+
+def shout(parties: Parties, facts: object) -> None:
+    """Send JSON that is no message to all parties."""
+    for number in parties.members:
+        send_raw(parties.transport, number, facts)
 
 
 ATTACKS: dict[str, Callable[[Parties, PreTrainedModel], None]] = {
@@ -51,10 +59,13 @@ ATTACKS: dict[str, Callable[[Parties, PreTrainedModel], None]] = {
     "a type that is no text": lambda p, m: announce(p, m, "OPTModel", {"model_type": ["opt"]}),
     "a surrogate": lambda p, m: announce(p, m, "OPTForCausalLM", {"activation_function": "\ud800 [/x]"}),
     "a surrogate in the error": lambda p, m: announce(p, m, "OPTModel", {"model_type": "\ud800 [/x]"}),
-    "markup": lambda p, m: p.tell({"do": "[/x] [bold"}),
+    "markup": lambda p, m: shout(p, {"message": "[/x] [bold"}),
+    "markup in a field": lambda p, m: shout(p, {"message": "LoadHeld", "[/x] [bold \ud800": "\x1b[2J"}),
     "deep nesting": lambda p, m: announce(p, m, "OPTForCausalLM", {"ffn_dim": nested(400)}),
-    "no fields at all": lambda p, m: p.tell({"do": "load"}),
-    "a list for a number": lambda p, m: p.tell({"do": "cache", "handle": [1], "how": "select"}),
+    "no fields at all": lambda p, m: shout(p, {"message": "LoadModel"}),
+    "no message at all": lambda p, m: shout(p, [{}]),
+    "a list for a number": lambda p, m: p.tell(ManageCache(ResetCache([1]))),  # type: ignore[arg-type]
+    "a lane that is none": lambda p, m: shout(p, {"message": "LoadLike", "lane": 3}),
 }
 
 
@@ -86,7 +97,7 @@ def test_a_client_ends_its_own_session_only(
     def misuse() -> None:
         with parties._call():
             attack(parties, model)
-            parties.answers()
+            parties.answers(Loaded)
 
     with pytest.raises(PrivateLLMError):
         misuse()
@@ -107,10 +118,10 @@ def test_an_error_of_any_kind_ends_the_session_only(
 ) -> None:
     original = party.Party.forward
 
-    def forward(self: party.Party, message: Message) -> None:
+    def forward(self: party.Party, command: Forward) -> None:
         if self.number == 1:
             raise Foreign("a text that may hold a value: 0.123")
-        original(self, message)
+        original(self, command)
 
     with running(config, [None] * 3, sessions=2) as lines:
         monkeypatch.setattr(party.Party, "forward", forward)
@@ -226,19 +237,20 @@ def test_a_party_with_a_share_file_serves_no_other_model(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"shape": [1 << 20, 1 << 20]}, "want positive sizes"),
-        ({"shape": [2, -5]}, "want positive sizes"),
-        ({"shape": [2, 5.0]}, "want positive sizes"),
-        ({"shape": "25"}, "want positive sizes"),
+        ({"shape": (1 << 20, 1 << 20)}, "want positive sizes"),
+        ({"shape": (2, -5)}, "want positive sizes"),
+        ({"shape": ()}, "want positive sizes"),
+        ({"shape": (2, 5.0)}, "got 5.0; want a whole number"),
+        ({"shape": "25"}, "got '25'; want a list"),
+        ({"name": "labels"}, "got 'labels'; want one of input_ids"),
         ({"vocabulary": 1 << 40}, "the model has 128 tokens"),
     ],
 )
 def test_inputs_have_possible_shapes(change: dict[str, object], message: str, model: PreTrainedModel) -> None:
     plain = PrivateConfig(protocol="plain", insecure=True, timeout_s=20)
-    call = {"public": {}, "cache": None, "encoded": None, "encode_to": None, "outputs": []}
-    item = {"name": "input_ids", "kind": "tokens", "shape": [2, 5], "vocabulary": 128, **change}
+    item = replace(Tokens("input_ids", (2, 5), 128), **change)
     with patch(model, plain) as private, pytest.raises(PrivateLLMError, match=message):
-        private.parties.forward({**call, "secret": [item]}, [])
+        private.parties.forward(Call({}, (item,), None, None, None, ()), [])
 
 
 def test_the_number_of_a_session_that_failed_to_close(config: PrivateConfig, monkeypatch: pytest.MonkeyPatch) -> None:

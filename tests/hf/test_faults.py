@@ -13,7 +13,8 @@ from private_llm_hf import patch
 from private_llm_hf.client import launch
 from private_llm_hf.client.parties import Parties, _remote_error
 from private_llm_hf.party import party
-from private_llm_hf.wire import recv_message, send_message
+from private_llm_hf.wire.commands import Call, Description, Forward, Hello, LoadModel, SelectRows, Stop
+from private_llm_hf.wire.frames import recv_message, send_message
 from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
@@ -22,6 +23,7 @@ from private_llm.net.local import LocalHub
 from private_llm.net.transport import CLIENT
 from tests.hf import tiny
 from tests.hf.conftest import PLAIN, TRIO
+from tests.hf.raw import send_raw
 
 IDS = torch.tensor([[5, 6, 7]])
 
@@ -187,12 +189,15 @@ def channel() -> tuple[object, object]:
 def test_messages_carry_json_and_integer_tensors() -> None:
     client, other = channel()
     mask = torch.tensor([[True, False]])
-    send_message(client, 0, {"do": "x", "n": None, "t": torch.arange(6).view(2, 3), "m": mask, "list": [1, "a"]})
-    got = recv_message(other, CLIENT)
-    assert got["do"] == "x"
-    assert got["n"] is None
-    assert torch.equal(got["t"], torch.arange(6).view(2, 3))
-    assert torch.equal(got["m"], mask)
+    public = {"position_ids": torch.arange(6).view(2, 3), "attention_mask": mask, "use_cache": True}
+    send_message(client, 0, Forward(Call(public, (), None, None, 7, ("logits", "x")), free=(1, 2)))
+    got = recv_message(other, CLIENT, (Stop, Forward))
+    assert isinstance(got, Forward)
+    assert (got.free, got.at, got.call.cache, got.call.encode_to) == ((1, 2), None, None, 7)
+    assert got.call.outputs == ("logits", "x")
+    assert torch.equal(got.call.public["position_ids"], torch.arange(6).view(2, 3))
+    assert torch.equal(got.call.public["attention_mask"], mask)
+    assert got.call.public["use_cache"] is True
     assert client.ledger.cost().total > 0
     assert {op for _, op, _ in client.ledger.sent} == {"control"}
 
@@ -201,7 +206,7 @@ def test_messages_carry_json_and_integer_tensors() -> None:
 def test_messages_refuse_everything_else(value: object) -> None:
     client, _ = channel()
     with pytest.raises((TypeError, ValueError)):
-        send_message(client, 0, {"x": value})
+        send_message(client, 0, LoadModel(Description("X", {"x": value}, "", {}), None))
 
 
 @pytest.mark.parametrize(
@@ -213,22 +218,32 @@ def test_messages_refuse_everything_else(value: object) -> None:
         b'{"__tensor__": ["int64", [3], [1]]}',
         b'{"__tensor__": ["float64", [1], [1]]}',
         b"{}" * 3,
+        b"[" * 100_000,
+        b'{"message":"SelectRows","handle":NaN,"index":{"__tensor__":["int64",[1],[0]]}}',
+        b'{"message":"SelectRows","handle":' + b"9" * 5000 + b',"index":{"__tensor__":["int64",[1],[0]]}}',
+        b'{"message":"SelectRows","handle":1,"index":{"__tensor__":["int64",[1],[1' + b"0" * 30 + b"]]}}",
     ],
 )
 def test_malformed_messages(raw: bytes) -> None:
     client, other = channel()
-    client.send(0, "control-size", torch.tensor([len(raw)]))
-    client.send(0, "control", torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    client.send_bytes(0, "control", raw)
     with pytest.raises(TransportError, match="control message from the client"):
-        recv_message(other, CLIENT)
+        recv_message(other, CLIENT, (Hello, SelectRows))
 
 
-@pytest.mark.parametrize("size", [-1, 0, 1 << 40])
+@pytest.mark.parametrize("size", [(64 << 20) + 1, 1 << 40])
 def test_absurd_sizes(size: int) -> None:
     client, other = channel()
-    client.send(0, "control-size", torch.tensor([size]))
-    with pytest.raises(TransportError, match=f"got size {size}"):
-        recv_message(other, CLIENT)
+    client.send(0, "control", torch.zeros(1, dtype=torch.uint8).expand(size))
+    with pytest.raises(TransportError, match=f"got 'control' with {size} x .*at most {64 << 20}"):
+        recv_message(other, CLIENT, (Hello, SelectRows))
+
+
+def test_an_empty_message() -> None:
+    client, other = channel()
+    client.send(0, "control", torch.zeros(0, dtype=torch.uint8))
+    with pytest.raises(TransportError, match="control message from the client"):
+        recv_message(other, CLIENT, (Hello, SelectRows))
 
 
 @pytest.mark.parametrize(
@@ -237,15 +252,15 @@ def test_absurd_sizes(size: int) -> None:
 def test_a_client_that_asks_for_more(change: dict[str, object]) -> None:
     """What a party opens is the party's decision: a changed client gets nothing but an error."""
     model = patch(tiny.build("opt"), PLAIN)
-    call = {"public": {}, "secret": [], "cache": None, "encoded": None, "encode_to": None, "outputs": []}
+    call = Call({}, (), None, None, None, ())
     with pytest.raises(UnsupportedOp, match=r"party 0: the client asks for .*, which parties do not take or open"):
-        model.parties.forward({**call, **change}, [])
+        model.parties.forward(replace(call, **change), [])
     model.close()
 
 
 def test_an_unknown_command() -> None:
     model = patch(tiny.build("opt"), PLAIN)
-    model.parties.command({"do": "dance"})
+    send_raw(model.parties.transport, 0, {"message": "dance"})
     with pytest.raises(TransportError, match="unknown command 'dance'"):
         model(IDS)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from private_llm_hf import ForwardPlan, GeneratePlan, PrivateConfig, patch
 from private_llm_hf.client.lane_rows import plan_lanes
+from private_llm_hf.wire.commands import Call, SelectRows, Tokens
 
 from private_llm.errors import DomainError
 from private_llm.net.offline_store import OfflineStore
@@ -145,17 +146,15 @@ def test_a_plan_that_was_thrown_away_leaves_the_sessions_as_before() -> None:
 
 
 def test_rows_of_a_plan_follow_their_caches() -> None:
-    def call(rows: int, cache: int | None) -> dict[str, object]:
+    def call(rows: int, cache: int | None) -> Call:
         public = {"attention_mask": torch.ones(rows, 4), "logits_to_keep": 1}
-        secret = [{"name": "input_ids", "shape": [rows, 4]}]
-        return {
-            "do": "forward", "secret": secret, "public": public, "cache": cache, "encoded": None, "encode_to": None,
-        }  # fmt: skip
+        return Call(public, (Tokens("input_ids", (rows, 4), 9),), cache, None, None, ())
 
-    select = {"do": "cache", "how": "select", "handle": 1, "index": torch.tensor([0, 2, 4])}
+    select = SelectRows(1, torch.tensor([0, 2, 4]))
     rows, parts = plan_lanes([call(5, 1), select, call(3, 1), call(1, None)], 2)
     assert rows == [[3, 2], [3, 2], [2, 1], [1, 0]]
-    assert [[part["do"] for part in lane] for lane in parts] == [["forward", "cache", "forward", "forward"],
-                                                                ["forward", "cache", "forward"]]  # fmt: skip
-    assert [part["index"].tolist() for part in (parts[0][1], parts[1][1])] == [[0, 2], [1]]
-    assert [tuple(part["public"]["attention_mask"].shape) for part in (parts[0][2], parts[1][2])] == [(2, 4), (1, 4)]
+    assert [[type(part) for part in lane] for lane in parts] == [[Call, SelectRows, Call, Call],
+                                                                [Call, SelectRows, Call]]  # fmt: skip
+    assert [part.index.tolist() for part in (parts[0][1], parts[1][1])] == [[0, 2], [1]]
+    assert [tuple(part.public["attention_mask"].shape) for part in (parts[0][2], parts[1][2])] == [(2, 4), (1, 4)]
+    assert [part.secret[0].shape for part in (parts[0][2], parts[1][2])] == [(2, 4), (1, 4)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -118,7 +119,7 @@ def test_nodes_get_the_states_of_their_rows_and_nothing_of_the_client_s(protocol
         states = model(ids, output_hidden_states=True).hidden_states[1]
     for node in range(PLAN.nodes):
         endpoint = config.parties + node
-        assert {m.tag for m in hub.got(endpoint) if m.peer == CLIENT} <= {"control", "control-size"}
+        assert {m.tag for m in hub.got(endpoint) if m.peer == CLIENT} <= {"control"}
         reveals = [m for m in hub.got(endpoint) if m.peer < config.parties]
         if node >= PLAN.alpha:
             assert not reveals
@@ -211,13 +212,17 @@ def test_loading_warns_of_attacks_beyond_searches() -> None:
         patch(tiny.build("opt"), settings(plan=ShardingPlan(3, 3, 1, accept_weak_plan=True))).close()
 
 
-@pytest.mark.parametrize("endpoint", [1, 3 + PLAN.alpha, CLIENT, "3"])
-def test_states_go_to_comp_nodes_only(endpoint: object, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("endpoint", "said"),
+    [*((n, "hidden states go to CompNodes, 3 to 5; got") for n in (1, 3 + PLAN.alpha, CLIENT, -1)),
+     ("3", "control message from the client: Forward.slices.*got '3'; want a whole number")],
+)  # fmt: skip
+def test_states_go_to_comp_nodes_only(endpoint: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that names a party, an AttnNode or itself gets an error from the parties, and nobody any state."""
     with patch(tiny.build("opt"), settings()) as private, torch.no_grad():
         honest = private.parties.ask
         monkeypatch.setattr(
-            private.parties, "ask", lambda call, secrets: honest({**call, "slices": [[endpoint, [0]]]}, secrets)
+            private.parties, "ask", lambda call, secrets, slices: honest(call, secrets, ((endpoint, (0,)),))
         )
-        with pytest.raises(TransportError, match=r"party \d: hidden states go to CompNodes, 3 to 5; got"):
+        with pytest.raises(TransportError, match=rf"party \d: {said}"):
             private(**text())

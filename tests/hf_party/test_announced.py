@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,16 +10,17 @@ from private_llm_hf.checkpoint.model_spec import ModelSpec, accepted_class, desc
 from private_llm_hf.party import announced
 from private_llm_hf.party.announced import announced_shapes, take_announced
 from private_llm_hf.party.model import empty_model
+from private_llm_hf.wire.commands import Description, Weight
 
 from private_llm.errors import PatchMismatch
 from private_llm.kernels.memory import memory_bytes
 from tests.hf import images, tiny
 
 
-def description(name: str = "opt", **changes: object) -> dict[str, Any]:
+def description(name: str = "opt", **changes: object) -> Description:
     model = tiny.build(name)
     made = describe(type(model), model.config)
-    return {**made, "config": {**made["config"], **changes}}
+    return replace(made, config={**made.config, **changes})
 
 
 @pytest.mark.parametrize("name", tiny.ALL)
@@ -62,7 +63,7 @@ def test_classes_are_checked_before_anything_is_built(
         with pytest.raises(PatchMismatch, match=message):
             check(name, {"model_type": kind})
     with pytest.raises(PatchMismatch, match=message):
-        announced_shapes({"class": name, "config": {"model_type": kind}}, 16)
+        announced_shapes(Description(name, {"model_type": kind}, "", {}), 16)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("config", [None, [], "opt", 3, {}])
@@ -77,7 +78,7 @@ def test_configurations_are_objects(config: object) -> None:
      {"num_labels": 1 << 22}],
 )  # fmt: skip
 def test_numbers_that_a_configuration_multiplies_into_lists(settings: dict[str, object]) -> None:
-    facts = {"class": "GPTNeoForCausalLM", "config": {"model_type": "gpt_neo", **settings}}
+    facts = Description("GPTNeoForCausalLM", {"model_type": "gpt_neo", **settings}, "", {})
     with pytest.raises(PatchMismatch, match=r"may not (be above|list more than) 65536"):
         announced_shapes(facts, 8)
 
@@ -130,23 +131,22 @@ def test_buffers_beyond_any_model(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ({"weight": "b", "shape": [2, 3]}, "has none of that name"),
-        ({"weight": ["a"], "shape": [2, 3]}, "has none of that name"),
-        ({"weight": "a", "shape": [2, 1 << 40]}, r"got shape \[2, 1099511627776\]; want \[2, 3\]"),
-        ({"weight": "a", "shape": [3, 2]}, "want"),
-        ({"weight": "a", "shape": "23"}, "want"),
+        (Weight("b", (2, 3)), "has none of that name"),
+        (Weight("a", (2, 1 << 40)), r"got shape \[2, 1099511627776\]; want \[2, 3\]"),
+        (Weight("a", (3, 2)), "want"),
+        (Weight("a", ()), "want"),
     ],
 )
-def test_weights_that_were_not_announced(header: dict[str, Any], message: str) -> None:
+def test_weights_that_were_not_announced(header: Weight, message: str) -> None:
     with pytest.raises(PatchMismatch, match=message):
         take_announced({"a": (2, 3)}, header)
 
 
 def test_a_weight_comes_once() -> None:
     wanted = {"a": (2, 3)}
-    assert take_announced(wanted, {"weight": "a", "shape": [2, 3]}) == (2, 3)
+    assert take_announced(wanted, Weight("a", (2, 3))) == (2, 3)
     with pytest.raises(PatchMismatch, match="it came before"):
-        take_announced(wanted, {"weight": "a", "shape": [2, 3]})
+        take_announced(wanted, Weight("a", (2, 3)))
 
 
 def test_memory_is_that_of_the_machine() -> None:

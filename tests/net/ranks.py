@@ -49,6 +49,32 @@ def everything_to_everybody(t):
     return t.ledger.cost().total
 
 
+def bytes_to_everybody(t):
+    """Frames of lengths that receivers do not know: within the first block, at its end, behind it."""
+    sizes = [5, 4032, 4033, 70_000]
+    for peer in ENDPOINTS:
+        for size in sizes:
+            if peer != t.me:
+                t.send_bytes(peer, "control", bytes([t.me]) * size)
+    for peer in ENDPOINTS:
+        for size in sizes:
+            if peer != t.me:
+                t.wait(peer)
+                assert t.recv_bytes(peer, "control", 70_000) == bytes([peer]) * size
+    t.close()
+    return t.ledger.cost().total
+
+
+def too_many_bytes(t):
+    if t.me == 1:
+        t.send_bytes(2, "control", bytes(5000))
+        t.recv(2, "next", (1,), torch.int64)
+    elif t.me == 2:
+        t.recv_bytes(1, "control", 4999)
+    else:
+        t.recv(1, "next", (1,), torch.int64)
+
+
 def disagreement(t):
     if t.me == 1:
         t.send(2, "mul", torch.full((3,), 4242424242))
@@ -105,7 +131,7 @@ def main(what, timeout):
         thread.start()
     for thread in threads:
         thread.join()
-    if what is everything_to_everybody:
+    if what in (everything_to_everybody, bytes_to_everybody):
         hub.close()
     return results
 

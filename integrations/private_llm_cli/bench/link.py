@@ -90,8 +90,17 @@ class SlowTransport(LocalTransport):
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         payload = super()._recv(frm, tag, shape, dtype)
+        self._sleep(frm)
+        return payload
+
+    def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
+        raw = super()._recv_bytes(frm, tag, most)
+        self._sleep(frm)
+        return raw
+
+    def _sleep(self, frm: int) -> None:
+        """Until the frame that was taken is due."""
         delay = self._slow.due[(frm, self.me)].popleft() - time.perf_counter()
         if delay > 0:
             with self.aside():
                 time.sleep(delay)
-        return payload

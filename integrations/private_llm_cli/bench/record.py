@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from private_llm.net.ledger import CONTROL
 from private_llm_cli.bench.link import LinkSpeed, SlowHub, SlowTransport
 
 _WIRES = LinkSpeed(float("inf"), 0.0)
@@ -44,7 +45,7 @@ class RecordingHub(SlowHub):
         self.waits: list[Waiting] = []
         self.sent: list[Sending] = []
         super().__init__(parties, timeout, speed, "bench")
-        self.instant = frozenset(["bench", "control", "control-size"])
+        self.instant = frozenset(["bench", CONTROL])
 
     def transport(self, me: int) -> SlowTransport:
         """The transport of endpoint `me`."""
@@ -67,6 +68,12 @@ class _RecordingTransport(SlowTransport):
         payload = super()._recv(frm, tag, shape, dtype)
         self._waits.append(Waiting(self.me, frm, tag, started, time.perf_counter(), self._lane))
         return payload
+
+    def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
+        started = time.perf_counter()
+        raw = super()._recv_bytes(frm, tag, most)
+        self._waits.append(Waiting(self.me, frm, tag, started, time.perf_counter(), self._lane))
+        return raw
 
     def wait(self, frm: int) -> None:
         """Between two calls."""

@@ -80,7 +80,7 @@ def worked(frames: Sequence[Sending], arrived: Sequence[float]) -> list[set[int]
     """For each token, the endpoints besides the client that sent a frame until it came."""
     made: list[set[int]] = []
     for start, end in itertools.pairwise(arrived):
-        inside = [frame for frame in frames if start <= frame.end < end and not frame.tag.startswith(CONTROL)]
+        inside = [frame for frame in frames if start <= frame.end < end and frame.tag != CONTROL]
         made.append({frame.endpoint for frame in inside if frame.endpoint != CLIENT})
     return made
 

@@ -16,7 +16,7 @@ from private_llm_hf.checkpoint.weights import Sink, WeightList, skeleton
 from private_llm_hf.models.architectures import architecture_of, classes_of, refuse_loading
 from private_llm_hf.models.batch_norm import Fold, Folder, fold_batch_norms
 from private_llm_hf.vision.network import Network
-from private_llm_hf.wire import Message
+from private_llm_hf.wire.commands import Description
 
 _PASSING = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
 """Configuration keys that do not change what a model computes."""
@@ -51,12 +51,12 @@ def accepted_class(name: object, config: object) -> type[PreTrainedModel]:
 
 def describe(
     model_class: type[PreTrainedModel], config: PretrainedConfig, ranges: Ranges = UNKNOWN
-) -> Message:  # fmt: skip
+) -> Description:  # fmt: skip
     """What parties need to know to build a model: class, configuration, a digest of both, and the ranges."""
     values = {k: v for k, v in json.loads(config.to_json_string(use_diff=False)).items() if k not in _PASSING}
     facts = {"class": model_class.__name__, "config": values}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return {**facts, "model": digest, "ranges": ranges.to_dict()}
+    return Description(model_class.__name__, values, digest, ranges.to_dict())
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from private_llm.errors import ConfigError, PrivateLLMError, TransportError
+from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm.protocols.weight_sharing import pieces
 from private_llm_hf.checkpoint.checkpoint import Checkpoint
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, model_class
-from private_llm_hf.wire import Message
+from private_llm_hf.wire.answers import HeldModel
+from private_llm_hf.wire.commands import Description
 
 
 class WeightsDigest:
@@ -40,7 +41,7 @@ class WeightsDigest:
 class NodeCheckpoint:
     """A checkpoint in a node's memory. weights: float32. digest: `WeightsDigest` of them."""
 
-    description: Message
+    description: Description
     weights: dict[str, Tensor]
     digest: str
 
@@ -73,48 +74,39 @@ class NodeCheckpoint:
         return cls(describe(found, config), weights, digest.text())
 
 
-_CLAIM = ("model", "class", "weights")
-
-
-def claim(held: NodeCheckpoint | None) -> Message:
+def claim(held: NodeCheckpoint | None) -> HeldModel:
     """What a CompNode says of the model that it holds."""
     if held is None:
-        return dict.fromkeys(_CLAIM)
-    return {"model": held.description["model"], "class": held.description["class"], "weights": held.digest}
+        return HeldModel(None, None, None)
+    return HeldModel(held.description.model, held.description.class_, held.digest)
 
 
-def agreed(answers: Mapping[str, Message]) -> Message:
-    """What all CompNodes hold, from the `claim` of each.
-
-    Raises ConfigError that names one which holds something else, TransportError for what is no claim.
-    """
-    for name, found in answers.items():
-        if set(found) != set(_CLAIM) or {type(fact) for fact in found.values()} not in ({str}, {type(None)}):
-            raise TransportError(f"{name} does not say what model it holds; does it run the same private-llm?")
+def agreed(answers: Mapping[str, HeldModel]) -> HeldModel:
+    """What all CompNodes hold, from the `claim` of each. Raises ConfigError that names one with something else."""
     (first, want), *others = answers.items()
     for name, found in others:
-        if None in (found["model"], want["model"]) and found != want:
-            empty, full = (name, first) if found["model"] is None else (first, name)
+        if None in (found.model, want.model) and found != want:
+            empty, full = (name, first) if found.model is None else (first, name)
             raise ConfigError(f"{empty} holds no model, and {full} does; start all CompNodes with --model, or none")
-        if found["model"] != want["model"]:
+        if found.model != want.model:
             raise ConfigError(
-                f"{name} holds another model than {first}: a {found['class']}, not this {want['class']} or not of this "
+                f"{name} holds another model than {first}: a {found.class_}, not this {want.class_} or not of this "
                 "configuration; start all CompNodes with one checkpoint"
             )
-        if found["weights"] != want["weights"]:
+        if found.weights != want.weights:
             raise ConfigError(f"{name} holds other weights than {first}; start all CompNodes with one checkpoint")
     return want
 
 
-def check_held(held: Message, description: Message, mine: Callable[[], str | None]) -> None:
+def check_held(held: HeldModel, description: Description, mine: Callable[[], str | None]) -> None:
     """Raises ConfigError unless nodes hold the model of the client, and the weights if it has some (their digest)."""
-    if held["model"] != description["model"]:
+    if held.model != description.model:
         raise ConfigError(
-            f"the CompNodes hold another model: a {held['class']}, not this {description['class']} or not of this "
+            f"the CompNodes hold another model: a {held.class_}, not this {description.class_} or not of this "
             "configuration; start them with its checkpoint, or load the model they hold"
         )
     own = mine()
-    if own is not None and own != held["weights"]:
+    if own is not None and own != held.weights:
         raise ConfigError(
             "the CompNodes hold other weights than the client; load their checkpoint, or its configuration alone"
         )

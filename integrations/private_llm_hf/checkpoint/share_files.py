@@ -38,7 +38,7 @@ from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 from private_llm_hf.checkpoint.offload import read_tensor
 from private_llm_hf.checkpoint.weights import WeightList, encode_weight
-from private_llm_hf.wire import Message
+from private_llm_hf.wire.commands import Description
 
 FORMAT = "private-llm share file 2"
 _AGREE = ("protocol", "ring", "frac_bits")
@@ -55,12 +55,12 @@ class ShareWriter:
     """Writes the files of all parties; use as a context manager and pass it each weight once, in any order."""
 
     def __init__(
-        self, folder: Path, config: PrivateConfig, description: Message, wanted: WeightList, overwrite: bool = False
+        self, folder: Path, config: PrivateConfig, description: Description, wanted: WeightList, overwrite: bool = False
     ) -> None:
         """overwrite: replace another sharing's files. Raises ShareFileError if there are some and it is not set."""
         folder.mkdir(parents=True, exist_ok=True)
         self._config, self._ring = config, Ring(config.ring)
-        self._dealer, self._ranges = Dealer(config), Ranges(description["ranges"])
+        self._dealer, self._ranges = Dealer(config), Ranges(description.ranges)
         self._missing = set(wanted.shapes)
         self.paths = [share_path(folder, party) for party in range(config.parties)]
         self._overwrite = overwrite
@@ -73,14 +73,14 @@ class ShareWriter:
             self._discard()
             raise
 
-    def _begin(self, description: Message, wanted: WeightList) -> None:
+    def _begin(self, description: Description, wanted: WeightList) -> None:
         config, sharing = self._config, secrets.token_hex(16)
         for party, path in enumerate(self.paths):
             metadata = {
                 "format": FORMAT,
                 "party": str(party),
                 "sharing": sharing,
-                "description": json.dumps(description),
+                "description": json.dumps(description.to_dict()),
                 "agreement": json.dumps({key: getattr(config, key) for key in _AGREE}),
                 "shapes": json.dumps(wanted.shapes),
                 "keys": json.dumps([seed.raw().hex() for seed in self._dealer.keys(party)]),
@@ -252,7 +252,7 @@ class ShareFile:
     path: Path
     config: PrivateConfig
     party: int
-    description: Message
+    description: Description
     sharing: str
     shapes: dict[str, tuple[int, ...]]
     keys: tuple[Seed, ...]
@@ -284,7 +284,7 @@ class ShareFile:
             raise ShareFileError(f"{path.name} was made for other settings: {', '.join(wrong)}")
         shapes = {name: tuple(shape) for name, shape in json.loads(metadata["shapes"]).items()}
         keys = tuple(Seed(bytes.fromhex(raw)) for raw in json.loads(metadata["keys"]))
-        description = json.loads(metadata["description"])
+        description = Description.from_dict(json.loads(metadata["description"]))
         return cls(path, config, party, description, metadata["sharing"], shapes, keys, extents)
 
     def weight(self, name: str) -> Share:

@@ -10,20 +10,19 @@ from typing import Any
 
 from private_llm.net.ledger import CONTROL, Cost, Ledger, merge, size
 from private_llm.net.transport import endpoint_name
+from private_llm_hf.wire.answers import CostRows
 
-Rows = dict[str, Any]
 
-
-def rows_of(ledger: Ledger) -> Rows:
-    """A ledger as JSON rows, without control traffic."""
-    return {
-        "party": ledger.party,
-        "sent": [[scope, op, to, n] for (scope, op, to), n in ledger.sent.items() if op != CONTROL],
-        "rounds": [[scope, op, n] for (scope, op), n in ledger.rounds.items() if op != CONTROL],
-        "macs": [[scope, n] for scope, n in ledger.macs.items()],
-        "spent": [[scope, n] for scope, n in ledger.spent.items()],
-        "seconds": dict(ledger.seconds),
-    }
+def rows_of(ledger: Ledger) -> CostRows:
+    """A ledger without control traffic."""
+    return CostRows(
+        ledger.party,
+        tuple((scope, op, to, n) for (scope, op, to), n in ledger.sent.items() if op != CONTROL),
+        tuple((scope, op, n) for (scope, op), n in ledger.rounds.items() if op != CONTROL),
+        tuple(ledger.macs.items()),
+        tuple(ledger.spent.items()),
+        dict(ledger.seconds),
+    )
 
 
 _SHOWN = 12
@@ -61,20 +60,20 @@ class Costs:
     """Class of each module."""
 
     @classmethod
-    def from_rows(cls, rows: list[Rows], helper: int | None = None) -> Costs:
+    def from_rows(cls, rows: list[CostRows], helper: int | None = None) -> Costs:
         """Rebuild ledgers from their rows; row number `helper` is of the party that works in preprocessing only."""
         ledgers = []
         for row in rows:
-            ledger = Ledger(row["party"])
-            for scope, op, to, n in row["sent"]:
+            ledger = Ledger(row.party)
+            for scope, op, to, n in row.sent:
                 ledger.sent[(scope, op, to)] += n
-            for scope, op, n in row["rounds"]:
+            for scope, op, n in row.rounds:
                 ledger.rounds[(scope, op)] += n
-            for scope, n in row["macs"]:
+            for scope, n in row.macs:
                 ledger.macs[scope] += n
-            for scope, n in row["spent"]:
-                ledger.spent[scope] += n
-            ledger.seconds.update(row["seconds"])
+            for scope, seconds in row.spent:
+                ledger.spent[scope] += seconds
+            ledger.seconds.update(row.seconds)
             ledgers.append(ledger)
         return cls(tuple(ledgers), () if helper is None else (ledgers[helper],))
 

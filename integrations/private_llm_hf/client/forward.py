@@ -18,7 +18,8 @@ from private_llm_hf.client.losses import Labels
 from private_llm_hf.client.remote_state import PrivateCache, PrivateEncoderOutput
 from private_llm_hf.client.session_client import Secret
 from private_llm_hf.models.architectures import architecture
-from private_llm_hf.wire import GUARD, OPENED, Message
+from private_llm_hf.wire.answers import GUARD
+from private_llm_hf.wire.commands import OPENED, Call, Encoded, Fact, Tokens, Values
 
 if TYPE_CHECKING:
     from private_llm_hf.client.model import PrivateModel
@@ -43,8 +44,8 @@ class Forward:
         self.parties = model.parties
         self.config: PretrainedConfig = model.config
         self.given = {name: value for name, value in given.items() if value is not None and name not in _GENERATE_S}
-        self.public: dict[str, Any] = {}
-        self.listed: list[Message] = []
+        self.public: dict[str, Fact] = {}
+        self.listed: list[Tokens | Values] = []
         self.secrets: list[Secret] = []
         self.labels: Labels | None = None
         self.ids: Tensor | None = None
@@ -64,13 +65,13 @@ class Forward:
 
     # -- one stack: decoder-only, encoder-only, vision ------------------------------------------------------
     def _single(self) -> ModelOutput:
-        rows, length = self._secret("")
+        rows, length = self.take_secret("")
         if self.labels is not None:
             self.labels.check(rows, length, self.given.get("logits_to_keep"))
         cache = self._cache(rows, length)
         past = cache.position if cache is not None else 0
         check.check_positions(self.config, past + length)
-        mask = self._mask("attention_mask", rows, past + length)
+        mask = self.take_mask("attention_mask", rows, past + length)
         self._positions(rows, length, mask)
         kind = architecture(self.config).kind
         if kind == "decoder" and type(self.model).__name__.endswith("ForSequenceClassification"):
@@ -90,13 +91,13 @@ class Forward:
             raise DomainError("encoder_outputs: want what this model's get_encoder() or generate() returned")
         for name in ("input_ids", "inputs_embeds"):
             self.given.pop(name, None)
-        rows, length = self._secret("decoder_")
+        rows, length = self.take_secret("decoder_")
         if len(encoded.row_index) != rows:
             raise DomainError(f"encoder_outputs: got {len(encoded.row_index)} rows; want {rows}")
         cache = self._cache(rows, length)
         past = cache.position if cache is not None else 0
-        self._mask("attention_mask", rows, encoded.length)
-        self._mask("decoder_attention_mask", rows, past + length)
+        self.take_mask("attention_mask", rows, encoded.length)
+        self.take_mask("decoder_attention_mask", rows, past + length)
         output = self._call(cache, length, encoded)
         output["encoder_last_hidden_state"] = encoded.last_hidden_state
         return output
@@ -111,7 +112,7 @@ class Forward:
             labels.check(read.shape[0], read.shape[1], self.given.get("logits_to_keep"))
 
     # -- pieces ---------------------------------------------------------------------------------------------------
-    def _secret(self, prefix: str) -> tuple[int, int]:
+    def take_secret(self, prefix: str) -> tuple[int, int]:
         """The one secret input: encode it, return (rows, positions)."""
         names = [f"{prefix}input_ids", f"{prefix}inputs_embeds", "pixel_values"]
         present = [name for name in names if name in self.given]
@@ -123,7 +124,7 @@ class Forward:
             vocabulary = self.config.get_text_config().vocab_size
             ids = check.check_tokens(name, value, vocabulary)
             rows, length = ids.shape
-            self.listed.append({"name": name, "kind": "tokens", "shape": [rows, length], "vocabulary": vocabulary})
+            self.listed.append(Tokens(name, (rows, length), vocabulary))
             self.secrets.append((ids.reshape(-1), vocabulary))
             self.ids = ids
             return rows, length
@@ -134,7 +135,7 @@ class Forward:
         else:
             value = check.check_embeds(name, value, self.config)
             length = value.shape[1]
-        self.listed.append({"name": name, "kind": "values", "shape": list(value.shape)})
+        self.listed.append(Values(name, tuple(value.shape)))
         self.secrets.append(check.encode_values(name, value, self.parties.ring, self.parties.config.frac_bits))
         return value.shape[0], length
 
@@ -161,7 +162,7 @@ class Forward:
             raise DomainError(f"past_key_values: got a cache of {cache.rows} rows; want {rows}, as many as the inputs")
         return cache
 
-    def _mask(self, name: str, rows: int, length: int) -> Tensor | None:
+    def take_mask(self, name: str, rows: int, length: int) -> Tensor | None:
         """A padding mask; one that masks nothing is left out."""
         mask = self.given.pop(name, None)
         if mask is None:
@@ -173,17 +174,19 @@ class Forward:
 
     def _positions(self, rows: int, length: int, mask: Tensor | None) -> None:
         """Public positions and segment numbers."""
+        found: dict[str, Tensor] = {}
         for name in ("position_ids", "token_type_ids"):
             value = self.given.pop(name, None)
             if value is not None:
-                self.public[name] = check.check_index(name, value, rows, length)
-        if "position_ids" not in self.public and architecture(self.config).positions == "after padding":
+                found[name] = check.check_index(name, value, rows, length)
+        if "position_ids" not in found and architecture(self.config).positions == "after padding":
             seen = torch.ones(rows, length, dtype=torch.int64)
             if self.ids is not None:  # as the plaintext model: by its tokens, whatever the mask says
                 seen = (self.ids != self.config.pad_token_id).to(torch.int64)
-            self.public["position_ids"] = check.padding_positions(self.config, seen)
-        if "position_ids" in self.public:
-            check.check_position_values(self.config, self.public["position_ids"])
+            found["position_ids"] = check.padding_positions(self.config, seen)
+        if "position_ids" in found:
+            check.check_position_values(self.config, found["position_ids"])
+        self.public.update(found)
 
     def _call(self, cache: PrivateCache | None, length: int, encoded: PrivateEncoderOutput | None) -> ModelOutput:
         keep = self.given.pop("logits_to_keep", 0)
@@ -195,19 +198,13 @@ class Forward:
         left = sorted(name for name, value in self.given.items() if value is not False and not _is_empty(value))
         if left:
             raise UnsupportedOp(f"forward argument(s) {', '.join(left)}: no private rule; leave them out")
-        kind, opened = self.parties.forward(
-            {
-                "public": self.public,
-                "secret": self.listed,
-                "cache": None if cache is None else cache.handle,
-                "encoded": None if encoded is None else _reference(encoded),
-                "encode_to": None,
-                "outputs": OPENED,
-            },
-            self.secrets,
-        )
+        asked = Call(
+            self.public, tuple(self.listed), None if cache is None else cache.handle,
+            None if encoded is None else _reference(encoded), None, OPENED,
+        )  # fmt: skip
+        kind, opened = self.parties.forward(asked, self.secrets)
         if cache is not None:
-            cache.rows = self.listed[0]["shape"][0]
+            cache.rows = asked.rows
             cache.extend(length)
         try:
             require(opened.pop(GUARD, torch.zeros(1)))
@@ -219,7 +216,7 @@ class Forward:
         if "token" in values:
             values["logits"] = _as_logits(values.pop("token"), self.config.get_text_config().vocab_size)
         if "class" in values:
-            values["logits"] = _as_logits(values.pop("class"), self.model.classes(self.listed[0]["shape"]))
+            values["logits"] = _as_logits(values.pop("class"), self.model.classes(asked.secret[0].shape))
         if self.labels is not None:
             values["loss"] = self.labels.loss(values["logits"])
         if cache is not None:
@@ -242,12 +239,12 @@ def encode_prompt(
 ) -> PrivateEncoderOutput:
     """Run an encoder-decoder model's encoder at the parties; they keep the result, the client gets a handle."""
     call = Forward(model, {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask})
-    rows, length = call._secret("")
+    rows, length = call.take_secret("")
     check.check_positions(model.config, length)
-    call._mask("attention_mask", rows, length)
+    call.take_mask("attention_mask", rows, length)
     encoded = PrivateEncoderOutput.of(model.parties, rows, length)
-    message: Message = {"cache": None, "encoded": None, "encode_to": encoded.handle, "outputs": []}
-    _, opened = model.parties.forward({"public": call.public, "secret": call.listed, **message}, call.secrets)
+    asked = Call(call.public, tuple(call.listed), None, None, encoded.handle, ())
+    _, opened = model.parties.forward(asked, call.secrets)
     require(opened.pop(GUARD, torch.zeros(1)))
     return encoded
 
@@ -261,11 +258,11 @@ def _as_logits(index: Tensor, count: int) -> Tensor:
     return logits.scatter_(-1, index.unsqueeze(-1), 0.0)
 
 
-def _reference(encoded: PrivateEncoderOutput) -> Message:
+def _reference(encoded: PrivateEncoderOutput) -> Encoded:
     """Which kept encoder output, and which of its rows (None: all in order)."""
     index = encoded.row_index
     plain = torch.equal(index, torch.arange(encoded.source_rows))
-    return {"handle": encoded.handle, "rows": None if plain else index}
+    return Encoded(encoded.handle, None if plain else index)
 
 
 def _output_class(name: str, model: PrivateModel) -> type[ModelOutput]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm_hf.client.session_client import Secret
-from private_llm_hf.wire import Message
+from private_llm_hf.wire.commands import CacheEdit, Call, CopyCache, Request, ResetCache, SelectRows
 
 Rows = list[int]
 """How many rows each lane holds."""
@@ -25,41 +26,41 @@ class LaneRows:
         self._rows: dict[int, Rows] = {}
         self._groups: dict[int, int] = {}
 
-    def of_call(self, call: Message) -> tuple[Rows | None, Picks]:
+    def of_call(self, call: Call) -> tuple[Rows | None, Picks]:
         """The rows of a call that continues what is kept, or None. Raises DomainError for another number of rows."""
         found: Rows | None
         picks: Picks = [None] * self._lanes
-        if call["encoded"] is not None and call["encoded"]["rows"] is not None:
-            found, picks = self._picked(call["encoded"]["handle"], call["encoded"]["rows"])
+        encoded = call.encoded
+        if encoded is not None and encoded.rows is not None:
+            found, picks = self._picked(encoded.handle, encoded.rows)
         else:
-            handles = (call["encoded"] and call["encoded"]["handle"], call["cache"])
+            handles = (None if encoded is None else encoded.handle, call.cache)
             found = next((self._rows[h] for h in handles if h is not None and h in self._rows), None)
-        if found is not None and sum(found) != total_of(call):
-            raise DomainError(
-                f"rows: got {total_of(call)}; want {sum(found)}, as many as the cache or encoder output has"
-            )
+        if found is not None and sum(found) != call.rows:
+            raise DomainError(f"rows: got {call.rows}; want {sum(found)}, as many as the cache or encoder output has")
         return found, picks
 
-    def keep_call(self, call: Message, rows: Rows) -> None:
+    def keep_call(self, call: Call, rows: Rows) -> None:
         """A call was made with these rows: what it fills has them, too."""
-        for kept in (call["cache"], call["encode_to"]):
+        for kept in (call.cache, call.encode_to):
             if kept is not None:
-                self._rows[int(kept)] = rows
+                self._rows[kept] = rows
 
-    def of_command(self, message: Message) -> tuple[Rows, Picks]:
+    def of_command(self, edit: CacheEdit) -> tuple[Rows, Picks]:
         """The rows of a cache that a command is about. Raises UnsupportedOp if one would change its lane."""
-        rows = self._rows[message["handle"]]
-        return rows, self._picked(message["handle"], message["index"])[1] if _selects(message) else [None] * len(rows)
+        rows = self._rows[edit.handle]
+        if isinstance(edit, SelectRows):
+            return rows, self._picked(edit.handle, edit.index)[1]
+        return rows, [None] * len(rows)
 
-    def keep_command(self, message: Message) -> None:
+    def keep_command(self, edit: CacheEdit) -> None:
         """A command was given: what it changes has other rows now."""
-        handle, how = message["handle"], message["how"]
-        if how == "reset":
-            self._rows.pop(handle)
-        elif how == "copy":
-            self._rows[message["to"]] = self._rows[handle]
-        elif how == "select":
-            self._rows[handle] = self._picked(handle, message["index"])[0]
+        if isinstance(edit, ResetCache):
+            self._rows.pop(edit.handle)
+        elif isinstance(edit, CopyCache):
+            self._rows[edit.to] = self._rows[edit.handle]
+        elif isinstance(edit, SelectRows):
+            self._rows[edit.handle] = self._picked(edit.handle, edit.index)[0]
 
     def _picked(self, handle: int, index: Tensor) -> tuple[Rows, Picks]:
         """Chosen rows of a kept state, lane by lane. Raises UnsupportedOp if a row would change its lane."""
@@ -78,20 +79,15 @@ class LaneRows:
         """Rows come in groups of so many, which stay in one lane."""
         self._groups[handle] = rows
 
-    def together(self, call: Message) -> int:
+    def together(self, call: Call) -> int:
         """Rows in a group of this call."""
-        group = self._groups.get(call["cache"], 1)
-        return group if total_of(call) % group == 0 else 1
+        group = 1 if call.cache is None else self._groups.get(call.cache, 1)
+        return group if call.rows % group == 0 else 1
 
     def release(self, handle: int) -> None:
         """Forget a handle."""
         self._rows.pop(handle, None)
         self._groups.pop(handle, None)
-
-
-def total_of(call: Message) -> int:
-    """Rows of a call."""
-    return int(call["secret"][0]["shape"][0])
 
 
 def spread(total: int, together: int, busy: Sequence[int]) -> Rows:
@@ -104,7 +100,7 @@ def spread(total: int, together: int, busy: Sequence[int]) -> Rows:
     return rows
 
 
-def parts_of_call(call: Message, rows: Rows, picks: Picks) -> Iterator[tuple[int, Message, slice]]:
+def parts_of_call(call: Call, rows: Rows, picks: Picks) -> Iterator[tuple[int, Call, slice]]:
     """For each lane that takes part: its number, its part of the call, and which rows of the batch these are."""
     start = 0
     for lane, (count, index) in enumerate(zip(rows, picks, strict=True)):
@@ -113,51 +109,46 @@ def parts_of_call(call: Message, rows: Rows, picks: Picks) -> Iterator[tuple[int
         start += count
 
 
-def parts_of_command(message: Message, rows: Rows, picks: Picks) -> Iterator[tuple[int, Message]]:
+def parts_of_command(edit: CacheEdit, rows: Rows, picks: Picks) -> Iterator[tuple[int, CacheEdit]]:
     """For each lane that holds rows: its number and its part of a command about a cache."""
     for lane, (count, index) in enumerate(zip(rows, picks, strict=True)):
         if count:
-            yield lane, message if index is None else {**message, "index": index}
+            yield lane, edit if index is None or not isinstance(edit, SelectRows) else replace(edit, index=index)
 
 
-def plan_lanes(entries: Sequence[Message], lanes: int) -> tuple[list[Rows], list[list[Message]]]:
+def plan_lanes(entries: Sequence[Request], lanes: int) -> tuple[list[Rows], list[list[Request]]]:
     """Of planned requests, one after the other in idle lanes: the rows of each, and the requests of every lane."""
     kept, every = LaneRows(lanes), list[Rows]()
-    parts: list[list[Message]] = [[] for _ in range(lanes)]
+    parts: list[list[Request]] = [[] for _ in range(lanes)]
     for entry in entries:
-        if entry["do"] == "forward":
+        if isinstance(entry, Call):
             held, picks = kept.of_call(entry)
-            rows = spread(total_of(entry), 1, [0] * lanes) if held is None else held
+            rows = spread(entry.rows, 1, [0] * lanes) if held is None else held
             kept.keep_call(entry, rows)
             for lane, part, _ in parts_of_call(entry, rows, picks):
                 parts[lane].append(part)
         else:
             rows, picks = kept.of_command(entry)
             kept.keep_command(entry)
-            for lane, part in parts_of_command(entry, rows, picks):
-                parts[lane].append(part)
+            for lane, edit in parts_of_command(entry, rows, picks):
+                parts[lane].append(edit)
         every.append(rows)
     return every, parts
 
 
-def _selects(message: Message) -> bool:
-    return bool(message["how"] == "select")
-
-
-def _part(call: Message, rows: slice, index: Tensor | None) -> Message:
+def _part(call: Call, rows: slice, index: Tensor | None) -> Call:
     """The rows `rows` of a call."""
-    total, count = total_of(call), rows.stop - rows.start
-    part = {
-        **call,
-        "secret": [{**item, "shape": [count, *item["shape"][1:]]} for item in call["secret"]],
-        "public": {
+    total, count = call.rows, rows.stop - rows.start
+    encoded = call.encoded
+    return replace(
+        call,
+        secret=tuple(replace(item, shape=(count, *item.shape[1:])) for item in call.secret),
+        public={
             name: value[rows] if isinstance(value, Tensor) and value.shape[0] == total else value
-            for name, value in call["public"].items()
+            for name, value in call.public.items()
         },
-    }
-    if index is not None:
-        part["encoded"] = {**call["encoded"], "rows": index}
-    return part
+        encoded=encoded if index is None or encoded is None else replace(encoded, rows=index),
+    )
 
 
 def secrets_of(secrets: Sequence[Secret], rows: slice, total: int) -> list[Secret]:

@@ -30,14 +30,15 @@ from private_llm_hf.client.lane_rows import (
     plan_lanes,
     secrets_of,
     spread,
-    total_of,
 )
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.schedule import Schedule
 from private_llm_hf.client.session_client import Secret
 from private_llm_hf.token_sharding.client import join_nodes
 from private_llm_hf.token_sharding.split import join_split
-from private_llm_hf.wire import Message
+from private_llm_hf.wire.answers import Loaded
+from private_llm_hf.wire.codec import Message
+from private_llm_hf.wire.commands import CacheEdit, Call, Description, LoadLike, ManageCache, Request
 
 
 def join_lanes(config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> Parties:
@@ -81,7 +82,7 @@ class Lanes(Parties):
             lane.tell(message, parties)
 
     # -- weights --------------------------------------------------------------------------------------------
-    def use_held(self, description: Message, mine: Callable[[], str | None]) -> bool:
+    def use_held(self, description: Description, mine: Callable[[], str | None]) -> bool:
         """As `Parties.use_held`, in every lane: the lanes of a party share its file."""
         with self._call():
             if self.config.permute and self._lanes[0].held_model() is not None:
@@ -96,7 +97,7 @@ class Lanes(Parties):
             return found
 
     @contextmanager
-    def loading(self, description: Message) -> Iterator[Sink]:
+    def loading(self, description: Description, stop_behind: str | None = None) -> Iterator[Sink]:
         """One sharing, with masks of its own, for every assignment; lanes of equal assignment use the same shares."""
         first: dict[RoleAssignment, int] = {}
         like: dict[int, int] = {}
@@ -105,7 +106,9 @@ class Lanes(Parties):
             like[lane] = first.setdefault(cast, lane)
         with self._call():
             with ExitStack() as stack:
-                sinks = [stack.enter_context(self._lanes[lane].loading(description)) for lane in first.values()]
+                sinks = [
+                    stack.enter_context(self._lanes[lane].loading(description, stop_behind)) for lane in first.values()
+                ]
 
                 def sink(name: str, tensor: Tensor) -> None:
                     for each in sinks:
@@ -118,32 +121,32 @@ class Lanes(Parties):
     def _load_like(self, like: dict[int, int]) -> None:
         """Lanes build their model from the shares that another lane of the same party holds."""
         for lane, other in like.items():
-            self._lanes[lane].tell({"do": "load", "held": False, "like": other})
+            self._lanes[lane].tell(LoadLike(other))
         for lane in like:
-            self._lanes[lane].answers()
+            self._lanes[lane].answers(Loaded)
             self._lanes[lane].transport.ledger.reset()
 
     # -- calls ------------------------------------------------------------------------------------------------
-    def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
+    def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
         """As `Parties.forward`, every lane its rows, all at the same time."""
         with self.lock:
-            place = self.place_of({"do": "forward", **call})
+            place = self.place_of(call)
             if place is not None:
                 return self._run(call, secrets, self._planned[place[1]])
         return self._run(call, secrets, None)
 
     def _run(
-        self, call: Message, secrets: list[Secret], planned: Rows | None
+        self, call: Call, secrets: list[Secret], planned: Rows | None
     ) -> tuple[str, dict[str, Tensor]]:  # fmt: skip
         """planned: the rows of a call that was preprocessed."""
-        total = total_of(call)
+        total = call.rows
         held, picks = self._kept.of_call(call)
         where = self._reserved(held or planned, total, self._kept.together(call))
         with where as rows, self._using(rows), ExitStack() as stack:
             waiting = []
             for number, part, mine in parts_of_call(call, rows, picks):
                 lane = self._lanes[number]
-                place = None if planned is None else lane.place_of({"do": "forward", **part})
+                place = None if planned is None else lane.place_of(part)
                 waiting.append(stack.enter_context(lane.asking(part, secrets_of(secrets, mine, total), place)))
             answers = [answer() for answer in waiting]
         self._kept.keep_call(call, rows)
@@ -167,22 +170,22 @@ class Lanes(Parties):
                 for lane in used:
                     self._busy[lane] -= 1
 
-    def command(self, message: Message) -> None:
+    def command(self, edit: CacheEdit) -> None:
         """Cache management in every lane that holds rows of the cache."""
         with self.lock:
-            planned = self.place_of(message) is not None
-            rows, picks = self._kept.of_command(message)
+            planned = self.place_of(edit) is not None
+            rows, picks = self._kept.of_command(edit)
             with self._using(rows):
-                for number, part in parts_of_command(message, rows, picks):
+                for number, part in parts_of_command(edit, rows, picks):
                     lane = self._lanes[number]
                     if planned:
-                        lane.tell({**part, "at": lane.place_of(part)}, lane.online)
+                        lane.tell(ManageCache(part, lane.place_of(part)), lane.online)
                     else:
-                        lane.tell(part)
-            self._kept.keep_command(message)
+                        lane.tell(ManageCache(part))
+            self._kept.keep_command(edit)
 
     # -- preprocessing ----------------------------------------------------------------------------------------
-    def preprocess(self, entries: list[Message]) -> int:
+    def preprocess(self, entries: list[Request]) -> int:
         """As `Parties.preprocess`, in every lane. Raises UnsupportedOp, before anything is sent, as `command` does."""
         self._check_helped()
         planned, parts = plan_lanes(entries, len(self._lanes))

@@ -37,7 +37,26 @@ from private_llm_hf.checkpoint.weights import Sink, encode_weight
 from private_llm_hf.client.costs import Costs, rows_of
 from private_llm_hf.client.schedule import Schedule, handles_of
 from private_llm_hf.client.session_client import Secret, SessionClient
-from private_llm_hf.wire import Message, recv_message, send_message
+from private_llm_hf.wire.answers import Alive, CostRows, HeldShares, Loaded, Outputs, Prepared
+from private_llm_hf.wire.codec import M, Message
+from private_llm_hf.wire.commands import (
+    CacheEdit,
+    Call,
+    Description,
+    EndOfWeights,
+    Forward,
+    Hello,
+    LoadHeld,
+    LoadModel,
+    ManageCache,
+    Preprocess,
+    Request,
+    Slices,
+    Stop,
+    TellCosts,
+    Weight,
+)  # fmt: skip
+from private_llm_hf.wire.frames import recv_message, send_message
 
 _REMOTE = re.compile(rf"({HEARSAY}(?:{WHO})): (\w+): (.*)", re.DOTALL)
 
@@ -96,16 +115,16 @@ class Parties(SessionClient):
         for party in self.members if parties is None else parties:
             send_message(self.transport, party, message)
 
-    def _answer(self, party: int) -> Message:
-        """One party's answer; messages that only say "still computing" are skipped."""
-        answer = recv_message(self.transport, party)
-        while "alive" in answer:
-            answer = recv_message(self.transport, party)
-        return answer
+    def _answer(self, party: int, kind: type[M]) -> M:
+        """One party's answer, which must be of this kind; those that only say "still computing" are skipped."""
+        while True:
+            answer: Message = recv_message(self.transport, party, (kind, Alive))
+            if isinstance(answer, kind):
+                return answer
 
-    def answers(self, parties: Iterable[int] | None = None) -> Message:
+    def answers(self, kind: type[M], parties: Iterable[int] | None = None) -> M:
         """The answer of every party, or of these; all must be equal."""
-        answers = [self._answer(party) for party in (self.members if parties is None else parties)]
+        answers = [self._answer(party, kind) for party in (self.members if parties is None else parties)]
         if any(answer != answers[0] for answer in answers[1:]):
             raise TransportError(
                 "the parties gave different answers: they do not run the same model, ranges (explain() shows them) or "
@@ -114,7 +133,7 @@ class Parties(SessionClient):
         return answers[0]
 
     # -- weights ----------------------------------------------------------------------------------------------
-    def use_held(self, description: Message, mine: Callable[[], str | None]) -> bool:
+    def use_held(self, description: Description, mine: Callable[[], str | None]) -> bool:
         """Let the parties build the model from what they hold; False if they hold nothing, and wait for `loading`.
 
         mine: finds the `WeightsDigest` of the client's own weights, None without weights; shares have none to compare.
@@ -124,37 +143,39 @@ class Parties(SessionClient):
             held = self.held_model()
             if held is None:
                 return False
-            if held != description["model"]:
+            if held != description.model:
                 raise ShareFileError(
-                    f"the parties hold share files of another model than this {description['class']}; start them with "
+                    f"the parties hold share files of another model than this {description.class_}; start them with "
                     "its files, or load the model they hold"
                 )
-            self.tell({"do": "load", "held": True, "like": None})
-            self.ranges = Ranges(self.answers()["ranges"])
+            self.tell(LoadHeld())
+            self.ranges = Ranges(self.answers(Loaded).ranges)
             self.transport.ledger.reset()
             return True
 
     def held_model(self) -> str | None:
         """Digest of the model that all parties hold, None if they hold none. Raises ShareFileError if they differ."""
-        self.tell({"do": "hello"})
-        answers = [self._answer(party) for party in self.members]
+        self.tell(Hello())
+        answers = [self._answer(party, HeldShares) for party in self.members]
         if any(answer != answers[0] for answer in answers[1:]):
             raise ShareFileError(
                 "the parties hold share files of different models or different sharings; give them the files of one "
                 "run of `private-llm share`"
             )
-        held: str | None = answers[0]["model"]
-        return held
+        return answers[0].model
 
     @contextmanager
-    def loading(self, description: Message) -> Iterator[Sink]:
-        """Share a model with the parties: pass every weight to the yielded sink, then they build the model."""
+    def loading(self, description: Description, stop_behind: str | None = None) -> Iterator[Sink]:
+        """Share a model with the parties: pass every weight to the yielded sink, then they build the model.
+
+        stop_behind: the module behind which it ends, if it is split.
+        """
         with self._call():
-            self.tell({"do": "load", "held": False, "like": None, **description})
-            ranges = Ranges(description["ranges"])
+            self.tell(LoadModel(description, stop_behind))
+            ranges = Ranges(description.ranges)
             yield self._publish if self.config.weights == "public" else self._dealing(ranges)
-            self.tell({"weight": None})
-            self.ranges = Ranges(self.answers()["ranges"])
+            self.tell(EndOfWeights())
+            self.ranges = Ranges(self.answers(Loaded).ranges)
             self.transport.ledger.reset()
 
     def _dealing(self, ranges: Ranges) -> Sink:
@@ -166,7 +187,7 @@ class Parties(SessionClient):
                 self.transport.send(party, "weight key", raw)
 
         def share(name: str, tensor: Tensor) -> None:
-            self.tell({"weight": name, "shape": list(tensor.shape)})
+            self.tell(Weight(name, tuple(tensor.shape)))
             sharing, frac = dealer.begin(name), ranges.frac_of_weight(name, self.config.frac_bits)
             for piece in pieces(tensor):
                 elements = encode_weight(name, piece, self.ring, frac)
@@ -178,7 +199,7 @@ class Parties(SessionClient):
 
     def _publish(self, name: str, tensor: Tensor) -> None:
         """Public weights: everybody gets them as they are."""
-        self.tell({"weight": name, "shape": list(tensor.shape)})
+        self.tell(Weight(name, tuple(tensor.shape)))
         for piece in pieces(tensor):
             encode_weight(name, piece, self.ring, self.config.frac_bits)  # refuses what the ring cannot hold
             # links carry integers, so that no plaintext float passes by mistake: this one is public, bits as they are
@@ -187,33 +208,33 @@ class Parties(SessionClient):
                 self.transport.send(party, "weight", raw)
 
     # -- calls --------------------------------------------------------------------------------------------------
-    def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
+    def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
         """Run the model once: name of its output class and the opened outputs (float64).
 
-        secrets: the inputs listed in call["secret"], in that order: ring elements, or token ids with their vocabulary.
+        secrets: the inputs listed in call.secret, in that order: ring elements, or token ids with their vocabulary.
         """
         with self.lock:
-            place = self.place_of({"do": "forward", **call})
+            place = self.place_of(call)
             with self._call(), self.asking(call, secrets, place) as answer:
                 return answer()
 
     @contextmanager
     def asking(
-        self, call: Message, secrets: list[Secret], place: tuple[int, int] | None
+        self, call: Call, secrets: list[Secret], place: tuple[int, int] | None
     ) -> Iterator[Callable[[], tuple[str, dict[str, Tensor]]]]:
         """Ask at once; what is yielded waits for what comes back. place: in the schedule of what was preprocessed."""
         if place is None:
             self.ask(call, secrets)
             yield self.opened
             return
-        self.tell({"do": "forward", "free": [], "at": place, **call}, self.online)
+        self.tell(Forward(call, at=place), self.online)
         with self._apart(place):
             self._share(secrets)
             yield functools.partial(self.opened, self.online)
 
-    def ask(self, call: Message, secrets: list[Secret]) -> None:
+    def ask(self, call: Call, secrets: list[Secret], slices: Slices | None = None) -> None:
         """The first half of `forward`: command and inputs."""
-        self.tell({"do": "forward", "free": self._take_unused(), **call})
+        self.tell(Forward(call, self._take_unused(), slices=slices))
         self._share(secrets)
 
     def _share(self, secrets: list[Secret]) -> None:
@@ -225,22 +246,22 @@ class Parties(SessionClient):
 
     def opened(self, parties: Iterable[int] | None = None) -> tuple[str, dict[str, Tensor]]:
         """The second half: what comes back."""
-        answer = self.answers(parties)
+        answer = self.answers(Outputs, parties)
         opened = {}
-        for name, shape, frac in answer["outputs"]:
-            elements = self.end.open(tuple(shape))
-            opened[name] = self.ring.decode(elements, frac)
-        return str(answer["class"]), opened
+        for output in answer.outputs:
+            elements = self.end.open(output.shape)
+            opened[output.name] = self.ring.decode(elements, output.frac)
+        return answer.class_, opened
 
-    def command(self, message: Message) -> None:
-        """A command without an answer (cache management); an error surfaces at the next call."""
+    def command(self, edit: CacheEdit) -> None:
+        """Change a cache, without an answer; an error surfaces at the next call."""
         with self.lock:
-            place = self.place_of(message)
+            place = self.place_of(edit)
             with self._call():
-                self.tell(message if place is None else {**message, "at": place}, place and self.online)
+                self.tell(ManageCache(edit, place), None if place is None else self.online)
 
     # -- preprocessing ------------------------------------------------------------------------------------------
-    def preprocess(self, entries: list[Message]) -> int:
+    def preprocess(self, entries: list[Request]) -> int:
         """Let the helping party run ahead for these requests (none: forget what was preprocessed); bytes stored.
 
         Raises ConfigError where preprocessing cannot be apart.
@@ -256,23 +277,22 @@ class Parties(SessionClient):
             raise ConfigError(f"preprocess: want protocol {names_where(lambda facts: facts.helper is not None)}")
         return helper
 
-    def prepare(self, entries: list[Message]) -> Callable[[], int]:
+    def prepare(self, entries: list[Request]) -> Callable[[], int]:
         """The first half of `preprocess`; what is returned waits for the parties and gives the bytes stored."""
         helper = self._check_helped()
         self._drop_schedule()
         schedule = Schedule(next(self._plans), entries)
-        message: Message = {"do": "preprocess", "plan": schedule.number, "calls": entries}
-        self.tell({**message, "free": self._take_unused()})
+        self.tell(Preprocess(schedule.number, tuple(entries), self._take_unused()))
 
         def prepared() -> int:
-            answers = [self._answer(party) for party in self.members]
-            self.end.take_witnesses(answers[helper]["witnesses"])
+            answers = [self._answer(party, Prepared) for party in self.members]
+            self.end.take_witnesses(answers[helper].witnesses)
             self._schedule = schedule if entries else None
-            return sum(int(answer["stored"]) for answer in answers)
+            return sum(answer.stored for answer in answers)
 
         return prepared
 
-    def place_of(self, message: Message) -> tuple[int, int] | None:
+    def place_of(self, message: Request) -> tuple[int, int] | None:
         """Where a request stands in the schedule; None without one. Raises DomainError if it is not the next."""
         schedule, handles = self._schedule, handles_of(message)
         if schedule is not None:
@@ -318,18 +338,18 @@ class Parties(SessionClient):
         for filled in self._filled.values():
             filled.discard(handle)
 
-    def _take_unused(self) -> list[int]:
+    def _take_unused(self) -> tuple[int, ...]:
         unused = []
         while self._unused:
             unused.append(self._unused.popleft())
-        return unused
+        return tuple(unused)
 
     # -- costs and end --------------------------------------------------------------------------------------------
     def costs(self, reset: bool = False) -> Costs:
         """What everybody sent since the last reset (control messages apart)."""
         with self._call():
-            self.tell({"do": "costs", "reset": reset})
-            rows = [self._answer(party) for party in self.members]
+            self.tell(TellCosts(reset))
+            rows = [self._answer(party, CostRows) for party in self.members]
             mine: Ledger = self.transport.ledger
             rows.append(rows_of(mine))
             if reset:
@@ -354,7 +374,7 @@ class Parties(SessionClient):
 
     def stop(self) -> None:
         """Tell the parties that the session ends."""
-        self.tell({"do": "stop"})
+        self.tell(Stop())
 
 
 def _remote_error(error: TransportError) -> PrivateLLMError:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from private_llm.errors import ConfigError
 from private_llm_hf.client.session_client import Secret, SessionClient
-from private_llm_hf.wire import Message
+from private_llm_hf.wire.commands import CacheEdit, Call, Request
 
 if TYPE_CHECKING:
     from private_llm_hf.client.model import PrivateModel
@@ -100,25 +100,25 @@ class Rehearsal(SessionClient):
 
     def __init__(self, parties: SessionClient, generating: bool, vocabulary: int, kind: str) -> None:
         self.config, self.ring = parties.config, parties.ring
-        self.entries: list[Message] = []
+        self.entries: list[Request] = []
         self._parties, self._generating, self._vocabulary, self._kind = parties, generating, vocabulary, kind
 
-    def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
+    def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
         """As `SessionClient.forward`; answers the first token every time."""
-        self.entries.append({"do": "forward", **call})
-        if call["encode_to"] is not None:
+        self.entries.append(call)
+        if call.encode_to is not None:
             return self._kind, {}
         if not self._generating:
             raise _Noted
-        rows, length = call["secret"][0]["shape"][:2]
-        shown = min(call["public"].get("logits_to_keep") or length, length)
+        rows, length = call.secret[0].shape[:2]
+        shown = min(int(call.public.get("logits_to_keep", 0)) or length, length)
         if self.config.reveal == "token":
             return self._kind, {"token": torch.zeros(rows, shown)}
         return self._kind, {"logits": torch.zeros(rows, shown, self._vocabulary)}
 
-    def command(self, message: Message) -> None:
+    def command(self, edit: CacheEdit) -> None:
         """As `SessionClient.command`."""
-        self.entries.append(dict(message))
+        self.entries.append(edit)
 
     def new_handle(self) -> int:
         """As `SessionClient.new_handle`: a number that nothing else has."""
@@ -134,9 +134,9 @@ class Rehearsal(SessionClient):
         """Nothing runs."""
 
 
-def rehearse(model: PrivateModel, plans: tuple[AnyPlan, ...]) -> list[Message]:
+def rehearse(model: PrivateModel, plans: tuple[AnyPlan, ...]) -> list[Request]:
     """The requests that these plans will make, in order. Raises ConfigError, and whatever the calls would raise."""
-    made: list[Message] = []
+    made: list[Request] = []
     for plan in plans:
         if not isinstance(plan, (GeneratePlan, ForwardPlan)) or plan.times < 1:
             raise ConfigError(f"preprocess: got {plan!r}; want GeneratePlan or ForwardPlan with times of at least 1")
@@ -145,7 +145,7 @@ def rehearse(model: PrivateModel, plans: tuple[AnyPlan, ...]) -> list[Message]:
     return made
 
 
-def _rehearse_once(model: PrivateModel, plan: AnyPlan) -> list[Message]:
+def _rehearse_once(model: PrivateModel, plan: AnyPlan) -> list[Request]:
     generating = isinstance(plan, GeneratePlan)
     generation = copy.deepcopy(getattr(model, "generation_config", None))
     if generation is not None:

@@ -15,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm_hf.client.session_client import SessionClient
+from private_llm_hf.wire.commands import CopyCache, CropCache, ResetCache, SelectRows
 
 
 class PrivateCache(Cache):  # type: ignore[misc]
@@ -75,7 +76,7 @@ class PrivateCache(Cache):  # type: ignore[misc]
         twin = PrivateCache(self._parties, self.rows)
         twin.position, twin.kv_length, twin._newest = self.position, self.kv_length, self._newest
         if self.position:
-            self._parties.command({"do": "cache", "handle": self.handle, "how": "copy", "to": twin.handle})
+            self._parties.command(CopyCache(self.handle, to=twin.handle))
         return twin
 
     def __bool__(self) -> bool:
@@ -100,27 +101,25 @@ class PrivateCache(Cache):  # type: ignore[misc]
             "a PrivateCache is a handle; keys and values are with the parties, secret ones only as shares"
         )
 
-    def _rows(self, how: str, index: Tensor) -> None:
+    def _select(self, index: Tensor) -> None:
         if index.ndim != 1 or not 0 <= int(index.min()) <= int(index.max()) < max(self.rows, 1):
             raise DomainError(f"cache rows: got {index.tolist()}; want indices below {self.rows}")
         if self.position:
-            self._parties.command(
-                {"do": "cache", "handle": self.handle, "how": how, "index": index.to(torch.int64).cpu()}
-            )
+            self._parties.command(SelectRows(self.handle, index.to(torch.int64).cpu()))
         self.rows = len(index)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Continue with rows `beam_idx` (the parties see these indices)."""
         if beam_idx.tolist() != list(range(self.rows)):
-            self._rows("select", beam_idx)
+            self._select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices`."""
-        self._rows("select", indices)
+        self._select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
-        self._rows("select", torch.arange(self.rows).repeat_interleave(repeats))
+        self._select(torch.arange(self.rows).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `tokens_to_remove` positions (0 or negative, as transformers counts them)."""
@@ -133,14 +132,14 @@ class PrivateCache(Cache):  # type: ignore[misc]
                 "because entries before them were evicted"
             )
         if count:
-            self._parties.command({"do": "cache", "handle": self.handle, "how": "crop", "count": count})
+            self._parties.command(CropCache(self.handle, count))
             self.position -= count
             self.kv_length, self._newest = max(0, self.kv_length - count), max(0, self._newest - count)
 
     def reset(self) -> None:
         """Forget everything."""
         if self.position:
-            self._parties.command({"do": "cache", "handle": self.handle, "how": "reset"})
+            self._parties.command(ResetCache(self.handle))
             self.position = self.kv_length = self._newest = 0
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm_hf.wire import Message, packed
+from private_llm_hf.wire.codec import text_of
+from private_llm_hf.wire.commands import Call, CopyCache, CropCache, Request, ResetCache, SelectRows
 
-_HANDLES = ("cache", "encode_to", "handle", "to")
-"""Fields of a request that number something the parties keep."""
+_WORDS = {SelectRows: "select", CropCache: "crop", ResetCache: "reset", CopyCache: "copy"}
 
 
 class Schedule:
     """The requests that were preprocessed, and how far they were made."""
 
-    def __init__(self, number: int, entries: list[Message]) -> None:
+    def __init__(self, number: int, entries: list[Request]) -> None:
         self.number, self.entries = number, entries
         self._next = 0
         self._handles: dict[int, int] = {}
@@ -31,7 +31,7 @@ class Schedule:
         """The handles under which the helping party keeps what it computed ahead."""
         return {handle for entry in self.entries for handle in handles_of(entry)}
 
-    def take(self, message: Message, known: set[int]) -> int:
+    def take(self, message: Request, known: set[int]) -> int:
         """The place of a request, which must be the next one; `known`: handles that other calls have filled.
 
         Raises DomainError saying what was planned, before anything changes.
@@ -43,7 +43,9 @@ class Schedule:
             for real, planned in zip(handles_of(message), handles_of(want), strict=False)
         )
         one_to_one = len(set(named.values())) == len(named)
-        if not (fresh and one_to_one and _text(_renamed(message, named)) == _text(want)):
+        if not (
+            fresh and one_to_one and text_of(_renamed(message, named), ordered=True) == text_of(want, ordered=True)
+        ):
             raise DomainError(
                 f"preprocessing: request {self._next + 1} of {len(self.entries)} was planned as {_words(want)}; got "
                 f"{_words(message)}. Make the planned calls in their order, or plan again with model.preprocess(...), "
@@ -59,36 +61,39 @@ class Schedule:
         return set(self._handles)
 
 
-def handles_of(message: Message) -> list[int]:
+def handles_of(message: Request) -> list[int]:
     """The handles in a request, in a fixed order."""
-    found = [message.get(name) for name in _HANDLES]
-    encoded = message.get("encoded")
-    found.append(None if encoded is None else encoded["handle"])
+    if isinstance(message, Call):
+        encoded = None if message.encoded is None else message.encoded.handle
+        found = [message.cache, message.encode_to, encoded]
+    else:
+        found = [message.handle, message.to if isinstance(message, CopyCache) else None]
     return [handle for handle in found if handle is not None]
 
 
-def _renamed(message: Message, names: dict[int, int]) -> Message:
-    made = dict(message)
-    for name in _HANDLES:
-        if made.get(name) is not None:
-            made[name] = names.get(made[name])
-    if made.get("encoded") is not None:
-        made["encoded"] = {**made["encoded"], "handle": names.get(made["encoded"]["handle"])}
-    return made
+def _renamed(message: Request, names: dict[int, int]) -> Request:
+    """A request with planned handles for its own; one that nobody planned becomes 0, which no handle is."""
+    if isinstance(message, CopyCache):
+        return CopyCache(names.get(message.handle, 0), names.get(message.to, 0))
+    if not isinstance(message, Call):
+        return replace(message, handle=names.get(message.handle, 0))
+    encoded = message.encoded
+    return replace(
+        message,
+        cache=None if message.cache is None else names.get(message.cache, 0),
+        encode_to=None if message.encode_to is None else names.get(message.encode_to, 0),
+        encoded=None if encoded is None else replace(encoded, handle=names.get(encoded.handle, 0)),
+    )
 
 
-def _text(message: Message) -> str:
-    return json.dumps(message, default=packed, sort_keys=True)
-
-
-def _words(message: Message) -> str:
+def _words(message: Request) -> str:
     """A request for people: shapes and the names of public facts."""
-    if message["do"] != "forward":
-        return f"'{message['how']}' of a cache"
-    inputs = ", ".join(f"{item['name']} {tuple(item['shape'])}" for item in message["secret"])
+    if not isinstance(message, Call):
+        return f"'{_WORDS[type(message)]}' of a cache"
+    inputs = ", ".join(f"{item.name} {item.shape}" for item in message.secret)
     facts = [
         f"{name}={value}" if not isinstance(value, Tensor) else f"{name} {tuple(value.shape)}"
-        for name, value in sorted(message["public"].items())
+        for name, value in sorted(message.public.items())
     ]
-    place = "no cache" if message["cache"] is None else f"cache number {message['cache']}"
+    place = "no cache" if message.cache is None else f"cache number {message.cache}"
     return "; ".join([inputs, place, *facts])

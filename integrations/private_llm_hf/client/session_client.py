@@ -15,7 +15,7 @@ from private_llm.errors import ConfigError
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm.ring.ring import Ring
 from private_llm_hf.client.costs import Costs
-from private_llm_hf.wire import Message
+from private_llm_hf.wire.commands import CacheEdit, Call, Request
 
 Secret = Tensor | tuple[Tensor, int]
 """Ring elements, or token ids (int64) and the size of their vocabulary."""
@@ -29,15 +29,15 @@ class SessionClient(ABC):
     ranges: Ranges = UNKNOWN
 
     @abstractmethod
-    def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
+    def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
         """Run the model once: name of its output class and the opened outputs (float64).
 
-        secrets: the inputs listed in call["secret"], in that order: ring elements, or token ids with their vocabulary.
+        secrets: the inputs listed in call.secret, in that order: ring elements, or token ids with their vocabulary.
         """
 
     @abstractmethod
-    def command(self, message: Message) -> None:
-        """A command without an answer (cache management); an error surfaces at the next call."""
+    def command(self, edit: CacheEdit) -> None:
+        """Change a cache, without an answer; an error surfaces at the next call."""
 
     @abstractmethod
     def new_handle(self) -> int:
@@ -55,7 +55,7 @@ class SessionClient(ABC):
     def keep_together(self, handle: int, rows: int) -> None:
         """Batch rows come in groups of `rows` that a cache may reorder among themselves (beams of one prompt)."""
 
-    def preprocess(self, entries: list[Message]) -> int:
+    def preprocess(self, entries: list[Request]) -> int:
         """Let the helping party run ahead for these requests; bytes stored. Raises ConfigError where none can."""
         raise ConfigError("preprocess: nobody can run ahead here; want a model whose parties run")
 

@@ -12,8 +12,7 @@ A party that holds no share file builds what its client describes. It does so on
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from private_llm_hf.checkpoint.weights import WeightList, weights_of_buffers
 from private_llm_hf.models.attention import register
 from private_llm_hf.models.batch_norm import fold_batch_norms
 from private_llm_hf.party.model import party_config
-from private_llm_hf.wire import Message
+from private_llm_hf.wire.commands import Description, Weight
 
 LARGEST_NUMBER = 1 << 24
 """Largest whole number in a configuration; the longest contexts of today have 10 million positions."""
@@ -44,13 +43,13 @@ MOST_INPUTS = 1 << 28
 Shapes = dict[str, tuple[int, ...]]
 
 
-def announced_shapes(description: Message, bytes_each: int, whole: bool = True) -> Shapes:
+def announced_shapes(description: Description, bytes_each: int, whole: bool = True) -> Shapes:
     """Shapes of the weights that the described model needs, by name.
 
     bytes_each: what one weight takes here; whole: all of them must fit into memory at once, otherwise each alone.
     Raises PatchMismatch for a model that this library does not run, or that this machine cannot hold.
     """
-    config, name = description["config"], description["class"]
+    config, name = description.config, description.class_
     cls = accepted_class(name, config)
     _check_numbers(config, "")
     register()
@@ -72,23 +71,24 @@ def announced_shapes(description: Message, bytes_each: int, whole: bool = True) 
     return shapes
 
 
-def take_announced(wanted: Shapes, header: Mapping[str, Any]) -> tuple[int, ...]:
+def take_announced(wanted: Shapes, header: Weight) -> tuple[int, ...]:
     """The shape of the weight that `header` announces; it is not wanted any more. Raises PatchMismatch for another."""
-    name, shape = header["weight"], header["shape"]
-    expected = wanted.pop(name, None) if isinstance(name, str) else None
+    name, shape = header.name, header.shape
+    expected = wanted.pop(name, None)
     if expected is None:
         raise PatchMismatch(f"weight {name!r}: the model that was announced has none of that name, or it came before")
-    if shape != list(expected):
-        raise PatchMismatch(f"weight '{name}': got shape {str(shape)[:80]}; want {list(expected)}")
+    if shape != expected:
+        raise PatchMismatch(f"weight '{name}': got shape {str(list(shape))[:80]}; want {list(expected)}")
     return expected
 
 
-def input_shape(shape: object) -> tuple[int, ...]:
+def input_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a secret input. Raises TransportError for one that no input has."""
-    sizes = tuple(shape) if isinstance(shape, list) else ()
-    if not sizes or not all(type(size) is int and size > 0 for size in sizes) or math.prod(sizes) > MOST_INPUTS:
-        raise TransportError(f"input: got shape {str(shape)[:80]}; want positive sizes, at most {MOST_INPUTS} elements")
-    return sizes
+    if not shape or min(shape) < 1 or math.prod(shape) > MOST_INPUTS:
+        raise TransportError(
+            f"input: got shape {str(list(shape))[:80]}; want positive sizes, at most {MOST_INPUTS} elements"
+        )
+    return shape
 
 
 def _check_numbers(value: object, key: str, depth: int = 0) -> None:

@@ -6,7 +6,7 @@ import logging
 import re
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -17,7 +17,10 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import PrivateLLMError, TransportError
 from private_llm.net.roles import HEARSAY, WHO, named
 from private_llm.net.transport import CLIENT, Transport
-from private_llm_hf.wire import Message, recv_message, send_message
+from private_llm_hf.wire.answers import Alive
+from private_llm_hf.wire.codec import M
+from private_llm_hf.wire.commands import Stop
+from private_llm_hf.wire.frames import recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")
 _REPORTED = re.compile(rf"{HEARSAY}(?:(?:{WHO}): \w+: |the client stopped)")
@@ -25,22 +28,23 @@ _REPORTED = re.compile(rf"{HEARSAY}(?:(?:{WHO}): \w+: |the client stopped)")
 
 def serve_commands(
     transport: Transport,
-    commands: Mapping[str, Callable[[Message], None]],
+    kinds: tuple[type[M], ...],
+    obey: Callable[[M], None],
     heartbeat: Heartbeat,
-    around: Callable[[Message], AbstractContextManager[None]] = lambda message: nullcontext(),
+    around: Callable[[M], AbstractContextManager[None]] = lambda command: nullcontext(),
 ) -> None:
-    """Answer commands, each within `around` it, until the client stops. Raises what ended the session otherwise."""
+    """Obey commands of these kinds, each within `around` it, until the client stops.
+
+    Raises what ended the session otherwise, TransportError for a command that is none of these or malformed.
+    """
     while True:
         transport.wait(CLIENT)
-        message = recv_message(transport, CLIENT)
-        name = str(message.get("do"))
-        if name == "stop":
+        command: M | Stop = recv_message(transport, CLIENT, (*kinds, Stop))
+        if isinstance(command, Stop):
             return
-        if name not in commands:
-            raise TransportError(f"unknown command {name!r}: the client runs another version")
         heartbeat.start()
-        with torch.no_grad(), around(message):
-            commands[name](message)
+        with torch.no_grad(), around(command):
+            obey(command)
 
 
 class Heartbeat:
@@ -64,7 +68,7 @@ class Heartbeat:
         now = time.monotonic()
         if now - self._last > self._every:
             self._last = now
-            send_message(self._transport, CLIENT, {"alive": True})
+            send_message(self._transport, CLIENT, Alive())
 
 
 def reported(config: PrivateConfig, number: int, transport: Transport, serve: Callable[[], None]) -> str | None:

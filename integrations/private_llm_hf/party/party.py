@@ -10,9 +10,9 @@ import copy
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
-from typing import Any
+from typing import Any, assert_never, get_args
 
 import torch
 from torch import Tensor
@@ -44,7 +44,13 @@ from private_llm_hf.party.command_loop import Heartbeat, reported, serve_command
 from private_llm_hf.party.model import build_party_model, release
 from private_llm_hf.token_sharding.cut import states_before_cut, stop_behind
 from private_llm_hf.token_sharding.node import Node
-from private_llm_hf.wire import GUARD, OPENED, PUBLIC, Message, recv_message, send_message
+from private_llm_hf.wire import commands
+from private_llm_hf.wire.answers import GUARD, HeldShares, Loaded, Output, Outputs, Prepared
+from private_llm_hf.wire.codec import Message
+from private_llm_hf.wire.commands import OPENED, PUBLIC, CacheEdit, Call, Forward, LoadModel, PartyCommand, Slices
+from private_llm_hf.wire.frames import recv_weight, send_message
+
+_COMMANDS: tuple[type[PartyCommand], ...] = get_args(PartyCommand)
 
 
 class Party:
@@ -63,7 +69,7 @@ class Party:
         self.session: Session = join(config, self.role, links)
         self.model: PreTrainedModel | None = None
         self.stored: dict[str, Stored] = {}
-        self.description: Message = {}
+        self.loaded: LoadModel | None = None
         self.kept: dict[int, Any] = {}
         self._heartbeat = Heartbeat(links, config.timeout_s / 4)
         self.ahead = Ahead(self.session, links, self._run_ahead, self._heartbeat.beat)
@@ -71,19 +77,31 @@ class Party:
 
     def serve(self) -> None:
         """Answer commands until the client stops. Raises what ended the session otherwise."""
-        commands = {
-            "hello": self._hello,
-            "load": self._load,
-            "forward": self.forward,
-            "cache": self.manage_cache,
-            "costs": self._costs,
-            "preprocess": self._preprocess,
-        }
         try:
             with closing(self.ahead):
-                serve_commands(self.transport, commands, self._heartbeat, self._following)
+                serve_commands(self.transport, _COMMANDS, self._obey, self._heartbeat, self._following)
         finally:
             self._forget()
+
+    def _obey(self, command: PartyCommand) -> None:
+        match command:
+            case commands.Hello():
+                model, sharing = (self.held.description.model, self.held.sharing) if self.held else (None, None)
+                self._answer(HeldShares(model, sharing))
+            case commands.LoadHeld() | commands.LoadLike() | LoadModel():
+                self._load(command)
+            case Forward():
+                self.forward(command)
+            case commands.ManageCache():
+                self.manage_cache(command.edit)
+            case commands.Preprocess():
+                self._preprocess(command)
+            case commands.TellCosts():
+                self._answer(rows_of(self.transport.ledger))
+                if command.reset:
+                    self.transport.ledger.reset()
+            case _:
+                assert_never(command)
 
     def _forget(self) -> None:
         """Free what is large now: this object and its parts refer to each other, so Python would do it much later."""
@@ -94,53 +112,52 @@ class Party:
         self.kept.clear()
         del self.ahead  # which holds a method of this object
 
-    def _following(self, message: Message) -> AbstractContextManager[None]:
+    def _following(self, command: PartyCommand) -> AbstractContextManager[None]:
         """With what was computed ahead for a planned request."""
-        at = message.get("at")
+        at = command.at if isinstance(command, (Forward, commands.ManageCache)) else None
         return nullcontext() if at is None else self.ahead.following(*at)
 
     def _answer(self, message: Message) -> None:
         if not self._silent:
             send_message(self.transport, CLIENT, message)
 
-    def _hello(self, _: Message) -> None:
-        held = self.held
-        self._answer({"model": held and held.description["model"], "sharing": held and held.sharing})
-
     # -- the model --------------------------------------------------------------------------------------------
-    def _load(self, message: Message) -> None:
+    def _load(self, command: commands.Load) -> None:
         weights: dict[str, Fixed | Tensor | Stored]
-        if message["held"]:
+        if isinstance(command, commands.LoadHeld):
             if self.held is None:
                 raise ShareFileError("the client wants a model that this party holds no share file of")
-            message = self.held.description
-            ranges = Ranges(message["ranges"])
+            loaded = LoadModel(self.held.description, None)
+            ranges = Ranges(loaded.description.ranges)
             weights = {
                 name: Stored(shape, functools.partial(self._from_file, self.held, name, ranges))
                 for name, shape in self.held.shapes.items()
             }
-        elif message["like"] is not None:
-            other = self.lanes[message["like"]]
-            message, weights = other.description, self._weights_of(other)
+        elif isinstance(command, commands.LoadLike):
+            other = self.lanes.get(command.lane)
+            if other is None or other.loaded is None:
+                raise TransportError(f"lane {command.lane} of this party has no model that another could take")
+            loaded, weights = other.loaded, self._weights_of(other)
         elif self.held is not None:
             raise ShareFileError("this party was started with a share file and serves the model of that file only")
         else:
-            weights = dict(self._receive_weights(self._announced(message), Ranges(message["ranges"])))
-        self.description = message
-        self.session.known.ranges = Ranges(message["ranges"])
+            loaded, described = command, command.description
+            weights = dict(self._receive_weights(self._announced(described), Ranges(described.ranges)))
+        self.loaded, facts = loaded, loaded.description
+        self.session.known.ranges = Ranges(facts.ranges)
         self.stored = {name: value for name, value in weights.items() if isinstance(value, Stored)}
-        self.model = build_party_model(message["config"], message["class"], weights, self.session, self._heartbeat.beat)
-        if message.get("stop_behind") is not None:
-            stop_behind(self.model, message["stop_behind"])
+        self.model = build_party_model(facts.config, facts.class_, weights, self.session, self._heartbeat.beat)
+        if loaded.stop_behind is not None:
+            stop_behind(self.model, loaded.stop_behind)
         self.transport.ledger.reset()
-        self._answer({"loaded": True, "ranges": self.session.known.ranges.to_dict()})
+        self._answer(Loaded(self.session.known.ranges.to_dict()))
 
-    def _announced(self, message: Message) -> Shapes:
+    def _announced(self, description: commands.Description) -> Shapes:
         """The weights that a client must send for the model that it describes."""
         each = self.session.ring.bytes * (keys_held(self.config, self.role) + sends_parts(self.config, self.role))
         if self.config.weights == "public":
             each = torch.float32.itemsize
-        return announced_shapes(message, each, whole=self.config.offload_folder is None)
+        return announced_shapes(description, each, whole=self.config.offload_folder is None)
 
     def _from_file(self, held: ShareFile, name: str, ranges: Ranges) -> Fixed:
         return Fixed(self.session, held.weight(name), ranges.frac_of_weight(name, self.session.frac))
@@ -167,12 +184,11 @@ class Party:
         keys = [Seed(key.numpy().tobytes()) for key in raw]
         offload = None if self.config.offload_folder is None else OffloadFile(self.config.offload_folder)
         while True:
-            header = recv_message(self.transport, CLIENT)
-            name = header["weight"]
+            header = recv_weight(self.transport)
             self._heartbeat.beat()
-            if name is None:
+            if header is None:
                 return
-            shape, received = take_announced(wanted, header), None
+            name, shape, received = header.name, take_announced(wanted, header), None
             if public:
                 received = self._receive_pieces(shape, torch.int32).view(torch.float32)
             elif sends_parts(self.config, self.role):
@@ -201,73 +217,75 @@ class Party:
         return whole
 
     # -- calls -----------------------------------------------------------------------------------------------
-    def _preprocess(self, message: Message) -> None:
-        self._free(message)
-        stored = self.ahead.prepare(message["plan"], message["calls"])
-        self._answer({"stored": stored, "witnesses": self.session.protocol.take_witnesses()})
+    def _preprocess(self, command: commands.Preprocess) -> None:
+        self._free(command.free)
+        stored = self.ahead.prepare(command.plan, command.calls)
+        self._answer(Prepared(stored, tuple(self.session.protocol.take_witnesses())))
 
-    def _run_ahead(self, request: Message) -> None:
+    def _run_ahead(self, request: commands.Request) -> None:
         """Compute a planned request without an answer: the client comes later."""
-        run = {"forward": self.forward, "cache": self.manage_cache}[request["do"]]
         self._silent = True
         try:
-            run({"free": [], **request})
+            if isinstance(request, Call):
+                self.forward(Forward(request))
+            else:
+                self.manage_cache(request)
         finally:
             self._silent = False
 
-    def _free(self, message: Message) -> None:
-        for handle in message["free"]:
+    def _free(self, handles: Iterable[int]) -> None:
+        for handle in handles:
             self.kept.pop(handle, None)
 
-    def forward(self, message: Message) -> None:
+    def forward(self, command: Forward) -> None:
         """The command of the same name: run the model once."""
         with self.transport.ledger.scope(""):  # the time of inputs and opening
-            self._run(self.ready(), message)
+            self._free(command.free)
+            self._run(self.ready(), command.call, command.slices)
 
-    def _run(self, model: PreTrainedModel, message: Message) -> None:
-        self._free(message)
-        inputs = dict(message["public"])
-        refused = sorted({*inputs} - PUBLIC) + sorted({*message["outputs"]} - {*OPENED})
+    def _run(self, model: PreTrainedModel, call: Call, slices: Slices | None) -> None:
+        inputs: dict[str, Any] = dict(call.public)
+        refused = sorted({*inputs} - PUBLIC) + sorted({*call.outputs} - {*OPENED})
         if refused:
             raise UnsupportedOp(f"the client asks for {', '.join(refused)}, which parties do not take or open")
-        for item in message["secret"]:
+        for item in call.secret:
             inputs.update(self._receive(model, item))
-        cache = message["cache"]
+        cache = call.cache
         if cache is not None:
             if cache not in self.kept:
                 self.kept[cache] = model.new_cache()
             inputs["past_key_values"] = self.kept[cache]
-        if message["encoded"] is not None:
-            inputs["encoder_outputs"] = self._encoded(message["encoded"])
-        if message.get("slices") is not None:
-            self._pass_on(states_before_cut(model, inputs), message["slices"])
+        if call.encoded is not None:
+            inputs["encoder_outputs"] = self._encoded(call.encoded)
+        if slices is not None:
+            self._pass_on(states_before_cut(model, inputs), slices)
             return
-        target = model.get_encoder() if message["encode_to"] is not None else model
+        target = model.get_encoder() if call.encode_to is not None else model
         result = target(**inputs, return_dict=True)
         if isinstance(inputs.get("past_key_values"), SecretCache):
             with self.transport.ledger.scope("cache policy"):
                 inputs["past_key_values"].evict(inputs.get("attention_mask"))
-        if message["encode_to"] is not None:
-            self.kept[message["encode_to"]] = result.last_hidden_state
-            self._reveal(ModelOutput(), [])
+        if call.encode_to is not None:
+            self.kept[call.encode_to] = result.last_hidden_state
+            self._reveal(ModelOutput(), ())
             return
-        self._reveal(result, message["outputs"])
+        self._reveal(result, call.outputs)
 
-    def _receive(self, model: PreTrainedModel, item: Message) -> dict[str, Tensor]:
+    def _receive(self, model: PreTrainedModel, item: commands.Tokens | commands.Values) -> dict[str, Tensor]:
         """One secret input: token ids arrive as index shares and become embeddings, values come as they are."""
-        shape, name = input_shape(item["shape"]), item["name"]
+        shape, name = input_shape(item.shape), item.name
         protocol = self.session.protocol.on(torch.device(self.session.device))
-        if item["kind"] == "values":
+        if isinstance(item, commands.Values):
             share = protocol.receive_input(shape)
             return {name: SecretTensor(Fixed(self.session, share, self.session.frac))}
         table = (model.get_decoder() if name.startswith("decoder_") else model).get_input_embeddings()
-        if item["vocabulary"] != table.num_embeddings:  # the work of a lookup follows from this number
-            raise TransportError(f"vocabulary: got {item['vocabulary']!r}; the model has {table.num_embeddings} tokens")
+        if item.vocabulary != table.num_embeddings:  # the work of a lookup follows from this number
+            raise TransportError(f"vocabulary: got {item.vocabulary}; the model has {table.num_embeddings} tokens")
         index = protocol.receive_index(math.prod(shape), table.num_embeddings)
         ids = SecretIndex(self.session, index, shape)
         return {name.replace("input_ids", "inputs_embeds"): table(ids)}
 
-    def _reveal(self, result: ModelOutput, wanted: list[str]) -> None:
+    def _reveal(self, result: ModelOutput, wanted: Iterable[str]) -> None:
         """State names, shapes and fractional bits of the outputs, then open them towards the client."""
         outputs = []
         with self.transport.ledger.scope(GUARD):
@@ -283,21 +301,21 @@ class Party:
                     outputs.append((self.config.reveal, argmax(value.to_fixed())))
         if checked is not None:
             outputs.append((GUARD, checked))
-        described = [[name, list(fixed.shape), fixed.frac] for name, fixed in outputs]
-        self._answer({"class": type(result).__name__, "outputs": described})
+        described = tuple(Output(name, tuple(fixed.shape), fixed.frac) for name, fixed in outputs)
+        self._answer(Outputs(type(result).__name__, described))
         for _, fixed in outputs:
             self.session.protocol.reveal_to_client(fixed.share)
 
-    def _pass_on(self, states: SecretTensor, slices: list[tuple[int, list[int]]]) -> None:
+    def _pass_on(self, states: SecretTensor, slices: Slices) -> None:
         """Reveal to each CompNode behind a split its rows of the hidden states."""
         plan, first = self.config.plan, self.config.parties
         nodes = range(first, first) if plan is None else range(first, first + plan.alpha)
-        wrong = [endpoint for endpoint, _ in slices if type(endpoint) is not int or endpoint not in nodes]
+        wrong = [endpoint for endpoint, _ in slices if endpoint not in nodes]
         if wrong:
             raise TransportError(f"hidden states go to CompNodes, {nodes.start} to {nodes.stop - 1}; got {wrong}")
         share = states.to_fixed().share
-        pieces = [(endpoint, share.map(functools.partial(_rows_of, rows))) for endpoint, rows in slices]
-        self._reveal(ModelOutput(), [])
+        pieces = [(endpoint, share.map(functools.partial(_rows_of, list(rows)))) for endpoint, rows in slices]
+        self._reveal(ModelOutput(), ())
         with self.transport.ledger.scope("states to the nodes"):
             self.session.protocol.reveal(pieces)
 
@@ -307,30 +325,22 @@ class Party:
             raise TransportError("a call arrived before a model was loaded")
         return self.model
 
-    def _encoded(self, reference: Message) -> ModelOutput:
-        hidden = self.kept[reference["handle"]]
-        rows = reference["rows"]
+    def _encoded(self, reference: commands.Encoded) -> ModelOutput:
+        hidden, rows = self.kept[reference.handle], reference.rows
         return BaseModelOutput(last_hidden_state=hidden if rows is None else hidden[rows])
 
-    def manage_cache(self, message: Message) -> None:
-        """The command "cache": crop, select, copy or forget entries."""
-        cache = self.kept[message["handle"]]
-        how = message["how"]
-        if how == "select":
-            cache.reorder_cache(message["index"])
-        elif how == "crop":
-            cache.crop(-message["count"])
-        elif how == "reset":
-            cache.reset()
-        elif how == "copy":
-            self.kept[message["to"]] = copy.deepcopy(cache)
-        else:
-            raise TransportError(f"unknown cache command {how!r}")
-
-    def _costs(self, message: Message) -> None:
-        self._answer(rows_of(self.transport.ledger))
-        if message["reset"]:
-            self.transport.ledger.reset()
+    def manage_cache(self, edit: CacheEdit) -> None:
+        """Crop, select, copy or forget entries."""
+        cache = self.kept[edit.handle]
+        match edit:
+            case commands.SelectRows():
+                cache.reorder_cache(edit.index)
+            case commands.CropCache():
+                cache.crop(-edit.count)
+            case commands.ResetCache():
+                cache.reset()
+            case commands.CopyCache():
+                self.kept[edit.to] = copy.deepcopy(cache)
 
 
 def _rows_of(rows: list[int], part: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def record(
     folder.mkdir(parents=True, exist_ok=True)
     wanted = list(sites)
     (folder / "order.json").unlink(missing_ok=True)
-    facts = {"model": describe(type(model), model.config)["model"], "tolerance": tolerance}
+    facts = {"model": describe(type(model), model.config).model, "tolerance": tolerance}
     with ExitStack() as stack:
         writers = [stack.enter_context(RecordingWriter(folder / site.name, site, facts)) for site in wanted]
         for site, writer in zip(wanted, writers, strict=True):

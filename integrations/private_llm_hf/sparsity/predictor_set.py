@@ -142,7 +142,7 @@ class PredictorSet:
             config, cls = model.config, type(model)
         else:
             config, cls = model, model_class(made_for)
-        found = describe(cls, config)
+        found = describe(cls, config).to_dict()
         if found["model"] != self.model["model"]:
             raise ConfigError(
                 f"predictors of another model{self._named()}: {_differences(self.model['config'], found['config'])}; "
@@ -188,7 +188,7 @@ class PredictorSet:
 
 def fingerprint(model: PreTrainedModel, name: str = "") -> dict[str, Any]:
     """What tells a model from others: class, configuration, their digest, and a digest of the weights."""
-    facts = describe(type(model), model.config)
+    facts = describe(type(model), model.config).to_dict()
     kept = {key: facts[key] for key in ("class", "config", "model")}
     return {"name": name, **kept, "weights": weights_digest(model)}
 

@@ -36,7 +36,7 @@ def train_set(
     smallest budget that this share of the validation positions keeps to (`fit_budget`). Raises ConfigError for
     recordings of another model.
     """
-    digest = describe(type(model), model.config)["model"]
+    digest = describe(type(model), model.config).model
     members = []
     for recording in _of_model(recorded, digest):
         site = recording.site

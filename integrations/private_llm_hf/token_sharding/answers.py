@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import TransportError
-from private_llm_hf.wire import OPENED, Message
+from private_llm_hf.wire.answers import NodeOutputs
+from private_llm_hf.wire.commands import OPENED
 
 _BY_ROW = ("last_hidden_state", "start_logits", "end_logits")
 """Outputs with an entry for each position; logits have one if they are three-dimensional."""
@@ -46,26 +47,25 @@ class Answer:
     common: Mapping[str, tuple[int, ...]]
 
 
-def read_answer(message: Message, due: Due, who: str) -> Answer:
+def read_answer(message: NodeOutputs, due: Due, who: str) -> Answer:
     """Check one node's announcement. Raises TransportError that names `who`."""
-    kind, listed = message.get("class"), message.get("outputs")
-    if not isinstance(kind, str) or not isinstance(listed, list) or not listed:
+    if not message.outputs:
         raise TransportError(f"{who} answered without outputs; client and node run different versions, or it lies")
     shapes: dict[str, tuple[int, ...]] = {}
     common: dict[str, tuple[int, ...]] = {}
-    for item in listed:
-        name, shape = item if isinstance(item, list) and len(item) == 2 else (None, None)
+    for output in message.outputs:
+        name, shape = output.name, output.shape
         if name not in OPENED or name in shapes:
             raise TransportError(f"{who} answered with output {name!r}; want each of {', '.join(OPENED)} at most once")
-        if not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= _WIDEST for size in shape):
-            raise TransportError(f"{who}: '{name}' has shape {shape!r}; want sizes from 0 to {_WIDEST}")
+        if not all(0 <= size <= _WIDEST for size in shape):
+            raise TransportError(f"{who}: '{name}' has shape {list(shape)}; want sizes from 0 to {_WIDEST}")
         positions = due.positions(name, len(shape))
-        start = [due.batch] if positions is None else [due.batch, len(positions)]
+        start = (due.batch,) if positions is None else (due.batch, len(positions))
         if shape[: len(start)] != start or len(shape) > 3:
-            raise TransportError(f"{who}: '{name}' has shape {shape!r}; want one that starts with {start}")
-        shapes[name] = tuple(shape)
+            raise TransportError(f"{who}: '{name}' has shape {list(shape)}; want one that starts with {list(start)}")
+        shapes[name] = shape
         common[name] = (len(shape), *shape[len(start) :])
-    return Answer(kind, shapes, common)
+    return Answer(message.class_, shapes, common)
 
 
 def check_equal(answers: Mapping[str, Answer]) -> str:

@@ -7,7 +7,7 @@ positions, padding. Nodes that have nothing to do in a step hear nothing of it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from private_llm.net.roles import called
 from private_llm.net.transport import Transport
 from private_llm.protocols.plain.client import PlainClient
 from private_llm.ring.ring import Ring
-from private_llm.token_sharding import Setting, ShardingPlan, recv_floats, refuse_weak, send_floats, warn_weak
+from private_llm.token_sharding import Setting, ShardingPlan, Step, recv_floats, refuse_weak, send_floats, warn_weak
 from private_llm_hf.checkpoint.model_spec import model_class
 from private_llm_hf.checkpoint.node_checkpoint import agreed, check_held
 from private_llm_hf.checkpoint.weights import Sink
@@ -31,10 +31,24 @@ from private_llm_hf.client.session_client import Secret
 from private_llm_hf.models.architectures import architecture, positions_by_mask
 from private_llm_hf.token_sharding.answers import Answer, Due, check_equal, in_order, read_answer
 from private_llm_hf.token_sharding.attention import attention_calls
+from private_llm_hf.token_sharding.commands import AttnForward, CompForward, CropTo, LoadNode, NodeEdit
 from private_llm_hf.token_sharding.comp_node import reads_last_token
 from private_llm_hf.token_sharding.cut import Cut
-from private_llm_hf.token_sharding.node import agree, call_facts, plan_of
-from private_llm_hf.wire import Message, send_message
+from private_llm_hf.token_sharding.node import agree, plan_of
+from private_llm_hf.wire.answers import HeldModel, NodeLoaded, NodeOutputs
+from private_llm_hf.wire.commands import (
+    CacheEdit,
+    Call,
+    CopyCache,
+    CropCache,
+    Description,
+    EndOfWeights,
+    Fact,
+    Hello,
+    ResetCache,
+    Weight,
+)  # fmt: skip
+from private_llm_hf.wire.frames import send_message
 
 MOST_NODES = 250
 """Endpoints have one-byte numbers, and the client has one."""
@@ -118,13 +132,13 @@ class Nodes(Parties):
         self._gone: dict[int, list[int]] = {node: [] for node in range(self.plan.alpha, self.plan.nodes)}
 
     # -- weights ------------------------------------------------------------------------------------------------
-    def use_held(self, description: Message, mine: Callable[[], str | None]) -> bool:
+    def use_held(self, description: Description, mine: Callable[[], str | None]) -> bool:
         """Let the CompNodes use the model that they hold; False if they hold none. Raises as `agreed`, `check_held`."""
         comps = range(self.plan.alpha)
         with self._call():
-            self.tell({"do": "hello"}, comps)
-            held = agreed({called(self.config, node): self._answer(node) for node in comps})
-            if held["model"] is None:
+            self.tell(Hello(), comps)
+            held = agreed({called(self.config, node): self._answer(node, HeldModel) for node in comps})
+            if held.model is None:
                 return False
             check_held(held, description, mine)
             self._load(description, held=True)
@@ -132,46 +146,48 @@ class Nodes(Parties):
             return True
 
     @contextmanager
-    def loading(self, description: Message) -> Iterator[Sink]:
-        """Tell the nodes the model: its public weights go to every CompNode.
+    def loading(self, description: Description, stop_behind: str | None = None) -> Iterator[Sink]:
+        """Tell the nodes the model: its public weights go to every CompNode. Nodes run it to its end."""
+        with self.loading_behind(description, None) as sink:
+            yield sink
 
-        description["behind"]: where a split cuts the model (`Cut.facts`), if it does.
-        """
+    @contextmanager
+    def loading_behind(self, description: Description, cut: Cut | None) -> Iterator[Sink]:
+        """The same; cut: where a split cuts the model, if it does."""
         with self._call():
-            self._load(description, held=False)
+            self._load(description, held=False, cut=cut)
             yield self._send_weight
-            self.tell({"weight": None}, range(self.plan.alpha))
+            self.tell(EndOfWeights(), range(self.plan.alpha))
             self._loaded()
 
-    def _load(self, description: Message, held: bool) -> None:
-        cls = model_class(description["class"])
-        config = cls.config_class.from_dict(dict(description["config"]))
-        behind = description.get("behind")
-        calls = call_facts(attention_calls(cls, config)[behind["count"] if behind else 0 :])
+    def _load(self, description: Description, held: bool, cut: Cut | None = None) -> None:
+        cls = model_class(description.class_)
+        config = cls.config_class.from_dict(dict(description.config))
+        calls = attention_calls(cls, config)[cut.count if cut else 0 :]
         self._by_mask = config.model_type in positions_by_mask()
         self._last_only = reads_last_token(cls, config)
         accepts = sorted(set(inspect.signature(cls.forward).parameters))
-        self.tell({"do": "load", "held": held, "behind": None, "calls": calls, "accepts": accepts, **description})
+        self.tell(LoadNode(description, held, cut, tuple(calls), tuple(accepts)))
 
     def _loaded(self) -> None:
         for node in self.members:
-            self._answer(node)
+            self._answer(node, NodeLoaded)
         self.transport.ledger.reset()
 
     def _send_weight(self, name: str, tensor: Tensor) -> None:
         raw = tensor.detach().to(torch.float32).contiguous().clone().view(torch.int32)
         for node in range(self.plan.alpha):
-            send_message(self.transport, node, {"weight": name, "shape": list(tensor.shape)})
+            send_message(self.transport, node, Weight(name, tuple(tensor.shape)))
             self.transport.send(node, "weight", raw)
 
     # -- calls ----------------------------------------------------------------------------------------------------
-    def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
+    def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
         """As `Parties.forward`: inputs out to their nodes, the wanted rows of the outputs back."""
         with self.lock:
             step = self.step(call)
-            ((secret, item),) = zip(secrets, call["secret"], strict=True)
+            ((secret, item),) = zip(secrets, call.secret, strict=True)
             if isinstance(secret, Tensor):
-                values = self.ring.decode(secret, self.config.frac_bits).to(torch.float32).view(item["shape"])
+                values = self.ring.decode(secret, self.config.frac_bits).to(torch.float32).view(item.shape)
                 return self.run(step, "values", partial(self._send_values, values))
             ids = secret[0].view(step.batch, step.new)
             return self.run(step, "tokens", partial(self._send_tokens, ids))
@@ -182,20 +198,20 @@ class Nodes(Parties):
     def _send_values(self, values: Tensor, node: int, rows: list[int]) -> None:
         send_floats(self.transport, node, "values", [values[:, rows]])
 
-    def step(self, call: Message) -> NodeStep:
+    def step(self, call: Call) -> NodeStep:
         """What a call means for the nodes. Raises UnsupportedOp and DomainError before anything is sent."""
-        (item,) = call["secret"]
-        if item["name"] not in ("input_ids", "inputs_embeds"):
-            raise UnsupportedOp(f"{item['name']}: token sharding takes text (input_ids or inputs_embeds)")
-        batch, new = item["shape"][:2]
-        handle, public = call["cache"], call["public"]
-        past = self._lengths.get(handle, 0)
+        (item,) = call.secret
+        if item.name not in ("input_ids", "inputs_embeds"):
+            raise UnsupportedOp(f"{item.name}: token sharding takes text (input_ids or inputs_embeds)")
+        batch, new = item.shape[:2]
+        handle, public = call.cache, call.public
+        past = 0 if handle is None else self._lengths.get(handle, 0)
         total = past + new
         self._check_length(total)
-        padding, positions = public.get("attention_mask"), public.get("position_ids")
+        padding, positions = _tensor(public, "attention_mask"), _tensor(public, "position_ids")
         if positions is None:
             positions = self._positions(past, total, batch, padding)
-        keep = 1 if self._last_only else public.get("logits_to_keep", 0)
+        keep = 1 if self._last_only else int(public.get("logits_to_keep", 0))
         rows = {}
         for node in range(self.plan.alpha):
             mine = self.plan.rows_of_comp(node, past, total)
@@ -203,7 +219,7 @@ class Nodes(Parties):
                 rows[node] = [p - past for p in mine]
         return NodeStep(
             handle, batch, past, new, rows, None if padding is None else padding.bool(), positions,
-            public.get("token_type_ids"), range(max(past, total - keep) if keep else past, total),
+            _tensor(public, "token_type_ids"), range(max(past, total - keep) if keep else past, total),
         )  # fmt: skip
 
     def run(self, step: NodeStep, source: str, feed: Callable[[int, list[int]], None]) -> tuple[str, dict[str, Tensor]]:
@@ -211,19 +227,15 @@ class Nodes(Parties):
 
         source: what the rows are, "tokens", "values" (embeddings) or "states" (from the parties of a split).
         """
-        facts = {
-            "do": "forward", "cache": step.handle, "step": [step.batch, step.past, step.new], "padding": step.padding,
-        }  # fmt: skip
+        facts, types = Step(step.handle, step.batch, step.past, step.new, step.padding), step.token_types
         with self._call():
-            self._wake_attention(facts, step.past, step.total)
+            self._wake_attention(facts)
             for node, rows in step.rows.items():
-                types = step.token_types
-                mine = {
-                    "input": source, "rows": len(rows), "positions": step.positions[:, rows],
-                    "wanted": list(step.due(rows).wanted),
-                    "token_type_ids": None if types is None else types[:, rows],
-                }  # fmt: skip
-                send_message(self.transport, node, {**facts, **mine})
+                command = CompForward(
+                    facts, source, len(rows), step.positions[:, rows], step.due(rows).wanted,
+                    None if types is None else types[:, rows],
+                )  # fmt: skip
+                send_message(self.transport, node, command)
                 feed(node, rows)
             kind, found = self._outputs(step)
         if step.handle is not None:
@@ -249,16 +261,16 @@ class Nodes(Parties):
                 f"front of {plan.front}; want {least} or more (use a smaller plan, or accept_weak_plan)"
             )
 
-    def _wake_attention(self, step: Message, past: int, total: int) -> None:
+    def _wake_attention(self, step: Step) -> None:
         """Tell the AttnNodes of every shard with new rows; each hears of caches that are gone when it next wakes."""
         for handle in self._take_unused():
             self._lengths.pop(handle, None)
             for gone in self._gone.values():
                 gone.append(handle)
-        shards = {self.plan.shard_of(p) for p in range(past, total)}
+        shards = {self.plan.shard_of(p) for p in range(step.past, step.total)}
         nodes = {self.plan.attn_endpoint(shard, other) for shard in shards for other in range(self.plan.beta)}
         for node in sorted(nodes):
-            send_message(self.transport, node, {**step, "free": self._gone[node]})
+            send_message(self.transport, node, AttnForward(step, tuple(self._gone[node])))
             self._gone[node] = []
 
     def _outputs(self, step: NodeStep) -> tuple[str, list[tuple[Due, dict[str, Tensor]]]]:
@@ -268,21 +280,31 @@ class Nodes(Parties):
         for node, rows in step.rows.items():
             due = step.due(rows)
             who = self.transport.name_of(node)
-            answer = answers[who] = read_answer(self._answer(node), due, who)
+            answer = answers[who] = read_answer(self._answer(node, NodeOutputs), due, who)
             expected = [(shape, torch.float32) for shape in answer.shapes.values()]
             tensors = recv_floats(self.transport, node, "outputs", expected)
             found.append((due, dict(zip(answer.shapes, tensors, strict=True))))
         return check_equal(answers), found
 
-    def command(self, message: Message) -> None:
+    def command(self, edit: CacheEdit) -> None:
         """Cache management at the AttnNodes."""
-        handle, how = message["handle"], message["how"]
-        if how == "crop":
-            self._lengths[handle] -= message["count"]
-            message = {**message, "length": self._lengths[handle]}
-        elif how == "reset":
-            self._lengths.pop(handle, None)
-        elif how == "copy":
-            self._lengths[message["to"]] = self._lengths.get(handle, 0)
+        asked: NodeEdit
+        if isinstance(edit, CropCache):
+            self._lengths[edit.handle] -= edit.count
+            asked = CropTo(edit.handle, self._lengths[edit.handle])
+        else:
+            asked = edit
+        if isinstance(edit, ResetCache):
+            self._lengths.pop(edit.handle, None)
+        elif isinstance(edit, CopyCache):
+            self._lengths[edit.to] = self._lengths.get(edit.handle, 0)
         with self._call():
-            self.tell(message, range(self.plan.alpha, self.plan.nodes))
+            self.tell(asked, range(self.plan.alpha, self.plan.nodes))
+
+
+def _tensor(public: Mapping[str, Fact], name: str) -> Tensor | None:
+    """A public argument that can be nothing else."""
+    value = public.get(name)
+    if value is not None and not isinstance(value, Tensor):
+        raise DomainError(f"{name}: got {type(value).__name__}; want a tensor")
+    return value

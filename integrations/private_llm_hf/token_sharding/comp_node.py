@@ -13,13 +13,14 @@ from private_llm.errors import PatchMismatch, TransportError
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.session import opened
 from private_llm.ring.ring import Ring
-from private_llm.token_sharding import Exchange, Step, recv_floats
+from private_llm.token_sharding import Exchange, recv_floats
 from private_llm_hf.checkpoint.model_spec import accepted_class
 from private_llm_hf.checkpoint.weights import WithoutWeights
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.token_sharding.attention import cascade_config, listen, register
+from private_llm_hf.token_sharding.commands import CompForward, LoadNode
 from private_llm_hf.token_sharding.cut import StandIn
-from private_llm_hf.wire import OPENED, Message
+from private_llm_hf.wire.commands import OPENED
 
 
 class CompNode:
@@ -29,19 +30,19 @@ class CompNode:
     """
 
     def __init__(
-        self, config: PrivateConfig, links: Transport, description: Message, exchange: Exchange,
+        self, config: PrivateConfig, links: Transport, loaded: LoadNode, exchange: Exchange,
         weights: dict[str, Tensor], device: torch.device,
     ) -> None:  # fmt: skip
         self._config, self._links, self._exchange, self._device = config, links, exchange, device
         register()
-        values = dict(description["config"])
-        kind = accepted_class(description["class"], values)
+        values = dict(loaded.description.config)
+        kind = accepted_class(loaded.description.class_, values)
         settings = cascade_config(AutoConfig.for_model(values.pop("model_type"), **values))
         with WithoutWeights():
             model = kind(settings)
-        self._behind = None if description["behind"] is None else StandIn(model, description["behind"])
+        self._behind = None if loaded.behind is None else StandIn(model, loaded.behind)
         self.model = _with_weights(model, weights).to(device)
-        self._accepts = frozenset(description["accepts"])
+        self._accepts = frozenset(loaded.accepts)
         self._last_only = reads_last_token(kind, settings)
         self._width = settings.get_text_config().hidden_size
         listen(self.model, self)
@@ -52,17 +53,19 @@ class CompNode:
         """An attention call of the model."""
         return self._exchange.attend(*rows)
 
-    def run(self, step: Step, message: Message) -> tuple[str, dict[str, Tensor]]:
+    def run(self, command: CompForward) -> tuple[str, dict[str, Tensor]]:
         """One forward: name of its output class, and its outputs for the wanted rows, float32."""
-        rows = self._exchange.begin(step)
-        given = self._inputs(message["input"], step.batch, message["rows"])
+        batch = command.step.batch
+        rows = self._exchange.begin(command.step)
+        given = self._inputs(command.source, batch, command.rows)
         # The AttnNodes mask; without this, gaps would look like packed texts.
-        given["attention_mask"] = torch.ones(step.batch, message["rows"], dtype=torch.int64)
-        given |= {name: message[name] for name in ("token_type_ids",) if message.get(name) is not None}
+        given["attention_mask"] = torch.ones(batch, command.rows, dtype=torch.int64)
+        if command.token_types is not None:
+            given["token_type_ids"] = command.token_types
         if "position_ids" in self._accepts:
-            given["position_ids"] = message["positions"]
+            given["position_ids"] = command.positions
         given = {name: value.to(self._device) for name, value in given.items()}
-        wanted = torch.tensor([rows.index(p) for p in message["wanted"]], dtype=torch.int64, device=self._device)
+        wanted = torch.tensor([rows.index(p) for p in command.wanted], dtype=torch.int64, device=self._device)
         kind, outputs = self._forward(given, wanted)
         self._exchange.end()
         return kind, {n: value.to("cpu", torch.float32).contiguous() for n, value in outputs.items()}

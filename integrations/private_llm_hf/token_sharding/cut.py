@@ -18,7 +18,6 @@ from private_llm.errors import ConfigError, DomainError, PatchMismatch
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.token_sharding.attention import cascade_config, listen, register
-from private_llm_hf.wire import Message
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,6 @@ class Cut:
         """Whether a weight is of a layer before the cut."""
         layer = name.removeprefix(f"{self.path}.").partition(".")[0]
         return name.startswith(f"{self.path}.") and int(layer) < self.count
-
-    def facts(self) -> Message:
-        """As JSON."""
-        return {"path": self.path, "count": self.count, "width": self.width, "tuples": self.tuples}
 
     def shortened(self, config: PretrainedConfig) -> PretrainedConfig:
         """The configuration of a model that ends at the cut."""
@@ -119,12 +114,11 @@ def states_before_cut(model: nn.Module, inputs: dict[str, Any]) -> SecretTensor:
 class StandIn:
     """In place of the layers before the cut at a CompNode: what the parties computed comes out of them."""
 
-    def __init__(self, model: nn.Module, facts: Message) -> None:
+    def __init__(self, model: nn.Module, cut: Cut) -> None:
         self.rows: Tensor | None = None
-        self.width = int(facts["width"])
-        self._tuples = bool(facts["tuples"])
-        layers = model.get_submodule(facts["path"])
-        for index in range(facts["count"]):
+        self.width, self._tuples = cut.width, cut.tuples
+        layers = model.get_submodule(cut.path)
+        for index in range(cut.count):
             layer = layers.get_submodule(str(index))
             layer._modules.clear()  # what it was stays, as models ask layers for their kind
             layer._parameters.clear()

@@ -30,10 +30,10 @@ from private_llm_hf.client.costs import Costs, layer_of, rows_of
 from private_llm_hf.token_sharding.answers import Due
 from private_llm_hf.token_sharding.attention import attention_calls
 from private_llm_hf.token_sharding.client import Nodes, NodeStep
+from private_llm_hf.token_sharding.commands import LoadNode
 from private_llm_hf.token_sharding.comp_node import CompNode, reads_last_token
 from private_llm_hf.token_sharding.cut import Cut
 from private_llm_hf.token_sharding.node import plan_of
-from private_llm_hf.wire import Message
 
 AROUND = "input, head and output"
 """What belongs to no layer."""
@@ -55,13 +55,11 @@ class _Forward:
 class _MetaComp(CompNode):
     """A CompNode that notes which modules attend and how much its matrices multiply."""
 
-    def __init__(
-        self, config: PrivateConfig, description: Message, calls: Sequence[AttentionCall], shapes: Shapes
-    ) -> None:
+    def __init__(self, config: PrivateConfig, loaded: LoadNode, shapes: Shapes) -> None:
         links = MetaTransport(0)
         meta = torch.device("meta")
         weights = {name: torch.empty(shape, device=meta) for name, shape in shapes.items()}
-        super().__init__(config, links, description, Exchange(plan_of(config), links, calls), weights, meta)
+        super().__init__(config, links, loaded, Exchange(plan_of(config), links, loaded.calls), weights, meta)
         self._names = {module: name for name, module in self.model.named_modules()}
         self._attended: list[str] = []
         self._macs: dict[str, int] = defaultdict(int)
@@ -127,10 +125,9 @@ class MetaNodes(Nodes):
         self._last_only = reads_last_token(kind, settings)
         whole = WeightList.of(skeleton(kind, settings))
         kept = {name: shape for name, shape in whole.shapes.items() if cut is None or not cut.belongs_before(name)}
-        accepts = sorted(inspect.signature(kind.forward).parameters)
-        behind = None if cut is None else cut.facts()
-        description = {**describe(kind, settings), "accepts": accepts, "behind": behind}
-        self._comp = _MetaComp(config, description, self.calls, kept)
+        accepts = tuple(sorted(inspect.signature(kind.forward).parameters))
+        loaded = LoadNode(describe(kind, settings), False, cut, tuple(self.calls), accepts)
+        self._comp = _MetaComp(config, loaded, kept)
         self._known: dict[tuple[str, int, int, int], _Forward] = {}
         self._progress = progress
         self._kept: dict[int, tuple[int, int]] = {}

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hmac
-from collections.abc import Sequence
-from typing import Any
+from typing import assert_never, get_args
 
 import torch
 from torch import Tensor
@@ -20,17 +19,26 @@ from private_llm.kernels.devices import device_for
 from private_llm.net.parallel_sessions import node_links
 from private_llm.net.placed import PlacedTransport
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.token_sharding import AttentionCall, AttnNode, Exchange, ShardingPlan, Step, send_floats
+from private_llm.token_sharding import AttnNode, Exchange, ShardingPlan, send_floats
 from private_llm_hf.checkpoint.node_checkpoint import NodeCheckpoint, claim
 from private_llm_hf.client.costs import rows_of
 from private_llm_hf.party.announced import announced_shapes, take_announced
 from private_llm_hf.party.command_loop import Heartbeat, serve_commands
 from private_llm_hf.party.model import release
+from private_llm_hf.token_sharding.commands import AttnForward, CompForward, CropTo, LoadNode, NodeCommand, NodeEdit
 from private_llm_hf.token_sharding.comp_node import CompNode
-from private_llm_hf.wire import Message, recv_message, send_message
+from private_llm_hf.wire.answers import NodeLoaded, NodeOutput, NodeOutputs
+from private_llm_hf.wire.commands import (
+    CopyCache,
+    Description,
+    Hello,
+    ResetCache,
+    SelectRows,
+    TellCosts,
+)
+from private_llm_hf.wire.frames import recv_weight, send_message
 
-MOST_POSITIONS = 1 << 20
-"""Positions that a text may have."""
+_COMMANDS: tuple[type[NodeCommand], ...] = get_args(NodeCommand)
 
 
 def agree(config: PrivateConfig, transport: Transport, others: list[int]) -> None:
@@ -73,17 +81,29 @@ class Node:
 
     def serve(self) -> None:
         """Answer commands until the client stops. Raises what ended the session otherwise."""
-        commands = {
-            "hello": self._hello,
-            "load": self._load,
-            "forward": self._forward,
-            "cache": self._cache,
-            "costs": self._costs,
-        }
         try:
-            serve_commands(self.transport, commands, self._heartbeat)
+            serve_commands(self.transport, _COMMANDS, self._obey, self._heartbeat)
         finally:
             self._forget()
+
+    def _obey(self, command: NodeCommand) -> None:
+        match command:
+            case Hello():  # which model this CompNode holds, if it holds one
+                send_message(self.transport, CLIENT, claim(self._held))
+            case LoadNode():
+                self._load(command)
+            case AttnForward():
+                self._attend(command)
+            case CompForward():
+                self._compute(command)
+            case TellCosts():
+                send_message(self.transport, CLIENT, rows_of(self.transport.ledger))
+                if command.reset:
+                    self.transport.ledger.reset()
+            case SelectRows() | CropTo() | ResetCache() | CopyCache():
+                self._edit(command)
+            case _:
+                assert_never(command)
 
     def _forget(self) -> None:
         """Free model and caches now: a model refers to its node, so Python would do it much later."""
@@ -91,90 +111,64 @@ class Node:
         if comp is not None:
             release(comp.model)
 
-    def _hello(self, _: Message) -> None:
-        """Which model this CompNode holds, if it holds one."""
-        send_message(self.transport, CLIENT, claim(self._held))
-
-    def _load(self, message: Message) -> None:
-        calls = [AttentionCall(**facts) for facts in message["calls"]]
+    def _load(self, command: LoadNode) -> None:
         links = PlacedTransport(self.transport, lambda: self._device)
         if self.number < self.plan.alpha:
-            if message["held"] or self._held is not None:
-                message, weights = self._own_model(message)
+            if command.held or self._held is not None:
+                command, weights = self._own_model(command)
             else:
-                weights = self._weights(message)
-            exchange = Exchange(self.plan, links, calls)
-            self._comp = CompNode(self.config, self._links, message, exchange, weights, self._device)
+                weights = self._weights(command.description)
+            exchange = Exchange(self.plan, links, command.calls)
+            self._comp = CompNode(self.config, self._links, command, exchange, weights, self._device)
             self._heartbeat.watch(self._comp.model)
         else:
-            self._attn = AttnNode(self.plan, links, calls)
+            self._attn = AttnNode(self.plan, links, command.calls)
             self._attn.join()
         self.transport.ledger.reset()
-        send_message(self.transport, CLIENT, {"loaded": True})
+        send_message(self.transport, CLIENT, NodeLoaded())
 
-    def _own_model(self, message: Message) -> tuple[Message, dict[str, Tensor]]:
+    def _own_model(self, command: LoadNode) -> tuple[LoadNode, dict[str, Tensor]]:
         """The model that this CompNode read itself: a node that was started with one serves no other."""
         if self._held is None:
             raise ConfigError("the client sends no weights, and this CompNode holds none (--model)")
-        if not message["held"]:
+        if not command.held:
             raise ConfigError("this CompNode was started with a model (--model) and serves that model only")
-        return {**message, **self._held.description}, self._held.weights
+        return dataclasses.replace(command, description=self._held.description), self._held.weights
 
-    def _weights(self, message: Message) -> dict[str, Tensor]:
+    def _weights(self, description: Description) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
-        wanted = announced_shapes(message, torch.float32.itemsize)
+        wanted = announced_shapes(description, torch.float32.itemsize)
         while True:
-            header = recv_message(self.transport, CLIENT)
-            if header["weight"] is None:
+            header = recv_weight(self.transport)
+            if header is None:
                 return weights
             raw = self.transport.recv(CLIENT, "weight", take_announced(wanted, header), torch.int32)
-            weights[header["weight"]] = raw.view(torch.float32)
+            weights[header.name] = raw.view(torch.float32)
 
-    def _forward(self, message: Message) -> None:
-        batch, past, new = _sizes(message["step"])
-        step = Step(message["cache"], batch, past, new, message["padding"])
-        if self._attn is not None:
-            for handle in message["free"]:
-                self._attn.free(handle)
-            self._attn.run(step)
-        elif self._comp is not None:
-            kind, outputs = self._comp.run(step, message)
-            shapes = [[name, list(value.shape)] for name, value in outputs.items()]
-            send_message(self.transport, CLIENT, {"class": kind, "outputs": shapes})
-            send_floats(self.transport, CLIENT, "outputs", list(outputs.values()))
-        else:
-            raise TransportError("a call arrived before a model was loaded")
+    def _attend(self, command: AttnForward) -> None:
+        if self._attn is None:
+            raise TransportError("a call for an AttnNode arrived, and none was loaded here")
+        for handle in command.free:
+            self._attn.free(handle)
+        self._attn.run(command.step)
 
-    def _cache(self, message: Message) -> None:
+    def _compute(self, command: CompForward) -> None:
+        if self._comp is None:
+            raise TransportError("a call for a CompNode arrived, and no model was loaded here")
+        kind, outputs = self._comp.run(command)
+        described = tuple(NodeOutput(name, tuple(value.shape)) for name, value in outputs.items())
+        send_message(self.transport, CLIENT, NodeOutputs(kind, described))
+        send_floats(self.transport, CLIENT, "outputs", list(outputs.values()))
+
+    def _edit(self, edit: NodeEdit) -> None:
         if self._attn is None:
             return  # CompNodes keep nothing
-        handle, how = message["handle"], message["how"]
-        if how == "select":
-            self._attn.select(handle, message["index"])
-        elif how == "crop":
-            self._attn.crop(handle, message["length"])
-        elif how == "reset":
-            self._attn.free(handle)
-        elif how == "copy":
-            self._attn.copy(handle, message["to"])
-        else:
-            raise TransportError(f"unknown cache command {how!r}")
-
-    def _costs(self, message: Message) -> None:
-        send_message(self.transport, CLIENT, rows_of(self.transport.ledger))
-        if message["reset"]:
-            self.transport.ledger.reset()
-
-
-def _sizes(step: Sequence[object]) -> tuple[int, int, int]:
-    """Batch, positions before and new positions. Raises TransportError for what no text has, before lists are made."""
-    sizes = [size for size in step if isinstance(size, int)]
-    batch, past, new = sizes if len(sizes) == len(step) == 3 else (0, 0, 0)
-    if batch < 1 or past < 0 or not 1 <= new <= MOST_POSITIONS - past:
-        raise TransportError(f"step: got {step}; want a batch and up to {MOST_POSITIONS} positions, some of them new")
-    return batch, past, new
-
-
-def call_facts(calls: list[AttentionCall]) -> list[dict[str, Any]]:
-    """Attention calls as JSON."""
-    return [dataclasses.asdict(call) for call in calls]
+        match edit:
+            case SelectRows():
+                self._attn.select(edit.handle, edit.index)
+            case CropTo():
+                self._attn.crop(edit.handle, edit.length)
+            case ResetCache():
+                self._attn.free(edit.handle)
+            case CopyCache():
+                self._attn.copy(edit.handle, edit.to)

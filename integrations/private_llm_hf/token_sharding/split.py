@@ -8,9 +8,9 @@ and two digests; all slices together cost as much as opening the states to one e
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -19,14 +19,14 @@ from private_llm.errors import ConfigError
 from private_llm.net.parallel_sessions import node_links
 from private_llm.net.transport import Transport
 from private_llm.protocols.session import join_as_client
-from private_llm_hf.checkpoint.model_spec import ModelSpec, model_class
+from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, model_class
 from private_llm_hf.checkpoint.weights import Sink
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.session_client import Secret
-from private_llm_hf.token_sharding.client import Nodes, join_nodes
+from private_llm_hf.token_sharding.client import Nodes, NodeStep, join_nodes
 from private_llm_hf.token_sharding.cut import Cut
-from private_llm_hf.wire import Message
+from private_llm_hf.wire.commands import CacheEdit, Call, Description, Forward, Request
 
 
 def join_split(config: PrivateConfig, transport: Transport, shutdown: Callable[[], None]) -> SplitParties:
@@ -42,24 +42,21 @@ class SplitParties(Parties):
         super().__init__(config, transport, join_as_client(config, transport), shutdown)
         self._nodes = nodes
 
-    def use_held(self, description: Message, mine: Callable[[], str | None]) -> bool:
+    def use_held(self, description: Description, mine: Callable[[], str | None]) -> bool:
         """Parties and nodes get the model from the client."""
         return False
 
     @contextmanager
-    def loading(self, description: Message) -> Iterator[Sink]:
+    def loading(self, description: Description, stop_behind: str | None = None) -> Iterator[Sink]:
         """Public weights: to the parties those up to the cut, to the CompNodes the others."""
-        kind = model_class(description["class"])
-        config = kind.config_class.from_dict(dict(description["config"]))
+        kind = model_class(description.class_)
+        config = kind.config_class.from_dict(dict(description.config))
         cut = Cut.of(kind, config, self.config.split or 0)
         short = cut.shortened(config)
-        values = json.loads(short.to_json_string(use_diff=False))
-        before = {
-            "class": description["class"], "config": {key: values[key] for key in description["config"]},
-            "stop_behind": f"{cut.path}.{cut.count - 1}", "ranges": description["ranges"],
-        }  # fmt: skip
+        before = replace(describe(kind, short), ranges=description.ranges)
         wanted = ModelSpec.of(kind, short).shared.shapes
-        with super().loading(before) as parties, self._nodes.loading({**description, "behind": cut.facts()}) as nodes:
+        last = f"{cut.path}.{cut.count - 1}"
+        with super().loading(before, last) as parties, self._nodes.loading_behind(description, cut) as nodes:
 
             def sink(name: str, tensor: Tensor) -> None:
                 if name in wanted:
@@ -69,23 +66,23 @@ class SplitParties(Parties):
 
             yield sink
 
-    def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
+    def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
         """As `Parties.forward`: the parties compute and send rows to nodes, which go on and answer."""
         with self.lock:
             step = self._nodes.step(call)
-            slices = [[self.config.parties + node, rows] for node, rows in step.rows.items()]
+            command = split_forward(call, step, self.config.parties)
             with self._call():
-                self.ask({**call, "outputs": [], "slices": slices}, secrets)
+                self.ask(command.call, secrets, command.slices)
                 checked = self.opened()[1]
                 kind, opened = self._nodes.run(step, "states", lambda node, rows: None)
                 return kind, {**opened, **checked}
 
-    def command(self, message: Message) -> None:
+    def command(self, edit: CacheEdit) -> None:
         """Cache management on both sides."""
-        super().command(message)
-        self._nodes.command(message)
+        super().command(edit)
+        self._nodes.command(edit)
 
-    def preprocess(self, entries: list[Message]) -> int:
+    def preprocess(self, entries: list[Request]) -> int:
         """Refused."""
         raise ConfigError("preprocess: not before a split; want a model that runs wholly under its protocol")
 
@@ -103,3 +100,9 @@ class SplitParties(Parties):
         """Of parties, client and nodes."""
         first, rest = super().costs(reset), self._nodes.costs(reset)
         return Costs((*first.ledgers, *rest.ledgers[:-1]), first.helpers)  # the last ledger is the client's again
+
+
+def split_forward(call: Call, step: NodeStep, parties: int) -> Forward:
+    """What the parties before a split are asked: each CompNode behind them gets its rows, and nothing is opened."""
+    slices = tuple((parties + node, tuple(rows)) for node, rows in step.rows.items())
+    return Forward(replace(call, outputs=()), slices=slices)

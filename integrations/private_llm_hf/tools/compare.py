@@ -68,7 +68,7 @@ def compare(
     session = _session(config, ranges)
     weights = dict(_weights(model, session))
     facts = describe(type(model), model.config)
-    private = build_party_model(facts["config"], facts["class"], weights, session)
+    private = build_party_model(facts.config, facts.class_, weights, session)
     expected, found = _Outputs(truth), _Outputs(private)
     stopped = None
     with torch.no_grad():

@@ -43,11 +43,14 @@ from private_llm_hf.patch_plan import make_plan
 from private_llm_hf.token_sharding.client import check_sharding
 from private_llm_hf.token_sharding.cut import Cut, stop_behind
 from private_llm_hf.token_sharding.estimate import MetaNodes, Sharded
+from private_llm_hf.token_sharding.split import split_forward
 from private_llm_hf.tools.priced_once import price_once
 from private_llm_hf.tools.quick_shapes import QuickShapes
 from private_llm_hf.vision.network import Network, image_shape
 from private_llm_hf.vision.networks import BUILDERS
-from private_llm_hf.wire import Message
+from private_llm_hf.wire.answers import Outputs
+from private_llm_hf.wire.codec import Message
+from private_llm_hf.wire.commands import CacheEdit, Call, Description, Forward
 
 
 @dataclass(frozen=True)
@@ -141,22 +144,23 @@ class _MetaParty(Party):
     """A party that counts."""
 
     def __init__(
-        self, config: PrivateConfig, number: int, description: Message, every_layer: bool, empty: PreTrainedModel
+        self, config: PrivateConfig, number: int, description: Description, every_layer: bool, empty: PreTrainedModel
     ) -> None:
         session = meta_session(config, number)
         self.config, self.number, self.transport = config, number, session.protocol.transport
         self.session = session
-        session.known.ranges = Ranges(description["ranges"])
+        session.known.ranges = Ranges(description.ranges)
         self.kept = {}
-        self.answer: Message = {}
+        self.answer = Outputs("", ())
         parameters = meta_parameters(empty, session)
-        self.model = build_party_model(description["config"], description["class"], parameters, session)
+        self.model = build_party_model(description.config, description.class_, parameters, session)
         if not every_layer and not session.known.ranges.modules:  # with ranges, no two layers are equal
             price_once(self.model, self.transport.ledger)
         self.transport.ledger.reset()
 
     def _answer(self, message: Message) -> None:
-        self.answer = message
+        if isinstance(message, Outputs):
+            self.answer = message
 
     def weight_bytes(self) -> int:
         """Memory of this party's shares of the weights, tied ones once; public ones are kept with their ring form."""
@@ -186,11 +190,11 @@ class _MetaParties(SessionClient):
     """Stands where the client's link to the parties stands; answers every call with zeros of the right shape."""
 
     def __init__(
-        self, config: PrivateConfig, description: Message, progress: Callable[[], None], every_layer: bool
+        self, config: PrivateConfig, description: Description, progress: Callable[[], None], every_layer: bool
     ) -> None:
         self.config = config
         self.ring = Ring(config.ring)
-        empty = empty_model(description["config"], description["class"])
+        empty = empty_model(description.config, description.class_)
         self.parties = [_MetaParty(config, number, description, every_layer, empty) for number in range(config.parties)]
         transport = MetaTransport(CLIENT)
         self.end = client_end(config, transport)
@@ -199,8 +203,11 @@ class _MetaParties(SessionClient):
         self._numbers = itertools.count(1)
         self._progress = progress
 
-    def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
+    def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
         """As `SessionClient.forward`."""
+        return self._count(Forward(call), secrets)
+
+    def _count(self, command: Forward, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
         for secret in secrets:
             if isinstance(secret, Tensor):
                 self.end.share(secret)
@@ -208,16 +215,15 @@ class _MetaParties(SessionClient):
                 self.end.share_index(*secret)
         with torch.no_grad(), QuickShapes():  # type: ignore[no-untyped-call]  # PyTorch's constructor
             for party in self.parties:
-                party.forward({**call, "free": []})
+                party.forward(command)
         self._progress()
         answer = self.parties[0].answer
-        opened = {name: torch.zeros(tuple(shape), dtype=torch.float64) for name, shape, _ in answer["outputs"]}
-        return str(answer["class"]), opened
+        return answer.class_, {out.name: torch.zeros(out.shape, dtype=torch.float64) for out in answer.outputs}
 
-    def command(self, message: Message) -> None:
+    def command(self, edit: CacheEdit) -> None:
         """As `SessionClient.command`."""
         for party in self.parties:
-            party.manage_cache(message)
+            party.manage_cache(edit)
 
     def new_handle(self) -> int:
         """As `SessionClient.new_handle`."""
@@ -267,17 +273,16 @@ class _MetaSplit(_MetaParties):
             stop_behind(cast(nn.Module, party.model), f"{cut.path}.{cut.count - 1}")
         self._nodes = MetaNodes(config, model_class, settings, progress, cut)
 
-    def forward(self, call: Message, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
+    def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
         """As `SplitParties.forward`."""
         step = self._nodes.step(call)
-        slices = [[self.config.parties + node, rows] for node, rows in step.rows.items()]
-        super().forward({**call, "outputs": [], "slices": slices}, secrets)
+        self._count(split_forward(call, step, self.config.parties), secrets)
         return self._nodes.run(step, "states", lambda node, rows: None)
 
-    def command(self, message: Message) -> None:
+    def command(self, edit: CacheEdit) -> None:
         """On both sides."""
-        super().command(message)
-        self._nodes.command(message)
+        super().command(edit)
+        self._nodes.command(edit)
 
     def costs(self, reset: bool = False) -> Costs:
         """Of parties, client and nodes."""

@@ -44,7 +44,7 @@ def survey(model: PreTrainedModel, run: Callable[[nn.Module, Callable[[Tensor], 
     layout = ModelSpec.of(type(model), model.config)
     stream_loaded(model, layout.source, layout.folding(take))
     facts = describe(type(model), model.config)
-    private = build_party_model(facts["config"], facts["class"], weights, session)
+    private = build_party_model(facts.config, facts.class_, weights, session)
     mode = _Noting(private, session)
     try:
         with torch.no_grad(), mode:

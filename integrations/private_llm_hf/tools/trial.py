@@ -42,7 +42,7 @@ from private_llm_hf.patch_plan import unknown_modules
 from private_llm_hf.tools.compare import compare
 from private_llm_hf.tools.survey import survey
 from private_llm_hf.vision.network import Network, NetworkConfig
-from private_llm_hf.wire import OPENED
+from private_llm_hf.wire.commands import OPENED
 
 ON_SHARES = PrivateConfig(protocol="plain", insecure=True, party_mode="threads", calibrate=False, guard=False)
 """How the small model runs: the rules of every protocol, on numbers that are nobody's."""

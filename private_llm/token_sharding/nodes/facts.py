@@ -10,7 +10,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 
-LONGEST = 1 << 20
+MOST_TOKENS = 1 << 20
 """Positions of a text at most, and texts of a batch: nodes list positions before anything else could stop a step."""
 
 
@@ -55,7 +55,7 @@ class Step:
     """One forward: `new` positions after `past`, for `batch` texts.
 
     handle: the cache it continues (None: nothing is kept). padding: boolean [batch, past + new], False at padding.
-    Raises DomainError for numbers that are none or beyond `LONGEST`.
+    Raises DomainError for numbers that are none or beyond `MOST_TOKENS`.
     """
 
     handle: int | None
@@ -67,8 +67,8 @@ class Step:
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("past", 0), ("new", 1)):
             value = getattr(self, name)
-            if type(value) is not int or not least <= value <= LONGEST:
-                raise DomainError(f"{name} of a step: got {value!r}; want {least} to {LONGEST}")
+            if type(value) is not int or not least <= value <= MOST_TOKENS:
+                raise DomainError(f"{name} of a step: got {value!r}; want {least} to {MOST_TOKENS}")
 
     @property
     def total(self) -> int:

@@ -1,0 +1,97 @@
+"""What the client asks of the nodes of a sharding plan, beside what it asks of parties, too (wire/commands.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import DomainError
+from private_llm.token_sharding import MOST_TOKENS, AttentionCall, Step
+from private_llm_hf.token_sharding.cut import Cut
+from private_llm_hf.wire.codec import Dims, Message, OneOf
+from private_llm_hf.wire.commands import CopyCache, Count, Description, Handle, Hello, ResetCache, SelectRows, TellCosts
+
+_WIDEST = 1 << 24
+"""Heads of an attention call, and numbers of a head, at most."""
+
+ByRow = Annotated[Tensor, Dims(2, torch.int64)]
+"""A number for each of a node's rows, [batch, rows]."""
+
+
+@dataclass(frozen=True)
+class LoadNode(Message):
+    """Build the model, or the attention of it. Answered by `NodeLoaded`.
+
+    held: a CompNode takes the model that it read itself; otherwise weights follow as after `LoadModel`. behind: where a
+    split cuts the model. calls: its attention calls. accepts: arguments of its forward.
+    """
+
+    description: Description
+    held: bool
+    behind: Cut | None
+    calls: tuple[AttentionCall, ...]
+    accepts: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for call in self.calls:
+            sizes = (call.heads, call.groups, call.dim, call.value_dim)
+            if not all(1 <= size <= _WIDEST for size in sizes):
+                raise DomainError(f"attention call: got {sizes} heads, groups and sizes; want each 1 to {_WIDEST}")
+
+
+def _check_step(step: Step) -> None:
+    """Raise DomainError for what no text has, before lists are made of it."""
+    if step.total > MOST_TOKENS:
+        raise DomainError(f"step: got {step.past} positions and {step.new} new ones; want up to {MOST_TOKENS}")
+    mask = step.padding
+    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != (step.batch, step.total)):
+        raise DomainError(f"padding: got {mask.dtype} {tuple(mask.shape)}; want bool {(step.batch, step.total)}")
+
+
+@dataclass(frozen=True)
+class AttnForward(Message):
+    """An AttnNode's part of a forward; no answer. free: caches that nobody needs any more."""
+
+    step: Step
+    free: tuple[Handle, ...]
+
+    def __post_init__(self) -> None:
+        _check_step(self.step)
+
+
+@dataclass(frozen=True)
+class CompForward(Message):
+    """A CompNode's part of a forward: its rows of the model. Answered by `NodeOutputs`.
+
+    source: what comes for these rows: "tokens" or "values" of the client, or "states" of the parties of a split.
+    positions, token_types: [batch, rows]. wanted: positions whose logits come back.
+    """
+
+    step: Step
+    source: Annotated[str, OneOf(("tokens", "values", "states"))]
+    rows: Count
+    positions: ByRow
+    wanted: tuple[Count, ...]
+    token_types: ByRow | None
+
+    def __post_init__(self) -> None:
+        _check_step(self.step)
+        want = (self.step.batch, self.rows)
+        for name, value in (("positions", self.positions), ("token_types", self.token_types)):
+            if value is not None and tuple(value.shape) != want:
+                raise DomainError(f"{name}: got shape {tuple(value.shape)}; want {want}")
+
+
+@dataclass(frozen=True)
+class CropTo(Message):
+    """Forget the positions of a cache from `length` on."""
+
+    handle: Handle
+    length: Count
+
+
+NodeEdit = SelectRows | CropTo | ResetCache | CopyCache
+NodeCommand = Hello | LoadNode | AttnForward | CompForward | NodeEdit | TellCosts

@@ -1,0 +1,1 @@
+"""What the client and those who compute for it say to each other, besides the tensors of the protocols."""

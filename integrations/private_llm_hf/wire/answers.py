@@ -1,0 +1,117 @@
+"""What parties and nodes answer to the client: one class for each answer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+from private_llm.errors import DomainError
+from private_llm_hf.wire.codec import Between, Message
+
+GUARD = "range check"
+"""Name under which the verdict on the ranges of a call is opened and booked."""
+
+MOST_OPENED = 1 << 36
+"""Elements of one output that the client makes room for."""
+
+Number = Annotated[int, Between(0, 1 << 62)]
+
+
+@dataclass(frozen=True)
+class Alive(Message):
+    """Still computing; the answer comes later."""
+
+
+@dataclass(frozen=True)
+class HeldShares(Message):
+    """The share file that a party holds: digest of its model, number of its sharing; None if it holds none."""
+
+    model: str | None
+    sharing: str | None
+
+    def __post_init__(self) -> None:
+        if (self.model is None) != (self.sharing is None):
+            raise DomainError(f"a share file: got model {self.model} and sharing {self.sharing}; want both or neither")
+
+
+@dataclass(frozen=True)
+class HeldModel(Message):
+    """The checkpoint that a CompNode holds: digests of model and weights, and its class; None if it holds none."""
+
+    model: str | None
+    class_: str | None
+    weights: str | None
+
+    def __post_init__(self) -> None:
+        if len({fact is None for fact in (self.model, self.class_, self.weights)}) != 1:
+            raise DomainError("a held model: got a part of model, class and weights; want all of them or none")
+
+
+@dataclass(frozen=True)
+class Loaded(Message):
+    """The model is there. ranges: with which a party works."""
+
+    ranges: dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class NodeLoaded(Message):
+    """A node is ready."""
+
+
+@dataclass(frozen=True)
+class Output(Message):
+    """An output that is opened next. frac: its fractional bits."""
+
+    name: str
+    shape: tuple[Annotated[int, Between(0, MOST_OPENED)], ...]
+    frac: Annotated[int, Between(0, 63)]
+
+    def __post_init__(self) -> None:
+        if math.prod(self.shape) > MOST_OPENED:
+            raise DomainError(f"output '{self.name}': got shape {self.shape}; want at most {MOST_OPENED} elements")
+
+
+@dataclass(frozen=True)
+class Outputs(Message):
+    """A call is done. class_: of the model's output."""
+
+    class_: str
+    outputs: tuple[Output, ...]
+
+
+@dataclass(frozen=True)
+class NodeOutput(Message):
+    """An output that a CompNode sends next."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class NodeOutputs(Message):
+    """A CompNode's part of a forward is done; token_sharding/answers.py checks it. class_: of the model's output."""
+
+    class_: str
+    outputs: tuple[NodeOutput, ...]
+
+
+@dataclass(frozen=True)
+class Prepared(Message):
+    """A plan was prepared. stored: bytes. witnesses: digests (hex) of what a quad's helper opens later."""
+
+    stored: Number
+    witnesses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CostRows(Message):
+    """A ledger without control messages: what went to whom, rounds, multiply-adds and seconds, by module."""
+
+    party: Annotated[int, Between(0, 255)]
+    sent: tuple[tuple[str, str, Annotated[int, Between(0, 255)], Number], ...]
+    rounds: tuple[tuple[str, str, Number], ...]
+    macs: tuple[tuple[str, Number], ...]
+    spent: tuple[tuple[str, float], ...]
+    seconds: dict[str, float]

@@ -1,0 +1,240 @@
+"""What the client asks of the parties: one class for each command, and the requests that commands hold.
+
+A request (`Call`, or a change of a cache) is the same wherever it goes: to the parties at once, into a plan, to lanes.
+Commands to the nodes of token sharding are in token_sharding/commands.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import DomainError
+from private_llm_hf.wire.codec import Between, Dims, Message, OneOf
+
+OPENED = ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output")
+"""Outputs that a client may ask to open, if the architecture returns them."""
+
+PUBLIC = frozenset(
+    {"attention_mask", "decoder_attention_mask", "position_ids", "token_type_ids", "use_cache", "logits_to_keep"}
+)
+"""Public arguments that a client may pass to a party's model."""
+
+Handle = Annotated[int, Between(1, 1 << 53)]
+"""The number of something that parties keep: a cache, an encoder's output."""
+
+Count = Annotated[int, Between(0, 1 << 31)]
+"""How many there are of something, or the place of one."""
+
+RowIndex = Annotated[Tensor, Dims(1, torch.int64)]
+"""Which rows of a batch."""
+
+Fact = Tensor | bool | int
+"""A public argument of a model."""
+
+
+@dataclass(frozen=True)
+class Description(Message):
+    """What parties need to know to build a model.
+
+    class_: of transformers, or `Network`. config: its configuration, checked in party/announced.py. model: a digest of
+    both. ranges: as `Ranges.to_dict`.
+    """
+
+    class_: str
+    config: dict[str, object]
+    model: str
+    ranges: dict[str, dict[str, int]]
+
+    def to_dict(self) -> dict[str, object]:
+        """As share files hold it."""
+        return {"class": self.class_, "config": self.config, "model": self.model, "ranges": self.ranges}
+
+    @classmethod
+    def from_dict(cls, facts: dict[str, Any]) -> Description:
+        """The inverse."""
+        return cls(facts["class"], facts["config"], facts["model"], facts["ranges"])
+
+
+# -- requests -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Tokens(Message):
+    """A secret input that comes as shares of indices into a vocabulary. shape: [rows, length]."""
+
+    name: Annotated[str, OneOf(("input_ids", "decoder_input_ids"))]
+    shape: tuple[int, ...]
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Values(Message):
+    """A secret input that comes as shares of real numbers. shape: [rows, ...]."""
+
+    name: Annotated[str, OneOf(("inputs_embeds", "decoder_inputs_embeds", "pixel_values"))]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Encoded(Message):
+    """An encoder's output that the parties keep. rows: which of its rows (None: all, in order)."""
+
+    handle: Handle
+    rows: RowIndex | None
+
+
+@dataclass(frozen=True)
+class Call(Message):
+    """Run the model once.
+
+    cache: the one to continue or fill. encoded: what a decoder reads. encode_to: run the encoder alone and keep its
+    output under this number. outputs: what to open.
+    """
+
+    public: dict[str, Fact]
+    secret: tuple[Tokens | Values, ...]
+    cache: Handle | None
+    encoded: Encoded | None
+    encode_to: Handle | None
+    outputs: tuple[str, ...]
+
+    @property
+    def rows(self) -> int:
+        """Of the batch."""
+        return self.secret[0].shape[0]
+
+
+@dataclass(frozen=True)
+class SelectRows(Message):
+    """Continue a cache with these of its rows."""
+
+    handle: Handle
+    index: RowIndex
+
+    def __post_init__(self) -> None:
+        if self.index.numel() and int(self.index.min()) < 0:
+            raise DomainError(f"rows of a cache: got {int(self.index.min())}; want none below 0")
+
+
+@dataclass(frozen=True)
+class CropCache(Message):
+    """Forget the last `count` positions of a cache."""
+
+    handle: Handle
+    count: Count
+
+
+@dataclass(frozen=True)
+class ResetCache(Message):
+    """Forget all that a cache holds."""
+
+    handle: Handle
+
+
+@dataclass(frozen=True)
+class CopyCache(Message):
+    """A second cache, called `to`, that starts where the first one is."""
+
+    handle: Handle
+    to: Handle
+
+
+CacheEdit = SelectRows | CropCache | ResetCache | CopyCache
+Request = Call | CacheEdit
+
+Place = tuple[Count, Count]
+"""Of a request that was preprocessed: the number of its plan, and its own in it."""
+
+Slices = tuple[tuple[int, tuple[Count, ...]], ...]
+"""Which rows of the hidden states before a split go to which endpoint."""
+
+
+# -- commands -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Hello(Message):
+    """What do you hold? Answered by `HeldShares`, or a node's `HeldModel`."""
+
+
+@dataclass(frozen=True)
+class LoadHeld(Message):
+    """Build the model of the share file that the party holds. Answered by `Loaded`, as all that load."""
+
+
+@dataclass(frozen=True)
+class LoadLike(Message):
+    """Build the model from the shares of another lane of the same party."""
+
+    lane: Annotated[int, Between(0, 255)]
+
+
+@dataclass(frozen=True)
+class LoadModel(Message):
+    """Build this model from the weights that follow, each behind a `Weight`, up to `EndOfWeights`.
+
+    stop_behind: the module behind which every forward ends (a split), None to run it whole.
+    """
+
+    description: Description
+    stop_behind: str | None
+
+
+@dataclass(frozen=True)
+class Weight(Message):
+    """A weight follows."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EndOfWeights(Message):
+    """That was the last weight."""
+
+
+@dataclass(frozen=True)
+class Forward(Message):
+    """Run the model once. Answered by `Outputs`.
+
+    free: what nobody needs any more. at: the place of a call that was preprocessed. slices: of a split, which rows of
+    the hidden states go to which endpoint (None: the model runs to its end).
+    """
+
+    call: Call
+    free: tuple[Handle, ...] = ()
+    at: Place | None = None
+    slices: Slices | None = None
+
+
+@dataclass(frozen=True)
+class ManageCache(Message):
+    """Change a cache; no answer. at: the place of a request that was preprocessed."""
+
+    edit: CacheEdit
+    at: Place | None = None
+
+
+@dataclass(frozen=True)
+class Preprocess(Message):
+    """Run ahead for these requests. Answered by `Prepared`. plan: its number, higher than that of any before."""
+
+    plan: Count
+    calls: tuple[Request, ...]
+    free: tuple[Handle, ...]
+
+
+@dataclass(frozen=True)
+class TellCosts(Message):
+    """What did you send? Answered by `CostRows`. reset: then count anew."""
+
+    reset: bool
+
+
+@dataclass(frozen=True)
+class Stop(Message):
+    """The session ends."""
+
+
+Load = LoadHeld | LoadLike | LoadModel
+PartyCommand = Hello | Load | Forward | ManageCache | Preprocess | TellCosts
