@@ -55,7 +55,7 @@ from private_llm_hf.wire.commands import (
 )  # fmt: skip
 
 from private_llm.errors import DomainError, TransportError
-from private_llm.token_sharding.nodes.facts import AttentionCall, Step
+from private_llm.token_sharding import AttentionCall, Step
 from tests.hf.raw import facts_of
 
 MODEL = Description("OPTForCausalLM", {"model_type": "opt", "deep": [1, {"a": None}]}, "digest", {"x": {"output": -3}})

@@ -142,10 +142,10 @@ class PredictorSet:
             config, cls = model.config, type(model)
         else:
             config, cls = model, model_class(made_for)
-        found = describe(cls, config).to_dict()
-        if found["model"] != self.model["model"]:
+        found = describe(cls, config)
+        if found.model != self.model["model"]:
             raise ConfigError(
-                f"predictors of another model{self._named()}: {_differences(self.model['config'], found['config'])}; "
+                f"predictors of another model{self._named()}: {_differences(self.model['config'], found.config)}; "
                 "train predictors for this one (scripts/train_predictors.py)"
             )
         if not isinstance(model, PreTrainedModel) or any(value.is_meta for value in model.parameters()):
