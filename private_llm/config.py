@@ -7,8 +7,9 @@ import hashlib
 import importlib
 import json
 import re
+import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, Literal
 
 from private_llm.cache_policy import KEEP_ALL, CachePolicy, policy_of
@@ -19,8 +20,8 @@ from private_llm.token_sharding import ShardingPlan
 VERSION = "0.1.0"
 """Version of the library; parties with different versions refuse each other."""
 
-MAX_LANES = 64
-"""Lanes that a session may have."""
+MAX_PARALLEL_SESSIONS = 64
+"""Parallel sessions that a session may have."""
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "ring": (64, 32),
@@ -35,7 +36,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 
 _AGREED = (
     "protocol", "ring", "frac_bits", "weights", "reveal", "adder", "bandwidth_mbit", "latency_ms", "relu_bits",
-    "relu_low", "truncation", "matmul", "prg", "lanes", "permute", "plan", "split", "guard", "plugins",
+    "relu_low", "truncation", "matmul", "prg", "parallel_sessions", "rotate_roles", "plan", "split", "guard", "plugins",
     "cache_policy",
 )  # fmt: skip
 """What all parties must agree upon: these settings change the order or the meaning of messages."""
@@ -101,11 +102,11 @@ class PrivateConfig:
     classical way).
     cache_policy: which entries of the KV cache stay after each call: KeepAll(), or SlidingWindow(recent=256, first=4),
     the first tokens and the most recent ones. What is evicted costs later steps nothing, and they do not see it.
-    lanes: sessions side by side that share the rows of a batch, so that one computes while another sends or waits (rows
-    beyond the batch idle). permute: in each of them another party plays each role, so that all parties and links carry
-    the same; each party then holds a weight share for each different assignment of roles (for trio min(lanes, 6)).
-    prg: cipher of the parties' common streams: "aes" (made on the CPU) or "chacha20" (made on the GPU if shares live
-    there).
+    parallel_sessions: sessions side by side that share the rows of a batch, so that one computes while another sends or
+    waits (rows beyond the batch idle). rotate_roles: in each of them another party plays each role, so that all parties
+    and links carry the same; each party then holds a weight share for each different assignment of roles (for trio
+    min(parallel_sessions, 6)). prg: cipher of the parties' common streams: "aes" (made on the CPU) or "chacha20" (made
+    on the GPU if shares live there).
     party_mode: "threads" or "processes" on this machine, "remote" (addresses in `hosts`), "distributed" (one
     process per party under torchrun or Accelerate's launcher, the client last), or "auto".
     trusted_network: let "distributed" span machines although torch.distributed does not encrypt.
@@ -149,8 +150,10 @@ class PrivateConfig:
     matmul: Literal["masked", "remask"] = "masked"
     cache_policy: CachePolicy = KEEP_ALL
     prg: Literal["aes", "chacha20"] = "aes"
-    lanes: int = 1
-    permute: bool = False
+    parallel_sessions: int = 1
+    rotate_roles: bool = False
+    lanes: InitVar[int | None] = None
+    permute: InitVar[bool | None] = None
     party_mode: Literal["auto", "threads", "processes", "remote", "distributed"] = "auto"
     hosts: tuple[str, ...] = ()
     tls: TLSConfig | None = None
@@ -172,7 +175,8 @@ class PrivateConfig:
     offload_folder: str | None = None
     offline_folder: str | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, lanes: int | None, permute: bool | None) -> None:
+        self._take_old_names({"parallel_sessions": ("lanes", lanes), "rotate_roles": ("permute", permute)})
         self._import_plugins()
         for key, allowed in _CHOICES.items():
             if getattr(self, key) not in allowed:
@@ -194,11 +198,13 @@ class PrivateConfig:
             )
         if not 0 <= self.relu_low < self.frac_bits:
             raise ConfigError(f"relu_low: got {self.relu_low}; want 0 or more, below frac_bits ({self.frac_bits})")
-        if not isinstance(self.lanes, int) or not 1 <= self.lanes <= MAX_LANES:
-            raise ConfigError(f"lanes: got {self.lanes!r}; want 1 to {MAX_LANES}")
-        if self.permute and (self.facts is None or not self.facts.equal_parties or self.lanes == 1):
+        if not isinstance(self.parallel_sessions, int) or not 1 <= self.parallel_sessions <= MAX_PARALLEL_SESSIONS:
+            raise ConfigError(f"parallel_sessions: got {self.parallel_sessions!r}; want 1 to {MAX_PARALLEL_SESSIONS}")
+        if self.rotate_roles and (self.facts is None or not self.facts.equal_parties or self.parallel_sessions == 1):
             equals = names_where(lambda facts: facts.equal_parties)
-            raise ConfigError(f"permute: want protocol {equals} (whose parties are equals) and lanes above 1")
+            raise ConfigError(
+                f"rotate_roles: want protocol {equals} (whose parties are equals) and parallel_sessions above 1"
+            )
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s: got {self.timeout_s!r}; want a positive number of seconds")
         if isinstance(self.hosts, str):
@@ -246,6 +252,13 @@ class PrivateConfig:
             limits = {_device_name("max_memory", where): size for where, size in self.max_memory.items()}
             object.__setattr__(self, "max_memory", limits)
 
+    def _take_old_names(self, old: dict[str, tuple[str, object]]) -> None:
+        """Settings under the names that they had in the first version; they go with the next one."""
+        for name, (former, value) in old.items():
+            if value is not None:
+                warnings.warn(f"{former} is now called {name}; use that name", DeprecationWarning, stacklevel=4)
+                object.__setattr__(self, name, value)
+
     def _import_plugins(self) -> None:
         if isinstance(self.plugins, str):
             raise ConfigError(f"plugins: got the text {self.plugins!r}; want a list, [{self.plugins!r}]")
@@ -267,8 +280,11 @@ class PrivateConfig:
                     "layers behind a split (split=1 or more)"
                 )
             return
-        if self.reveal != "logits" or self.lanes != 1 or self.permute:
-            raise ConfigError("token sharding returns logits to the client, in one lane: leave reveal, lanes, permute")
+        if self.reveal != "logits" or self.parallel_sessions != 1 or self.rotate_roles:
+            raise ConfigError(
+                "token sharding returns logits to the client, in one session: leave out reveal, parallel_sessions and "
+                "rotate_roles"
+            )
         # Its nodes hold the model in the clear: nobody may read "secret" off the configuration.
         object.__setattr__(self, "weights", "public")
         object.__setattr__(self, "plan", self.plan or ShardingPlan())
@@ -303,7 +319,7 @@ class PrivateConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PrivateConfig:
         """Build from a mapping (for instance JSON); unknown keys raise ConfigError."""
-        refuse_unknown(values, [f.name for f in dataclasses.fields(cls)])
+        refuse_unknown(values, [*(f.name for f in dataclasses.fields(cls)), "lanes", "permute"])
         values = dict(values)
         if isinstance(values.get("tls"), dict):
             refuse_unknown(values["tls"], [f.name for f in dataclasses.fields(TLSConfig)], "tls: ")
@@ -334,7 +350,16 @@ FIELD_GROUPS: dict[str, tuple[str, ...]] = {
     "Token sharding": ("plan", "split"),
     "Precision": ("ring", "frac_bits", "truncation", "relu_bits", "relu_low"),
     "Ranges and checks": ("calibrate", "guard", "debug_ranges"),
-    "Performance": ("adder", "bandwidth_mbit", "latency_ms", "matmul", "prg", "cache_policy", "lanes", "permute"),
+    "Performance": (
+        "adder",
+        "bandwidth_mbit",
+        "latency_ms",
+        "matmul",
+        "prg",
+        "cache_policy",
+        "parallel_sessions",
+        "rotate_roles",
+    ),
     "Parties and hosts": ("party_mode", "hosts", "tls", "allow_plain_loopback", "trusted_network"),
     "Waiting": ("timeout_s", "busy_wait_s", "idle_s"),
     "Devices and memory": ("device", "device_map", "max_memory", "offload_folder", "offline_folder"),

@@ -9,9 +9,9 @@ Parties are processes that talk TCP inside network namespaces of their own, whos
                       the parties; and for the busiest direction of a party, which bounds a run.
 
 python scripts/bench_network.py                     ReLU of 2^20 and VGG-16 (batch 16, 32 bits) at 1 Gbit/s
-python scripts/bench_network.py --lanes 1 2 6       the same with other numbers of lanes (above 1: permuted roles)
-python scripts/bench_network.py --write             measure what docs/benchmarks.md shows, and write it there
-python scripts/bench_network.py --tiny              smallest shapes: does everything run?
+python scripts/bench_network.py --parallel-sessions 1 2 6       the same with other numbers of parallel sessions (above
+1: rotating roles) python scripts/bench_network.py --write             measure what docs/benchmarks.md shows, and write
+it there python scripts/bench_network.py --tiny              smallest shapes: does everything run?
 
 Needs Linux, root (or the right to make network namespaces), `ip` and `tc` (iproute2). Nothing outside the namespaces is
 changed, and they go away with the script.
@@ -55,7 +55,7 @@ class Plan:
 
     work: str
     protocol: str
-    lanes: int
+    parallel_sessions: int
     rate: float
     topology: str
     repeat: int
@@ -66,7 +66,8 @@ class Plan:
         _, _, ring = (TINY if self.tiny else WORKS)[self.work]
         return {
             "protocol": self.protocol, "ring": ring, "frac_bits": 18 if ring == 64 else 12, "relu_bits": ring,
-            "adder": "prefix", "lanes": self.lanes, "permute": self.lanes > 1, "timeout_s": 60.0,
+            "adder": "prefix", "parallel_sessions": self.parallel_sessions,
+            "rotate_roles": self.parallel_sessions > 1, "timeout_s": 60.0,
         }  # fmt: skip
 
 
@@ -136,11 +137,11 @@ def make_work(plan: Plan) -> Any:  # noqa: ANN401 - a Work or a WholeWork
 
 def serve(plan: Plan, party: int, folder: Path) -> None:
     """Be one party of the switched network."""
+    from private_llm_cli.bench.measure import serve as serve_work
+    from private_llm_cli.bench.whole import WholeWork
     from private_llm_hf.client.launch import serve_party
 
     from private_llm.net.rendezvous import connect
-    from private_llm_cli.bench.measure import serve as serve_work
-    from private_llm_cli.bench.whole import WholeWork
 
     config, work = remote_config(plan, f"party{party}", folder), make_work(plan)
     if isinstance(work, WholeWork):
@@ -235,7 +236,7 @@ def be_endpoint(plan: Plan, endpoint: str, folder: Path) -> None:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
-        "| work | protocol | network | lanes | median | bytes, all links | saturation |",
+        "| work | protocol | network | sessions | median | bytes, all links | saturation |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -244,7 +245,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         if "saturation_busiest" in row:
             full += f" (busiest direction {row['saturation_busiest']:.0%})"
         lines.append(
-            f"| {row['work']} | {row['protocol']} | {rate} | {row['lanes']}{', permuted' * row['permute']} "
+            f"| {row['work']} | {row['protocol']} | {rate} "
+            f"| {row['parallel_sessions']}{', rotating' * row['rotate_roles']} "
             f"| {row['seconds']['median']:.3f} s | {row['bytes_total'] / 1e6:.1f} MB | {full} |"
         )
     return "\n".join([*lines, "", f"Parties as processes; {rows[0]['machine']}."])
@@ -259,10 +261,10 @@ def write(rows: Sequence[dict[str, Any]]) -> None:
 
 def plans(options: argparse.Namespace) -> Iterator[Plan]:
     """Every combination that was asked for."""
-    for topology, rate, protocol, work, lanes in itertools.product(
-        options.topology, options.rate, options.protocol, options.works, options.lanes
+    for topology, rate, protocol, work, parallel_sessions in itertools.product(
+        options.topology, options.rate, options.protocol, options.works, options.parallel_sessions
     ):
-        yield Plan(work, protocol, lanes, rate, topology, options.repeat, options.tiny)
+        yield Plan(work, protocol, parallel_sessions, rate, topology, options.repeat, options.tiny)
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -273,14 +275,14 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, nargs="+", default=[1000.0], help="Mbit/s; 0: as fast as the machine")
     parser.add_argument("--works", nargs="+", default=["relu-64", "vgg16"], choices=list(WORKS))
     parser.add_argument("--protocol", nargs="+", default=["trio"], choices=["trio", "quad"])
-    parser.add_argument("--lanes", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--parallel-sessions", "--lanes", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--topology", nargs="+", default=["loopback", "switch"], choices=["loopback", "switch"])
     parser.add_argument("--repeat", type=int, default=5)
     for hidden in ("--plan", "--endpoint", "--folder"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.tiny:
-        options.works, options.lanes, options.repeat = ["relu-64"], [3], 1
+        options.works, options.parallel_sessions, options.repeat = ["relu-64"], [3], 1
     return options
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import typer
+from private_llm_cli.app import app
 
 from private_llm.protocol_facts import CASCADE, protocol_names
 from private_llm.threat import entries, markdown
-from private_llm_cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 TOP = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
@@ -164,7 +164,7 @@ def test_links_to_headings_lead_to_one() -> None:
 
 
 METAPHORS = (
-    "house", "rooms", "ladder", "rung", "rungs", "door", "doors", "tape", "tapes", "hub", "lane", "casting",
+    "house", "rooms", "ladder", "rung", "rungs", "door", "doors", "tape", "tapes", "hub", "lane", "lanes", "casting",
 )  # fmt: skip
 
 

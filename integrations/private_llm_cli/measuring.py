@@ -18,16 +18,16 @@ from private_llm_cli.options import (
     AdderOption,
     CachePolicyOption,
     Json,
-    LanesOption,
     MatmulOption,
+    ParallelSessionsOption,
     PartyMode,
-    PermuteOption,
     PromptOption,
     ProtocolOption,
     RangesOption,
     ReluBitsOption,
     ReluLowOption,
     RingOption,
+    RotateRolesOption,
     SplitOption,
     WeakOption,
     cache_policy_of,
@@ -143,8 +143,8 @@ def bench(
     party_mode: Annotated[
         PartyMode, typer.Option("--party-mode", help="auto: threads; for pigeon the faster of threads and processes.")
     ] = PartyMode.AUTO,
-    lanes: LanesOption = 1,
-    permute: PermuteOption = False,
+    parallel_sessions: ParallelSessionsOption = 1,
+    rotate_roles: RotateRolesOption = False,
     bandwidth: Annotated[float | None, typer.Option(help="Emulated Mbit/s of each direction of a link.")] = None,
     latency: Annotated[float | None, typer.Option(help="Emulated one-way latency in ms.")] = None,
     plot: Annotated[
@@ -169,7 +169,15 @@ def bench(
     if adder is not None:
         circuit |= {"adder": adder.value, "bandwidth_mbit": bandwidth, "latency_ms": latency or 0.0}
     circuit_given = adder is not None or relu_bits is not None or relu_low != 0
-    config = config_of(protocol or "trio", ring, party_mode, lanes=lanes, permute=permute, matmul=matmul, **circuit)
+    config = config_of(
+        protocol or "trio",
+        ring,
+        party_mode,
+        parallel_sessions=parallel_sessions,
+        rotate_roles=rotate_roles,
+        matmul=matmul,
+        **circuit,
+    )
     linked = bandwidth is not None or latency is not None
     other = protocol or ring != 64 or preprocess or n or shape or circuit_given or len(names or ()) > 1
     if names and KERNELS in names:

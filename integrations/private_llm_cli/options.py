@@ -137,8 +137,10 @@ def folder_of(name: str) -> Path:
     return Path(name)
 
 
-LanesOption = Annotated[int, typer.Option(help="Sessions side by side that share the rows of a batch.")]
-PermuteOption = Annotated[bool, typer.Option("--permute", help="Another party plays each role in each lane.")]
+ParallelSessionsOption = Annotated[int, typer.Option(help="Sessions side by side that share the rows of a batch.")]
+RotateRolesOption = Annotated[
+    bool, typer.Option("--rotate-roles", "--permute", help="Another party plays each role in each parallel session.")
+]
 PromptOption = Annotated[str, typer.Option("--prompt", help="Text to continue.")]
 TokensOption = Annotated[int, typer.Option("--max-new-tokens", help="How many tokens at most.")]
 HostsOption = Annotated[

@@ -17,14 +17,14 @@ from private_llm_cli.options import (
     GgufOption,
     HostsOption,
     Json,
-    LanesOption,
     LoopbackOption,
     MatmulOption,
-    PermuteOption,
+    ParallelSessionsOption,
     PlanOption,
     ProtocolOption,
     RangesOption,
     RingOption,
+    RotateRolesOption,
     SplitOption,
     TaskOption,
     TlsOption,
@@ -95,8 +95,8 @@ def party(
     max_memory: Annotated[str, typer.Option(help="JSON {device: size} for a planned --device-map.")] = "",
     offload_folder: Annotated[str | None, typer.Option(help="Disk for weights that come from the client.")] = None,
     frac_bits: FracOption = None,
-    lanes: LanesOption = 1,
-    permute: PermuteOption = False,
+    parallel_sessions: ParallelSessionsOption = 1,
+    rotate_roles: RotateRolesOption = False,
     plan: PlanOption = "",
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
@@ -127,7 +127,7 @@ def party(
     more |= (
         devices(device, device_map, max_memory, offload_folder)
         | bits(frac_bits)
-        | {"lanes": lanes, "permute": permute}
+        | {"parallel_sessions": parallel_sessions, "rotate_roles": rotate_roles}
         | plan_of(plan, accept_weak_plan, split)
         | cache_policy_of(cache_policy)
     )

@@ -1,8 +1,8 @@
 """The handshake of one connection: both ends prove that they belong to this session and say who they are.
 
-    1. connector -> acceptor   hello: to whom, which way the connection will carry data, lane,
-                               how many lanes there are, caller (16 random bytes, the same in all connections
-                               of one start of the connector: two clients are never taken for one), nonce n1
+    1. connector -> acceptor   hello: to whom, which way the connection will carry data, parallel session,
+                               how many parallel sessions there are, caller (16 random bytes, the same in all
+                               connections of one start of the connector: two clients are never taken for one), nonce n1
     2. acceptor  -> connector  nonce n2, HMAC(token, "acceptor" | 1 | n2)
     3. connector -> acceptor   HMAC(token, "connector" | 1 | n2)
     4. acceptor  -> connector  empty: accepted
@@ -45,21 +45,28 @@ class Greeted:
     peer: int
     inbound: bool
     session: bytes
-    lane: int
-    lanes: int
+    parallel_session: int
+    parallel_sessions: int
     caller: bytes
 
 
 def greet(
-    sock: socket.socket, me: int, peer: int, inbound: bool, token: bytes, caller: bytes, lane: int = 0, lanes: int = 1
+    sock: socket.socket,
+    me: int,
+    peer: int,
+    inbound: bool,
+    token: bytes,
+    caller: bytes,
+    parallel_session: int = 0,
+    parallel_sessions: int = 1,
 ) -> Greeted:
-    """The connector's side, for lane number `lane` of `lanes`.
+    """The connector's side, for parallel session number `parallel session` of `parallel_sessions`.
 
     Raises TransportError when refused or when the peer does not know the token, PartiesBusy when asked to come later;
     OSError (TimeoutError among them) means that the connection broke.
     """
     check_name(sock, peer)
-    first = bytes([peer, inbound, lane, lanes]) + caller + secrets.token_bytes(_NONCE)
+    first = bytes([peer, inbound, parallel_session, parallel_sessions]) + caller + secrets.token_bytes(_NONCE)
     _put(sock, me, 0, first)
     reply = _expect(sock, peer, 0, _NONCE + _PROOF)
     seen = bytes([me]) + first + reply[:_NONCE]
@@ -70,7 +77,7 @@ def greet(
         )
     _put(sock, me, 1, _proof(token, b"connector", seen))
     _expect(sock, peer, 1, 0)
-    return Greeted(peer, inbound, _proof(token, b"session", seen)[:8], lane, lanes, caller)
+    return Greeted(peer, inbound, _proof(token, b"session", seen)[:8], parallel_session, parallel_sessions, caller)
 
 
 def answer(
@@ -89,7 +96,7 @@ def answer(
         if first[0] != me:
             raise TransportError(f"this is {endpoint_name(me)}, not {endpoint_name(first[0])}; the hosts lists differ")
         if first[2] >= first[3]:
-            raise TransportError("the hello names a lane that does not exist")
+            raise TransportError("the hello names a parallel session that does not exist")
         check_name(sock, peer, users)
         nonce = secrets.token_bytes(_NONCE)
         seen = bytes([peer]) + first + nonce

@@ -36,8 +36,8 @@ class _Link:
         self.room = threading.Condition()
 
 
-class _Lanes:
-    """The hubs of all lanes of one session, and why it ended."""
+class _ParallelSessions:
+    """The hubs of all parallel sessions of one session, and why it ended."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -83,44 +83,44 @@ class LocalHub:
         self.timeout = timeout
         self.turns = None if at_once is None else Turns(at_once)
         self.number = 0
-        self.lanes = _Lanes()
-        self.lanes.hubs[0] = self
+        self.parallel_sessions = _ParallelSessions()
+        self.parallel_sessions.hubs[0] = self
         self.clear()
 
     def clear(self) -> None:
-        """New links, for this lane alone."""
+        """New links, for this parallel session alone."""
         self.waiting: dict[int, int] = {}
         self.links = {(a, b): _Link() for a in self.endpoints for b in self.endpoints if a != b}
 
     @property
     def failure(self) -> str | None:
-        """Why the session ended, in whichever lane."""
-        return self.lanes.failure
+        """Why the session ended, in whichever parallel session."""
+        return self.parallel_sessions.failure
 
     def turn(self) -> AbstractContextManager[None]:
         """Around all that a party does."""
         return _NO_TURNS if self.turns is None else self.turns.taken()
 
-    def lane(self, number: int) -> LocalHub:
-        """The hub of another lane of the same session."""
-        with self.lanes.lock:
-            if number not in self.lanes.hubs:
+    def parallel_session(self, number: int) -> LocalHub:
+        """The hub of another parallel session of the same session."""
+        with self.parallel_sessions.lock:
+            if number not in self.parallel_sessions.hubs:
                 twin = copy.copy(self)
                 twin.number = number
                 twin.clear()
-                self.lanes.hubs[number] = twin
-            return self.lanes.hubs[number]
+                self.parallel_sessions.hubs[number] = twin
+            return self.parallel_sessions.hubs[number]
 
     def transport(self, me: int) -> LocalTransport:
         """The transport of endpoint `me`."""
         return LocalTransport(self, me)
 
     def abort(self, reason: str) -> None:
-        """Wake every waiting endpoint of every lane with PartyFailed."""
-        with self.lanes.lock:
-            if self.lanes.failure is None:
-                self.lanes.failure = reason
-            hubs = list(self.lanes.hubs.values())
+        """Wake every waiting endpoint of every parallel session with PartyFailed."""
+        with self.parallel_sessions.lock:
+            if self.parallel_sessions.failure is None:
+                self.parallel_sessions.failure = reason
+            hubs = list(self.parallel_sessions.hubs.values())
         for link in [link for hub in hubs for link in hub.links.values()]:
             link.items.put(None)
             with link.room:
@@ -142,7 +142,7 @@ class LocalTransport(Transport):
 
     def __init__(self, hub: LocalHub, me: int) -> None:
         super().__init__(me)
-        self._hub, self._session = hub, hub.lanes
+        self._hub, self._session = hub, hub.parallel_sessions
 
     def aside(self) -> AbstractContextManager[None]:
         """While this endpoint waits: another may compute. The client has no turns."""
@@ -200,9 +200,13 @@ class LocalTransport(Transport):
         if self._session.failure is not None:
             raise PartyFailed(self._session.failure)
 
-    def lane(self, number: int) -> LocalTransport:
-        """The transport of the same endpoint in another lane."""
-        return self if self._hub.lane(number) is self._hub else self._hub.lane(number).transport(self.me)
+    def parallel_session(self, number: int) -> LocalTransport:
+        """The transport of the same endpoint in another parallel session."""
+        return (
+            self
+            if self._hub.parallel_session(number) is self._hub
+            else self._hub.parallel_session(number).transport(self.me)
+        )
 
     def abort(self, reason: str) -> None:
         """Stop the whole session."""

@@ -1,14 +1,14 @@
-"""Lanes: independent sessions side by side, so that one computes while another sends or waits.
+"""Parallel sessions: independent sessions side by side, so that one computes while another sends or waits.
 
-Each lane has links, keys and mask streams of its own. With `permute`, a lane also has its own role assignment: party p
-plays the role assignment[p] of the protocol. The first n assignments are the rotations of the parties, so that after n
-lanes every party has played every role once and has computed, sent and received the same; after all n! assignments
-every link has carried the same in both directions.
+Each parallel session has links, keys and mask streams of its own. With `rotate_roles`, a parallel session also has its
+own role assignment: party p plays the role assignment[p] of the protocol. The first n assignments are the rotations of
+the parties, so that after n parallel sessions every party has played every role once and has computed, sent and
+received the same; after all n! assignments every link has carried the same in both directions.
 
-Security: what a party sees in one lane is masked by streams of that lane alone, and weights are shared anew, with
-masks of their own, for every assignment (in one sharing a party that played two roles would hold what two parties may
-not hold together). So a party that sees several lanes sees independent uniform values, as with several sessions one
-after the other.
+Security: what a party sees in one parallel session is masked by streams of that parallel session alone, and weights are
+shared anew, with masks of their own, for every assignment (in one sharing a party that played two roles would hold what
+two parties may not hold together). So a party that sees several parallel sessions sees independent uniform values, as
+with several sessions one after the other.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ def assignments(parties: int) -> tuple[RoleAssignment, ...]:
     return tuple(found)
 
 
-def assignment(parties: int, lane: int, permute: bool) -> RoleAssignment:
-    """Who plays which role in a lane: with `permute` another assignment in each, until all were used."""
+def assignment(parties: int, parallel_session: int, rotate_roles: bool) -> RoleAssignment:
+    """Who plays which role in a parallel session: with `rotate_roles` another assignment in each, until all were
+    used."""
     every = assignments(parties)
-    return every[lane % len(every)] if permute else tuple(range(parties))
+    return every[parallel_session % len(every)] if rotate_roles else tuple(range(parties))
 
 
 class RoleTransport(PassingTransport):
@@ -72,10 +73,10 @@ class RoleTransport(PassingTransport):
         return self._inner.name_of(self._party[endpoint])
 
 
-def lane_links(transport: Transport, parties: int, lane: int, permute: bool) -> Transport:
-    """The links of one lane, addressed by role."""
-    cast = assignment(parties, lane, permute)
-    links = transport.lane(lane)
+def parallel_session_links(transport: Transport, parties: int, parallel_session: int, rotate_roles: bool) -> Transport:
+    """The links of one parallel session, addressed by role."""
+    cast = assignment(parties, parallel_session, rotate_roles)
+    links = transport.parallel_session(parallel_session)
     return links if cast == tuple(range(parties)) else RoleTransport(links, dict(enumerate(cast)))
 
 

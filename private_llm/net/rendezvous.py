@@ -1,7 +1,8 @@
 """Open the full mesh of connections between the parties and the client.
 
 Of two parties the one with the higher number connects to the other; the client, which may sit behind a
-firewall, connects to all parties. Each pair makes two connections a lane, one per direction (see `socket_io.py`).
+firewall, connects to all parties. Each pair makes two connections a parallel session, one per direction (see
+`socket_io.py`).
 
 One client at a time is served. Clients call the parties in order, and party 0 lets one of them in: the others hear
 that it is busy before any party holds a connection of theirs. So of clients that start together one gets all parties,
@@ -75,13 +76,15 @@ def connect(
             acceptor = Acceptor(listener or _listen(addresses[me], anywhere=config.tls is not None), config.endpoints)
             stack.callback(acceptor.close)
         try:
-            lanes = [SocketTransport(me, pairs, config.timeout_s, device, idle_s) for pairs in mesh.open(acceptor)]
+            parallel_sessions = [
+                SocketTransport(me, pairs, config.timeout_s, device, idle_s) for pairs in mesh.open(acceptor)
+            ]
         except BaseException:
             mesh.close()
             raise
-    for lane in lanes:
-        lane.join(lanes)
-    return lanes[0]
+    for parallel_session in parallel_sessions:
+        parallel_session.join(parallel_sessions)
+    return parallel_sessions[0]
 
 
 def open_acceptor(config: PrivateConfig, me: int) -> Acceptor:
@@ -182,7 +185,7 @@ class _Mesh:
         self, config: PrivateConfig, me: int, addresses: Sequence[Address], token: bytes, wait_s: float
     ) -> None:
         self._me, self._addresses, self._token = me, addresses, token
-        self._timeout, self._wait, self._lanes = config.timeout_s, wait_s, config.lanes
+        self._timeout, self._wait, self._parallel_sessions = config.timeout_s, wait_s, config.parallel_sessions
         self._deadline = time.monotonic() + wait_s
         self._credentials = Credentials(config.tls) if config.tls else None
         self._calls = [p for p in range(len(addresses)) if p < me]
@@ -198,19 +201,27 @@ class _Mesh:
         self._done = False
 
     def open(self, acceptor: Acceptor | None) -> list[dict[int, Pair]]:
-        """Make the connections of all lanes, or raise TransportError. Afterwards further callers hear "busy"."""
+        """Make the connections of all parallel sessions, or raise TransportError. Afterwards further callers hear
+        "busy"."""
         if acceptor is not None:
             acceptor.lead_to(self._receive)
         while not self._complete():
-            for peer, inbound, lane in self._missing(self._calls):
-                self._call(peer, inbound, lane)
+            for peer, inbound, parallel_session in self._missing(self._calls):
+                self._call(peer, inbound, parallel_session)
             self._await_calls()
         made, peers = self._made, {peer for peer, _, _ in self._made}
-        return [{p: Pair(*made[(p, True, k)], *made[(p, False, k)]) for p in peers} for k in range(self._lanes)]
+        return [
+            {p: Pair(*made[(p, True, k)], *made[(p, False, k)]) for p in peers} for k in range(self._parallel_sessions)
+        ]
 
     def _missing(self, peers: Sequence[int]) -> list[tuple[int, bool, int]]:
-        """Connections to make with some of the others: peer, whether this end sends, lane."""
-        every = ((peer, sends, lane) for peer in peers for lane in range(self._lanes) for sends in (True, False))
+        """Connections to make with some of the others: peer, whether this end sends, parallel session."""
+        every = (
+            (peer, sends, parallel_session)
+            for peer in peers
+            for parallel_session in range(self._parallel_sessions)
+            for sends in (True, False)
+        )
         return [key for key in every if key not in self._made]
 
     def _complete(self) -> bool:
@@ -253,7 +264,7 @@ class _Mesh:
             if self._done or (place is not None and place.caller != greeted.caller):
                 sock.close()
                 return
-            key = (greeted.peer, sends, greeted.lane)
+            key = (greeted.peer, sends, greeted.parallel_session)
             old = self._made.pop(key, None)
             if old is not None:
                 old[0].close()
@@ -261,7 +272,7 @@ class _Mesh:
             self._changed.notify_all()
 
     # -- calling ----------------------------------------------------------------------------------------
-    def _call(self, peer: int, inbound: bool, lane: int) -> None:
+    def _call(self, peer: int, inbound: bool, parallel_session: int) -> None:
         """Connect to `peer`, again and again until the time is up; a refusal is final, unless it says "busy"."""
         host, port = self._addresses[peer]
         pause, cause = 0.02, "no answer"
@@ -269,7 +280,16 @@ class _Mesh:
             try:
                 plain = socket.create_connection((host, port), timeout=min(HANDSHAKE_S, self._left() + 0.01))
                 with self._handshake(plain, server=False) as sock:
-                    greeted = greet(sock, self._me, peer, inbound, self._token, self._caller, lane, self._lanes)
+                    greeted = greet(
+                        sock,
+                        self._me,
+                        peer,
+                        inbound,
+                        self._token,
+                        self._caller,
+                        parallel_session,
+                        self._parallel_sessions,
+                    )
                     self._keep(sock, greeted, sends=inbound)
                 return
             except ssl.SSLEOFError:
@@ -361,10 +381,10 @@ class _Mesh:
         peer = caller.peer
         if peer not in self._called_by:
             raise TransportError(f"{endpoint_name(peer)} is not expected to connect to {endpoint_name(self._me)}")
-        if caller.lanes != self._lanes:
+        if caller.parallel_sessions != self._parallel_sessions:
             raise TransportError(
-                f"lanes: got {caller.lanes} at {endpoint_name(peer)}; want {self._lanes}, as at "
-                f"{endpoint_name(self._me)}"
+                f"parallel sessions: got {caller.parallel_sessions} at {endpoint_name(peer)}; want "
+                f"{self._parallel_sessions}, as at {endpoint_name(self._me)}"
             )
         with self._changed:
             place = self._places.get(peer)

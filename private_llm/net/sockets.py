@@ -11,8 +11,8 @@
 - a client that asks for nothing for `idle_s` seconds: its session ends, and the parties are free for others.
 
 The ledger counts payload bytes; `wire_bytes` also counts headers and notes (not the overhead of TLS).
-A transport belongs to one thread; only `abort` may be called from another. Lanes have connections of their own, so
-that none waits behind the frames of another; the end of one lane is the end of all.
+A transport belongs to one thread; only `abort` may be called from another. Parallel sessions have connections of their
+own, so that none waits behind the frames of another; the end of one parallel session is the end of all.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SocketTransport(Transport):
         self.device = device
         self._slice = min(1.0, timeout / 8)
         self._failure: str | None = None
-        self._lanes = [self]
+        self._parallel_sessions = [self]
         self._out = {peer: Outgoing(pair.out, me, peer, pair.out_session) for peer, pair in pairs.items()}
         patience = timeout * (len(pairs) + 1)  # the longest chain of endpoints of which each waits for the next
         self._in = {
@@ -70,18 +70,23 @@ class SocketTransport(Transport):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes sent to all peers in all lanes, headers and notes included, TLS overhead excluded."""
-        return sum(link.wire_bytes for lane in self._lanes for link in lane._out.values())
+        """Bytes sent to all peers in all parallel sessions, headers and notes included, TLS overhead excluded."""
+        return sum(
+            link.wire_bytes for parallel_session in self._parallel_sessions for link in parallel_session._out.values()
+        )
 
-    def join(self, lanes: list[SocketTransport]) -> None:
-        """Be one of the lanes of this endpoint, which are given in order, this one among them."""
-        self._lanes = lanes
+    def join(self, parallel_sessions: list[SocketTransport]) -> None:
+        """Be one of the parallel sessions of this endpoint, which are given in order, this one among them."""
+        self._parallel_sessions = parallel_sessions
 
-    def lane(self, number: int) -> SocketTransport:
-        """The links of another lane."""
-        if not 0 <= number < len(self._lanes):
-            raise ConfigError(f"lane: got {number}; these links were made for lanes={len(self._lanes)}")
-        return self._lanes[number]
+    def parallel_session(self, number: int) -> SocketTransport:
+        """The links of another parallel session."""
+        if not 0 <= number < len(self._parallel_sessions):
+            raise ConfigError(
+                f"parallel session: got {number}; these links were made for "
+                f"parallel_sessions={len(self._parallel_sessions)}"
+            )
+        return self._parallel_sessions[number]
 
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
         payload = payload.contiguous()
@@ -117,10 +122,11 @@ class SocketTransport(Transport):
             raise self._fail(error, frm, f"while '{tag}' of {endpoint_name(frm)} was awaited") from None
 
     def _show_life(self) -> None:
-        """Tell every endpoint, in every lane, that this client works: a call may concern only some of them."""
+        """Tell every endpoint, in every parallel session, that this client works: a call may concern only some of
+        them."""
         self._life = time.monotonic()
-        for lane in self._lanes:
-            for out in lane._out.values():
+        for parallel_session in self._parallel_sessions:
+            for out in parallel_session._out.values():
                 out.note(Kind.WAITING, bytes([self.me]))
 
     def wait(self, frm: int) -> None:
@@ -144,8 +150,8 @@ class SocketTransport(Transport):
 
     def abort(self, reason: str) -> None:
         """Tell all others that this endpoint stops and why."""
-        for lane in self._lanes:
-            lane._abort(reason)
+        for parallel_session in self._parallel_sessions:
+            parallel_session._abort(reason)
 
     def _abort(self, reason: str) -> None:
         if self._failure is None:
@@ -154,9 +160,9 @@ class SocketTransport(Transport):
                 link.abort(reason)
 
     def close(self) -> None:
-        """Write what is queued, say goodbye and close all connections, of all lanes."""
-        for lane in self._lanes:
-            lane._close()
+        """Write what is queued, say goodbye and close all connections, of all parallel sessions."""
+        for parallel_session in self._parallel_sessions:
+            parallel_session._close()
 
     def _close(self) -> None:
         deadline = time.monotonic() + (self.timeout if self._failure is None else self._slice)

@@ -76,14 +76,18 @@ class Transport(ABC):
     def wait(self, frm: int) -> None:
         """Block, however long, until a frame from `frm` is there (it stays); PartyFailed if the session stops."""
 
-    def lane(self, number: int) -> Transport:
-        """This endpoint's links of lane `number`, with a ledger of their own; lane 0 is this transport.
+    def parallel_session(self, number: int) -> Transport:
+        """This endpoint's links of parallel session `number`, with a ledger of their own; parallel session 0 is this
+        transport.
 
-        Every lane belongs to one thread, and the end of one is the end of all. Raises ConfigError if these links
-        carry one lane only.
+        Every parallel session belongs to one thread, and the end of one is the end of all. Raises ConfigError if these
+        links carry one parallel session only.
         """
         if number:
-            raise ConfigError("lanes: these links carry one; want lanes=1, or party_mode threads, processes or remote")
+            raise ConfigError(
+                "parallel sessions: these links carry one; want parallel_sessions=1, or party_mode threads, processes "
+                "or remote"
+            )
         return self
 
     def name_of(self, endpoint: int) -> str:

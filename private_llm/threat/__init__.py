@@ -8,7 +8,15 @@ compares them.
 from __future__ import annotations
 
 from private_llm.protocol_facts import Threat, protocol_facts, protocol_names
-from private_llm.threat.computing import COARSE, LANES, LOOKUP, PREPROCESSED, PRODUCT_MASKS, RANGES, TRUNCATION
+from private_llm.threat.computing import (
+    COARSE,
+    LOOKUP,
+    PARALLEL_SESSIONS,
+    PREPROCESSED,
+    PRODUCT_MASKS,
+    RANGES,
+    TRUNCATION,
+)
 from private_llm.threat.running import (
     ADMISSION,
     CACHE_POLICY,
@@ -39,7 +47,7 @@ _SHORTCUTS: tuple[Threat, ...] = (
     PUBLIC_WEIGHTS,
     SHARE_FILES,
     SPLIT,
-    LANES,
+    PARALLEL_SESSIONS,
     ONE_MACHINE,
     ADMISSION,
 )

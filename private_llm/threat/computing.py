@@ -1,4 +1,4 @@
-"""How the parties compute: masks, preprocessing, truncation, comparisons, ranges, lookups, lanes."""
+"""How the parties compute: masks, preprocessing, truncation, comparisons, ranges, lookups, parallel sessions."""
 
 from __future__ import annotations
 
@@ -156,19 +156,21 @@ LOOKUP = Threat(
     setting="always on for token ids under trio and quad; dealer and preprocessed calls share one-hot rows instead",
 )
 
-LANES = Threat(
-    name="lanes with permuted roles",
+PARALLEL_SESSIONS = Threat(
+    name="parallel sessions with rotating roles",
     kind="shortcut",
-    corrupt="as the protocol; which party is corrupt does not depend on the lane",
+    corrupt="as the protocol; which party is corrupt does not depend on the parallel session",
     learns=(
-        ("every party", "nothing more: each lane is a session with keys and masks of its own, and weights are shared "
-         "anew, with fresh masks, for every assignment, so that a party that plays several roles sees independent "
-         "uniform values in each; it never holds two roles of one sharing, which together would open the weights"),
-        ("a wiretapper", "which role a party plays in which lane (public)"),
-        ("quad", "a deviation in one lane ends all lanes; another lane may have opened its own, verified rows before"),
+        ("every party", "nothing more: each of them is a session with keys and masks of its own, and weights are "
+         "shared anew, with fresh masks, for every assignment, so that a party that plays several roles sees "
+         "independent uniform values in each; it never holds two roles of one sharing, which together would open the weights"),
+        ("a wiretapper", "which role a party plays in which parallel session (public)"),
+        ("quad", "a deviation in one parallel session ends all parallel sessions; another one may have opened its "
+         "own, verified rows before"),
     ),
-    source="lanes are independent runs of the protocol on disjoint rows of a batch "
-    "(private_llm/net/parallel_sessions.py); tests compare what a party holds in several lanes. PIGEON, section 5, "
-    "proposes it for its load, without a proof",
-    setting="lanes=L with permute=True (trio and quad only: a dealer must not become a computing party)",
+    source="parallel sessions are independent runs of the protocol on disjoint rows of a batch "
+    "(private_llm/net/parallel_sessions.py); tests compare what a party holds in several parallel sessions. PIGEON, "
+    "section 5, proposes it for its load, without a proof",
+    setting="parallel_sessions=L with rotate_roles=True (trio and quad only: a dealer must not become a "
+    "computing party)",
 )  # fmt: skip

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
-from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError
 from private_llm_cli.bench.apart import measure_apart
 from private_llm_cli.bench.catalogue import make
 from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.bench.measure import measure
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
 from tests.bench.test_measure import LARGEST_ERROR
 
 TRIO = PrivateConfig(timeout_s=60)
@@ -59,15 +59,15 @@ def test_parties_as_processes() -> None:
 
 @pytest.mark.parametrize(("config", "text"), [
     (PrivateConfig(protocol="plain", insecure=True), "want protocol 'trio', 'quad' or 'dealer'"),
-    (replace(TRIO, lanes=2), "benchmark 'relu' runs in one lane then"),
+    (replace(TRIO, parallel_sessions=2), "benchmark 'relu' runs in one session then"),
 ])  # fmt: skip
 def test_where_there_is_nothing_to_separate(config: PrivateConfig, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         measure_apart(make("relu", tiny=True), config, repeat=1)
 
 
-def test_whole_models_run_ahead_in_lanes_too() -> None:
-    row = measure_apart(make("lenet", (2, 1, 28, 28)), replace(TRIO, lanes=2), repeat=1)
+def test_whole_models_run_ahead_in_parallel_sessions_too() -> None:
+    row = measure_apart(make("lenet", (2, 1, 28, 28)), replace(TRIO, parallel_sessions=2), repeat=1)
     assert row.error_max <= LARGEST_ERROR["lenet"]
-    assert row.lanes == 2
+    assert row.parallel_sessions == 2
     assert row.bytes_preprocessing == row.bytes_per_party["0"] > 0

@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, DomainError, PartyFailed
-from private_llm.protocols.session import Session
-from private_llm.tensor.fixed import Fixed
 from private_llm_cli.bench.catalogue import ENTRIES, INSTALLED_APART, NAMES, make
 from private_llm_cli.bench.link import LinkSpeed, SlowHub
 from private_llm_cli.bench.measure import measure
 from private_llm_cli.bench.record import RecordingHub
 from private_llm_cli.bench.work import Work, parse_shape
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, DomainError, PartyFailed
+from private_llm.protocols.session import Session
+from private_llm.tensor.fixed import Fixed
 
 CONFIG = PrivateConfig(timeout_s=60)
 LARGEST_ERROR = {
@@ -49,23 +49,23 @@ def test_repetitions_cost_the_same() -> None:
 
 
 @pytest.mark.parametrize("protocol", ["trio", "quad"])
-def test_lanes_share_the_rows(protocol: str) -> None:
-    """The same values; the same bytes, as every lane has a multiple of 64 elements, and as few rounds."""
+def test_parallel_sessions_share_the_rows(protocol: str) -> None:
+    """The same values; the same bytes, as every parallel session has a multiple of 64 elements, and as few rounds."""
     config = replace(CONFIG, protocol=protocol)
     one = measure(make("relu", (4 * 3 * 64,)), config, repeat=1)
-    many = measure(make("relu", (4 * 3 * 64,)), replace(config, lanes=3, permute=True), repeat=1)
+    many = measure(make("relu", (4 * 3 * 64,)), replace(config, parallel_sessions=3, rotate_roles=True), repeat=1)
     assert many.error_max <= LARGEST_ERROR["relu"]
-    checks = 35 * 2 if protocol == "quad" else 0  # two digests and three verdicts in each further lane
+    checks = 35 * 2 if protocol == "quad" else 0  # two digests and three verdicts in each further parallel session
     assert (many.bytes_total, many.rounds) == (one.bytes_total + checks, one.rounds)
     if protocol == "trio":
         assert len(set(many.bytes_per_party.values())) == 1
-    assert (many.lanes, many.permute) == (3, True)
+    assert (many.parallel_sessions, many.rotate_roles) == (3, True)
 
 
 @pytest.mark.parametrize("name", ["matmul", "layernorm", "opt-layer"])
-def test_works_that_are_not_rows_refuse_lanes(name: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be spread over lanes=2"):
-        measure(make(name, tiny=True), replace(CONFIG, lanes=2), repeat=1)
+def test_works_that_are_not_rows_refuse_parallel_sessions(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be spread over parallel_sessions=2"):
+        measure(make(name, tiny=True), replace(CONFIG, parallel_sessions=2), repeat=1)
 
 
 def test_inputs_are_random_reals() -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
-
-from private_llm.config import PrivateConfig
 from private_llm_cli.app import app
 from private_llm_cli.bench.catalogue import make
 from private_llm_cli.bench.pigeon import IMAGENET, LINES, REFERENCE_MACHINE, jobs
 from private_llm_cli.bench.rows import Row
 from private_llm_cli.commands.bench import _pigeon_table
+from typer.testing import CliRunner
+
+from private_llm.config import PrivateConfig
 
 
 def run(*arguments: str) -> str:
@@ -102,7 +102,7 @@ def test_pigeon_is_a_table_of_its_own(wrong: tuple[str, ...]) -> None:
 
 def test_a_picture_of_one_run(tmp_path: Path) -> None:
     picture = tmp_path / "run.svg"
-    run("relu", "--tiny", "--repeat", "1", "--lanes", "2", "--bandwidth", "1000", "--plot", str(picture))
+    run("relu", "--tiny", "--repeat", "1", "--parallel-sessions", "2", "--bandwidth", "1000", "--plot", str(picture))
     text = picture.read_text()
     assert "<svg" in text
     result = CliRunner().invoke(app, ["bench", "relu", "mul", "--tiny", "--plot", str(picture)])

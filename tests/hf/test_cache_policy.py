@@ -233,9 +233,9 @@ def test_preprocessed_calls_evict_too() -> None:
         assert torch.equal(private.generate(**BATCH, **asked), windowed(tiny.build("llama")).generate(**BATCH, **asked))
 
 
-def test_lanes_evict_for_themselves() -> None:
+def test_parallel_sessions_evict_for_themselves() -> None:
     asked = {"max_new_tokens": 4, "do_sample": False}
-    with patch(tiny.build("llama"), replace(CONFIGS["trio"], lanes=2)) as private:
+    with patch(tiny.build("llama"), replace(CONFIGS["trio"], parallel_sessions=2)) as private:
         assert torch.equal(private.generate(**BATCH, **asked), windowed(tiny.build("llama")).generate(**BATCH, **asked))
 
 

@@ -230,7 +230,12 @@ def test_a_folded_norm_costs_nothing_and_pools_go_before_their_relu() -> None:
 # -- with everything else -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "settings",
-    [{"lanes": 2}, {"lanes": 3, "permute": True}, {"device_map": {"": "disk"}}, {"truncation": "exact"}],
+    [
+        {"parallel_sessions": 2},
+        {"parallel_sessions": 3, "rotate_roles": True},
+        {"device_map": {"": "disk"}},
+        {"truncation": "exact"},
+    ],
     ids=str,
 )
 def test_settings_of_every_model_hold_for_images(settings: dict[str, object], tmp_path: Path) -> None:

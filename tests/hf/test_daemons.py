@@ -65,7 +65,7 @@ ATTACKS: dict[str, Callable[[Parties, PreTrainedModel], None]] = {
     "no fields at all": lambda p, m: shout(p, {"message": "LoadModel"}),
     "no message at all": lambda p, m: shout(p, [{}]),
     "a list for a number": lambda p, m: p.tell(ManageCache(ResetCache([1]))),  # type: ignore[arg-type]
-    "a lane that is none": lambda p, m: shout(p, {"message": "LoadLike", "lane": 3}),
+    "a parallel session that is none": lambda p, m: shout(p, {"message": "LoadLike", "parallel_session": 3}),
 }
 
 

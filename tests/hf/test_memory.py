@@ -11,13 +11,13 @@ import private_llm_hf.party.model
 import pytest
 import torch
 import transformers as tr
+from private_llm_cli.bench.memory import live_bytes
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.party.model import build_party_model
 
 from private_llm.nn.linear import SharedInput
 from private_llm.protocols.weight_sharing import keys_held, sends_parts
 from private_llm.token_sharding import ShardingPlan
-from private_llm_cli.bench.memory import live_bytes
 from tests.hf import tiny
 from tests.hf_party.parties import description, weights_of
 from tests.tensor.secrets import fixed, plain_session
@@ -49,7 +49,7 @@ def held_by_parties(config: PrivateConfig, model: tr.PreTrainedModel) -> int:
 def test_a_party_holds_its_weights_once(protocol: str, kind: str) -> None:
     """All parties are threads here, so the sum over them is counted, while they wait for the first call."""
     cls, settings = MODELS[kind]
-    model, config = cls(settings).eval(), PrivateConfig(protocol=protocol, lanes=2)
+    model, config = cls(settings).eval(), PrivateConfig(protocol=protocol, parallel_sessions=2)
     before = live_bytes()
     with patch(model, config):
         held = live_bytes() - before
@@ -84,11 +84,11 @@ CASCADE = PrivateConfig(protocol="cascade", plan=ShardingPlan(2, 1, 1, accept_we
     "config",
     [
         *(PrivateConfig(protocol=protocol) for protocol in ("trio", "quad", "dealer")),
-        PrivateConfig(lanes=2),
+        PrivateConfig(parallel_sessions=2),
         PrivateConfig(weights="public"),
         CASCADE,
     ],
-    ids=["trio", "quad", "dealer", "lanes", "public", "cascade"],
+    ids=["trio", "quad", "dealer", "parallel_sessions", "public", "cascade"],
 )
 def test_a_closed_session_holds_nothing(config: PrivateConfig) -> None:
     """Neither weights nor caches nor plans of attention stay, without any help of the garbage collector."""

@@ -228,7 +228,11 @@ NINE = {"__tensor__": ["int64", [1] * 9, [1]]}
 @pytest.mark.parametrize(
     ("sample", "change", "text"),
     [
-        (LoadLike(0), {"lane": 256}, "LoadLike.lane: got 256; want a whole number from 0 to 255"),
+        (
+            LoadLike(0),
+            {"parallel_session": 256},
+            "LoadLike.parallel session: got 256; want a whole number from 0 to 255",
+        ),
         (ManageCache(ResetCache(1)), {"edit": {NAME: "ResetCache", "handle": 0}}, "ManageCache.edit.handle: got 0"),
         (ManageCache(ResetCache(1)), {"edit": {NAME: "Call"}}, "want SelectRows or CropCache or ResetCache"),
         (ManageCache(ResetCache(1)), {"at": [1]}, "ManageCache.at: got .*; want nothing or a list of 2"),

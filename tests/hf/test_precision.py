@@ -52,7 +52,7 @@ SMALL: dict[str, tuple[str, dict[str, float]]] = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("config", [PLAIN, PrivateConfig(lanes=2)], ids=["one", "lanes"])
+@pytest.mark.parametrize("config", [PLAIN, PrivateConfig(parallel_sessions=2)], ids=["one", "parallel_sessions"])
 def test_small_weights_that_run_together_keep_their_digits(name: str, config: PrivateConfig) -> None:
     family, factors = SMALL[name]
     assert error(scaled(tiny.build(family), **factors), config) <= 5e-3

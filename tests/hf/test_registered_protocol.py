@@ -124,7 +124,7 @@ def test_what_it_cannot_do_is_refused(config: PrivateConfig) -> None:
         ({"ring": 32, "frac_bits": 12}, "works with 64 bits"),
         ({"debug_ranges": True}, "needs protocol='plain'"),
         ({"matmul": "remask"}, "a way of protocol='dealer'"),
-        ({"lanes": 2, "permute": True}, "want protocol 'trio' or 'quad'"),
+        ({"parallel_sessions": 2, "rotate_roles": True}, "want protocol 'trio' or 'quad'"),
         ({"split": 1}, "want a protocol of secret shares"),
         ({"party_mode": "remote", "hosts": ("a:1",)}, "want 2 for 'toy'"),
     ):
@@ -150,7 +150,11 @@ def test_names_are_taken_once_and_unknown_ones_are_refused(config: PrivateConfig
     unregister("toy")
     try:
         wanted = "want one of 'trio', 'quad', 'dealer', 'plain', 'cascade'"
-        for refused in (lambda: protocol_spec("toy"), lambda: unregister("toy"), lambda: replace(config, lanes=1)):
+        for refused in (
+            lambda: protocol_spec("toy"),
+            lambda: unregister("toy"),
+            lambda: replace(config, parallel_sessions=1),
+        ):
             with pytest.raises(ConfigError, match=f"got 'toy'; {wanted}"):
                 refused()
         assert protocol_names() == ("trio", "quad", "dealer", "plain")

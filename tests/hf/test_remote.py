@@ -126,8 +126,8 @@ def test_wrong_party_numbers_and_files_are_refused_before_listening(shared: Path
         serve_party(config, 0, share_path(shared / "one", 1))
 
 
-def test_lanes_read_the_same_share_file(shared: Path, config: PrivateConfig) -> None:
-    config = replace(config, lanes=2)
+def test_parallel_sessions_read_the_same_share_file(shared: Path, config: PrivateConfig) -> None:
+    config = replace(config, parallel_sessions=2)
     want = tiny.build("llama").generate(**BATCH, max_new_tokens=3, do_sample=False)
     source = str(shared / "one" / "client")
     with (
@@ -138,16 +138,16 @@ def test_lanes_read_the_same_share_file(shared: Path, config: PrivateConfig) -> 
 
 
 def test_a_share_file_holds_one_role(shared: Path, config: PrivateConfig) -> None:
-    config = replace(config, lanes=2, permute=True)
+    config = replace(config, parallel_sessions=2, rotate_roles=True)
     with (
         running(config, files(shared / "one")),
-        pytest.raises(ConfigError, match="permute: a share file holds the share of one role"),
+        pytest.raises(ConfigError, match="rotate_roles: a share file holds the share of one role"),
     ):
         AutoPrivateModelForCausalLM.from_pretrained(str(shared / "one" / "client"), config)
 
 
 def test_hosts_take_turns_in_the_roles(config: PrivateConfig) -> None:
-    config, plain = replace(config, lanes=3, permute=True), tiny.build("llama")
+    config, plain = replace(config, parallel_sessions=3, rotate_roles=True), tiny.build("llama")
     rows = torch.arange(12).view(3, 4) + 3
     with running(config, [None] * 3), patch(plain, config) as private:
         want = plain.generate(rows, max_new_tokens=3, do_sample=False, pad_token_id=0)

@@ -54,27 +54,31 @@ def flipped(tag: str, number: int, bit: int) -> Alter:
     return alter
 
 
-class _Lanes(RecordingTransport):
-    """Its other lanes are those of the links within, which pass through `listen` by themselves."""
+class _ParallelSessions(RecordingTransport):
+    """Its other parallel sessions are those of the links within, which pass through `listen` by themselves."""
 
-    def lane(self, number: int) -> Transport:
-        return self._inner.lane(number) if number else self
+    def parallel_session(self, number: int) -> Transport:
+        return self._inner.parallel_session(number) if number else self
 
 
-class _LyingLanes(_Lanes, Liar):
+class _LyingParallelSessions(_ParallelSessions, Liar):
     """A cheater's."""
 
 
 def listen(
-    monkeypatch: pytest.MonkeyPatch, cheater: int = -1, alter: Alter | None = None, lane: int = 0
+    monkeypatch: pytest.MonkeyPatch, cheater: int = -1, alter: Alter | None = None, parallel_session: int = 0
 ) -> dict[int, Transport]:
-    """Put a recorder around every party's links, around the cheater's one that lies in one lane."""
+    """Put a recorder around every party's links, around the cheater's one that lies in one parallel session."""
     original, ends = LocalHub.transport, {}
 
     def transport(self: LocalHub, me: int) -> Transport:
         inner: LocalTransport = original(self, me)
-        end = _LyingLanes(inner, alter=alter if self.number == lane else None) if me == cheater else _Lanes(inner)
-        if self.number == lane:
+        end = (
+            _LyingParallelSessions(inner, alter=alter if self.number == parallel_session else None)
+            if me == cheater
+            else _ParallelSessions(inner)
+        )
+        if self.number == parallel_session:
             ends[me] = end
         return end
 
@@ -114,13 +118,15 @@ def test_a_message_of_every_kind(model: tr.OPTForCausalLM, cheater: int, monkeyp
                 private.close()
 
 
-@pytest.mark.parametrize("permute", [False, True])
-def test_a_lie_in_one_of_two_lanes(model: tr.OPTForCausalLM, permute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each lane has records and a verdict of its own; one that fails ends the whole session."""
-    config = PrivateConfig(protocol="quad", timeout_s=20, lanes=2, permute=permute)
+@pytest.mark.parametrize("rotate_roles", [False, True])
+def test_a_lie_in_one_of_two_parallel_sessions(
+    model: tr.OPTForCausalLM, rotate_roles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each parallel session has records and a verdict of its own; one that fails ends the whole session."""
+    config = PrivateConfig(protocol="quad", timeout_s=20, parallel_sessions=2, rotate_roles=rotate_roles)
     batch = IDS.repeat(2, 1)
     with monkeypatch.context() as patched:
-        ends = listen(patched, lane=1)
+        ends = listen(patched, parallel_session=1)
         private = patch(model, config)
         private(batch)
         private.close()
@@ -130,7 +136,7 @@ def test_a_lie_in_one_of_two_lanes(model: tr.OPTForCausalLM, permute: bool, monk
         if not number:
             continue
         with monkeypatch.context() as patched:
-            listen(patched, cheater, flipped("matmul", number, 9), lane=1)
+            listen(patched, cheater, flipped("matmul", number, 9), parallel_session=1)
             private = patch(model, config)
             with pytest.raises((ProtocolAbort, TransportError)):
                 private(batch)

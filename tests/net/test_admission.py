@@ -100,9 +100,9 @@ def whole_session(config, value):
 
 
 @pytest.mark.parametrize("clients", [2, 4])
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_clients_that_start_together_are_served_one_after_the_other(config, clients, lanes):
-    config = replace(config, lanes=lanes)
+@pytest.mark.parametrize("parallel_sessions", [1, 2])
+def test_clients_that_start_together_are_served_one_after_the_other(config, clients, parallel_sessions):
+    config = replace(config, parallel_sessions=parallel_sessions)
     together = threading.Barrier(clients)
 
     def client(value):

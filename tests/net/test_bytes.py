@@ -9,7 +9,7 @@ import torch
 from private_llm.errors import PartyFailed, TransportError
 from private_llm.net import wire
 from private_llm.net.local import LocalHub
-from private_llm.net.parallel_sessions import lane_links
+from private_llm.net.parallel_sessions import parallel_session_links
 from private_llm.net.record import RecordingTransport
 from private_llm.net.timed import TimedTransport
 from private_llm.net.transport import CLIENT, MetaTransport
@@ -111,7 +111,9 @@ def test_a_repeated_frame(sequence):
 
 def test_links_in_between_pass_bytes_on():
     hub = LocalHub(3, 5.0)
-    ends = {me: lane_links(hub.transport(me), 3, 1, permute=True) for me in (0, 1)}  # 0 plays role 2, 1 plays role 0
+    ends = {
+        me: parallel_session_links(hub.transport(me), 3, 1, rotate_roles=True) for me in (0, 1)
+    }  # 0 plays role 2, 1 plays role 0
     assert {me: end.me for me, end in ends.items()} != {0: 0, 1: 1}
     listener = RecordingTransport(TimedTransport(ends[1]), payloads=True)
     ends[0].send_bytes(ends[1].me, "control", b"abc")

@@ -1,4 +1,4 @@
-"""Lanes: own links and ledgers, one common end; assignments that spread roles and links evenly."""
+"""Parallel sessions: own links and ledgers, one common end; assignments that spread roles and links evenly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PartyFailed, TransportError
 from private_llm.net.local import LocalHub
-from private_llm.net.parallel_sessions import assignment, assignments, lane_links
+from private_llm.net.parallel_sessions import assignment, assignments, parallel_session_links
 from private_llm.net.rendezvous import connect, hosts_of, open_listeners
 from private_llm.net.transport import CLIENT, MetaTransport, Transport
 from private_llm.protocols.session import join_as_client
@@ -23,17 +23,17 @@ TOKEN = b"a token of one test session"
 WORD = (torch.int64,)
 
 
-def sockets(lanes: dict[int, int]) -> dict[int, Transport]:
-    """Endpoints with the number of lanes each of them was told."""
+def sockets(parallel_sessions: dict[int, int]) -> dict[int, Transport]:
+    """Endpoints with the number of parallel sessions each of them was told."""
     listeners = open_listeners(3)
     hosts = hosts_of(listeners)
 
     def one(me: int) -> Transport:
-        config = PrivateConfig(timeout_s=4, lanes=lanes[me])
+        config = PrivateConfig(timeout_s=4, parallel_sessions=parallel_sessions[me])
         return connect(config, me, hosts=hosts, token=TOKEN, listener=None if me == CLIENT else listeners[me])
 
     with ThreadPoolExecutor(4) as pool:
-        return dict(zip(lanes, pool.map(one, lanes), strict=True))
+        return dict(zip(parallel_sessions, pool.map(one, parallel_sessions), strict=True))
 
 
 @pytest.fixture(params=["threads", "sockets"])
@@ -49,26 +49,26 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[dict[int, Transport]]:
         transport.close()
 
 
-def test_lanes_do_not_wait_for_each_other(mesh: dict[int, Transport]) -> None:
+def test_parallel_sessions_do_not_wait_for_each_other(mesh: dict[int, Transport]) -> None:
     sender, receiver = mesh[0], mesh[1]
     sender.send(1, "first", torch.arange(100_000))
-    sender.lane(1).send(1, "second", torch.arange(3))
-    assert torch.equal(receiver.lane(1).recv(0, "second", (3,), *WORD), torch.arange(3))
-    assert torch.equal(receiver.lane(0).recv(0, "first", (100_000,), *WORD), torch.arange(100_000))
-    assert sender.lane(0) is sender
-    assert sender.lane(1).lane(0).me == 0
+    sender.parallel_session(1).send(1, "second", torch.arange(3))
+    assert torch.equal(receiver.parallel_session(1).recv(0, "second", (3,), *WORD), torch.arange(3))
+    assert torch.equal(receiver.parallel_session(0).recv(0, "first", (100_000,), *WORD), torch.arange(100_000))
+    assert sender.parallel_session(0) is sender
+    assert sender.parallel_session(1).parallel_session(0).me == 0
 
 
-def test_each_lane_counts_for_itself(mesh: dict[int, Transport]) -> None:
-    lane = mesh[0].lane(1)
-    lane.send(2, "m", torch.arange(4))
-    assert lane.ledger.cost().sent == {(0, 2): 32}
+def test_each_parallel_session_counts_for_itself(mesh: dict[int, Transport]) -> None:
+    parallel_session = mesh[0].parallel_session(1)
+    parallel_session.send(2, "m", torch.arange(4))
+    assert parallel_session.ledger.cost().sent == {(0, 2): 32}
     assert mesh[0].ledger.cost().sent == {}
-    mesh[2].lane(1).recv(0, "m", (4,), *WORD)
+    mesh[2].parallel_session(1).recv(0, "m", (4,), *WORD)
 
 
-def test_the_end_of_a_lane_is_the_end_of_all(mesh: dict[int, Transport]) -> None:
-    """Who waits in another lane, at the same endpoint or at another one, hears the reason."""
+def test_the_end_of_a_parallel_session_is_the_end_of_all(mesh: dict[int, Transport]) -> None:
+    """Who waits in another parallel session, at the same endpoint or at another one, hears the reason."""
     heard: dict[int, str] = {}
 
     def wait(me: int) -> None:
@@ -79,26 +79,26 @@ def test_the_end_of_a_lane_is_the_end_of_all(mesh: dict[int, Transport]) -> None
     waiting = [threading.Thread(target=wait, args=(me,)) for me in (0, 1)]
     for thread in waiting:
         thread.start()
-    lane = mesh[1].lane(1)
+    parallel_session = mesh[1].parallel_session(1)
     time.sleep(0.1)
-    lane.abort("lane 1 broke")
+    parallel_session.abort("parallel session 1 broke")
     for thread in waiting:
         thread.join(10)
-    assert heard == {0: "lane 1 broke", 1: "lane 1 broke"}
+    assert heard == {0: "parallel session 1 broke", 1: "parallel session 1 broke"}
 
 
-def test_different_numbers_of_lanes_are_refused() -> None:
-    with pytest.raises(TransportError, match=r"lanes: got \d at .*; want \d, as at"):
+def test_different_numbers_of_parallel_sessions_are_refused() -> None:
+    with pytest.raises(TransportError, match=r"parallel sessions: got \d at .*; want \d, as at"):
         sockets({0: 2, 1: 2, 2: 2, CLIENT: 1})
 
 
-def test_links_of_one_lane_refuse_more() -> None:
-    with pytest.raises(ConfigError, match="want lanes=1"):
-        MetaTransport(0).lane(1)
+def test_links_of_one_parallel_session_refuse_more() -> None:
+    with pytest.raises(ConfigError, match="want parallel_sessions=1"):
+        MetaTransport(0).parallel_session(1)
 
 
 @pytest.mark.parametrize("parties", [3, 4])
-def test_castings_are_all_and_even(parties: int) -> None:
+def test_role_assignments_are_all_and_even(parties: int) -> None:
     every = assignments(parties)
     assert len(set(every)) == len(every) == {3: 6, 4: 24}[parties]
     assert every[0] == tuple(range(parties))
@@ -110,20 +110,20 @@ def test_castings_are_all_and_even(parties: int) -> None:
 
 
 def test_without_permuting_everybody_plays_one_role() -> None:
-    assert {assignment(3, lane, permute=False) for lane in range(9)} == {(0, 1, 2)}
-    assert assignment(3, 7, permute=True) == assignment(3, 1, permute=True) == assignments(3)[1]
+    assert {assignment(3, parallel_session, rotate_roles=False) for parallel_session in range(9)} == {(0, 1, 2)}
+    assert assignment(3, 7, rotate_roles=True) == assignment(3, 1, rotate_roles=True) == assignments(3)[1]
 
 
 def test_links_by_role_reach_the_right_party_and_book_parties() -> None:
     hub = LocalHub(3, 4.0)
-    cast = assignment(3, 1, permute=True)  # party 0 plays role 2, party 1 role 0, party 2 role 1
+    cast = assignment(3, 1, rotate_roles=True)  # party 0 plays role 2, party 1 role 0, party 2 role 1
     assert cast == (2, 0, 1)
-    ends = {cast[party]: lane_links(hub.transport(party), 3, 1, permute=True) for party in range(3)}
-    client = lane_links(hub.transport(CLIENT), 3, 1, permute=True)
+    ends = {cast[party]: parallel_session_links(hub.transport(party), 3, 1, rotate_roles=True) for party in range(3)}
+    client = parallel_session_links(hub.transport(CLIENT), 3, 1, rotate_roles=True)
     assert [ends[role].me for role in range(3)] == [0, 1, 2]
     ends[0].send(2, "m", torch.arange(2))
     assert torch.equal(ends[2].recv(0, "m", (2,), *WORD), torch.arange(2))
-    assert hub.lane(1).links[(1, 0)].items.empty()
+    assert hub.parallel_session(1).links[(1, 0)].items.empty()
     assert ends[0].ledger.cost().sent == {(1, 0): 16}
     client.send(1, "m", torch.arange(1))
     assert client.ledger.cost().sent == {(CLIENT, 2): 8}
@@ -134,16 +134,31 @@ def test_links_by_role_reach_the_right_party_and_book_parties() -> None:
 
 def test_a_party_with_other_settings_is_named_whatever_its_role() -> None:
     hub = LocalHub(3, 4.0)
-    client = lane_links(hub.transport(CLIENT), 3, 1, permute=True)
+    client = parallel_session_links(hub.transport(CLIENT), 3, 1, rotate_roles=True)
     for party in range(3):
-        hub.lane(1).transport(party).send(CLIENT, "hello", torch.zeros(64, dtype=torch.uint8))
+        hub.parallel_session(1).transport(party).send(CLIENT, "hello", torch.zeros(64, dtype=torch.uint8))
     with pytest.raises(ConfigError, match="party 1 runs other settings"):  # who plays role 0 there
-        join_as_client(PrivateConfig(lanes=2, permute=True), client)
+        join_as_client(PrivateConfig(parallel_sessions=2, rotate_roles=True), client)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"lanes": 0}, {"lanes": 65}, {"permute": True}, {"permute": True, "lanes": 2, "protocol": "dealer"}]
+    "wrong",
+    [
+        {"parallel_sessions": 0},
+        {"parallel_sessions": 65},
+        {"rotate_roles": True},
+        {"rotate_roles": True, "parallel_sessions": 2, "protocol": "dealer"},
+    ],
 )
-def test_impossible_lanes(wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"lanes: got|permute: want"):
+def test_impossible_parallel_sessions(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"parallel_sessions: got|rotate_roles: want"):
         PrivateConfig.from_dict(wrong)
+
+
+def test_old_names_of_settings_are_taken_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="lanes is now called parallel_sessions"):
+        assert PrivateConfig(lanes=3) == PrivateConfig(parallel_sessions=3)
+    with pytest.warns(DeprecationWarning, match="permute is now called rotate_roles"):
+        config = PrivateConfig.from_dict({"parallel_sessions": 2, "permute": True})
+    assert (config.rotate_roles, PrivateConfig.from_dict(config.to_dict())) == (True, config)
+    assert not {"lanes", "permute"} & set(config.to_dict())

@@ -243,13 +243,13 @@ def test_missing_check_of_binary_gates() -> None:
     reference = play(QUAD, [x], program, (64,))
     for cheater in (1, 2, 3):
         for number in reference.steps(cheater, ("and",)):
-            for lane in range(0, 64, 9):
-                assert play(QUAD, [x], program, (64,), cheater, flip(number, lane)).caught(cheater)
+            for parallel_session in range(0, 64, 9):
+                assert play(QUAD, [x], program, (64,), cheater, flip(number, parallel_session)).caught(cheater)
 
 
 @both
 def test_skewed_random_bits(config: PrivateConfig) -> None:
-    """Rows of masked bits are balanced in every lane, for secrets that are all equal."""
+    """Rows of masked bits are balanced in every parallel session, for secrets that are all equal."""
     n = 1 << 16
     x = torch.full((n,), -5)
     outcome = play(config, [x], lambda p, a: p.inject(p.msb(a), None, [0], [1]), (n,), payloads=True)

@@ -267,7 +267,7 @@ def exhausted(
 
 
 def _rows(nbytes: int) -> range:
-    """The lane of the only element in each row of words."""
+    """The parallel session of the only element in each row of words."""
     return range(0, 8 * nbytes, 64)
 
 

@@ -1,8 +1,8 @@
 """Preprocessing apart from the online phase, both timed: `private-llm bench --preprocess`.
 
 Before each run the helping party (party 0, the dealer, in quad party 3) computes ahead and its receivers store what it
-sends; the run itself reads those stores while it is silent. The same works as in `measure`, whole models in lanes, too;
-parties as threads or processes.
+sends; the run itself reads those stores while it is silent. The same works as in `measure`, whole models in parallel
+sessions, too; parties as threads or processes.
 """
 
 from __future__ import annotations
@@ -62,8 +62,10 @@ def measure_apart(
     """
     if config.helper is None:
         raise ConfigError(f"--preprocess: want protocol {names_where(lambda facts: facts.helper is not None)}")
-    if config.lanes > 1 and isinstance(work, Work):
-        raise ConfigError(f"--preprocess: benchmark {work.name!r} runs in one lane then; lanes are for whole models")
+    if config.parallel_sessions > 1 and isinstance(work, Work):
+        raise ConfigError(
+            f"--preprocess: benchmark {work.name!r} runs in one session then; parallel sessions are for whole models"
+        )
     if isinstance(work, WholeWork):
         found = _whole(work, config, repeat, speed, progress)
     else:

@@ -31,15 +31,15 @@ def matmul(shape: Shape) -> Work:
 
 
 def matmuls(shape: Shape) -> Work:
-    """`times` products after each other of `lanes` pairs of square matrices side by side; lanes x size x times."""
-    lanes, size, times = shape
+    """`times` products after each other of pairs of square matrices side by side; the shape is pairs x size x times."""
+    pairs, size, times = shape
 
     def run(x: Sequence[Fixed]) -> Fixed:
         for _ in range(times - 1):
             x[0].matmul(x[1])
         return x[0].matmul(x[1])
 
-    inputs = ((lanes, size, size),) * 2
+    inputs = ((pairs, size, size),) * 2
     return _work("matmuls", shape, inputs, run, lambda v: v[0] @ v[1], (0.5,))
 
 

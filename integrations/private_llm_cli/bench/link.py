@@ -51,11 +51,11 @@ class SlowHub(LocalHub):
     ) -> None:
         super().__init__(parties, timeout, at_once)
         self.speed, self.instant = speed, frozenset([instant])
-        self.free = dict.fromkeys(self.links, 0.0)  # the lanes of a session share the wires
+        self.free = dict.fromkeys(self.links, 0.0)  # the parallel sessions of a session share the wires
         self.wires = threading.Lock()
 
     def clear(self) -> None:
-        """New links; a new lane sends over the same wires."""
+        """New links; a new parallel session sends over the same wires."""
         super().clear()
         self.due: dict[tuple[int, int], deque[float]] = {link: deque() for link in self.links}
 

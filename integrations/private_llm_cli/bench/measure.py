@@ -20,7 +20,7 @@ from private_llm.kernels.memory import tune_allocator
 from private_llm.net.children import start_children
 from private_llm.net.ledger import Cost
 from private_llm.net.local import LocalHub
-from private_llm.net.parallel_sessions import lane_links
+from private_llm.net.parallel_sessions import parallel_session_links
 from private_llm.net.rendezvous import connect
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.client_end import ClientEnd
@@ -40,15 +40,15 @@ CONTROL = "bench"
 _GO, _STOP = 1, 0
 
 
-class _Lane:
-    """One lane of a party: its session, its inputs, its last result."""
+class _ParallelSession:
+    """One parallel session of a party: its session, its inputs, its last result."""
 
     def __init__(self, work: Work, config: PrivateConfig, transport: Transport, number: int) -> None:
-        links = lane_links(transport, config.parties, number, config.permute)
+        links = parallel_session_links(transport, config.parties, number, config.rotate_roles)
         self.session = join(config, links.me, links)
         with torch.no_grad():
             self._run = work.prepare(self.session, dict(receive_weights(work, self.session, links)))
-        parts = zip(work.inputs, work.share_of(number, config.lanes), strict=True)
+        parts = zip(work.inputs, work.share_of(number, config.parallel_sessions), strict=True)
         shapes = [(len(range(shape[0])[rows]), *shape[1:]) for shape, rows in parts]
         taken = [self.session.protocol.receive_input(shape) for shape in shapes]
         self._inputs = [Fixed(self.session, share, self.session.frac) for share in taken]
@@ -57,7 +57,7 @@ class _Lane:
 
     @property
     def cost(self) -> Cost:
-        """What this party sent and waited for in this lane in the last run."""
+        """What this party sent and waited for in this parallel session in the last run."""
         return self._links.ledger.cost()
 
     def run(self) -> None:
@@ -82,20 +82,26 @@ def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -
     """One party: take the inputs, run on every "go", then open the last result."""
     tune_allocator()
     torch.set_num_threads(party_threads(config.parties))
-    lanes = [_Lane(work, config, transport, number) for number in range(config.lanes)]
-    with ThreadPoolExecutor(len(lanes), f"party {party} lane") as pool:
+    parallel_sessions = [
+        _ParallelSession(work, config, transport, number) for number in range(config.parallel_sessions)
+    ]
+    with ThreadPoolExecutor(len(parallel_sessions), f"party {party} parallel session") as pool:
         while int(transport.recv(CLIENT, CONTROL, (1,), torch.int64)) == _GO:
-            if len(lanes) == 1:
-                lanes[0].run()  # on this thread: switching costs more than a small work
+            if len(parallel_sessions) == 1:
+                parallel_sessions[0].run()  # on this thread: switching costs more than a small work
             else:
-                list(pool.map(_Lane.run, lanes))
-            costs = [lane.cost for lane in lanes]
+                list(pool.map(_ParallelSession.run, parallel_sessions))
+            costs = [parallel_session.cost for parallel_session in parallel_sessions]
             sent = [sum(cost.sent.get((party, to), 0) for cost in costs) for to in (*range(config.parties), CLIENT)]
-            ahead = sum(lane.cost.total for lane in lanes if lane.session.party == config.helper)
+            ahead = sum(
+                parallel_session.cost.total
+                for parallel_session in parallel_sessions
+                if parallel_session.session.party == config.helper
+            )
             rounds = max(cost.rounds for cost in costs)
             transport.send(CLIENT, CONTROL, torch.tensor([*sent, ahead, rounds]))
-    for lane in lanes:
-        lane.reveal(describe=lane.session.party == 0)
+    for parallel_session in parallel_sessions:
+        parallel_session.reveal(describe=parallel_session.session.party == 0)
 
 
 def measure(
@@ -154,11 +160,11 @@ def _measure(
     ring = Ring(config.ring)
     weights, values = work.weight_values(), work.values()
     ends = []
-    for number in range(config.lanes):
-        links = lane_links(transport, config.parties, number, config.permute)
+    for number in range(config.parallel_sessions):
+        links = parallel_session_links(transport, config.parties, number, config.rotate_roles)
         end = join_as_client(config, links)
         send_weights(weights, config, links)
-        for value, rows in zip(values, work.share_of(number, config.lanes), strict=True):
+        for value, rows in zip(values, work.share_of(number, config.parallel_sessions), strict=True):
             end.share(ring.encode(value[rows], config.frac_bits))
         ends.append(end)
     times, reports = [], torch.empty(0)

@@ -84,7 +84,7 @@ LINES: tuple[Line, ...] = (
         _both(Figure(2.288, 286.9), Figure(4.599, 490.4)), _both(Figure(1.1), Figure(2.2)),
     ),
 )  # fmt: skip
-"""Shapes as the reference ran them: "lanes" are independent matrices side by side. Aims: from the project's plan."""
+"""Shapes as the reference ran them: some are independent matrices side by side. Aims: from the project's plan."""
 
 _LARGE_IMAGE = (1, 3, 224, 224, 64)
 IMAGENET: tuple[Line, ...] = (

@@ -23,7 +23,7 @@ class Waiting:
     tag: str
     start: float
     end: float
-    lane: int = 0
+    parallel_session: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Sending:
     tag: str
     start: float
     end: float
-    lane: int = 0
+    parallel_session: int = 0
 
 
 class RecordingHub(SlowHub):
@@ -61,22 +61,22 @@ class RecordingHub(SlowHub):
 class _RecordingTransport(SlowTransport):
     def __init__(self, hub: RecordingHub, me: int) -> None:
         super().__init__(hub, me)
-        self._waits, self._lane = hub.waits, hub.number
+        self._waits, self._parallel_session = hub.waits, hub.number
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         started = time.perf_counter()
         payload = super()._recv(frm, tag, shape, dtype)
-        self._waits.append(Waiting(self.me, frm, tag, started, time.perf_counter(), self._lane))
+        self._waits.append(Waiting(self.me, frm, tag, started, time.perf_counter(), self._parallel_session))
         return payload
 
     def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
         started = time.perf_counter()
         raw = super()._recv_bytes(frm, tag, most)
-        self._waits.append(Waiting(self.me, frm, tag, started, time.perf_counter(), self._lane))
+        self._waits.append(Waiting(self.me, frm, tag, started, time.perf_counter(), self._parallel_session))
         return raw
 
     def wait(self, frm: int) -> None:
         """Between two calls."""
         started = time.perf_counter()
         super().wait(frm)
-        self._waits.append(Waiting(self.me, frm, "next call", started, time.perf_counter(), self._lane))
+        self._waits.append(Waiting(self.me, frm, "next call", started, time.perf_counter(), self._parallel_session))

@@ -49,8 +49,8 @@ class Row:
     bytes_preprocessing: int = 0
     seconds_preprocessing: dict[str, float] | None = None
     bytes_received: dict[str, int] = field(default_factory=dict)
-    lanes: int = 1
-    permute: bool = False
+    parallel_sessions: int = 1
+    rotate_roles: bool = False
     adder: str = "auto"
     relu_bits: int | None = None
     relu_low: int = 0
@@ -65,8 +65,9 @@ class Row:
 def settings(config: PrivateConfig, speed: LinkSpeed | None) -> dict[str, Any]:
     """The columns of a row that say how it was run, on emulated links of a speed or on those of this machine."""
     return {
-        "protocol": config.protocol, "ring": config.ring, "parties": config.parties, "lanes": config.lanes,
-        "permute": config.permute, "adder": config.adder, "relu_bits": config.relu_bits, "relu_low": config.relu_low,
+        "protocol": config.protocol, "ring": config.ring, "parties": config.parties,
+        "parallel_sessions": config.parallel_sessions, "rotate_roles": config.rotate_roles, "adder": config.adder,
+        "relu_bits": config.relu_bits, "relu_low": config.relu_low,
         "threads": party_threads(config.parties),
         "party_mode": "threads" if config.party_mode == "auto" else config.party_mode,
         "bandwidth_mbit": speed.bandwidth_mbit if speed else None, "latency_ms": speed.latency_ms if speed else None,

@@ -26,7 +26,7 @@ class Work:
     inputs: public shapes of the secret inputs. spread: standard deviation of each (normal), or the half width if
     `uniform`. weights: public shapes of the model owner's tensors; `prepare` makes of their shares what every party
     runs on the inputs. truth: the same in float64, from values of inputs and weights. rows: the first dimension of each
-    input and of the result counts rows that know nothing of each other, so lanes may share them.
+    input and of the result counts rows that know nothing of each other, so parallel sessions may share them.
     """
 
     name: str
@@ -39,13 +39,19 @@ class Work:
     weights: Mapping[str, Shape] = field(default_factory=dict)
     rows: bool = False
 
-    def share_of(self, lane: int, lanes: int) -> list[slice]:
-        """The rows of each input that one of `lanes` computes. Raises ConfigError where it would compute none."""
-        if lanes == 1:
+    def share_of(self, parallel_session: int, parallel_sessions: int) -> list[slice]:
+        """The rows of each input that one of `parallel_sessions` computes. Raises ConfigError where it would compute
+        none."""
+        if parallel_sessions == 1:
             return [slice(None)] * len(self.inputs)
-        if not self.rows or min(shape[0] for shape in self.inputs) < lanes:
-            raise ConfigError(f"benchmark {self.name!r} at {self.shape} cannot be spread over lanes={lanes}")
-        cut = [[shape[0] * k // lanes for k in (lane, lane + 1)] for shape in self.inputs]
+        if not self.rows or min(shape[0] for shape in self.inputs) < parallel_sessions:
+            raise ConfigError(
+                f"benchmark {self.name!r} at {self.shape} cannot be spread over parallel_sessions={parallel_sessions}"
+            )
+        cut = [
+            [shape[0] * k // parallel_sessions for k in (parallel_session, parallel_session + 1)]
+            for shape in self.inputs
+        ]
         return [slice(*ends) for ends in cut]
 
     def values(self, seed: int = 1) -> list[Tensor]:

@@ -155,9 +155,9 @@ class _Clock:
 
 
 def _title(row: Row) -> str:
-    lanes = f", {row.lanes} lanes" if row.lanes > 1 else ""
+    beside = f", {row.parallel_sessions} parallel sessions" if row.parallel_sessions > 1 else ""
     link = f", {row.bandwidth_mbit:g} Mbit/s, {row.latency_ms:g} ms" if row.bandwidth_mbit is not None else ""
-    return f"{row.name} {'x'.join(map(str, row.shape))}, {row.protocol}, {row.ring} bits{lanes}{_circuit(row)}{link}"
+    return f"{row.name} {'x'.join(map(str, row.shape))}, {row.protocol}, {row.ring} bits{beside}{_circuit(row)}{link}"
 
 
 def _circuit(row: Row) -> str:

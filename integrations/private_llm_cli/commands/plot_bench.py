@@ -30,15 +30,20 @@ def check_name(path: Path) -> None:
 
 
 def plot_timeline(hub: RecordingHub, config: PrivateConfig, title: str, span: Span, path: Path) -> None:
-    """One band for each lane of each party: computing or waiting; below it what was on the party's wires."""
+    """One band for each parallel session of each party: computing or waiting; below it what was on the party's
+    wires."""
     pyplot = load_pyplot()
-    lanes = config.lanes
-    figure, axes = pyplot.subplots(figsize=(11, 1.5 + config.parties * (0.5 + 0.3 * lanes)), layout="constrained")
-    height = 0.7 / lanes
+    parallel_sessions = config.parallel_sessions
+    figure, axes = pyplot.subplots(
+        figsize=(11, 1.5 + config.parties * (0.5 + 0.3 * parallel_sessions)), layout="constrained"
+    )
+    height = 0.7 / parallel_sessions
     for party in range(config.parties):
-        for lane in range(lanes):
-            place = (party + 0.02 + height * lane, 0.9 * height)
-            waits = [(w.start, w.end) for w in hub.waits if (w.endpoint, w.lane) == (party, lane)]
+        for parallel_session in range(parallel_sessions):
+            place = (party + 0.02 + height * parallel_session, 0.9 * height)
+            waits = [
+                (w.start, w.end) for w in hub.waits if (w.endpoint, w.parallel_session) == (party, parallel_session)
+            ]
             axes.broken_barh([(0.0, _ms(span[1] - span[0]))], place, color=_COMPUTES, linewidth=0)
             axes.broken_barh(list(_within(waits, span)), place, color=_WAITS, linewidth=0)
         sent = [(s.start, s.end) for s in hub.sent if s.endpoint == party]

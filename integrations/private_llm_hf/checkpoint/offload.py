@@ -2,7 +2,7 @@
 
 What a client sends goes into one nameless file in a folder that the user names: no other process can open it, and its
 space is free again when the party ends, however it ends. It holds what the party received, never a mask: masks are
-made anew from their seeds. Reading needs no lock, so lanes may share a file.
+made anew from their seeds. Reading needs no lock, so parallel sessions may share a file.
 """
 
 from __future__ import annotations

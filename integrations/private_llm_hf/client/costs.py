@@ -34,8 +34,8 @@ class PartCost:
     """What a module, or all modules of one kind, cost.
 
     bytes_total: over all links. bytes_sent: by the endpoint that sent most. rounds: of the party that waited most.
-    seconds: of the slowest party from start to end, waiting included, modules within this one not; of lanes the
-    slowest. Times say nothing of values and differ from run to run, so costs that are equal may differ in them.
+    seconds: of the slowest party from start to end, waiting included, modules within this one not; of parallel sessions
+    the slowest. Times say nothing of values and differ from run to run, so costs that are equal may differ in them.
     """
 
     bytes_total: int

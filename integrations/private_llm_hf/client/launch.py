@@ -27,7 +27,7 @@ from private_llm.net.roles import called, named, named_errors
 from private_llm.net.transport import CLIENT, Transport
 from private_llm_hf.checkpoint.node_checkpoint import NodeCheckpoint
 from private_llm_hf.checkpoint.share_files import ShareFile
-from private_llm_hf.client.parallel_sessions import join_lanes
+from private_llm_hf.client.parallel_sessions import join_parallel_sessions
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.party.party import run_party
 
@@ -62,7 +62,7 @@ def _start(config: PrivateConfig, mode: str, hub: LocalHub | None) -> Parties:
     if mode == "distributed":
         return _start_distributed(config)
     transport = connect(config, CLIENT)
-    return join_lanes(config, transport, transport.close)
+    return join_parallel_sessions(config, transport, transport.close)
 
 
 def choose_mode(config: PrivateConfig) -> str:
@@ -156,7 +156,7 @@ def _held(
 def _start_threads(config: PrivateConfig, hub: LocalHub) -> Parties:
     """Parties as daemon threads: they end with the session or with this process."""
     before = torch.get_num_threads()
-    shared = threads_per_party(config.endpoints, config.lanes)
+    shared = threads_per_party(config.endpoints, config.parallel_sessions)
     if config.protocol == "cascade" and config.plan is not None:
         shared = threads_per_node(config.plan.alpha)
     torch.set_num_threads(shared)  # of the process, until the session ends
@@ -180,7 +180,7 @@ def _start_threads(config: PrivateConfig, hub: LocalHub) -> Parties:
         torch.set_num_threads(before)
         trim_allocator()
 
-    return join_lanes(config, transport, shutdown)
+    return join_parallel_sessions(config, transport, shutdown)
 
 
 def _start_distributed(config: PrivateConfig) -> Parties:
@@ -191,8 +191,10 @@ def _start_distributed(config: PrivateConfig) -> Parties:
     """
     from private_llm.net.distributed import DistHub  # torch.distributed is slow to import and rarely wanted
 
-    if config.lanes > 1:
-        raise ConfigError("lanes: torch.distributed carries one; want lanes=1, or another party_mode")
+    if config.parallel_sessions > 1:
+        raise ConfigError(
+            "parallel sessions: torch.distributed carries one; want parallel_sessions=1, or another party_mode"
+        )
     hub = DistHub(config.endpoints, config.timeout_s, trusted_network=config.trusted_network)
     facts = config.facts
     if facts is not None and facts.dealer and hub.rank_of(CLIENT) == hub.rank_of(0):
@@ -220,14 +222,14 @@ def _start_distributed(config: PrivateConfig) -> Parties:
         transport.close()
         hub.close()
 
-    return join_lanes(config, transport, shutdown)
+    return join_parallel_sessions(config, transport, shutdown)
 
 
 def _start_processes(config: PrivateConfig) -> Parties:
     """Parties as child processes over loopback sockets; they end when this process does."""
     transport, stop = start_children(config, "private_llm_hf.party.party:run_party", {})
     try:
-        return join_lanes(config, transport, stop)
+        return join_parallel_sessions(config, transport, stop)
     except BaseException:
         stop()
         raise

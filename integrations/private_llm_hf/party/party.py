@@ -23,7 +23,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ShareFileError, TransportError, UnsupportedOp
 from private_llm.exact.argmax import argmax
 from private_llm.kernels.memory import trim_allocator, tune_allocator
-from private_llm.net.parallel_sessions import lane_links
+from private_llm.net.parallel_sessions import parallel_session_links
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.offline_phase import Ahead
 from private_llm.protocols.session import Session, join
@@ -58,14 +58,15 @@ class Party:
 
     def __init__(
         self, config: PrivateConfig, number: int, transport: Transport, held: ShareFile | None,
-        lanes: dict[int, Party] | None = None, lane: int = 0,
+        parallel_sessions: dict[int, Party] | None = None, parallel_session: int = 0,
     ) -> None:  # fmt: skip
-        """lanes: where the lanes of one party find each other; this one enters itself as number `lane`."""
-        links = lane_links(transport, config.parties, lane, config.permute)
+        """parallel sessions: where the parallel sessions of one party find each other; this one enters itself as number
+        `parallel session`."""
+        links = parallel_session_links(transport, config.parties, parallel_session, config.rotate_roles)
         self.config, self.number, self.transport, self.held = config, number, links, held
         self.role = links.me
-        self.lanes = {} if lanes is None else lanes
-        self.lanes[lane] = self
+        self.parallel_sessions = {} if parallel_sessions is None else parallel_sessions
+        self.parallel_sessions[parallel_session] = self
         self.session: Session = join(config, self.role, links)
         self.model: PreTrainedModel | None = None
         self.stored: dict[str, Stored] = {}
@@ -134,9 +135,11 @@ class Party:
                 for name, shape in self.held.shapes.items()
             }
         elif isinstance(command, commands.LoadLike):
-            other = self.lanes.get(command.lane)
+            other = self.parallel_sessions.get(command.parallel_session)
             if other is None or other.loaded is None:
-                raise TransportError(f"lane {command.lane} of this party has no model that another could take")
+                raise TransportError(
+                    f"parallel session {command.parallel_session} of this party has no model that another could take"
+                )
             loaded, weights = other.loaded, self._weights_of(other)
         elif self.held is not None:
             raise ShareFileError("this party was started with a share file and serves the model of that file only")
@@ -163,7 +166,8 @@ class Party:
         return Fixed(self.session, held.weight(name), ranges.frac_of_weight(name, self.session.frac))
 
     def _weights_of(self, other: Party) -> dict[str, Fixed | Tensor | Stored]:
-        """The shares of another lane with the same assignment: the same memory or file, used in this lane's session."""
+        """The shares of another parallel session with the same assignment: the same memory or file, used in this
+        parallel session's session."""
         held = dict(other.ready().named_parameters())
         if any(value.is_meta for value in held.values()):  # some weights stay on disk
             return {n: Stored(v.shape, functools.partial(self._stored_of, v)) for n, v in other.stored.items()}
@@ -356,29 +360,41 @@ def run_party(
 ) -> str | None:
     """Serve one client until it stops. Returns None, or why the session ended (which all others were told)."""
     tune_allocator()
-    lanes: dict[int, Party] = {}
+    parallel_sessions: dict[int, Party] = {}
     reasons: list[str] = []
 
-    def serve(lane: int) -> None:
+    def serve(parallel_session: int) -> None:
         if config.protocol == "cascade" or number >= config.parties:
             Node(config, number, transport, held if isinstance(held, NodeCheckpoint) else None).serve()
         else:
-            Party(config, number, transport, held if isinstance(held, ShareFile) else None, lanes, lane).serve()
+            Party(
+                config,
+                number,
+                transport,
+                held if isinstance(held, ShareFile) else None,
+                parallel_sessions,
+                parallel_session,
+            ).serve()
 
-    def run(lane: int) -> None:
-        reason = reported(config, number, transport, functools.partial(serve, lane))
+    def run(parallel_session: int) -> None:
+        reason = reported(config, number, transport, functools.partial(serve, parallel_session))
         if reason is not None:
             reasons.append(reason)
 
     others = [
-        threading.Thread(target=run, args=(lane,), name=f"party {number} lane {lane}", daemon=True)
-        for lane in range(1, config.lanes)
+        threading.Thread(
+            target=run,
+            args=(parallel_session,),
+            name=f"party {number} parallel session {parallel_session}",
+            daemon=True,
+        )
+        for parallel_session in range(1, config.parallel_sessions)
     ]
     for thread in others:
         thread.start()
     run(0)
     for thread in others:
         thread.join()
-    lanes.clear()
+    parallel_sessions.clear()
     trim_allocator()
     return reasons[0] if reasons else None

@@ -7,7 +7,7 @@ from private_llm.net.children import start_children
 from private_llm.net.local import LocalHub
 from private_llm.net.timed import TimedTransport
 from private_llm.net.transport import Transport
-from private_llm_hf.client.parallel_sessions import join_lanes
+from private_llm_hf.client.parallel_sessions import join_parallel_sessions
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.party.party import run_party
 
@@ -27,7 +27,7 @@ class TimedParties:
         transport, stop = start_children(config, "private_llm_hf.party.timed:run_timed", {})
         try:
             self.client = TimedTransport(transport)
-            return join_lanes(config, self.client, stop)
+            return join_parallel_sessions(config, self.client, stop)
         except BaseException:
             stop()
             raise

@@ -230,7 +230,7 @@ class _MetaParties(SessionClient):
         return next(self._numbers)
 
     def keep_together(self, handle: int, rows: int) -> None:
-        """One lane holds all rows."""
+        """One parallel session holds all rows."""
 
     def release(self, handle: int) -> None:
         """Kept until the end, so that memory can be read off."""

@@ -1,7 +1,7 @@
 """What the client asks of the parties: one class for each command, and the requests that commands hold.
 
-A request (`Call`, or a change of a cache) is the same wherever it goes: to the parties at once, into a plan, to lanes.
-Commands to the nodes of token sharding are in token_sharding/commands.py.
+A request (`Call`, or a change of a cache) is the same wherever it goes: to the parties at once, into a plan, to
+parallel sessions. Commands to the nodes of token sharding are in token_sharding/commands.py.
 """
 
 from __future__ import annotations
@@ -164,9 +164,9 @@ class LoadHeld(Message):
 
 @dataclass(frozen=True)
 class LoadLike(Message):
-    """Build the model from the shares of another lane of the same party."""
+    """Build the model from the shares of another parallel session of the same party."""
 
-    lane: Annotated[int, Between(0, 255)]
+    parallel_session: Annotated[int, Between(0, 255)]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from private_llm_hf import ForwardPlan, GeneratePlan, PrivateConfig, patch
-from private_llm_hf.client.lane_rows import plan_lanes
+from private_llm_hf.client.session_rows import plan_parallel_sessions
 from private_llm_hf.wire.commands import Call, SelectRows, Tokens
 
 from private_llm.errors import DomainError
@@ -24,11 +24,11 @@ from tests.hf.test_preprocess import stores as stores
 IDS = torch.tensor([[5, 6, 7, 8], [9, 8, 7, 6], [50, 40, 30, 20]])
 HOW = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
 PLAN = GeneratePlan(prompt=4, new_tokens=3, batch=3)
-TWO = replace(TRIO, lanes=2)
+TWO = replace(TRIO, parallel_sessions=2)
 SETTINGS = {
-    "trio": TWO, "permuted": replace(TRIO, lanes=3, permute=True),
-    "quad": PrivateConfig(protocol="quad", lanes=2, permute=True, timeout_s=60),
-    "dealer": PrivateConfig(protocol="dealer", lanes=2, timeout_s=60),
+    "trio": TWO, "permuted": replace(TRIO, parallel_sessions=3, rotate_roles=True),
+    "quad": PrivateConfig(protocol="quad", parallel_sessions=2, rotate_roles=True, timeout_s=60),
+    "dealer": PrivateConfig(protocol="dealer", parallel_sessions=2, timeout_s=60),
 }  # fmt: skip
 
 
@@ -49,9 +49,9 @@ def test_generate_gives_the_same_tokens_while_every_helper_is_silent(name: str, 
     assert before.rounds == 0
     assert online.preprocessing.total == 0
     assert online.rounds == merged.rounds
-    assert (len(before.helpers), len(online.helpers)) == (config.lanes, config.lanes)
-    if config.permute:
-        assert len({frm for (frm, _), count in before.cost.sent.items() if count}) == config.lanes
+    assert (len(before.helpers), len(online.helpers)) == (config.parallel_sessions, config.parallel_sessions)
+    if config.rotate_roles:
+        assert len({frm for (frm, _), count in before.cost.sent.items() if count}) == config.parallel_sessions
     if name == "dealer":
         assert before.preprocessing == merged.preprocessing
 
@@ -151,9 +151,9 @@ def test_rows_of_a_plan_follow_their_caches() -> None:
         return Call(public, (Tokens("input_ids", (rows, 4), 9),), cache, None, None, ())
 
     select = SelectRows(1, torch.tensor([0, 2, 4]))
-    rows, parts = plan_lanes([call(5, 1), select, call(3, 1), call(1, None)], 2)
+    rows, parts = plan_parallel_sessions([call(5, 1), select, call(3, 1), call(1, None)], 2)
     assert rows == [[3, 2], [3, 2], [2, 1], [1, 0]]
-    assert [[type(part) for part in lane] for lane in parts] == [[Call, SelectRows, Call, Call],
+    assert [[type(part) for part in parallel_session] for parallel_session in parts] == [[Call, SelectRows, Call, Call],
                                                                 [Call, SelectRows, Call]]  # fmt: skip
     assert [part.index.tolist() for part in (parts[0][1], parts[1][1])] == [[0, 2], [1]]
     assert [tuple(part.public["attention_mask"].shape) for part in (parts[0][2], parts[1][2])] == [(2, 4), (1, 4)]

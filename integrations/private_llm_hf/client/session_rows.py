@@ -1,4 +1,5 @@
-"""Which rows of a batch are whose: the part of each lane in a call, in what the parties keep, and in a plan."""
+"""Which rows of a batch are whose: the part of each parallel session in a call, in what the parties keep, and in a
+plan."""
 
 from __future__ import annotations
 
@@ -13,23 +14,23 @@ from private_llm_hf.client.session_client import Secret
 from private_llm_hf.wire.commands import CacheEdit, Call, CopyCache, Request, ResetCache, SelectRows
 
 Rows = list[int]
-"""How many rows each lane holds."""
+"""How many rows each parallel session holds."""
 Picks = list[Tensor | None]
-"""For each lane which of its own rows are meant; None: all."""
+"""For each parallel session which of its own rows are meant; None: all."""
 
 
-class LaneRows:
+class SessionRows:
     """The rows of caches and encoder outputs, by handle."""
 
-    def __init__(self, lanes: int) -> None:
-        self._lanes = lanes
+    def __init__(self, parallel_sessions: int) -> None:
+        self._parallel_sessions = parallel_sessions
         self._rows: dict[int, Rows] = {}
         self._groups: dict[int, int] = {}
 
     def of_call(self, call: Call) -> tuple[Rows | None, Picks]:
         """The rows of a call that continues what is kept, or None. Raises DomainError for another number of rows."""
         found: Rows | None
-        picks: Picks = [None] * self._lanes
+        picks: Picks = [None] * self._parallel_sessions
         encoded = call.encoded
         if encoded is not None and encoded.rows is not None:
             found, picks = self._picked(encoded.handle, encoded.rows)
@@ -47,7 +48,8 @@ class LaneRows:
                 self._rows[kept] = rows
 
     def of_command(self, edit: CacheEdit) -> tuple[Rows, Picks]:
-        """The rows of a cache that a command is about. Raises UnsupportedOp if one would change its lane."""
+        """The rows of a cache that a command is about. Raises UnsupportedOp if one would change its parallel
+        session."""
         rows = self._rows[edit.handle]
         if isinstance(edit, SelectRows):
             return rows, self._picked(edit.handle, edit.index)[1]
@@ -63,20 +65,23 @@ class LaneRows:
             self._rows[edit.handle] = self._picked(edit.handle, edit.index)[0]
 
     def _picked(self, handle: int, index: Tensor) -> tuple[Rows, Picks]:
-        """Chosen rows of a kept state, lane by lane. Raises UnsupportedOp if a row would change its lane."""
+        """Chosen rows of a kept state, parallel session by parallel session. Raises UnsupportedOp if a row would change
+        its parallel session."""
         rows = self._rows[handle]
         owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows))[index]
         if bool((owner[1:] < owner[:-1]).any()):
             raise UnsupportedOp(
-                "a row of the batch would move to another lane, which cannot see it; use lanes=1 for this call, or a "
-                "number of prompts that the lanes divide evenly"
+                "a row of the batch would move to another parallel session, which cannot see it; use "
+                "parallel_sessions=1 for this call, or a number of prompts that the parallel sessions divide evenly"
             )
         starts = torch.cumsum(torch.tensor([0, *rows]), 0)
-        picks: Picks = [index[owner == lane] - starts[lane] for lane in range(len(rows))]
-        return [int((owner == lane).sum()) for lane in range(len(rows))], picks
+        picks: Picks = [
+            index[owner == parallel_session] - starts[parallel_session] for parallel_session in range(len(rows))
+        ]
+        return [int((owner == parallel_session).sum()) for parallel_session in range(len(rows))], picks
 
     def keep_together(self, handle: int, rows: int) -> None:
-        """Rows come in groups of so many, which stay in one lane."""
+        """Rows come in groups of so many, which stay in one parallel session."""
         self._groups[handle] = rows
 
     def together(self, call: Call) -> int:
@@ -91,47 +96,55 @@ class LaneRows:
 
 
 def spread(total: int, together: int, busy: Sequence[int]) -> Rows:
-    """Groups of rows over the lanes in order; few groups go to the lanes with the fewest calls (`busy`)."""
-    groups, lanes = total // together, len(busy)
-    chosen = sorted(sorted(range(lanes), key=lambda lane: busy[lane])[:groups])
-    rows = [0] * lanes
-    for place, lane in enumerate(chosen):
-        rows[lane] = (groups // len(chosen) + (place < groups % len(chosen))) * together
+    """Groups of rows over the parallel sessions in order; few groups go to the parallel sessions with the fewest calls
+    (`busy`)."""
+    groups, parallel_sessions = total // together, len(busy)
+    chosen = sorted(sorted(range(parallel_sessions), key=lambda parallel_session: busy[parallel_session])[:groups])
+    rows = [0] * parallel_sessions
+    for place, parallel_session in enumerate(chosen):
+        rows[parallel_session] = (groups // len(chosen) + (place < groups % len(chosen))) * together
     return rows
 
 
 def parts_of_call(call: Call, rows: Rows, picks: Picks) -> Iterator[tuple[int, Call, slice]]:
-    """For each lane that takes part: its number, its part of the call, and which rows of the batch these are."""
+    """For each parallel session that takes part: its number, its part of the call, and which rows of the batch these
+    are."""
     start = 0
-    for lane, (count, index) in enumerate(zip(rows, picks, strict=True)):
+    for parallel_session, (count, index) in enumerate(zip(rows, picks, strict=True)):
         if count:
-            yield lane, _part(call, slice(start, start + count), index), slice(start, start + count)
+            yield parallel_session, _part(call, slice(start, start + count), index), slice(start, start + count)
         start += count
 
 
 def parts_of_command(edit: CacheEdit, rows: Rows, picks: Picks) -> Iterator[tuple[int, CacheEdit]]:
-    """For each lane that holds rows: its number and its part of a command about a cache."""
-    for lane, (count, index) in enumerate(zip(rows, picks, strict=True)):
+    """For each parallel session that holds rows: its number and its part of a command about a cache."""
+    for parallel_session, (count, index) in enumerate(zip(rows, picks, strict=True)):
         if count:
-            yield lane, edit if index is None or not isinstance(edit, SelectRows) else replace(edit, index=index)
+            yield (
+                parallel_session,
+                edit if index is None or not isinstance(edit, SelectRows) else replace(edit, index=index),
+            )
 
 
-def plan_lanes(entries: Sequence[Request], lanes: int) -> tuple[list[Rows], list[list[Request]]]:
-    """Of planned requests, one after the other in idle lanes: the rows of each, and the requests of every lane."""
-    kept, every = LaneRows(lanes), list[Rows]()
-    parts: list[list[Request]] = [[] for _ in range(lanes)]
+def plan_parallel_sessions(
+    entries: Sequence[Request], parallel_sessions: int
+) -> tuple[list[Rows], list[list[Request]]]:
+    """Of planned requests, one after the other in idle parallel sessions: the rows of each, and the requests of every
+    parallel session."""
+    kept, every = SessionRows(parallel_sessions), list[Rows]()
+    parts: list[list[Request]] = [[] for _ in range(parallel_sessions)]
     for entry in entries:
         if isinstance(entry, Call):
             held, picks = kept.of_call(entry)
-            rows = spread(entry.rows, 1, [0] * lanes) if held is None else held
+            rows = spread(entry.rows, 1, [0] * parallel_sessions) if held is None else held
             kept.keep_call(entry, rows)
-            for lane, part, _ in parts_of_call(entry, rows, picks):
-                parts[lane].append(part)
+            for parallel_session, part, _ in parts_of_call(entry, rows, picks):
+                parts[parallel_session].append(part)
         else:
             rows, picks = kept.of_command(entry)
             kept.keep_command(entry)
-            for lane, edit in parts_of_command(entry, rows, picks):
-                parts[lane].append(edit)
+            for parallel_session, edit in parts_of_command(entry, rows, picks):
+                parts[parallel_session].append(edit)
         every.append(rows)
     return every, parts
 
