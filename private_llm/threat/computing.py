@@ -163,7 +163,8 @@ PARALLEL_SESSIONS = Threat(
     learns=(
         ("every party", "nothing more: each of them is a session with keys and masks of its own, and weights are "
          "shared anew, with fresh masks, for every assignment, so that a party that plays several roles sees "
-         "independent uniform values in each; it never holds two roles of one sharing, which together would open the weights"),
+         "independent uniform values in each; it never holds two roles of one sharing, which together would open the "
+         "weights"),
         ("a wiretapper", "which role a party plays in which parallel session (public)"),
         ("quad", "a deviation in one parallel session ends all parallel sessions; another one may have opened its "
          "own, verified rows before"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.sparsity.activations import ReLULinear, ShiftedReLU, zeroes
 from private_llm_hf.sparsity.relufy import ACTIVATIONS, Activation, load_relufied, relufy, save_relufied
 from private_llm_hf.sparsity.sites import find_sites
@@ -120,6 +121,23 @@ def test_models_that_cannot_be_changed_are_refused(name: str, activation: Activa
     with pytest.raises(PatchMismatch, match=message):
         relufy(model, batch(name), activation)
     assert torch.equal(answer(model, name), before)
+
+
+@pytest.mark.parametrize("activation", ["relu2", "shifted-relu", "drelu"])
+def test_private_runs_take_what_transformers_has_and_refuse_the_rest(activation: Activation) -> None:
+    model = build("llama")
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.ndim > 1:
+                value.mul_(0.3)
+    made = relufy(model, batch("llama"), activation, shift=0.2)
+    ids = batch("llama")["input_ids"][:1]
+    if not made.native:
+        with pytest.raises(PatchMismatch, match=r"up_proj .*ReLULinear"):
+            patch(model, PrivateConfig(reveal="logits"))
+        return
+    with patch(model, PrivateConfig(reveal="logits")) as private, torch.no_grad():
+        torch.testing.assert_close(private(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-3, rtol=0)
 
 
 def test_bad_settings_and_foreign_folders_are_refused(tmp_path: Path) -> None:
