@@ -49,7 +49,7 @@ class ClientEnd(ABC):
         wanted = names_where(lambda facts: facts.helper is not None)
         raise UnsupportedOp(f"this protocol has no separate preprocessing; want {wanted}")
 
-    def take_witnesses(self, digests: Sequence[str]) -> None:  # noqa: B027 - semi-honest protocols need none
+    def take_digests(self, digests: Sequence[str]) -> None:  # noqa: B027 - semi-honest protocols need none
         """What the party that ran ahead gave to check openings with (hexadecimal, in order).
 
         Local; replaces older ones.

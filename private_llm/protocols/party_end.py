@@ -45,7 +45,7 @@ class PartyEnd(ABC):
         wanted = names_where(lambda facts: facts.helper is not None)
         raise UnsupportedOp(f"protocol '{self.name}' has no separate preprocessing; want {wanted}")
 
-    def take_witnesses(self) -> list[str]:
+    def take_digests(self) -> list[str]:
         """What the client needs of a party that ran ahead to check what others will open (hexadecimal, in order).
 
         Empty but at party 3 of quad, where each is the 32-byte digest of one opening's masks; what was taken is

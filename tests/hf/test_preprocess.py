@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from private_llm_cli.commands.models import demo_model
 from private_llm_hf import AutoPrivateModelForCausalLM, ForwardPlan, GeneratePlan, PrivateConfig, patch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from private_llm.errors import ConfigError, DomainError, ProtocolAbort, ShareFileError
 from private_llm.net.offline_store import OfflineStore, OfflineTransport
 from private_llm.protocols.quad.records import QuadRecords
-from private_llm_cli.commands.models import demo_model
 from tests.hf import tiny
 from tests.hf.compare import BATCH, LOGIT_ERROR, MASK, worst
 from tests.hf.conftest import PLAIN, TRIO
@@ -233,7 +233,7 @@ def test_a_lie_told_ahead_is_caught_online(monkeypatch: pytest.MonkeyPatch, rece
 
 @pytest.mark.parametrize("given", [[], ["00" * 32]])
 def test_false_digests_given_ahead_open_nothing(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
-    monkeypatch.setattr(QuadRecords, "take_witnesses", lambda self: given)
+    monkeypatch.setattr(QuadRecords, "take_digests", lambda self: given)
     with patch(tiny.build("opt"), QUAD) as private:
         private.preprocess(ForwardPlan({"input_ids": (1, 4)}))
         with pytest.raises(ProtocolAbort, match="do not use this session"):

@@ -25,7 +25,7 @@ from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.forward import Forward, encode_prompt
 from private_llm_hf.client.inputs import check_generated
 from private_llm_hf.client.libraries import known_to_pipelines, refuse_swallowed
-from private_llm_hf.client.preprocess import AnyPlan, Preprocessed, rehearse
+from private_llm_hf.client.preprocess import AnyPlan, Preprocessed, dry_run
 from private_llm_hf.client.remote_state import PrivateCache
 from private_llm_hf.client.session_client import SessionClient
 from private_llm_hf.models.architectures import architecture
@@ -93,7 +93,7 @@ class PrivateModel:
         it is used (once) or the session ends. Then the planned calls must come in their order; any other raises
         DomainError. When all were made the session is as before. A new plan, or none, throws away what is left.
         """
-        entries = rehearse(self, plans)
+        entries = dry_run(self, plans)
         return Preprocessed(len(entries), self.parties.preprocess(entries))
 
     def cost(self, reset: bool = False) -> Costs:

@@ -286,7 +286,7 @@ class Parties(SessionClient):
 
         def prepared() -> int:
             answers = [self._answer(party, Prepared) for party in self.members]
-            self.end.take_witnesses(answers[helper].witnesses)
+            self.end.take_digests(answers[helper].digests)
             self._schedule = schedule if entries else None
             return sum(answer.stored for answer in answers)
 

@@ -1,7 +1,7 @@
 """Preprocessing ahead of the data: which calls are planned, and whether the calls that come are those.
 
 What the helping party contributes to a call depends on public facts alone: shapes, masks, positions, which cache
-is continued. A plan is rehearsed: the user's own program (`generate()`, or one forward) runs against a stand-in for the
+is continued. A plan is made by a dry run: the user's own program (`generate()`, or one forward) runs against a stand-in for the
 parties that answers zeros and writes down what was asked. The parties run ahead for exactly these requests, and the
 client compares each later request with the next one of them before anything is sent (schedule.py).
 """
@@ -38,7 +38,7 @@ class GeneratePlan:
     attention_mask: Tensor | None = None
 
     def run(self, model: PrivateModel) -> None:
-        """Generate on the rehearsing model."""
+        """Generate on the model of the dry run."""
         if min(self.prompt, self.new_tokens, self.batch) < 1:
             raise ConfigError(
                 f"preprocess: got prompt={self.prompt}, new_tokens={self.new_tokens}, batch={self.batch}; want at "
@@ -66,7 +66,7 @@ class ForwardPlan:
     times: int = 1
 
     def run(self, model: PrivateModel) -> None:
-        """Call the rehearsing model once."""
+        """Call the model of the dry run once."""
         given = {}
         for name, value in self.inputs.items():
             if isinstance(value, (tuple, list, torch.Size)):
@@ -95,7 +95,7 @@ class _Noted(Exception):
     """The call was written down; what would come back does not matter."""
 
 
-class Rehearsal(SessionClient):
+class DryRun(SessionClient):
     """Stands where the link to the parties stands, and writes down what is asked of them."""
 
     def __init__(self, parties: SessionClient, generating: bool, vocabulary: int, kind: str) -> None:
@@ -134,18 +134,18 @@ class Rehearsal(SessionClient):
         """Nothing runs."""
 
 
-def rehearse(model: PrivateModel, plans: tuple[AnyPlan, ...]) -> list[Request]:
+def dry_run(model: PrivateModel, plans: tuple[AnyPlan, ...]) -> list[Request]:
     """The requests that these plans will make, in order. Raises ConfigError, and whatever the calls would raise."""
     made: list[Request] = []
     for plan in plans:
         if not isinstance(plan, (GeneratePlan, ForwardPlan)) or plan.times < 1:
             raise ConfigError(f"preprocess: got {plan!r}; want GeneratePlan or ForwardPlan with times of at least 1")
         for _ in range(plan.times):
-            made += _rehearse_once(model, plan)
+            made += _dry_run_once(model, plan)
     return made
 
 
-def _rehearse_once(model: PrivateModel, plan: AnyPlan) -> list[Request]:
+def _dry_run_once(model: PrivateModel, plan: AnyPlan) -> list[Request]:
     generating = isinstance(plan, GeneratePlan)
     generation = copy.deepcopy(getattr(model, "generation_config", None))
     if generation is not None:
@@ -154,6 +154,6 @@ def _rehearse_once(model: PrivateModel, plan: AnyPlan) -> list[Request]:
         raise ConfigError(f"preprocess: {model.original_class.__name__} does not generate; want a ForwardPlan")
     kind = "Seq2SeqLMOutput" if model.config.is_encoder_decoder else "CausalLMOutputWithPast"
     vocabulary = model.config.get_text_config().vocab_size if generating else 0
-    stand_in = Rehearsal(model.parties, generating, vocabulary, kind)
+    stand_in = DryRun(model.parties, generating, vocabulary, kind)
     plan.run(type(model)(model.config, stand_in, model.plan, generation))
     return stand_in.entries

@@ -1,7 +1,7 @@
 """What a private model needs of those who compute for it, whoever they are.
 
 Parties of secret sharing, parallel sessions of them, nodes of token sharding, both behind each other, and the stand-ins
-that rehearse calls or count what they would cost.
+that record a dry run or count what they would cost.
 """
 
 from __future__ import annotations

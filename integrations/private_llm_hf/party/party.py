@@ -224,7 +224,7 @@ class Party:
     def _preprocess(self, command: commands.Preprocess) -> None:
         self._free(command.free)
         stored = self.ahead.prepare(command.plan, command.calls)
-        self._answer(Prepared(stored, tuple(self.session.protocol.take_witnesses())))
+        self._answer(Prepared(stored, tuple(self.session.protocol.take_digests())))
 
     def _run_ahead(self, request: commands.Request) -> None:
         """Compute a planned request without an answer: the client comes later."""

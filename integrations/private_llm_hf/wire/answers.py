@@ -99,10 +99,10 @@ class NodeOutputs(Message):
 
 @dataclass(frozen=True)
 class Prepared(Message):
-    """A plan was prepared. stored: bytes. witnesses: digests (hex) of what a quad's helper opens later."""
+    """A plan was prepared. stored: bytes. digests: digests (hex) of what a quad's helper opens later."""
 
     stored: Number
-    witnesses: tuple[str, ...]
+    digests: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -292,7 +292,7 @@ class QuadArithmetic(QuadRecords):
         for endpoint, x in pieces:
             value = (x.parts[0] + x.parts[1]).contiguous()
             if self._apart and self.party == 3:
-                self._witnesses.append(digest(value).hex())
+                self._digests.append(digest(value).hex())
             elif self.party in (0, 1):
                 self.transport.send(endpoint, "reveal", value)
             else:

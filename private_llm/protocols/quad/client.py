@@ -35,12 +35,12 @@ class QuadClient(TrioClient):
 
     def __init__(self, transport: Transport, ring: Ring, one_hot: bool = False) -> None:
         super().__init__(transport, ring, one_hot)
-        self._witnesses: deque[bytes] = deque()
+        self._digests: deque[bytes] = deque()
         self._ahead = False
 
-    def take_witnesses(self, digests: Sequence[str]) -> None:
+    def take_digests(self, digests: Sequence[str]) -> None:
         """Party 3's digests for what preprocessed calls will open, in order; older ones are forgotten."""
-        self._witnesses = deque(bytes.fromhex(each) for each in digests)
+        self._digests = deque(bytes.fromhex(each) for each in digests)
 
     @contextmanager
     def section(self, label: str) -> Iterator[None]:
@@ -83,13 +83,13 @@ class QuadClient(TrioClient):
 
     def open(self, shape: tuple[int, ...]) -> Tensor:
         """Ring elements of `shape` that the parties reveal right now. Raises ProtocolAbort if one of them lies."""
-        return open_quad(self.transport, self.ring, shape, self._kept_witness if self._ahead else None)
+        return open_quad(self.transport, self.ring, shape, self._kept_digest if self._ahead else None)
 
-    def _kept_witness(self) -> bytes:
+    def _kept_digest(self) -> bytes:
         """Party 3's next digest, from when it ran ahead."""
-        if not self._witnesses:
+        if not self._digests:
             raise ProtocolAbort("party 3 gave too few digests when it ran ahead; do not use this session")
-        return self._witnesses.popleft()
+        return self._digests.popleft()
 
 
 def open_quad(
@@ -102,14 +102,14 @@ def open_quad(
     opened = []
     for sender, witness in ((1, 2), (0, 3)):
         value = transport.recv(sender, "reveal", shape, ring.dtype)
-        expected = ahead() if ahead is not None and witness == 3 else _witness(transport, witness)
+        expected = ahead() if ahead is not None and witness == 3 else _digest_of(transport, witness)
         if not bytes_eq(expected, digest(value)):
             raise ProtocolAbort("parties opened different results: one of them deviates; do not use this session")
         opened.append(value)
     return opened[0] - opened[1]
 
 
-def _witness(transport: Transport, party: int) -> bytes:
+def _digest_of(transport: Transport, party: int) -> bytes:
     """The digest of a party that opens nothing itself."""
     sent = transport.recv(party, "reveal digest", (DIGEST_BYTES,), torch.uint8)
     return bytes(DIGEST_BYTES) if sent.is_meta else as_bytes(sent)

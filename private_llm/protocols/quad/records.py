@@ -38,7 +38,7 @@ class QuadRecords(Trio):
     ) -> None:  # fmt: skip
         self._views = {other: View(pair_seeds[other]) for other in _VIEWS[party]}
         self._deviation = False
-        self._witnesses: list[str] = []
+        self._digests: list[str] = []
         first, second, joint, data = group_seeds
         helper = {1: first, 2: second, 0: first if party == 1 else second}
         masks = {role: seed for role, seed in helper.items() if seed is not None}
@@ -65,9 +65,9 @@ class QuadRecords(Trio):
         with super().section(label, lambda _: RoleTransport(links(self._links), self.party, self._views)):
             yield
 
-    def take_witnesses(self) -> list[str]:
+    def take_digests(self) -> list[str]:
         """Party 3, ahead: digests (32 bytes, hexadecimal) of the masks of what will be opened, for the client alone."""
-        taken, self._witnesses = self._witnesses, []
+        taken, self._digests = self._digests, []
         return taken
 
     def _joint(self, count: int) -> Tensor:
