@@ -231,7 +231,7 @@ NINE = {"__tensor__": ["int64", [1] * 9, [1]]}
         (
             LoadLike(0),
             {"parallel_session": 256},
-            "LoadLike.parallel session: got 256; want a whole number from 0 to 255",
+            "LoadLike.parallel_session: got 256; want a whole number from 0 to 255",
         ),
         (ManageCache(ResetCache(1)), {"edit": {NAME: "ResetCache", "handle": 0}}, "ManageCache.edit.handle: got 0"),
         (ManageCache(ResetCache(1)), {"edit": {NAME: "Call"}}, "want SelectRows or CropCache or ResetCache"),
