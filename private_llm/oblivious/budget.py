@@ -64,7 +64,8 @@ def choose(session: Session, active: BitShare, budget: int) -> Choice:
     """Exactly `budget` positions, all active ones of `active` (one vector of n bits) among them if they are that few.
 
     n bits to numbers, n + budget small comparisons and gates, one shuffle of n + budget bits, and the opening: 33 to 36
-    bytes for each of n in trio and 38 to 41 in dealer at a budget of n / 10 to n / 4; 7 or 8 rounds, and 6 or 7. Raises DomainError for a budget outside 1 to n, or more than one vector.
+    bytes for each of n in trio and 38 to 41 in dealer at a budget of n / 10 to n / 4; 7 or 8 rounds, and 6 or 7. Raises
+    DomainError for a budget outside 1 to n, or more than one vector.
     """
     count = active.count
     if active.rows != 1 or not 0 < budget <= count:
