@@ -22,7 +22,7 @@ class Permutation:
 
     known_to: parties that know all of it; nothing that was shuffled by it is ever opened to them.
     reuse: whether several openings may share this order. Openings in one order are linked: they tell which elements
-    are the same ones, and known inputs tell which ones these are (threat.py). Without it the second is refused.
+    are the same ones, and known inputs tell which ones these are (threat/orders.py). Without it the second is refused.
     """
 
     size: int

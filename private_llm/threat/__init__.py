@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from private_llm.protocol_facts import Threat, protocol_facts, protocol_names
 from private_llm.threat.computing import COARSE, LANES, LOOKUP, PREPROCESSED, PRODUCT_MASKS, RANGES, TRUNCATION
+from private_llm.threat.orders import FRESH_ORDERS, KNOWN_ORDERS, REUSED_ORDERS
 from private_llm.threat.running import (
     ADMISSION,
     CACHE_POLICY,
@@ -30,6 +31,9 @@ _SHORTCUTS: tuple[Threat, ...] = (
     PRODUCT_MASKS,
     PREPROCESSED,
     LOOKUP,
+    FRESH_ORDERS,
+    REUSED_ORDERS,
+    KNOWN_ORDERS,
     SHAPES,
     CACHE_POLICY,
     STOP_TIME,
