@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,12 +59,16 @@ class ShuffledBits:
 
 def drawn(words: Tensor) -> Tensor:
     """The permutation that sorts uniform 64-bit words [n]: int64 [n]; its bias is below n^2 / 2^64. Local."""
+    if words.device.type == "cpu":  # NumPy sorts five times as fast, in the same order
+        return torch.from_numpy(np.argsort(words.numpy(), kind="stable"))
     return torch.argsort(words, stable=True)
 
 
 def inverse(p: Tensor) -> Tensor:
     """q with q[p[i]] = i: int64 [n]. Local."""
-    return torch.argsort(p)
+    made = torch.empty_like(p)
+    made[p] = torch.arange(p.numel(), dtype=p.dtype, device=p.device)
+    return made
 
 
 def known(part: Tensor | None) -> Tensor:

@@ -17,6 +17,7 @@ from private_llm.threat.computing import (
     RANGES,
     TRUNCATION,
 )
+from private_llm.threat.orders import FRESH_ORDERS, KNOWN_ORDERS, REUSED_ORDERS
 from private_llm.threat.running import (
     ADMISSION,
     CACHE_POLICY,
@@ -38,6 +39,9 @@ _SHORTCUTS: tuple[Threat, ...] = (
     PRODUCT_MASKS,
     PREPROCESSED,
     LOOKUP,
+    FRESH_ORDERS,
+    REUSED_ORDERS,
+    KNOWN_ORDERS,
     SHAPES,
     CACHE_POLICY,
     STOP_TIME,

@@ -1,0 +1,70 @@
+"""What is opened in secret orders: bits that were shuffled, and what links or counts them."""
+
+from __future__ import annotations
+
+from private_llm.protocol_facts import Threat
+
+_TOGETHER = (
+    "which bits are set. Trio: any two parties (party 0 with an evaluator, or both evaluators) hold all "
+    "sub-permutations. Quad: any two, as each lacks one of four. Dealer: the dealer with a computing party, or both "
+    "computing parties. These pairs open all values anyway"
+)
+
+FRESH_ORDERS = Threat(
+    name="bits opened in a fresh secret order",
+    kind="shortcut",
+    corrupt="as the protocol",
+    learns=(
+        ("every party (the dealer too)", "how many of the bits are set, for instance how many neurons of a layer are "
+         "active at one position of the text, and which positions of the order these are, which is as good as drawn at "
+         "random: the order is uniform and serves one opening"),
+        ("every party, from counts", "more than it seems: counts depend on the input. Over one layer of the bundled "
+         "model they told any two of 16 texts of 64 tokens apart, for whoever has the model and the two candidates. "
+         "Only a count that is the same for all inputs (a public budget per position) takes this away"),
+        ("two parties together", _TOGETHER),
+        ("the client, a wiretapper", "nothing of the bits from the opening itself; what is sent afterwards has sizes "
+         "that depend on the count, so who sees frame sizes learns the count"),
+    ),
+    source="oblivious shuffle of Comet (section 4.2), whose permutation is split so that no party holds all of it; "
+    "trio's and quad's are argued in private_llm/protocols/trio/shuffle.py and private_llm/protocols/quad/shuffle.py, "
+    "dealer's in private_llm/protocols/dealer/shuffle.py. A second opening in one order is refused by every party. "
+    "Counts are measured by scripts/link_orders.py; the paper (appendix E) knows of no attack on them",
+    setting="Protocol.open_shuffled, in an order of Protocol.permutation(size); no setting of a session opens bits yet",
+)  # fmt: skip
+
+REUSED_ORDERS = Threat(
+    name="several openings in one secret order",
+    kind="shortcut",
+    corrupt="as the protocol; and a user who is a party's accomplice, or whose inputs a party can guess",
+    learns=(
+        ("every party (the dealer too)", "what a fresh order tells, and which set bits of two openings are the same "
+         "ones: whether two inputs, or two positions of a text, are alike, and how often each element is set"),
+        ("a party that knows some of the inputs, and the model", "the order itself. On the bundled model (1024 neurons "
+         "a layer) 16 known positions of a text tell 40 to 76 % of the neurons, 64 tell 85 to 99 %, 256 tell 99.6 % or "
+         "more: one text of a page ends the secrecy of the order. From then on it reads which neurons are active for "
+         "every other user's inputs in this order, and tells which of two texts was run, without an error in 240 "
+         "pairs. A budget, which makes counts equal, changes nothing of this"),
+        ("the client", "nothing more, unless a party tells it what was opened"),
+    ),
+    source="integrations/private_llm_hf/sparsity/linked_orders.py, measured by scripts/link_orders.py; "
+    "tests/sparsity/test_linked_orders.py runs it on what trio opens. Comet keeps one order for all requests (weights "
+    "are shuffled ahead of time) and proves each opening by itself secure (appendix A), which does not cover this",
+    setting="permutation(size, reuse=True); without it a second opening is refused",
+)  # fmt: skip
+
+KNOWN_ORDERS = Threat(
+    name="an order that the helping party knows",
+    kind="shortcut",
+    corrupt="as the protocol",
+    learns=(
+        ("party 0 of trio, the dealer", "the whole order, by design. It must see nothing that stands in this order: "
+         "open_shuffled sends it nothing, and neither may anything that is computed from opened bits, such as which "
+         "rows go on or sizes of messages to it, unless the bits' count and places are meant for it"),
+        ("the other two parties", "what they learn in a hidden order: the bits in an order that neither knows"),
+        ("the helping party together with one other", "which bits are set; as a pair they open everything anyway"),
+        ("quad", "no party knows the order, whatever is asked for"),
+    ),
+    source="private_llm/protocols/permutation.py (`known_to`); tests check who gets what is opened, and which "
+    "sub-permutations each party holds",
+    setting="permutation(size, hidden=False), which is cheaper; the default hides the order from every party",
+)  # fmt: skip
