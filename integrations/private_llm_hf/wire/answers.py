@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from private_llm.errors import DomainError
-from private_llm_hf.wire.codec import Between, Message
+from private_llm_hf.wire.codec import Between, Message, ShapeOf
 
 GUARD = "range check"
 """Name under which the verdict on the ranges of a call is opened and booked."""
@@ -65,7 +65,7 @@ class Output(Message):
     """An output that is opened next. frac: its fractional bits."""
 
     name: str
-    shape: tuple[Annotated[int, Between(0, MOST_OPENED)], ...]
+    shape: Annotated[tuple[int, ...], ShapeOf(MOST_OPENED)]
     frac: Annotated[int, Between(0, 63)]
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class NodeOutput(Message):
     """An output that a CompNode sends next."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], ShapeOf(MOST_OPENED)]
 
 
 @dataclass(frozen=True)

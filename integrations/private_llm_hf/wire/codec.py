@@ -30,6 +30,10 @@ _DTYPES = {"int64": torch.int64, "int32": torch.int32, "bool": torch.bool}
 _MOST_DIMENSIONS = 8
 
 
+_MOST_ITEMS = 1 << 22
+"""Values of one message: a small text of brackets and commas would become gigabytes."""
+
+
 class Message:
     """Base of what travels alone."""
 
@@ -72,6 +76,21 @@ class Between:
         """Raise Unfit outside of the range."""
         if not self.least <= value <= self.most:
             raise Unfit(value, f"a whole number from {self.least} to {self.most}")
+
+
+@dataclass(frozen=True)
+class ShapeOf:
+    """A check of shapes: few dimensions, so that their product is quickly known."""
+
+    most: int
+    least: int = 0
+
+    def __call__(self, value: tuple[int, ...]) -> None:
+        """Raise Unfit for another shape."""
+        if len(value) > _MOST_DIMENSIONS or not all(self.least <= size <= self.most for size in value):
+            raise Unfit(
+                value, f"at most {_MOST_DIMENSIONS} sizes from {self.least} to {self.most}"
+            )
 
 
 @dataclass(frozen=True)
@@ -125,8 +144,10 @@ def _packed(value: object) -> object:
 def message_of(raw: bytes, kinds: tuple[type[M], ...], source: str, what: str = "message") -> M:
     """The message in `raw`, which must be of one of `kinds`. Raises TransportError that names its `source`."""
     text = f"control message from {source}"
+    if sum(map(raw.count, (b"[", b"{", b","))) > _MOST_ITEMS:
+        raise TransportError(f"{text}: got more than {_MOST_ITEMS} values; want fewer")
     try:
-        value = json.loads(raw, parse_constant=_constant)
+        value = json.loads(raw, parse_constant=_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise TransportError(f"{text} is malformed: {type(error).__name__}") from None
     name = value.get(NAME) if isinstance(value, dict) else None
@@ -146,6 +167,13 @@ def message_of(raw: bytes, kinds: tuple[type[M], ...], source: str, what: str = 
 
 def _constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is no finite number")
+    return number
 
 
 Reader = Callable[[object], Any]
@@ -209,7 +237,7 @@ def _tensor(value: object) -> Tensor:
     if {type(number) for number in data} - {bool if dtype is torch.bool else int}:
         raise Unfit(value, f"a tensor of {name}")
     try:
-        return torch.tensor(data, dtype=dtype).view(*shape)
+        return torch.tensor(data, dtype=dtype).view(shape)
     except (RuntimeError, ValueError):  # numbers beyond its type
         raise Unfit(value, f"a tensor of {name}") from None
 
@@ -299,6 +327,6 @@ def _fields(kind: type) -> Reader:
         try:
             return kind(**found)
         except (DomainError, ConfigError) as error:
-            raise Unfit(value, kind.__name__, str(error)) from None
+            raise Unfit(value, kind.__name__, legible(str(error)[:300])) from None
 
     return read

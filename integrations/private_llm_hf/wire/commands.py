@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm_hf.wire.codec import Between, Dims, Message, OneOf
+from private_llm_hf.wire.codec import Between, Dims, Message, OneOf, ShapeOf
 
 OPENED = ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output")
 """Outputs that a client may ask to open, if the architecture returns them."""
@@ -65,7 +65,7 @@ class Tokens(Message):
     """A secret input that comes as shares of indices into a vocabulary. shape: [rows, length]."""
 
     name: Annotated[str, OneOf(("input_ids", "decoder_input_ids"))]
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], ShapeOf(1 << 62)]
     vocabulary: int
 
 
@@ -74,7 +74,7 @@ class Values(Message):
     """A secret input that comes as shares of real numbers. shape: [rows, ...]."""
 
     name: Annotated[str, OneOf(("inputs_embeds", "decoder_inputs_embeds", "pixel_values"))]
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], ShapeOf(1 << 62)]
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Weight(Message):
     """A weight follows."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], ShapeOf(1 << 62)]
 
 
 @dataclass(frozen=True)
