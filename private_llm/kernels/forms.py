@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,13 @@ class Form(ABC):
     @abstractmethod
     def macs(self, x_shape: Size, y_shape: Size) -> int:
         """Multiply-adds of one product."""
+
+    def narrowed(self) -> tuple[Form, Callable[[Tensor], Tensor]] | None:
+        """A form of those entries of y that take part, and how to take them out of y; None: all of them do.
+
+        For protocols that mask, or add up, whole operands.
+        """
+        return None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,10 @@ from private_llm.kernels import ops, shapes
 SCHEMAS = (
     "ring_matmul(Tensor x, Tensor y) -> Tensor",
     "ring_matmul_pair(Tensor x0, Tensor y0, Tensor x1, Tensor y1) -> Tensor",
+    "ring_matmul_rows(Tensor x, Tensor y, Tensor rows) -> Tensor",
+    "ring_matmul_rows_pair(Tensor x0, Tensor y0, Tensor x1, Tensor y1, Tensor rows) -> Tensor",
+    "ring_matmul_lines(Tensor x, Tensor y, Tensor lines) -> Tensor",
+    "ring_matmul_lines_pair(Tensor x0, Tensor y0, Tensor x1, Tensor y1, Tensor lines) -> Tensor",
     "ring_conv2d(Tensor x, Tensor w, int[2] stride, int[2] padding, int[2] dilation, int groups) -> Tensor",
     "ring_conv2d_pair(Tensor x0, Tensor w0, Tensor x1, Tensor w1, int[2] stride, int[2] padding,"
     " int[2] dilation, int groups) -> Tensor",

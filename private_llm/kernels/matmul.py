@@ -24,7 +24,7 @@ _SHORTEST_DOT = 8
 """Below this inner size, lanes along k stay empty: y is copied into rows of columns instead."""
 _TILED_SIDE, _TILED_MACS = 16, 1 << 15
 """From 16 rows, 16 columns (32 of a turned y) and 2^15 multiply-adds (32^3) on, byte tiles are faster."""
-RATE, _BYTES = 2e10, 1e10
+RATE, BYTES = 2e10, 1e10
 """Multiply-adds and bytes of y in a second, to guess how many threads are worth their start."""
 
 
@@ -119,7 +119,7 @@ def _task(x: Tensor, y: Tensor, out: Tensor, stacks: int, rows: int, turned: boo
 
 def _spread(task: _Task, x: Tensor, y: Tensor, out: Tensor) -> None:
     """Run the task on as many threads as are worth it: each takes some products, some rows, or a part of y."""
-    seconds = max(task.stacks * task.rows * task.inner * task.columns / RATE, y.numel() * y.element_size() / _BYTES)
+    seconds = max(task.stacks * task.rows * task.inner * task.columns / RATE, y.numel() * y.element_size() / BYTES)
     pieces = parallel.threads(seconds)
     if pieces == 1:
         task.run()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.kernels import conv, matmul, parallel, shapes
+from private_llm.kernels import conv, matmul, matmul_rows, parallel, shapes
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import bits as cpu_bits
 from private_llm.kernels.backends.cpu import prg as cpu_prg
@@ -69,6 +69,58 @@ def ring_matmul_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
     if x0.is_meta:
         return shapes.ring_matmul_pair(x0, y0, x1, y1)
     made: Tensor = _gpu("matmul", "product", x1, y1, _gpu("matmul", "product", x0, y0))
+    return made
+
+
+def ring_matmul_rows(x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+    """x y[rows]^T modulo the ring size: [M, R] of x [M, K], y [N, K] and public row numbers [R], in any order.
+
+    Of a y whose rows are contiguous, only these are read. Raises DomainError for a number outside 0 .. N-1.
+    """
+    if x.is_cpu:
+        return matmul_rows.rows_product(x, y, rows)
+    if x.is_meta:
+        return shapes.ring_matmul_rows(x, y, rows)
+    matmul_rows.check_inside("ring_matmul_rows", rows, len(y))
+    made: Tensor = _gpu("matmul", "rows_product", x, y, rows)
+    return made
+
+
+def ring_matmul_rows_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, rows: Tensor) -> Tensor:
+    """x0 y0[rows]^T + x1 y1[rows]^T, both of one shape, as in `ring_matmul_rows`."""
+    shapes.check_pair(x0, y0, x1, y1)
+    if x0.is_cpu:
+        return matmul_rows.rows_product(x1, y1, rows, matmul_rows.rows_product(x0, y0, rows))
+    if x0.is_meta:
+        return shapes.ring_matmul_rows_pair(x0, y0, x1, y1, rows)
+    matmul_rows.check_inside("ring_matmul_rows", rows, len(y0))
+    made: Tensor = _gpu("matmul", "rows_product", x1, y1, rows, _gpu("matmul", "rows_product", x0, y0, rows))
+    return made
+
+
+def ring_matmul_lines(x: Tensor, y: Tensor, lines: Tensor) -> Tensor:
+    """x y[lines] modulo the ring size: [M, N] of x [M, R], y [K, N] and public row numbers [R], in any order.
+
+    Of a y whose rows are contiguous, only these are read. Raises DomainError for a number outside 0 .. K-1.
+    """
+    if x.is_cpu:
+        return matmul_rows.lines_product(x, y, lines)
+    if x.is_meta:
+        return shapes.ring_matmul_lines(x, y, lines)
+    matmul_rows.check_inside("ring_matmul_lines", lines, len(y))
+    made: Tensor = _gpu("matmul", "lines_product", x, y, lines)
+    return made
+
+
+def ring_matmul_lines_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, lines: Tensor) -> Tensor:
+    """x0 y0[lines] + x1 y1[lines], both of one shape, as in `ring_matmul_lines`."""
+    shapes.check_pair(x0, y0, x1, y1)
+    if x0.is_cpu:
+        return matmul_rows.lines_product(x1, y1, lines, matmul_rows.lines_product(x0, y0, lines))
+    if x0.is_meta:
+        return shapes.ring_matmul_lines_pair(x0, y0, x1, y1, lines)
+    matmul_rows.check_inside("ring_matmul_lines", lines, len(y0))
+    made: Tensor = _gpu("matmul", "lines_product", x1, y1, lines, _gpu("matmul", "lines_product", x0, y0, lines))
     return made
 
 

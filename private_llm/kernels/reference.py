@@ -54,6 +54,32 @@ def ring_matmul_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
     return ring_matmul(x0, y0) + ring_matmul(x1, y1)
 
 
+def ring_matmul_rows(x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+    """Output [m, i] is the sum over k of x[m, k] y[rows[i], k]."""
+    out = x.new_zeros(len(x), len(rows))
+    for i, row in enumerate(rows.tolist()):
+        out[:, i] = (x * y[row]).sum(-1, dtype=x.dtype)
+    return out
+
+
+def ring_matmul_rows_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, rows: Tensor) -> Tensor:
+    """x0 y0[rows]^T + x1 y1[rows]^T."""
+    return ring_matmul_rows(x0, y0, rows) + ring_matmul_rows(x1, y1, rows)
+
+
+def ring_matmul_lines(x: Tensor, y: Tensor, lines: Tensor) -> Tensor:
+    """The sum over i of column i of x times row lines[i] of y."""
+    out = x.new_zeros(len(x), y.shape[1])
+    for i, line in enumerate(lines.tolist()):
+        out += x[:, i : i + 1] * y[line]
+    return out
+
+
+def ring_matmul_lines_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, lines: Tensor) -> Tensor:
+    """x0 y0[lines] + x1 y1[lines]."""
+    return ring_matmul_lines(x0, y0, lines) + ring_matmul_lines(x1, y1, lines)
+
+
 def ring_conv2d(
     x: Tensor, w: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
 ) -> Tensor:  # fmt: skip

@@ -56,6 +56,42 @@ def ring_matmul_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
     return ring_matmul(x0, y0)
 
 
+def check_listed(name: str, x: Tensor, y: Tensor, listed: Tensor, has: Size, wants: Size) -> None:
+    """Raise DomainError unless x, y are ring matrices of one dtype, x of inner size `wants`, and the list fits."""
+    if x.dim() != 2 or y.dim() != 2 or listed.dim() != 1 or tuple(has) != tuple(wants) or listed.dtype != torch.int64:
+        raise DomainError(
+            f"{name}: got {tuple(x.shape)}, {tuple(y.shape)} and {listed.dtype} numbers {tuple(listed.shape)}; want "
+            + ("[M, K], [N, K]" if name.endswith("rows") else "[M, R], [K, N]")
+            + " and int64 [R]"
+        )
+    if x.dtype != y.dtype or x.dtype not in RING:
+        raise DomainError(f"{name}: got {x.dtype} and {y.dtype}; want int64 or int32, both the same")
+
+
+def ring_matmul_rows(x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+    """[M, R]."""
+    check_listed("ring_matmul_rows", x, y, rows, x.shape[-1:], y.shape[1:])
+    return x.new_empty((x.shape[0], rows.shape[0]))
+
+
+def ring_matmul_rows_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, rows: Tensor) -> Tensor:
+    """[M, R]."""
+    check_pair(x0, y0, x1, y1)
+    return ring_matmul_rows(x0, y0, rows)
+
+
+def ring_matmul_lines(x: Tensor, y: Tensor, lines: Tensor) -> Tensor:
+    """[M, N]."""
+    check_listed("ring_matmul_lines", x, y, lines, x.shape[-1:], lines.shape)
+    return x.new_empty((x.shape[0], y.shape[1]))
+
+
+def ring_matmul_lines_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, lines: Tensor) -> Tensor:
+    """[M, N]."""
+    check_pair(x0, y0, x1, y1)
+    return ring_matmul_lines(x0, y0, lines)
+
+
 def conv2d_size(
     x: Size, w: Size, stride: Pair, padding: Pair, dilation: Pair, groups: int
 ) -> tuple[int, int, int, int]:  # fmt: skip

@@ -8,14 +8,16 @@ entries in the same rows are one block product. Where x may be other than zero i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.kernels.forms import Form, Matmul
+from private_llm.kernels import ops
+from private_llm.kernels.forms import Form
+from private_llm.oblivious.sparse_output import renumbered
 from private_llm.tensor.fixed import Fixed
 
 
@@ -54,14 +56,13 @@ class SparseInput(Form):
     tag = "matmul"
 
     def product(self, x: Tensor, y: Tensor) -> Tensor:
-        """x y, strip by strip."""
-        matmul = Matmul().product
-        return self._each(x, y, lambda strip: matmul(x[strip.places], y[strip.lines]))
+        """x y, strip by strip; the lines of a weight are read in place."""
+        return self._each(x, y, lambda s: ops.ring_matmul_lines(x[s.places], y, s.lines))
 
     def pair(self, x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
         """x0 y0 + x1 y1, strip by strip."""
-        pair = Matmul().pair
-        return self._each(x0, y0, lambda s: pair(x0[s.places], y0[s.lines], x1[s.places], y1[s.lines]))
+        pair = ops.ring_matmul_lines_pair
+        return self._each(x0, y0, lambda s: pair(x0[s.places], y0, x1[s.places], y1, s.lines))
 
     def real(self, x: Tensor, y: Tensor) -> Tensor:
         """x y of floating-point tensors."""
@@ -70,6 +71,12 @@ class SparseInput(Form):
     def macs(self, x_shape: Sequence[int], y_shape: Sequence[int]) -> int:
         """Entries of x times columns of y."""
         return int(x_shape[0]) * int(y_shape[-1])
+
+    def narrowed(self) -> tuple[Form, Callable[[Tensor], Tensor]]:
+        """With the lines that are in a strip only, in order."""
+        used, at = renumbered([strip.lines for strip in self.strips])
+        found = [replace(strip, lines=lines) for strip, lines in zip(self.strips, at, strict=True)]
+        return replace(self, strips=found), lambda y: y[used]
 
     def _each(self, x: Tensor, y: Tensor, made: Callable[[Strip], Tensor]) -> Tensor:
         out = torch.zeros((self.height, y.shape[-1]), dtype=x.dtype, device=x.device)
@@ -92,12 +99,11 @@ def sparse_input_product(x: Fixed, y: Fixed, active: Tensor, frac: int | None = 
             f"with {count} set; want [{count}], [K, N] and [M, K]"
         )
     out = x.session.frac if frac is None else frac
-    rows, lines = active.any(1).nonzero()[:, 0], active.any(0).nonzero()[:, 0]
-    form = SparseInput(strips(active[rows][:, lines]), len(rows))
-    right = y.view(lambda part: part[lines])
+    rows = active.any(1).nonzero()[:, 0]
+    form = SparseInput(strips(active[rows]), len(rows))
     if not count:
-        return right.view(lambda part: torch.zeros((len(active), part.shape[-1]), dtype=part.dtype, device=part.device))
-    made = x.with_share(x.proto.bilinear(form, x.share, right.share, x.frac + y.frac - out), out)
+        return y.view(lambda part: torch.zeros((len(active), part.shape[-1]), dtype=part.dtype, device=part.device))
+    made = x.with_share(x.proto.bilinear(form, x.share, y.share, x.frac + y.frac - out), out)
     if len(rows) == len(active):
         return made
 

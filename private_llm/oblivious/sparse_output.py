@@ -9,7 +9,7 @@ first (`Protocol.open_shuffled`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.kernels.forms import Form, Matmul
+from private_llm.kernels import ops
+from private_llm.kernels.forms import Form
 from private_llm.tensor.fixed import Fixed
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
@@ -69,22 +70,27 @@ class SparseOutput(Form):
     tag = "matmul"
 
     def product(self, x: Tensor, y: Tensor) -> Tensor:
-        """x y, block by block."""
-        matmul = Matmul().product
-        return self._each(x, lambda block: matmul(x[block.rows], _columns(y, block)))
+        """x y, block by block; of a turned weight, wanted columns are read as its rows, in place."""
+        return self._each(x, lambda b: ops.ring_matmul_rows(x[b.rows], y.mT, b.columns))
 
     def pair(self, x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
         """x0 y0 + x1 y1, block by block."""
-        pair = Matmul().pair
-        return self._each(x0, lambda b: pair(x0[b.rows], _columns(y0, b), x1[b.rows], _columns(y1, b)))
+        pair = ops.ring_matmul_rows_pair
+        return self._each(x0, lambda b: pair(x0[b.rows], y0.mT, x1[b.rows], y1.mT, b.columns))
 
     def real(self, x: Tensor, y: Tensor) -> Tensor:
         """x y of floating-point tensors."""
-        return self._each(x, lambda block: x[block.rows] @ _columns(y, block))
+        return self._each(x, lambda block: x[block.rows] @ y[:, block.columns])
 
     def macs(self, x_shape: Sequence[int], y_shape: Sequence[int]) -> int:
         """Rows times columns of each block, times K."""
         return sum(len(block.rows) * len(block.columns) for block in self.blocks) * int(x_shape[-1])
+
+    def narrowed(self) -> tuple[Form, Callable[[Tensor], Tensor]]:
+        """With the columns that are in a block only, in order."""
+        used, at = renumbered([block.columns for block in self.blocks])
+        blocks = [replace(block, columns=columns) for block, columns in zip(self.blocks, at, strict=True)]
+        return replace(self, blocks=blocks), lambda y: y.mT[used].mT
 
     def _each(self, like: Tensor, made: Callable[[Block], Tensor]) -> Tensor:
         out = torch.empty(self.count, dtype=like.dtype, device=like.device)
@@ -93,9 +99,10 @@ class SparseOutput(Form):
         return out
 
 
-def _columns(y: Tensor, block: Block) -> Tensor:
-    """Columns of y [K, N]; those of a turned weight are read as its rows."""
-    return y.mT[block.columns].mT
+def renumbered(lists: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+    """The numbers that are in some list, in order, and each list with their places there instead."""
+    used, at = torch.cat([torch.zeros(0, dtype=torch.int64), *lists]).unique(return_inverse=True)
+    return used, at.split([len(each) for each in lists])
 
 
 def sparse_output_product(x: Fixed, y: Fixed, wanted: Tensor, frac: int | None = None) -> Fixed:
@@ -111,11 +118,10 @@ def sparse_output_product(x: Fixed, y: Fixed, wanted: Tensor, frac: int | None =
             "[M, K], [K, N] and [M, N]"
         )
     out = x.session.frac if frac is None else frac
-    rows, columns = wanted.any(1).nonzero()[:, 0], wanted.any(0).nonzero()[:, 0]
-    some = wanted[rows][:, columns]
-    form = SparseOutput(components(some), int(some.sum()))
-    left, right = x.view(lambda part: part[rows]), y.view(lambda part: part.mT[columns].mT)
+    rows = wanted.any(1).nonzero()[:, 0]
+    form = SparseOutput(components(wanted[rows]), int(wanted.sum()))
+    left = x.view(lambda part: part[rows])
     if not form.count:
         return left.view(lambda part: part.reshape(-1)[:0])
-    made = x.proto.bilinear(form, left.share, right.share, x.frac + y.frac - out)
+    made = x.proto.bilinear(form, left.share, y.share, x.frac + y.frac - out)
     return x.with_share(made, out)

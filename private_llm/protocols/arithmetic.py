@@ -19,6 +19,15 @@ from private_llm.protocols.party_end import PartyEnd
 from private_llm.protocols.share import Share
 
 
+def taking_part(form: Form, y: Share) -> tuple[Form, Share]:
+    """B and what it reads of y: for protocols that mask, or add up, whole operands. Local; copies if B reads a part."""
+    narrowed = form.narrowed()
+    if narrowed is None:
+        return form, y
+    smaller, take = narrowed
+    return smaller, y.map(take)
+
+
 class Arithmetic(PartyEnd):
     """Sums are local; each product costs one finish of its output's size, whatever it sums over."""
 

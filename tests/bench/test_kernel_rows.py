@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from private_llm.ring.prg import Seed
 from private_llm_cli.bench import kernels
 from private_llm_cli.bench.kernels import count, measure_kernels
 
@@ -15,12 +16,35 @@ def test_every_kernel_has_a_row_in_both_rings() -> None:
     assert len(rows) == count(tiny=True) == len(steps)
     for ring in (32, 64):
         names = {row.name for row in rows if row.ring == ring}
-        assert {"matmul", "conv2d", "transpose_bits", "join_carries", "inject_terms", "trunc_close", "prg"} <= names
+        assert {
+            "matmul",
+            "matmul-rows",
+            "matmul-lines",
+            "conv2d",
+            "transpose_bits",
+            "join_carries",
+            "inject_terms",
+            "trunc_close",
+            "prg",
+        } <= names
     for row in rows:
         found = row.to_dict()
         assert found["seconds"]["min"] <= found["seconds"]["median"] <= found["seconds"]["max"]
         assert found["unit"] in ("GMAC/s", "GB/s", "G elements/s")
         assert (found["threads"] == 1) is (found["speedup"] is None) is (found["note"] != "all cores")
+        assert (found["over_dense"] is not None) is found["name"].startswith("matmul-")
+
+
+def test_active_neurons_are_blocks_that_no_two_lists_share() -> None:
+    lists = kernels._active(Seed(bytes(32)).stream("lists"), 100, 3, 8)
+    assert [len(each) for each in lists] == [32] * 3
+    together = torch.cat(lists)
+    assert len(together.unique()) == len(together)
+    for each in lists:
+        blocks = each.view(-1, 8)
+        assert torch.equal(blocks, blocks[:, :1] + torch.arange(8))
+        assert not (blocks[:, 0] % 8).any()
+        assert int(each.max()) < 100
 
 
 def test_transposition_on_all_cores_stands_beside_itself_on_one(monkeypatch: pytest.MonkeyPatch) -> None:

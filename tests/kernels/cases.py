@@ -72,6 +72,27 @@ def matmul_cases() -> Iterator[Case]:
             yield Case("ring_matmul_pair", note, (x, y, draw.ring(ring, *left), draw.ring(ring, *right)))
 
 
+def listed_cases() -> Iterator[Case]:
+    """Rows of y [N, K] by number: unsorted, repeated, none, all, and runs; sizes beside those of tiles and blocks."""
+    runs, many = [*range(40, 72), *range(8, 40)], list(range(600))
+    layouts: tuple[tuple[int, int, int, list[int]], ...] = (
+        (1, 5, 3, [2]), (3, 9, 4, [3, 0, 3]), (1, 67, 30, list(range(29, -1, -1))),
+        (6, 33, 170, [169, 0, *range(9, 50)]),
+        (1, 40, 80, runs), (70, 530, 21, [20, 1, 1, 7]), (17, 64, 75, runs), (1, 170, 33, [*range(0, 33, 2), 4, 32]),
+        (2, 7, 5, []), (1, 0, 5, [1]), (0, 7, 5, [1]), (2, 3, 0, []), (1, 1, 1, [0, 0]), (14, 24, 700, many),
+    )  # fmt: skip
+    for ring in RINGS:
+        for m, width, height, listed in layouts:
+            draw, index = Draw(f"listed {m} {width}"), torch.tensor(listed, dtype=torch.int64)
+            y, other = draw.ring(ring, height, width), draw.ring(ring, height, width)
+            note = f"{ring.bits}-{m}-{height}x{width}-{len(listed)}"
+            for op, inner in (("rows", width), ("lines", len(listed))):
+                x = draw.ring(ring, m, inner)
+                yield Case(f"ring_matmul_{op}", note, (x, y, index))
+                yield Case(f"ring_matmul_{op}", note + "-turned", (x, y.mT.contiguous().mT, index))
+                yield Case(f"ring_matmul_{op}_pair", note, (x, y, draw.ring(ring, m, inner), other, index))
+
+
 def conv_cases() -> Iterator[Case]:
     layouts = (
         # x [B, C, H, W], w [O, C / groups, kh, kw], stride, padding, dilation, groups
@@ -166,7 +187,7 @@ def stream_cases() -> Iterator[Case]:
         yield Case("chacha20", f"{counter}-{words}", (key, nonce, counter, words))
 
 
-ALL = [*matmul_cases(), *conv_cases(), *bit_cases(), *trunc_cases(), *gather_cases(), *stream_cases()]
+ALL = [*matmul_cases(), *listed_cases(), *conv_cases(), *bit_cases(), *trunc_cases(), *gather_cases(), *stream_cases()]
 
 
 def expected(case: Case) -> list[Tensor]:

@@ -48,7 +48,10 @@ def main() -> None:
         build(triton_bits.inject_terms_kernel, terms, {"W_EACH": 0, "C_EACH": 1, "FIRST": True, "BN": 512})
         digits = {"LIMBS": bits // 8, "SHIFT": -128, "ADD": True, "CHUNK": triton_matmul.CHUNK}
         tile = digits | {"BM": 16, "BN": 16, "BK": 32}
-        build(triton_matmul.matmul_kernel, pointers(ring, "x y out"), tile, num_warps=2, num_stages=1)
+        matrices = pointers(ring, "x y out") | {"listed": WORDS}
+        for by_column, by_row in ((False, False), (True, False), (False, True)):
+            listed = {"LISTED_N": by_column, "LISTED_K": by_row}
+            build(triton_matmul.matmul_kernel, matrices, tile | listed, num_warps=2, num_stages=1)
         build(triton_conv.conv_kernel, pointers(ring, "x w out"), tile | {"KH": 3, "KW": 2}, num_warps=2, num_stages=1)
         build(triton_gather.gather_kernel, pointers(ring, "table out") | {"index": WORDS}, {"BW": triton_gather.WORDS})
     rows = pointers(TABLE, "factors rows") | pointers(WORDS, "x m mono b lam prod out")

@@ -34,9 +34,12 @@ def interpreted(case: Case) -> Any:
     """The Triton kernel behind `ops.<op>`, called as ops calls it, but on CPU tensors."""
     family = "conv" if case.op.startswith("ring_conv2d") else FAMILIES[case.op.split("_")[0]]
     module = importlib.import_module(f"private_llm.kernels.backends.triton.{family}")
+    kinds = [kind for kind in ("rows", "lines") if case.op.startswith(f"ring_matmul_{kind}")]
+    product = getattr(module, "_".join([*kinds, "product"]), None)
 
     def pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, *how: Any) -> Tensor:
-        out: Tensor = module.product(x1, y1, *how, module.product(x0, y0, *how))
+        assert product is not None
+        out: Tensor = product(x1, y1, *how, product(x0, y0, *how))
         return out
 
     def into_results(*arguments: Any) -> Any:
@@ -45,7 +48,7 @@ def interpreted(case: Case) -> Any:
         return made
 
     if case.op.startswith("ring_"):
-        return pair if case.op.endswith("pair") else module.product
+        return pair if case.op.endswith("pair") else product
     return getattr(module, case.op) if case.changes else into_results
 
 
@@ -133,6 +136,38 @@ def test_products_of_floats_and_unequal_pairs_are_refused() -> None:
 def test_rows_that_are_not_there_are_refused(index: list[int]) -> None:
     with pytest.raises(DomainError, match=r"outside 0 \.\. 2"):
         ops.gather_rows(Draw("rows").ring(RING64, 3, 2), torch.tensor(index))
+
+
+@pytest.mark.parametrize("op", ["ring_matmul_rows", "ring_matmul_lines"])
+@pytest.mark.parametrize("ring", [RING64, RING32], ids=str)
+def test_products_with_rows_that_are_not_there_are_refused(op: str, ring: Ring) -> None:
+    draw = Draw("absent")
+    x, y = draw.ring(ring, 1, 2), draw.ring(ring, 3, 2)
+    for index in ([3, 0], [0, -1], [2**62, 1], [-(2**63), 1]):
+        listed = torch.tensor(index)
+        with pytest.raises(DomainError, match=r"outside 0 \.\. 2"):
+            getattr(ops, op)(x, y, listed)
+        with pytest.raises(DomainError, match=r"outside 0 \.\. 2"):
+            getattr(ops, op)(x, y.mT.contiguous().mT, listed)
+        with pytest.raises(DomainError, match=r"outside 0 \.\. 2"):
+            getattr(ops, f"{op}_pair")(x, y, x, y, listed)
+    with pytest.raises(DomainError, match=r"outside 0 \.\. -1"):
+        getattr(ops, op)(x, y[:0], torch.tensor([0, 0]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("op", ["ring_matmul_rows", "ring_matmul_lines"])
+def test_listed_products_that_do_not_fit_are_refused(op: str, device: str) -> None:
+    x, y = (torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((1, 2), (3, 2)))
+    two = torch.tensor([0, 1])
+    call = getattr(ops, op)
+    for wrong in ((x[0], y, two), (x, y[0], two), (x[:, :1], y, two), (x, y, two.int()), (x, y, two.view(1, 2))):
+        with pytest.raises(DomainError, match="want \\[M, "):
+            call(*wrong)
+    with pytest.raises(DomainError, match="int32; want"):
+        call(x, y.int(), two)
+    with pytest.raises(DomainError, match="one shape"):
+        getattr(ops, f"{op}_pair")(x, y, x, y[:2], two)
 
 
 def test_rows_of_other_shapes_are_refused() -> None:

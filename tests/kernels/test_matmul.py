@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.kernels import matmul, parallel, reference
+from private_llm.kernels import matmul, ops, parallel, reference
 from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.ring.ring import RING32, RING64, Ring
-from tests.kernels.cases import Case, Draw, matmul_cases, run
+from tests.kernels.cases import Case, Draw, listed_cases, matmul_cases, run
 
-CASES = list(matmul_cases())
+CASES, LISTED = list(matmul_cases()), list(listed_cases())
 SIZES = ((1, 1, 1), (1, 300, 40), (16, 16, 16), (17, 15, 33), (130, 257, 65), (5, 530, 16), (40, 31, 7))
 needs_tiles = pytest.mark.skipif(not cpu_amx.usable(), reason="this processor has no byte tiles (AMX)")
 
@@ -44,6 +44,26 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def test_register_tiles(case: Case, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_amx, "usable", lambda: False)
     assert all(map(torch.equal, made(case), expected(case)))
+
+
+@pytest.mark.parametrize("case", LISTED, ids=str)
+def test_register_tiles_of_listed_rows(case: Case, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_amx, "usable", lambda: False)
+    assert all(map(torch.equal, run(getattr(ops, case.op), case), expected(case)))
+
+
+@pytest.mark.parametrize("op", ["ring_matmul_rows", "ring_matmul_lines"])
+def test_listed_rows_are_read_where_they_lie(op: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a part of a wider matrix and strided lists; the listed rows are not copied."""
+    monkeypatch.setattr(Tensor, "index_select", lambda *_: pytest.fail("copied"))
+    draw = Draw("in place")
+    y = draw.ring(RING64, 60, 300)[3:50:2, 7:203]
+    assert not y.is_contiguous()
+    listed = torch.arange(46)[::2]
+    assert not listed.is_contiguous()
+    listed %= 20
+    x = draw.ring(RING64, 196 if op.endswith("rows") else 23, 3).mT
+    assert torch.equal(getattr(ops, op)(x, y, listed), getattr(reference, op)(x, y, listed))
 
 
 @needs_tiles

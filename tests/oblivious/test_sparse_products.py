@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
+from private_llm.kernels import ops
 from private_llm.net.ledger import Cost
 from private_llm.oblivious.sparse_input import SparseInput, sparse_input_product, strips
 from private_llm.oblivious.sparse_output import SparseOutput, components, sparse_output_product
@@ -157,6 +158,52 @@ def test_forms_are_exact_in_the_ring(height: int, inner: int, width: int, densit
     sparse = SparseInput(strips(active), height)
     assert torch.equal(sparse.product(x[active], y), (x * active) @ y)
     assert torch.equal(sparse.pair(x[active], y, x[active], 2 * y), 3 * ((x * active) @ y))
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 9), st.floats(0, 1), st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_narrowed_forms_take_what_they_read_and_nothing_else(
+    height: int, inner: int, width: int, density: float, seed: int
+) -> None:
+    x, y = (torch.randint(-9, 9, shape, dtype=torch.int64) for shape in ((height, inner), (inner, width)))
+    wanted, active = pattern(height, width, density, seed), pattern(height, inner, density, seed)
+    whole = SparseOutput(components(wanted), int(wanted.sum()))
+    form, take = whole.narrowed()
+    assert torch.equal(take(y), y[:, wanted.any(0)])
+    assert torch.equal(form.product(x, take(y)), whole.product(x, y))
+    lines = SparseInput(strips(active), height)
+    form, take = lines.narrowed()
+    assert torch.equal(take(y), y[active.any(0)])
+    assert torch.equal(form.product(x[active], take(y)), lines.product(x[active], y))
+
+
+@pytest.mark.parametrize(("protocol", "copies"), [("trio", False), ("dealer", False), ("quad", True), ("remask", True)])
+def test_only_protocols_that_change_whole_operands_copy_rows(
+    protocol: str, copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def noted(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*operands: Tensor) -> Tensor:
+            seen.append((tuple(operands[1].shape), operands[1].is_contiguous()))
+            return call(*operands)
+
+        return run
+
+    for name in ("ring_matmul_rows", "ring_matmul_rows_pair", "ring_matmul_lines", "ring_matmul_lines_pair"):
+        monkeypatch.setattr(ops, name, noted(getattr(ops, name)))
+    setting = config("dealer", matmul="remask") if protocol == "remask" else config(protocol)
+    wanted = torch.zeros(1, 9, dtype=torch.bool)
+    wanted[0, [2, 3, 7]] = True
+    w = values(9, 33)
+    run_parties(
+        setting, lambda _, a, b: sparse_output_product(a, b.view(lambda part: part.mT), wanted), [values(1, 33), w]
+    )
+    run_parties(setting, lambda _, a, b: sparse_input_product(a, b, wanted), [values(3), w])
+    if copies:
+        assert {shape for shape, _ in seen} == {(3, 33)}
+    else:
+        assert set(seen) == {((9, 33), True)}
 
 
 def test_costs_are_the_same_without_data() -> None:

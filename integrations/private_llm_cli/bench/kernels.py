@@ -1,7 +1,8 @@
 """Local kernels on one core, without parties: what the steps of a protocol cost before anything is sent.
 
 Times are processor time of the measuring thread, so that other work on the machine disturbs them little; but of
-transposition on all cores by the clock, in turns with one core.
+transposition on all cores by the clock, in turns with one core. Products of listed rows of a weight take turns with
+the product of the whole weight.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ class KernelRow:
     """One kernel at one shape. rate: of `unit` in a second, by the fastest run. note: which of several kernels.
 
     speedup: where several threads work, how many times as fast as one in the same run, fastest runs of both.
+    over_dense: of a product of listed rows, how many times as fast as of all rows in the same run, by medians.
     """
 
     name: str
@@ -44,6 +47,7 @@ class KernelRow:
     unit: str
     threads: int
     speedup: float | None = None
+    over_dense: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The row with the machine and the versions it was taken with."""
@@ -52,7 +56,7 @@ class KernelRow:
 
 @dataclass(frozen=True)
 class _Job:
-    """run: one call. work: how much it does of `unit` (G: 10^9). threads: that it may use."""
+    """run: one call. work: how much it does of `unit` (G: 10^9). threads: that it may use. dense: to compare with."""
 
     name: str
     note: str
@@ -62,10 +66,17 @@ class _Job:
     work: float
     unit: str
     threads: int = 1
+    dense: Callable[[], object] | None = None
 
 
 _PRODUCTS = ((128, 128, 128), (128, 768, 3072), (16, 768, 3072), (1, 768, 3072))
 _TINY_PRODUCTS = ((5, 20, 9),)
+_WEIGHTS, _TINY_WEIGHTS = ((3072, 768), (8192, 2048)), ((70, 20),)
+"""Neurons x width of the feed-forward layers of OPT-125M and OPT-1.3B."""
+_PARTS = ((1, 1), (2, 1), (2, 32), (10, 1), (10, 32))
+"""One in so many neurons is active, in blocks of so many neighbours."""
+_TURNS = 8
+"""Turns of a product of listed rows with the dense one, for each repetition."""
 _IMAGE, _TINY_IMAGE = (16, 64, 32, 32), (1, 3, 5, 5)
 """Batch x channels x height x width, for 3 x 3 windows and as many output channels: VGG-16's second layer."""
 _DRAWS = (64, 4096, 1 << 20, 1 << 26)
@@ -114,19 +125,37 @@ def _in_turns(job: _Job, repeat: int) -> KernelRow:
     )  # fmt: skip
 
 
+def _beside_dense(job: _Job, dense: Callable[[], object], repeat: int, tiny: bool) -> KernelRow:
+    """A job and its dense form in turns, each a few milliseconds long."""
+    works = (job.run, dense)
+    times: tuple[list[float], list[float]] = ([], [])
+    counts = [1 if tiny else max(1, int(_ENOUGH_S / 4 / _timed(work, 2))) for work in works]
+    for _ in range(_TURNS * repeat):
+        for work, calls, found in zip(works, counts, times, strict=True):
+            found.append(_timed(work, calls))
+    mine, whole = (spread(found) for found in times)
+    return KernelRow(
+        job.name, job.note, job.ring, job.shape, mine, job.work / mine["min"], job.unit, 1, None,
+        whole["median"] / mine["median"],
+    )  # fmt: skip
+
+
+def _timed(work: Callable[[], object], calls: int) -> float:
+    """Processor time of a call, of `calls` in a row."""
+    started = time.thread_time()
+    for _ in range(calls):
+        work()
+    return max((time.thread_time() - started) / calls, 1e-7)
+
+
 def _measured(job: _Job, repeat: int, tiny: bool) -> KernelRow:
     if job.threads > 1:
         return _in_turns(job, repeat)
+    if job.dense is not None:
+        return _beside_dense(job, job.dense, repeat, tiny)
     job.run()
-    started = time.thread_time()
-    job.run()
-    calls = 1 if tiny else max(1, int(_ENOUGH_S / max(time.thread_time() - started, 1e-7)))
-    times = []
-    for _ in range(repeat):
-        started = time.thread_time()
-        for _ in range(calls):
-            job.run()
-        times.append((time.thread_time() - started) / calls)
+    calls = 1 if tiny else max(1, int(_ENOUGH_S / _timed(job.run, 1)))
+    times = [_timed(job.run, calls) for _ in range(repeat)]
     return KernelRow(job.name, job.note, job.ring, job.shape, spread(times), job.work / min(times), job.unit, 1)
 
 
@@ -134,6 +163,8 @@ def _jobs(ring: Ring, tiny: bool) -> Iterator[_Job]:
     stream = Seed(bytes(32)).stream("bench kernels")
     for shape in _TINY_PRODUCTS if tiny else _PRODUCTS:
         yield from _products(ring, shape, stream)
+    for weight in _TINY_WEIGHTS if tiny else _WEIGHTS:
+        yield from _listed(ring, weight, stream)
     yield _convolution(ring, _TINY_IMAGE if tiny else _IMAGE, stream)
     n = _TINY if tiny else _ELEMENTS
     yield from _comparison(ring, n, stream)
@@ -161,6 +192,37 @@ def _products(ring: Ring, shape: tuple[int, int, int], stream: Prg) -> Iterator[
     if cpu_amx.usable() and matmul.tiled(rows, inner, columns, turned=True):
         yield _Job("matmul", "byte tiles", ring.bits, shape, lambda: matmul.product(x, w.mT, out), work, "GMAC/s")
     yield _Job("matmul", "register tiles", ring.bits, shape, registers, work, "GMAC/s")
+
+
+def _listed(ring: Ring, shape: tuple[int, int], stream: Prg) -> Iterator[_Job]:
+    """One row of x by the active neurons of a weight [neurons, width]; each call has others than the one before."""
+    neurons, width = shape
+    w = stream.elements(neurons * width, ring).view(shape)
+    x, hidden = stream.elements(width, ring).view(1, width), stream.elements(neurons, ring).view(1, neurons)
+    for part, block in _PARTS:
+        count = neurons // block // part * block
+        lists = cycle(_active(stream, neurons, part, block))
+        note = f"{100 - 100 // part} % zero" + (f", blocks of {block}" if block > 1 else ", scattered" * (part > 1))
+        factors, work = hidden[:, :count].contiguous(), count * width / 1e9
+
+        def rows(lists: Iterator[Tensor] = lists) -> Tensor:
+            return ops.ring_matmul_rows(x, w, next(lists))
+
+        def lines(lists: Iterator[Tensor] = lists, factors: Tensor = factors) -> Tensor:
+            return ops.ring_matmul_lines(factors, w, next(lists))
+
+        for name, run, dense in (
+            ("matmul-rows", rows, lambda: ops.ring_matmul(x, w.mT)),
+            ("matmul-lines", lines, lambda: ops.ring_matmul(hidden, w)),
+        ):
+            yield _Job(name, note, ring.bits, (1, width, neurons), run, work, "GMAC/s", dense=dense)
+
+
+def _active(stream: Prg, neurons: int, part: int, block: int) -> list[Tensor]:
+    """`part` lists of equally many neurons, none in two: random blocks of neighbours, in order."""
+    blocks = neurons // block
+    found = stream.elements(blocks, RING64).argsort()[: blocks // part * part].view(part, -1).sort(-1).values
+    return [(each.unsqueeze(-1) * block + torch.arange(block)).reshape(-1) for each in found]
 
 
 def _convolution(ring: Ring, shape: tuple[int, int, int, int], stream: Prg) -> _Job:

@@ -125,7 +125,8 @@ def bench_kernels(as_json: bool, repeat: int, tiny: bool) -> None:
             (
                 f"{row.name}, {row.note}" if row.note else row.name, row.ring, "x".join(map(str, row.shape)),
                 duration(row.seconds["median"]), duration(row.seconds["min"]), f"{row.rate:.2f} {row.unit}"
-                + ("" if row.speedup is None else f", {row.speedup:.2f} x one thread"),
+                + ("" if row.speedup is None else f", {row.speedup:.2f} x one thread")
+                + ("" if row.over_dense is None else f", {row.over_dense:.2f} x dense"),
             )
             for row in rows
         ]  # fmt: skip

@@ -30,6 +30,7 @@ from torch import Tensor
 from private_llm.kernels.forms import Form
 from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder
+from private_llm.protocols.arithmetic import taking_part
 from private_llm.protocols.dealer.shuffle import DealerShuffles
 from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.share import Share
@@ -59,7 +60,10 @@ class TwoPartyDealer(DealerShuffles):
 
     def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
         """As Trio's, with `remask` after one round of |x| + |y| elements each way (before broadcasting)."""
-        return super().bilinear(form, *self._operands(x, y), shift, select)
+        if self.remask:
+            form, y = taking_part(form, y)
+            x, y = self._operands(x, y)
+        return super().bilinear(form, x, y, shift, select)
 
     def _operands(self, x: Share, y: Share) -> tuple[Share, Share]:
         """Both operands under fresh masks, if the products of this session want that."""

@@ -42,6 +42,7 @@ from private_llm.kernels import checks, ops
 from private_llm.kernels.forms import Form, Matmul
 from private_llm.kernels.shapes import broadcast
 from private_llm.net.transport import CLIENT
+from private_llm.protocols.arithmetic import taking_part
 from private_llm.protocols.quad.client import digest, unmask
 from private_llm.protocols.quad.records import QuadRecords
 from private_llm.protocols.quad.transcript_mac import as_tensor
@@ -168,6 +169,7 @@ class QuadArithmetic(QuadRecords):
 
     def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
         """Output-sized traffic as `mul`. Local products: three at every party."""
+        form, y = taking_part(form, y)  # parts are added up
         self.ledger.add_macs(form.macs(x.shape, y.shape) * 3)
         return self._multiply(form, x, y, shift, select)
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from private_llm.kernels.address import flat
 from private_llm.kernels.backends.cpu import matmul as cpu_matmul
+from private_llm.kernels.backends.cpu.tiles import VECTOR_BITS
 from private_llm.kernels.compiling import compiled
 
 Array = np.ndarray[Any, Any]
@@ -145,7 +146,7 @@ def tile_product(
     xs = flat(x, positions // image * volume, zero)
     ws, outs = flat(w, outputs * inner, zero), flat(out, positions * made, zero)
     each, block = outputs // groups, 4 * cpu_matmul.ROW_STEPS
-    panel = cpu_matmul.VECTORS * cpu_matmul.VECTOR_BITS // (8 * xs.itemsize)
+    panel = cpu_matmul.VECTORS * VECTOR_BITS // (8 * xs.itemsize)
     pitch = max(LANES, panel)
     tile = np.empty(block * pitch, dtype=xs.dtype)
     edge = np.empty(each * pitch, dtype=xs.dtype)

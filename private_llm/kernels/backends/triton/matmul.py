@@ -63,26 +63,35 @@ def _add_up(b_out, accs, LIMBS: tl.constexpr):  # type: ignore[no-untyped-def]  
 
 @triton.jit
 def matmul_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    x, y, out, M, N, K, x_batch, x_row, x_col, y_batch, y_row, y_col,  # noqa: ANN001
+    x, y, listed, out, M, N, K, x_batch, x_row, x_col, y_batch, y_row, y_col,  # noqa: ANN001
     LIMBS: tl.constexpr, SHIFT: tl.constexpr, ADD: tl.constexpr, CHUNK: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    LISTED_N: tl.constexpr, LISTED_K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out [B, M, N] (+)= x y for strided x [B, M, K], y [B, K, N]; SHIFT is 0x80..80."""
+    """out [B, M, N] (+)= x y for strided x [B, M, K], y [B, K, N]; SHIFT is 0x80..80.
+
+    LISTED_N, LISTED_K: column n (row k) of y is the one with number listed[n] (listed[k]).
+    """
     i_m, i_n, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_m = (i_m * BM + tl.arange(0, BM)).to(tl.int64)
     o_n = (i_n * BN + tl.arange(0, BN)).to(tl.int64)
     m_m, m_n = o_m < M, o_n < N
     p_x = x + i_b * x_batch + o_m[:, None] * x_row
-    p_y = y + i_b * y_batch + o_n[None, :] * y_col
+    o_yn = o_n
+    if LISTED_N:
+        o_yn = tl.load(listed + o_n, mask=m_n, other=0)
+    p_y = y + i_b * y_batch + o_yn[None, :] * y_col
     b_out = tl.zeros((BM, BN), dtype=out.dtype.element_ty)
     for i_chunk in range(0, K, CHUNK):
         accs = _no_products(BM, BN, LIMBS)
         for i_k in range(i_chunk, min(i_chunk + CHUNK, K), BK):
             o_k = (i_k + tl.arange(0, BK)).to(tl.int64)
             m_k = o_k < K
+            o_yk = o_k
+            if LISTED_K:
+                o_yk = tl.load(listed + o_k, mask=m_k, other=0)
             # [BM, BK], [BK, BN]
             b_x = tl.load(p_x + o_k[None, :] * x_col, mask=m_m[:, None] & m_k[None, :], other=0) + SHIFT
-            b_y = tl.load(p_y + o_k[:, None] * y_row, mask=m_k[:, None] & m_n[None, :], other=0) + SHIFT
+            b_y = tl.load(p_y + o_yk[:, None] * y_row, mask=m_k[:, None] & m_n[None, :], other=0) + SHIFT
             accs = _digit_products(accs, b_x, b_y, LIMBS)
         b_out = _add_up(b_out, accs, LIMBS)
     p_out = out + i_b * M * N + o_m[:, None] * N + o_n[None, :]
@@ -99,7 +108,7 @@ def _stack(x: Tensor, batch: torch.Size) -> Tensor:
 def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
     """x y modulo the ring size for x [..., M, K], y [..., K, N], added onto `onto` (contiguous) if given."""
     out = shapes.ring_matmul(x, y).zero_() if onto is None else onto
-    rows, inner, columns = x.shape[-2], x.shape[-1], y.shape[-1]
+    rows, inner = x.shape[-2:]
     batch = out.shape[:-2]
     if not (out.numel() and inner):
         return out
@@ -107,21 +116,48 @@ def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
         left, right = x.reshape(1, batch.numel() * rows, inner), y.unsqueeze(0)
     else:
         left, right = _stack(x, batch), _stack(y, batch)
-    limbs = x.element_size()
+    _run(left, right, out, onto is not None)
+    return out
+
+
+def rows_product(x: Tensor, y: Tensor, rows: Tensor, onto: Tensor | None = None) -> Tensor:
+    """x y[rows]^T for x [M, K], y [N, K], added onto `onto` if given; the numbers were checked."""
+    out = shapes.ring_matmul_rows(x, y, rows).zero_() if onto is None else onto
+    if out.numel() and x.shape[1]:
+        _run(x.unsqueeze(0), y.mT.unsqueeze(0), out, onto is not None, by_column=rows)
+    return out
+
+
+def lines_product(x: Tensor, y: Tensor, lines: Tensor, onto: Tensor | None = None) -> Tensor:
+    """x y[lines] for x [M, R], y [K, N], added onto `onto` if given; the numbers were checked."""
+    out = shapes.ring_matmul_lines(x, y, lines).zero_() if onto is None else onto
+    if out.numel() and x.shape[1]:
+        _run(x.unsqueeze(0), y.unsqueeze(0), out, onto is not None, by_row=lines)
+    return out
+
+
+def _run(
+    left: Tensor, right: Tensor, out: Tensor, adds: bool, by_column: Tensor | None = None, by_row: Tensor | None = None
+) -> None:
+    """out [.., M, N] (+)= left [B, M, K] right [B, K, N], of which only listed columns or rows take part, if given."""
+    inner, columns, limbs = left.shape[2], out.shape[-1], left.element_size()
+    given = by_row if by_column is None else by_column
+    listed = left if given is None else given.to(left.device).contiguous()
 
     def launch(tile: Tile, into: Tensor, add: bool) -> None:
         grid = (triton.cdiv(left.shape[1], tile.rows), triton.cdiv(columns, tile.columns), left.shape[0])
         matmul_kernel[grid](
-            left, right, into, left.shape[1], columns, inner, *left.stride(), *right.stride(),
-            LIMBS=limbs, SHIFT=digit_shift(limbs), ADD=add, CHUNK=CHUNK, **tile.constants,
+            left, right, listed, into, left.shape[1], columns, inner, *left.stride(), *right.stride(),
+            LIMBS=limbs, SHIFT=digit_shift(limbs), ADD=add, CHUNK=CHUNK, LISTED_N=by_column is not None,
+            LISTED_K=by_row is not None, **tile.constants,
         )  # fmt: skip
 
     tile = TUNER.tiles[0]
     if out.is_cuda:
-        key = (out.device, limbs, size_range(left.shape[0], left.shape[1], inner, columns))
+        layout = (by_column is None, by_row is None)
+        key = (out.device, limbs, layout, size_range(left.shape[0], left.shape[1], inner, columns))
         tile = TUNER.best(key, lambda tried: launch(tried, torch.empty_like(out), False))
-    launch(tile, out, onto is not None)
-    return out
+    launch(tile, out, adds)
 
 
 def digit_shift(limbs: int) -> int:
