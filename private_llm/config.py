@@ -256,6 +256,8 @@ class PrivateConfig:
         """Settings under the names that they had in the first version; they go with the next one."""
         for name, (former, value) in old.items():
             if value is not None:
+                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    raise ConfigError(f"{former}, {name}: got both; want {name} alone, which {former} is called now")
                 warnings.warn(f"{former} is now called {name}; use that name", DeprecationWarning, stacklevel=4)
                 object.__setattr__(self, name, value)
 

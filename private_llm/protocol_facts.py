@@ -143,7 +143,7 @@ _DEALER = Threat(
             "masks, which it knows by design, and shapes and the public shortcuts below; no weight, token, activation "
             "or logit reaches it, not even masked or as a key (token lookups use one-hot rows, not the keys that "
             "trio's party 0 gets). The shortcuts are facts about the prompt and the output, too: lengths, which beams "
-            "survive, how far a cache is cut back, when generation stops. Of calls that were preprocessed it hears "
+            "survive, how far a cache is cut back, when generation stops. Of calls that were preprocessed it learns "
             "nothing but their plan",
         ),
         ("party 1 or party 2", "shapes, the public shortcuts below; uniformly random ring elements and bits"),

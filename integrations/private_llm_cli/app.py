@@ -42,7 +42,8 @@ def _root(
     version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True)] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
     plugin: Annotated[
-        list[str] | None, typer.Option("--plugin", help="A Python module to import first, which registers handlers.")
+        list[str] | None,
+        typer.Option("--plugin", help="A Python module to import first, which registers handlers or protocols."),
     ] = None,
 ) -> None:
     PLUGINS.set(tuple(plugin or ()))

@@ -137,7 +137,9 @@ def folder_of(name: str) -> Path:
     return Path(name)
 
 
-ParallelSessionsOption = Annotated[int, typer.Option(help="Sessions side by side that share the rows of a batch.")]
+ParallelSessionsOption = Annotated[
+    int, typer.Option("--parallel-sessions", "--lanes", help="Sessions side by side that share the rows of a batch.")
+]
 RotateRolesOption = Annotated[
     bool, typer.Option("--rotate-roles", "--permute", help="Another party plays each role in each parallel session.")
 ]

@@ -19,7 +19,7 @@ from private_llm.tensor.fixed import Fixed
 def argmax(x: Fixed) -> Fixed:
     """Index of the first maximum over the last dimension: [..., n] to [...], with 0 fractional bits. |x| < 2^20.
 
-    Exact, in rings of 32 and 64 bits. 88 bytes per entry (trio, 18 fractional bits, 64-bit ring), ceil(log2 n) levels
+    Exact, in rings of 32 and 64 bits. 90 bytes per entry (trio, 18 fractional bits, 64-bit ring), ceil(log2 n) levels
     of 5 rounds: 80 for a vocabulary of 50,272. Raises DomainError for n = 0.
     """
     return first_maximum(x)[1]

@@ -23,7 +23,7 @@ LEAST_S = 200e-6
 
 @cache
 def _workers() -> ThreadPoolExecutor:
-    """One pool for all parties and lanes of this process; callers compute too, so cores - 1 would do for one."""
+    """One pool for all parties and sessions of this process; callers compute too, so cores - 1 would do for one."""
     return ThreadPoolExecutor(usable_cores(), "kernel")
 
 
@@ -36,9 +36,9 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads_per_party(parties: int, lanes: int = 1) -> int:
+def threads_per_party(parties: int, sessions: int = 1) -> int:
     """Threads for each party of one machine: its cores shared among those that compute at once (two of Trio's)."""
-    return max(1, usable_cores() // (min(2, parties) * lanes))
+    return max(1, usable_cores() // (min(2, parties) * sessions))
 
 
 def threads_per_node(alpha: int) -> int:

@@ -76,7 +76,7 @@ def _joined(layers: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Ten
 
 
 def _together(weights: Sequence[Tensor]) -> SecretTensor | None:
-    """The weights as one, without a copy, if their shares lie one below the other (another lane has joined them)."""
+    """The weights as one, without a copy, if their shares lie one below the other (another session has joined them)."""
     fixed = [weight.raw for weight in weights if isinstance(weight, SecretTensor)]
     if len(fixed) < len(weights) or len({value.frac for value in fixed}) > 1:
         return None

@@ -63,8 +63,9 @@ class Choice:
 def choose(session: Session, active: BitShare, budget: int) -> Choice:
     """Exactly `budget` positions, all active ones of `active` (one vector of n bits) among them if they are that few.
 
-    n bits to numbers, n + budget small comparisons and gates, one shuffle of n + budget bits, and the opening: 33 to 36
-    bytes for each of n in trio and 38 to 41 in dealer at a budget of n / 10 to n / 4; 7 or 8 rounds, and 6 or 7. Raises
+    n bits to numbers, n + budget small comparisons and gates, one shuffle of n + budget bits, and the opening: 32 to 39
+    bytes for each of n in trio, 37 to 44 in dealer and 55 to 67 in quad for n of 640 to 64,000, more with log n; 7 or 8
+    rounds, 6 or 7, and 11. Raises
     DomainError for a budget outside 1 to n, or more than one vector.
     """
     count = active.count

@@ -102,7 +102,7 @@ def sparse_input_product(x: Fixed, y: Fixed, active: Tensor, frac: int | None = 
     rows = active.any(1).nonzero()[:, 0]
     form = SparseInput(strips(active[rows]), len(rows))
     if not count:
-        return y.view(lambda part: torch.zeros((len(active), part.shape[-1]), dtype=part.dtype, device=part.device))
+        return y.with_share(y.share.map(lambda part: part.new_zeros((len(active), part.shape[-1]))), out)
     made = x.with_share(x.proto.bilinear(form, x.share, y.share, x.frac + y.frac - out), out)
     if len(rows) == len(active):
         return made

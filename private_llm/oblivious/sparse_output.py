@@ -122,6 +122,6 @@ def sparse_output_product(x: Fixed, y: Fixed, wanted: Tensor, frac: int | None =
     form = SparseOutput(components(wanted[rows]), int(wanted.sum()))
     left = x.view(lambda part: part[rows])
     if not form.count:
-        return left.view(lambda part: part.reshape(-1)[:0])
+        return x.with_share(left.share.map(lambda part: part.reshape(-1)[:0]), out)
     made = x.proto.bilinear(form, left.share, y.share, x.frac + y.frac - out)
     return x.with_share(made, out)

@@ -46,7 +46,7 @@ class Oblivious(PartyEnd):
         """Rows of x [n, ...] in the secret order, under fresh masks; `undo` puts shuffled rows back. Comet, Protocol 1.
 
         Bytes a moved element in the 64-bit ring: trio 24, dealer 32, with hidden=True 40 and 48, quad 96. Rounds: trio
-        2 (3 to undo a hidden one), dealer 1 (2), quad 2. Raises DomainError unless n is the permutation's size.
+        2 (3 to undo a hidden one), dealer 1 (2), quad 3. Raises DomainError unless n is the permutation's size.
         """
 
     @abstractmethod
@@ -61,6 +61,7 @@ class Oblivious(PartyEnd):
         """The bits in their secret order, to the parties: bool [rows, count]; None at a party that knows the order.
 
         What is learned: how many bits are set, and which of two vectors' set bits coincide if they share an order.
-        1 round; bits sent for each opened one: trio and dealer 2, 3 if hidden; quad 4, after a `verify`. Raises
+        1 round; bits sent for each opened one: trio and dealer 2, 3 if hidden; quad 4 and 129 bytes, after a `verify`
+        (3 rounds in all). Raises
         ProtocolAbort for a second vector in an order that is not declared for reuse.
         """

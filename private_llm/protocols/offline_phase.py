@@ -15,7 +15,7 @@ from private_llm.protocols.session import Session
 Request = TypeVar("Request")
 
 
-class Ahead(Generic[Request]):
+class OfflinePhase(Generic[Request]):
     """The plan that is being prepared or followed; there is one at a time."""
 
     def __init__(

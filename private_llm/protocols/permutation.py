@@ -115,7 +115,7 @@ def unpacked(words: Tensor, count: int) -> Tensor:
     """Words [rows, words] to one byte a bit: uint8 [rows, count]. Local."""
     shifts = torch.arange(8, dtype=torch.uint8, device=words.device)
     octets = words.contiguous().view(torch.uint8)
-    return ((octets[:, :, None] >> shifts) & 1).view(words.shape[0], -1)[:, :count]
+    return ((octets[:, :, None] >> shifts) & 1).view(words.shape[0], 64 * words.shape[1])[:, :count]
 
 
 def packed(bits: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def packed(bits: Tensor) -> Tensor:
     padded = torch.zeros((rows, 64 * words_for(count)), dtype=torch.uint8, device=bits.device)
     padded[:, :count] = bits
     weights = torch.ones(8, dtype=torch.uint8, device=bits.device) << torch.arange(8, device=bits.device)
-    octets = (padded.view(rows, -1, 8) * weights.to(torch.uint8)).sum(2, dtype=torch.uint8)
+    octets = (padded.view(rows, padded.shape[1] // 8, 8) * weights.to(torch.uint8)).sum(2, dtype=torch.uint8)
     return octets.view(torch.int64)
 
 

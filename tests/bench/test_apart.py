@@ -33,7 +33,7 @@ def test_both_phases_cost_what_one_costs(name: str, config: PrivateConfig) -> No
     if config.protocol == "dealer" or (config is TRIO and name != "gpt2-forward"):
         assert apart.bytes_preprocessing == merged.bytes_preprocessing
         assert apart.bytes_per_party == merged.bytes_per_party
-    else:  # token lookups in one go need other messages; in quad party 3 hears the verdict and gives a digest
+    else:  # token lookups in one go need other messages; in quad party 3 receives the verdict and gives a digest
         shared = {"0", "1", "2"} - {helper}
         small = {party: abs(apart.bytes_per_party[party] - merged.bytes_per_party[party]) for party in shared}
         assert max(small.values()) <= 8

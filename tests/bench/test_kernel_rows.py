@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from private_llm.ring.prg import Seed
 from private_llm_cli.bench import kernels
 from private_llm_cli.bench.kernels import count, measure_kernels
+
+from private_llm.ring.prg import Seed
 
 
 def test_every_kernel_has_a_row_in_both_rings() -> None:

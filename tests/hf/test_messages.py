@@ -28,7 +28,7 @@ from private_llm_hf.wire.answers import (
     Outputs,
     Prepared,
 )  # fmt: skip
-from private_llm_hf.wire.codec import NAME, Message, message_of, text_of
+from private_llm_hf.wire.codec import NAME, Message, _tensor, message_of, text_of
 from private_llm_hf.wire.commands import (
     OPENED,
     Call,
@@ -306,3 +306,32 @@ def test_commands_are_no_answers_and_nodes_are_no_parties() -> None:
     for sample, kinds in ((COMMANDS[5], get_args(NodeCommand)), (NODE_COMMANDS[0], get_args(PartyCommand))):
         with pytest.raises(TransportError, match=f"unknown command '{type(sample).__name__}'; want Hello or"):
             message_of(text_of(sample).encode(), kinds, "the client", "command")
+
+
+@pytest.mark.parametrize("shape", [[2] * 9, [2] * 80_000, [1 << 80], [-1]])
+def test_shapes_are_short_before_anybody_multiplies_them(shape: list[int]) -> None:
+    raw = json.dumps({"message": "Output", "name": "logits", "shape": shape, "frac": 3})
+    text = '{"message": "Outputs", "class": "X", "outputs": [' + raw + "]}"
+    with pytest.raises(TransportError, match=r"shape: got .* at most 8 sizes"):
+        message_of(text.encode(), (Outputs,), "party 1")
+
+
+def test_many_brackets_are_refused_before_they_become_objects() -> None:
+    with pytest.raises(TransportError, match="more than 4194304 values"):
+        message_of(b"[" + b"[]," * 3_000_000 + b"0]", (Outputs,), "party 1")
+
+
+def test_what_an_endpoint_says_is_shown_legibly() -> None:
+    raw = json.dumps({"message": "Output", "name": "\x1b[31m\nlogits", "shape": [1 << 35, 1 << 35], "frac": 3})
+    with pytest.raises(TransportError) as caught:
+        message_of(('{"message": "Outputs", "class": "X", "outputs": [' + raw + "]}").encode(), (Outputs,), "party 1")
+    assert str(caught.value).isprintable()
+
+
+def test_numbers_beyond_floats_are_refused() -> None:
+    with pytest.raises(TransportError, match="malformed"):
+        message_of(b'{"message": "Outputs", "class": 1e999}', (Outputs,), "party 1")
+
+
+def test_a_tensor_without_dimensions_arrives() -> None:
+    assert torch.equal(_tensor(json.loads(text_of(torch.tensor(7)))), torch.tensor(7))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from private_llm_hf.checkpoint.offload import Stored
+from private_llm_hf.checkpoint.offload import Offloaded
 from private_llm_hf.party import placement
 from private_llm_hf.party.model import build_party_model
 from private_llm_hf.party.placement import DISK, Placement
@@ -24,12 +24,12 @@ from tests.tensor.secrets import fixed, plain_session, secret
 def on_disk(model: PreTrainedModel, session: Session, reads: list[str]) -> PreTrainedModel:
     """The party's model with weights that are made when they are read; `reads` collects their names."""
 
-    def weight(name: str, value: Tensor) -> Stored:
+    def weight(name: str, value: Tensor) -> Offloaded:
         def read() -> Any:
             reads.append(name)
             return fixed(session, value) if session.config.weights == "secret" else value
 
-        return Stored(tuple(value.shape), read)
+        return Offloaded(tuple(value.shape), read)
 
     config, name = description(model)
     return build_party_model(config, name, {n: weight(n, w) for n, w in weights_of(model).items()}, session)

@@ -18,7 +18,9 @@ from private_llm.oblivious.sparse_input import SparseInput, sparse_input_product
 from private_llm.oblivious.sparse_output import SparseOutput, components, sparse_output_product
 from private_llm.protocols.dealer import cost as dealer_cost
 from private_llm.protocols.registry import protocol_names
+from private_llm.protocols.session import Session
 from private_llm.ring.ring import RING64
+from private_llm.tensor.fixed import Fixed
 from tests.harness import TRIO, run_meta, run_parties
 from tests.protocols.test_suite import prices
 
@@ -220,3 +222,17 @@ def test_other_shapes_are_refused() -> None:
         run_meta(TRIO, lambda _, a, b: sparse_output_product(a, b, wanted), [(7, 33), (33, 8)])
     with pytest.raises(DomainError, match=r"got \(3,\) entries"):
         run_meta(TRIO, lambda _, a, b: sparse_input_product(a, b, wanted), [(3,), (9, 6)])
+
+
+def test_empty_products_have_the_point_that_was_asked_for() -> None:
+    none = torch.zeros(3, 3, dtype=torch.bool)
+    fracs: list[int] = []
+
+    def program(_: Session, a: Fixed, b: Fixed) -> Fixed:
+        fracs.append(sparse_output_product(a, b, none, 5).frac)
+        fracs.append(sparse_input_product(a.view(lambda part: part.reshape(-1)[:0]), b, none, 6).frac)
+        return a
+
+    run_meta(TRIO, program, [(3, 3), (3, 3)])
+    assert set(fracs[::2]) == {5}
+    assert set(fracs[1::2]) == {6}

@@ -16,7 +16,7 @@ from private_llm.errors import ProtocolAbort, TransportError
 from private_llm.net.record import Message, RecordingTransport, flip
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.protocol import Protocol
-from private_llm.protocols.quad.transcript_mac import View
+from private_llm.protocols.quad.transcript_mac import TranscriptMac
 from private_llm.protocols.share import Share
 from private_llm.ring.prg import Prg, Seed
 from tests.protocols.cheating import Outcome, play, replaced
@@ -69,7 +69,7 @@ def test_mac_key_kept_after_a_failure() -> None:
     Party 3's lie to party 2 makes parties 1 and 2 hold one wrong value between them, and later records agree again.
     """
     pair = Seed.fresh()
-    mine, theirs = View(pair), View(pair)
+    mine, theirs = TranscriptMac(pair), TranscriptMac(pair)
     tags = []
     for _ in range(3):
         for view in (mine, theirs):

@@ -14,7 +14,7 @@ from private_llm.net.local import LocalHub
 from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import CLIENT, MetaTransport
 from private_llm.protocols.quad.roles import Member, RoleTransport
-from private_llm.protocols.quad.transcript_mac import View
+from private_llm.protocols.quad.transcript_mac import TranscriptMac
 from private_llm.protocols.session import join, join_as_client, opened
 from private_llm.ring.prg import Seed
 from private_llm.token_sharding import ShardingPlan
@@ -40,7 +40,7 @@ class Noting(MetaTransport):
 def links(party: int = 1) -> tuple[RoleTransport, Noting]:
     inner = Noting()
     seed = Seed(bytes(32))
-    return RoleTransport(inner, party, {other: View(seed) for other in range(3) if other != party}), inner
+    return RoleTransport(inner, party, {other: TranscriptMac(seed) for other in range(3) if other != party}), inner
 
 
 @pytest.mark.parametrize("endpoint", [4, 5, 15, 16, 17, 18, 19, 20, 103, CLIENT])
@@ -57,11 +57,11 @@ def test_a_node_of_any_number_is_addressed_itself(endpoint: int) -> None:
 @pytest.mark.parametrize("me", [0, 1, 2])
 def test_a_member_is_the_party_itself_and_not_its_role(party: int, me: int) -> None:
     roles, inner = links(me)
-    before = [view.close() for view in links(me)[0]._views.values()]
+    before = [view.close() for view in links(me)[0]._transcripts.values()]
     roles.send(Member(party), "verify", PAYLOAD)
     roles.recv(Member(party), "verify", (2,), torch.int64)
     assert inner.addressed == [party, party]
-    assert [view.close() for view in roles._views.values()] == before, "a message to a member entered a record"
+    assert [view.close() for view in roles._transcripts.values()] == before, "a message to a member entered a record"
 
 
 def test_role_zero_speaks_through_party_three() -> None:

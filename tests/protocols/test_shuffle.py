@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.errors import DomainError, ProtocolAbort
+from private_llm.errors import DomainError, ProtocolAbort, UnsupportedOp
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import Transport
 from private_llm.protocols.client_end import ClientEnd
@@ -235,3 +235,13 @@ def test_a_permutation_shows_and_stores_nothing() -> None:
     assert "tensor" not in repr(ShuffledBits(BitShare((torch.zeros(1, 1, dtype=torch.int64),), 3), order))
     with pytest.raises(TypeError, match="not serialised"):
         order.__reduce_ex__(2)
+
+
+def test_a_shuffle_while_the_helper_of_quad_runs_ahead_is_refused() -> None:
+    def program(p: Protocol, a: Share) -> Share:
+        order = p.permutation(4)
+        with p.section("ahead"):
+            return p.shuffle(a, order)
+
+    with pytest.raises(UnsupportedOp, match="no store at party 1"):
+        run_ring(config("quad", 64), [ring_values(64, (4,), 20, 1)], program, (4,))

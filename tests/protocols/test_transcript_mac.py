@@ -17,7 +17,7 @@ from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.quad.bits import Quad
 from private_llm.protocols.quad.client import QuadClient, digest
-from private_llm.protocols.quad.transcript_mac import GROUPS, View, as_tensor, meet_groups
+from private_llm.protocols.quad.transcript_mac import GROUPS, TranscriptMac, as_tensor, meet_groups
 from private_llm.protocols.session import Session, join, join_as_client
 from private_llm.protocols.weight_sharing import deal
 from private_llm.ring.prg import Seed
@@ -29,9 +29,9 @@ Result = TypeVar("Result")
 
 
 # -- one running tag --------------------------------------------------------------------------------------------
-def pair() -> tuple[View, View]:
+def pair() -> tuple[TranscriptMac, TranscriptMac]:
     seed = Seed.fresh()
-    return View(seed), View(seed)
+    return TranscriptMac(seed), TranscriptMac(seed)
 
 
 def test_equal_bytes_give_equal_tags_however_they_come() -> None:

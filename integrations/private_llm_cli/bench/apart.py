@@ -24,7 +24,7 @@ from private_llm.net.ledger import CONTROL
 from private_llm.net.local import LocalHub
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocol_facts import names_where
-from private_llm.protocols.offline_phase import Ahead
+from private_llm.protocols.offline_phase import OfflinePhase
 from private_llm.protocols.session import join, join_as_client
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
@@ -127,7 +127,7 @@ def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -
             made.append(run(session, inputs))
             session.protocol.verify()
 
-        with closing(Ahead[None](session, transport, compute)) as ahead:
+        with closing(OfflinePhase[None](session, transport, compute)) as ahead:
             while (order := int(transport.recv(CLIENT, _SIGNAL, (1,), torch.int64))) != _STOP:
                 if order == _AHEAD:
                     transport.ledger.reset()

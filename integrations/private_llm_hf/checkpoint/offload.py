@@ -22,7 +22,7 @@ from private_llm.tensor.fixed import Fixed
 
 
 @dataclass(frozen=True)
-class Stored:
+class Offloaded:
     """A weight that is read when it is needed, with the same result every time."""
 
     shape: tuple[int, ...]

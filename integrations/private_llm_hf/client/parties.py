@@ -173,12 +173,12 @@ class Parties(SessionClient):
         with self._call():
             self.tell(LoadModel(description, stop_behind))
             ranges = Ranges(description.ranges)
-            yield self._publish if self.config.weights == "public" else self._dealing(ranges)
+            yield self._publish if self.config.weights == "public" else self._sharing(ranges)
             self.tell(EndOfWeights())
             self.ranges = Ranges(self.answers(Loaded).ranges)
             self.transport.ledger.reset()
 
-    def _dealing(self, ranges: Ranges) -> Sink:
+    def _sharing(self, ranges: Ranges) -> Sink:
         """A sink that splits each weight into shares: seeds first, then what the seeds do not give."""
         dealer = Dealer(self.config)
         for party in range(self.config.parties):

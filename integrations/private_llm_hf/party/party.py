@@ -25,7 +25,7 @@ from private_llm.exact.argmax import argmax
 from private_llm.kernels.memory import trim_allocator, tune_allocator
 from private_llm.net.parallel_sessions import parallel_session_links
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.offline_phase import Ahead
+from private_llm.protocols.offline_phase import OfflinePhase
 from private_llm.protocols.session import Session, join
 from private_llm.protocols.weight_sharing import assemble, keys_held, pieces, sends_parts
 from private_llm.ranges import Ranges
@@ -35,7 +35,7 @@ from private_llm.tensor.range_check import verdict
 from private_llm.tensor.secret import SecretTensor
 from private_llm.tensor.secret_index import SecretIndex
 from private_llm_hf.checkpoint.node_checkpoint import NodeCheckpoint
-from private_llm_hf.checkpoint.offload import OffloadFile, Stored
+from private_llm_hf.checkpoint.offload import Offloaded, OffloadFile
 from private_llm_hf.checkpoint.share_files import ShareFile
 from private_llm_hf.client.costs import rows_of
 from private_llm_hf.party.announced import Shapes, announced_shapes, input_shape, take_announced
@@ -69,11 +69,11 @@ class Party:
         self.parallel_sessions[parallel_session] = self
         self.session: Session = join(config, self.role, links)
         self.model: PreTrainedModel | None = None
-        self.stored: dict[str, Stored] = {}
+        self.offloaded: dict[str, Offloaded] = {}
         self.loaded: LoadModel | None = None
         self.kept: dict[int, Any] = {}
         self._heartbeat = Heartbeat(links, config.timeout_s / 4)
-        self.ahead = Ahead(self.session, links, self._run_ahead, self._heartbeat.beat)
+        self.ahead = OfflinePhase(self.session, links, self._run_ahead, self._heartbeat.beat)
         self._silent = False
 
     def serve(self) -> None:
@@ -109,7 +109,7 @@ class Party:
         model, self.model = self.model, None
         if model is not None:
             release(model)
-        self.stored.clear()
+        self.offloaded.clear()
         self.kept.clear()
         del self.ahead  # which holds a method of this object
 
@@ -124,14 +124,14 @@ class Party:
 
     # -- the model --------------------------------------------------------------------------------------------
     def _load(self, command: commands.Load) -> None:
-        weights: dict[str, Fixed | Tensor | Stored]
+        weights: dict[str, Fixed | Tensor | Offloaded]
         if isinstance(command, commands.LoadHeld):
             if self.held is None:
                 raise ShareFileError("the client wants a model that this party holds no share file of")
             loaded = LoadModel(self.held.description, None)
             ranges = Ranges(loaded.description.ranges)
             weights = {
-                name: Stored(shape, functools.partial(self._from_file, self.held, name, ranges))
+                name: Offloaded(shape, functools.partial(self._from_file, self.held, name, ranges))
                 for name, shape in self.held.shapes.items()
             }
         elif isinstance(command, commands.LoadLike):
@@ -148,7 +148,7 @@ class Party:
             weights = dict(self._receive_weights(self._announced(described), Ranges(described.ranges)))
         self.loaded, facts = loaded, loaded.description
         self.session.known.ranges = Ranges(facts.ranges)
-        self.stored = {name: value for name, value in weights.items() if isinstance(value, Stored)}
+        self.offloaded = {name: value for name, value in weights.items() if isinstance(value, Offloaded)}
         self.model = build_party_model(facts.config, facts.class_, weights, self.session, self._heartbeat.beat)
         if loaded.stop_behind is not None:
             stop_behind(self.model, loaded.stop_behind)
@@ -165,15 +165,15 @@ class Party:
     def _from_file(self, held: ShareFile, name: str, ranges: Ranges) -> Fixed:
         return Fixed(self.session, held.weight(name), ranges.frac_of_weight(name, self.session.frac))
 
-    def _weights_of(self, other: Party) -> dict[str, Fixed | Tensor | Stored]:
+    def _weights_of(self, other: Party) -> dict[str, Fixed | Tensor | Offloaded]:
         """The shares of another parallel session with the same assignment: the same memory or file, used in this
         parallel session's session."""
         held = dict(other.ready().named_parameters())
         if any(value.is_meta for value in held.values()):  # some weights stay on disk
-            return {n: Stored(v.shape, functools.partial(self._stored_of, v)) for n, v in other.stored.items()}
+            return {n: Offloaded(v.shape, functools.partial(self._offloaded_of, v)) for n, v in other.offloaded.items()}
         return {name: self._mine(value) for name, value in held.items()}
 
-    def _stored_of(self, value: Stored) -> Fixed | Tensor:
+    def _offloaded_of(self, value: Offloaded) -> Fixed | Tensor:
         return self._mine(value.read())
 
     def _mine(self, value: Fixed | Tensor) -> Fixed | Tensor:
@@ -181,7 +181,7 @@ class Party:
             value = value.raw
         return Fixed(self.session, value.share, value.frac) if isinstance(value, Fixed) else value.detach()
 
-    def _receive_weights(self, wanted: Shapes, ranges: Ranges) -> Iterator[tuple[str, Fixed | Tensor | Stored]]:
+    def _receive_weights(self, wanted: Shapes, ranges: Ranges) -> Iterator[tuple[str, Fixed | Tensor | Offloaded]]:
         public = self.config.weights == "public"
         count = 0 if public else keys_held(self.config, self.role)
         raw = [self.transport.recv(CLIENT, "weight key", (32,), torch.uint8) for _ in range(count)]
@@ -203,7 +203,7 @@ class Party:
                 continue
             if received is not None:
                 offload.write(name, received)
-            yield name, Stored(shape, functools.partial(_read, made, offload, name))
+            yield name, Offloaded(shape, functools.partial(_read, made, offload, name))
 
     def _weight(
         self, keys: list[Seed], shape: tuple[int, ...], name: str, ranges: Ranges, received: Tensor | None

@@ -21,14 +21,14 @@ from private_llm.kernels.devices import device_for
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
-from private_llm_hf.checkpoint.offload import Stored
+from private_llm_hf.checkpoint.offload import Offloaded
 
 DISK = "disk"
 _RESERVED = 0.9
 """Part of a device's free memory that a planned map may fill with weights; activations and caches need the rest."""
 
 
-Value = Fixed | SecretTensor | Tensor | Stored
+Value = Fixed | SecretTensor | Tensor | Offloaded
 Weights = tuple[Tensor, Tensor | None]
 
 
@@ -48,7 +48,7 @@ class Placement:
         self._main = gpus[0] if gpus else session.device
         computing = {*self._places.values(), self._main} - {DISK}
         self._devices = {where: device_for(where, session.party) for where in computing}
-        self._stored: dict[nn.Module, dict[str, Stored]] = {}
+        self._offloaded: dict[nn.Module, dict[str, Offloaded]] = {}
         self._grouped: set[nn.Module] = set()
         self.on_disk: set[str] = set()
         """Names of the weights that are on disk while they are not used."""
@@ -73,12 +73,12 @@ class Placement:
         ready: dict[torch.device, nn.Parameter] = {}
         for path, module, own in places:
             if self.where(path) == DISK:
-                if not isinstance(value, Stored):
+                if not isinstance(value, Offloaded):
                     raise ConfigError(
                         f"device_map puts '{path}' on disk, but no disk is known: give the party its share file, or "
                         "name an offload_folder for weights that come from the client"
                     )
-                self._stored.setdefault(module, {})[own] = value
+                self._offloaded.setdefault(module, {})[own] = value
                 self.on_disk.add(path)
                 continue
             device = self.device(path)
@@ -103,7 +103,7 @@ class Placement:
         device = self.device(paths[0])
 
         def read(layer: nn.Module) -> Weights:
-            made = {own: parameter(value, device) for own, value in self._stored[layer].items()}
+            made = {own: parameter(value, device) for own, value in self._offloaded[layer].items()}
             return made["weight"], made.get("bias")
 
         return read
@@ -117,7 +117,7 @@ class Placement:
             for own, buffer in module._buffers.items():
                 if buffer is not None and device.type != "meta":  # public values stay real when costs are counted
                     module._buffers[own] = buffer.to(device)
-            stored = {} if module in self._grouped else self._stored.get(module, {})
+            stored = {} if module in self._grouped else self._offloaded.get(module, {})
             move = several and self.where(path) is not None
             if move or stored:
                 add_hook_to_module(module, _Placed(device, move, stored))
@@ -126,13 +126,13 @@ class Placement:
 class _Placed(ModelHook):  # type: ignore[misc]
     """Before a module runs, its inputs come to `device` and its stored weights are read; afterwards these go."""
 
-    def __init__(self, device: torch.device, move: bool, stored: Mapping[str, Stored]) -> None:
-        self._device, self._move, self._stored = device, move, stored
+    def __init__(self, device: torch.device, move: bool, stored: Mapping[str, Offloaded]) -> None:
+        self._device, self._move, self._offloaded = device, move, stored
         self._empty: dict[str, nn.Parameter | None] = {}
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ANN401
         """Fetch."""
-        for own, value in self._stored.items():
+        for own, value in self._offloaded.items():
             self._empty.setdefault(own, module._parameters[own])
             module._parameters[own] = parameter(value, self._device)
         if self._move:
@@ -147,7 +147,7 @@ class _Placed(ModelHook):  # type: ignore[misc]
 
 def parameter(value: Value, device: torch.device) -> nn.Parameter:
     """A weight as a parameter on `device`."""
-    if isinstance(value, Stored):
+    if isinstance(value, Offloaded):
         value = value.read()
     if isinstance(value, Fixed):
         value = SecretTensor(value)

@@ -88,9 +88,7 @@ class ShapeOf:
     def __call__(self, value: tuple[int, ...]) -> None:
         """Raise Unfit for another shape."""
         if len(value) > _MOST_DIMENSIONS or not all(self.least <= size <= self.most for size in value):
-            raise Unfit(
-                value, f"at most {_MOST_DIMENSIONS} sizes from {self.least} to {self.most}"
-            )
+            raise Unfit(value, f"at most {_MOST_DIMENSIONS} sizes from {self.least} to {self.most}")
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,14 @@ class QuadClient(TrioClient):
         self._ahead = False
 
     def take_digests(self, digests: Sequence[str]) -> None:
-        """Party 3's digests for what preprocessed calls will open, in order; older ones are forgotten."""
-        self._digests = deque(bytes.fromhex(each) for each in digests)
+        """Party 3's digests for what preprocessed calls will open, in order; older ones are forgotten.
+
+        Raises ProtocolAbort for a text that is none.
+        """
+        try:
+            self._digests = deque(bytes.fromhex(each) for each in digests)
+        except ValueError:
+            raise ProtocolAbort("party 3 sent a text that is no digest; end the session and find out why") from None
 
     @contextmanager
     def section(self, label: str) -> Iterator[None]:

@@ -17,12 +17,12 @@ from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder
 from private_llm.protocols.party_end import Links
 from private_llm.protocols.quad.roles import Member, RoleTransport
-from private_llm.protocols.quad.transcript_mac import TAG_BYTES, View, as_bytes, as_tensor, same
+from private_llm.protocols.quad.transcript_mac import TAG_BYTES, TranscriptMac, as_bytes, as_tensor, same
 from private_llm.protocols.trio.party import Trio
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 
-_VIEWS: dict[int, tuple[int, ...]] = {0: (1, 2), 1: (0,), 2: (0,), 3: ()}
+_TRANSCRIPTS: dict[int, tuple[int, ...]] = {0: (1, 2), 1: (0,), 2: (0,), 3: ()}
 """With whom each party records what both must hold."""
 
 
@@ -36,14 +36,16 @@ class QuadRecords(Trio):
         group_seeds: Sequence[Seed | None], input_keys: Sequence[Seed], adder: Adder = DEFAULT_ADDER,
         device: str = "cpu",
     ) -> None:  # fmt: skip
-        self._views = {other: View(pair_seeds[other]) for other in _VIEWS[party]}
+        self._transcripts = {other: TranscriptMac(pair_seeds[other]) for other in _TRANSCRIPTS[party]}
         self._deviation = False
         self._digests: list[str] = []
         first, second, joint, data = group_seeds
         helper = {1: first, 2: second, 0: first if party == 1 else second}
         masks = {role: seed for role, seed in helper.items() if seed is not None}
         self._links = transport
-        super().__init__(party, RoleTransport(transport, party, self._views), ring, masks, input_keys, adder, device)
+        super().__init__(
+            party, RoleTransport(transport, party, self._transcripts), ring, masks, input_keys, adder, device
+        )
         self._order_stream = None if data is None else data.stream("quad permutations")
         if joint is not None:
             self._seeds.append(joint)
@@ -62,7 +64,7 @@ class QuadRecords(Trio):
         """
         if not isinstance(self.transport, RoleTransport):
             raise UnsupportedOp("preprocess under quad computes on the CPU; leave out device and device_map")
-        with super().section(label, lambda _: RoleTransport(links(self._links), self.party, self._views)):
+        with super().section(label, lambda _: RoleTransport(links(self._links), self.party, self._transcripts)):
             yield
 
     def take_digests(self) -> list[str]:
@@ -82,12 +84,12 @@ class QuadRecords(Trio):
         if self.party == 2:
             self.transport.send(Member(0), tag, payload)
         else:
-            self._views[0].absorb(payload)
+            self._transcripts[0].absorb(payload)
 
     def _told(self, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Party 0: what party 2 tells, recorded with party 1."""
         payload = self.transport.recv(Member(2), tag, shape, dtype)
-        self._views[1].absorb(payload)
+        self._transcripts[1].absorb(payload)
         return payload
 
     def _tell_piece(self, tag: str, payload: Tensor) -> None:
@@ -99,8 +101,8 @@ class QuadRecords(Trio):
 
     def _confirm(self, value: Tensor) -> None:
         """Record a value that parties 0, 1 and 2 must hold alike."""
-        for view in self._views.values():
-            view.absorb(value)
+        for transcript in self._transcripts.values():
+            transcript.absorb(value)
 
     def verify(self) -> None:
         """Compare all records since the last call: 16 bytes each from parties 1 and 2, one byte to each; 2 rounds.
@@ -114,12 +116,12 @@ class QuadRecords(Trio):
             return  # it runs ahead, sees no data and opens nothing
         if self.party == 0:
             tags = [self.transport.recv(Member(other), "verify", (TAG_BYTES,), torch.uint8) for other in (1, 2)]
-            honest = same(tags, [self._views[other].close() for other in (1, 2)])
+            honest = same(tags, [self._transcripts[other].close() for other in (1, 2)])
             for other in (1, 2) if self._apart else (1, 2, 3):
                 self.transport.send(Member(other), "verify", as_tensor(bytes([honest])))
         else:
-            for view in self._views.values():
-                self.transport.send(Member(0), "verify", as_tensor(view.close()))
+            for transcript in self._transcripts.values():
+                self.transport.send(Member(0), "verify", as_tensor(transcript.close()))
             for _ in range(2):
                 self.ledger.add_round("verify")
             answer = self.transport.recv(Member(0), "verify", (1,), torch.uint8)

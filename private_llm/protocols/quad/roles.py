@@ -1,8 +1,8 @@
 """The links of Quad as Trio's code sees them: role 0 is played by parties 0 and 3, roles 1 and 2 by parties 1 and 2.
 
-What role 0 sends to role 2 is sent by party 3; party 0 computes the same bytes and absorbs them into its view with
-party 2, who absorbs what it received. A `Member` addresses a party itself. Plain numbers from 4 on are endpoints that
-have no role: nodes behind a split, and the client.
+What role 0 sends to role 2 is sent by party 3; party 0 computes the same bytes and absorbs them into its transcript
+with party 2, who absorbs what it received. A `Member` addresses a party itself. Plain numbers from 4 on are endpoints
+that have no role: nodes behind a split, and the client.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from private_llm.errors import TransportError
 from private_llm.net.transport import CLIENT, Transport
-from private_llm.protocols.quad.transcript_mac import View
+from private_llm.protocols.quad.transcript_mac import TranscriptMac
 
 _ROLES = (0, 1, 2)
 _PARTIES = 4
@@ -33,20 +33,20 @@ class Member(int):
 
 
 class RoleTransport(Transport):
-    """`inner`, whose ledger it shares, addressed by role. `views`: this party's ends, by the other party.
+    """`inner`, whose ledger it shares, addressed by role. `transcripts`: this party's ends, by the other party.
 
     Every method raises TransportError for a number that is neither a role nor an endpoint without one.
     """
 
-    def __init__(self, inner: Transport, party: int, views: dict[int, View]) -> None:
+    def __init__(self, inner: Transport, party: int, transcripts: dict[int, TranscriptMac]) -> None:
         super().__init__(inner.me)
         self.ledger = inner.ledger
-        self._inner, self._party, self._views = inner, party, views
+        self._inner, self._party, self._transcripts = inner, party, transcripts
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """Send and book under the number of the receiving party; party 0 only absorbs what role 0 sends."""
         if self._party == 0 and to == 2 and not isinstance(to, Member):
-            self._views[2].absorb(payload)
+            self._transcripts[2].absorb(payload)
         else:
             self._inner.send(self._at(to), tag, payload)
 
@@ -56,7 +56,7 @@ class RoleTransport(Transport):
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         payload = self._inner._recv(self._at(frm), tag, shape, dtype)
         if frm == 0 and not isinstance(frm, Member):
-            self._views[0].absorb(payload)
+            self._transcripts[0].absorb(payload)
         return payload
 
     def _at(self, address: int) -> int:

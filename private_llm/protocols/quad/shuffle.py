@@ -8,7 +8,8 @@ A party that knows pi_j lacks only its own t_i, which two others know; it is uni
 lacks all that has pi_j in it and gets V', uniform to it, as it lacks c'_j. Party 3 needs nothing, and what it sends is
 of masks alone, so it may be ahead. Three elements a step, 12 in all.
 
-Who sends what, and why one liar is always seen (as in `arithmetic`: party 0 sends nothing, `verify` compares views):
+Who sends what, and why one liar is always seen (as in `arithmetic`: party 0 sends nothing, `verify` compares
+transcripts):
   step 1 (0, 2, 3 know it): party 3 sends t_2 to 2, who records it with 0; and t_0 to 0. Party 2 sends V' to 1.
           V' is recorded by 0 with 1 and with 2: a lie in t_0 is off at 0 alone, a lie in V' at 1 alone.
   step 2 (0, 1, 3): likewise with 1 and 2 exchanged.
@@ -78,7 +79,10 @@ class QuadShuffles(QuadArithmetic):
 
     # -- what is moved ---------------------------------------------------------------------------------------
     def shuffle(self, x: Share, order: Permutation, undo: bool = False) -> Share:
-        """Rows x[p[i]] in the secret order, or back with `undo`: 12 elements for each, 3 rounds."""
+        """Rows x[p[i]] in the secret order, or back with `undo`: 12 elements for each, 3 rounds.
+
+        Raises UnsupportedOp while party 3 runs ahead.
+        """
         kind = moved_rows(x, order)
         first, second, third = x.parts
         held = self._components((first, second, third), kind)
@@ -131,6 +135,11 @@ class QuadShuffles(QuadArithmetic):
         self, tag: str, held: list[Tensor | None], order: Permutation, kind: Moved, undo: bool
     ) -> list[Tensor | None]:
         """The components after all steps: first all that is of masks alone, then V from step to step."""
+        if self._apart:
+            raise UnsupportedOp(
+                "shuffle: party 3 has no store at party 1 for what it computes ahead; want calls that are not "
+                "preprocessed"
+            )
         steps = _STEPS[::-1] if undo else _STEPS
         perms = [None if part is None else inverse(part) if undo else part for part in order.parts]
         changes: dict[int, dict[int, Tensor]] = {}
@@ -169,10 +178,10 @@ class QuadShuffles(QuadArithmetic):
             self.transport.send(Member(2), tag, torch.stack([changes[1][2], changes[0][2]]))
             return
         if self.party == 0:
-            self._views[2].absorb(changes[1][2])
-            self._views[1].absorb(changes[2][1])
-            self._views[1].absorb(changes[3][1])
-            self._views[2].absorb(changes[3][2])
+            self._transcripts[2].absorb(changes[1][2])
+            self._transcripts[1].absorb(changes[2][1])
+            self._transcripts[1].absorb(changes[3][1])
+            self._transcripts[2].absorb(changes[3][2])
             changes[1][0], changes[2][0] = self.transport.recv(Member(3), tag, shape, kind.dtype)
             changes[3][0] = self._told(tag, tuple(kind.shape), kind.dtype)
             return
@@ -181,8 +190,8 @@ class QuadShuffles(QuadArithmetic):
         changes[apart][self.party], changes[0][self.party] = self.transport.recv(Member(3), tag, shape, kind.dtype)
         theirs = self.transport.exchange(Member(other), tag, changes[3][other].contiguous())
         changes[3][self.party] = theirs
-        self._views[0].absorb(changes[apart][self.party])
-        self._views[0].absorb(theirs)
+        self._transcripts[0].absorb(changes[apart][self.party])
+        self._transcripts[0].absorb(theirs)
         self._tell(tag, changes[3][0].contiguous())
         self.transport.send(Member(other), tag, as_tensor(digest(changes[0][other])))
         self._compare(tag, other, changes[0][self.party])

@@ -1,17 +1,17 @@
 """What two parties must agree upon, as one running tag; the keys of groups of three; the verdict.
 
-View (0, i), i = 1, 2, is the sequence of all bytes that parties 0 and i must both hold. Each absorbs its own copy into
-a GMAC tag (a polynomial over GF(2^128), NIST SP 800-38D) whose key is used once, drawn from a stream that only the two
-share. Different sequences of L bytes get equal tags with probability at most (L / 16 + 2) / 2^128, for whoever lacks
-the key.
+The transcript of (0, i), i = 1, 2, is all bytes that parties 0 and i must both hold, in order. Each absorbs its own
+copy into a GMAC tag (a polynomial over GF(2^128), NIST SP 800-38D) whose key is used once, drawn from a stream that
+only the two share. Different sequences of L bytes get equal tags with probability at most (L / 16 + 2) / 2^128, for
+whoever lacks the key.
 
 Verdict: parties 1 and 2 send their tags to party 0; party 0 compares and tells all others the one answer. Why party 0
 alone: in a run it sends nothing, so if it is the cheater there is nothing to find; and if another party is, its first
-lie makes one view of two honest parties differ for sure, whatever the secrets are (the argument is in `arithmetic`
-and `bits`), so the answer is "no" whatever the cheater claims about its own view. Were verdicts on single views seen,
-a cheater could alter a message by d, which alters a value at party 0 by d times a secret mask, guess that product in
-its own view, and read from the verdict whether the guess was right. For the same reason the answer never says which
-view differed. A tag goes to the one other holder of its key only.
+lie makes one transcript of two honest parties differ for sure, whatever the secrets are (the argument is in
+`arithmetic` and `bits`), so the answer is "no" whatever the cheater claims about its own transcript. Were verdicts on
+single transcripts seen, a cheater could alter a message by d, which alters a value at party 0 by d times a secret mask,
+guess that product in its own transcript, and read from the verdict whether the guess was right. For the same reason the
+answer never says which transcript differed. A tag goes to the one other holder of its key only.
 
 Group keys. Each of three members sends the two others 32 fresh bytes; the key is the hash of the three in order. All
 three then compare a digest of the key (and of what else the group must hold alike): whoever sent different bytes to
@@ -45,7 +45,7 @@ GROUPS = (*MASK_GROUPS, (0, 1, 2))
 """Who shares a key: those of masks, and last those of permutations that party 3 must not know."""
 
 
-class View:
+class TranscriptMac:
     """One end of the running tag of two parties: 16 bytes, whatever is absorbed. Sends nothing itself."""
 
     def __init__(self, pair: Seed) -> None:
