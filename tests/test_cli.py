@@ -394,3 +394,15 @@ def test_demo_by_token_sharding(run: Run) -> None:
     (found,) = rows(run, "demo", "--protocol", "cascade", "--plan", "3,3,1", "--tiny")
     assert found["private_text"] == found["plain_text"]
     assert "gives tokens away" in run("demo", "--protocol", "cascade", "--plan", "3,1,1", "--tiny", code=2)
+
+
+def test_bench_computes_whose_functions_it_is_told(run: Run) -> None:
+    """Each against its own formula, so that errors stay small; costs differ."""
+    how = ("bench", "gelu", "bert-layer", "--tiny", "--repeat", "1")
+    made = {name: rows(run, *how, "--approximations", name) for name in ("ours", "mpcformer", "secformer", "puma")}
+    for name, both in made.items():
+        assert [row["approximations"] for row in both] == [name, name]
+        assert all(row["error_max"] < 1e-3 for row in both)
+    assert len({row["bytes_total"] for row, _ in made.values()}) == 4
+    assert made["mpcformer"][0]["rounds"] == 2
+    assert "neither GELU nor softmax" in run("bench", "pigeon", "--tiny", "--approximations", "puma", code=2)

@@ -77,7 +77,7 @@ def puma_gelu(x: Tensor) -> Tensor:
 
 def two_quad(x: Tensor) -> Tensor:
     """MPCFormer's and SecFormer's softmax."""
-    e = torch.where(_seen(x), (x + SHIFT) ** 2, torch.zeros_like(x))
+    e = (torch.where(_seen(x), x, torch.full_like(x, -SHIFT)) + SHIFT) ** 2
     return e / e.sum(-1, keepdim=True).clamp_min(1e-12)
 
 
