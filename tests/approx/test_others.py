@@ -20,7 +20,9 @@ from private_llm.approx.secformer import fourier_gelu, goldschmidt
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError
 from private_llm.exact.rows import Rows
+from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.range_check import verdict
 from private_llm.token_sharding import ShardingPlan
 from tests.approx.tables import run_table
 from tests.harness import PLAIN, TRIO, run_meta, run_parties
@@ -236,3 +238,26 @@ def test_refusals(name: str) -> None:
 def test_unknown_name() -> None:
     with pytest.raises(ConfigError, match="approximations: got 'bolt'"):
         PrivateConfig(approximations="bolt")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["mpcformer", "secformer"])
+@pytest.mark.parametrize("ragged", [False, True])
+@under
+def test_rows_out_of_range_owe_an_alarm(name: str, ragged: bool, config: PrivateConfig) -> None:
+    """Means of (x + 5)^2 of 729 and 0.01 leave the reciprocal's range; probabilities then do not sum to 1."""
+
+    def told(session: Session, x: Fixed) -> Fixed:
+        if ragged:
+            chosen.softmax_ragged(x.view(lambda part: part.reshape(-1)), Rows((8,) * 4))
+        else:
+            chosen.softmax(x)
+        found = verdict(session)
+        assert found is not None
+        return found
+
+    usual = torch.randn(4, 8, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    for odd, wrong in ((0.0, 0.0), (22.0, 1.0), (-4.9, 1.0)):
+        x = usual.clone()
+        if wrong:
+            x[2] = odd
+        assert float(run_parties(chosen_as(config, name), told, [x]).value) == wrong

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from private_llm.approx import formulas
 from private_llm.approx.emulation import Emulated
 from private_llm.config import PrivateConfig
-from private_llm.errors import NeedsDistillation
+from private_llm.errors import DomainError, NeedsDistillation
 
 PLAIN = PrivateConfig(protocol="plain", insecure=True, party_mode="threads")
 TRIO = PrivateConfig(party_mode="threads")
@@ -126,3 +126,19 @@ def test_the_emulation_ends_and_leaves_nothing_behind() -> None:
     assert torch.equal(logits(model), before)
     with emulated(model, "ours"):
         assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("name", ["mpcformer", "secformer"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.filterwarnings("ignore::private_llm.errors.NeedsDistillation")
+def test_rows_that_do_not_sum_to_one_are_withheld(name: str, padded: bool) -> None:
+    """Scores of hundreds leave the range of means whose reciprocal 2Quad takes; the mask makes rows ragged."""
+    model = bert()
+    with torch.no_grad():
+        for layer in model.bert.encoder.layer:
+            layer.attention.self.query.weight *= 30
+    with (
+        patch(model, replace(PLAIN, approximations=name)) as private,
+        pytest.raises(DomainError, match="left its range"),
+    ):
+        logits(private, MASK if padded else torch.ones_like(MASK))
