@@ -29,6 +29,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "reveal": ("logits", "token", "class"),
     "adder": ("auto", "prefix", "ripple"),
     "truncation": ("unit", "exact"),
+    "approximations": ("ours", "mpcformer", "secformer", "puma"),
     "prg": ("aes", "chacha20"),
     "matmul": ("masked", "remask"),
     "party_mode": ("auto", "threads", "processes", "remote", "distributed"),
@@ -37,7 +38,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 _AGREED = (
     "protocol", "ring", "frac_bits", "weights", "reveal", "adder", "bandwidth_mbit", "latency_ms", "relu_bits",
     "relu_low", "truncation", "matmul", "prg", "parallel_sessions", "rotate_roles", "plan", "split", "guard", "plugins",
-    "cache_policy",
+    "cache_policy", "approximations",
 )  # fmt: skip
 """What all parties must agree upon: these settings change the order or the meaning of messages."""
 
@@ -98,6 +99,8 @@ class PrivateConfig:
     relu_bits: key bits of ReLU: its inputs stay below 2^(relu_bits-1-frac_bits) in magnitude (None: 2^20, or the
     whole ring). relu_low: lowest bits that ReLU ignores: inputs from 0 to 2^(relu_low-frac_bits) may become 0.
     truncation: "unit" (at most one unit in the last place too high) or "exact" (floor, by one more comparison).
+    approximations: whose GELU and softmax are computed: "ours", or for comparisons those of "mpcformer", "secformer" or
+    "puma" (docs/approximations.md). Models need distillation for mpcformer and secformer, or their answers are useless.
     matmul: "masked" (output-sized traffic), or for "dealer" also "remask" (both operands masked anew each time, the
     classical way).
     cache_policy: which entries of the KV cache stay after each call: KeepAll(), or SlidingWindow(recent=256, first=4),
@@ -147,6 +150,7 @@ class PrivateConfig:
     relu_bits: int | None = None
     relu_low: int = 0
     truncation: Literal["unit", "exact"] = "unit"
+    approximations: Literal["ours", "mpcformer", "secformer", "puma"] = "ours"
     matmul: Literal["masked", "remask"] = "masked"
     cache_policy: CachePolicy = KEEP_ALL
     prg: Literal["aes", "chacha20"] = "aes"
@@ -183,6 +187,7 @@ class PrivateConfig:
                 raise ConfigError(f"{key}: got {getattr(self, key)!r}; want one of {', '.join(map(repr, allowed))}")
         self._check_protocol()
         self._check_plan()
+        self._check_approximations()
         self._check_cache_policy()
         top = 20 if self.ring == 64 else 13
         if not 4 <= self.frac_bits <= top:
@@ -291,6 +296,20 @@ class PrivateConfig:
         object.__setattr__(self, "weights", "public")
         object.__setattr__(self, "plan", self.plan or ShardingPlan())
 
+    def _check_approximations(self) -> None:
+        if self.approximations == "ours":
+            return
+        if self.plan is not None:
+            raise ConfigError(
+                f"approximations: got {self.approximations!r}; nodes of a sharding plan compute the functions "
+                "themselves in the clear, so want 'ours'"
+            )
+        if self.ring == 32:
+            raise ConfigError(
+                f"approximations: got {self.approximations!r} in a 32-bit ring, which has no GELU and softmax; want "
+                "ring=64"
+            )
+
     def _check_cache_policy(self) -> None:
         if not isinstance(self.cache_policy, CachePolicy):
             raise ConfigError(f"cache_policy: got {self.cache_policy!r}; want a CachePolicy, such as KeepAll()")
@@ -350,7 +369,7 @@ class PrivateConfig:
 FIELD_GROUPS: dict[str, tuple[str, ...]] = {
     "What to run": ("protocol", "weights", "reveal", "insecure", "plugins"),
     "Token sharding": ("plan", "split"),
-    "Precision": ("ring", "frac_bits", "truncation", "relu_bits", "relu_low"),
+    "Precision": ("ring", "frac_bits", "truncation", "relu_bits", "relu_low", "approximations"),
     "Ranges and checks": ("calibrate", "guard", "debug_ranges"),
     "Performance": (
         "adder",

@@ -57,6 +57,10 @@ class TightRange(UserWarning):
     """Values come near to what the ring can hold; beyond it, answers are garbage."""
 
 
+class NeedsDistillation(UserWarning):
+    """A model will be run with functions that it was not trained with, and that are far from its own."""
+
+
 class WeakProtection(UserWarning):
     """A sharding plan is used whose nodes, if they try, can work out tokens that they are not given."""
 

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import OPTConfig, OPTForCausalLM
-
 from private_llm_cli.app import main
 from private_llm_cli.bench.rows import Row
+from transformers import OPTConfig, OPTForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = ("demo", "generate", "classify", "audit", "share", "party", "certs", "estimate", "bench", "diff", "doctor")
@@ -231,9 +230,8 @@ def test_long_work_is_not_silent_in_a_log(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_help_lists_the_built_in_shapes(run: Run) -> None:
-    from private_llm_hf.vision.networks import BUILDERS
-
     from private_llm_cli.options import SHAPES
+    from private_llm_hf.vision.networks import BUILDERS
 
     listed = json.loads(resources.files("private_llm_hf").joinpath("models", "shapes.json").read_text())
     assert sorted(SHAPES) == sorted([*listed, *BUILDERS])
@@ -394,3 +392,15 @@ def test_demo_by_token_sharding(run: Run) -> None:
     (found,) = rows(run, "demo", "--protocol", "cascade", "--plan", "3,3,1", "--tiny")
     assert found["private_text"] == found["plain_text"]
     assert "gives tokens away" in run("demo", "--protocol", "cascade", "--plan", "3,1,1", "--tiny", code=2)
+
+
+def test_bench_computes_whose_functions_it_is_told(run: Run) -> None:
+    """Each against its own formula, so that errors stay small; costs differ."""
+    how = ("bench", "gelu", "bert-layer", "--tiny", "--repeat", "1")
+    made = {name: rows(run, *how, "--approximations", name) for name in ("ours", "mpcformer", "secformer", "puma")}
+    for name, both in made.items():
+        assert [row["approximations"] for row in both] == [name, name]
+        assert all(row["error_max"] < 1e-3 for row in both)
+    assert len({row["bytes_total"] for row, _ in made.values()}) == 4
+    assert made["mpcformer"][0]["rounds"] == 2
+    assert "neither GELU nor softmax" in run("bench", "pigeon", "--tiny", "--approximations", "puma", code=2)

@@ -16,6 +16,8 @@ from private_llm_cli.options import (
     PROTOCOLS,
     SHAPES,
     AdderOption,
+    Approximations,
+    ApproximationsOption,
     CachePolicyOption,
     Json,
     MatmulOption,
@@ -156,6 +158,7 @@ def bench(
     adder: AdderOption = None,
     relu_bits: ReluBitsOption = None,
     relu_low: ReluLowOption = 0,
+    approximations: ApproximationsOption = Approximations.OURS,
     imagenet: Annotated[
         bool, typer.Option("--imagenet", help="For pigeon: ResNet-50 and VGG-16 on ImageNet images, too.")
     ] = False,
@@ -165,10 +168,13 @@ def bench(
     from private_llm_cli.commands.bench import bench as run
     from private_llm_cli.commands.bench_cascade import bench_cascade
 
-    circuit: dict[str, Any] = {"relu_bits": relu_bits, "relu_low": relu_low}
+    circuit: dict[str, Any] = {
+        "relu_bits": relu_bits, "relu_low": relu_low, "approximations": approximations.value,
+    }  # fmt: skip
     if adder is not None:
         circuit |= {"adder": adder.value, "bandwidth_mbit": bandwidth, "latency_ms": latency or 0.0}
     circuit_given = adder is not None or relu_bits is not None or relu_low != 0
+    circuit_given = circuit_given or approximations is not Approximations.OURS
     config = config_of(
         protocol or "trio",
         ring,
@@ -197,6 +203,8 @@ def bench(
         return
     if names and PIGEON in names:
         given = [n, shape, bandwidth, latency]
+        if approximations is not Approximations.OURS:
+            raise ConfigError("pigeon: its works have neither GELU nor softmax; leave out --approximations")
         if len(names) > 1 or ring != 64 or preprocess or any(value is not None for value in given):
             raise ConfigError("pigeon is a table of its own: give no other name, ring, shape or link with it")
         bench_pigeon([protocol] if protocol else ["trio", "quad"], config, as_json, repeat, tiny, plot, imagenet)

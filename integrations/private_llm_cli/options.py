@@ -47,6 +47,15 @@ class Adder(StrEnum):
     RIPPLE = "ripple"
 
 
+class Approximations(StrEnum):
+    """Whose GELU and softmax."""
+
+    OURS = "ours"
+    MPCFORMER = "mpcformer"
+    SECFORMER = "secformer"
+    PUMA = "puma"
+
+
 class PartyMode(StrEnum):
     """Where the parties run."""
 
@@ -72,6 +81,9 @@ ReluBitsOption = Annotated[
     int | None, typer.Option("--relu-bits", help="Lowest bits that ReLU compares (default: what its range needs).")
 ]
 ReluLowOption = Annotated[int, typer.Option("--relu-low", help="How many of them, the lowest, ReLU leaves out.")]
+ApproximationsOption = Annotated[
+    Approximations, typer.Option("--approximations", help="Whose GELU and softmax (docs/approximations.md).")
+]
 PartyOption = Annotated[PartyMode, typer.Option("--party-mode", help="Parties as threads or as processes.")]
 
 

@@ -37,6 +37,7 @@ from private_llm_hf.client.launch import start_parties
 from private_llm_hf.client.model import private_class
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.models.architectures import architecture
+from private_llm_hf.models.emulation import warn_of_functions
 from private_llm_hf.patch_plan import make_plan
 from private_llm_hf.token_sharding.client import check_sharding
 from private_llm_hf.tools.trial import AT_NODES, require_agreement
@@ -244,6 +245,8 @@ def _open(
             return None
         return digest.text()
 
+    if not tried:
+        warn_of_functions(model_class, private_config.approximations)
     if private_config.plan is not None:
         check_sharding(model_class, config, private_config.plan, private_config.split)
     if not tried and private_config.protocol != CASCADE:

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from private_llm.approx.softmax import softmax, softmax_ragged
+from private_llm.approx.chosen import softmax, softmax_ragged
 from private_llm.approx.tanh import precise_tanh
 from private_llm.errors import DomainError
 from private_llm.exact.rows import Rows

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from private_llm.approx.activations import clamp, gelu, relu, sigmoid, silu, softplus
+from private_llm.approx.activations import clamp, relu, sigmoid, silu, softplus
+from private_llm.approx.chosen import gelu
 from private_llm.approx.exp import WIDE_TOP, wide_exp
 from private_llm.approx.tanh import precise_tanh
 from private_llm.errors import UnsupportedOp
@@ -23,6 +24,10 @@ _KEY_ROOM = 7
 """Bits that sums of 256 arguments may have more than one of them: values fill the range that `relu_bits` states."""
 
 
+_SQUARED = 12
+"""Bits of magnitude of what MPCFormer's GELU squares."""
+
+
 def _settled(x: Tensor, name: str) -> Fixed:
     if not isinstance(x, SecretTensor):
         raise UnsupportedOp(f"{name}: the rule needs a secret input")
@@ -30,6 +35,8 @@ def _settled(x: Tensor, name: str) -> Fixed:
     most = REACH if known is None else max(known, SHORTEST)
     if name == "relu" and config.relu_bits is not None:  # calibration has made sure that single entries fit
         most = min(most, config.relu_bits - 1 - config.frac_bits + _KEY_ROOM)
+    if name == "gelu" and config.approximations == "mpcformer":  # a square
+        most = min(most, _SQUARED)
     watch_compared(x, x.session.frac + most, rows=known is not None)
     return x.to_fixed()
 
@@ -120,7 +127,7 @@ def _ramp(x: Fixed) -> Fixed:
 
 @implements(F.gelu)
 def gelu_rule(x: Tensor, approximate: str = "none") -> SecretTensor:
-    """GELU in the erf ("none") or tanh spelling: `approx.gelu`.
+    """GELU in the erf ("none") or tanh spelling: `approx.gelu`, or what `PrivateConfig.approximations` names.
 
     Raises UnsupportedOp for a plain x or another spelling.
     """

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from private_llm.approx.emulation import Emulated
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm.kernels.memory import tune_allocator
@@ -105,7 +106,9 @@ def _whole(
             online.append(time.perf_counter() - started)
             progress()
         costs = private.cost()
-    with torch.no_grad():
+    from private_llm_hf.models.emulation import emulated
+
+    with torch.no_grad(), emulated(model, config.approximations):
         error = float((logits - work.truth(model.double(), asked)).abs().max())
     sent = costs.to_dict()["bytes_per_party"]
     return _Measured(before, online, costs.preprocessing.total, sent, costs.rounds, error)
@@ -202,7 +205,7 @@ def _ask(
     length = int(transport.recv(1, _SIGNAL, (1,), torch.int64))
     frac, *shape = transport.recv(1, _SIGNAL, (length,), torch.int64).tolist()
     result = ring.decode(end.open(tuple(shape)), frac)
-    with torch.no_grad():
+    with torch.no_grad(), Emulated(config.approximations):
         error = float((result - work.truth(values, weights)).abs().max())
     sent = {str(party): int(reports[party, 0]) for party in range(config.parties)}
     return _Measured(before, online, sent[str(config.helper)], sent, int(reports[:, 1].max()), error)

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from private_llm.approx import activations, norms
-from private_llm.approx.softmax import softmax as fixed_softmax
+from private_llm.approx import activations, chosen, norms
 from private_llm.exact.argmax import argmax as fixed_argmax
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
@@ -50,7 +49,7 @@ def relu(shape: Shape) -> Work:
 
 def gelu(shape: Shape) -> Work:
     """GELU (erf) on [-8, 8]."""
-    return _wide("gelu", shape, lambda x: activations.gelu(x, "none"), F.gelu)
+    return _wide("gelu", shape, lambda x: chosen.gelu(x, "none"), F.gelu)
 
 
 def silu(shape: Shape) -> Work:
@@ -60,7 +59,7 @@ def silu(shape: Shape) -> Work:
 
 def softmax(shape: Shape) -> Work:
     """Softmax over the last dimension of scores ~ N(0, 3)."""
-    return _work("softmax", shape, (shape,), lambda x: fixed_softmax(x[0]), lambda v: v[0].softmax(-1), (3.0,))
+    return _work("softmax", shape, (shape,), lambda x: chosen.softmax(x[0]), lambda v: v[0].softmax(-1), (3.0,))
 
 
 def layernorm(shape: Shape) -> Work:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from private_llm.approx.emulation import Emulated
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, PartyFailed, PrivateLLMError
 from private_llm.kernels.memory import tune_allocator
@@ -173,7 +174,7 @@ def _measure(
         times.append(seconds)
         progress()
     result = _open(transport, ends, ring, config.parties)
-    with torch.no_grad():
+    with torch.no_grad(), Emulated(config.approximations):
         truth = work.truth(values, weights)
     sent = {str(party): int(reports[party, :-2].sum()) for party in range(config.parties)}
     return Row(

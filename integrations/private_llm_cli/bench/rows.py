@@ -25,7 +25,7 @@ class Row:
     helping party sends). seconds_preprocessing: if these were sent apart, before: then `seconds` are the online phase.
     bytes_per_party: what each endpoint sent, "client" included. bytes_received: what each party received.
     rounds: exchanges that follow each other. error_max: largest absolute error against float64 on the same input.
-    adder, relu_bits, relu_low: of comparisons, as in `PrivateConfig`.
+    adder, relu_bits, relu_low (of comparisons), approximations: as in `PrivateConfig`.
     by_kind: of a whole model, by class of its modules: bytes over all links, bytes of the party that sent most, rounds,
     median seconds of the slowest party, and Gbit/s, which are those bytes in those seconds.
     after: of a language model, where it is measured apart: seconds, bytes and rounds of one further token.
@@ -54,6 +54,7 @@ class Row:
     adder: str = "auto"
     relu_bits: int | None = None
     relu_low: int = 0
+    approximations: str = "ours"
     by_kind: dict[str, dict[str, float]] | None = None
     after: dict[str, Any] | None = None
 
@@ -68,6 +69,7 @@ def settings(config: PrivateConfig, speed: LinkSpeed | None) -> dict[str, Any]:
         "protocol": config.protocol, "ring": config.ring, "parties": config.parties,
         "parallel_sessions": config.parallel_sessions, "rotate_roles": config.rotate_roles, "adder": config.adder,
         "relu_bits": config.relu_bits, "relu_low": config.relu_low,
+        "approximations": config.approximations,
         "threads": party_threads(config.parties),
         "party_mode": "threads" if config.party_mode == "auto" else config.party_mode,
         "bandwidth_mbit": speed.bandwidth_mbit if speed else None, "latency_ms": speed.latency_ms if speed else None,

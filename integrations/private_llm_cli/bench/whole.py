@@ -172,7 +172,9 @@ def measure_whole(
         sent = {key: costs[key] for key in ("bytes_total", "bytes_preprocessing", "bytes_per_party", "rounds")}
     finally:
         private.close()
-    with torch.no_grad():
+    from private_llm_hf.models.emulation import emulated
+
+    with torch.no_grad(), emulated(model, config.approximations):
         truth = work.truth(model.double(), ids)
     return Row(
         **settings(config, speed), name=work.name, shape=work.shape, repeat=repeat,

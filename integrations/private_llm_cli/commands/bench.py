@@ -178,6 +178,8 @@ def _table(rows: Sequence[Row]) -> None:
     ]  # fmt: skip
     first = rows[0]
     title = f"{first.protocol}, {first.ring}-bit ring, {first.parties} parties ({first.party_mode}){_circuit(first)}"
+    if first.approximations != "ours":
+        title += f", functions of {first.approximations}"
     headings = ("work", "shape", "median", "min", "bytes, all links", "rounds", "largest error")
     if first.seconds_preprocessing is None:
         cells += [

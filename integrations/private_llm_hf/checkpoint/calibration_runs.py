@@ -23,6 +23,7 @@ from private_llm_hf.checkpoint.checkpoint import Checkpoint
 from private_llm_hf.checkpoint.weights import dense_weight
 from private_llm_hf.client.inputs import max_positions
 from private_llm_hf.models.architectures import architecture
+from private_llm_hf.models.emulation import emulated
 from private_llm_hf.vision.network import NetworkConfig, image_shape
 
 LENGTH = 128
@@ -60,9 +61,10 @@ def checkpoint_ranges(
     if not can_calibrate(config, private_config):
         return UNKNOWN
     model = checkpoint.load(model_class, config, **hf)
-    if architecture(config).kind == "vision":
-        return _seen(model, private_config, images)
-    return calibrate(model, private_config, batches(model, _tokenizer(checkpoint, hf), text))
+    with emulated(model, private_config.approximations):
+        if architecture(config).kind == "vision":
+            return _seen(model, private_config, images)
+        return calibrate(model, private_config, batches(model, _tokenizer(checkpoint, hf), text))
 
 
 def _tokenizer(checkpoint: Checkpoint, hf: dict[str, Any]) -> PreTrainedTokenizerBase | None:
@@ -84,7 +86,7 @@ def loaded_ranges(model: nn.Module, private_config: PrivateConfig, images: Tenso
         return UNKNOWN
     training = model.training
     try:
-        with _unpacked(model):
+        with _unpacked(model), emulated(model, private_config.approximations):
             if architecture(model.config).kind == "vision":
                 return _seen(model.eval(), private_config, images)
             return calibrate(model.eval(), private_config, batches(model, _tokenizer_beside(model)))

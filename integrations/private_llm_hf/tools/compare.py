@@ -28,6 +28,7 @@ from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe
 from private_llm_hf.checkpoint.weights import encode_weight, stream_loaded
 from private_llm_hf.models.architectures import architecture
+from private_llm_hf.models.emulation import emulated
 from private_llm_hf.party.model import build_party_model
 
 
@@ -56,7 +57,7 @@ class Comparison:
 def compare(
     model: PreTrainedModel, given: Tensor, config: PrivateConfig, ranges: Ranges = UNKNOWN
 ) -> Comparison:  # fmt: skip
-    """Run token ids [B, S] or images [B, C, H, W] through both; ring and frac_bits come from `config`, no more.
+    """Run token ids [B, S] or images [B, C, H, W] through both; of `config`, ring, frac_bits and functions count.
 
     ranges: what calibration found; a value that leaves them stops the run, as does one that leaves the ring.
 
@@ -73,11 +74,13 @@ def compare(
     stopped = None
     with torch.no_grad():
         if architecture(model.config).kind == "vision":
-            truth(given.double())
+            with emulated(truth, config.approximations):
+                truth(given.double())
             inputs = {"pixel_values": SecretTensor(_fixed(session, given))}
         else:
             tokens = _tokens(truth, given)
-            truth(**tokens, use_cache=False)
+            with emulated(truth, config.approximations):
+                truth(**tokens, use_cache=False)
             inputs = {
                 name.replace("input_ids", "inputs_embeds"): SecretTensor(_fixed(session, _embedding(truth, name)(ids)))
                 for name, ids in tokens.items()
