@@ -188,9 +188,9 @@ def test_a_kind_of_model_that_is_not_run(tmp_path: Path) -> None:
 
 
 def test_operations_without_a_rule_are_listed(tmp_path: Path) -> None:
-    config = tr.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=64, state_size=4)
-    model = tr.MambaForCausalLM(config)
-    message = r"no private rule for 4 module\(s\) or operation.*layers.0.mixer \(MambaMixer\): torch.exp"
+    config = tr.XLNetConfig(vocab_size=64, d_model=16, n_layer=2, n_head=2, d_inner=32)
+    model = tr.XLNetLMHeadModel(config)
+    message = r"no private rule for 2 module\(s\) or operation.*layer.0.rel_attn \(XLNetRelativeAttention\): .*einsum"
     with pytest.raises(PatchMismatch, match=message):
         patch(model, PLAIN)
     model.save_pretrained(tmp_path)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.remote_state import PrivateCache
 from private_llm_hf.party.party import Party
 from private_llm_hf.tools.compare import compare
+from private_llm_hf.wire.commands import LoadModel
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, LowPrecision, TransportError
@@ -290,10 +291,11 @@ def test_a_text_needs_a_tokenizer(tmp_path: Path) -> None:
 def test_parties_with_different_ranges_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Party._load
 
-    def load(self: Party, message: dict[str, Any]) -> None:
+    def load(self: Party, command: LoadModel) -> None:
         if self.number == 1:
-            message = {**message, "ranges": {**message["ranges"], "model.norm": {"square": 9}}}
-        original(self, message)
+            ranges = {**command.description.ranges, "model.norm": {"square": 9}}
+            command = replace(command, description=replace(command.description, ranges=ranges))
+        original(self, command)
 
     monkeypatch.setattr(Party, "_load", load)
     with pytest.raises(TransportError, match="the parties gave different answers"):

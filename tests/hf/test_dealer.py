@@ -10,6 +10,8 @@ import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
 from private_llm_hf.api import share_checkpoint
 from private_llm_hf.checkpoint.share_files import ShareFile, share_path
+from private_llm_hf.wire.codec import Message
+from private_llm_hf.wire.commands import CacheEdit, CropCache, ManageCache
 
 from private_llm.errors import ConfigError, PartyFailed, ShareFileError, TransportError
 from private_llm.net.local import LocalHub
@@ -38,14 +40,18 @@ def test_remote_hosts_with_share_files(tmp_path: Path) -> None:
     assert (tmp_path / "shares" / "party0.safetensors").stat().st_size < 10_000, "the dealer holds seeds, no weights"
 
 
-def test_the_dealer_hears_how_many_drafted_tokens_were_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def edits(heard: list[Message]) -> list[CacheEdit]:
+    return [each.edit for each in heard if isinstance(each, ManageCache)]
+
+
+def test_the_dealer_learns_how_many_drafted_tokens_were_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Same prompt, same text, and its requests still tell a good draft model from a bad one."""
     from private_llm_hf.client import parties as client
 
-    heard: list[dict[str, object]] = []
+    heard: list[Message] = []
     send = client.send_message
 
-    def listening(transport: Transport, party: int, message: dict[str, object]) -> None:
+    def listening(transport: Transport, party: int, message: Message) -> None:
         if party == 0:
             heard.append(message)
         send(transport, party, message)
@@ -57,7 +63,7 @@ def test_the_dealer_hears_how_many_drafted_tokens_were_accepted(monkeypatch: pyt
         for draft in (model, tiny.build("opt", seed=5)):
             heard.clear()
             texts.append(private.generate(ids, assistant_model=draft, max_new_tokens=6, do_sample=False))
-            rejected.append(sum(int(str(each["count"])) for each in heard if each.get("how") == "crop"))
+            rejected.append(sum(edit.count for edit in edits(heard) if isinstance(edit, CropCache)))
     assert torch.equal(*texts)
     assert rejected[0] == 0 != rejected[1]
 

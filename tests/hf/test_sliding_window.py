@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from private_llm_hf.client.remote_state import PrivateCache
+from private_llm_hf.wire.commands import CropCache
 from torch import Tensor
 
 from private_llm.cache_policy import CacheFacts, SlidingWindow
@@ -31,8 +32,8 @@ class _Parties:
     def release(self, handle: int) -> None:
         """Nothing is kept."""
 
-    def command(self, message: dict[str, Any]) -> None:
-        self._buffer.crop(message["count"])
+    def command(self, message: CropCache) -> None:
+        self._buffer.crop(message.count)
 
 
 def _append(buffer: KVBuffer, count: int, rows: int) -> None:

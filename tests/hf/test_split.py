@@ -178,7 +178,7 @@ def test_splits_that_do_not_fit() -> None:
         settings(split=0)
     with pytest.raises(ConfigError, match="want a protocol of secret shares"):
         settings("cascade")
-    with pytest.raises(ConfigError, match="leave reveal, parallel sessions"):
+    with pytest.raises(ConfigError, match="leave out reveal, parallel_sessions"):
         settings(reveal="token")
     with pytest.raises(PatchMismatch, match="this is encoder-decoder"):
         patch(tiny.build("t5"), settings())
