@@ -20,7 +20,7 @@ SHIFT = 5.0
 """c of MPCFormer's 2Quad: (x + c)^2 / sum (x + c)^2."""
 
 FOURIER = (1.25772, -0.0299154, 0.382155, -0.0519123, 0.196033, -0.0624557, 0.118029)
-"""As in SecFormer's public code (operation/gelu.py): erf(u) ~ sum_k FOURIER[k - 1] sin(k pi u / 10) for |u| <= 1.7."""
+"""As in SecFormer's public code: erf(u) ~ sum_k FOURIER[k - 1] sin(k pi u / 10) for |u| <= 1.7."""
 
 FOURIER_END = 1.7
 """Where SecFormer's erf becomes -1 or 1. Its code has 2.5, where the series is so far off that GELU errs by 0.058."""
