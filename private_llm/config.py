@@ -100,7 +100,7 @@ class PrivateConfig:
     whole ring). relu_low: lowest bits that ReLU ignores: inputs from 0 to 2^(relu_low-frac_bits) may become 0.
     truncation: "unit" (at most one unit in the last place too high) or "exact" (floor, by one more comparison).
     approximations: whose GELU and softmax are computed: "ours", or for comparisons those of "mpcformer", "secformer" or
-    "puma" (docs/approximations.md). Models need distillation for mpcformer and secformer, or their answers are useless.
+    "puma" (docs/approximations.md). Models need distillation for mpcformer and secformer.
     matmul: "masked" (output-sized traffic), or for "dealer" also "remask" (both operands masked anew each time, the
     classical way).
     cache_policy: which entries of the KV cache stay after each call: KeepAll(), or SlidingWindow(recent=256, first=4),

@@ -14,26 +14,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 QUAD = (0.5, 0.25, 0.125)
-"""MPCFormer, section 3.1: GELU(x) ~ 0.125 x^2 + 0.25 x + 0.5, from the constant on."""
+"""MPCFormer's Quad: GELU(x) ~ 0.125 x^2 + 0.25 x + 0.5, from the constant on."""
 
 SHIFT = 5.0
-"""c of 2Quad, MPCFormer, section 3.1: (x + c)^2 / sum (x + c)^2."""
+"""c of MPCFormer's 2Quad: (x + c)^2 / sum (x + c)^2."""
 
 FOURIER = (1.25772, -0.0299154, 0.382155, -0.0519123, 0.196033, -0.0624557, 0.118029)
-"""SecFormer, section 3.2 and its code: erf(u) ~ sum_k FOURIER[k - 1] sin(k pi u / 10) for |u| <= 1.7."""
+"""As in SecFormer's public code: erf(u) ~ sum_k FOURIER[k - 1] sin(k pi u / 10) for |u| <= 1.7."""
 
 FOURIER_END = 1.7
-"""Where SecFormer's erf becomes -1 or 1."""
+"""Where SecFormer's erf becomes -1 or 1. Its code has 2.5, where the series is so far off that GELU errs by 0.058."""
 
 PUMA_BREAKS = (-4.0, -1.95, 3.0)
-"""PUMA, section 4.1: zero, cubic, sextic, identity. (BumbleBee's version has -5, -1.97 and 3 with other constants.)"""
+"""PUMA: zero, cubic, sextic, identity. (BumbleBee's version has -5, -1.97 and 3 with other constants.)"""
 
 PUMA_CUBIC = (-0.5054031199708174, -0.42226581151983866, -0.11807612951181953, -0.011034134030615728)
 PUMA_SEXTIC = (0.008526321541038084, 0.5, 0.3603292692789629, 0.0, -0.037688200365904236, 0.0, 0.0018067462606141187)
-"""Coefficients, constant first, as published."""
+"""Coefficients, constant first, as in SPU and other public implementations."""
 
 PUMA_SQUARES = 5
-"""t of PUMA's e^x ~ (1 + x / 2^t)^(2^t), section 4.2."""
+"""t of PUMA's e^x ~ (1 + x / 2^t)^(2^t)."""
 
 PUMA_BOTTOM = -14.0
 """PUMA's e^x is 0 below."""

@@ -1,7 +1,7 @@
 """PUMA's functions (Dong et al., arXiv 2307.12533): a piecewise GELU, and e^x by squaring for softmax.
 
-    GELU: 0 below -4, a cubic up to -1.95, a sextic up to 3, x above (section 4.1; constants in `formulas`)
-    e^x ~ (1 + x / 32)^32, 0 below -14, for x less the maximum of its row (section 4.2)
+    GELU: 0 below -4, a cubic up to -1.95, a sextic up to 3, x above (constants in `formulas`)
+    e^x ~ (1 + x / 32)^32, 0 below -14, for x less the maximum of its row
 
 PUMA gives nothing for SiLU; this library's own is used. With u = x / 4 and v = u^2:
 

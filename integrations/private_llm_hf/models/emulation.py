@@ -42,7 +42,7 @@ def warn_of_functions(model_class: type[nn.Module], approximations: str) -> None
         what = "GELU and softmax" if approximations == "mpcformer" else "softmax"
         warnings.warn(
             f"{model_class.__name__}: approximations={approximations!r} puts other functions in the place of {what}. "
-            "Answers are the plaintext model's with those functions, which are useless unless the model was "
+            "Answers are the plaintext model's with these functions, which may be far from its own unless it was "
             "distilled with them (docs/approximations.md)",
             NeedsDistillation,
             stacklevel=5,
