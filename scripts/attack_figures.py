@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
+from private_llm_cli.commands.output import emit_json, progress_bar
+from private_llm_cli.commands.pyplot import load_pyplot
 from private_llm_hf.token_sharding.attacked import RowsAt
 from torch import Tensor
 
@@ -31,9 +34,6 @@ from private_llm.token_sharding import (
     rounded,
     view_of,
 )
-from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
-from private_llm_cli.commands.output import emit_json, progress_bar
-from private_llm_cli.commands.pyplot import load_pyplot
 
 TEXT = (
     "The letter was written in the summer of the year before the war, and nobody had read it since. The old bridge "

@@ -30,6 +30,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
+from private_llm_cli.commands.output import CONSOLE, NOTES, duration, emit_json, progress_bar
 from private_llm_hf.token_sharding.attacked import RowsAt, likely_tokens
 from torch import Tensor
 from transformers import AutoModel, BertConfig
@@ -52,8 +54,6 @@ from private_llm.token_sharding import (
     rouge_l,
     view_of,
 )
-from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
-from private_llm_cli.commands.output import CONSOLE, NOTES, duration, emit_json, progress_bar
 
 TEXT = (
     "The letter was written in the summer of the year before the war, and nobody had read it since. The old bridge "

@@ -26,12 +26,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from private_llm.config import PrivateConfig
 from private_llm_cli.bench.catalogue import make
 from private_llm_cli.bench.measure import measure
 from private_llm_cli.bench.work import Work
+from torch import Tensor
+
+from private_llm.config import PrivateConfig
 
 WORKS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "relu": lambda x: x[0].relu(),

@@ -24,12 +24,12 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
+from private_llm_cli.commands.output import emit_json, emit_table
 from private_llm_hf import patch
 from private_llm_hf.party.party import Party
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from private_llm.config import PrivateConfig
-from private_llm_cli.commands.output import emit_json, emit_table
 
 MODEL = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,

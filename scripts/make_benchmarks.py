@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import bench_network
-from private_llm_hf.models import smollm2
-
-from private_llm.config import PrivateConfig
 from private_llm_cli.bench import cascade
 from private_llm_cli.bench.catalogue import LARGE, NAMES, make
 from private_llm_cli.bench.measure import measure
 from private_llm_cli.bench.pigeon import jobs
+from private_llm_hf.models import smollm2
+
+from private_llm.config import PrivateConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "docs" / "benchmarks.jsonl"

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from private_llm_cli.bench.memory import process_mb
 from private_llm_hf import AutoPrivateModelForCausalLM
 from private_llm_hf.checkpoint.model_spec import describe
 from private_llm_hf.checkpoint.share_files import ShareWriter, share_path
@@ -32,7 +33,6 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from private_llm.config import PrivateConfig
 from private_llm.protocols.weight_sharing import keys_held, sends_parts
-from private_llm_cli.bench.memory import process_mb
 
 OPT_1_3B = {"hidden_size": 2048, "ffn_dim": 8192, "num_attention_heads": 32, "word_embed_proj_dim": 2048}
 TINY = {

@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from private_llm_cli.bench.rows import Row, party_threads, spread
+from private_llm_cli.commands.models import plaintext_model, smollm2_model, tokenizer_of
+from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
+from private_llm_cli.commands.text import TokenClock, agreement
 from private_llm_hf import patch
 from private_llm_hf.models import smollm2
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError
-from private_llm_cli.bench.rows import Row, party_threads, spread
-from private_llm_cli.commands.models import plaintext_model, smollm2_model, tokenizer_of
-from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
-from private_llm_cli.commands.text import TokenClock, agreement
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT_TOKENS, WINDOW = 512, 128

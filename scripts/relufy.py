@@ -27,6 +27,7 @@ import datasets
 import torch
 import transformers
 from accelerate import Accelerator
+from private_llm_cli.bench.rows import machine
 from private_llm_hf.sparsity.collect import share_of_zeros
 from private_llm_hf.sparsity.relufy import ACTIVATIONS, relufy, save_relufied
 from private_llm_hf.sparsity.sites import activations_of
@@ -49,7 +50,6 @@ from train_demo_model import (
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from private_llm.errors import ConfigError, PatchMismatch
-from private_llm_cli.bench.rows import machine
 
 INTEGRATION = Path(__file__).resolve().parent.parent / "integrations/private_llm_hf"
 TINY = {

@@ -24,12 +24,12 @@ from pathlib import Path
 
 import torch
 from measure_memory import free_hosts
+from private_llm_cli.bench.memory import growth, live_bytes, process_mb
 from private_llm_hf import AutoPrivateModelForCausalLM
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from private_llm.config import PrivateConfig
-from private_llm_cli.bench.memory import growth, live_bytes, process_mb
 
 SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_key_value_heads": 2}
 TINY = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_key_value_heads": 2}

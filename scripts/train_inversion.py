@@ -34,6 +34,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from inversion_plot import plot
+from private_llm_cli.bench.rows import machine
 from private_llm_hf.token_sharding.inversion_model import SeenRows, reader, reader_of
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -56,7 +57,6 @@ from private_llm.token_sharding import (
     loss_of,
     recovery,
 )
-from private_llm_cli.bench.rows import machine
 
 INTEGRATION = Path(__file__).resolve().parent.parent / "integrations/private_llm_hf"
 TINY = {

@@ -28,6 +28,7 @@ import datasets
 import torch
 import transformers
 from accelerate import Accelerator
+from private_llm_cli.commands.pyplot import load_pyplot
 from private_llm_hf.checkpoint.model_spec import model_class
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.sparsity.apply import predicted_only
@@ -45,7 +46,6 @@ from train_demo_model import encode, load_texts, total_nll, windows
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from private_llm.errors import ConfigError
-from private_llm_cli.commands.pyplot import load_pyplot
 
 INTEGRATION = Path(__file__).resolve().parent.parent / "integrations/private_llm_hf"
 TINY = {

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from private_llm_cli.bench.catalogue import make
+from private_llm_cli.bench.measure import measure
+from private_llm_cli.commands.chat import chat
 from private_llm_hf.models import smollm2
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm_cli.bench.catalogue import make
-from private_llm_cli.bench.measure import measure
-from private_llm_cli.commands.chat import chat
 
 CONFIG = PrivateConfig(timeout_s=60)
 LOGIT_ERROR = 4e-2

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import transformers as tr
 from PIL import Image
+from private_llm_cli.commands.classify import classify
+from private_llm_cli.commands.diff import diff
 from private_llm_hf import AutoPrivateModelForImageClassification, Network
 from private_llm_hf.api import share_checkpoint
 from private_llm_hf.vision.digits import digits, digits_model
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm_cli.commands.classify import classify
-from private_llm_cli.commands.diff import diff
 from tests.hf import images
 from tests.hf.test_remote import free_ports, running
 

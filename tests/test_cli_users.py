@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from private_llm_cli.app import app
 from typer.testing import CliRunner
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm_cli.app import app
 
 HOSTS = ("--hosts", "127.0.0.1:1,127.0.0.1:2,127.0.0.1:3")
 

@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from private_llm_cli.app import app
+from private_llm_cli.bench import cascade
+from private_llm_cli.bench.cascade import Case, cases, memory_needed
+from private_llm_cli.commands import bench_cascade
 from private_llm_hf.client.costs import Costs, rows_of
 from private_llm_hf.token_sharding.attention import attention_calls
 from torch import Tensor
@@ -19,10 +23,6 @@ from private_llm.net.timed import BUSY, SERIALISING, WAITING, TimedLedger, Timed
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.token_sharding import ShardingPlan
 from private_llm.token_sharding.nodes.exchange import layer_bytes
-from private_llm_cli.app import app
-from private_llm_cli.bench import cascade
-from private_llm_cli.bench.cascade import Case, cases, memory_needed
-from private_llm_cli.commands import bench_cascade
 
 
 def case_of(part: str, model: str = "bert-base") -> Case:

@@ -6,7 +6,6 @@ import os
 
 import pytest
 import torch
-
 from private_llm_cli.bench.memory import growth, live_bytes, process_mb
 
 

@@ -9,13 +9,13 @@ from importlib import resources
 import pytest
 import torch
 import transformers as tr
+from private_llm_cli.app import app
+from private_llm_cli.commands.text import by_link
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
 from typer.testing import CliRunner
 
 from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError
 from private_llm.token_sharding import ShardingPlan
-from private_llm_cli.app import app
-from private_llm_cli.commands.text import by_link
 from tests.hf import tiny
 
 PLAN = ShardingPlan(3, 3, 1, accept_weak_plan=True)  # for models with grouped queries

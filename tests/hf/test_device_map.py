@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from private_llm_cli.commands.parties import devices
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
 from private_llm_hf.api import share_checkpoint
 from private_llm_hf.checkpoint.offload import OffloadFile
@@ -18,7 +19,6 @@ from private_llm_hf.checkpoint.share_files import share_path
 from private_llm_hf.client.launch import serve_party
 
 from private_llm.errors import ConfigError, PrivateLLMError, ShareFileError
-from private_llm_cli.commands.parties import devices
 from tests.hf import tiny
 from tests.hf.compare import BATCH
 from tests.hf.conftest import TRIO

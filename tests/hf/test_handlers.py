@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from private_llm_cli import options
+from private_llm_cli.app import app
 from private_llm_hf import Network, PrivateConfig, patch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from private_llm.errors import ConfigError, PatchMismatch
-from private_llm_cli import options
-from private_llm_cli.app import app
 from tests.hf.conftest import PLAIN
 
 FILE = '''

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from private_llm_cli.commands.models import demo_model
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
 from private_llm_hf.tools.estimate import estimate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from private_llm_cli.commands.models import demo_model
 from tests.hf import tiny
 from tests.hf.compare import BATCH, GREEDY, LOGIT_ERROR, MASK, worst
 
