@@ -238,7 +238,7 @@ def test_a_party_with_a_share_file_serves_no_other_model(
     ("change", "message"),
     [
         ({"shape": (1 << 20, 1 << 20)}, "want positive sizes"),
-        ({"shape": (2, -5)}, "want positive sizes"),
+        ({"shape": (2, -5)}, "want at most 8 sizes from 0"),
         ({"shape": ()}, "want positive sizes"),
         ({"shape": (2, 5.0)}, "got 5.0; want a whole number"),
         ({"shape": "25"}, "got '25'; want a list"),
