@@ -15,6 +15,7 @@ from typing import Any, Literal
 from private_llm.cache_policy import KEEP_ALL, CachePolicy, policy_of
 from private_llm.errors import ConfigError, refuse_unknown
 from private_llm.protocol_facts import CASCADE, ProtocolFacts, names_where, protocol_facts
+from private_llm.sparsity_config import CometConfig
 from private_llm.token_sharding import ShardingPlan
 
 VERSION = "0.1.0"
@@ -38,7 +39,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 _AGREED = (
     "protocol", "ring", "frac_bits", "weights", "reveal", "adder", "bandwidth_mbit", "latency_ms", "relu_bits",
     "relu_low", "truncation", "matmul", "prg", "parallel_sessions", "rotate_roles", "plan", "split", "guard", "plugins",
-    "cache_policy", "approximations",
+    "cache_policy", "approximations", "sparsity",
 )  # fmt: skip
 """What all parties must agree upon: these settings change the order or the meaning of messages."""
 
@@ -105,6 +106,7 @@ class PrivateConfig:
     classical way).
     cache_policy: which entries of the KV cache stay after each call: KeepAll(), or SlidingWindow(recent=256, first=4),
     the first tokens and the most recent ones. What is evicted costs later steps nothing, and they do not see it.
+    sparsity: leave out neurons and heads that predictors foretell to be inactive (`CometConfig`, docs/sparsity.md).
     parallel_sessions: sessions side by side that share the rows of a batch, so that one computes while another sends or
     waits (rows beyond the batch idle). rotate_roles: in each of them another party plays each role, so that all parties
     and links carry the same; each party then holds a weight share for each different assignment of roles (for trio
@@ -153,6 +155,7 @@ class PrivateConfig:
     approximations: Literal["ours", "mpcformer", "secformer", "puma"] = "ours"
     matmul: Literal["masked", "remask"] = "masked"
     cache_policy: CachePolicy = KEEP_ALL
+    sparsity: CometConfig | None = None
     prg: Literal["aes", "chacha20"] = "aes"
     parallel_sessions: int = 1
     rotate_roles: bool = False
@@ -189,6 +192,7 @@ class PrivateConfig:
         self._check_plan()
         self._check_approximations()
         self._check_cache_policy()
+        self._check_sparsity()
         top = 20 if self.ring == 64 else 13
         if not 4 <= self.frac_bits <= top:
             raise ConfigError(f"frac_bits: got {self.frac_bits}; want 4 to {top} in a {self.ring}-bit ring")
@@ -316,6 +320,19 @@ class PrivateConfig:
         if self.plan is not None and self.cache_policy != KEEP_ALL:
             raise ConfigError("cache_policy: nodes of a sharding plan keep all entries; leave it out")
 
+    def _check_sparsity(self) -> None:
+        if self.sparsity is None:
+            return
+        if not isinstance(self.sparsity, CometConfig):
+            raise ConfigError(f"sparsity: got {self.sparsity!r}; want CometConfig(predictors='folder'), or None")
+        if self.plan is not None:
+            raise ConfigError("sparsity: nodes of a sharding plan compute everything; leave sparsity or the plan out")
+        if self.weights == "public" and self.sparsity.orders == "kept":
+            raise ConfigError(
+                "sparsity: with weights='public' all parties know the order of neurons, so what is opened in it names "
+                "them; want weights='secret', or orders='fresh'"
+            )
+
     @property
     def facts(self) -> ProtocolFacts | None:
         """What is known of the protocol; None for token sharding. Raises ConfigError if it is registered no more."""
@@ -347,6 +364,8 @@ class PrivateConfig:
             values["tls"] = TLSConfig(**values["tls"])
         if isinstance(values.get("plan"), dict):
             values["plan"] = ShardingPlan.from_dict(values["plan"])
+        if isinstance(values.get("sparsity"), dict):
+            values["sparsity"] = CometConfig.from_dict(values["sparsity"])
         if isinstance(values.get("cache_policy"), dict):
             values["cache_policy"] = policy_of(values["cache_policy"])
         if not isinstance(values.get("hosts", ""), str):
@@ -361,6 +380,7 @@ class PrivateConfig:
         """Digest of everything all parties must agree upon, with the library's version."""
         values = self.to_dict()
         shared = {key: values[key] for key in _AGREED}
+        shared["sparsity"] = None if self.sparsity is None else self.sparsity.agreed()
         if shared["plan"] is not None:  # what a client accepts is its own business
             shared["plan"] = {k: v for k, v in shared["plan"].items() if k not in ("rho", "accept_weak_plan")}
         return hashlib.sha256(json.dumps([VERSION, shared], sort_keys=True).encode()).digest()
@@ -378,6 +398,7 @@ FIELD_GROUPS: dict[str, tuple[str, ...]] = {
         "matmul",
         "prg",
         "cache_policy",
+        "sparsity",
         "parallel_sessions",
         "rotate_roles",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
@@ -38,7 +39,9 @@ from private_llm_hf.client.model import private_class
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.emulation import warn_of_functions
+from private_llm_hf.models.sparse_blocks import check_sparsity
 from private_llm_hf.patch_plan import make_plan
+from private_llm_hf.sparsity.sharing import SharedPredictors, shared_predictors
 from private_llm_hf.token_sharding.client import check_sharding
 from private_llm_hf.tools.trial import AT_NODES, require_agreement
 from private_llm_hf.vision.network import Network
@@ -235,7 +238,11 @@ def _open(
     tried: bool = False,
 ) -> PreTrainedModel:
     """Try a class that no test compares, plan, start parties; calibrate and share the weights if they hold none."""
+    plain = config
+    sparse = shared_predictors(private_config.sparsity, model_class, config)
+    config = config if sparse is None else sparse.config
     layout = ModelSpec.of(model_class, config)
+    check_sparsity(layout.model, private_config.sparsity)
 
     def mine() -> str | None:
         digest = WeightsDigest()
@@ -250,9 +257,9 @@ def _open(
     if private_config.plan is not None:
         check_sharding(model_class, config, private_config.plan, private_config.split)
     if not tried and private_config.protocol != CASCADE:
-        require_agreement(model_class, config, _open_small)
+        require_agreement(model_class, plain, _open_small)
     if not tried and private_config.plan is not None:
-        require_agreement(model_class, config, _open_small, AT_NODES)
+        require_agreement(model_class, plain, _open_small, AT_NODES)
     plan = make_plan(layout.model, private_config)
     check_reveal(layout.model, private_config)
     parties = start(private_config, hub)
@@ -263,13 +270,23 @@ def _open(
             check_ranges(layout.model, known)
             description = dataclasses.replace(description, ranges=known.to_dict())
             with parties.loading(description) as sink:
-                weights(layout.source, layout.folding(sink))
+                _stream(functools.partial(weights, layout.source), layout, sparse, sink)
     except BaseException:
         parties.close()
         raise
     plan = dataclasses.replace(plan, ranges=parties.ranges)
     made = private_class(model_class)(config, parties, plan, generation)
     return made
+
+
+def _stream(
+    weights: Callable[[Sink], None], layout: ModelSpec, sparse: SharedPredictors | None, sink: Sink
+) -> None:
+    """Pass a model's weights to the parties, folded, and put in order beside predictors of their activity."""
+    if sparse is None:
+        weights(layout.folding(sink))
+    else:
+        sparse.stream(weights, layout, sink)
 
 
 def _open_small(model: PreTrainedModel, settings: PrivateConfig) -> PreTrainedModel:
@@ -323,8 +340,12 @@ def share_checkpoint(
     config, _ = checkpoint.config(**hf_kwargs)
     architecture(config)
     model_class = _model_class(auto.auto_class, config)
-    layout = ModelSpec.of(model_class, config)
     require_agreement(model_class, config, _open_small)
+    source_config = config
+    sparse = shared_predictors(private_config.sparsity, model_class, config)
+    config = config if sparse is None else sparse.config
+    layout = ModelSpec.of(model_class, config)
+    check_sparsity(layout.model, private_config.sparsity)
     make_plan(layout.model, private_config)
     wanted = layout.shared
     target = Path(folder)
@@ -334,7 +355,7 @@ def share_checkpoint(
     if not overwrite:
         refuse_taken(client)
     if ranges is None:
-        ranges = checkpoint_ranges(checkpoint, model_class, config, private_config, hf=hf_kwargs)
+        ranges = checkpoint_ranges(checkpoint, model_class, source_config, private_config, hf=hf_kwargs)
     check_ranges(layout.model, ranges)
     description = describe(model_class, config, ranges)
     with (
@@ -348,7 +369,10 @@ def share_checkpoint(
             if progress is not None:
                 progress(name, next(done), len(wanted.shapes))
 
-        checkpoint.stream(model_class, config, layout.source, layout.folding(sink), **hf_kwargs)
+        def own(folded: Sink) -> None:
+            checkpoint.stream(model_class, source_config, layout.source, folded, **hf_kwargs)
+
+        _stream(own, layout, sparse, sink)
         _client_folder(checkpoint, client, config, model_class, dict(hf_kwargs))
     return writer.paths
 

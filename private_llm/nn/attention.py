@@ -139,9 +139,19 @@ def attend_and_weigh(
     if bias is not None:
         scores = scores + _at_scores(bias, plan)
     weights = soften(scores, plan, None if sinks is None else _at_rows(sinks.at(scores.frac), plan))
-    mixed = weights.view(lambda part: part.reshape(*grouped, keys)).matmul(value)
+    mixed = _mixed(weights.view(lambda part: part.reshape(*grouped, keys)), value, plan)
     mass = _mass(weights, groups, counted) if counted else None
     return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), mass
+
+
+def _mixed(weights: Fixed, value: Fixed, plan: Pattern) -> Fixed:
+    """weights [B, G, R, k] times value [B, G, k, D]; rows that see nothing are zero and cost nothing."""
+    shape = (*weights.shape[:-1], value.shape[-1])
+    if plan.select is None or len(plan.row_numbers) == math.prod(shape[:-1]):
+        return weights.matmul(value)
+    wanted = plan.row_numbers.to(plan.select.device)[:, None] * shape[-1]
+    select = (wanted + torch.arange(shape[-1], device=wanted.device)).view(-1)
+    return scatter(weights.matmul(value, select=select), select, shape)
 
 
 def _mass(weights: Fixed, groups: int, counted: int) -> Fixed:

@@ -37,12 +37,12 @@ class SharedInput:
         self._sizes = [layer.weight.shape[0] for layer in layers]
         self._weights: Callable[[], tuple[Tensor, Tensor | None]]
         if read is None:
-            kept = _joined([(layer.weight, layer.bias) for layer in layers])
+            kept = joined([(layer.weight, layer.bias) for layer in layers])
             for layer, rows in zip(layers, kept[0].split(self._sizes), strict=True):
                 layer.weight = nn.Parameter(rows, requires_grad=False)
             self._weights = lambda: kept
         else:
-            self._weights = lambda: _joined([read(layer) for layer in layers])
+            self._weights = lambda: joined([read(layer) for layer in layers])
         self._source: tuple[Tensor, object] | None = None
         self._pieces: list[Tensor | None] = []
         self._left = 0
@@ -56,7 +56,7 @@ class SharedInput:
         if found is None:
             with self._ledger.scope(self._name):
                 made = F.linear(x, *self._weights()).split(self._sizes, dim=-1)
-            self._pieces, self._source, self._left = list(made), (x, _content(x)), len(made)
+            self._pieces, self._source, self._left = list(made), (x, content_of(x)), len(made)
             found = made[index]
         self._pieces[index] = None
         self._left -= 1
@@ -65,17 +65,17 @@ class SharedInput:
         return found
 
     def _made_from(self, x: Tensor) -> bool:
-        return self._source is not None and self._source[0] is x and self._source[1] is _content(x)
+        return self._source is not None and self._source[0] is x and self._source[1] is content_of(x)
 
 
-def _joined(layers: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+def joined(layers: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
     biases = [bias for _, bias in layers if bias is not None]
     weights = [weight for weight, _ in layers]
-    whole = _together(weights)
+    whole = _one_below_the_other(weights)
     return torch.cat(weights) if whole is None else whole, torch.cat(biases) if biases else None
 
 
-def _together(weights: Sequence[Tensor]) -> SecretTensor | None:
+def _one_below_the_other(weights: Sequence[Tensor]) -> SecretTensor | None:
     """The weights as one, without a copy, if their shares lie one below the other (another session has joined them)."""
     fixed = [weight.raw for weight in weights if isinstance(weight, SecretTensor)]
     if len(fixed) < len(weights) or len({value.frac for value in fixed}) > 1:
@@ -99,7 +99,7 @@ def _whole(rows: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((sum(len(row) for row in rows), first.shape[1]), (first.shape[1], 1))
 
 
-def _content(x: Tensor) -> object:
+def content_of(x: Tensor) -> object:
     """What changes when a secret tensor is assigned to in place."""
     return x._fixed if isinstance(x, SecretTensor) else x
 

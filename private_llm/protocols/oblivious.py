@@ -32,13 +32,13 @@ class Oblivious(PartyEnd):
         """
 
     @abstractmethod
-    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False) -> Permutation:
+    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False, blocks: int = 1) -> Permutation:
         """A fresh, uniform, secret permutation of `size` elements. Local (dealer: 4 bytes an element to party 2).
 
         hidden: no party knows it, so what is shuffled may be opened to all. Otherwise the helping party of trio and
         dealer knows it (quad: nobody, ever), shuffles cost less, and nothing in this order is opened to that party.
-        reuse: several bit vectors may be opened in this order, which links them (`Permutation`). Raises DomainError
-        for a size below 1.
+        reuse: several bit vectors may be opened in this order, which links them (`Permutation`). blocks: that many
+        equal runs of elements, each in an order of its own. Raises DomainError for a size below 1, or unequal runs.
         """
 
     @abstractmethod
@@ -55,6 +55,10 @@ class Oblivious(PartyEnd):
 
         Raises DomainError unless the vectors have the permutation's size.
         """
+
+    @abstractmethod
+    def unshuffle_bits(self, x: ShuffledBits) -> BitShare:
+        """The vectors as they were ordered before `shuffle_bits`. Rounds as `shuffle` with `undo`, bytes as there."""
 
     @abstractmethod
     def open_shuffled(self, x: ShuffledBits) -> Tensor | None:

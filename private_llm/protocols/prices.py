@@ -57,8 +57,8 @@ class Prices(Protocol):
     def shuffle(self, ring: Ring, count: int, hidden: bool = True, undo: bool = False) -> Cost:
         """`shuffle` of `count` elements in all (rows times columns)."""
 
-    def shuffle_bits(self, count: int, rows: int = 1, hidden: bool = True) -> Cost:
-        """`shuffle_bits` of `rows` vectors of `count` bits."""
+    def shuffle_bits(self, count: int, rows: int = 1, hidden: bool = True, undo: bool = False) -> Cost:
+        """`shuffle_bits` of `rows` vectors of `count` bits, or with `undo` `unshuffle_bits`."""
 
     def open_shuffled(self, count: int, rows: int = 1, hidden: bool = True) -> Cost:
         """`open_shuffled` of `rows` vectors of `count` bits, with the verification before it (quad: 2 rounds)."""

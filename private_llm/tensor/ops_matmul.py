@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -92,16 +94,28 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> SecretTenso
     """
     if not isinstance(x, SecretTensor):
         raise UnsupportedOp("linear of a plain input with secret weights; share the input (Session input) first")
-    frac = x.session.exponent("frac")
-    frac = None if frac is None else min(frac, x.session.frac)
     if isinstance(weight, SecretTensor):
         same_session(x, weight)
         held = weight.raw
-        out = SecretTensor(product(_in_range(x.to_operand(), held.frac), held.view(Tensor.t), frac))
-    else:
-        value = _in_range(x.to_operand(), x.session.frac)
+        return linear_by(x, held.frac, lambda value, frac: product(value, held.view(Tensor.t), frac), bias)
+
+    def public(value: Fixed, frac: int | None) -> Fixed:
         elements = ring_weight(x.session, weight, value.share.parts[0].device)
-        out = SecretTensor(product_public(value, elements.t(), frac=frac))
+        return product_public(value, elements.t(), frac=frac)
+
+    return linear_by(x, x.session.frac, public, bias)
+
+
+def linear_by(
+    x: SecretTensor, weight_frac: int, made: Callable[[Fixed, int | None], Fixed], bias: Tensor | None
+) -> SecretTensor:
+    """A linear layer whose product `made` makes from x and the fractional bits that calibration wants, plus the bias.
+
+    weight_frac: fractional bits of the weight. bias: broadcasts to the product. The result's rows are watched.
+    """
+    frac = x.session.exponent("frac")
+    frac = None if frac is None else min(frac, x.session.frac)
+    out = SecretTensor(made(_in_range(x.to_operand(), weight_frac), frac))
     out._coarse = frac is not None and frac < x.session.frac
     out = out if bias is None else plus(out, bias)
     watch(out.raw)

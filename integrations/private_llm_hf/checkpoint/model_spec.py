@@ -15,6 +15,7 @@ from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.checkpoint.weights import Sink, WeightList, skeleton
 from private_llm_hf.models.architectures import architecture_of, classes_of, refuse_loading
 from private_llm_hf.models.batch_norm import Fold, Folder, fold_batch_norms
+from private_llm_hf.models.sparse_blocks import attach_predictors
 from private_llm_hf.vision.network import Network
 from private_llm_hf.wire.commands import Description
 
@@ -78,6 +79,7 @@ class ModelSpec:
         model = skeleton(model_class, config)
         source = WeightList.of(model)
         folds = fold_batch_norms(model)
+        attach_predictors(model)
         return cls(model, source, WeightList.of(model), folds)
 
     def folding(self, sink: Sink) -> Sink:

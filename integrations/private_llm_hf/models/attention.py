@@ -13,12 +13,17 @@ from transformers.masking_utils import sdpa_mask
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.nn.attention import attend_and_weigh
 from private_llm.nn.ops_softmax import read_mask
+from private_llm.nn.predicted import SparseHeads
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.party.cache import HeldKeys
 
 NAME = "private_llm"
 """What `config._attn_implementation` is set to."""
+
+
+SPARSE = "private_llm_sparse_heads"
+"""Attribute of an attention module whose heads are foretold."""
 
 
 def register() -> None:
@@ -67,6 +72,9 @@ def private_attention(
         raise UnsupportedOp(f"{type(module).__name__}: what is added to scores does not know of evicted entries")
     if layer is not None and attention_mask is not None:
         attention_mask = layer.buffer.columns(attention_mask, query.shape[1])
+    sparse = getattr(module, SPARSE, None)
+    if isinstance(sparse, SparseHeads):
+        attention_mask = sparse.allowed(attention_mask, key.shape[2])
     out, mass = attend_and_weigh(
         query.raw,
         key.to_operand(),

@@ -34,6 +34,7 @@ from private_llm_hf.models.architectures import attention_of, table
 from private_llm_hf.models.attention import register
 from private_llm_hf.models.batch_norm import fold_batch_norms
 from private_llm_hf.models.latent import expanded, expands_latents
+from private_llm_hf.models.sparse_blocks import attach_predictors, make_sparse
 from private_llm_hf.party.cache import SecretCache, SecretEncoderDecoderCache
 from private_llm_hf.party.placement import Placement, Value
 from private_llm_hf.patch_plan import make_plan
@@ -61,6 +62,7 @@ def build_party_model(
     _check_complete(model, session, placement.on_disk)
     model.new_cache = functools.partial(new_cache, model, session.config.cache_policy)
     _share_inputs(model, session.protocol.ledger, placement)
+    make_sparse(model, session)
     _follow_modules(model, session.protocol.ledger, progress)
     placement.attach(model)
     return model.eval()
@@ -116,6 +118,7 @@ def empty_model(config: Mapping[str, Any], class_name: str) -> PreTrainedModel:
     weights_of_buffers(model)
     model.tie_weights()
     fold_batch_norms(model)
+    attach_predictors(model)
     return model
 
 

@@ -19,8 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from private_llm.errors import DomainError
-from private_llm.protocols.permutation import Moved, Permutation, drawn, inverse, known
+from private_llm.protocols.permutation import Moved, Permutation, check_size, drawn, inverse, known
 from private_llm.protocols.trio.party import Trio
 from private_llm.protocols.trio.shuffle import Parts
 
@@ -28,22 +27,21 @@ from private_llm.protocols.trio.shuffle import Parts
 class DealerShuffles(Trio):
     """One endpoint's oblivious shuffles; a permutation's parts are (tau1, rho1, tau2, rho2, last)."""
 
-    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False) -> Permutation:
+    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False, blocks: int = 1) -> Permutation:
         """A fresh secret permutation: 4 bytes an element from the dealer to party 2. Raises DomainError below 1."""
-        if size < 1:
-            raise DomainError(f"permutation: got size {size}; want at least 1")
+        check_size(size, blocks)
         whole = frozenset[int]() if hidden else frozenset({0})
         if self.role == 0:
-            tau1, rho1 = drawn(self._draw_words(size)), drawn(self._draw_words(size))
-            tau2 = drawn(self._draw_words(size, 1))
+            tau1, rho1 = drawn(self._draw_words(size), blocks), drawn(self._draw_words(size), blocks)
+            tau2 = drawn(self._draw_words(size, 1), blocks)
             rho2 = inverse(tau1)[tau2[rho1]]
             self.transport.send(2, "permutation", rho2.to(torch.int32))
             return Permutation(size, (tau1, rho1, tau2, rho2, None), whole, reuse)
-        last = self._drawn_mutually(size) if hidden else None
+        last = self._drawn_mutually(size, blocks) if hidden else None
         if self.role == 1:
-            tau, rho = drawn(self._draw_words(size)), drawn(self._draw_words(size))
+            tau, rho = drawn(self._draw_words(size), blocks), drawn(self._draw_words(size), blocks)
             return Permutation(size, (tau, rho, None, None, last), whole, reuse)
-        tau = drawn(self._draw_words(size))
+        tau = drawn(self._draw_words(size), blocks)
         rho = self.transport.recv(0, "permutation", (size,), torch.int32).long()
         return Permutation(size, (None, None, tau, rho, last), whole, reuse)
 

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from private_llm.errors import DomainError
 from private_llm.kernels.forms import Form
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.boolean import Weights
 from private_llm.protocols.permutation import (
     Permutation,
     ShuffledBits,
+    check_size,
     drawn,
     inverse,
     known,
@@ -126,12 +126,11 @@ class Plain(Protocol):
             return Share((torch.empty((index.count, rows.shape[1]), dtype=self.ring.dtype, device="meta"),))
         return Share((rows[index.keys[0]],))
 
-    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False) -> Permutation:
+    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False, blocks: int = 1) -> Permutation:
         """A permutation in the clear, from the operating system's entropy."""
-        if size < 1:
-            raise DomainError(f"permutation: got size {size}; want at least 1")
+        check_size(size, blocks)
         words = Seed.fresh().stream("plain permutations").words(size, self.device)
-        return Permutation(size, (drawn(words),), frozenset(), reuse)
+        return Permutation(size, (drawn(words, blocks),), frozenset(), reuse)
 
     def shuffle(self, x: Share, order: Permutation, undo: bool = False) -> Share:
         """x[p], or back."""
@@ -143,6 +142,11 @@ class Plain(Protocol):
         """Lanes in the order p."""
         moved = moved_bits(x, order).move(x.parts[0], known(order.parts[0]))
         return ShuffledBits(BitShare((moved,), x.count), order)
+
+    def unshuffle_bits(self, x: ShuffledBits) -> BitShare:
+        """Lanes back."""
+        moved = moved_bits(x.bits, x.order).move(x.bits.parts[0], inverse(known(x.order.parts[0])))
+        return BitShare((moved,), x.bits.count)
 
     def open_shuffled(self, x: ShuffledBits) -> Tensor:
         """The bits."""

@@ -130,8 +130,8 @@ def shuffle(ring: Ring, count: int, hidden: bool = True, undo: bool = False) -> 
     return _moved(count * ring.bytes)
 
 
-def shuffle_bits(count: int, rows: int = 1, hidden: bool = True) -> Cost:
-    """Moving bit vectors of `count` bits, in words."""
+def shuffle_bits(count: int, rows: int = 1, hidden: bool = True, undo: bool = False) -> Cost:
+    """Moving bit vectors of `count` bits, in words, or back with `undo`."""
     return _moved(8 * words_for(count) * rows)
 
 

@@ -32,11 +32,12 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from private_llm.errors import DomainError, ProtocolAbort, UnsupportedOp
+from private_llm.errors import ProtocolAbort, UnsupportedOp
 from private_llm.protocols.permutation import (
     Moved,
     Permutation,
     ShuffledBits,
+    check_size,
     drawn,
     inverse,
     known,
@@ -60,16 +61,15 @@ _VALUE = 3
 class QuadShuffles(QuadArithmetic):
     """One party's oblivious shuffles; a permutation's parts are its sub-permutations, by the party that lacks it."""
 
-    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False) -> Permutation:
+    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False, blocks: int = 1) -> Permutation:
         """A fresh secret permutation, which no party knows, whatever `hidden` says. Local."""
-        if size < 1:
-            raise DomainError(f"permutation: got size {size}; want at least 1")
+        check_size(size, blocks)
         parts: list[Tensor | None] = [None] * 4
         for lacking in range(3):
             if lacking != self.party:
-                parts[lacking] = drawn(self._draw_words(size, self._stream_without(lacking)))
+                parts[lacking] = drawn(self._draw_words(size, self._stream_without(lacking)), blocks)
         if self._order_stream is not None:
-            parts[_VALUE] = drawn(self._order_stream.words(size, self.device))
+            parts[_VALUE] = drawn(self._order_stream.words(size, self.device), blocks)
         return Permutation(size, tuple(parts), frozenset(), reuse)
 
     def _stream_without(self, lacking: int) -> int:
@@ -90,9 +90,15 @@ class QuadShuffles(QuadArithmetic):
 
     def shuffle_bits(self, x: BitShare, order: Permutation) -> ShuffledBits:
         """All bit vectors in the secret order: 12 words for each 64 bits of a vector, 3 rounds."""
-        kind = moved_bits(x, order)
-        moved = self._run("shuffle", self._bit_components(x), order, kind, False)
-        return ShuffledBits(BitShare(self._bit_parts(moved), x.count), order)
+        return ShuffledBits(self._moved_bits(x, order, False), order)
+
+    def unshuffle_bits(self, x: ShuffledBits) -> BitShare:
+        """The vectors as they were ordered before `shuffle_bits`, for the same bytes and rounds."""
+        return self._moved_bits(x.bits, x.order, True)
+
+    def _moved_bits(self, x: BitShare, order: Permutation, undo: bool) -> BitShare:
+        moved = self._run("shuffle", self._bit_components(x), order, moved_bits(x, order), undo)
+        return BitShare(self._bit_parts(moved), x.count)
 
     def _components(self, parts: tuple[Tensor, Tensor, Tensor], kind: Moved) -> list[Tensor | None]:
         """(u, a2, a1, V), None for the one that this party lacks."""

@@ -25,12 +25,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from private_llm.errors import DomainError, ProtocolAbort, UnsupportedOp
+from private_llm.errors import ProtocolAbort, UnsupportedOp
 from private_llm.net.transport import Transport
 from private_llm.protocols.permutation import (
     Moved,
     Permutation,
     ShuffledBits,
+    check_size,
     drawn,
     inverse,
     known,
@@ -57,22 +58,21 @@ class TrioShuffles(TrioArithmetic):
         mutual = pair_seeds.get(3 - self.role) if self.role else None
         self._mutual: Prg | None = None if mutual is None else mutual.stream("trio permutations")
 
-    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False) -> Permutation:
+    def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False, blocks: int = 1) -> Permutation:
         """A fresh secret permutation of `size` elements. Local."""
-        if size < 1:
-            raise DomainError(f"permutation: got size {size}; want at least 1")
+        check_size(size, blocks)
         whole = frozenset[int]() if hidden else frozenset({0})
         if self.role == 0:
-            parts = tuple(drawn(self._draw_words(size, which)) for which in range(2))
+            parts = tuple(drawn(self._draw_words(size, which), blocks) for which in range(2))
             return Permutation(size, (*parts, None), whole, reuse)
-        own = drawn(self._draw_words(size))
-        last = self._drawn_mutually(size) if hidden else None
+        own = drawn(self._draw_words(size), blocks)
+        last = self._drawn_mutually(size, blocks) if hidden else None
         return Permutation(size, (own, None, last) if self.role == 1 else (None, own, last), whole, reuse)
 
-    def _drawn_mutually(self, size: int) -> Tensor:
+    def _drawn_mutually(self, size: int, blocks: int) -> Tensor:
         if self._mutual is None:
             raise ProtocolAbort("permutation: parties 1 and 2 share no seed; start the session anew")
-        return drawn(self._mutual.words(size, self.device))
+        return drawn(self._mutual.words(size, self.device), blocks)
 
     # -- what is moved ---------------------------------------------------------------------------------------
     def shuffle(self, x: Share, order: Permutation, undo: bool = False) -> Share:
@@ -82,11 +82,18 @@ class TrioShuffles(TrioArithmetic):
 
     def shuffle_bits(self, x: BitShare, order: Permutation) -> ShuffledBits:
         """All bit vectors in the secret order; the cost of one word for each 64 bits of a vector."""
+        return ShuffledBits(self._moved_bits(x, order, False), order)
+
+    def unshuffle_bits(self, x: ShuffledBits) -> BitShare:
+        """The vectors as they were ordered before `shuffle_bits`; its bytes, a round more if the order is hidden."""
+        return self._moved_bits(x.bits, x.order, True)
+
+    def _moved_bits(self, x: BitShare, order: Permutation, undo: bool) -> BitShare:
         kind = moved_bits(x, order)
         masked, own = x.parts[:2]
         # evaluators of bits hold the value under both masks; what moves is the value under the other's alone
-        half, own = self._moved("shuffle", (masked ^ own if self.role else masked, own), order, kind, False)
-        return ShuffledBits(BitShare((half ^ own if self.role else half, own), x.count), order)
+        half, own = self._moved("shuffle", (masked ^ own if self.role else masked, own), order, kind, undo)
+        return BitShare((half ^ own if self.role else half, own), x.count)
 
     def _moved(self, tag: str, parts: Parts, order: Permutation, kind: Moved, undo: bool) -> Parts:
         return self._back(tag, parts, order, kind) if undo else self._forth(tag, parts, order, kind)

@@ -1,0 +1,231 @@
+"""The owner's part of a sparse private run: predictors become weights, and units get their secret order.
+
+A unit's place in its layer means nothing to the model: rows of FC1 (gate, up) and columns of FC2 (down) may be put in
+any common order, and so may the heads of an attention block. The owner draws one for each block, uniformly and from the
+project's PRG, before the weights are shared; nobody else ever holds it, and it changes whenever the model is shared.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from private_llm.errors import ConfigError, PatchMismatch
+from private_llm.protocols.permutation import drawn
+from private_llm.ring.prg import Seed
+from private_llm.sparsity_config import CometConfig
+from private_llm_hf.checkpoint.model_spec import ModelSpec
+from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
+from private_llm_hf.checkpoint.weights import Sink, skeleton
+from private_llm_hf.models.sparse_blocks import KEY, SparseBlock, layer_sizes
+from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor
+
+
+@dataclass(frozen=True)
+class _Move:
+    """How one tensor is reordered: `index` along `dim`."""
+
+    dim: int
+    index: Tensor
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        return tensor.index_select(self.dim, self.index.to(tensor.device))
+
+
+class SharedPredictors:
+    """The predictors of one model on their way into shares, and the orders of this sharing. `repr` shows neither.
+
+    config: the model's configuration with the public facts of its sparse blocks.
+    """
+
+    def __init__(
+        self, predictors: PredictorSet, settings: CometConfig, cls: type[PreTrainedModel], config: PretrainedConfig
+    ) -> None:
+        """Raises ConfigError for predictors of another model, without a budget where one is wanted, or without any
+        block of the wanted kinds; PatchMismatch for a block whose units cannot be put in another order."""
+        predictors.check(config)
+        bare = skeleton(cls, config)
+        self._weights: str = predictors.model["weights"]
+        self._tensors: dict[str, Tensor] = {}
+        self._moves: dict[str, list[_Move]] = {}
+        blocks = []
+        for member in predictors:
+            if member.site.kind not in settings.kinds:
+                continue
+            block = _facts(member, settings)
+            order = self._ordered(bare, block) if settings.orders == "kept" else None
+            self._tensors |= dict(_weights_of(member, block, order))
+            blocks.append(block)
+        if not blocks:
+            raise ConfigError(
+                f"sparsity: {settings.predictors} holds no predictors of {' or '.join(settings.kinds)}; train some "
+                "(--kinds), or ask for another kind"
+            )
+        self.config = copy.deepcopy(config)
+        setattr(self.config, KEY, {"blocks": [block.to_dict() for block in blocks]})
+
+    def stream(self, weights: Callable[[Sink], None], spec: ModelSpec, sink: Sink) -> None:
+        """Pass on the model's weights, reordered and folded, and then the predictors'.
+
+        weights: passes the model's own to a sink. Raises ConfigError if these are not the weights that the predictors
+        were trained on.
+        """
+        digest, folded = WeightsDigest(), spec.folding(sink)
+
+        def take(name: str, tensor: Tensor) -> None:
+            digest(name, tensor)
+            for move in self._moves.get(name, ()):
+                tensor = move(tensor)
+            folded(name, tensor)
+
+        weights(take)
+        if digest.text() != self._weights:
+            raise ConfigError(
+                "sparsity: predictors of the same architecture with other weights: what they foretell is another "
+                "model's activity; load the checkpoint that they were trained on, or train anew"
+            )
+        for name, tensor in self._tensors.items():
+            sink(name, tensor)
+
+    def count(self) -> int:
+        """Number of tensors that the predictors have."""
+        return len(self._tensors)
+
+    def _ordered(self, model: PreTrainedModel, block: SparseBlock) -> Tensor:
+        """Draw the block's order and note what it moves; returns it, of units."""
+        if block.kind == "ffn":
+            order = _uniform(block.units)
+            index = _spread(order, block.block)
+            for name in block.readers:
+                self._move_outputs(model, name, index)
+            self._move_inputs(model, block.writer, index)
+            _refuse_between(model, block)
+            return order
+        groups = getattr(model.config, "num_key_value_heads", None) or block.units
+        return self._ordered_heads(model, block, groups)
+
+    def _ordered_heads(self, model: PreTrainedModel, block: SparseBlock, groups: int) -> Tensor:
+        heads, path = block.units, block.name.rpartition(".")[0]
+        depth = layer_sizes(model.get_submodule(block.writer))[0] // heads
+        each = heads // groups
+        of_groups = _uniform(groups)
+        inside = torch.stack([_uniform(each) for _ in range(groups)])
+        order = (of_groups[:, None] * each + inside).view(-1)
+        wholes, shared = _spread(order, depth), _spread(of_groups, depth)
+        for name, module in model.get_submodule(path).named_modules():
+            full = f"{path}.{name}"
+            if full == block.writer or not isinstance(module, nn.Linear | Conv1D):
+                continue
+            size = layer_sizes(module)[1]
+            if size not in (len(wholes), len(shared)):
+                raise PatchMismatch(
+                    f"sparsity: '{full}' makes {size} values, which are not those of {heads} heads or {groups} groups "
+                    "of keys: heads of fused or compressed projections cannot be put in a secret order; want "
+                    "CometConfig(heads=False)"
+                )
+            self._move_outputs(model, full, wholes if size == len(wholes) else shared)
+        _refuse_per_head(model, heads, depth, groups)
+        self._move_inputs(model, block.writer, wholes)
+        return order
+
+    def _move_outputs(self, model: PreTrainedModel, name: str, index: Tensor) -> None:
+        turned = isinstance(model.get_submodule(name), Conv1D)
+        self._moves.setdefault(f"{name}.weight", []).append(_Move(1 if turned else 0, index))
+        self._moves.setdefault(f"{name}.bias", []).append(_Move(0, index))
+
+    def _move_inputs(self, model: PreTrainedModel, name: str, index: Tensor) -> None:
+        turned = isinstance(model.get_submodule(name), Conv1D)
+        self._moves.setdefault(f"{name}.weight", []).append(_Move(0 if turned else 1, index))
+
+
+def shared_predictors(
+    settings: CometConfig | None, cls: type[PreTrainedModel], config: PretrainedConfig
+) -> SharedPredictors | None:
+    """What `settings` adds to a model that is being shared; None without a folder of predictors."""
+    if settings is None or settings.predictors is None:
+        return None
+    return SharedPredictors(PredictorSet.from_pretrained(settings.predictors), settings, cls, config)
+
+
+def _facts(member: SitePredictor, settings: CometConfig) -> SparseBlock:
+    site, predictor = member.site, member.predictor
+    units, each = predictor.units, predictor.config.block
+    if units * each != predictor.neurons:
+        raise ConfigError(
+            f"sparsity: '{site.name}' has {predictor.neurons} neurons in blocks of {each}; want a block that divides "
+            "their number, so that all blocks look alike"
+        )
+    share = settings.neuron_budget if site.kind == "ffn" else settings.head_budget
+    budget = predictor.most if share is None else max(1, int(share * units))
+    if settings.levels == "budget" and share is None and predictor.config.budget is None:
+        key = "neuron_budget" if site.kind == "ffn" else "head_budget"
+        raise ConfigError(
+            f"sparsity: the predictor of '{site.name}' has no budget; train with --budget-share or --budget, or pass "
+            f"CometConfig({key}=0.3) for a public share of units a position, or levels='open', which shows their number"
+        )
+    return SparseBlock(
+        site.name, site.kind, site.width, units, each, predictor.config.rank, predictor.config.hidden,
+        budget, site.readers, site.writer, site.activation,
+    )  # fmt: skip
+
+
+def _weights_of(member: SitePredictor, block: SparseBlock, order: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+    """Named weights of a predictor: units in their order, threshold taken off, scores to weights of norm one."""
+    predictor = member.predictor
+    weight, bias = predictor.fc2.weight.detach().double(), predictor.fc2.bias.detach().double()
+    bias = bias - predictor.config.threshold
+    norm = weight.norm(dim=1).clamp_min(1e-9)  # the sign of a score is all that counts, and its size must be known
+    weight, bias = weight / norm[:, None], bias / norm
+    if order is not None:
+        weight, bias = weight[order], bias[order]
+    found = {
+        "fc1.weight": predictor.fc1.weight, "fc1.bias": predictor.fc1.bias, "fc2.weight": weight, "fc2.bias": bias,
+    }  # fmt: skip
+    for own, value in found.items():
+        yield f"{block.predictor}.{own}", value.detach().float().contiguous()
+
+
+def _uniform(count: int) -> Tensor:
+    return drawn(Seed.fresh().stream("order of units").words(count, "cpu"))
+
+
+def _spread(order: Tensor, each: int) -> Tensor:
+    """An order of units as one of their `each` entries."""
+    return (order[:, None] * each + torch.arange(each)).view(-1)
+
+
+def _refuse_between(model: PreTrainedModel, block: SparseBlock) -> None:
+    """Raise PatchMismatch for a vector of the neurons' width that is neither a reader's nor moved with them."""
+    path, first = block.writer.rpartition(".")[0], block.name.rpartition(".")[0]
+    while path and not f"{first}.".startswith(f"{path}."):
+        path = path.rpartition(".")[0]
+    neurons = block.units * block.block
+    for name, value in model.get_submodule(path).named_parameters():
+        full = f"{path}.{name}" if path else name
+        owner = full.rpartition(".")[0]
+        if value.shape == (neurons,) and owner not in (*block.readers, block.writer) and block.width != neurons:
+            raise PatchMismatch(
+                f"sparsity: '{full}' has an entry for each neuron of '{block.name}', so neurons cannot be put in a "
+                "secret order; want orders='fresh'"
+            )
+
+
+def _refuse_per_head(model: PreTrainedModel, heads: int, depth: int, groups: int) -> None:
+    """Raise PatchMismatch for weights of attention that have an entry for each head."""
+    for name, module in model.named_modules():
+        if "attention" not in type(module).__name__.lower():
+            continue
+        for own, value in module.named_parameters():
+            linear = isinstance(module.get_submodule(own.rpartition(".")[0]), nn.Linear | Conv1D)
+            per_head = {heads, groups, heads * depth, groups * depth} & set(value.shape)
+            if not linear and per_head and tuple(value.shape) != (depth,):
+                raise PatchMismatch(
+                    f"sparsity: '{name}.{own}' has entries for each head, so heads cannot be put in a secret order; "
+                    "want CometConfig(heads=False)"
+                )

@@ -1,0 +1,243 @@
+"""Feed-forward blocks and attention heads of which only the units are computed that a predictor foretells (Comet).
+
+A predictor of low rank reads the block's input (section 4.1); what it foretells is opened in a secret order
+(section 4.2), and the products of FC1 (gate, up) and FC2 (down) are made at the opened units alone (section 5; our
+products send outputs only, so FC2 saves work and no bytes). What lies between the two gets the chosen neurons of all
+positions in one dimension, so it must work entry by entry and map zero to zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from private_llm.errors import UnsupportedOp
+from private_llm.net.ledger import Ledger
+from private_llm.nn.linear import content_of, joined
+from private_llm.oblivious.active_units import opened_units
+from private_llm.oblivious.budget import choose
+from private_llm.oblivious.sparse_input import sparse_input_product
+from private_llm.oblivious.sparse_output import sparse_output_product
+from private_llm.protocols.share import BitShare
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.ops_matmul import linear_by
+from private_llm.tensor.secret import SecretTensor
+
+SCORE_BITS = 10
+"""Scores lie below 2^10; a larger one may count with the wrong sign, so its unit is foretold wrongly."""
+
+RESOLUTION_BITS = 8
+"""Scores up to 2^-8 above the threshold may count as below it."""
+
+FEW_ROWS = 4
+"""Up to that many positions FC2 reads the weights of listed neurons only; more positions want most of them anyway."""
+
+
+class ActivityPredictor(nn.Module):
+    """score = fc2 a(fc1 x), a unit is foretold active where its score is not negative (Comet, section 4.1).
+
+    fc1 [rank, width] and fc2 [units, rank] with biases. hidden: a, "linear" or "relu". The owner takes the threshold
+    off the bias of fc2.
+    """
+
+    def __init__(self, width: int, rank: int, units: int, hidden: Literal["linear", "relu"] = "linear") -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, rank)
+        self.fc2 = nn.Linear(rank, units)
+        self.hidden = hidden
+
+    def forward(self, x: Tensor) -> BitShare:
+        """x [.., width], secret, to one row of bits [positions * units].
+
+        Bytes in trio (64-bit ring, 18 bits): 31 for each of the rank, and for each unit 24 and a comparison of 19 bits
+        (11). 2 rounds, 1 and 3. Raises UnsupportedOp for public weights or input.
+        """
+        hidden: Tensor = self.fc1(x)
+        if self.hidden == "relu":
+            hidden = hidden.relu()
+        weight, bias = self.fc2.weight, self.fc2.bias
+        if not (isinstance(hidden, SecretTensor) and isinstance(weight, SecretTensor)):
+            raise UnsupportedOp("a predictor of activity needs a secret input and secret weights")
+        value, held = hidden.to_operand(), weight.raw
+        value = value.view(lambda part: part.reshape(-1, part.shape[-1]))
+        scores = value.matmul(held.view(Tensor.t), frac=value.frac + held.frac)  # no bit is dropped: one round
+        if isinstance(bias, SecretTensor):
+            scores = scores + bias.raw
+        bits = scores.frac + SCORE_BITS + 1
+        return scores.proto.invert(scores.below([0.0], bits=bits, low=scores.frac - RESOLUTION_BITS))
+
+
+class SparseFeedForward:
+    """FC1 (gate, up) and FC2 (down) of one block at the foretold neurons, whose units lie in the owner's order.
+
+    block: neurons of a unit. budget: units that a position opens, None for as many as are active. The modules' forward
+    functions become `read` and `write`.
+    """
+
+    def __init__(
+        self, predictor: ActivityPredictor, readers: Sequence[nn.Module], writer: nn.Module, block: int,
+        budget: int | None, name: str, ledger: Ledger,
+    ) -> None:  # fmt: skip
+        """name: under which the ledger books the readers' product. Layers are linear, or Conv1D of transformers."""
+        self._predictor, self._readers, self._writer = predictor, list(readers), writer
+        self._block, self._budget, self._name, self._ledger = block, budget, name, ledger
+        self._dense: Callable[[Tensor], Tensor] = writer.forward
+        self._source: tuple[Tensor, object] | None = None
+        self._pieces: list[Tensor] = []
+        self._wanted = torch.zeros((0, 0), dtype=torch.bool)
+        self._lead: tuple[int, ...] = ()
+
+    def read(self, index: int, x: Tensor) -> Tensor:
+        """The chosen neurons of all positions, 1-D in row-major order, of reader `index` for x [.., K].
+
+        The first call for an input asks the predictor, opens the pattern and computes all readers as one product:
+        31 bytes a chosen neuron and reader in trio.
+        """
+        if self._source is None or self._source[0] is not x or self._source[1] is not content_of(x):
+            self._pieces, self._source = self._computed(x), (x, content_of(x))
+        return self._pieces[index]
+
+    def _computed(self, x: Tensor) -> list[Tensor]:
+        if not isinstance(x, SecretTensor):
+            raise UnsupportedOp("a sparse feed-forward block needs a secret input")
+        self._lead = tuple(x.shape[:-1])
+        positions = torch.Size(self._lead).numel()
+        units = opened_units(x.session, self._predictor(x), positions, self._budget)
+        self._wanted = units.repeat_interleave(self._block, dim=1)
+        with self._ledger.scope(self._name):
+            return self._chosen(x)
+
+    def _chosen(self, x: SecretTensor) -> list[Tensor]:
+        weights = [(reader.weight, reader.bias) for reader in self._readers]  # type: ignore[misc]
+        turned = [_is_turned(reader) for reader in self._readers]
+        whole = joined(weights) if len(weights) > 1 and not any(turned) else None
+        if whole is None:
+            return [self._at(x, w, b, self._wanted, t)[0] for (w, b), t in zip(weights, turned, strict=True)]
+        many = len(self._readers)
+        out, columns = self._at(x, *whole, self._wanted.repeat(1, many), False)
+        owner = columns // self._wanted.shape[1]
+        return [_picked(out, owner == index) for index in range(many)]
+
+    def _at(
+        self, x: SecretTensor, weight: Tensor, bias: Tensor | None, wanted: Tensor, turned: bool
+    ) -> tuple[SecretTensor, Tensor]:
+        """A linear layer at the wanted outputs, 1-D, and which column each of them is."""
+        held = weight.raw if isinstance(weight, SecretTensor) else None
+        if held is None:
+            raise UnsupportedOp("a sparse feed-forward block needs secret weights")
+        columns = wanted.nonzero()[:, 1]
+        there = held.view(lambda part: part if turned else part.t())
+
+        def product(value: Fixed, frac: int | None) -> Fixed:
+            rows = value.view(lambda part: part.reshape(-1, part.shape[-1]))
+            made = sparse_output_product(rows, there, wanted, frac)
+            return made.view(lambda part: part.view(len(wanted), -1)) if self._budget else made
+
+        picked = None if bias is None else _picked(bias, columns.view(len(wanted), -1) if self._budget else columns)
+        out = linear_by(x, held.frac, product, picked)
+        return out.viewed(lambda part: part.reshape(-1)), columns
+
+    def write(self, h: Tensor) -> Tensor:
+        """FC2 of chosen neurons h (1-D, as `read` gives them): [.., N], with bytes and rounds of the whole layer."""
+        if not isinstance(h, SecretTensor) or tuple(h.shape) != (int(self._wanted.sum()),):
+            raise UnsupportedOp(
+                f"{self._name}: what comes out of the block's activation is {tuple(h.shape)}, not the chosen neurons; "
+                "this model does more between its layers than sparsity can follow"
+            )
+        self._source = None
+        wanted, lead = self._wanted, self._lead
+        weight, bias = self._writer.weight, self._writer.bias
+        if len(wanted) > FEW_ROWS or not isinstance(weight, SecretTensor):
+            return self._dense(h.viewed(lambda part: _spread(part, wanted, lead)))
+        held, turned = weight.raw, _is_turned(self._writer)
+        there = held.view(lambda part: part if turned else part.t())
+
+        def product(value: Fixed, frac: int | None) -> Fixed:
+            made = sparse_input_product(value, there, wanted, frac)
+            return made.view(lambda part: part.view(*lead, part.shape[-1]))
+
+        return linear_by(h, held.frac, product, bias if isinstance(bias, Tensor) else None)
+
+
+class FreshActivation:
+    """The activation at foretold neurons only, taken out and put back in a fresh secret order (`oblivious/budget.py`).
+
+    Nothing is linked, and nothing but a public number is told; the products before and after are whole.
+    """
+
+    def __init__(self, predictor: ActivityPredictor, activation: nn.Module, block: int, budget: int) -> None:
+        """budget: units that each position pays for, in the mean."""
+        self._predictor, self._block, self._budget = predictor, block, budget
+        self._inner: Callable[[Tensor], Tensor] = activation.forward
+        self._active: BitShare | None = None
+
+    def foretell(self, x: Tensor) -> None:
+        """Ask the predictor about the block's input x [.., K]."""
+        self._active = self._predictor(x)
+
+    def run(self, h: Tensor) -> Tensor:
+        """The activation of h [.., n], which is zero at neurons that are not chosen.
+
+        Bytes in trio: a choice (39 a unit), 40 to take out each element of h and budgeted dummy, as many to put back.
+        """
+        active, self._active = self._active, None
+        if not isinstance(h, SecretTensor) or active is None:
+            raise UnsupportedOp("an activation at chosen neurons needs a secret input, after its block's first layer")
+        units = h.shape[-1] // self._block
+        positions = active.count // units
+        choice = choose(h.session, active, positions * self._budget)
+        rows = h.to_fixed().view(lambda part: part.reshape(-1, self._block))
+        made = self._inner(SecretTensor(choice.take(rows)))
+        if not isinstance(made, SecretTensor):
+            raise UnsupportedOp("an activation made a public value of a secret")
+        back = choice.put_back(made.to_fixed())
+        return SecretTensor(back.view(lambda part: part.reshape(h.shape)))
+
+
+class SparseHeads:
+    """Foretold attention heads of one block, whose heads lie in the owner's order: bool [B, queries, heads], public."""
+
+    def __init__(self, predictor: ActivityPredictor, budget: int | None) -> None:
+        """budget: heads that a position opens, None for as many as are active."""
+        self._predictor, self._budget = predictor, budget
+        self._active: Tensor | None = None
+
+    def foretell(self, x: Tensor) -> None:
+        """Ask the predictor about the block's input x [B, queries, K] and open the pattern."""
+        if not isinstance(x, SecretTensor):
+            raise UnsupportedOp("sparse attention needs a secret input")
+        positions = x.shape[:-1].numel()
+        found = opened_units(x.session, self._predictor(x), positions, self._budget)
+        self._active = found.view(*x.shape[:-1], -1)
+
+    def allowed(self, mask: Tensor | None, keys: int) -> Tensor:
+        """`mask` (boolean, [B, 1, queries, keys or more], None: all) at the active heads' queries: [B, H, queries, keys].
+
+        Local. Raises UnsupportedOp if nothing was foretold for this call.
+        """
+        active, self._active = self._active, None
+        if active is None:
+            raise UnsupportedOp("sparse attention ran without its first layer, whose input foretells the heads")
+        rows = active.transpose(1, 2)[..., None]
+        return rows.expand(*rows.shape[:-1], keys) if mask is None else mask[..., :keys].to(rows.device) & rows
+
+
+def _is_turned(layer: nn.Module) -> bool:
+    """Whether a layer's weight is [inputs, outputs], as transformers' Conv1D has it."""
+    return not isinstance(layer, nn.Linear)
+
+
+def _picked(x: Tensor, places: Tensor) -> SecretTensor:
+    if not isinstance(x, SecretTensor):
+        raise UnsupportedOp("a sparse feed-forward block needs secret weights")
+    return x.viewed(lambda part: part[places.to(part.device)])
+
+
+def _spread(part: Tensor, wanted: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """Entries of the wanted places among zeros: [.., n]."""
+    whole = torch.zeros(wanted.shape, dtype=part.dtype, device=part.device)
+    whole[wanted.to(part.device)] = part
+    return whole.view(*lead, wanted.shape[1])
