@@ -43,8 +43,9 @@ class CometConfig:
 
     def __post_init__(self) -> None:
         for key, allowed in _CHOICES.items():
-            if not any(getattr(self, key) is value or getattr(self, key) == value for value in allowed):
-                raise ConfigError(f"sparsity: {key}: got {getattr(self, key)!r}; want {' or '.join(map(repr, allowed))}")
+            given = getattr(self, key)
+            if not any(type(given) is type(value) and given == value for value in allowed):
+                raise ConfigError(f"sparsity: {key}: got {given!r}; want {' or '.join(map(repr, allowed))}")
         if self.predictors is not None and not isinstance(self.predictors, str):
             raise ConfigError(f"sparsity: predictors: got {self.predictors!r}; want the path of a folder, or None")
         if not (self.neurons or self.heads):

@@ -279,9 +279,7 @@ def _open(
     return made
 
 
-def _stream(
-    weights: Callable[[Sink], None], layout: ModelSpec, sparse: SharedPredictors | None, sink: Sink
-) -> None:
+def _stream(weights: Callable[[Sink], None], layout: ModelSpec, sparse: SharedPredictors | None, sink: Sink) -> None:
     """Pass a model's weights to the parties, folded, and put in order beside predictors of their activity."""
     if sparse is None:
         weights(layout.folding(sink))

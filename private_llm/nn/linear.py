@@ -69,10 +69,16 @@ class SharedInput:
 
 
 def joined(layers: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """Weights one below the other, without a copy if they lie so already, and the biases end to end. Local."""
     biases = [bias for _, bias in layers if bias is not None]
     weights = [weight for weight, _ in layers]
     whole = _one_below_the_other(weights)
     return torch.cat(weights) if whole is None else whole, torch.cat(biases) if biases else None
+
+
+def lie_together(weights: Sequence[Tensor]) -> bool:
+    """Whether secret weights are one matrix in memory, so that joining them copies nothing; one alone is."""
+    return len(weights) == 1 or _one_below_the_other(weights) is not None
 
 
 def _one_below_the_other(weights: Sequence[Tensor]) -> SecretTensor | None:

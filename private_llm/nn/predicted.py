@@ -8,6 +8,7 @@ positions in one dimension, so it must work entry by entry and map zero to zero.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from private_llm.errors import UnsupportedOp
 from private_llm.net.ledger import Ledger
-from private_llm.nn.linear import content_of, joined
+from private_llm.nn.linear import content_of, joined, lie_together
 from private_llm.oblivious.active_units import opened_units
 from private_llm.oblivious.budget import choose
 from private_llm.oblivious.sparse_input import sparse_input_product
@@ -40,14 +41,14 @@ class ActivityPredictor(nn.Module):
     """score = fc2 a(fc1 x), a unit is foretold active where its score is not negative (Comet, section 4.1).
 
     fc1 [rank, width] and fc2 [units, rank] with biases. hidden: a, "linear" or "relu". The owner takes the threshold
-    off the bias of fc2.
+    off the bias of fc2. name: of the module in its model.
     """
 
     def __init__(self, width: int, rank: int, units: int, hidden: Literal["linear", "relu"] = "linear") -> None:
         super().__init__()
         self.fc1 = nn.Linear(width, rank)
         self.fc2 = nn.Linear(rank, units)
-        self.hidden = hidden
+        self.hidden, self.name = hidden, ""
 
     def forward(self, x: Tensor) -> BitShare:
         """x [.., width], secret, to one row of bits [positions * units].
@@ -68,6 +69,17 @@ class ActivityPredictor(nn.Module):
             scores = scores + bias.raw
         bits = scores.frac + SCORE_BITS + 1
         return scores.proto.invert(scores.below([0.0], bits=bits, low=scores.frac - RESOLUTION_BITS))
+
+    def opened(self, x: Tensor, positions: int, budget: int | None) -> Tensor:
+        """The units to compute, bool [positions, units], in the owner's order: `opened_units`, booked as this module's.
+
+        x: [.., width] with that many positions. Raises UnsupportedOp for a public input.
+        """
+        if not isinstance(x, SecretTensor):
+            raise UnsupportedOp("a predictor of activity needs a secret input")
+        bits = self(x)
+        with x.session.protocol.ledger.scope(self.name):
+            return opened_units(x.session, bits, positions, budget)
 
 
 class SparseFeedForward:
@@ -105,40 +117,20 @@ class SparseFeedForward:
             raise UnsupportedOp("a sparse feed-forward block needs a secret input")
         self._lead = tuple(x.shape[:-1])
         positions = torch.Size(self._lead).numel()
-        units = opened_units(x.session, self._predictor(x), positions, self._budget)
+        units = self._predictor.opened(x, positions, self._budget)
         self._wanted = units.repeat_interleave(self._block, dim=1)
         with self._ledger.scope(self._name):
             return self._chosen(x)
 
     def _chosen(self, x: SecretTensor) -> list[Tensor]:
-        weights = [(reader.weight, reader.bias) for reader in self._readers]  # type: ignore[misc]
-        turned = [_is_turned(reader) for reader in self._readers]
-        whole = joined(weights) if len(weights) > 1 and not any(turned) else None
-        if whole is None:
-            return [self._at(x, w, b, self._wanted, t)[0] for (w, b), t in zip(weights, turned, strict=True)]
-        many = len(self._readers)
-        out, columns = self._at(x, *whole, self._wanted.repeat(1, many), False)
-        owner = columns // self._wanted.shape[1]
-        return [_picked(out, owner == index) for index in range(many)]
-
-    def _at(
-        self, x: SecretTensor, weight: Tensor, bias: Tensor | None, wanted: Tensor, turned: bool
-    ) -> tuple[SecretTensor, Tensor]:
-        """A linear layer at the wanted outputs, 1-D, and which column each of them is."""
-        held = weight.raw if isinstance(weight, SecretTensor) else None
-        if held is None:
-            raise UnsupportedOp("a sparse feed-forward block needs secret weights")
-        columns = wanted.nonzero()[:, 1]
-        there = held.view(lambda part: part if turned else part.t())
-
-        def product(value: Fixed, frac: int | None) -> Fixed:
-            rows = value.view(lambda part: part.reshape(-1, part.shape[-1]))
-            made = sparse_output_product(rows, there, wanted, frac)
-            return made.view(lambda part: part.view(len(wanted), -1)) if self._budget else made
-
-        picked = None if bias is None else _picked(bias, columns.view(len(wanted), -1) if self._budget else columns)
-        out = linear_by(x, held.frac, product, picked)
-        return out.viewed(lambda part: part.reshape(-1)), columns
+        pieces: list[Tensor] = []
+        equal = self._budget is not None
+        for layers in _as_products(self._readers):
+            many = len(layers)
+            out, columns = _at_wanted(x, layers, self._wanted.repeat(1, many), equal)
+            owner = columns // self._wanted.shape[1]
+            pieces += [out] if many == 1 else [_picked(out, owner == index) for index in range(many)]
+        return pieces
 
     def write(self, h: Tensor) -> Tensor:
         """FC2 of chosen neurons h (1-D, as `read` gives them): [.., N], with bytes and rounds of the whole layer."""
@@ -198,36 +190,105 @@ class FreshActivation:
 
 
 class SparseHeads:
-    """Foretold attention heads of one block, whose heads lie in the owner's order: bool [B, queries, heads], public."""
+    """Foretold attention heads of one block, whose heads lie in the owner's order.
 
-    def __init__(self, predictor: ActivityPredictor, budget: int | None) -> None:
-        """budget: heads that a position opens, None for as many as are active."""
-        self._predictor, self._budget = predictor, budget
+    Queries of other heads are not computed, and `allowed` takes them out of the attention mask, so they have no scores,
+    no softmax and no output. Keys and values are those of all heads, which later queries may need.
+    """
+
+    def __init__(
+        self, predictor: ActivityPredictor, readers: Sequence[nn.Module], heads: int, budget: int | None, name: str,
+        ledger: Ledger,
+    ) -> None:  # fmt: skip
+        """readers: the layer of the queries first. budget: heads that a position opens, None for those that are active.
+
+        name: under which the ledger books the readers' product.
+        """
+        self._predictor, self._readers, self._heads, self._budget = predictor, list(readers), heads, budget
+        self._name, self._ledger = name, ledger
         self._active: Tensor | None = None
+        self._source: tuple[Tensor, object] | None = None
+        self._pieces: list[Tensor] = []
 
-    def foretell(self, x: Tensor) -> None:
-        """Ask the predictor about the block's input x [B, queries, K] and open the pattern."""
+    def read(self, index: int, x: Tensor) -> Tensor:
+        """The output [B, length, N] of reader `index` for x [B, length, K]; queries of heads left out are zero.
+
+        The first call for an input asks the predictor, opens the pattern and computes all readers.
+        """
+        if self._source is None or self._source[0] is not x or self._source[1] is not content_of(x):
+            self._pieces, self._source = self._computed(x), (x, content_of(x))
+        return self._pieces[index]
+
+    def _computed(self, x: Tensor) -> list[Tensor]:
         if not isinstance(x, SecretTensor):
             raise UnsupportedOp("sparse attention needs a secret input")
-        positions = x.shape[:-1].numel()
-        found = opened_units(x.session, self._predictor(x), positions, self._budget)
-        self._active = found.view(*x.shape[:-1], -1)
+        lead = tuple(x.shape[:-1])
+        positions = torch.Size(lead).numel()
+        active = self._predictor.opened(x, positions, self._budget)
+        self._active = active.view(*lead, self._heads)
+        with self._ledger.scope(self._name):
+            made: list[Tensor] = []
+            for layers in _as_products(self._readers):
+                sizes = [_outputs(layer) for layer in layers]
+                wanted = [torch.ones(positions, size, dtype=torch.bool) for size in sizes]
+                if not made:
+                    wanted[0] = active.cpu().repeat_interleave(sizes[0] // self._heads, dim=1)
+                places = torch.cat(wanted, dim=1)
+                flat, _ = _at_wanted(x, layers, places, self._budget is not None)
+                whole = flat.viewed(functools.partial(_spread, wanted=places, lead=lead))
+                made += torch.split(whole, sizes, dim=-1)
+        return made
 
     def allowed(self, mask: Tensor | None, keys: int) -> Tensor:
-        """`mask` (boolean, [B, 1, queries, keys or more], None: all) at the active heads' queries: [B, H, queries, keys].
+        """`mask` (boolean, [B, 1, length, keys or more], None: all) at active heads' queries: [B, H, length, keys].
 
         Local. Raises UnsupportedOp if nothing was foretold for this call.
         """
-        active, self._active = self._active, None
+        active, self._active, self._source = self._active, None, None
         if active is None:
             raise UnsupportedOp("sparse attention ran without its first layer, whose input foretells the heads")
         rows = active.transpose(1, 2)[..., None]
         return rows.expand(*rows.shape[:-1], keys) if mask is None else mask[..., :keys].to(rows.device) & rows
 
 
+def _as_products(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """All layers as one product, if their weights lie one below the other; else each alone."""
+    weights = [layer.weight for layer in layers]
+    if not any(map(_is_turned, layers)) and lie_together([w for w in weights if isinstance(w, Tensor)]):
+        return [list(layers)]
+    return [[layer] for layer in layers]
+
+
+def _at_wanted(
+    x: SecretTensor, layers: Sequence[nn.Module], wanted: Tensor, equal: bool
+) -> tuple[SecretTensor, Tensor]:
+    """Linear layers of one input at wanted outputs [positions, N1 + N2 + ..]: 1-D, and which column each of them is.
+
+    equal: whether all positions want as many.
+    """
+    weight, bias = joined([(layer.weight, layer.bias) for layer in layers])  # type: ignore[misc]
+    if not isinstance(weight, SecretTensor):
+        raise UnsupportedOp("products at foretold outputs need secret weights")
+    held, columns = weight.raw, wanted.nonzero()[:, 1]
+    there = held.view(lambda part: part if _is_turned(layers[0]) else part.t())
+    shape = (len(wanted), -1) if equal else (-1,)
+
+    def product(value: Fixed, frac: int | None) -> Fixed:
+        rows = value.view(lambda part: part.reshape(-1, part.shape[-1]))
+        return sparse_output_product(rows, there, wanted, frac).view(lambda part: part.view(shape))
+
+    out = linear_by(x, held.frac, product, None if bias is None else _picked(bias, columns.view(shape)))
+    return out.viewed(lambda part: part.reshape(-1)), columns
+
+
 def _is_turned(layer: nn.Module) -> bool:
     """Whether a layer's weight is [inputs, outputs], as transformers' Conv1D has it."""
     return not isinstance(layer, nn.Linear)
+
+
+def _outputs(layer: nn.Module) -> int:
+    weight = layer.weight
+    return int(weight.shape[1 if _is_turned(layer) else 0]) if isinstance(weight, Tensor) else 0
 
 
 def _picked(x: Tensor, places: Tensor) -> SecretTensor:

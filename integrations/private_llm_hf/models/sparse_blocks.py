@@ -133,28 +133,30 @@ def _make_sparse(model: PreTrainedModel, block: SparseBlock, config: CometConfig
     predictor, first = model.get_submodule(block.predictor), model.get_submodule(block.name)
     if not isinstance(predictor, ActivityPredictor):
         raise PatchMismatch(f"'{block.predictor}' is a {type(predictor).__name__}; want the block's predictor")
-    budget = None if config.levels == "open" else block.budget
-    if block.kind == "heads":
-        heads = SparseHeads(predictor, budget)
-        vars(model.get_submodule(block.name.rpartition(".")[0]))[SPARSE] = heads
-        first.forward = _before(heads, first)
-    elif config.orders == "fresh":
+    predictor.name = block.predictor
+    budget, ledger = None if config.levels == "open" else block.budget, session.protocol.ledger
+    if config.orders == "fresh":
         activation = model.get_submodule(block.activation or "")
         fresh = FreshActivation(predictor, activation, block.block, block.budget)
         first.forward = _before(fresh, first)
         activation.forward = fresh.run
+        return
+    readers = [model.get_submodule(name) for name in block.readers]
+    path = block.name.rpartition(".")[0]
+    name = f"{path}.{'+'.join(reader.rpartition('.')[2] for reader in block.readers)}".lstrip(".")
+    sparse: SparseHeads | SparseFeedForward
+    if block.kind == "heads":
+        sparse = SparseHeads(predictor, readers, block.units, budget, name, ledger)
+        vars(model.get_submodule(path))[SPARSE] = sparse
     else:
-        readers = [model.get_submodule(name) for name in block.readers]
-        path = block.name.rpartition(".")[0]
-        name = f"{path}.{'+'.join(reader.rpartition('.')[2] for reader in block.readers)}".lstrip(".")
         writer = model.get_submodule(block.writer)
-        sparse = SparseFeedForward(predictor, readers, writer, block.block, budget, name, session.protocol.ledger)
-        for index, reader in enumerate(readers):
-            reader.forward = functools.partial(sparse.read, index)
+        sparse = SparseFeedForward(predictor, readers, writer, block.block, budget, name, ledger)
         writer.forward = sparse.write
+    for index, reader in enumerate(readers):
+        reader.forward = functools.partial(sparse.read, index)
 
 
-def _before(told: SparseHeads | FreshActivation, first: nn.Module) -> Any:  # noqa: ANN401 - a module's forward
+def _before(told: FreshActivation, first: nn.Module) -> Any:  # noqa: ANN401 - a module's forward
     inner = first.forward
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -186,5 +188,5 @@ def layer_sizes(layer: nn.Module) -> tuple[int, int]:
     """Inputs and outputs of a linear layer of PyTorch or transformers."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
-    inputs, outputs = layer.weight.shape  # type: ignore[union-attr, misc]
+    inputs, outputs = layer.weight.shape  # type: ignore[misc]
     return int(inputs), int(outputs)
