@@ -14,10 +14,12 @@ from private_llm.errors import (
     TransportError,
     UnsupportedOp,
 )
+from private_llm.sparsity_config import CometConfig
 
 __version__ = VERSION
 
 __all__ = [
+    "CometConfig",
     "ConfigError",
     "DomainError",
     "PartiesBusy",

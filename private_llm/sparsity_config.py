@@ -50,6 +50,8 @@ class CometConfig:
             raise ConfigError(f"sparsity: predictors: got {self.predictors!r}; want the path of a folder, or None")
         if not (self.neurons or self.heads):
             raise ConfigError("sparsity: neither neurons nor heads are left out; want one of them, or sparsity=None")
+        if not self.kinds:
+            raise ConfigError("sparsity: heads are left out with orders='kept' only; got orders='fresh' and no neurons")
         for key in ("neuron_budget", "head_budget"):
             share = getattr(self, key)
             if share is None:

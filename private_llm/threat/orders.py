@@ -29,7 +29,8 @@ FRESH_ORDERS = Threat(
     "trio's and quad's are argued in private_llm/protocols/trio/shuffle.py and private_llm/protocols/quad/shuffle.py, "
     "dealer's in private_llm/protocols/dealer/shuffle.py. A second opening in one order is refused by every party. "
     "Counts are measured by scripts/link_orders.py; the paper (appendix E) knows of no attack on them",
-    setting="Protocol.open_shuffled, in an order of Protocol.permutation(size); no setting of a session opens bits yet",
+    setting="sparsity=CometConfig(orders='fresh'), the default of CometConfig, always with a public count; "
+    "Protocol.open_shuffled in an order of Protocol.permutation(size)",
 )  # fmt: skip
 
 REUSED_ORDERS = Threat(
@@ -44,12 +45,17 @@ REUSED_ORDERS = Threat(
          "more: one text of a page ends the secrecy of the order. From then on it reads which neurons are active for "
          "every other user's inputs in this order, and tells which of two texts was run, without an error in 240 "
          "pairs. A budget, which makes counts equal, changes nothing of this"),
+        ("every party, with levels='open'", "how many neurons and heads are active at each position as well; with "
+         "levels='budget' each opening holds a public number, filled up at random, so counts show in the mean of many "
+         "openings at most"),
         ("the client", "nothing more, unless a party tells it what was opened"),
     ),
     source="integrations/private_llm_hf/sparsity/linked_orders.py, measured by scripts/link_orders.py; "
     "tests/sparsity/test_linked_orders.py runs it on what trio opens. Comet keeps one order for all requests (weights "
     "are shuffled ahead of time) and proves each opening by itself secure (appendix A), which does not cover this",
-    setting="permutation(size, reuse=True); without it a second opening is refused",
+    setting="sparsity=CometConfig(orders='kept'): the order in which the owner stored neurons and heads, one for each "
+    "block, which lasts as long as the sharing (every from_pretrained and patch draws anew, share files keep theirs "
+    "until `private-llm share` runs again); permutation(size, reuse=True). Without either a second opening is refused",
 )  # fmt: skip
 
 KNOWN_ORDERS = Threat(

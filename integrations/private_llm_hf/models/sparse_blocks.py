@@ -104,7 +104,7 @@ def attach_predictors(model: PreTrainedModel) -> None:
         model.get_submodule(parent).add_module(own, predictor)
 
 
-def check_sparsity(model: PreTrainedModel, config: CometConfig | None, protocol_hides: bool = True) -> None:
+def check_sparsity(model: PreTrainedModel, config: CometConfig | None) -> None:
     """Raise ConfigError unless a model has predictors if and only if sparsity is wanted, and of the wanted kinds."""
     kinds = {block.kind for block in sparse_blocks(model.config)}
     if config is None and kinds:
@@ -114,7 +114,6 @@ def check_sparsity(model: PreTrainedModel, config: CometConfig | None, protocol_
         raise ConfigError(
             f"sparsity: the model has no predictors of {wanted}; want CometConfig(predictors='folder'), as written by "
             "scripts/train_predictors.py"
-            + ("" if config.orders == "kept" or not config.heads else "; heads are left out with orders='kept' only")
         )
 
 

@@ -130,7 +130,7 @@ class SharedPredictors:
                     "CometConfig(heads=False)"
                 )
             self._move_outputs(model, full, wholes if size == len(wholes) else shared)
-        _refuse_per_head(model, heads, depth, groups)
+        _refuse_per_head(model, path, heads, depth, groups)
         self._move_inputs(model, block.writer, wholes)
         return order
 
@@ -216,16 +216,14 @@ def _refuse_between(model: PreTrainedModel, block: SparseBlock) -> None:
             )
 
 
-def _refuse_per_head(model: PreTrainedModel, heads: int, depth: int, groups: int) -> None:
-    """Raise PatchMismatch for weights of attention that have an entry for each head."""
-    for name, module in model.named_modules():
-        if "attention" not in type(module).__name__.lower():
-            continue
-        for own, value in module.named_parameters():
-            linear = isinstance(module.get_submodule(own.rpartition(".")[0]), nn.Linear | Conv1D)
-            per_head = {heads, groups, heads * depth, groups * depth} & set(value.shape)
-            if not linear and per_head and tuple(value.shape) != (depth,):
-                raise PatchMismatch(
-                    f"sparsity: '{name}.{own}' has entries for each head, so heads cannot be put in a secret order; "
-                    "want CometConfig(heads=False)"
-                )
+def _refuse_per_head(model: PreTrainedModel, path: str, heads: int, depth: int, groups: int) -> None:
+    """Raise PatchMismatch for weights of an attention module that have an entry for each head."""
+    module = model.get_submodule(path)
+    for own, value in module.named_parameters():
+        linear = isinstance(module.get_submodule(own.rpartition(".")[0]), nn.Linear | Conv1D)
+        per_head = {heads, groups, heads * depth, groups * depth} & set(value.shape)
+        if not linear and per_head and tuple(value.shape) != (depth,):
+            raise PatchMismatch(
+                f"sparsity: '{path}.{own}' has entries for each head, so heads cannot be put in a secret order; want "
+                "CometConfig(heads=False)"
+            )
