@@ -23,8 +23,8 @@ def opened_units(session: Session, active: BitShare, vectors: int, budget: int |
 
     budget: how many units each vector opens; None opens what is active, and so how many are. With None 1 round (quad
     3) and 3 bits a bit in trio; with a budget two shuffles of bits, a bit made a number, two small comparisons and a
-    gate more: 35 bytes a bit and 10 rounds in trio, 39 and 8 in dealer; nothing if it is all units. Raises DomainError for a budget outside 1 to units, or for vectors of
-    unequal length.
+    gate more: 35 bytes a bit and 10 rounds in trio, 39 and 8 in dealer; nothing if it is all units. Raises DomainError
+    for a budget outside 1 to units, or for vectors of unequal length, ProtocolAbort if parties disagree.
     """
     if active.rows != 1 or vectors < 1 or active.count % vectors:
         raise DomainError(
