@@ -67,8 +67,8 @@ class ActivityPredictor(nn.Module):
         scores = value.matmul(held.view(Tensor.t), frac=value.frac + held.frac)  # no bit is dropped: one round
         if isinstance(bias, SecretTensor):
             scores = scores + bias.raw
-        bits = scores.frac + SCORE_BITS + 1
-        return scores.proto.invert(scores.below([0.0], bits=bits, low=scores.frac - RESOLUTION_BITS))
+        bits = min(scores.session.ring.bits, scores.frac + SCORE_BITS + 1)
+        return scores.proto.invert(scores.below([0.0], bits=bits, low=max(0, scores.frac - RESOLUTION_BITS)))
 
     def opened(self, x: Tensor, positions: int, budget: int | None) -> Tensor:
         """The units to compute, bool [positions, units], in the owner's order: `opened_units`, booked as this module's.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from private_llm_hf import patch
+from private_llm_hf import GeneratePlan, patch
 from private_llm_hf.models import sparse_blocks
 from private_llm_hf.sparsity.apply import predicted_only
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor, fingerprint
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 import private_llm.nn.predicted as predicted
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, PatchMismatch
+from private_llm.errors import ConfigError, PatchMismatch, PrivateLLMError
 from private_llm.sparsity_config import CometConfig
 from tests.hf.compare import LOGIT_ERROR
 from tests.hf.tiny import build
@@ -204,3 +204,29 @@ def test_facts_from_another_endpoint_are_checked(change: dict[str, Any], message
     other.config.private_sparsity = {"blocks": [{**facts, **change}]}
     with pytest.raises(PatchMismatch, match=message):
         sparse_blocks.attach_predictors(other)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"parallel_sessions": 2, "rotate_roles": True}, {"protocol": "dealer", "matmul": "remask"}, {"truncation": "exact"}],
+    ids=["sessions", "remask", "exact"],
+)
+def test_other_settings_go_with_it(settings: dict[str, Any], tmp_path: Path) -> None:
+    model = sparse("llama")
+    folder = saved(model, "llama", tmp_path, "ffn heads")
+    with predicted_only(model, PredictorSet.from_pretrained(folder)):
+        want = answer(model, "llama")
+    config = CometConfig(folder, orders="kept", neuron_budget=0.95, head_budget=0.5)
+    close(run(model, "llama", config, **settings)[0], want)
+
+
+def test_what_does_not_go_with_it_is_said(tmp_path: Path) -> None:
+    model = sparse("opt")
+    config = CometConfig(saved(model, "opt", tmp_path), orders="kept", neuron_budget=0.5)
+    disk = {"device_map": "auto", "max_memory": {"cpu": "30KB"}, "offload_folder": str(tmp_path)}
+    with pytest.raises(PrivateLLMError, match="on disk, but listed neurons are read from memory"):
+        run(model, "opt", config, protocol="trio", **disk)
+    with patch(model, PrivateConfig(sparsity=config)) as private:
+        with pytest.raises(ConfigError, match="cannot run ahead"):
+            private.preprocess(GeneratePlan(prompt=5, new_tokens=2))
+        assert private.generate(torch.ones(1, 5, dtype=torch.long), max_new_tokens=2).shape == (1, 7)

@@ -91,8 +91,14 @@ class PrivateModel:
 
         Online it is then silent. Its receivers store what it sends, encrypted, in `PrivateConfig.offline_folder`, until
         it is used (once) or the session ends. Then the planned calls must come in their order; any other raises
-        DomainError. When all were made the session is as before. A new plan, or none, throws away what is left.
+        DomainError. When all were made the session is as before. A new plan, or none, throws away what is left. Raises
+        ConfigError with sparsity, where what is opened decides what is computed.
         """
+        if self.parties.config.sparsity is not None:
+            raise ConfigError(
+                "preprocess: with sparsity the helping party cannot run ahead, because it learns only then which "
+                "neurons and heads are computed; leave preprocess or sparsity out"
+            )
         entries = dry_run(self, plans)
         return Preprocessed(len(entries), self.parties.preprocess(entries))
 

@@ -8,7 +8,7 @@ weights are ordinary secret weights, of a module beside the first layer of each 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -117,15 +117,28 @@ def check_sparsity(model: PreTrainedModel, config: CometConfig | None) -> None:
         )
 
 
-def make_sparse(model: PreTrainedModel, session: Session) -> None:
-    """Let blocks with predictors compute foretold units only, as the session's configuration says. Local."""
+def make_sparse(model: PreTrainedModel, session: Session, on_disk: Collection[str] = ()) -> None:
+    """Let blocks with predictors compute foretold units only, as the session's configuration says. Local.
+
+    on_disk: names of weights that are read for each use. Raises ConfigError if a sparse block has such weights.
+    """
     config = session.config.sparsity
     check_sparsity(model, config)
     if config is None:
         return
     for block in sparse_blocks(model.config):
         if block.kind in config.kinds:
+            stored = [name for name in (*block.readers, block.writer, block.predictor) if _under(name, on_disk)]
+            if stored:
+                raise ConfigError(
+                    f"sparsity: device_map puts '{stored[0]}' on disk, but listed neurons are read from memory; keep "
+                    "layers with predictors off the disk, or leave sparsity out"
+                )
             _make_sparse(model, block, config, session)
+
+
+def _under(name: str, weights: Collection[str]) -> bool:
+    return any(weight.startswith(f"{name}.") for weight in weights)
 
 
 def _make_sparse(model: PreTrainedModel, block: SparseBlock, config: CometConfig, session: Session) -> None:

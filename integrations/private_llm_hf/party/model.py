@@ -62,7 +62,7 @@ def build_party_model(
     _check_complete(model, session, placement.on_disk)
     model.new_cache = functools.partial(new_cache, model, session.config.cache_policy)
     _share_inputs(model, session.protocol.ledger, placement)
-    make_sparse(model, session)
+    make_sparse(model, session, placement.on_disk)
     _follow_modules(model, session.protocol.ledger, progress)
     placement.attach(model)
     return model.eval()

@@ -180,7 +180,8 @@ def _weights_of(member: SitePredictor, block: SparseBlock, order: Tensor | None)
     predictor = member.predictor
     weight, bias = predictor.fc2.weight.detach().double(), predictor.fc2.bias.detach().double()
     bias = bias - predictor.config.threshold
-    norm = weight.norm(dim=1).clamp_min(1e-9)  # the sign of a score is all that counts, and its size must be known
+    # the sign of a score is all that counts, and its size must be known
+    norm = (weight.square().sum(1) + bias.square()).sqrt().clamp_min(1e-6)
     weight, bias = weight / norm[:, None], bias / norm
     if order is not None:
         weight, bias = weight[order], bias[order]
