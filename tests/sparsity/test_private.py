@@ -208,7 +208,11 @@ def test_facts_from_another_endpoint_are_checked(change: dict[str, Any], message
 
 @pytest.mark.parametrize(
     "settings",
-    [{"parallel_sessions": 2, "rotate_roles": True}, {"protocol": "dealer", "matmul": "remask"}, {"truncation": "exact"}],
+    [
+        {"parallel_sessions": 2, "rotate_roles": True},
+        {"protocol": "dealer", "matmul": "remask"},
+        {"truncation": "exact"},
+    ],
     ids=["sessions", "remask", "exact"],
 )
 def test_other_settings_go_with_it(settings: dict[str, Any], tmp_path: Path) -> None:
