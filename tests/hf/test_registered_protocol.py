@@ -11,15 +11,17 @@ from private_llm_hf import GeneratePlan, PrivateConfig, patch
 from private_llm_hf.tools.estimate import estimate
 from torch import Tensor
 
-from private_llm.errors import ConfigError, PartyFailed, ProtocolAbort, UnsupportedOp
+from private_llm.errors import ConfigError, DomainError, PartyFailed, ProtocolAbort, UnsupportedOp
 from private_llm.net.local import LocalHub
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocol_facts import ProtocolFacts, Threat
+from private_llm.protocols.plain.checked import CheckedPlain
 from private_llm.protocols.plain.client import PlainClient
 from private_llm.protocols.plain.party import Plain
+from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.registry import ProtocolSpec, protocol_names, protocol_spec, register, unregister
 from private_llm.protocols.session import Session
-from private_llm.protocols.share import Share
+from private_llm.protocols.share import Share, cleartext
 from private_llm.ring.ring import Ring
 from private_llm.threat import entries, markdown
 from tests.hf import tiny
@@ -133,6 +135,33 @@ def test_what_it_cannot_do_is_refused(config: PrivateConfig) -> None:
     no_helper = pytest.raises(ConfigError, match="want protocol 'trio', 'quad' or 'dealer'")
     with patch(tiny.build("llama"), config) as private, no_helper:
         private.preprocess(GeneratePlan(prompt=4, new_tokens=2))
+
+
+def test_ranges_are_checked_as_the_facts_say_or_the_session_is_refused() -> None:
+    class Watched(CheckedPlain):
+        name = "toy"
+
+    def program(p: Protocol, x: Share) -> Share:
+        return p.mul(x, x, 8)
+
+    values = torch.full((2,), 1 << 40)
+    toy = replace(TOY, facts=replace(FACTS, checks_ranges=True))
+    checking = replace(
+        toy,
+        party=lambda setup: Watched(setup.party, setup.transport, setup.ring),
+        hold=lambda config, party, masks, part: cleartext(part, config.debug_ranges),
+    )
+    for spec, error, reason in (
+        (toy, ConfigError, r"protocol 'toy' says checks_ranges=True, and its end \(Twin\) checks none"),
+        (checking, DomainError, "a product .*reaches 2"),
+    ):
+        register(spec)
+        try:
+            debug = PrivateConfig(protocol="toy", insecure=True, timeout_s=20, debug_ranges=True)
+            with pytest.raises(error, match=reason):
+                run_ring(debug, [values], program, (2,))
+        finally:
+            unregister("toy")
 
 
 def test_parties_in_fresh_processes_do_not_know_it(config: PrivateConfig, capfd: pytest.CaptureFixture[str]) -> None:
