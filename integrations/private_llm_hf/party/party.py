@@ -23,7 +23,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ShareFileError, TransportError, UnsupportedOp
 from private_llm.exact.argmax import argmax
 from private_llm.kernels.memory import trim_allocator, tune_allocator
-from private_llm.net.parallel_sessions import parallel_session_links
+from private_llm.net.parallel_sessions import RoleAssignment, assignment, parallel_session_links
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.offline_phase import OfflinePhase
 from private_llm.protocols.session import Session, join
@@ -64,7 +64,7 @@ class Party:
         `parallel session`."""
         links = parallel_session_links(transport, config.parties, parallel_session, config.rotate_roles)
         self.config, self.number, self.transport, self.held = config, number, links, held
-        self.role = links.me
+        self.role, self.assignment = links.me, assignment(config.parties, parallel_session, config.rotate_roles)
         self.parallel_sessions = {} if parallel_sessions is None else parallel_sessions
         self.parallel_sessions[parallel_session] = self
         self.session: Session = join(config, self.role, links)
@@ -128,6 +128,7 @@ class Party:
         if isinstance(command, commands.LoadHeld):
             if self.held is None:
                 raise ShareFileError("the client wants a model that this party holds no share file of")
+            self._check_assignment(tuple(range(self.config.parties)), "a share file")
             loaded = LoadModel(self.held.description, None)
             ranges = Ranges(loaded.description.ranges)
             weights = {
@@ -140,6 +141,8 @@ class Party:
                 raise TransportError(
                     f"parallel session {command.parallel_session} of this party has no model that another could take"
                 )
+            if self.config.weights == "secret":
+                self._check_assignment(other.assignment, f"the model of parallel session {command.parallel_session}")
             loaded, weights = other.loaded, self._weights_of(other)
         elif self.held is not None:
             raise ShareFileError("this party was started with a share file and serves the model of that file only")
@@ -154,6 +157,14 @@ class Party:
             stop_behind(self.model, loaded.stop_behind)
         self.transport.ledger.reset()
         self._answer(Loaded(self.session.known.ranges.to_dict()))
+
+    def _check_assignment(self, shared: RoleAssignment, what: str) -> None:
+        """Raise TransportError for shares of other roles: parties would compute with, and see, what is not theirs."""
+        if shared != self.assignment:
+            raise TransportError(
+                f"{what} was shared for the roles {shared}, and this parallel session plays {self.assignment}: want "
+                "weights that are dealt for every role assignment"
+            )
 
     def _announced(self, description: commands.Description) -> Shapes:
         """The weights that a client must send for the model that it describes."""
@@ -367,14 +378,8 @@ def run_party(
         if config.protocol == "cascade" or number >= config.parties:
             Node(config, number, transport, held if isinstance(held, NodeCheckpoint) else None).serve()
         else:
-            Party(
-                config,
-                number,
-                transport,
-                held if isinstance(held, ShareFile) else None,
-                parallel_sessions,
-                parallel_session,
-            ).serve()
+            shares = held if isinstance(held, ShareFile) else None
+            Party(config, number, transport, shares, parallel_sessions, parallel_session).serve()
 
     def run(parallel_session: int) -> None:
         reason = reported(config, number, transport, functools.partial(serve, parallel_session))
@@ -382,13 +387,8 @@ def run_party(
             reasons.append(reason)
 
     others = [
-        threading.Thread(
-            target=run,
-            args=(parallel_session,),
-            name=f"party {number} parallel session {parallel_session}",
-            daemon=True,
-        )
-        for parallel_session in range(1, config.parallel_sessions)
+        threading.Thread(target=run, args=(each,), name=f"party {number} parallel session {each}", daemon=True)
+        for each in range(1, config.parallel_sessions)
     ]
     for thread in others:
         thread.start()
