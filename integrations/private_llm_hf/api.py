@@ -23,7 +23,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PatchMismatch, ShareFileError
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.protocol_facts import CASCADE
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.checkpoint.calibration_runs import check_ranges, checkpoint_ranges, loaded_ranges
@@ -44,7 +44,7 @@ from private_llm_hf.tools.trial import AT_NODES, require_agreement
 from private_llm_hf.vision.network import Network
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-Start = Callable[[PrivateConfig, LocalHub | None], Parties]
+Start = Callable[[PrivateConfig, LocalMesh | None], Parties]
 _OF_TRAINING = ("training", "gradient_checkpointing", "activation_checkpointing")
 """Attributes of modules that change nothing in evaluation."""
 _LOADING = ("use_safetensors", "variant", "disable_mmap", "key_mapping")
@@ -144,13 +144,13 @@ class AutoPrivateModel(_AutoPrivate):
 
 
 def patch(
-    model: nn.Module, private_config: PrivateConfig | None = None, hub: LocalHub | None = None,
+    model: nn.Module, private_config: PrivateConfig | None = None, mesh: LocalMesh | None = None,
     start: Start = start_parties, ranges: Ranges | None = None, images: Tensor | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """Share a model that is already loaded; the original stays as it is.
 
     A module that is not a transformers model (an `nn.Sequential`, a network of one's own) becomes a `Network`: the
-    result is called with images and returns logits. hub: see `start_parties`, for which `start` may stand in (with
+    result is called with images and returns logits. mesh: see `start_parties`, for which `start` may stand in (with
     links that measure, for instance). ranges: as for `from_pretrained`. images: a batch like those to come, on which a
     network of images is calibrated (default: pictures of noise, if the model says what shape it takes).
     Raises PatchMismatch for a transformers model class of somebody else's, and for modules without a rule.
@@ -179,7 +179,7 @@ def patch(
     _refuse_changes(model, config)
     return _open(
         type(model), config, private_config, weights, generation,
-        ranges or (lambda: loaded_ranges(model, private_config, images)), hub, start,
+        ranges or (lambda: loaded_ranges(model, private_config, images)), mesh, start,
     )  # fmt: skip
 
 
@@ -230,7 +230,7 @@ def _open(
     weights: Weights,
     generation: GenerationConfig | None,
     ranges: Ranges | Callable[[], Ranges],
-    hub: LocalHub | None = None,
+    mesh: LocalMesh | None = None,
     start: Start = start_parties,
     tried: bool = False,
 ) -> PreTrainedModel:
@@ -255,7 +255,7 @@ def _open(
         require_agreement(model_class, config, _open_small, AT_NODES)
     plan = make_plan(layout.model, private_config)
     check_reveal(layout.model, private_config)
-    parties = start(private_config, hub)
+    parties = start(private_config, mesh)
     try:
         description = describe(model_class, config)
         if not parties.use_held(description, mine):

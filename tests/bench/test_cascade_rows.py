@@ -18,7 +18,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from private_llm.net import timed
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.timed import BUSY, SERIALISING, WAITING, TimedLedger, TimedTransport
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.token_sharding import ShardingPlan
@@ -148,7 +148,7 @@ def test_what_a_node_does_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_other_ledgers_look_at_no_clock() -> None:
-    ledger = LocalHub(1).transport(0).ledger
+    ledger = LocalMesh(1).transport(0).ledger
     with ledger.timing(WAITING):
         pass
     assert not ledger.seconds

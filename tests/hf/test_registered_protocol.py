@@ -12,7 +12,7 @@ from private_llm_hf.tools.estimate import estimate
 from torch import Tensor
 
 from private_llm.errors import ConfigError, DomainError, PartyFailed, ProtocolAbort, UnsupportedOp
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocol_facts import ProtocolFacts, Threat
 from private_llm.protocols.plain.checked import CheckedPlain
@@ -82,7 +82,7 @@ def config() -> Iterator[PrivateConfig]:
 
 def test_calls_cannot_be_preprocessed_without_a_helper() -> None:
     with pytest.raises(UnsupportedOp, match="no separate preprocessing; want 'trio', 'quad' or 'dealer'"):
-        TwinClient(LocalHub(2).transport(CLIENT), Ring(64)).section("a call")
+        TwinClient(LocalMesh(2).transport(CLIENT), Ring(64)).section("a call")
 
 
 def test_a_model_generates_and_its_cost_is_known_before(config: PrivateConfig) -> None:

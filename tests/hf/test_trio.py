@@ -14,7 +14,7 @@ import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
 from private_llm_hf.party import party
 
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from tests.hf import tiny
 from tests.hf.compare import BATCH, LOGIT_ERROR, MASK, worst
 from tests.hf.conftest import TRIO
@@ -83,11 +83,11 @@ PROMPT = [101, 47, 113, 89, 71, 23, 59, 97]
 
 
 def reachable(root: object) -> Iterator[object]:
-    """All objects reachable from `root`, except code, classes and the hub that connects the threads."""
+    """All objects reachable from `root`, except code, classes and the mesh that connects the threads."""
     seen, todo = set(), [root]
     while todo:
         each = todo.pop()
-        if id(each) in seen or isinstance(each, ModuleType | FunctionType | type | LocalHub):
+        if id(each) in seen or isinstance(each, ModuleType | FunctionType | type | LocalMesh):
             continue
         seen.add(id(each))
         yield each

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.protocols.plain.checked import CheckedPlain
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import cleartext
@@ -170,7 +170,7 @@ def _decoded(value: Tensor) -> Tensor:
 
 
 def _session(config: PrivateConfig, ranges: Ranges) -> Session:
-    transport = LocalHub(1).transport(0)
+    transport = LocalMesh(1).transport(0)
     session = Session(config, CheckedPlain(0, transport, Ring(config.ring)))
     session.known.ranges = ranges
     return session
