@@ -235,12 +235,12 @@ def _open(
     tried: bool = False,
 ) -> PreTrainedModel:
     """Try a class that no test compares, plan, start parties; calibrate and share the weights if they hold none."""
-    layout = ModelSpec.of(model_class, config)
+    spec = ModelSpec.of(model_class, config)
 
     def mine() -> str | None:
         digest = WeightsDigest()
         try:
-            weights(layout.source, layout.folding(digest), local=True)
+            weights(spec.source, spec.folding(digest), local=True)
         except OSError:  # configuration and tokenizer only
             return None
         return digest.text()
@@ -253,17 +253,17 @@ def _open(
         require_agreement(model_class, config, _open_small)
     if not tried and private_config.plan is not None:
         require_agreement(model_class, config, _open_small, AT_NODES)
-    plan = make_plan(layout.model, private_config)
-    check_reveal(layout.model, private_config)
+    plan = make_plan(spec.model, private_config)
+    check_reveal(spec.model, private_config)
     parties = start(private_config, mesh)
     try:
         description = describe(model_class, config)
         if not parties.use_held(description, mine):
             known = ranges if isinstance(ranges, Ranges) else ranges()
-            check_ranges(layout.model, known)
+            check_ranges(spec.model, known)
             description = dataclasses.replace(description, ranges=known.to_dict())
             with parties.loading(description) as sink:
-                weights(layout.source, layout.folding(sink))
+                weights(spec.source, spec.folding(sink))
     except BaseException:
         parties.close()
         raise
@@ -323,10 +323,10 @@ def share_checkpoint(
     config, _ = checkpoint.config(**hf_kwargs)
     architecture(config)
     model_class = _model_class(auto.auto_class, config)
-    layout = ModelSpec.of(model_class, config)
+    spec = ModelSpec.of(model_class, config)
     require_agreement(model_class, config, _open_small)
-    make_plan(layout.model, private_config)
-    wanted = layout.shared
+    make_plan(spec.model, private_config)
+    wanted = spec.shared
     target = Path(folder)
     client = target / "client"
     if client.is_symlink() or (client.exists() and not client.is_dir()):
@@ -335,7 +335,7 @@ def share_checkpoint(
         refuse_taken(client)
     if ranges is None:
         ranges = checkpoint_ranges(checkpoint, model_class, config, private_config, hf=hf_kwargs)
-    check_ranges(layout.model, ranges)
+    check_ranges(spec.model, ranges)
     description = describe(model_class, config, ranges)
     with (
         _made_or_removed(client),
@@ -348,7 +348,7 @@ def share_checkpoint(
             if progress is not None:
                 progress(name, next(done), len(wanted.shapes))
 
-        checkpoint.stream(model_class, config, layout.source, layout.folding(sink), **hf_kwargs)
+        checkpoint.stream(model_class, config, spec.source, spec.folding(sink), **hf_kwargs)
         _client_folder(checkpoint, client, config, model_class, dict(hf_kwargs))
     return writer.paths
 

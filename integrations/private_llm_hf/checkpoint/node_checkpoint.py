@@ -65,8 +65,8 @@ class NodeCheckpoint:
                 digest(name, tensor)
                 weights[name] = tensor.to("cpu", torch.float32, copy=True)  # what is streamed may be a mapped file
 
-            layout = ModelSpec.of(found, config)
-            checkpoint.stream(found, config, layout.source, layout.folding(sink))
+            spec = ModelSpec.of(found, config)
+            checkpoint.stream(found, config, spec.source, spec.folding(sink))
         except PrivateLLMError:
             raise
         except (OSError, ValueError, SafetensorError) as error:  # transformers' and safetensors' own

@@ -41,8 +41,8 @@ def survey(model: PreTrainedModel, run: Callable[[nn.Module, Callable[[Tensor], 
         elements = encode_weight(name, value, session.ring, session.frac)
         weights[name] = Fixed(session, cleartext(elements), session.frac)
 
-    layout = ModelSpec.of(type(model), model.config)
-    stream_loaded(model, layout.source, layout.folding(take))
+    spec = ModelSpec.of(type(model), model.config)
+    stream_loaded(model, spec.source, spec.folding(take))
     facts = describe(type(model), model.config)
     private = build_party_model(facts.config, facts.class_, weights, session)
     mode = _Noting(private, session)
