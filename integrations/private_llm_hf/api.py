@@ -258,7 +258,7 @@ def _open(
     parties = start(private_config, mesh)
     try:
         description = describe(model_class, config)
-        if not parties.use_held(description, mine):
+        if not parties.use_stored(description, mine):
             known = ranges if isinstance(ranges, Ranges) else ranges()
             check_ranges(spec.model, known)
             description = dataclasses.replace(description, ranges=known.to_dict())

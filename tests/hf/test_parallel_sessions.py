@@ -13,7 +13,7 @@ import torch
 from private_llm_hf import patch
 from private_llm_hf.client import parallel_sessions as client_sessions
 from private_llm_hf.party import party
-from private_llm_hf.wire.commands import LoadHeld, LoadLike
+from private_llm_hf.wire.commands import LoadFile, LoadLike
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, PartyFailed, TransportError, UnsupportedOp
@@ -151,9 +151,9 @@ def test_a_party_takes_no_shares_of_another_role(plaintext: PreTrainedModel, mon
     found, rotated = parties_of(monkeypatch), replace(TRIO, parallel_sessions=2, rotate_roles=True)
     with patch(plaintext, rotated):
         member = found[1, 2]
-        member.held = object()  # type: ignore[assignment]
+        member.share_file = object()  # type: ignore[assignment]
         with pytest.raises(TransportError, match=r"a share file was shared for the roles \(0, 1, 2\), .* \(2, 0, 1\)"):
-            member._load(LoadHeld())
+            member._load(LoadFile())
         with pytest.raises(TransportError, match="the model of parallel session 0 was shared for the roles"):
             member._load(LoadLike(0))
     monkeypatch.setattr(client_sessions, "assignment", lambda parties, number, rotate: (0, 1, 2))

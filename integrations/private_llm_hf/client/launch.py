@@ -95,7 +95,7 @@ def serve_party(
         config = replace(config, party_mode="remote")
     if not 0 <= number < config.endpoints:
         raise ConfigError(f"party: got {number}; want 0 to {config.endpoints - 1} for {config.protocol!r}")
-    held = _held(config, number, share_file, checkpoint)
+    stored = _stored(config, number, share_file, checkpoint)
     served = failed = 0
     with named_errors(config):
         acceptor = open_acceptor(config, number)
@@ -113,7 +113,7 @@ def serve_party(
                 failed = _try_again(config, error, failed, notice)
                 continue
             failed = 0
-            reason = _session(config, number, transport, held)
+            reason = _session(config, number, transport, stored)
             served += 1
             notice(f"session {served} ended" + (f": {reason}" if reason else ""))
 
@@ -127,18 +127,18 @@ def _try_again(config: PrivateConfig, error: Exception, failed: int, notice: Cal
 
 
 def _session(
-    config: PrivateConfig, number: int, transport: Transport, held: ShareFile | NodeCheckpoint | None
+    config: PrivateConfig, number: int, transport: Transport, stored: ShareFile | NodeCheckpoint | None
 ) -> str | None:
     """Serve one client and close the links. Returns None, or why it failed."""
     try:
         with closing(transport):
-            return run_party(config, number, transport, held)
+            return run_party(config, number, transport, stored)
     except Exception as error:  # noqa: BLE001 - the end of a session: nothing that a client caused ends the party
         _LOG.exception("%s: a session did not end in order", called(config, number))
         return f"{called(config, number)}: {type(error).__name__}"
 
 
-def _held(
+def _stored(
     config: PrivateConfig, number: int, share_file: Path | None, checkpoint: str | None
 ) -> ShareFile | NodeCheckpoint | None:
     """What a party or node holds of a model before a client comes."""

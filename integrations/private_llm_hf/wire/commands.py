@@ -154,11 +154,11 @@ Slices = tuple[tuple[int, tuple[Count, ...]], ...]
 # -- commands -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Hello(Message):
-    """What do you hold? Answered by `HeldShares`, or a node's `HeldModel`."""
+    """What do you hold? Answered by `StoredFile`, or a node's `NodeModel`."""
 
 
 @dataclass(frozen=True)
-class LoadHeld(Message):
+class LoadFile(Message):
     """Build the model of the share file that the party holds. Answered by `Loaded`, as all that load."""
 
 
@@ -236,5 +236,5 @@ class Stop(Message):
     """The session ends."""
 
 
-Load = LoadHeld | LoadLike | LoadModel
+Load = LoadFile | LoadLike | LoadModel
 PartyCommand = Hello | Load | Forward | ManageCache | Preprocess | TellCosts
