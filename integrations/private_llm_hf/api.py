@@ -38,7 +38,7 @@ from private_llm_hf.client.model import private_class
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.emulation import warn_of_functions
-from private_llm_hf.patch_plan import make_plan
+from private_llm_hf.patch_plan import make_patch_plan
 from private_llm_hf.token_sharding.client import check_sharding
 from private_llm_hf.tools.trial import AT_NODES, require_agreement
 from private_llm_hf.vision.network import Network
@@ -81,7 +81,7 @@ class _AutoPrivate:
         transformers' download and loading arguments (`gguf_file` too; a `dtype` changes nothing, see `Checkpoint`);
         others change the model's configuration. Quantised weights are unpacked and adapters merged where transformers
         or peft can.
-        Raises DomainError naming a module whose values fit no plan, before anything is sent.
+        Raises DomainError naming a module whose values fit no fixed-point format, before anything is sent.
         Raises PatchMismatch for architectures, modules or checkpoints without a rule, before anything is sent.
         """
         private_config = _checked(private_config)
@@ -253,7 +253,7 @@ def _open(
         require_agreement(model_class, config, _open_small)
     if not tried and private_config.plan is not None:
         require_agreement(model_class, config, _open_small, AT_NODES)
-    plan = make_plan(spec.model, private_config)
+    patch_plan = make_patch_plan(spec.model, private_config)
     check_reveal(spec.model, private_config)
     parties = start(private_config, mesh)
     try:
@@ -267,8 +267,8 @@ def _open(
     except BaseException:
         parties.close()
         raise
-    plan = dataclasses.replace(plan, ranges=parties.ranges)
-    made = private_class(model_class)(config, parties, plan, generation)
+    patch_plan = dataclasses.replace(patch_plan, ranges=parties.ranges)
+    made = private_class(model_class)(config, parties, patch_plan, generation)
     return made
 
 
@@ -290,7 +290,7 @@ def ranges_of_checkpoint(
     """Calibrate a checkpoint on `text` (default: a bundled one) for `from_pretrained(..., ranges=...)`.
 
     images: a prepared batch for a model of images (default: pictures of noise). Runs the plaintext model in this
-    process. Raises DomainError naming a module whose values fit no plan.
+    process. Raises DomainError naming a module whose values fit no fixed-point format.
     """
     checkpoint = Checkpoint(source, hf_kwargs, hf_kwargs)
     config, _ = checkpoint.config(**hf_kwargs)
@@ -325,7 +325,7 @@ def share_checkpoint(
     model_class = _model_class(auto.auto_class, config)
     spec = ModelSpec.of(model_class, config)
     require_agreement(model_class, config, _open_small)
-    make_plan(spec.model, private_config)
+    make_patch_plan(spec.model, private_config)
     wanted = spec.shared
     target = Path(folder)
     client = target / "client"

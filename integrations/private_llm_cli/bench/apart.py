@@ -91,7 +91,7 @@ def _whole(
     from private_llm_hf import patch
 
     if work.plan is None:
-        raise ConfigError(f"--preprocess: benchmark {work.name!r} has no plan")
+        raise ConfigError(f"--preprocess: benchmark {work.name!r} has no preprocessing plan")
     model = work.build()
     private: Any = patch(model, config, _slow(config, speed, "control"))
     before, online = [], []

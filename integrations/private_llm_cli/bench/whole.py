@@ -41,7 +41,7 @@ class WholeWork:
     call: Callable[[Any], tuple[Tensor, Tensor]]
     truth: Callable[[Any, Tensor], Tensor]
     plan: Callable[[], ForwardPlan | GeneratePlan] | None = None
-    """Makes the plan by which `call` can be preprocessed."""
+    """Makes the preprocessing plan by which `call` can be preprocessed."""
     step: Callable[[Any], object] | None = None
     """One more token after `call`, timed and booked apart."""
 

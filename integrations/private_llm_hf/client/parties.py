@@ -78,7 +78,7 @@ class Parties(SessionClient):
         self._over: str | None = None
         self._plans = itertools.count(1)
         self._schedule: Schedule | None = None
-        self._filled: dict[bool, set[int]] = {False: set(), True: set()}  # handles, by whether they follow a plan
+        self._filled: dict[bool, set[int]] = {False: set(), True: set()}  # handles, by whether they were preprocessed
 
     # -- one call at a time ---------------------------------------------------------------------------------
     @contextmanager

@@ -36,7 +36,7 @@ from private_llm_hf.models.batch_norm import fold_batch_norms
 from private_llm_hf.models.latent import expanded, expands_latents
 from private_llm_hf.party.cache import SecretCache, SecretEncoderDecoderCache
 from private_llm_hf.party.placement import Placement, Value
-from private_llm_hf.patch_plan import make_plan
+from private_llm_hf.patch_plan import make_patch_plan
 
 AnyValue = TypeVar("AnyValue", bound=Value)
 
@@ -54,7 +54,7 @@ def build_party_model(
     surplus or misshapen weights, ConfigError for a device_map that does not fit.
     """
     model = empty_model(config, class_name)
-    make_plan(model, session.config)
+    make_patch_plan(model, session.config)
     _replace_modules(model)
     placement = Placement(model, session)
     _set_parameters(model, parameters, placement, progress)
@@ -99,7 +99,7 @@ def release(model: nn.Module) -> None:
 
 
 def new_cache(model: PreTrainedModel, policy: CachePolicy) -> SecretCache | SecretEncoderDecoderCache:
-    """An empty KV cache for this model (with two stacks it keeps all: `make_plan` refuses another policy)."""
+    """An empty KV cache for this model (with two stacks it keeps all: `make_patch_plan` refuses another policy)."""
     return SecretEncoderDecoderCache() if model.config.is_encoder_decoder else SecretCache(policy)
 
 

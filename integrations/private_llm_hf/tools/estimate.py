@@ -39,7 +39,7 @@ from private_llm_hf.client.session_client import Secret, SessionClient
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.party.model import build_party_model, empty_model, meta_parameters
 from private_llm_hf.party.party import Party
-from private_llm_hf.patch_plan import make_plan
+from private_llm_hf.patch_plan import make_patch_plan
 from private_llm_hf.token_sharding.client import check_sharding
 from private_llm_hf.token_sharding.cut import Cut, stop_behind
 from private_llm_hf.token_sharding.estimate import MetaNodes, Sharded
@@ -324,8 +324,8 @@ def estimate(
     if bare.can_generate():
         generation = GenerationConfig.from_model_config(config)
         generation.eos_token_id = None  # nothing ends early
-    plan = make_plan(bare, private_config)
-    model = private_class(model_class)(config, parties, plan, generation)
+    patch_plan = make_patch_plan(bare, private_config)
+    model = private_class(model_class)(config, parties, patch_plan, generation)
     ids = torch.ones(batch, sequence, dtype=torch.int64)
     mask = torch.ones_like(ids)
     first = _FirstToken(parties.estimate)

@@ -99,7 +99,7 @@ class NodeOutputs(Message):
 
 @dataclass(frozen=True)
 class Prepared(Message):
-    """A plan was prepared. stored: bytes. digests: digests (hex) of what a quad's helper opens later."""
+    """A preprocessing plan was prepared. stored: bytes. digests: digests (hex) of what a quad's helper opens later."""
 
     stored: Number
     digests: tuple[str, ...]
