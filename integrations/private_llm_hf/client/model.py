@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -38,6 +38,10 @@ class PrivateModel:
     config: PretrainedConfig
     original_class: type[PreTrainedModel]
     accepts: frozenset[str]
+    # from the class that this one is mixed into
+    generate: Callable[..., Any]
+    __call__: Callable[..., Any]
+    _shift_right: Callable[[torch.Tensor], torch.Tensor]
 
     def __init__(
         self,
@@ -133,8 +137,7 @@ class PrivateModel:
 
     def shifted(self, labels: torch.Tensor) -> torch.Tensor:
         """What the decoder of an encoder-decoder model reads when its outputs are compared with these labels."""
-        made: torch.Tensor = cast(Any, self)._shift_right(labels)
-        return made
+        return self._shift_right(labels)
 
     def _prepare_model_inputs(self, inputs: object = None, *args: object, **kwargs: object) -> object:
         """As the original's, for tensors."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class GeneratePlan:
         if tuple(mask.shape) != tuple(ids.shape):
             raise ConfigError(f"preprocess: got an attention_mask {tuple(mask.shape)}; want {tuple(ids.shape)}")
         with torch.no_grad():
-            cast(Any, model).generate(
+            model.generate(
                 input_ids=ids, attention_mask=mask, max_new_tokens=self.new_tokens, do_sample=False, num_beams=1,
                 pad_token_id=0,
             )  # fmt: skip
@@ -76,7 +76,7 @@ class ForwardPlan:
             given[name] = value
         with torch.no_grad():
             try:
-                cast(Any, model)(**given)
+                model(**given)
             except _Noted:
                 return
 
