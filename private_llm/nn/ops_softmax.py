@@ -25,7 +25,7 @@ def softmax_rule(x: Tensor, dim: int | None = None, *_: object, **__: object) ->
     rows = (1, 1, shape[:-1].numel(), shape[-1])
     hidden = x.hidden
     allowed = None if hidden is None else ~hidden.reshape(rows)
-    scores = SecretTensor(x._fixed).to_fixed()
+    scores = x.shown().to_fixed()
     pattern = pattern_of(allowed, *rows, device=scores.share.parts[0].device)
     if pattern.select is None:
         return SecretTensor(soften(scores, pattern))

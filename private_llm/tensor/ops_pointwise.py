@@ -281,9 +281,7 @@ def cuda(x: SecretTensor, device: TorchArg = None, *_: object, **__: object) -> 
 @implements(torch.clone, Tensor.clone)
 def clone(x: SecretTensor, **_: object) -> SecretTensor:
     """A new tensor object; shares are never written to, so they are not copied."""
-    out = SecretTensor(x._fixed)
-    out._hidden, out._coarse = x._hidden, x._coarse
-    return out
+    return x.duplicate()
 
 
 @implements(torch.nn.functional.dropout, torch.dropout)

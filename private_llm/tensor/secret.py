@@ -99,6 +99,11 @@ class SecretTensor(Guarded):
         return self._fixed
 
     @property
+    def content(self) -> Fixed:
+        """The share as it is, with whatever lies where entries stand for minus infinity. Local."""
+        return self._fixed
+
+    @property
     def coarse(self) -> bool:
         """Whether this value is meant to have fewer fractional bits than the session (massive residual streams)."""
         return self._coarse
@@ -119,6 +124,12 @@ class SecretTensor(Guarded):
     def shown(self) -> SecretTensor:
         """The same shares, no entry of which stands for minus infinity."""
         return SecretTensor(self._fixed)
+
+    def duplicate(self) -> SecretTensor:
+        """A new object for the same (never written) shares, which shares no memory by PyTorch's rules. Local."""
+        out = SecretTensor(self._fixed)
+        out._hidden, out._coarse = self._hidden, self._coarse
+        return out
 
     def masked(self, hidden: Tensor) -> SecretTensor:
         """The same shares with `hidden` entries (public, this shape) standing for minus infinity. Local."""
@@ -194,9 +205,8 @@ class SecretTensor(Guarded):
         return f"SecretTensor(shape={tuple(self.shape)}, frac={self._fixed.frac}, {self._fixed.session!r})"
 
     def __copy__(self) -> SecretTensor:
-        """A new object for the same (never written) shares."""
-        out = SecretTensor(self._fixed)
-        out._hidden, out._coarse = self._hidden, self._coarse
+        """A new object for the same (never written) shares, with this one's attributes."""
+        out = self.duplicate()
         out.__dict__.update(self.__dict__)
         return out
 
