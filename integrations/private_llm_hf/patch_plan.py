@@ -23,7 +23,7 @@ from private_llm.token_sharding import ShardingPlan
 from private_llm_hf.handlers import handler_of
 from private_llm_hf.models.architectures import architecture, attention_of
 from private_llm_hf.models.latent import expands_latents
-from private_llm_hf.token_sharding.attention import run_without_values
+from private_llm_hf.token_sharding.attention_calls import run_without_values
 from private_llm_hf.token_sharding.cut import Cut
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from private_llm.approx.chosen import softmax, softmax_ragged
 from private_llm.approx.tanh import precise_tanh
 from private_llm.errors import DomainError
-from private_llm.exact.rows import Rows
+from private_llm.exact.ragged_rows import Rows
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
 from private_llm.tensor.fixed import Fixed

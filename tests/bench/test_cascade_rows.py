@@ -13,7 +13,7 @@ from private_llm_cli.bench import cascade
 from private_llm_cli.bench.cascade import Case, cases, memory_needed
 from private_llm_cli.commands import bench_cascade
 from private_llm_hf.client.costs import Costs, rows_of
-from private_llm_hf.token_sharding.attention import attention_calls
+from private_llm_hf.token_sharding.attention_calls import attention_calls
 from torch import Tensor
 from typer.testing import CliRunner
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.api import AutoPrivateModelForCausalLM
-from private_llm_hf.token_sharding.attention import attention_calls
+from private_llm_hf.token_sharding.attention_calls import attention_calls
 from transformers import GPT2ForSequenceClassification, LlamaForSequenceClassification, PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, PartyFailed, PatchMismatch

@@ -204,7 +204,7 @@ class _Alone:
     """A model whose attention goes through all nodes of a plan in this thread; it sends nothing."""
 
     def __init__(self, model: PreTrainedModel, plan: ShardingPlan) -> None:
-        from private_llm_hf.token_sharding.attention import attention_calls, cascade_config, listen
+        from private_llm_hf.token_sharding.attention_calls import attention_calls, cascade_config, listen
 
         self._nodes = Undistributed(plan, attention_calls(type(model), model.config))
         self._model = type(model)(cascade_config(model.config)).eval()

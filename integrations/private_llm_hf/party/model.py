@@ -2,7 +2,7 @@
 
 No plaintext weight is ever here: the tree is built without weights, then every parameter is set to a share
 (or, with weights="public", to the public tensor). Norms and hand-spelled activations are replaced by modules that call
-one protocol, attention and masks come from `attention.py`, and every module books its cost under its own name.
+one protocol; attention and masks are in `attention_interface.py`, and every module books its cost under its own name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from private_llm_hf.checkpoint.model_spec import accepted_class
 from private_llm_hf.checkpoint.weights import WithoutWeights, weights_of_buffers
 from private_llm_hf.handlers import handler_of, match
 from private_llm_hf.models.architectures import attention_of, table
-from private_llm_hf.models.attention import register
+from private_llm_hf.models.attention_interface import register
 from private_llm_hf.models.batch_norm import fold_batch_norms
 from private_llm_hf.models.latent import expanded, expands_latents
 from private_llm_hf.party.cache import SecretCache, SecretEncoderDecoderCache

@@ -30,7 +30,7 @@ from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.session_client import Secret
 from private_llm_hf.models.architectures import architecture, positions_by_mask
 from private_llm_hf.token_sharding.answers import Answer, Due, check_equal, in_order, read_answer
-from private_llm_hf.token_sharding.attention import attention_calls
+from private_llm_hf.token_sharding.attention_calls import attention_calls
 from private_llm_hf.token_sharding.commands import AttnForward, CompForward, CropTo, LoadNode, NodeEdit
 from private_llm_hf.token_sharding.comp_node import reads_last_token
 from private_llm_hf.token_sharding.cut import Cut

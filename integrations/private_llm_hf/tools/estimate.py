@@ -72,7 +72,7 @@ class LayerCost:
     def seconds(self, bandwidth_mbit: float, latency_ms: float, gmacs: float) -> float:
         """One latency a round, the busiest link's bytes, the busiest party's multiply-adds, one after the other.
 
-        Behind token sharding the sum of its stages (see `token_sharding/nodes/cost.py`): two latencies a round, and the
+        Behind token sharding the sum of its stages (see `nodes/stage_costs.py`): two latencies a round, and the
         bytes of the busiest network card in place of a link's.
         """
         if self.stages:

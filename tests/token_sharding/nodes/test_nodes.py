@@ -14,10 +14,10 @@ from private_llm.errors import DomainError
 from private_llm.net.ledger import merge
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import Transport
-from private_llm.token_sharding.nodes.attention import attend
 from private_llm.token_sharding.nodes.attn_node import AttnNode
 from private_llm.token_sharding.nodes.exchange import Exchange, layer_bytes
 from private_llm.token_sharding.nodes.facts import AttentionCall, Step, allowed
+from private_llm.token_sharding.nodes.partial_attention import attend
 from private_llm.token_sharding.plans import ShardingPlan
 
 FULL = AttentionCall(4, 2, 8, 6, 0.3)

@@ -7,7 +7,7 @@ import torch
 
 from private_llm.net.local import LocalMesh
 from private_llm.net.transport import Transport
-from private_llm.token_sharding.nodes.wire import recv_floats, send_floats
+from private_llm.token_sharding.nodes.floats import recv_floats, send_floats
 
 
 @pytest.fixture
