@@ -102,7 +102,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> SecretTenso
         value = _in_range(x.to_operand(), x.session.frac)
         elements = ring_weight(x.session, weight, value.share.parts[0].device)
         out = SecretTensor(product_public(value, elements.t(), frac=frac))
-    out._coarse = frac is not None and frac < x.session.frac
+    out.coarse = frac is not None and frac < x.session.frac
     out = out if bias is None else plus(out, bias)
     watch(out.raw)
     return out

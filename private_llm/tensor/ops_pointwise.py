@@ -47,7 +47,7 @@ def _roomy(x: SecretTensor, largest: float) -> Fixed:
 
 def _like(made: SecretTensor, *sources: SecretTensor) -> SecretTensor:
     """A sum with a coarse value is coarse."""
-    made._coarse = any(source.coarse for source in sources)
+    made.coarse = any(source.coarse for source in sources)
     return made
 
 

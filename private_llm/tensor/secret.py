@@ -108,6 +108,10 @@ class SecretTensor(Guarded):
         """Whether this value is meant to have fewer fractional bits than the session (massive residual streams)."""
         return self._coarse
 
+    @coarse.setter
+    def coarse(self, value: bool) -> None:
+        self._coarse = value
+
     def coarsen(self, frac: int) -> Fixed:
         """The share with `frac` fractional bits, from now on; one truncation, 1 round, if it has more.
 

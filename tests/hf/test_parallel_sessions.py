@@ -148,7 +148,7 @@ def test_parallel_sessions_of_one_role_assignment_hold_one_share_others_have_mas
 
 def test_a_party_takes_no_shares_of_another_role(plaintext: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the client commands: in one sharing a party with two roles would hold what two may not hold together."""
-    found, rotated = parties_of(monkeypatch), replace(TRIO, parallel_sessions=2, rotate_roles=True)
+    found, rotated = parties_of(monkeypatch), replace(TRIO, parallel_sessions=4, rotate_roles=True)
     with patch(plaintext, rotated):
         member = found[1, 2]
         member.share_file = object()  # type: ignore[assignment]
@@ -156,6 +156,10 @@ def test_a_party_takes_no_shares_of_another_role(plaintext: PreTrainedModel, mon
             member._load(LoadFile())
         with pytest.raises(TransportError, match="the model of parallel session 0 was shared for the roles"):
             member._load(LoadLike(0))
+        again = found[3, 0]
+        assert (again.role, again.assignment) == (0, (0, 2, 1))
+        with pytest.raises(TransportError, match="the model of parallel session 0 was shared for the roles"):
+            again._load(LoadLike(0))  # the same role, and masks that were dealt to others
     monkeypatch.setattr(client_sessions, "assignment", lambda parties, number, rotate: (0, 1, 2))
     with pytest.raises(TransportError, match=r"party \d: the model of parallel session 0 was shared for the roles"):
         patch(plaintext, rotated)
