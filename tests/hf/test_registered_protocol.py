@@ -23,6 +23,8 @@ from private_llm.protocols.registry import ProtocolSpec, protocol_names, protoco
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share, cleartext
 from private_llm.ring.ring import Ring
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SecretTensor
 from private_llm.threat import entries, markdown
 from tests.hf import tiny
 from tests.hf.compare import BATCH, GREEDY, LOGIT_ERROR, MASK, worst
@@ -30,6 +32,7 @@ from tests.protocols.parties import ring_values, run_ring
 from tests.session import run_session
 
 THREAT = Threat("toy", "protocol", "nobody", (("both parties", "everything"),), "a test", "protocol='toy'")
+PLAIN = PrivateConfig(protocol="plain", insecure=True, debug_ranges=True)
 FACTS = ProtocolFacts("toy", 2, THREAT, rings=(64,), hides=False)
 
 
@@ -162,6 +165,10 @@ def test_ranges_are_checked_as_the_facts_say_or_the_session_is_refused() -> None
                 run_ring(debug, [values], program, (2,))
         finally:
             unregister("toy")
+    session = Session(PLAIN, Watched(0, LocalMesh(2).transport(0), Ring(64)))
+    large = SecretTensor(Fixed(session, cleartext(torch.full((2,), 1 << 62), watched=True), session.frac))
+    with pytest.raises(DomainError, match="the result"):
+        large + large  # local: no method of the protocol runs
 
 
 def test_parties_in_fresh_processes_do_not_know_it(config: PrivateConfig, capfd: pytest.CaptureFixture[str]) -> None:
