@@ -40,9 +40,9 @@ class ProtocolFacts:
     helper: the party that works in preprocessing only. offline_receivers: who receives, and stores, what the helper
     sends ahead of a call. rings: sizes in bits of the rings that it works in.
     hides: False for a reference without secrecy, which needs insecure=True and hides nothing before a split.
-    checks_ranges: knows debug_ranges=True. remasks: knows matmul="remask". equal_parties: roles may be permuted from
-    parallel session to parallel session. dealer: the helper stands outside (it is party 0, gets nothing of anybody's
-    data, not even keys, and is called "the dealer").
+    checks_ranges: knows debug_ranges=True, with which its end is a `CheckedPlain`. remasks: knows matmul="remask".
+    equal_parties: roles may be permuted from parallel session to parallel session. dealer: the helper stands outside
+    (it is party 0, gets nothing of anybody's data, not even keys, and is called "the dealer").
     """
 
     name: str

@@ -50,7 +50,7 @@ TINY = {"relu-64": ("relu", (4096,), 64), "relu-32": ("relu", (4096,), 32), "vgg
 
 
 @dataclass(frozen=True)
-class Plan:
+class Case:
     """One measurement."""
 
     work: str
@@ -91,9 +91,9 @@ def shaped(device: str, rate: float) -> str:
     return f"tc qdisc add dev {device} root tbf rate {rate:g}mbit burst 512kb latency 200ms"
 
 
-def loopback_command(plan: Plan, command: Sequence[str]) -> list[str]:
+def loopback_command(case: Case, command: Sequence[str]) -> list[str]:
     """Run `command` in a namespace whose loopback device is slow."""
-    setup = f"ip link set lo up && {shaped('lo', plan.rate)}" if plan.rate else "ip link set lo up"
+    setup = f"ip link set lo up && {shaped('lo', case.rate)}" if case.rate else "ip link set lo up"
     return ["unshare", "-n", "sh", "-c", f'{setup} && exec "$@"', "sh", *command]
 
 
@@ -127,15 +127,15 @@ def _run(command: str) -> None:
 
 
 # -- endpoints -------------------------------------------------------------------------------------------------
-def make_work(plan: Plan) -> Any:  # noqa: ANN401 - a Work or a WholeWork
-    """The work of a plan."""
+def make_work(case: Case) -> Any:  # noqa: ANN401 - a Work or a WholeWork
+    """The work of a case."""
     from private_llm_cli.bench.catalogue import make
 
-    name, shape, _ = (TINY if plan.tiny else WORKS)[plan.work]
+    name, shape, _ = (TINY if case.tiny else WORKS)[case.work]
     return make(name, shape)
 
 
-def serve(plan: Plan, party: int, folder: Path) -> None:
+def serve(case: Case, party: int, folder: Path) -> None:
     """Be one party of the switched network."""
     from private_llm_cli.bench.measure import serve as serve_work
     from private_llm_cli.bench.whole import WholeWork
@@ -143,7 +143,7 @@ def serve(plan: Plan, party: int, folder: Path) -> None:
 
     from private_llm.net.rendezvous import connect
 
-    config, work = remote_config(plan, f"party{party}", folder), make_work(plan)
+    config, work = remote_config(case, f"party{party}", folder), make_work(case)
     if isinstance(work, WholeWork):
         serve_party(config, party, sessions=1)
         return
@@ -154,49 +154,49 @@ def serve(plan: Plan, party: int, folder: Path) -> None:
         transport.close()
 
 
-def remote_config(plan: Plan, endpoint: str, folder: Path) -> Any:  # noqa: ANN401 - a PrivateConfig
+def remote_config(case: Case, endpoint: str, folder: Path) -> Any:  # noqa: ANN401 - a PrivateConfig
     """Settings of one endpoint of the switched network."""
     from private_llm.config import PrivateConfig
 
-    count = PrivateConfig.from_dict(plan.config()).parties
+    count = PrivateConfig.from_dict(case.config()).parties
     return PrivateConfig.from_dict({
-        **plan.config(), "party_mode": "remote", "hosts": [f"{_address(party)}:{PORT}" for party in range(count)],
+        **case.config(), "party_mode": "remote", "hosts": [f"{_address(party)}:{PORT}" for party in range(count)],
         "tls": {"certificate": str(folder / f"{endpoint}.pem"), "key": str(folder / f"{endpoint}.key"),
                 "ca": str(folder / "ca.pem")},
     })  # fmt: skip
 
 
-def measured(plan: Plan, config: Any) -> dict[str, Any]:  # noqa: ANN401 - a PrivateConfig
+def measured(case: Case, config: Any) -> dict[str, Any]:  # noqa: ANN401 - a PrivateConfig
     """As the client: the row, and what saturates the network."""
     from private_llm_cli.bench.measure import measure
 
-    row = measure(make_work(plan), config, plan.repeat).to_dict()
+    row = measure(make_work(case), config, case.repeat).to_dict()
     seconds, sent = row["seconds"]["median"], row["bytes_total"]
-    made = {**row, "work": plan.work, "rate_mbit": plan.rate, "topology": plan.topology}
-    if plan.rate:
-        every = sent if plan.topology == "loopback" else sent / row["parties"]
-        made["saturation"] = every * 8 / (plan.rate * 1e6) / seconds
-        if plan.topology == "switch":
+    made = {**row, "work": case.work, "rate_mbit": case.rate, "topology": case.topology}
+    if case.rate:
+        every = sent if case.topology == "loopback" else sent / row["parties"]
+        made["saturation"] = every * 8 / (case.rate * 1e6) / seconds
+        if case.topology == "switch":
             busiest = max(*row["bytes_per_party"].values(), *row["bytes_received"].values())
-            made["saturation_busiest"] = busiest * 8 / (plan.rate * 1e6) / seconds
+            made["saturation_busiest"] = busiest * 8 / (case.rate * 1e6) / seconds
     return made
 
 
 # -- from outside ------------------------------------------------------------------------------------------------
-def run_plan(plan: Plan) -> dict[str, Any]:
+def run_case(case: Case) -> dict[str, Any]:
     """Set up the network, run, tear it down."""
-    text = json.dumps(asdict(plan))
-    command = [sys.executable, str(Path(__file__).resolve()), "--plan", text]
+    text = json.dumps(asdict(case))
+    command = [sys.executable, str(Path(__file__).resolve()), "--case", text]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "integrations")]), "OMP_NUM_THREADS": "1"
     }  # fmt: skip
-    if plan.topology == "loopback":
-        return _figures(loopback_command(plan, [*command, "--endpoint", "all"]), environment)
+    if case.topology == "loopback":
+        return _figures(loopback_command(case, [*command, "--endpoint", "all"]), environment)
     from private_llm.config import PrivateConfig
     from private_llm.net.certificates import make_certificates
 
-    count = PrivateConfig.from_dict(plan.config()).parties
-    with tempfile.TemporaryDirectory() as folder, switch(count, plan.rate) as names, ExitStack() as stack:
+    count = PrivateConfig.from_dict(case.config()).parties
+    with tempfile.TemporaryDirectory() as folder, switch(count, case.rate) as names, ExitStack() as stack:
         make_certificates(Path(folder), count, 1.0)
         for party in range(count):
             place = ["ip", "netns", "exec", names[party], *command, "--folder", folder, "--endpoint", str(party)]
@@ -221,16 +221,16 @@ def _figures(command: Sequence[str], environment: dict[str, str]) -> dict[str, A
     return found
 
 
-def be_endpoint(plan: Plan, endpoint: str, folder: Path) -> None:
+def be_endpoint(case: Case, endpoint: str, folder: Path) -> None:
     """What runs inside a namespace."""
     from private_llm.config import PrivateConfig
 
     if endpoint == "all":
-        print(json.dumps(measured(plan, PrivateConfig.from_dict({**plan.config(), "party_mode": "processes"}))))
+        print(json.dumps(measured(case, PrivateConfig.from_dict({**case.config(), "party_mode": "processes"}))))
     elif endpoint == "client":
-        print(json.dumps(measured(plan, remote_config(plan, "client", folder))))
+        print(json.dumps(measured(case, remote_config(case, "client", folder))))
     else:
-        serve(plan, int(endpoint), folder)
+        serve(case, int(endpoint), folder)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -259,12 +259,12 @@ def write(rows: Sequence[dict[str, Any]]) -> None:
     PAGE.write_text(f"{head}{BEGIN}\n{table(rows)}\n{END}{rest.partition(END)[2]}")
 
 
-def plans(options: argparse.Namespace) -> Iterator[Plan]:
+def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Every combination that was asked for."""
     for topology, rate, protocol, work, parallel_sessions in itertools.product(
         options.topology, options.rate, options.protocol, options.works, options.parallel_sessions
     ):
-        yield Plan(work, protocol, parallel_sessions, rate, topology, options.repeat, options.tiny)
+        yield Case(work, protocol, parallel_sessions, rate, topology, options.repeat, options.tiny)
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -278,7 +278,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parallel-sessions", "--lanes", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--topology", nargs="+", default=["loopback", "switch"], choices=["loopback", "switch"])
     parser.add_argument("--repeat", type=int, default=5)
-    for hidden in ("--plan", "--endpoint", "--folder"):
+    for hidden in ("--case", "--endpoint", "--folder"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.tiny:
@@ -289,16 +289,16 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Parse, set up, measure, print."""
     options = options_of()
-    if options.plan:
-        be_endpoint(Plan(**json.loads(options.plan)), options.endpoint, Path(options.folder or "."))
+    if options.case:
+        be_endpoint(Case(**json.loads(options.case)), options.endpoint, Path(options.folder or "."))
         return 0
     lacking = missing_rights()
     if lacking:
         print(f"bench_network: {lacking}. Without them, `private-llm bench NAME --bandwidth 1000` emulates the links.")
         return 0 if options.tiny else 1
     rows = []
-    for plan in plans(options):
-        rows.append(run_plan(plan))
+    for case in cases(options):
+        rows.append(run_case(case))
         print(json.dumps(rows[-1]), flush=True)
     print(table(rows))
     if options.write and not options.tiny:

@@ -18,7 +18,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChainSpec:
     """What to fit: `function` of z on [low, high], with error weights `weight`.
 
     `zero`: point at which the chain must vanish exactly. `forms`: fractional bits of the left and right form of each
@@ -42,7 +42,7 @@ class Plan:
 class Model:
     """The free and fixed coefficients of a chain; `forms[i][side]` is (constant, weight of v_0, ..., of v_i)."""
 
-    plan: Plan
+    spec: ChainSpec
     forms: list[list[Array]]
     free: list[list[NDArray[np.bool_]]]
     vanishing: tuple[int, int] | None = None
@@ -65,12 +65,12 @@ class Model:
     def run(self, z: Array) -> tuple[list[Array], Array]:
         """Values of all v_i at z, and the derivatives of the last by the free coefficients.
 
-        A vanishing form measures every v_j from its value at the plan's zero, appended as the last point.
+        A vanishing form measures every v_j from its value at the spec's zero, appended as the last point.
         """
         total = sum(int(mask.sum()) for masks in self.free for mask in masks)
-        pinned = self.plan.zero is not None
-        if self.plan.zero is not None:
-            z = np.append(z, self.plan.zero)
+        pinned = self.spec.zero is not None
+        if self.spec.zero is not None:
+            z = np.append(z, self.spec.zero)
         ones = np.ones_like(z)
         values, slopes = [ones, z], [np.zeros((z.size, total))] * 2
         at = 0
@@ -96,10 +96,10 @@ class Model:
         return [v[cut] for v in values[1:]], slopes[-1][cut]
 
 
-def shape(plan: Plan) -> Model:
+def shape(spec: ChainSpec) -> Model:
     """Steps z*z, v1*(v1 + p z), and then products of general forms; the last left form vanishes where asked to."""
     forms, free = [], []
-    for index in range(len(plan.forms)):
+    for index in range(len(spec.forms)):
         size = index + 2
         left, right = np.zeros(size), np.zeros(size)
         lmask, rmask = np.zeros(size, dtype=bool), np.zeros(size, dtype=bool)
@@ -114,9 +114,9 @@ def shape(plan: Plan) -> Model:
                 left[3], lmask[3] = 1.0, False
         forms.append([left, right])
         free.append([lmask, rmask])
-    model = Model(plan, forms, free)
-    if plan.zero is not None:
-        last = len(plan.forms) - 1
+    model = Model(spec, forms, free)
+    if spec.zero is not None:
+        last = len(spec.forms) - 1
         model.vanishing = (last, 0)
         free[last][0][0] = False
         free[last][0][4:] = False  # later products at the zero are not exact in fixed point
@@ -172,10 +172,10 @@ def lawson(model: Model, z: Array, y: Array, w: Array, rounds: int, steps: int =
     return best
 
 
-def grid(plan: Plan, count: int) -> tuple[Array, Array, Array]:
+def grid(spec: ChainSpec, count: int) -> tuple[Array, Array, Array]:
     """Chebyshev points of the domain, the function and the error weights there."""
-    z = plan.low + (plan.high - plan.low) * (1 - np.cos(np.linspace(0, np.pi, count))) / 2
-    return z, plan.function(z), plan.weight(z)
+    z = spec.low + (spec.high - spec.low) * (1 - np.cos(np.linspace(0, np.pi, count))) / 2
+    return z, spec.function(z), spec.weight(z)
 
 
 Integers = list[list[tuple[int, list[int]]]]
@@ -185,18 +185,18 @@ Change = tuple[tuple[int, int, int], int]
 """One integer (step, side, place; 0 is the constant) and what is added to it."""
 
 
-def rounded(plan: Plan, model: Model, rounds: int, count: int, rng: np.random.Generator) -> Integers:
+def rounded(spec: ChainSpec, model: Model, rounds: int, count: int, rng: np.random.Generator) -> Integers:
     """Round coefficient after coefficient, coarsest first within a form, refitting all that are still free."""
-    z, y, w = grid(plan, count)
+    z, y, w = grid(spec, count)
     lawson(model, z, y, w, rounds)
-    fracs = [plan.argument, *plan.fracs]
+    fracs = [spec.argument, *spec.fracs]
     result: Integers = []
-    for index in range(len(plan.forms)):
+    for index in range(len(spec.forms)):
         sides = []
         for side in range(2):
             _balance(model, index, side, z, 0.5 + 0.5 * rng.random())
             form, mask = model.forms[index][side], model.free[index][side]
-            bits = plan.forms[index][side]
+            bits = spec.forms[index][side]
             steps = [bits] + [bits - f for f, _ in zip(fracs, form[1:], strict=False)]
             for k in sorted(range(form.size), key=lambda k: (steps[k], k)):
                 form[k] = round(float(form[k]) * 2.0 ** steps[k]) * 2.0 ** -steps[k]
@@ -209,20 +209,20 @@ def rounded(plan: Plan, model: Model, rounds: int, count: int, rng: np.random.Ge
     return result
 
 
-def polished(plan: Plan, integers: Integers, count: int, passes: int) -> Integers:
+def polished(spec: ChainSpec, integers: Integers, count: int, passes: int) -> Integers:
     """Change one or two integers at a time by one while that lowers the maximum error."""
-    z, y, w = grid(plan, count)
-    places = [(i, side, k) for i in range(2, len(plan.forms)) for side in range(2) for k in range(i + 2)]
-    places = [place for place in places if not _pinned(plan, place)]
+    z, y, w = grid(spec, count)
+    places = [(i, side, k) for i in range(2, len(spec.forms)) for side in range(2) for k in range(i + 2)]
+    places = [place for place in places if not _pinned(spec, place)]
     single = [(place, d) for place in places for d in (-1, 1)]
     moves: list[tuple[Change, ...]] = [(change,) for change in single]
     moves += [(p, q) for n, p in enumerate(single) for q in single[n + 1 :] if p[0] != q[0]]
-    best = float(np.abs((exact(plan, integers, z)[-1] - y) * w).max())
+    best = float(np.abs((exact(spec, integers, z)[-1] - y) * w).max())
     for _ in range(passes):
         before = best
         for move in moves:
             _shift(integers, move, 1)
-            error = float(np.abs((exact(plan, integers, z)[-1] - y) * w).max())
+            error = float(np.abs((exact(spec, integers, z)[-1] - y) * w).max())
             if error < best:
                 best = error
             else:
@@ -232,10 +232,10 @@ def polished(plan: Plan, integers: Integers, count: int, passes: int) -> Integer
     return integers
 
 
-def _pinned(plan: Plan, place: tuple[int, int, int]) -> bool:
+def _pinned(spec: ChainSpec, place: tuple[int, int, int]) -> bool:
     """A vanishing form's constant follows from its weights, and it leaves v3 and later products out."""
     index, side, k = place
-    return plan.zero is not None and (index, side) == (len(plan.forms) - 1, 0) and (k == 0 or k >= 4)
+    return spec.zero is not None and (index, side) == (len(spec.forms) - 1, 0) and (k == 0 or k >= 4)
 
 
 def _shift(integers: Integers, move: tuple[Change, ...], sign: int) -> None:
@@ -247,16 +247,16 @@ def _shift(integers: Integers, move: tuple[Change, ...], sign: int) -> None:
             integers[index][side] = (constant + sign * delta, weights)
 
 
-def exact(plan: Plan, integers: Integers, z: Array) -> list[Array]:
+def exact(spec: ChainSpec, integers: Integers, z: Array) -> list[Array]:
     """Values of all v_i with the integers as they stand; sets the constant of a vanishing form."""
-    if plan.zero is not None:
-        integers[-1][0] = (_vanishing_constant(plan, integers), integers[-1][0][1])
+    if spec.zero is not None:
+        integers[-1][0] = (_vanishing_constant(spec, integers), integers[-1][0][1])
     values = [z]
-    for (left, right), bits in zip(integers, plan.forms, strict=True):
+    for (left, right), bits in zip(integers, spec.forms, strict=True):
         made = []
         for (constant, weights), bit in zip((left, right), bits, strict=True):
             total = np.full_like(z, constant * 2.0**-bit)
-            for weight, value, f in zip(weights, values, (plan.argument, *plan.fracs), strict=False):
+            for weight, value, f in zip(weights, values, (spec.argument, *spec.fracs), strict=False):
                 if weight:
                     total = total + weight * 2.0 ** (f - bit) * value
             made.append(total)
@@ -273,7 +273,7 @@ def _balance(model: Model, index: int, side: int, z: Array, maximum: float) -> N
     if index < 2 or (last and side == 1):
         return
     form = model.forms[index][side]
-    points = z if model.plan.zero is None else np.append(z, model.plan.zero)
+    points = z if model.spec.zero is None else np.append(z, model.spec.zero)
     values = [np.ones_like(points), *model.run(points)[0]]
     total = np.asarray(sum(c * v for c, v in zip(form, values, strict=False)))
     if model.vanishing == (index, side):
@@ -288,29 +288,29 @@ def _balance(model: Model, index: int, side: int, z: Array, maximum: float) -> N
             later[index + 2] /= factor
 
 
-def _vanishing_constant(plan: Plan, integers: Integers) -> int:
+def _vanishing_constant(spec: ChainSpec, integers: Integers) -> int:
     """Minus the weighted ring elements at the zero, where the first two products are exact."""
-    at = plan.zero or 0.0
-    p = integers[1][1][1][0] * 2.0 ** (plan.argument - plan.forms[1][1])
+    at = spec.zero or 0.0
+    p = integers[1][1][1][0] * 2.0 ** (spec.argument - spec.forms[1][1])
     real = [at, at * at, at * at * (at * at + p * at)]
-    raws = [value * 2.0**bits for value, bits in zip(real, (plan.argument, *plan.fracs), strict=False)]
+    raws = [value * 2.0**bits for value, bits in zip(real, (spec.argument, *spec.fracs), strict=False)]
     if any(raw != round(raw) for raw in raws):
-        raise SystemExit(f"{plan.name}: the products are not exact at z = {at}; choose another zero or more bits")
+        raise SystemExit(f"{spec.name}: the products are not exact at z = {at}; choose another zero or more bits")
     return -sum(c * round(raw) for c, raw in zip(integers[-1][0][1], raws, strict=False))
 
 
-def best_rounding(plan: Plan, start: Array, trials: int, count: int, seed: int) -> Integers:
+def best_rounding(spec: ChainSpec, start: Array, trials: int, count: int, seed: int) -> Integers:
     """The best of several roundings, by maximum error on a grid four times as fine as the fit's."""
     rng = np.random.default_rng(seed)
-    z, y, w = grid(plan, 4 * count)
+    z, y, w = grid(spec, 4 * count)
     best, kept = math.inf, None
     for _ in range(trials):
-        model = shape(plan)
+        model = shape(spec)
         model.load(start)
-        integers = polished(plan, rounded(plan, model, 12, count, rng), count, 6)
-        error = float(np.abs((exact(plan, integers, z)[-1] - y) * w).max())
+        integers = polished(spec, rounded(spec, model, 12, count, rng), count, 6)
+        error = float(np.abs((exact(spec, integers, z)[-1] - y) * w).max())
         if error < best:
             best, kept = error, integers
     if kept is None:
-        raise SystemExit(f"{plan.name}: no rounding has a finite error")
-    return polished(plan, kept, 4 * count, 12)
+        raise SystemExit(f"{spec.name}: no rounding has a finite error")
+    return polished(spec, kept, 4 * count, 12)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from chain_fitting import Array, Plan, best_rounding, exact, grid, lawson, shape
+from chain_fitting import Array, ChainSpec, best_rounding, exact, grid, lawson, shape
 
 TARGET = Path(__file__).resolve().parent.parent / "private_llm" / "approx" / "coefficients.py"
 NUMBER = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
@@ -34,18 +34,18 @@ from private_llm.approx.cubic import Cubic
 '''
 
 
-def table(plan: Plan, trials: int, count: int) -> tuple[str, float]:
+def table(spec: ChainSpec, trials: int, count: int) -> tuple[str, float]:
     """The chain as source text, and its largest error; checks that no product leaves the ring."""
-    forms = best_rounding(plan, np.array(plan.start), trials, count, seed=0)
-    z, y, _ = grid(plan, 40 * count)
-    values = exact(plan, forms, z)
-    for index, bits in enumerate(plan.forms):
+    forms = best_rounding(spec, np.array(spec.start), trials, count, seed=0)
+    z, y, _ = grid(spec, 40 * count)
+    values = exact(spec, forms, z)
+    for index, bits in enumerate(spec.forms):
         largest = math.log2(np.abs(values[index + 1]).max()) + sum(bits)
         if largest > 61:
-            raise SystemExit(f"{plan.name}: step {index + 1} reaches 2^{largest:.1f}; lower its forms' bits")
+            raise SystemExit(f"{spec.name}: step {index + 1} reaches 2^{largest:.1f}; lower its forms' bits")
     error = float(np.abs(values[-1] - y).max())
-    lines = [f"{plan.name} = Chain(", f"    argument={plan.argument}, error={error * 1.005:.2e},", "    steps=("]
-    for sides, bits, frac in zip(forms, plan.forms, plan.fracs, strict=True):
+    lines = [f"{spec.name} = Chain(", f"    argument={spec.argument}, error={error * 1.005:.2e},", "    steps=("]
+    for sides, bits, frac in zip(forms, spec.forms, spec.fracs, strict=True):
         left, right = (
             f"Form({b}, {constant}, ({', '.join(map(str, weights))},))"
             for b, (constant, weights) in zip(bits, sides, strict=True)
@@ -57,7 +57,7 @@ def table(plan: Plan, trials: int, count: int) -> tuple[str, float]:
             f"            {frac},",
             "        ),",
         ]
-    about = f'"""{plan.about}"""'
+    about = f'"""{spec.about}"""'
     return "\n".join([*lines, "    ),", ")", about, ""]), error
 
 
@@ -160,7 +160,7 @@ STARTS: dict[str, tuple[float, ...]] = {
 """Where each fit starts, found by `--search`."""
 
 
-def plans() -> list[Plan]:
+def specs() -> list[ChainSpec]:
     """Every chain of the library."""
     return [
         _bump("GELU_ERF", "t Phi(-t) at t = 2 (z + 1), zero at t = 4.", _gelu_tail_erf),
@@ -169,59 +169,59 @@ def plans() -> list[Plan]:
         _wide("SILU", "t / (1 + e^t) at t = 8 (z + 1), zero at t = 14.", _silu_tail, 0.75, products=5),
         _wide("LOGISTIC", "1 / (1 + e^t) at t = 8 (z + 1), zero at t = 10.", _logistic_tail, 0.25),
         _wide("SOFTPLUS", "-log(1 + e^-t) at t = 8 (z + 1), zero at t = 10.", _softplus_tail, 0.25),
-        Plan(
+        ChainSpec(
             "EXP", "e^x at x = 8 (z - 1), -14 <= x <= 1/4.", _exp, _exp_weight, low=-0.75, high=1 + 1 / 32,
             argument=21, forms=((21, 21), (20, 28), (29, 30), (29, 31)), fracs=(20, 20, 20, 26), start=STARTS["EXP"],
         ),
     ]  # fmt: skip
 
 
-def _bump(name: str, about: str, function: Callable[[Array], Array]) -> Plan:
-    return Plan(
+def _bump(name: str, about: str, function: Callable[[Array], Array]) -> ChainSpec:
+    return ChainSpec(
         name, about, function, np.ones_like, low=-1 - SLACK / 2, high=1 + SLACK / 2, zero=1.0, argument=19,
         forms=((19, 19), (17, 25), (28, 31)), fracs=(17, 17, 18), start=STARTS[name],
     )  # fmt: skip
 
 
-def _wide(name: str, about: str, function: Callable[[Array], Array], zero: float, products: int = 4) -> Plan:
+def _wide(name: str, about: str, function: Callable[[Array], Array], zero: float, products: int = 4) -> ChainSpec:
     middle = products - 3
-    return Plan(
+    return ChainSpec(
         name, about, function, np.ones_like, low=-1 - SLACK / 8, high=zero + SLACK / 8, zero=zero, argument=21,
         forms=((21, 21), (20, 28), *[(30, 30)] * middle, (29, 31)), fracs=(*[20] * (products - 1), 18),
         start=STARTS[name],
     )  # fmt: skip
 
 
-def search(plan: Plan, seconds: float, seed: int) -> None:
+def search(spec: ChainSpec, seconds: float, seed: int) -> None:
     """Print starting points whose rounded chains have smaller and smaller errors."""
     rng = np.random.default_rng(seed)
-    z, y, w = grid(plan, 250)
+    z, y, w = grid(spec, 250)
     best, smooth, began = math.inf, math.inf, time.monotonic()
     while time.monotonic() - began < seconds:
-        model = shape(plan)
+        model = shape(spec)
         model.load(rng.normal(size=model.vector().size) * 0.7)
         try:
             if lawson(model, z, y, w, 1) > max(40 * smooth, 2e-3):
                 continue
             smooth = min(smooth, lawson(model, z, y, w, 25))
             start = model.vector()
-            integers = best_rounding(plan, start, 4, 150, seed=0)
+            integers = best_rounding(spec, start, 4, 150, seed=0)
         except np.linalg.LinAlgError:
             continue
-        found = float(np.abs((exact(plan, integers, z)[-1] - y) * w).max())
+        found = float(np.abs((exact(spec, integers, z)[-1] - y) * w).max())
         if found < best:
             best = found
-            print(f"# {plan.name}: {smooth:.3g}, rounded {found:.3g}")
+            print(f"# {spec.name}: {smooth:.3g}, rounded {found:.3g}")
             print(tuple(round(float(v), 6) for v in start), flush=True)
 
 
 def generate(trials: int, count: int, names: list[str]) -> str:
     """The file's text."""
     parts = [HEADER]
-    for plan in plans():
-        if plan.name in names:
-            text, error = table(plan, trials, count)
-            print(f"{plan.name}: error {error:.2e}")
+    for spec in specs():
+        if spec.name in names:
+            text, error = table(spec, trials, count)
+            print(f"{spec.name}: error {error:.2e}")
             parts.append(text)
     parts.append(cubic("RECIPROCAL", -1.0, 1.1875, 2.0**-8))
     parts.append(cubic("RSQRT", -0.5, 1.3, 2.0**-7))
@@ -250,12 +250,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="time for --search")
     parser.add_argument("--seed", type=int, default=0, help="seed of --search")
     args = parser.parse_args(argv)
-    names = [plan.name for plan in plans()]
+    names = [spec.name for spec in specs()]
     if args.search:
         if args.search.upper() not in names:
             print(f"no chain {args.search!r}; there are {', '.join(names)}")
             return 2
-        search(next(plan for plan in plans() if plan.name == args.search.upper()), args.seconds, args.seed)
+        search(next(spec for spec in specs() if spec.name == args.search.upper()), args.seconds, args.seed)
         return 0
     if args.tiny:
         generate(1, 60, names[:1])

@@ -246,8 +246,8 @@ def measure_network(repeat: int) -> list[dict[str, Any]]:
         return []
     options = bench_network.options_of(["--repeat", str(min(repeat, 3))])
     made = []
-    for plan in bench_network.plans(options):
-        made.append(bench_network.run_plan(plan))
+    for case in bench_network.cases(options):
+        made.append(bench_network.run_case(case))
         print(json.dumps(made[-1]), flush=True)
     keep(bench_network.ROWS, made)
     return made

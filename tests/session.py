@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from private_llm.config import PrivateConfig
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.session import Session, join, join_as_client
@@ -26,25 +26,25 @@ def run_session(
 
     `wrap` may put something around every party's transport (a recorder, a fault).
     """
-    hub = LocalHub(config.parties, timeout=timeout)
+    mesh = LocalMesh(config.parties, timeout=timeout)
     failures: list[BaseException] = []
 
     def party(number: int) -> None:
         try:
-            transport = wrap(hub.transport(number))
+            transport = wrap(mesh.transport(number))
             at_party(join(config, number, transport), transport)
         except BaseException as error:
             failures.append(error)
-            hub.abort(f"party {number}: {error}")
+            mesh.abort(f"party {number}: {error}")
 
     threads = [threading.Thread(target=party, args=(number,), daemon=True) for number in range(config.parties)]
     for thread in threads:
         thread.start()
     try:
-        result = at_client(join_as_client(config, hub.transport(CLIENT)))
+        result = at_client(join_as_client(config, mesh.transport(CLIENT)))
     except Exception as error:
         failures.append(error)
-        hub.abort(f"the client: {error}")
+        mesh.abort(f"the client: {error}")
     for thread in threads:
         thread.join(2 * timeout)
     if failures:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 from private_llm_cli.app import app
+from private_llm_hf.models.architectures import compared
 
 from private_llm.protocol_facts import CASCADE, protocol_names
 from private_llm.threat import entries, markdown
@@ -161,6 +162,11 @@ def test_links_to_headings_lead_to_one() -> None:
             if anchor not in anchors(found):
                 broken.append(f"{page.name}: {target}#{anchor}")
     assert not broken
+
+
+def test_the_readme_counts_the_classes_that_are_compared() -> None:
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f": {len(compared('shares'))} model classes that tests compare" in readme
 
 
 METAPHORS = (

@@ -24,7 +24,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PatchMismatch, ShareFileError
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.protocol_facts import CASCADE
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.checkpoint.calibration_runs import check_ranges, checkpoint_ranges, loaded_ranges
@@ -40,14 +40,14 @@ from private_llm_hf.client.parties import Parties
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.emulation import warn_of_functions
 from private_llm_hf.models.sparse_blocks import check_sparsity
-from private_llm_hf.patch_plan import make_plan
+from private_llm_hf.patch_plan import make_patch_plan
 from private_llm_hf.sparsity.sharing import SharedPredictors, shared_predictors
 from private_llm_hf.token_sharding.client import check_sharding
 from private_llm_hf.tools.trial import AT_NODES, require_agreement
 from private_llm_hf.vision.network import Network
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-Start = Callable[[PrivateConfig, LocalHub | None], Parties]
+Start = Callable[[PrivateConfig, LocalMesh | None], Parties]
 _OF_TRAINING = ("training", "gradient_checkpointing", "activation_checkpointing")
 """Attributes of modules that change nothing in evaluation."""
 _LOADING = ("use_safetensors", "variant", "disable_mmap", "key_mapping")
@@ -84,7 +84,7 @@ class _AutoPrivate:
         transformers' download and loading arguments (`gguf_file` too; a `dtype` changes nothing, see `Checkpoint`);
         others change the model's configuration. Quantised weights are unpacked and adapters merged where transformers
         or peft can.
-        Raises DomainError naming a module whose values fit no plan, before anything is sent.
+        Raises DomainError naming a module whose values fit no fixed-point format, before anything is sent.
         Raises PatchMismatch for architectures, modules or checkpoints without a rule, before anything is sent.
         """
         private_config = _checked(private_config)
@@ -147,13 +147,13 @@ class AutoPrivateModel(_AutoPrivate):
 
 
 def patch(
-    model: nn.Module, private_config: PrivateConfig | None = None, hub: LocalHub | None = None,
+    model: nn.Module, private_config: PrivateConfig | None = None, mesh: LocalMesh | None = None,
     start: Start = start_parties, ranges: Ranges | None = None, images: Tensor | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """Share a model that is already loaded; the original stays as it is.
 
     A module that is not a transformers model (an `nn.Sequential`, a network of one's own) becomes a `Network`: the
-    result is called with images and returns logits. hub: see `start_parties`, for which `start` may stand in (with
+    result is called with images and returns logits. mesh: see `start_parties`, for which `start` may stand in (with
     links that measure, for instance). ranges: as for `from_pretrained`. images: a batch like those to come, on which a
     network of images is calibrated (default: pictures of noise, if the model says what shape it takes).
     Raises PatchMismatch for a transformers model class of somebody else's, and for modules without a rule.
@@ -182,7 +182,7 @@ def patch(
     _refuse_changes(model, config)
     return _open(
         type(model), config, private_config, weights, generation,
-        ranges or (lambda: loaded_ranges(model, private_config, images)), hub, start,
+        ranges or (lambda: loaded_ranges(model, private_config, images)), mesh, start,
     )  # fmt: skip
 
 
@@ -233,7 +233,7 @@ def _open(
     weights: Weights,
     generation: GenerationConfig | None,
     ranges: Ranges | Callable[[], Ranges],
-    hub: LocalHub | None = None,
+    mesh: LocalMesh | None = None,
     start: Start = start_parties,
     tried: bool = False,
 ) -> PreTrainedModel:
@@ -241,13 +241,13 @@ def _open(
     plain = config
     sparse = shared_predictors(private_config.sparsity, model_class, config)
     config = config if sparse is None else sparse.config
-    layout = ModelSpec.of(model_class, config)
-    check_sparsity(layout.model, private_config.sparsity)
+    spec = ModelSpec.of(model_class, config)
+    check_sparsity(spec.model, private_config.sparsity)
 
     def mine() -> str | None:
         digest = WeightsDigest()
         try:
-            weights(layout.source, layout.folding(digest), local=True)
+            weights(spec.source, spec.folding(digest), local=True)
         except OSError:  # configuration and tokenizer only
             return None
         return digest.text()
@@ -260,31 +260,31 @@ def _open(
         require_agreement(model_class, plain, _open_small)
     if not tried and private_config.plan is not None:
         require_agreement(model_class, plain, _open_small, AT_NODES)
-    plan = make_plan(layout.model, private_config)
-    check_reveal(layout.model, private_config)
-    parties = start(private_config, hub)
+    patch_plan = make_patch_plan(spec.model, private_config)
+    check_reveal(spec.model, private_config)
+    parties = start(private_config, mesh)
     try:
         description = describe(model_class, config)
-        if not parties.use_held(description, mine):
+        if not parties.use_stored(description, mine):
             known = ranges if isinstance(ranges, Ranges) else ranges()
-            check_ranges(layout.model, known)
+            check_ranges(spec.model, known)
             description = dataclasses.replace(description, ranges=known.to_dict())
             with parties.loading(description) as sink:
-                _stream(functools.partial(weights, layout.source), layout, sparse, sink)
+                _stream(functools.partial(weights, spec.source), spec, sparse, sink)
     except BaseException:
         parties.close()
         raise
-    plan = dataclasses.replace(plan, ranges=parties.ranges)
-    made = private_class(model_class)(config, parties, plan, generation)
+    patch_plan = dataclasses.replace(patch_plan, ranges=parties.ranges)
+    made = private_class(model_class)(config, parties, patch_plan, generation)
     return made
 
 
-def _stream(weights: Callable[[Sink], None], layout: ModelSpec, sparse: SharedPredictors | None, sink: Sink) -> None:
+def _stream(weights: Callable[[Sink], None], spec: ModelSpec, sparse: SharedPredictors | None, sink: Sink) -> None:
     """Pass a model's weights to the parties, folded, and put in order beside predictors of their activity."""
     if sparse is None:
-        weights(layout.folding(sink))
+        weights(spec.folding(sink))
     else:
-        sparse.stream(weights, layout, sink)
+        sparse.stream(weights, spec, sink)
 
 
 def _open_small(model: PreTrainedModel, settings: PrivateConfig) -> PreTrainedModel:
@@ -305,7 +305,7 @@ def ranges_of_checkpoint(
     """Calibrate a checkpoint on `text` (default: a bundled one) for `from_pretrained(..., ranges=...)`.
 
     images: a prepared batch for a model of images (default: pictures of noise). Runs the plaintext model in this
-    process. Raises DomainError naming a module whose values fit no plan.
+    process. Raises DomainError naming a module whose values fit no fixed-point format.
     """
     checkpoint = Checkpoint(source, hf_kwargs, hf_kwargs)
     config, _ = checkpoint.config(**hf_kwargs)
@@ -342,10 +342,10 @@ def share_checkpoint(
     source_config = config
     sparse = shared_predictors(private_config.sparsity, model_class, config)
     config = config if sparse is None else sparse.config
-    layout = ModelSpec.of(model_class, config)
-    check_sparsity(layout.model, private_config.sparsity)
-    make_plan(layout.model, private_config)
-    wanted = layout.shared
+    spec = ModelSpec.of(model_class, config)
+    check_sparsity(spec.model, private_config.sparsity)
+    make_patch_plan(spec.model, private_config)
+    wanted = spec.shared
     target = Path(folder)
     client = target / "client"
     if client.is_symlink() or (client.exists() and not client.is_dir()):
@@ -354,7 +354,7 @@ def share_checkpoint(
         refuse_taken(client)
     if ranges is None:
         ranges = checkpoint_ranges(checkpoint, model_class, source_config, private_config, hf=hf_kwargs)
-    check_ranges(layout.model, ranges)
+    check_ranges(spec.model, ranges)
     description = describe(model_class, config, ranges)
     with (
         _made_or_removed(client),
@@ -368,9 +368,9 @@ def share_checkpoint(
                 progress(name, next(done), len(wanted.shapes))
 
         def own(folded: Sink) -> None:
-            checkpoint.stream(model_class, source_config, layout.source, folded, **hf_kwargs)
+            checkpoint.stream(model_class, source_config, spec.source, folded, **hf_kwargs)
 
-        _stream(own, layout, sparse, sink)
+        _stream(own, spec, sparse, sink)
         _client_folder(checkpoint, client, config, model_class, dict(hf_kwargs))
     return writer.paths
 

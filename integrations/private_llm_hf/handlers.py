@@ -1,7 +1,7 @@
-"""What runs in place of a module: one registry, which the printed plan and the parties' models both read.
+"""What runs in place of a module: one registry, which the patch plan and the parties' models both read.
 
-A handler says which modules are its own, what the plan shows for them, and what a party runs instead; without the last
-the module's own forward runs on shares. The first handler that matches decides; those of users come first.
+A handler says which modules are its own, what the patch plan shows for them, and what a party runs instead; without
+the last the module's own forward runs on shares. The first handler that matches decides; those of users come first.
 
     @register_handler(MyGate, becomes="secret gate", settings=("width",))
     class PrivateMyGate(nn.Module):
@@ -31,7 +31,7 @@ AnyMake = TypeVar("AnyMake", bound=Make)
 
 @dataclass(frozen=True)
 class Handler:
-    """One kind of module. becomes, public: the plan's words. make: the private module for one, or None.
+    """One kind of module. becomes, public: the patch plan's words. make: the private module for one, or None.
 
     A private module has the weights of the one it stands for, as parameters of the same names. settings: of a user's
     module, its constructor arguments; None for those of this library.

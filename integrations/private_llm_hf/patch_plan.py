@@ -23,12 +23,12 @@ from private_llm.token_sharding import ShardingPlan
 from private_llm_hf.handlers import handler_of
 from private_llm_hf.models.architectures import architecture, attention_of
 from private_llm_hf.models.latent import expands_latents
-from private_llm_hf.token_sharding.attention import run_without_values
+from private_llm_hf.token_sharding.attention_calls import run_without_values
 from private_llm_hf.token_sharding.cut import Cut
 
 
 @dataclass(frozen=True)
-class PlanRow:
+class PatchRow:
     """One module. public: what everybody may know of it, or, where nodes run it, what they see."""
 
     name: str
@@ -39,11 +39,11 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PatchPlan:
     """All modules of a model in order; prints as a table in which equal layers share a line."""
 
     title: str
-    rows: tuple[PlanRow, ...]
+    rows: tuple[PatchRow, ...]
     weights: str
     total: int
     embedding: int
@@ -72,7 +72,7 @@ class Plan:
         return captured.get()
 
 
-def make_plan(model: PreTrainedModel, config: PrivateConfig) -> Plan:
+def make_patch_plan(model: PreTrainedModel, config: PrivateConfig) -> PatchPlan:
     """The plan of a module tree (on any device).
 
     Raises PatchMismatch for an architecture that is not run, ConfigError for a cache policy that the model's attention
@@ -80,7 +80,7 @@ def make_plan(model: PreTrainedModel, config: PrivateConfig) -> Plan:
     """
     _check_cache_policy(model, config)
     nodes = _at_nodes(model, config)
-    rows: list[PlanRow] = []
+    rows: list[PatchRow] = []
     listed: set[int] = set()
     for name, module in model.named_modules():
         own = 0  # a tied weight counts where it is met first
@@ -91,13 +91,13 @@ def make_plan(model: PreTrainedModel, config: PrivateConfig) -> Plan:
         handler = handler_of(module)
         if name in nodes and config.plan is not None:
             if not _is_list(module):
-                rows.append(PlanRow(name or "(model)", kind, *_node_rule(kind, config.plan, config.split), own))
+                rows.append(PatchRow(name or "(model)", kind, *_node_rule(kind, config.plan, config.split), own))
         elif handler is not None:
-            rows.append(PlanRow(name, kind, handler.becomes, handler.public, own))
+            rows.append(PatchRow(name, kind, handler.becomes, handler.public, own))
         elif not _is_list(module):
             further = any(not name or other.startswith(f"{name}.") for other in nodes)
             becomes = "its own forward on shares" + (", then at CompNodes" if further else "")
-            rows.append(PlanRow(name or "(model)", kind, becomes, "", own))
+            rows.append(PatchRow(name or "(model)", kind, becomes, "", own))
     unique = {id(value): value.numel() for value in model.parameters()}
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     embedding = {id(table.weight): table.weight.numel() for table in tables}
@@ -110,7 +110,7 @@ def make_plan(model: PreTrainedModel, config: PrivateConfig) -> Plan:
     heading = "public"
     if config.plan is not None:
         heading = "each node sees" if config.split is None else "public, or each node sees"
-    return Plan(type(model).__name__, tuple(rows), secret, sum(unique.values()), sum(embedding.values()), heading)
+    return PatchPlan(type(model).__name__, tuple(rows), secret, sum(unique.values()), sum(embedding.values()), heading)
 
 
 def unknown_modules(model: PreTrainedModel) -> list[str]:
@@ -200,9 +200,9 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
 
 
-def _merge(rows: tuple[PlanRow, ...]) -> list[PlanRow]:
+def _merge(rows: tuple[PatchRow, ...]) -> list[PatchRow]:
     """Rows that differ only in layer numbers, as one row with the range of numbers."""
-    groups: dict[tuple[str, ...], list[PlanRow]] = {}
+    groups: dict[tuple[str, ...], list[PatchRow]] = {}
     for row in rows:
         groups.setdefault((re.sub(r"\b\d+\b", "#", row.name), row.kind, row.becomes), []).append(row)
     merged = []
@@ -211,5 +211,5 @@ def _merge(rows: tuple[PlanRow, ...]) -> list[PlanRow]:
         if len(members) > 1:
             numbers = [int(re.findall(r"\b\d+\b", member.name)[0]) for member in members]
             name = name.replace("#", f"{min(numbers)}-{max(numbers)}", 1)
-        merged.append(PlanRow(name, kind, becomes, members[0].public, sum(m.parameters for m in members)))
+        merged.append(PatchRow(name, kind, becomes, members[0].public, sum(m.parameters for m in members)))
     return merged

@@ -12,7 +12,7 @@ from private_llm.approx.puma import puma_exp, puma_gelu
 from private_llm.approx.secformer import fourier_gelu, goldschmidt
 from private_llm.approx.softmax import softmax as own_softmax
 from private_llm.approx.softmax import softmax_ragged as own_ragged
-from private_llm.exact.rows import Rows
+from private_llm.exact.ragged_rows import Rows
 from private_llm.tensor.fixed import Fixed
 
 _GELUS = {"mpcformer": quad, "secformer": fourier_gelu, "puma": puma_gelu}

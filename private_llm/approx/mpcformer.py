@@ -21,7 +21,7 @@ from private_llm.approx.formulas import SHIFT
 from private_llm.approx.reciprocal import reciprocal
 from private_llm.approx.softmax import check_width
 from private_llm.exact.maximum import concatenated
-from private_llm.exact.rows import Rows
+from private_llm.exact.ragged_rows import Rows
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.range_check import watch_flat
 

@@ -20,7 +20,7 @@ from private_llm.approx.exp import exp
 from private_llm.approx.reciprocal import reciprocal
 from private_llm.errors import DomainError
 from private_llm.exact.maximum import concatenated, maximum, maximum_ragged
-from private_llm.exact.rows import Rows
+from private_llm.exact.ragged_rows import Rows
 from private_llm.tensor.fixed import Fixed
 
 LONGEST = 1 << 16

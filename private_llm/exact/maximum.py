@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from private_llm.exact.comparisons import coarse_bits, sign_bits
-from private_llm.exact.rows import Rows
+from private_llm.exact.ragged_rows import Rows
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 

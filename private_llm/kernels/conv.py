@@ -42,13 +42,13 @@ def product(
         wide = x.new_empty((*x.shape[:2], x.shape[2] + 2 * padding[0], x.shape[3] + 2 * padding[1]))
         sizes = np.array([*x.shape[2:], *padding])
         cpu_conv.pad(*addresses(x, wide), x.shape[0] * x.shape[1], sizes, _ZERO[x.dtype])
-    plan = _plan(wide, w, size[2:], stride, dilation)
+    geometry = _geometry(wide, w, size[2:], stride, dilation)
     images, weights, made = addresses(wide, w, out)
-    _Task(images, weights, made, plan, len(x), groups, len(w), w[0].numel(), _ZERO[x.dtype]).spread()
+    _Task(images, weights, made, geometry, len(x), groups, len(w), w[0].numel(), _ZERO[x.dtype]).spread()
     return out
 
 
-def _plan(wide: Tensor, w: Tensor, size: Sequence[int], stride: Pair, dilation: Pair) -> np.ndarray[Any, Any]:
+def _geometry(wide: Tensor, w: Tensor, size: Sequence[int], stride: Pair, dilation: Pair) -> np.ndarray[Any, Any]:
     """What the kernels know of shapes, in their order: of the padded images, the weights and the windows."""
     (rows, columns), plane, line = size, wide[0, 0].numel(), wide.shape[3]
     outputs, depth, height, width = w.shape
@@ -65,20 +65,20 @@ def _side_by_side(
     cpu_conv.pad_turned(*addresses(x, wide), images, channels, np.array([height, width, *padding]), zero)
     _, outputs, rows, columns = out.shape
     made = x.new_zeros((outputs, rows, columns * images))
-    plan = _plan(wide, w, made.shape[1:], (down, 1), (dilation[0], dilation[1] * images))
+    geometry = _geometry(wide, w, made.shape[1:], (down, 1), (dilation[0], dilation[1] * images))
     line, weights, sums = addresses(wide, w, made)
-    _Task(line, weights, sums, plan, 1, groups, outputs, w[0].numel(), zero).spread()
+    _Task(line, weights, sums, geometry, 1, groups, outputs, w[0].numel(), zero).spread()
     cpu_conv.add_turned(*addresses(made, out), images, out[0].numel(), zero)
 
 
 @dataclass(frozen=True)
 class _Task:
-    """out += x * w by address, of padded images; for `plan` see `_plan`."""
+    """out += x * w by address, of padded images; for `geometry` see `_geometry`."""
 
     x: int
     w: int
     out: int
-    plan: np.ndarray[Any, Any]
+    geometry: np.ndarray[Any, Any]
     images: int
     groups: int
     outputs: int
@@ -87,9 +87,9 @@ class _Task:
 
     def run(self) -> None:
         """In one thread."""
-        places, positions = (self.x, self.w, self.out, self.plan), self.images * self.plan[1]
+        places, positions = (self.x, self.w, self.out, self.geometry), self.images * self.geometry[1]
         sizes = (self.groups, self.outputs, self.inner, positions)
-        if self.groups > 1 and self.groups * self.plan[6] == self.plan[2]:  # one channel each
+        if self.groups > 1 and self.groups * self.geometry[6] == self.geometry[2]:  # one channel each
             cpu_conv.depthwise(*places, positions, self.zero)
         elif cpu_amx.usable() and matmul.tiled(self.outputs // self.groups, self.inner, positions):
             desk = matmul.desk()  # as large as either needs
@@ -102,7 +102,7 @@ class _Task:
 
     def spread(self) -> None:
         """On as many threads as are worth it: each takes some images, or, of a single one, some outputs."""
-        seconds = self.images * int(self.plan[1]) * self.outputs * self.inner / RATE
+        seconds = self.images * int(self.geometry[1]) * self.outputs * self.inner / RATE
         pieces = parallel.threads(seconds)
         if self.images >= pieces:
             parallel.each(self._run_images, parallel.cuts(self.images, pieces))
@@ -113,10 +113,10 @@ class _Task:
 
     def _run_images(self, first: int, last: int) -> None:
         size = self.zero.itemsize
-        x, out = first * int(self.plan[2]) * size, first * int(self.plan[1] * self.plan[11]) * size
+        x, out = first * int(self.geometry[2]) * size, first * int(self.geometry[1] * self.geometry[11]) * size
         replace(self, images=last - first, x=self.x + x, out=self.out + out).run()
 
     def _run_outputs(self, first: int, last: int) -> None:
         size = self.zero.itemsize
-        w, out = first * self.inner * size, first * int(self.plan[1]) * size
+        w, out = first * self.inner * size, first * int(self.geometry[1]) * size
         replace(self, outputs=last - first, w=self.w + w, out=self.out + out).run()

@@ -6,7 +6,7 @@ larger payload follows over gloo, or over NCCL when the tensors live on GPUs. Th
 before it posts the second receive, because gloo ends the process when a message is longer than its buffer.
 
 Neither gloo nor NCCL encrypts: processes on several machines are refused unless the network is declared
-trusted. Parties that distrust each other use `hub.connect` with TLS.
+trusted. Parties that distrust each other use `rendezvous.connect` with TLS.
 
 Faults: gloo closes a process's connections when one of its receives times out, so its peers stop as well; the
 reason travels through the launcher's key-value store. Those who run out of patience within half a second agree
@@ -32,7 +32,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from private_llm.errors import ConfigError, PartyFailed, TransportError
 from private_llm.net import wire
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.socket_io import MAX_AHEAD
 from private_llm.net.transport import CLIENT, Transport, endpoint_name
 from private_llm.net.wire import HEADER_BYTES, Kind
@@ -52,7 +52,7 @@ _NO_TAG = 1 << 30
 """A gloo tag on which nobody sends."""
 
 
-class DistHub:
+class DistMesh:
     """This process's endpoints; every rank creates one, at the same time.
 
     Joins the default process group, or makes it from the launcher's environment. `device` "cuda" makes
@@ -80,7 +80,7 @@ class DistHub:
         if device != "cpu":
             self.nccl += [dist.new_group(backend="nccl", timeout=span) for _ in range(2)]
         self.store = PrefixStore(f"private-llm/{self.gloo.group_name}", _get_default_store())
-        self.local = LocalHub(parties, timeout)
+        self.local = LocalMesh(parties, timeout)
         if not trusted_network:
             self._demand_one_machine(world)
 
@@ -101,7 +101,7 @@ class DistHub:
         return DistTransport(self, me)
 
     def close(self) -> None:
-        """Leave the process group, if this hub made it."""
+        """Leave the process group, if this mesh made it."""
         if self._owner and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -119,12 +119,12 @@ class DistHub:
 
 
 class DistTransport(Transport):
-    """One endpoint of a `DistHub`."""
+    """One endpoint of a `DistMesh`."""
 
-    def __init__(self, hub: DistHub, me: int) -> None:
+    def __init__(self, mesh: DistMesh, me: int) -> None:
         super().__init__(me)
-        self._hub = hub
-        self._neighbour = hub.local.transport(me)
+        self._mesh = mesh
+        self._neighbour = mesh.local.transport(me)
         self._sequences: dict[tuple[int, int], int] = {}
         self._peeked: dict[int, Tensor] = {}
         self._pending: deque[tuple[int, int, Tensor, dist.Work]] = deque()
@@ -145,7 +145,7 @@ class DistTransport(Transport):
         if 0 < size <= _INLINE:
             block[HEADER_BYTES : HEADER_BYTES + size] = payload.view(torch.uint8)
         try:
-            self._post(to, block, self._hub.gloo)
+            self._post(to, block, self._mesh.gloo)
             if size > _INLINE:
                 self._post(to, payload, self._bulk(self.me, to, payload))
             while self._ahead > MAX_AHEAD or len(self._pending) > _PENDING:
@@ -161,7 +161,7 @@ class DistTransport(Transport):
                 self.abort(str(error))
                 raise
         self._check()
-        out = torch.empty(shape, dtype=dtype, device=self._hub.device)
+        out = torch.empty(shape, dtype=dtype, device=self._mesh.device)
         size = out.numel() * out.element_size()
         try:
             block = self._next_block(frm)
@@ -189,7 +189,7 @@ class DistTransport(Transport):
             if count <= _INLINE:
                 return bytes(block[HEADER_BYTES : HEADER_BYTES + count].numpy().data)
             out = torch.empty(count, dtype=torch.uint8)
-            self._get(frm, out, self._hub.gloo)
+            self._get(frm, out, self._mesh.gloo)
         except (RuntimeError, TransportError) as error:
             raise self._fail(error, frm, f"while '{tag}' of {endpoint_name(frm)} was awaited") from None
         return bytes(out.numpy().data)
@@ -211,10 +211,10 @@ class DistTransport(Transport):
         if self._failure is None:
             self._failure = reason
             with contextlib.suppress(RuntimeError):  # the store may have gone with its process
-                self._hub.store.compare_set("failure", "", reason)
-            self._hub.local.abort(reason)
+                self._mesh.store.compare_set("failure", "", reason)
+            self._mesh.local.abort(reason)
             # gloo has no other way to close its connections than a receive that times out
-            peer = next(rank for rank in range(dist.get_world_size()) if rank != self._hub.rank)
+            peer = next(rank for rank in range(dist.get_world_size()) if rank != self._mesh.rank)
             with contextlib.suppress(RuntimeError):
                 self._get_tagged(peer, torch.empty(1, dtype=torch.uint8), _NO_TAG, datetime.timedelta(milliseconds=1))
 
@@ -230,7 +230,7 @@ class DistTransport(Transport):
 
     # -- messages -------------------------------------------------------------------------------------
     def _is_here(self, endpoint: int) -> bool:
-        return self._hub.rank_of(endpoint) == self._hub.rank
+        return self._mesh.rank_of(endpoint) == self._mesh.rank
 
     def _count(self, frm: int, to: int) -> int:
         """The next sequence number of a direction."""
@@ -240,11 +240,11 @@ class DistTransport(Transport):
 
     def _bulk(self, frm: int, to: int, payload: Tensor) -> dist.ProcessGroup:
         """The group for large payloads; with NCCL one per direction, because its sends may wait for receives."""
-        upwards = self._hub.rank_of(frm) < self._hub.rank_of(to)
-        return self._hub.nccl[upwards] if payload.is_cuda else self._hub.gloo
+        upwards = self._mesh.rank_of(frm) < self._mesh.rank_of(to)
+        return self._mesh.nccl[upwards] if payload.is_cuda else self._mesh.gloo
 
     def _post(self, to: int, data: Tensor, group: dist.ProcessGroup) -> None:
-        work = dist.isend(data, self._hub.rank_of(to), group=group, tag=self.me * 256 + to)
+        work = dist.isend(data, self._mesh.rank_of(to), group=group, tag=self.me * 256 + to)
         if work is None:
             raise TransportError("torch.distributed: this rank is not in the group")
         size = data.numel() * data.element_size()
@@ -254,14 +254,14 @@ class DistTransport(Transport):
     def _reap(self) -> None:
         """Wait for the oldest message to be taken."""
         _, size, _, work = self._pending[0]
-        work.wait(datetime.timedelta(seconds=self._hub.timeout))
+        work.wait(datetime.timedelta(seconds=self._mesh.timeout))
         self._pending.popleft()
         self._ahead -= size
 
     def _next_block(self, frm: int) -> Tensor:
         """The first part of the next message from `frm`."""
         block = self._peeked.pop(frm, None)
-        return self._block(frm, datetime.timedelta(seconds=self._hub.timeout)) if block is None else block
+        return self._block(frm, datetime.timedelta(seconds=self._mesh.timeout)) if block is None else block
 
     def _due(self, frm: int, tag: str, dtype: torch.dtype, count: int) -> wire.Frame:
         """The header that the next message from `frm` must have."""
@@ -269,12 +269,12 @@ class DistTransport(Transport):
 
     def _block(self, frm: int, span: datetime.timedelta) -> Tensor:
         block = torch.empty(_BLOCK, dtype=torch.uint8)
-        self._get_tagged(self._hub.rank_of(frm), block, frm * 256 + self.me, span)
+        self._get_tagged(self._mesh.rank_of(frm), block, frm * 256 + self.me, span)
         return block
 
     def _get(self, frm: int, out: Tensor, group: dist.ProcessGroup) -> None:
-        span = datetime.timedelta(seconds=self._hub.timeout)
-        self._get_tagged(self._hub.rank_of(frm), out, frm * 256 + self.me, span, group)
+        span = datetime.timedelta(seconds=self._mesh.timeout)
+        self._get_tagged(self._mesh.rank_of(frm), out, frm * 256 + self.me, span, group)
 
     def _get_tagged(
         self,
@@ -284,7 +284,7 @@ class DistTransport(Transport):
         span: datetime.timedelta,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        work = dist.irecv(out, rank, group=group or self._hub.gloo, tag=tag)
+        work = dist.irecv(out, rank, group=group or self._mesh.gloo, tag=tag)
         if work is None:
             raise TransportError("torch.distributed: this rank is not in the group")
         work.wait(span)
@@ -310,7 +310,7 @@ class DistTransport(Transport):
         if isinstance(error, TransportError):
             kind, cause = type(error), str(error)
         else:
-            silent = f"was silent for {self._hub.timeout:g} s"
+            silent = f"was silent for {self._mesh.timeout:g} s"
             closed = "stopped: its connection closed"
             cause = f"{endpoint_name(peer)} {silent if 'imed out' in str(error) else closed}"
             told = self._told(0.0 if self._is_root(peer) else _REASON_S)
@@ -321,9 +321,9 @@ class DistTransport(Transport):
     def _is_root(self, peer: int) -> bool:
         """Whether `peer` itself failed, rather than waited for another: all who fail say for whom they waited."""
         with contextlib.suppress(RuntimeError):  # the store may have gone with its process
-            self._hub.store.set(f"awaited/{self.me}", str(peer))
-            time.sleep(min(_GATHER_S, self._hub.timeout / 4))
-            return not self._hub.store.check([f"awaited/{peer}"])
+            self._mesh.store.set(f"awaited/{self.me}", str(peer))
+            time.sleep(min(_GATHER_S, self._mesh.timeout / 4))
+            return not self._mesh.store.check([f"awaited/{peer}"])
         return True
 
     def _told(self, seconds: float) -> str | None:
@@ -331,8 +331,8 @@ class DistTransport(Transport):
         deadline = time.monotonic() + seconds
         with contextlib.suppress(RuntimeError):  # the store may have gone with its process
             while True:
-                if self._hub.store.check(["failure"]):
-                    return bytes(self._hub.store.get("failure")).decode(errors="replace")
+                if self._mesh.store.check(["failure"]):
+                    return bytes(self._mesh.store.get("failure")).decode(errors="replace")
                 if time.monotonic() >= deadline:
                     break
                 time.sleep(0.05)

@@ -37,11 +37,11 @@ class _Link:
 
 
 class _ParallelSessions:
-    """The hubs of all parallel sessions of one session, and why it ended."""
+    """The meshes of all parallel sessions of one session, and why it ended."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.hubs: dict[int, LocalHub] = {}
+        self.meshes: dict[int, LocalMesh] = {}
         self.failure: str | None = None
 
 
@@ -74,7 +74,7 @@ class Turns:
 _NO_TURNS: AbstractContextManager[None] = nullcontext()
 
 
-class LocalHub:
+class LocalMesh:
     """Creates the transports of all endpoints of one session."""
 
     def __init__(self, parties: int, timeout: float = 60.0, at_once: int | None = None) -> None:
@@ -84,7 +84,7 @@ class LocalHub:
         self.turns = None if at_once is None else Turns(at_once)
         self.number = 0
         self.parallel_sessions = _ParallelSessions()
-        self.parallel_sessions.hubs[0] = self
+        self.parallel_sessions.meshes[0] = self
         self.clear()
 
     def clear(self) -> None:
@@ -101,15 +101,15 @@ class LocalHub:
         """Around all that a party does."""
         return _NO_TURNS if self.turns is None else self.turns.taken()
 
-    def parallel_session(self, number: int) -> LocalHub:
-        """The hub of another parallel session of the same session."""
+    def parallel_session(self, number: int) -> LocalMesh:
+        """The mesh of another parallel session of the same session."""
         with self.parallel_sessions.lock:
-            if number not in self.parallel_sessions.hubs:
+            if number not in self.parallel_sessions.meshes:
                 twin = copy.copy(self)
                 twin.number = number
                 twin.clear()
-                self.parallel_sessions.hubs[number] = twin
-            return self.parallel_sessions.hubs[number]
+                self.parallel_sessions.meshes[number] = twin
+            return self.parallel_sessions.meshes[number]
 
     def transport(self, me: int) -> LocalTransport:
         """The transport of endpoint `me`."""
@@ -120,8 +120,8 @@ class LocalHub:
         with self.parallel_sessions.lock:
             if self.parallel_sessions.failure is None:
                 self.parallel_sessions.failure = reason
-            hubs = list(self.parallel_sessions.hubs.values())
-        for link in [link for hub in hubs for link in hub.links.values()]:
+            meshes = list(self.parallel_sessions.meshes.values())
+        for link in [link for mesh in meshes for link in mesh.links.values()]:
             link.items.put(None)
             with link.room:
                 link.room.notify_all()
@@ -138,19 +138,19 @@ class LocalHub:
 
 
 class LocalTransport(Transport):
-    """One endpoint of a `LocalHub`."""
+    """One endpoint of a `LocalMesh`."""
 
-    def __init__(self, hub: LocalHub, me: int) -> None:
+    def __init__(self, mesh: LocalMesh, me: int) -> None:
         super().__init__(me)
-        self._hub, self._session = hub, hub.parallel_sessions
+        self._mesh, self._session = mesh, mesh.parallel_sessions
 
     def aside(self) -> AbstractContextManager[None]:
         """While this endpoint waits: another may compute. The client has no turns."""
-        turns = self._hub.turns
+        turns = self._mesh.turns
         return _NO_TURNS if turns is None or self.me == CLIENT else turns.given_up()
 
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
-        link = self._hub.links[(self.me, to)]
+        link = self._mesh.links[(self.me, to)]
         size = payload.numel() * payload.element_size()
         if size > _SMALL:
             self._make_room(link, to)
@@ -166,9 +166,9 @@ class LocalTransport(Transport):
             return
         with self.aside(), link.room:
             if not link.room.wait_for(
-                lambda: link.ahead <= _MAX_AHEAD or self._session.failure is not None, self._hub.timeout
+                lambda: link.ahead <= _MAX_AHEAD or self._session.failure is not None, self._mesh.timeout
             ):
-                raise self._fail(PartyFailed(f"{endpoint_name(to)} took nothing for {self._hub.timeout:g} s"))
+                raise self._fail(PartyFailed(f"{endpoint_name(to)} took nothing for {self._mesh.timeout:g} s"))
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         got, payload = self._next(frm, tag)
@@ -193,7 +193,7 @@ class LocalTransport(Transport):
 
     def wait(self, frm: int) -> None:
         """Block until a frame from `frm` is there, however long it takes."""
-        link = self._hub.links[(frm, self.me)]
+        link = self._mesh.links[(frm, self.me)]
         if link.peeked is None:
             with self.aside():
                 link.peeked = link.items.get()
@@ -204,30 +204,30 @@ class LocalTransport(Transport):
         """The transport of the same endpoint in another parallel session."""
         return (
             self
-            if self._hub.parallel_session(number) is self._hub
-            else self._hub.parallel_session(number).transport(self.me)
+            if self._mesh.parallel_session(number) is self._mesh
+            else self._mesh.parallel_session(number).transport(self.me)
         )
 
     def abort(self, reason: str) -> None:
         """Stop the whole session."""
-        self._hub.abort(reason)
+        self._mesh.abort(reason)
 
     def _next(self, frm: int, tag: str) -> tuple[str, Tensor]:
         """The next tag and payload from `frm`, which is no more ahead by them."""
-        link = self._hub.links[(frm, self.me)]
+        link = self._mesh.links[(frm, self.me)]
         if self._session.failure is not None:
             raise PartyFailed(self._session.failure)
         item, link.peeked = link.peeked, None
         if item is None:
-            self._hub.waiting[self.me] = frm
+            self._mesh.waiting[self.me] = frm
             try:
                 item = self._awaited(link)
             except queue.Empty:
-                who = self._hub.silent(self.me, frm)
+                who = self._mesh.silent(self.me, frm)
                 text = f"{who}, while '{tag}' of {endpoint_name(frm)} was awaited"
                 raise self._fail(PartyFailed(text)) from None
             finally:
-                del self._hub.waiting[self.me]
+                del self._mesh.waiting[self.me]
             if self._session.failure is not None:
                 raise PartyFailed(self._session.failure)
         if item is None:
@@ -241,13 +241,13 @@ class LocalTransport(Transport):
 
     def _awaited(self, link: _Link) -> tuple[str, Tensor] | None:
         """What a link brings. Raises queue.Empty if that is nothing for too long."""
-        if self._hub.turns is not None and not link.items.empty():
+        if self._mesh.turns is not None and not link.items.empty():
             return link.items.get_nowait()  # nobody else takes from this link
         with self.aside():
-            return link.items.get(timeout=self._hub.timeout)
+            return link.items.get(timeout=self._mesh.timeout)
 
     def _fail(self, error: TransportError) -> TransportError:
         """Stop the session because of `error`."""
         reason = f"{endpoint_name(self.me)}: {error}; restart the session, or raise timeout_s if machines are slow"
-        self._hub.abort(reason)
+        self._mesh.abort(reason)
         return type(error)(self._session.failure)

@@ -1,6 +1,6 @@
 """Parties as separate processes, joined by TCP connections (or any stream sockets), with or without TLS.
 
-`hub.connect` makes the connections; this module moves tensors over them and decides who has failed:
+`rendezvous.connect` makes the connections; this module moves tensors over them and decides who has failed:
 
 - a broken connection: PartyFailed at once, with the name of the peer and what was awaited;
 - silence for `timeout` seconds: the same. An endpoint that waits tells the others for whom, so that the

@@ -17,7 +17,7 @@ from torch import Tensor
 from private_llm.approx.chosen import softmax, softmax_ragged
 from private_llm.approx.tanh import precise_tanh
 from private_llm.errors import DomainError
-from private_llm.exact.rows import Rows
+from private_llm.exact.ragged_rows import Rows
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
 from private_llm.tensor.fixed import Fixed
@@ -52,7 +52,7 @@ class Pattern:
         return numbers
 
 
-def pattern(
+def pattern_of(
     mask: Tensor | None, batch: int, heads: int, queries: int, keys: int, device: torch.device = _CPU
 ) -> Pattern:
     """The pattern of a public boolean mask (True: allowed) broadcastable to [batch, heads, queries, keys].
@@ -67,12 +67,12 @@ def pattern(
     held: dict[object, Pattern] = mask.__dict__.setdefault("_private_patterns", {})
     found = held.get((shape, device))
     if found is None:
-        found = _pattern(mask[..., :keys].cpu().expand(batch, -1, queries, keys), shape, device)
+        found = _searched(mask[..., :keys].cpu().expand(batch, -1, queries, keys), shape, device)
         held[(shape, device)] = found
     return found
 
 
-def _pattern(allowed: Tensor, shape: tuple[int, int, int, int], device: torch.device) -> Pattern:
+def _searched(allowed: Tensor, shape: tuple[int, int, int, int], device: torch.device) -> Pattern:
     """Positions head by head; a mask that is the same for all heads is searched once, not per head."""
     batch, heads, queries, keys = shape
     if bool(allowed.all()):
@@ -122,34 +122,34 @@ def attend_and_weigh(
     groups, keys = key.shape[1], key.shape[2]
     if heads % groups:
         raise DomainError(f"attention: got {heads} query heads for {groups} key heads; want a multiple")
-    plan = pattern(mask, batch, heads, queries, keys, query.share.parts[0].device)
-    if plan.select is not None and not plan.rows.count:
+    pattern = pattern_of(mask, batch, heads, queries, keys, query.share.parts[0].device)
+    if pattern.select is not None and not pattern.rows.count:
         nobody = _nothing(query, (batch, groups, keys)) if counted else None
         return _nothing(query, (batch, heads, queries, value.shape[-1])), nobody
     grouped = (batch, groups, heads // groups * queries)
     query = query.view(lambda part: part.reshape(*grouped, depth))
     if softcap is None:
-        scores = _scores(query, key, scale, plan.select, query.session.frac)
+        scores = _scores(query, key, scale, pattern.select, query.session.frac)
     else:
-        capped = precise_tanh(_scores(query, key, scale / softcap, plan.select, query.session.frac + SLACK))
+        capped = precise_tanh(_scores(query, key, scale / softcap, pattern.select, query.session.frac + SLACK))
         scores = times_scalar(SecretTensor(capped), softcap).at(query.session.frac)
     watch_flat(scores, REACH - 1 + scores.frac)
-    if plan.select is None:
-        scores = scores.view(lambda part: part.reshape(plan.shape))
+    if pattern.select is None:
+        scores = scores.view(lambda part: part.reshape(pattern.shape))
     if bias is not None:
-        scores = scores + _at_scores(bias, plan)
-    weights = soften(scores, plan, None if sinks is None else _at_rows(sinks.at(scores.frac), plan))
-    mixed = _mixed(weights.view(lambda part: part.reshape(*grouped, keys)), value, plan)
+        scores = scores + _at_scores(bias, pattern)
+    weights = soften(scores, pattern, None if sinks is None else _at_rows(sinks.at(scores.frac), pattern))
+    mixed = _mixed(weights.view(lambda part: part.reshape(*grouped, keys)), value, pattern)
     mass = _mass(weights, groups, counted) if counted else None
     return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), mass
 
 
-def _mixed(weights: Fixed, value: Fixed, plan: Pattern) -> Fixed:
+def _mixed(weights: Fixed, value: Fixed, pattern: Pattern) -> Fixed:
     """weights [B, G, R, k] times value [B, G, k, D]; rows that see nothing are zero and cost nothing."""
     shape = (*weights.shape[:-1], value.shape[-1])
-    if plan.select is None or len(plan.row_numbers) == math.prod(shape[:-1]):
+    if pattern.select is None or len(pattern.row_numbers) == math.prod(shape[:-1]):
         return weights.matmul(value)
-    wanted = plan.row_numbers.to(plan.select.device)[:, None] * shape[-1]
+    wanted = pattern.row_numbers.to(pattern.select.device)[:, None] * shape[-1]
     select = (wanted + torch.arange(shape[-1], device=wanted.device)).view(-1)
     return scatter(weights.matmul(value, select=select), select, shape)
 
@@ -174,31 +174,31 @@ def _scores(query: Fixed, key: Fixed, scale: float, select: Tensor | None, frac:
     return query.matmul(key.view(lambda part: part.transpose(-1, -2)), frac=frac, select=select)
 
 
-def _at_scores(bias: Fixed | Tensor, plan: Pattern) -> Fixed | Tensor:
+def _at_scores(bias: Fixed | Tensor, pattern: Pattern) -> Fixed | Tensor:
     def pick(part: Tensor) -> Tensor:
-        full = part.expand(plan.shape)
-        return full if plan.select is None else full.reshape(-1)[plan.select]
+        full = part.expand(pattern.shape)
+        return full if pattern.select is None else full.reshape(-1)[pattern.select]
 
     return pick(bias) if isinstance(bias, Tensor) else bias.view(pick)
 
 
-def _at_rows(sinks: Fixed, plan: Pattern) -> Fixed:
+def _at_rows(sinks: Fixed, pattern: Pattern) -> Fixed:
     """The sink of each row that is not empty, from those of the heads."""
-    _, heads, queries, _ = plan.shape
-    return sinks.view(lambda part: part[(plan.row_numbers // queries % heads).to(part.device)])
+    _, heads, queries, _ = pattern.shape
+    return sinks.view(lambda part: part[(pattern.row_numbers // queries % heads).to(part.device)])
 
 
-def soften(scores: Fixed, plan: Pattern, sinks: Fixed | None = None) -> Fixed:
+def soften(scores: Fixed, pattern: Pattern, sinks: Fixed | None = None) -> Fixed:
     """Softmax over the last dimension, [B, H, q, k], the session's fractional bits; zeros where no score exists.
 
-    `scores`: flat at the plan's positions, or whole. sinks: one for each row that is not empty. Cost and errors as
+    `scores`: flat at the pattern's positions, or whole. sinks: one for each row that is not empty. Cost and errors as
     `softmax`; local if no position exists.
     """
-    if plan.select is None:
-        return softmax(scores, None if sinks is None else sinks.view(lambda part: part.view(*plan.shape[:-1], 1)))
-    if not plan.rows.count:
-        return _nothing(scores, plan.shape)
-    return scatter(softmax_ragged(scores, plan.rows, sinks), plan.select, plan.shape)
+    if pattern.select is None:
+        return softmax(scores, None if sinks is None else sinks.view(lambda part: part.view(*pattern.shape[:-1], 1)))
+    if not pattern.rows.count:
+        return _nothing(scores, pattern.shape)
+    return scatter(softmax_ragged(scores, pattern.rows, sinks), pattern.select, pattern.shape)
 
 
 def _nothing(sample: Fixed, shape: tuple[int, ...]) -> Fixed:

@@ -107,7 +107,7 @@ def _whole(rows: Sequence[Tensor]) -> Tensor | None:
 
 def content_of(x: Tensor) -> object:
     """What changes when a secret tensor is assigned to in place."""
-    return x._fixed if isinstance(x, SecretTensor) else x
+    return x.content if isinstance(x, SecretTensor) else x
 
 
 def can_share(layers: Sequence[nn.Module]) -> bool:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
-from private_llm.nn.attention import attend, pattern, soften
+from private_llm.nn.attention import attend, pattern_of, soften
 from private_llm.tensor.dispatch import implements
 from private_llm.tensor.ops_pointwise import MINUS_INFINITY
 from private_llm.tensor.secret import SecretTensor
@@ -25,13 +25,13 @@ def softmax_rule(x: Tensor, dim: int | None = None, *_: object, **__: object) ->
     rows = (1, 1, shape[:-1].numel(), shape[-1])
     hidden = x.hidden
     allowed = None if hidden is None else ~hidden.reshape(rows)
-    scores = SecretTensor(x._fixed).to_fixed()
-    plan = pattern(allowed, *rows, device=scores.share.parts[0].device)
-    if plan.select is None:
-        return SecretTensor(soften(scores, plan))
-    at = plan.select
+    scores = x.shown().to_fixed()
+    pattern = pattern_of(allowed, *rows, device=scores.share.parts[0].device)
+    if pattern.select is None:
+        return SecretTensor(soften(scores, pattern))
+    at = pattern.select
     kept = scores.view(lambda part: part.reshape(-1)[at])
-    return SecretTensor(soften(kept, plan).view(lambda part: part.reshape(shape)))
+    return SecretTensor(soften(kept, pattern).view(lambda part: part.reshape(shape)))
 
 
 @implements(F.scaled_dot_product_attention)

@@ -37,7 +37,7 @@ class OfflinePhase(Generic[Request]):
         """
         self.close()
         if plan <= self._plan:
-            raise ProtocolAbort(f"plan {plan} was prepared before; masks must never repeat")
+            raise ProtocolAbort(f"preprocessing plan {plan} was prepared before; masks must never repeat")
         self._plan, self._calls, self._next = plan, len(requests), 0
         if self._session.party == self._helper:
             for number, request in enumerate(requests):
@@ -73,8 +73,8 @@ class OfflinePhase(Generic[Request]):
         """
         if (plan, number) != (self._plan, self._next) or self._next >= self._calls:
             raise ProtocolAbort(
-                f"request {number} of plan {plan}: want request {self._next} of plan {self._plan}; what was "
-                "preprocessed is used in order and once, because masks must never repeat"
+                f"request {number} of preprocessing plan {plan}: want request {self._next} of plan {self._plan}; what "
+                "was preprocessed is used in order and once, because masks must never repeat"
             )
         protocol, store, helper = self._session.protocol, self._store, self._helper
         self._next += 1

@@ -45,6 +45,9 @@ class Prices(Protocol):
     def lookup(self, ring: Ring, count: int, width: int, public: bool = False) -> Cost:
         """`lookup` of `count` indices in a table of `width` columns, shared or public; what the client sends apart."""
 
+    def index_from_client(self, ring: Ring, count: int, domain: int) -> Cost:
+        """`receive_index` of `count` indices below `domain`; no round is booked for waiting for the client."""
+
     def input_from_client(self, ring: Ring, count: int) -> Cost:
         """`receive_input` of `count` elements; no round is booked for waiting for the client."""
 

@@ -18,6 +18,7 @@ from private_llm.net.placed import PlacedTransport
 from private_llm.net.roles import named
 from private_llm.net.transport import CLIENT, MetaTransport, Transport
 from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.plain.checked import CheckedPlain
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.registry import PartySetup, protocol_spec
 from private_llm.protocols.share import Share
@@ -94,12 +95,17 @@ def join(config: PrivateConfig, party: int, transport: Transport) -> Session:
 
 
 def _end(setup: PartySetup) -> Protocol:
-    """This party's end. Raises ConfigError for a protocol that does not divide as it was asked to."""
+    """This party's end. Raises ConfigError for a protocol that does not divide or check ranges as it was asked to."""
     end = protocol_spec(setup.config.protocol).party(setup)
     if setup.exact and not end.divides_exactly:
         raise ConfigError(
             f"truncation: got 'exact'; protocol {end.name!r} gives the floor or one unit more: want 'unit', or an end "
             "that inherits protocols.exact.ExactTruncation, too"
+        )
+    if setup.config.debug_ranges and not setup.counting and not isinstance(end, CheckedPlain):
+        raise ConfigError(
+            f"debug_ranges: protocol {end.name!r} says checks_ranges=True, and its end ({type(end).__name__}) checks "
+            "none: want one that inherits protocols.plain.checked.CheckedPlain where the configuration asks for it"
         )
     return end
 

@@ -7,7 +7,7 @@ Keys are the callables PyTorch hands to `__torch_function__`; they are compared 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def supported_ops() -> list[str]:
 def op_name(op: object) -> str:
     """How an operation is called in messages."""
     name = torch.overrides.resolve_name(op) if callable(op) else None
-    return name or cast(str, getattr(op, "__name__", str(op)))
+    return name or str(getattr(op, "__name__", op))
 
 
 def dispatch(op: object, args: Sequence[object], kwargs: Mapping[str, object]) -> object:

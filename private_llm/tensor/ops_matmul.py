@@ -116,7 +116,7 @@ def linear_by(
     frac = x.session.exponent("frac")
     frac = None if frac is None else min(frac, x.session.frac)
     out = SecretTensor(made(_in_range(x.to_operand(), weight_frac), frac))
-    out._coarse = frac is not None and frac < x.session.frac
+    out.coarse = frac is not None and frac < x.session.frac
     out = out if bias is None else plus(out, bias)
     watch(out.raw)
     return out

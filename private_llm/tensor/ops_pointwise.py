@@ -47,7 +47,7 @@ def _roomy(x: SecretTensor, largest: float) -> Fixed:
 
 def _like(made: SecretTensor, *sources: SecretTensor) -> SecretTensor:
     """A sum with a coarse value is coarse."""
-    made._coarse = any(source.coarse for source in sources)
+    made.coarse = any(source.coarse for source in sources)
     return made
 
 
@@ -281,9 +281,7 @@ def cuda(x: SecretTensor, device: TorchArg = None, *_: object, **__: object) -> 
 @implements(torch.clone, Tensor.clone)
 def clone(x: SecretTensor, **_: object) -> SecretTensor:
     """A new tensor object; shares are never written to, so they are not copied."""
-    out = SecretTensor(x._fixed)
-    out._hidden, out._coarse = x._hidden, x._coarse
-    return out
+    return x.duplicate()
 
 
 @implements(torch.nn.functional.dropout, torch.dropout)

@@ -78,7 +78,7 @@ def detach(x: SecretTensor) -> SecretTensor:
 
 
 def _pieces(x: SecretTensor, cut: Callable[[Tensor], Sequence[Tensor]]) -> tuple[SecretTensor, ...]:
-    pieces = zip(*(cut(part) for part in x._fixed.share.parts), strict=True)
+    pieces = zip(*(cut(part) for part in x.content.share.parts), strict=True)
     if x.hidden is None:
         return tuple(x.related(parts) for parts in pieces)
     return tuple(x.related(parts, hidden) for parts, hidden in zip(pieces, cut(x.hidden), strict=True))

@@ -99,9 +99,18 @@ class SecretTensor(Guarded):
         return self._fixed
 
     @property
+    def content(self) -> Fixed:
+        """The share as it is, with whatever lies where entries stand for minus infinity. Local."""
+        return self._fixed
+
+    @property
     def coarse(self) -> bool:
         """Whether this value is meant to have fewer fractional bits than the session (massive residual streams)."""
         return self._coarse
+
+    @coarse.setter
+    def coarse(self, value: bool) -> None:
+        self._coarse = value
 
     def coarsen(self, frac: int) -> Fixed:
         """The share with `frac` fractional bits, from now on; one truncation, 1 round, if it has more.
@@ -119,6 +128,12 @@ class SecretTensor(Guarded):
     def shown(self) -> SecretTensor:
         """The same shares, no entry of which stands for minus infinity."""
         return SecretTensor(self._fixed)
+
+    def duplicate(self) -> SecretTensor:
+        """A new object for the same (never written) shares, which shares no memory by PyTorch's rules. Local."""
+        out = SecretTensor(self._fixed)
+        out._hidden, out._coarse = self._hidden, self._coarse
+        return out
 
     def masked(self, hidden: Tensor) -> SecretTensor:
         """The same shares with `hidden` entries (public, this shape) standing for minus infinity. Local."""
@@ -194,9 +209,8 @@ class SecretTensor(Guarded):
         return f"SecretTensor(shape={tuple(self.shape)}, frac={self._fixed.frac}, {self._fixed.session!r})"
 
     def __copy__(self) -> SecretTensor:
-        """A new object for the same (never written) shares."""
-        out = SecretTensor(self._fixed)
-        out._hidden, out._coarse = self._hidden, self._coarse
+        """A new object for the same (never written) shares, with this one's attributes."""
+        out = self.duplicate()
         out.__dict__.update(self.__dict__)
         return out
 
@@ -205,8 +219,9 @@ def _ranges(args: Sequence[TorchArg]) -> CheckedPlain | None:
     """The protocol of the first secret among the arguments, if it is one that checks ranges."""
     for arg in args:
         if isinstance(arg, SecretTensor):
-            protocol = arg._fixed.session.protocol
-            return protocol if type(protocol) is CheckedPlain else None
+            session = arg._fixed.session
+            protocol = session.protocol
+            return protocol if session.config.debug_ranges and isinstance(protocol, CheckedPlain) else None
         if isinstance(arg, tuple | list) and (found := _ranges(arg)) is not None:
             return found
     return None

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from private_llm.token_sharding.attacks.likelihood import rank_next as rank_next
     from private_llm.token_sharding.attacks.noise import FORMATS as FORMATS
     from private_llm.token_sharding.attacks.noise import rounded as rounded
-    from private_llm.token_sharding.attacks.rows import Rows as Rows
-    from private_llm.token_sharding.attacks.rows import flat as flat
+    from private_llm.token_sharding.attacks.row_matching import Rows as Rows
+    from private_llm.token_sharding.attacks.row_matching import flat as flat
     from private_llm.token_sharding.attacks.scores import bleu as bleu
     from private_llm.token_sharding.attacks.scores import exact as exact
     from private_llm.token_sharding.attacks.scores import rouge_l as rouge_l
@@ -36,31 +36,31 @@ if TYPE_CHECKING:
     from private_llm.token_sharding.attacks.vocab_matching import CHUNK as CHUNK
     from private_llm.token_sharding.attacks.vocab_matching import match_permuted as match_permuted
     from private_llm.token_sharding.attacks.vocab_matching import match_states as match_states
-    from private_llm.token_sharding.nodes.attention import attend as attend
-    from private_llm.token_sharding.nodes.attention import combine as combine
     from private_llm.token_sharding.nodes.attn_node import AttnNode as AttnNode
-    from private_llm.token_sharding.nodes.cost import HELD as HELD
-    from private_llm.token_sharding.nodes.cost import Card as Card
-    from private_llm.token_sharding.nodes.cost import Sent as Sent
-    from private_llm.token_sharding.nodes.cost import Stage as Stage
-    from private_llm.token_sharding.nodes.cost import attention_stages as attention_stages
-    from private_llm.token_sharding.nodes.cost import cache_bytes as cache_bytes
-    from private_llm.token_sharding.nodes.cost import cards as cards
-    from private_llm.token_sharding.nodes.cost import comp_sizes as comp_sizes
-    from private_llm.token_sharding.nodes.cost import paper_bytes as paper_bytes
-    from private_llm.token_sharding.nodes.cost import paper_seconds as paper_seconds
-    from private_llm.token_sharding.nodes.cost import seconds_of as seconds_of
-    from private_llm.token_sharding.nodes.cost import shard_sizes as shard_sizes
     from private_llm.token_sharding.nodes.exchange import Exchange as Exchange
     from private_llm.token_sharding.nodes.facts import MOST_TOKENS as MOST_TOKENS
     from private_llm.token_sharding.nodes.facts import AttentionCall as AttentionCall
     from private_llm.token_sharding.nodes.facts import Step as Step
     from private_llm.token_sharding.nodes.facts import allowed as allowed
     from private_llm.token_sharding.nodes.facts import key_bias as key_bias
+    from private_llm.token_sharding.nodes.floats import number_type as number_type
+    from private_llm.token_sharding.nodes.floats import recv_floats as recv_floats
+    from private_llm.token_sharding.nodes.floats import send_floats as send_floats
+    from private_llm.token_sharding.nodes.partial_attention import attend as attend
+    from private_llm.token_sharding.nodes.partial_attention import combine as combine
+    from private_llm.token_sharding.nodes.stage_costs import HELD as HELD
+    from private_llm.token_sharding.nodes.stage_costs import Card as Card
+    from private_llm.token_sharding.nodes.stage_costs import Sent as Sent
+    from private_llm.token_sharding.nodes.stage_costs import Stage as Stage
+    from private_llm.token_sharding.nodes.stage_costs import attention_stages as attention_stages
+    from private_llm.token_sharding.nodes.stage_costs import cache_bytes as cache_bytes
+    from private_llm.token_sharding.nodes.stage_costs import cards as cards
+    from private_llm.token_sharding.nodes.stage_costs import comp_sizes as comp_sizes
+    from private_llm.token_sharding.nodes.stage_costs import paper_bytes as paper_bytes
+    from private_llm.token_sharding.nodes.stage_costs import paper_seconds as paper_seconds
+    from private_llm.token_sharding.nodes.stage_costs import seconds_of as seconds_of
+    from private_llm.token_sharding.nodes.stage_costs import shard_sizes as shard_sizes
     from private_llm.token_sharding.nodes.undistributed import Undistributed as Undistributed
-    from private_llm.token_sharding.nodes.wire import number_type as number_type
-    from private_llm.token_sharding.nodes.wire import recv_floats as recv_floats
-    from private_llm.token_sharding.nodes.wire import send_floats as send_floats
     from private_llm.token_sharding.plans import ShardingPlan as ShardingPlan
     from private_llm.token_sharding.plans.audit import Setting as Setting
     from private_llm.token_sharding.plans.audit import audit as audit
@@ -71,19 +71,19 @@ if TYPE_CHECKING:
 _NAMES = {
     "plans": "ShardingPlan",
     "plans.audit": "Setting audit fewest refuse_weak warn_weak",
-    "nodes.attention": "attend combine",
+    "nodes.partial_attention": "attend combine",
     "nodes.attn_node": "AttnNode",
-    "nodes.cost": "HELD Card Sent Stage attention_stages cache_bytes cards comp_sizes paper_bytes paper_seconds "
+    "nodes.stage_costs": "HELD Card Sent Stage attention_stages cache_bytes cards comp_sizes paper_bytes paper_seconds "
     "seconds_of shard_sizes",
     "nodes.exchange": "Exchange",
     "nodes.facts": "MOST_TOKENS AttentionCall Step allowed key_bias",
     "nodes.undistributed": "Undistributed",
-    "nodes.wire": "number_type recv_floats send_floats",
+    "nodes.floats": "number_type recv_floats send_floats",
     "attacks.collusion": "ATTACKS Loot bounds collude",
     "attacks.inversion": "Inverter Observers any_attn any_comp colluding draw guess loss_of recovery",
     "attacks.likelihood": "rank_anywhere rank_next",
     "attacks.noise": "FORMATS rounded",
-    "attacks.rows": "Rows flat",
+    "attacks.row_matching": "Rows flat",
     "attacks.scores": "bleu exact rouge_l",
     "attacks.view": "view_of",
     "attacks.vocab_matching": "CHUNK match_permuted match_states",

@@ -19,7 +19,7 @@ from private_llm.approx.puma import puma_exp, puma_gelu
 from private_llm.approx.secformer import fourier_gelu, goldschmidt
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError
-from private_llm.exact.rows import Rows
+from private_llm.exact.ragged_rows import Rows
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.range_check import verdict

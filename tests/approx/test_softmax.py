@@ -14,7 +14,7 @@ from private_llm.approx.softmax import softmax, softmax_ragged
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.exact.maximum import levels
-from private_llm.exact.rows import Rows
+from private_llm.exact.ragged_rows import Rows
 from private_llm.net.ledger import Cost
 from private_llm.protocols.trio import cost
 from private_llm.ring.ring import Ring

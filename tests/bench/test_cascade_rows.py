@@ -13,12 +13,12 @@ from private_llm_cli.bench import cascade
 from private_llm_cli.bench.cascade import Case, cases, memory_needed
 from private_llm_cli.commands import bench_cascade
 from private_llm_hf.client.costs import Costs, rows_of
-from private_llm_hf.token_sharding.attention import attention_calls
+from private_llm_hf.token_sharding.attention_calls import attention_calls
 from torch import Tensor
 from typer.testing import CliRunner
 
 from private_llm.net import timed
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.timed import BUSY, SERIALISING, WAITING, TimedLedger, TimedTransport
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.token_sharding import ShardingPlan
@@ -148,7 +148,7 @@ def test_what_a_node_does_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_other_ledgers_look_at_no_clock() -> None:
-    ledger = LocalHub(1).transport(0).ledger
+    ledger = LocalMesh(1).transport(0).ledger
     with ledger.timing(WAITING):
         pass
     assert not ledger.seconds

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 from private_llm_cli.bench.catalogue import ENTRIES, INSTALLED_APART, NAMES, make
-from private_llm_cli.bench.link import LinkSpeed, SlowHub
+from private_llm_cli.bench.link import LinkSpeed, SlowMesh
 from private_llm_cli.bench.measure import measure
-from private_llm_cli.bench.record import RecordingHub
+from private_llm_cli.bench.record import RecordingMesh
 from private_llm_cli.bench.work import Work, parse_shape
 
 from private_llm.config import PrivateConfig
@@ -86,8 +86,8 @@ def test_latency_is_felt_once_a_round() -> None:
 
 
 def test_a_slow_link_delivers_in_order_and_late() -> None:
-    hub = SlowHub(2, 10.0, LinkSpeed(8.0, 30.0), instant="go")  # one megabyte a second
-    a, b = hub.transport(0), hub.transport(1)
+    mesh = SlowMesh(2, 10.0, LinkSpeed(8.0, 30.0), instant="go")  # one megabyte a second
+    a, b = mesh.transport(0), mesh.transport(1)
     started = time.perf_counter()
     a.send(1, "first", torch.arange(5000))  # 40 kB take 40 ms
     a.send(1, "second", torch.arange(2))
@@ -118,11 +118,11 @@ def test_a_party_that_fails_is_reported() -> None:
 
 
 def test_waits_are_recorded() -> None:
-    hub = RecordingHub(2, 10.0)
-    a, b = hub.transport(0), hub.transport(1)
+    mesh = RecordingMesh(2, 10.0)
+    a, b = mesh.transport(0), mesh.transport(1)
     a.send(1, "word", torch.arange(2))
     b.recv(0, "word", (2,), torch.int64)
-    (wait,) = hub.waits
+    (wait,) = mesh.waits
     assert (wait.endpoint, wait.peer, wait.tag) == (1, 0, "word")
     assert wait.end >= wait.start
 

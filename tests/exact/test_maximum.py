@@ -10,7 +10,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.exact.argmax import argmax
 from private_llm.exact.maximum import maximum, maximum_ragged
-from private_llm.exact.rows import Rows
+from private_llm.exact.ragged_rows import Rows
 from private_llm.protocols.trio import cost
 from private_llm.ring.ring import Ring
 from tests.harness import PLAIN, TRIO, run_meta, run_parties

@@ -23,15 +23,15 @@ ROUNDING = 1e-12
 def folded(model: nn.Module) -> nn.Module:
     """The tree that parties build, with the weights that they get, in float64."""
     model = model if isinstance(model, tr.PreTrainedModel) else Network.of(model)
-    layout = ModelSpec.of(type(model), model.config)
+    spec = ModelSpec.of(type(model), model.config)
     made: dict[str, torch.Tensor] = {}
-    stream_loaded(model, layout.source, layout.folding(lambda name, value: made.update({name: value.double()})))
-    assert set(made) == set(layout.shared.shapes)
-    assert {name: tuple(value.shape) for name, value in made.items()} == layout.shared.shapes
-    layout.model.load_state_dict(made, strict=True, assign=True)
-    for name, buffer in layout.model.named_buffers():
+    stream_loaded(model, spec.source, spec.folding(lambda name, value: made.update({name: value.double()})))
+    assert set(made) == set(spec.shared.shapes)
+    assert {name: tuple(value.shape) for name, value in made.items()} == spec.shared.shapes
+    spec.model.load_state_dict(made, strict=True, assign=True)
+    for name, buffer in spec.model.named_buffers():
         assert buffer.numel() == 0, f"{name} is left"
-    return layout.model
+    return spec.model
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,12 @@ def test_a_layer_that_runs_twice_keeps_its_weights() -> None:
 
 def test_tensors_may_come_in_any_order() -> None:
     network = Network.of(images.lively(nn.Sequential(nn.Conv2d(1, 2, 1, bias=False), nn.BatchNorm2d(2))))
-    layout = ModelSpec.of(Network, network.config)
+    spec = ModelSpec.of(Network, network.config)
     values = {name: value for name, value in network.state_dict().items() if value.is_floating_point()}
     results = []
     for order in itertools.permutations(values):
         made: dict[str, torch.Tensor] = {}
-        sink = layout.folding(lambda name, value, made=made: made.update({name: value}))
+        sink = spec.folding(lambda name, value, made=made: made.update({name: value}))
         for name in order:
             sink(name, values[name])
         results.append(made)

@@ -42,7 +42,7 @@ def test_massive_activations(family: str, calibrate: bool) -> None:
     model = massive(family, 25_000.0)
     with patch(model, PrivateConfig(calibrate=calibrate)) as private:
         assert error(model, private) <= 5e-3
-        assert bool(private.plan.ranges.modules) == calibrate
+        assert bool(private.patch_plan.ranges.modules) == calibrate
 
 
 @pytest.mark.parametrize("size", [100_000.0, 900_000.0])
@@ -67,17 +67,17 @@ def test_a_massive_stream_keeps_fewer_bits_and_norms_one_sum() -> None:
     """If its other rows are large enough; rows of 0.1 keep all bits, and their norms make two sums."""
     model = massive("llama", 25_000.0)
     with patch(model, PLAIN) as private:
-        assert private.plan.ranges.of("model.layers.0.self_attn.o_proj", "frac") is None
+        assert private.patch_plan.ranges.of("model.layers.0.self_attn.o_proj", "frac") is None
     with torch.no_grad():
         others = torch.arange(128) != 7
         model.get_input_embeddings().weight[others] *= 100
     with patch(model, PLAIN) as private:
         assert error(model, private) <= 5e-3
-        known = private.plan.ranges
+        known = private.patch_plan.ranges
         assert 11 <= (known.of("model.layers.0.self_attn.o_proj", "frac") or 0) < 18
         assert known.of("model.layers.0.mlp.gate_proj", "frac") is None
     with patch(tiny.build("llama"), PLAIN) as private:
-        assert private.plan.ranges.of("model.layers.0.self_attn.o_proj", "frac") is None
+        assert private.patch_plan.ranges.of("model.layers.0.self_attn.o_proj", "frac") is None
 
 
 def test_known_ranges_make_calls_cheaper() -> None:
@@ -157,7 +157,7 @@ def test_small_weights_keep_their_digits(large: str, small: str, scale: float) -
             weight.mul_(scale if large in name else 1 / scale if small in name else 1.0)
     with patch(model, PLAIN) as private:
         assert error(model, private) <= 1e-3
-        assert (private.plan.ranges.of("lm_head", "weight") or 0) > 18 or small != "lm_head"
+        assert (private.patch_plan.ranges.of("lm_head", "weight") or 0) > 18 or small != "lm_head"
     with patch(model, PrivateConfig(calibrate=False)) as private:
         assert error(model, private) > 1e-2
 
@@ -276,10 +276,10 @@ def _metadata(path: Path) -> dict[str, str]:
 def test_from_pretrained_calibrates_and_takes_ranges(tmp_path: Path) -> None:
     tiny.build("llama").save_pretrained(tmp_path)
     with AutoPrivateModelForCausalLM.from_pretrained(str(tmp_path), PLAIN) as private:
-        assert private.plan.ranges.modules
+        assert private.patch_plan.ranges.modules
     given = Ranges({"lm_head": {"output": 12}})
     with AutoPrivateModelForCausalLM.from_pretrained(str(tmp_path), PLAIN, ranges=given) as private:
-        assert private.plan.ranges == given
+        assert private.patch_plan.ranges == given
 
 
 def test_a_text_needs_a_tokenizer(tmp_path: Path) -> None:

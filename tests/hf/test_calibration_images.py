@@ -25,7 +25,7 @@ def test_known_ranges_make_comparisons_shorter_and_answers_no_worse(name: str, r
     for known in (True, False):
         config = PrivateConfig(calibrate=known) if ring == 64 else PrivateConfig(ring=32, frac_bits=10, calibrate=known)
         with patch(model, config, images=pixels) as private:
-            assert bool(private.plan.ranges.modules) == known
+            assert bool(private.patch_plan.ranges.modules) == known
             assert float((images.logits(private, pixels) - want).abs().max()) <= (2e-3 if ring == 64 else 0.2)
             sent.append(private.cost().by_op()["msb"][0])
     assert sent[0] < sent[1]

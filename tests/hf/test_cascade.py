@@ -8,12 +8,12 @@ import pytest
 import torch
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.api import AutoPrivateModelForCausalLM
-from private_llm_hf.token_sharding.attention import attention_calls
+from private_llm_hf.token_sharding.attention_calls import attention_calls
 from transformers import GPT2ForSequenceClassification, LlamaForSequenceClassification, PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, PartyFailed, PatchMismatch
 from private_llm.kernels import parallel
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.token_sharding import ShardingPlan
 from private_llm.token_sharding.nodes.exchange import layer_bytes
 from tests.hf import tiny
@@ -70,21 +70,21 @@ def test_encoders_give_the_same_states(name: str, plan: ShardingPlan) -> None:
 def test_nodes_take_turns_where_there_are_more_of_them_than_cores(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
     """Fewer computing at a time change no number; the nodes of a split take turns with its parties."""
     monkeypatch.setattr(parallel, "usable_cores", lambda: cores)
-    hubs: list[LocalHub] = []
-    original = LocalHub.__init__
+    meshes: list[LocalMesh] = []
+    original = LocalMesh.__init__
 
-    def spy(self: LocalHub, parties: int, timeout: float = 60.0, at_once: int | None = None) -> None:
+    def spy(self: LocalMesh, parties: int, timeout: float = 60.0, at_once: int | None = None) -> None:
         original(self, parties, timeout, at_once)
-        hubs.append(self)
+        meshes.append(self)
 
-    monkeypatch.setattr(LocalHub, "__init__", spy)
+    monkeypatch.setattr(LocalMesh, "__init__", spy)
     model = tiny.build("llama")
     before = torch.get_num_threads()
     with patch(model, settings()) as private:
         assert same(model, private)
     with patch(model, PrivateConfig(split=1, plan=PLAN, weights="public", timeout_s=60)) as private:
         assert same(model, private)
-    assert [hub.turns is None for hub in hubs] == [cores == 64] * 2
+    assert [mesh.turns is None for mesh in meshes] == [cores == 64] * 2
     assert torch.get_num_threads() == before
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.api import describe
-from private_llm_hf.token_sharding.attention import attention_calls
+from private_llm_hf.token_sharding.attention_calls import attention_calls
 from private_llm_hf.token_sharding.commands import CompForward, LoadNode
 from private_llm_hf.token_sharding.comp_node import CompNode
 from torch import Tensor, nn

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import patch
-from private_llm_hf.token_sharding.attention import attention_calls
+from private_llm_hf.token_sharding.attention_calls import attention_calls
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.bloom import modeling_bloom

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as tr
 from private_llm_hf import PrivateConfig, patch
-from private_llm_hf.patch_plan import Plan, make_plan, unknown_modules
+from private_llm_hf.patch_plan import PatchPlan, make_patch_plan, unknown_modules
 
 from private_llm.token_sharding import ShardingPlan
 from tests.hf import tiny
@@ -17,7 +17,7 @@ PLAN = ShardingPlan(3, 4, 2)
 SPLIT = PrivateConfig(weights="public", plan=PLAN, split=1)
 
 
-def rows(plan: Plan) -> dict[str, tuple[str, str]]:
+def rows(plan: PatchPlan) -> dict[str, tuple[str, str]]:
     return {row.name: (row.becomes, row.public) for row in plan.rows}
 
 
@@ -28,7 +28,7 @@ ATTN = ("attention at 21 AttnNodes", "q, k, v of at most 2 in 6 shards")
 @pytest.mark.parametrize("name", ["llama", "bloom", "falcon", "roberta"])
 def test_every_module_runs_in_the_clear_at_nodes(name: str) -> None:
     model = tiny.build(name)
-    plan = make_plan(model, PrivateConfig(protocol="cascade", plan=PLAN))
+    plan = make_patch_plan(model, PrivateConfig(protocol="cascade", plan=PLAN))
     assert plan.total == sum(parameter.numel() for parameter in model.parameters())
     for row in plan.rows:
         assert (row.becomes, row.public) == (ATTN if "Attention" in row.kind else COMP)
@@ -42,13 +42,13 @@ def test_every_module_runs_in_the_clear_at_nodes(name: str) -> None:
 def test_nodes_need_no_rules() -> None:
     model = roberta(tr.XLMRobertaForMaskedLM)
     model.lm_head.layer_norm = torch.nn.PReLU()
-    assert rows(make_plan(model, PrivateConfig(protocol="cascade", plan=PLAN)))["lm_head"] == COMP
+    assert rows(make_patch_plan(model, PrivateConfig(protocol="cascade", plan=PLAN)))["lm_head"] == COMP
     assert "lm_head.layer_norm (PReLU)" in unknown_modules(model)
 
 
 def test_behind_a_split_nodes_see_states() -> None:
     """OPT's final norm is registered before its layers and runs behind them; the embedding runs before the split."""
-    plan = make_plan(tiny.build("opt"), SPLIT)
+    plan = make_patch_plan(tiny.build("opt"), SPLIT)
     found, states = rows(plan), ("its own forward at CompNodes", "states of 1 in 3 rows")
     assert found["(model)"][0] == "its own forward on shares, then at CompNodes"
     assert found["model.decoder.embed_tokens"][0] == "lookup by index shares (tokens)"
@@ -68,7 +68,7 @@ def test_behind_a_split_nodes_see_states() -> None:
 
 
 def test_a_party_of_a_split_has_a_model_of_secret_layers() -> None:
-    plan = make_plan(tiny.build("opt", num_hidden_layers=1), SPLIT)
+    plan = make_patch_plan(tiny.build("opt", num_hidden_layers=1), SPLIT)
     assert "CompNodes" not in "".join(row.becomes for row in plan.rows)
 
 

@@ -120,7 +120,7 @@ def test_only_the_class_is_revealed(name: str, ring: int) -> None:
     assert torch.equal(got.argmax(1), want.argmax(1))
     assert torch.equal(got == 0.0, torch.nn.functional.one_hot(want.argmax(1), want.shape[1]).bool())
     assert bool((got.isneginf() | (got == 0.0)).all())
-    guard = 1 if ring == 64 or private.plan.ranges.modules else 0
+    guard = 1 if ring == 64 or private.patch_plan.ranges.modules else 0
     assert opened[0] == 2 * (2 + guard) * ring // 8, "two evaluators send one ring element per image"
 
 

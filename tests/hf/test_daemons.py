@@ -60,7 +60,7 @@ ATTACKS: dict[str, Callable[[Parties, PreTrainedModel], None]] = {
     "a surrogate": lambda p, m: announce(p, m, "OPTForCausalLM", {"activation_function": "\ud800 [/x]"}),
     "a surrogate in the error": lambda p, m: announce(p, m, "OPTModel", {"model_type": "\ud800 [/x]"}),
     "markup": lambda p, m: shout(p, {"message": "[/x] [bold"}),
-    "markup in a field": lambda p, m: shout(p, {"message": "LoadHeld", "[/x] [bold \ud800": "\x1b[2J"}),
+    "markup in a field": lambda p, m: shout(p, {"message": "LoadFile", "[/x] [bold \ud800": "\x1b[2J"}),
     "deep nesting": lambda p, m: announce(p, m, "OPTForCausalLM", {"ffn_dim": nested(400)}),
     "no fields at all": lambda p, m: shout(p, {"message": "LoadModel"}),
     "no message at all": lambda p, m: shout(p, [{}]),

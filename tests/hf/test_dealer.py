@@ -14,7 +14,7 @@ from private_llm_hf.wire.codec import Message
 from private_llm_hf.wire.commands import CacheEdit, CropCache, ManageCache
 
 from private_llm.errors import ConfigError, PartyFailed, ShareFileError, TransportError
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.transport import Transport
 from tests.hf import tiny
 from tests.hf.compare import BATCH, GREEDY
@@ -70,9 +70,9 @@ def test_the_dealer_learns_how_many_drafted_tokens_were_accepted(monkeypatch: py
 
 # -- what users read ------------------------------------------------------------------------------------------
 def test_a_dealer_that_stops_is_called_the_dealer() -> None:
-    hub = LocalHub(3, timeout=20)
-    with patch(tiny.build("opt"), DEALER, hub) as private:
-        hub.transport(0).abort("party 0: PartyFailed: its machine was switched off")
+    mesh = LocalMesh(3, timeout=20)
+    with patch(tiny.build("opt"), DEALER, mesh) as private:
+        mesh.transport(0).abort("party 0: PartyFailed: its machine was switched off")
         with pytest.raises(PartyFailed, match=r"^the dealer: its machine was switched off$"):
             private(**BATCH)
 
@@ -88,7 +88,7 @@ def test_a_silent_dealer_is_called_the_dealer() -> None:
 def test_three_ranks_would_put_the_client_into_the_dealer(monkeypatch: pytest.MonkeyPatch) -> None:
     from private_llm_hf.client import launch
 
-    class Hub:
+    class Mesh:
         def __init__(self, *_: object, **__: object) -> None:
             self.closed = False
 
@@ -98,6 +98,6 @@ def test_three_ranks_would_put_the_client_into_the_dealer(monkeypatch: pytest.Mo
         def close(self) -> None:
             self.closed = True
 
-    monkeypatch.setattr("private_llm.net.distributed.DistHub", Hub)
+    monkeypatch.setattr("private_llm.net.distributed.DistMesh", Mesh)
     with pytest.raises(ConfigError, match="client into the dealer's process; want 4"):
         launch.start_parties(replace(DEALER, party_mode="distributed"))

@@ -67,7 +67,7 @@ def test_parties_send_the_same_whatever_the_experts() -> None:
         for tokens in (torch.full((1, 6), 7), torch.arange(1, 7).view(1, 6) * 17):
             private(tokens)
             costs.append(private.cost(reset=True).cost)
-        plan = str(private.plan)
+        plan = str(private.patch_plan)
     assert costs[0] == costs[1]
     assert "all experts on all tokens" in plan
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError, TransportError, UnsupportedOp
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT
 from tests.hf import tiny
 from tests.hf.conftest import PLAIN, TRIO
@@ -182,8 +182,8 @@ def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- the control channel --------------------------------------------------------------------------------------
 def channel() -> tuple[object, object]:
-    hub = LocalHub(1, timeout=1)
-    return hub.transport(CLIENT), hub.transport(0)
+    mesh = LocalMesh(1, timeout=1)
+    return mesh.transport(CLIENT), mesh.transport(0)
 
 
 def test_messages_carry_json_and_integer_tensors() -> None:

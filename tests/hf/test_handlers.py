@@ -76,7 +76,7 @@ def test_a_module_of_ones_own_is_computed_on_shares(plugin: type[nn.Module], mod
     config = PrivateConfig(protocol=protocol, party_mode=mode, plugins=("my_gates",), timeout_s=60)
     with patch(model, config, images=images) as private, torch.no_grad():
         assert (private(images) - model(images)).abs().max() < 1e-3
-        plan = str(private.plan)
+        plan = str(private.patch_plan)
     assert "secret gate" in plan
     assert "its scale" in plan
 

@@ -7,7 +7,7 @@ from private_llm_hf.client.launch import choose_mode, start_parties
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 
 
 def test_auto_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,5 +23,5 @@ def test_auto_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_hub_is_for_threads() -> None:
-    with pytest.raises(ConfigError, match="hub: got one for party_mode='processes'"):
-        start_parties(PrivateConfig(party_mode="processes"), LocalHub(3))
+    with pytest.raises(ConfigError, match="mesh: got one for party_mode='processes'"):
+        start_parties(PrivateConfig(party_mode="processes"), LocalMesh(3))

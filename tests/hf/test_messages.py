@@ -18,15 +18,15 @@ from private_llm_hf.wire import answers, commands
 from private_llm_hf.wire.answers import (
     Alive,
     CostRows,
-    HeldModel,
-    HeldShares,
     Loaded,
     NodeLoaded,
+    NodeModel,
     NodeOutput,
     NodeOutputs,
     Output,
     Outputs,
     Prepared,
+    StoredFile,
 )  # fmt: skip
 from private_llm_hf.wire.codec import NAME, Message, _tensor, message_of, text_of
 from private_llm_hf.wire.commands import (
@@ -39,7 +39,7 @@ from private_llm_hf.wire.commands import (
     EndOfWeights,
     Forward,
     Hello,
-    LoadHeld,
+    LoadFile,
     LoadLike,
     LoadModel,
     ManageCache,
@@ -69,7 +69,7 @@ CALL = Call(
 SELECT = SelectRows(7, torch.tensor([2, 0, 0]))
 STEP = Step(4, 2, 1, 2, MASK)
 COMMANDS: tuple[Message, ...] = (
-    Hello(), Stop(), EndOfWeights(), LoadHeld(), LoadLike(2), LoadModel(MODEL, "model.layers.3"),
+    Hello(), Stop(), EndOfWeights(), LoadFile(), LoadLike(2), LoadModel(MODEL, "model.layers.3"),
     LoadModel(MODEL, None), Weight("lm_head.weight", (128, 64)), Weight("scalar", ()),
     Forward(CALL, (1, 2), (3, 0), ((3, (0, 4)), (4, ()))), Forward(dataclasses.replace(CALL, encoded=None, cache=None)),
     Forward(dataclasses.replace(CALL, encoded=Encoded(9, None), encode_to=5)), ManageCache(SELECT, (1, 2)),
@@ -84,7 +84,7 @@ NODE_COMMANDS: tuple[Message, ...] = (
     ResetCache(7), CompForward(STEP, "tokens", 2, IDS, (1, 2), IDS), CompForward(STEP, "states", 2, IDS, (), None),
 )  # fmt: skip
 ANSWERS: tuple[Message, ...] = (
-    Alive(), HeldShares("a", "b"), HeldShares(None, None), HeldModel("a", "b", "c"), HeldModel(None, None, None),
+    Alive(), StoredFile("a", "b"), StoredFile(None, None), NodeModel("a", "b", "c"), NodeModel(None, None, None),
     Loaded({}), Loaded({"x": {"weight": 30}}), NodeLoaded(), Outputs("ModelOutput", ()),
     Outputs("X", (Output("logits", (2, 1, 128), 18), Output("range check", (), 0))),
     NodeOutputs("X", (NodeOutput("logits", (2, 1, 128)),)), Prepared(1 << 40, ("ab", "cd")),
@@ -237,8 +237,8 @@ NINE = {"__tensor__": ["int64", [1] * 9, [1]]}
         (ManageCache(ResetCache(1)), {"edit": {NAME: "Call"}}, "want SelectRows or CropCache or ResetCache"),
         (ManageCache(ResetCache(1)), {"at": [1]}, "ManageCache.at: got .*; want nothing or a list of 2"),
         (ManageCache(ResetCache(1)), {"at": [1, -1]}, "ManageCache.at.items: got -1"),
-        (HeldShares(None, None), {"model": "a"}, "want both or neither"),
-        (HeldModel(None, None, None), {"weights": "a"}, "want all of them or none"),
+        (StoredFile(None, None), {"model": "a"}, "want both or neither"),
+        (NodeModel(None, None, None), {"weights": "a"}, "want all of them or none"),
         (AttnForward(STEP, ()), {"step": {**facts_of(STEP), "new": 1 << 20}}, "want up to"),  # type: ignore[arg-type]
         (AttnForward(STEP, ()), {"step": {**facts_of(STEP), "past": 9}}, "padding: got"),  # type: ignore[arg-type]
         (CompForward(STEP, "tokens", 2, IDS, (), None), {"rows": 3}, "positions: got shape"),

@@ -11,10 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 from private_llm_hf import patch
+from private_llm_hf.client import parallel_sessions as client_sessions
 from private_llm_hf.party import party
+from private_llm_hf.wire.commands import LoadFile, LoadLike
 from transformers import PreTrainedModel
 
-from private_llm.errors import ConfigError, DomainError, PartyFailed, UnsupportedOp
+from private_llm.errors import ConfigError, DomainError, PartyFailed, TransportError, UnsupportedOp
 from private_llm.net.parallel_sessions import assignments
 from private_llm.net.transport import CLIENT
 from tests.hf import tiny
@@ -142,6 +144,27 @@ def test_parallel_sessions_of_one_role_assignment_hold_one_share_others_have_mas
             assert all(not torch.equal(a, b) for i, a in enumerate(mine) for b in mine[:i])
         distinct = {tuple(part.reshape(-1)[:4].tolist()) for part in held}
         assert len(distinct) == 2 * 4  # in each parallel session two masks and two masked values
+
+
+def test_a_party_takes_no_shares_of_another_role(plaintext: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the client commands: in one sharing a party with two roles would hold what two may not hold together."""
+    found, rotated = parties_of(monkeypatch), replace(TRIO, parallel_sessions=4, rotate_roles=True)
+    with patch(plaintext, rotated):
+        member = found[1, 2]
+        member.share_file = object()  # type: ignore[assignment]
+        with pytest.raises(TransportError, match=r"a share file was shared for the roles \(0, 1, 2\), .* \(2, 0, 1\)"):
+            member._load(LoadFile())
+        with pytest.raises(TransportError, match="the model of parallel session 0 was shared for the roles"):
+            member._load(LoadLike(0))
+        again = found[3, 0]
+        assert (again.role, again.assignment) == (0, (0, 2, 1))
+        with pytest.raises(TransportError, match="the model of parallel session 0 was shared for the roles"):
+            again._load(LoadLike(0))  # the same role, and masks that were dealt to others
+    monkeypatch.setattr(client_sessions, "assignment", lambda parties, number, rotate: (0, 1, 2))
+    with pytest.raises(TransportError, match=r"party \d: the model of parallel session 0 was shared for the roles"):
+        patch(plaintext, rotated)
+    with patch(plaintext, replace(rotated, weights="public")) as model:  # every role has the same weights
+        assert worst(model(IDS).logits, plaintext(IDS).logits) < LOGIT_ERROR
 
 
 def test_each_parallel_session_has_keys_of_its_own(plaintext: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import transformers as tr
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.checkpoint.weights import WeightList, skeleton
 from private_llm_hf.client.costs import Costs
-from private_llm_hf.patch_plan import make_plan, unknown_modules
+from private_llm_hf.patch_plan import make_patch_plan, unknown_modules
 
 from private_llm.errors import PatchMismatch
 from private_llm.net.transport import CLIENT
@@ -23,7 +23,7 @@ from tests.hf.conftest import PLAIN, TRIO
 def test_every_parameter_is_in_the_plan_once(name: str) -> None:
     model = tiny.build(name)
     bare = skeleton(type(model), model.config)
-    plan = make_plan(bare, TRIO)
+    plan = make_patch_plan(bare, TRIO)
     assert plan.total == sum(parameter.numel() for parameter in model.parameters())
     assert plan.total == WeightList.of(bare).count()
     listed = {row.name for row in plan.rows}
@@ -34,13 +34,13 @@ def test_every_parameter_is_in_the_plan_once(name: str) -> None:
 
 
 def test_the_table_merges_layers_and_names_what_is_public() -> None:
-    text = str(make_plan(tiny.build("llama"), TRIO))
+    text = str(make_patch_plan(tiny.build("llama"), TRIO))
     assert "model.layers.0-1.self_attn.q_proj" in text
     assert "LlamaRMSNorm" in text
     assert "sine and cosine tables" in text
     assert "secret-shared" in text
-    assert "NOT protected" in str(make_plan(tiny.build("llama"), PLAIN))
-    assert "public" in str(make_plan(tiny.build("llama"), PrivateConfig(weights="public"))).splitlines()[-1]
+    assert "NOT protected" in str(make_patch_plan(tiny.build("llama"), PLAIN))
+    assert "public" in str(make_patch_plan(tiny.build("llama"), PrivateConfig(weights="public"))).splitlines()[-1]
 
 
 def test_explain_prints_and_returns_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

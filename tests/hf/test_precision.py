@@ -125,7 +125,7 @@ def test_convolutions_without_activations_are_watched(config: PrivateConfig) -> 
             patch(network, config, images=pixels)
     known, _ = plain_network()
     with patch(Network.of(known), config, images=pixels) as private:
-        ranges = private.plan.ranges
+        ranges = private.patch_plan.ranges
     assert ranges.modules
     with patch(network, config, ranges=ranges) as private, pytest.raises(DomainError, match="left its range"):
         images.logits(private, pixels)
@@ -168,7 +168,7 @@ def test_small_convolutions_keep_their_digits() -> None:
     want = images.logits(network, pixels)
     with patch(network, PrivateConfig(), images=pixels) as private:
         assert float((images.logits(private, pixels) - want).abs().max()) <= 5e-3
-        assert any("weight" in known for known in private.plan.ranges.modules.values())
+        assert any("weight" in known for known in private.patch_plan.ranges.modules.values())
 
 
 def test_smooth_pictures_are_no_false_alarm() -> None:

@@ -14,7 +14,7 @@ from private_llm_hf.checkpoint.share_files import ShareFile, share_path
 from private_llm_hf.party import party
 
 from private_llm.errors import ProtocolAbort
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import Transport
 from tests.hf import tiny
@@ -75,12 +75,12 @@ def test_no_party_reaches_weights_or_tokens(monkeypatch: pytest.MonkeyPatch) -> 
         assert sorted(each.number for each in seen) == [0, 1, 2, 3]
         for each in seen:
             memory = memory_of(each)
-            bias = each.model.model.decoder.layers[0].fc1.bias._fixed.share.parts
+            bias = each.model.model.decoder.layers[0].fc1.bias.content.share.parts
             assert all(part[:4].numpy().tobytes() in memory for part in bias), "the search finds what a party holds"
             assert [name for name, pattern in forbidden.items() if pattern in memory] == []
 
 
-class LyingHub(LocalHub):
+class LyingMesh(LocalMesh):
     """One bit of one message is altered: the `count`-th that `liar` sends under `tag`."""
 
     def __init__(self, liar: int, tag: str, count: int) -> None:
@@ -111,7 +111,7 @@ LIES = [
 @pytest.mark.parametrize(("liar", "tag", "count"), LIES)
 def test_a_lie_ends_the_session_before_the_client_has_a_result(liar: int, tag: str, count: int) -> None:
     model = tiny.build("opt")
-    hub = LyingHub(liar, tag, count)
-    with patch(model, QUAD, hub) as private, pytest.raises(ProtocolAbort):
+    mesh = LyingMesh(liar, tag, count)
+    with patch(model, QUAD, mesh) as private, pytest.raises(ProtocolAbort):
         private(**BATCH)
-    assert hub.left <= 0, "the lie was told"
+    assert mesh.left <= 0, "the lie was told"

@@ -11,16 +11,20 @@ from private_llm_hf import GeneratePlan, PrivateConfig, patch
 from private_llm_hf.tools.estimate import estimate
 from torch import Tensor
 
-from private_llm.errors import ConfigError, PartyFailed, ProtocolAbort, UnsupportedOp
-from private_llm.net.local import LocalHub
+from private_llm.errors import ConfigError, DomainError, PartyFailed, ProtocolAbort, UnsupportedOp
+from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocol_facts import ProtocolFacts, Threat
+from private_llm.protocols.plain.checked import CheckedPlain
 from private_llm.protocols.plain.client import PlainClient
 from private_llm.protocols.plain.party import Plain
+from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.registry import ProtocolSpec, protocol_names, protocol_spec, register, unregister
 from private_llm.protocols.session import Session
-from private_llm.protocols.share import Share
+from private_llm.protocols.share import Share, cleartext
 from private_llm.ring.ring import Ring
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SecretTensor
 from private_llm.threat import entries, markdown
 from tests.hf import tiny
 from tests.hf.compare import BATCH, GREEDY, LOGIT_ERROR, MASK, worst
@@ -28,6 +32,7 @@ from tests.protocols.parties import ring_values, run_ring
 from tests.session import run_session
 
 THREAT = Threat("toy", "protocol", "nobody", (("both parties", "everything"),), "a test", "protocol='toy'")
+PLAIN = PrivateConfig(protocol="plain", insecure=True, debug_ranges=True)
 FACTS = ProtocolFacts("toy", 2, THREAT, rings=(64,), hides=False)
 
 
@@ -80,7 +85,7 @@ def config() -> Iterator[PrivateConfig]:
 
 def test_calls_cannot_be_preprocessed_without_a_helper() -> None:
     with pytest.raises(UnsupportedOp, match="no separate preprocessing; want 'trio', 'quad' or 'dealer'"):
-        TwinClient(LocalHub(2).transport(CLIENT), Ring(64)).section("a call")
+        TwinClient(LocalMesh(2).transport(CLIENT), Ring(64)).section("a call")
 
 
 def test_a_model_generates_and_its_cost_is_known_before(config: PrivateConfig) -> None:
@@ -133,6 +138,37 @@ def test_what_it_cannot_do_is_refused(config: PrivateConfig) -> None:
     no_helper = pytest.raises(ConfigError, match="want protocol 'trio', 'quad' or 'dealer'")
     with patch(tiny.build("llama"), config) as private, no_helper:
         private.preprocess(GeneratePlan(prompt=4, new_tokens=2))
+
+
+def test_ranges_are_checked_as_the_facts_say_or_the_session_is_refused() -> None:
+    class Watched(CheckedPlain):
+        name = "toy"
+
+    def program(p: Protocol, x: Share) -> Share:
+        return p.mul(x, x, 8)
+
+    values = torch.full((2,), 1 << 40)
+    toy = replace(TOY, facts=replace(FACTS, checks_ranges=True))
+    checking = replace(
+        toy,
+        party=lambda setup: Watched(setup.party, setup.transport, setup.ring),
+        hold=lambda config, party, masks, part: cleartext(part, config.debug_ranges),
+    )
+    for spec, error, reason in (
+        (toy, ConfigError, r"protocol 'toy' says checks_ranges=True, and its end \(Twin\) checks none"),
+        (checking, DomainError, "a product .*reaches 2"),
+    ):
+        register(spec)
+        try:
+            debug = PrivateConfig(protocol="toy", insecure=True, timeout_s=20, debug_ranges=True)
+            with pytest.raises(error, match=reason):
+                run_ring(debug, [values], program, (2,))
+        finally:
+            unregister("toy")
+    session = Session(PLAIN, Watched(0, LocalMesh(2).transport(0), Ring(64)))
+    large = SecretTensor(Fixed(session, cleartext(torch.full((2,), 1 << 62), watched=True), session.frac))
+    with pytest.raises(DomainError, match="the result"):
+        large + large  # local: no method of the protocol runs
 
 
 def test_parties_in_fresh_processes_do_not_know_it(config: PrivateConfig, capfd: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, PartyFailed, PatchMismatch, ProtocolAbort, TransportError, WeakProtection
-from private_llm.net.local import LocalHub, LocalTransport
+from private_llm.net.local import LocalMesh, LocalTransport
 from private_llm.net.record import Alter, Message, RecordingTransport
 from private_llm.net.transport import CLIENT
 from private_llm.token_sharding import ShardingPlan
@@ -38,7 +38,7 @@ def text() -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-class Listening(LocalHub):
+class Listening(LocalMesh):
     """Keeps every message of every endpoint; `alter` changes what one endpoint sends."""
 
     def __init__(self, config: PrivateConfig, liar: int = -1, alter: Alter | None = None) -> None:
@@ -111,16 +111,16 @@ def test_processes_and_a_classifier() -> None:
 def test_nodes_get_the_states_of_their_rows_and_nothing_of_the_client_s(protocol: str) -> None:
     model, config = tiny.build("opt"), settings(protocol)
     ids = text()["input_ids"]
-    hub = Listening(config)
-    with patch(model, config, hub=hub) as private, torch.no_grad():
-        for end in hub.ends.values():
+    mesh = Listening(config)
+    with patch(model, config, mesh=mesh) as private, torch.no_grad():
+        for end in mesh.ends.values():
             end.messages.clear()
         private(ids)
         states = model(ids, output_hidden_states=True).hidden_states[1]
     for node in range(PLAN.nodes):
         endpoint = config.parties + node
-        assert {m.tag for m in hub.got(endpoint) if m.peer == CLIENT} <= {"control"}
-        reveals = [m for m in hub.got(endpoint) if m.peer < config.parties]
+        assert {m.tag for m in mesh.got(endpoint) if m.peer == CLIENT} <= {"control"}
+        reveals = [m for m in mesh.got(endpoint) if m.peer < config.parties]
         if node >= PLAN.alpha:
             assert not reveals
             continue
@@ -129,7 +129,7 @@ def test_nodes_get_the_states_of_their_rows_and_nothing_of_the_client_s(protocol
         found = (opened[0] - opened[1]).double() / 2**config.frac_bits
         assert float((found - states[:, rows]).abs().max()) < 1e-3
     for party in range(config.parties):
-        assert not [m for m in hub.got(party) if m.peer >= config.parties and m.peer != CLIENT]
+        assert not [m for m in mesh.got(party) if m.peer >= config.parties and m.peer != CLIENT]
 
 
 def test_closing_ends_parties_and_nodes() -> None:
@@ -162,8 +162,8 @@ def test_a_lying_party_is_noticed_by_the_node_that_opens(liar: int) -> None:
         return changed
 
     config = settings("quad", timeout_s=20)
-    hub = Listening(config, liar, alter)
-    with patch(tiny.build("opt"), config, hub=hub) as private, torch.no_grad():
+    mesh = Listening(config, liar, alter)
+    with patch(tiny.build("opt"), config, mesh=mesh) as private, torch.no_grad():
         with pytest.raises(ProtocolAbort, match="opened different results"):
             private(text()["input_ids"])
         with pytest.raises(PartyFailed, match="session is over"):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed, ProtocolAbort, TransportError
-from private_llm.net.local import LocalHub, LocalTransport
+from private_llm.net.local import LocalMesh, LocalTransport
 from private_llm.net.record import Alter, RecordingTransport
 from private_llm.net.transport import Transport
 from tests.protocols.cheating import Liar
@@ -69,9 +69,9 @@ def listen(
     monkeypatch: pytest.MonkeyPatch, cheater: int = -1, alter: Alter | None = None, parallel_session: int = 0
 ) -> dict[int, Transport]:
     """Put a recorder around every party's links, around the cheater's one that lies in one parallel session."""
-    original, ends = LocalHub.transport, {}
+    original, ends = LocalMesh.transport, {}
 
-    def transport(self: LocalHub, me: int) -> Transport:
+    def transport(self: LocalMesh, me: int) -> Transport:
         inner: LocalTransport = original(self, me)
         end = (
             _LyingParallelSessions(inner, alter=alter if self.number == parallel_session else None)
@@ -82,7 +82,7 @@ def listen(
             ends[me] = end
         return end
 
-    monkeypatch.setattr(LocalHub, "transport", transport)
+    monkeypatch.setattr(LocalMesh, "transport", transport)
     return ends
 
 

@@ -14,7 +14,8 @@ import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
 from private_llm_hf.party import party
 
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
+from private_llm.tensor.secret import SecretTensor
 from tests.hf import tiny
 from tests.hf.compare import BATCH, LOGIT_ERROR, MASK, worst
 from tests.hf.conftest import TRIO
@@ -83,17 +84,17 @@ PROMPT = [101, 47, 113, 89, 71, 23, 59, 97]
 
 
 def reachable(root: object) -> Iterator[object]:
-    """All objects reachable from `root`, except code, classes and the hub that connects the threads."""
+    """All objects reachable from `root`, except code, classes and the mesh that connects the threads."""
     seen, todo = set(), [root]
     while todo:
         each = todo.pop()
-        if id(each) in seen or isinstance(each, ModuleType | FunctionType | type | LocalHub):
+        if id(each) in seen or isinstance(each, ModuleType | FunctionType | type | LocalMesh):
             continue
         seen.add(id(each))
         yield each
         todo += gc.get_referents(each)
-        if isinstance(each, torch.Tensor) and hasattr(each, "_fixed"):
-            todo.append(each._fixed)
+        if isinstance(each, SecretTensor):
+            todo.append(each.content)
 
 
 def memory_of(root: object) -> bytes:
@@ -142,7 +143,7 @@ def test_no_party_reaches_weights_or_tokens(
             memory = memory_of(each)
             assert b"a public mark" in memory, "the search must find what a party does hold"
             assert [name for name, pattern in forbidden.items() if pattern in memory] == []
-            bias = each.model.model.decoder.layers[0].fc1.bias._fixed.share.parts
+            bias = each.model.model.decoder.layers[0].fc1.bias.content.share.parts
             assert bias[0][:4].numpy().tobytes() in memory
             shares.append(bias)
     # and the control: the parties' shares together do hold the canary

@@ -132,7 +132,7 @@ def test_a_planned_map_counts_the_bytes_of_shares(kind: str) -> None:
     room = sum(8 * p.numel() for p in model.parameters())
     for memory, places in ((room, {"cpu"}), (room - 8, {"cpu", "disk"}), (room // 2, {"disk"})):
         session = plain_session(device_map=kind, max_memory={"cpu": memory})
-        assert set(placement.planned(model, session).values()) == places
+        assert set(placement.planned_map(model, session).values()) == places
 
 
 @torch.no_grad()

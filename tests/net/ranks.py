@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from private_llm.net.distributed import DistHub
+from private_llm.net.distributed import DistMesh
 from private_llm.net.transport import CLIENT
 
 ENDPOINTS = [0, 1, 2, CLIENT]
@@ -117,22 +117,22 @@ def one_gives_up(t):
 def main(what, timeout):
     """Run this rank's endpoints; results by endpoint."""
     torch.set_num_threads(1)
-    hub = DistHub(3, timeout)
+    mesh = DistMesh(3, timeout)
     results = {}
 
     def one(me):
         try:
-            results[me] = what(hub.transport(me))
+            results[me] = what(mesh.transport(me))
         except Exception as error:
             results[me] = f"{type(error).__name__}: {error}"
 
-    threads = [threading.Thread(target=one, args=(me,)) for me in hub.endpoints]
+    threads = [threading.Thread(target=one, args=(me,)) for me in mesh.endpoints]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if what in (everything_to_everybody, bytes_to_everybody):
-        hub.close()
+        mesh.close()
     return results
 
 

@@ -10,8 +10,7 @@ import torch
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PartiesBusy, PartyFailed, TransportError
-from private_llm.net import rendezvous as hub
-from private_llm.net import sockets
+from private_llm.net import rendezvous, sockets
 from private_llm.net.rendezvous import connect, hosts_of, open_acceptor, open_listeners, parse_address
 from private_llm.net.transport import CLIENT
 
@@ -132,9 +131,9 @@ def test_a_client_that_was_let_in_by_the_first_party_only_holds_up_the_others_be
     """Whoever waits for its turn holds no party at all."""
     addresses = [parse_address(host) for host in config.hosts]
     with parties(config):
-        half = hub._Mesh(config, CLIENT, addresses, b"", 10)
+        half = rendezvous._Mesh(config, CLIENT, addresses, b"", 10)
         half._call(0, True, 0)
-        late = hub._Mesh(replace(config, busy_wait_s=0.5), CLIENT, addresses, b"", 10)
+        late = rendezvous._Mesh(replace(config, busy_wait_s=0.5), CLIENT, addresses, b"", 10)
         with pytest.raises(PartiesBusy):
             late.open(None)
         assert late._made == {}
@@ -145,7 +144,7 @@ def test_a_client_that_was_let_in_by_the_first_party_only_holds_up_the_others_be
 def test_who_loses_its_place_at_the_first_party_lets_go_of_all_others(config):
     addresses = [parse_address(host) for host in config.hosts]
     with parties(config):
-        lost = hub._Mesh(config, CLIENT, addresses, b"", 10)
+        lost = rendezvous._Mesh(config, CLIENT, addresses, b"", 10)
         for peer in (0, 1):
             lost._call(peer, True, 0)
         sock = lost._made[0, True, 0][0]
@@ -158,7 +157,7 @@ def test_a_place_without_a_session_is_given_to_the_next(config):
     """A client that takes a place and never goes on; also one that begins at the wrong party."""
     addresses = [parse_address(host) for host in config.hosts]
     with parties(replace(config, timeout_s=1.5), wait_s=8.0):
-        held = [hub._Mesh(config, CLIENT, addresses, b"", 10) for _ in range(2)]
+        held = [rendezvous._Mesh(config, CLIENT, addresses, b"", 10) for _ in range(2)]
         held[0]._call(0, True, 0)
         held[1]._call(1, True, 0)
         assert whole_session(replace(config, busy_wait_s=5.0), 6) == [[6] * 3] * 3

@@ -8,7 +8,7 @@ import torch
 
 from private_llm.errors import PartyFailed, TransportError
 from private_llm.net import wire
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.parallel_sessions import parallel_session_links
 from private_llm.net.record import RecordingTransport
 from private_llm.net.timed import TimedTransport
@@ -22,8 +22,8 @@ HUGE = 1 << 33
 
 
 def threads():
-    hub = LocalHub(2, 5.0)
-    return hub.transport(0), hub.transport(1)
+    mesh = LocalMesh(2, 5.0)
+    return mesh.transport(0), mesh.transport(1)
 
 
 PAIRS = pytest.mark.parametrize("pair", [threads, couple])
@@ -110,9 +110,9 @@ def test_a_repeated_frame(sequence):
 
 
 def test_links_in_between_pass_bytes_on():
-    hub = LocalHub(3, 5.0)
+    mesh = LocalMesh(3, 5.0)
     ends = {
-        me: parallel_session_links(hub.transport(me), 3, 1, rotate_roles=True) for me in (0, 1)
+        me: parallel_session_links(mesh.transport(me), 3, 1, rotate_roles=True) for me in (0, 1)
     }  # 0 plays role 2, 1 plays role 0
     assert {me: end.me for me, end in ends.items()} != {0: 0, 1: 1}
     listener = RecordingTransport(TimedTransport(ends[1]), payloads=True)

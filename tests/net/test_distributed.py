@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from private_llm.errors import ConfigError
-from private_llm.net.distributed import DistHub
+from private_llm.net.distributed import DistMesh
 from private_llm.net.transport import CLIENT
 
 from .mesh import process_context
@@ -128,7 +128,7 @@ def test_without_a_launcher(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set: start one process"):
-        DistHub(3, 5.0)
+        DistMesh(3, 5.0)
 
 
 @pytest.mark.parametrize("world", [1, 2])

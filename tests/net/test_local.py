@@ -8,15 +8,15 @@ import torch
 
 from private_llm.errors import DomainError, PartyFailed, TransportError
 from private_llm.net import local
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT, MetaTransport
 
 from .mesh import run_threads
 
 
 def transports(timeout=5.0):
-    hub = LocalHub(3, timeout)
-    return {me: hub.transport(me) for me in hub.endpoints}
+    mesh = LocalMesh(3, timeout)
+    return {me: mesh.transport(me) for me in mesh.endpoints}
 
 
 def test_exchange_books_bytes_and_one_round():
@@ -110,12 +110,12 @@ class Crowd:
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_so_many_endpoints_compute_at_a_time(at_once: int) -> None:
     """Five in a ring pass a number on: with one turn, whoever waits must let the others go on."""
-    hub, crowd = LocalHub(5, 20.0, at_once), Crowd()
+    mesh, crowd = LocalMesh(5, 20.0, at_once), Crowd()
     found: list[int] = []
 
     def party(me: int) -> None:
-        links = hub.transport(me)
-        with hub.turn():
+        links = mesh.transport(me)
+        with mesh.turn():
             for _ in range(4):
                 crowd.compute()
                 links.send((me + 1) % 5, "x", torch.tensor([me]))
@@ -133,18 +133,18 @@ def test_so_many_endpoints_compute_at_a_time(at_once: int) -> None:
 
 def test_a_sender_that_is_too_far_ahead_lets_its_receiver_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_MAX_AHEAD", 4096)
-    hub = LocalHub(2, 5.0, 1)
+    mesh = LocalMesh(2, 5.0, 1)
     received = []
 
     def receive() -> None:
-        links = hub.transport(1)
-        with hub.turn():
+        links = mesh.transport(1)
+        with mesh.turn():
             received.extend(int(links.recv(0, "x", (1024,), torch.int64)[0]) for _ in range(4))
 
     thread = threading.Thread(target=receive)
-    with hub.turn():
+    with mesh.turn():
         thread.start()
-        links = hub.transport(0)
+        links = mesh.transport(0)
         for number in range(4):
             links.send(1, "x", torch.full((1024,), number))
     thread.join(10)
@@ -152,8 +152,8 @@ def test_a_sender_that_is_too_far_ahead_lets_its_receiver_compute(monkeypatch: p
 
 
 def test_the_client_waits_without_a_turn() -> None:
-    hub = LocalHub(1, 5.0, 1)
-    with hub.turn():
-        hub.transport(0).send(CLIENT, "x", torch.tensor([7]))
-        assert int(hub.transport(CLIENT).recv(0, "x", (1,), torch.int64)) == 7
-        assert not hub.turns._free.acquire(blocking=False)  # type: ignore[union-attr]
+    mesh = LocalMesh(1, 5.0, 1)
+    with mesh.turn():
+        mesh.transport(0).send(CLIENT, "x", torch.tensor([7]))
+        assert int(mesh.transport(CLIENT).recv(0, "x", (1,), torch.int64)) == 7
+        assert not mesh.turns._free.acquire(blocking=False)  # type: ignore[union-attr]

@@ -13,7 +13,7 @@ from private_llm.errors import ConfigError, ProtocolAbort, ShareFileError, Trans
 from private_llm.net import offline_store as module
 from private_llm.net import wire
 from private_llm.net.ledger import CONTROL
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.offline_store import OfflineStore, OfflineStoreTransport, OfflineTransport, store_call
 from private_llm.net.transport import MetaTransport
 
@@ -131,8 +131,8 @@ def test_a_folder_that_is_not_there() -> None:
 
 
 def test_party_zero_runs_ahead_and_party_two_reads_later(tmp_path: Path) -> None:
-    hub = LocalHub(3, timeout=5)
-    helper, keeper, other = (hub.transport(party) for party in (0, 2, 1))
+    mesh = LocalMesh(3, timeout=5)
+    helper, keeper, other = (mesh.transport(party) for party in (0, 2, 1))
     ahead = OfflineTransport(helper)
     for tag, payload in MESSAGES:
         ahead.send(2, tag, payload)
@@ -156,7 +156,7 @@ def test_party_zero_runs_ahead_and_party_two_reads_later(tmp_path: Path) -> None
 
 
 def test_nothing_is_heard_while_running_ahead() -> None:
-    ahead = OfflineTransport(LocalHub(3, timeout=1).transport(0))
+    ahead = OfflineTransport(LocalMesh(3, timeout=1).transport(0))
     with pytest.raises(TransportError, match="there is nothing to hear"):
         ahead.recv(255, "input", (1,), torch.int64)
     with pytest.raises(TransportError, match="waits for nobody"):
@@ -193,12 +193,12 @@ def test_an_announcement_takes_no_memory_and_no_more_disk_than_there_is(
 
 def test_large_messages_go_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PIECE", 64)
-    hub = LocalHub(3, timeout=5)
-    ahead, store = OfflineTransport(hub.transport(0)), OfflineStore(tmp_path)
+    mesh = LocalMesh(3, timeout=5)
+    ahead, store = OfflineTransport(mesh.transport(0)), OfflineStore(tmp_path)
     for tag, payload in MESSAGES:
         ahead.send(2, tag, payload)
     ahead.end_call([2])
-    store_call(hub.transport(2), 0, store, lambda: None)
+    store_call(mesh.transport(2), 0, store, lambda: None)
     store.rewind()
     read_call(store)
     store.close()

@@ -13,7 +13,7 @@ import torch
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PartyFailed, TransportError
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.parallel_sessions import assignment, assignments, parallel_session_links
 from private_llm.net.rendezvous import connect, hosts_of, open_listeners
 from private_llm.net.transport import CLIENT, MetaTransport, Transport
@@ -42,8 +42,8 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[dict[int, Transport]]:
     if request.param == "sockets":
         made = sockets(dict.fromkeys(endpoints, 2))
     else:
-        hub = LocalHub(3, 4.0)
-        made = {me: hub.transport(me) for me in endpoints}
+        mesh = LocalMesh(3, 4.0)
+        made = {me: mesh.transport(me) for me in endpoints}
     yield made
     for transport in made.values():
         transport.close()
@@ -115,15 +115,15 @@ def test_without_permuting_everybody_plays_one_role() -> None:
 
 
 def test_links_by_role_reach_the_right_party_and_book_parties() -> None:
-    hub = LocalHub(3, 4.0)
+    mesh = LocalMesh(3, 4.0)
     cast = assignment(3, 1, rotate_roles=True)  # party 0 plays role 2, party 1 role 0, party 2 role 1
     assert cast == (2, 0, 1)
-    ends = {cast[party]: parallel_session_links(hub.transport(party), 3, 1, rotate_roles=True) for party in range(3)}
-    client = parallel_session_links(hub.transport(CLIENT), 3, 1, rotate_roles=True)
+    ends = {cast[party]: parallel_session_links(mesh.transport(party), 3, 1, rotate_roles=True) for party in range(3)}
+    client = parallel_session_links(mesh.transport(CLIENT), 3, 1, rotate_roles=True)
     assert [ends[role].me for role in range(3)] == [0, 1, 2]
     ends[0].send(2, "m", torch.arange(2))
     assert torch.equal(ends[2].recv(0, "m", (2,), *WORD), torch.arange(2))
-    assert hub.parallel_session(1).links[(1, 0)].items.empty()
+    assert mesh.parallel_session(1).links[(1, 0)].items.empty()
     assert ends[0].ledger.cost().sent == {(1, 0): 16}
     client.send(1, "m", torch.arange(1))
     assert client.ledger.cost().sent == {(CLIENT, 2): 8}
@@ -133,10 +133,10 @@ def test_links_by_role_reach_the_right_party_and_book_parties() -> None:
 
 
 def test_a_party_with_other_settings_is_named_whatever_its_role() -> None:
-    hub = LocalHub(3, 4.0)
-    client = parallel_session_links(hub.transport(CLIENT), 3, 1, rotate_roles=True)
+    mesh = LocalMesh(3, 4.0)
+    client = parallel_session_links(mesh.transport(CLIENT), 3, 1, rotate_roles=True)
     for party in range(3):
-        hub.parallel_session(1).transport(party).send(CLIENT, "hello", torch.zeros(64, dtype=torch.uint8))
+        mesh.parallel_session(1).transport(party).send(CLIENT, "hello", torch.zeros(64, dtype=torch.uint8))
     with pytest.raises(ConfigError, match="party 1 runs other settings"):  # who plays role 0 there
         join_as_client(PrivateConfig(parallel_sessions=2, rotate_roles=True), client)
 

@@ -8,7 +8,7 @@ import torch
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed, PrivateLLMError, ProtocolAbort
 from private_llm.net.certificates import make_certificates
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.record import RecordingTransport, flip
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.session import join, join_as_client
@@ -53,8 +53,8 @@ def run(config, transports, cheater=None, alter=None):
 
 @pytest.fixture(scope="module", params=[TRIO, QUAD], ids=["trio", "quad"])
 def over_threads(request):
-    hub = LocalHub(request.param.parties, 20.0)
-    return request.param, run(request.param, {me: hub.transport(me) for me in (*range(request.param.parties), CLIENT)})
+    mesh = LocalMesh(request.param.parties, 20.0)
+    return request.param, run(request.param, {me: mesh.transport(me) for me in (*range(request.param.parties), CLIENT)})
 
 
 @pytest.mark.parametrize("secured", [False, True], ids=["plain", "tls"])
@@ -72,8 +72,8 @@ def test_the_wire_changes_nothing(secured, over_threads, tmp_path):
 @pytest.mark.parametrize("cheater", [1, 2, 3])
 def test_a_lie_over_a_wire_stops_all_endpoints(cheater):
     """The last message of the computation is altered: the one before the first verdict or opening."""
-    hub = LocalHub(4, 20.0)
-    outline, _ = run(QUAD, {me: hub.transport(me) for me in (0, 1, 2, 3, CLIENT)})[cheater]
+    mesh = LocalMesh(4, 20.0)
+    outline, _ = run(QUAD, {me: mesh.transport(me) for me in (0, 1, 2, 3, CLIENT)})[cheater]
     sent = [tag for direction, _, tag, _, _ in outline if direction == "sent"]
     first = next(n for n, tag in enumerate(sent) if tag.startswith(("verify", "reveal")))
     results = run(QUAD, open_mesh(protocol="quad"), cheater, flip(first - 1))

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from private_llm.errors import DomainError
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.record import RecordingTransport, flip
 
 from .mesh import run_threads
 
 
 def test_transcript_and_shared_ledger():
-    hub = LocalHub(2)
-    zero = RecordingTransport(hub.transport(0), payloads=True)
-    one = hub.transport(1)
+    mesh = LocalMesh(2)
+    zero = RecordingTransport(mesh.transport(0), payloads=True)
+    one = mesh.transport(1)
 
     def first(t):
         t.send(1, "a", torch.tensor([7, 8]))
@@ -36,8 +36,8 @@ def test_transcript_and_shared_ledger():
 
 
 def test_payloads_are_kept_only_on_request_and_not_aliased():
-    hub = LocalHub(2)
-    bare, keeping = RecordingTransport(hub.transport(0)), RecordingTransport(hub.transport(1), payloads=True)
+    mesh = LocalMesh(2)
+    bare, keeping = RecordingTransport(mesh.transport(0)), RecordingTransport(mesh.transport(1), payloads=True)
     payload = torch.tensor([3])
     bare.send(1, "a", payload)
     keeping.recv(0, "a", (1,), torch.int64)
@@ -48,17 +48,17 @@ def test_payloads_are_kept_only_on_request_and_not_aliased():
 
 @pytest.mark.parametrize(("bit", "change"), [(0, 1), (9, 512), (63, -(2**63)), (64, 1)])
 def test_one_bit_of_one_message(bit, change):
-    hub = LocalHub(2)
-    zero = RecordingTransport(hub.transport(0), alter=flip(1, bit))
+    mesh = LocalMesh(2)
+    zero = RecordingTransport(mesh.transport(0), alter=flip(1, bit))
     payload = torch.tensor([0])
     for _ in range(3):
         zero.send(1, "a", payload)
-    one = hub.transport(1)
+    one = mesh.transport(1)
     assert [one.recv(0, "a", (1,), torch.int64).item() for _ in range(3)] == [0, change, 0]
     assert payload.item() == 0
 
 
 def test_an_empty_message_has_no_bit():
-    zero = RecordingTransport(LocalHub(2).transport(0), alter=flip(0))
+    zero = RecordingTransport(LocalMesh(2).transport(0), alter=flip(0))
     with pytest.raises(DomainError, match="empty"):
         zero.send(1, "a", torch.empty(0, dtype=torch.int64))

@@ -9,7 +9,7 @@ import torch
 
 from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.errors import ConfigError, TransportError
-from private_llm.net import rendezvous as hub
+from private_llm.net import rendezvous
 from private_llm.net.rendezvous import connect, hosts_of, open_listeners, parse_address
 from private_llm.net.transport import CLIENT
 
@@ -65,8 +65,8 @@ def test_malformed_addresses(text):
     ],
 )
 def test_unsafe_settings_are_refused_before_anything_is_sent(options, hosts, token, message, monkeypatch):
-    monkeypatch.setattr(hub.socket, "create_connection", None)
-    monkeypatch.setattr(hub.socket, "create_server", None)
+    monkeypatch.setattr(rendezvous.socket, "create_connection", None)
+    monkeypatch.setattr(rendezvous.socket, "create_server", None)
     config = PrivateConfig(**options)
     with pytest.raises(ConfigError, match=message):
         join(0, hosts, token=token, config=config)
@@ -214,7 +214,7 @@ def test_an_endpoint_may_start_again_while_the_others_wait():
 
     def call():
         config = PrivateConfig(timeout_s=10, **ONE)
-        half = hub._Mesh(config, CLIENT, [parse_address(hosts[0])], TOKEN, 10)
+        half = rendezvous._Mesh(config, CLIENT, [parse_address(hosts[0])], TOKEN, 10)
         half._call(0, True, 0)
         half.close()
         kept.append(join(CLIENT, hosts, timeout=10, **ONE))

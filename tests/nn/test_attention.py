@@ -14,7 +14,7 @@ from torch import Tensor
 import private_llm.nn  # noqa: F401 - registers the rules
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.nn.attention import attend, attend_and_weigh, pattern
+from private_llm.nn.attention import attend, attend_and_weigh, pattern_of
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
@@ -182,9 +182,9 @@ def test_heads_must_divide() -> None:
 
 def test_a_pattern_is_made_once_per_mask_and_skipped_where_everything_is_allowed() -> None:
     mask = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
-    assert pattern(mask, 1, 2, 4, 4) is pattern(mask, 1, 2, 4, 4)
-    assert pattern(mask, 1, 2, 4, 4).select.numel() == 20
-    assert pattern(torch.ones(1, 1, 4, 4, dtype=torch.bool), 1, 2, 4, 4).select is None
+    assert pattern_of(mask, 1, 2, 4, 4) is pattern_of(mask, 1, 2, 4, 4)
+    assert pattern_of(mask, 1, 2, 4, 4).select.numel() == 20
+    assert pattern_of(torch.ones(1, 1, 4, 4, dtype=torch.bool), 1, 2, 4, 4).select is None
 
 
 def _sent(mask: Tensor | None) -> int:
@@ -197,8 +197,8 @@ def _sent(mask: Tensor | None) -> int:
 
     q, k = made(), made()
     session.protocol.ledger.reset()
-    plan = pattern(mask, 1, 2, 6, 6)
-    q.matmul(k.view(lambda part: part.transpose(-1, -2)), select=plan.select)
+    pattern = pattern_of(mask, 1, 2, 6, 6)
+    q.matmul(k.view(lambda part: part.transpose(-1, -2)), select=pattern.select)
     return session.protocol.ledger.cost().total
 
 

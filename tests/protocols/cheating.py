@@ -11,7 +11,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ProtocolAbort, TransportError
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.record import Alter, Message, RecordingTransport
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.protocol import Protocol
@@ -93,11 +93,11 @@ def play(
     liar: type[Liar] = Liar, payloads: bool = False, secret_index: tuple[Tensor, int] | None = None,
 ) -> Outcome:  # fmt: skip
     """Run program(protocol, *shares) with one cheater; `patch` may change the cheater's own protocol object."""
-    hub = LocalHub(config.parties, timeout=timeout)
+    mesh = LocalMesh(config.parties, timeout=timeout)
     outcome = Outcome()
 
     def transport(number: int) -> Transport:
-        inner = hub.transport(number)
+        inner = mesh.transport(number)
         cheats = number == cheater
         recorder = liar(inner, alter=alter) if cheats else RecordingTransport(inner, payloads=payloads)
         outcome.recorders[number] = recorder
@@ -119,13 +119,13 @@ def play(
         except BaseException as error:
             outcome.errors[number] = error
             if number != cheater:
-                hub.abort(f"party {number}: {type(error).__name__}")
+                mesh.abort(f"party {number}: {type(error).__name__}")
 
     threads = [threading.Thread(target=party, args=(number,), daemon=True) for number in range(config.parties)]
     for thread in threads:
         thread.start()
     try:
-        client = join_as_client(config, hub.transport(CLIENT))
+        client = join_as_client(config, mesh.transport(CLIENT))
         for x in inputs:
             client.share(x)
         if secret_index is not None:
@@ -133,7 +133,7 @@ def play(
         outcome.result = client.open(tuple(shape))
     except Exception as error:
         outcome.errors[CLIENT] = error
-        hub.abort(f"the client: {type(error).__name__}")
+        mesh.abort(f"the client: {type(error).__name__}")
     for thread in threads:
         thread.join(timeout)
     return outcome

@@ -264,13 +264,13 @@ def test_skewed_random_bits(config: PrivateConfig) -> None:
 
 def test_unchecked_inputs() -> None:
     """A client that hands parties 1 and 2 different values is found out before anything is opened."""
-    from private_llm.net.local import LocalHub
+    from private_llm.net.local import LocalMesh
     from private_llm.protocols.session import join, join_as_client
     from tests.net.mesh import run_threads
 
-    hub = LocalHub(4, timeout=10)
+    mesh = LocalMesh(4, timeout=10)
     x = ring_values(64, (8,), 20)
-    ends = {p: hub.transport(p) for p in range(4)}
+    ends = {p: mesh.transport(p) for p in range(4)}
 
     def party(transport: object) -> type[BaseException] | None:
         protocol = join(QUAD, transport.me, transport).protocol  # type: ignore[attr-defined, arg-type]
@@ -287,7 +287,7 @@ def test_unchecked_inputs() -> None:
         recorder._alter = flip(recorder._sent + 1)
         end.share(x)
 
-    raised = run_threads({**ends, CLIENT: hub.transport(CLIENT)}, {**dict.fromkeys(range(4), party), CLIENT: client})
+    raised = run_threads({**ends, CLIENT: mesh.transport(CLIENT)}, {**dict.fromkeys(range(4), party), CLIENT: client})
     assert [raised[p] for p in range(4)] == [ProtocolAbort] * 4
 
 

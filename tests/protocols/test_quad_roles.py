@@ -10,7 +10,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import TransportError
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import CLIENT, MetaTransport
 from private_llm.protocols.quad.roles import Member, RoleTransport
@@ -91,8 +91,8 @@ def test_thirteen_comp_nodes_get_their_rows_and_no_party_gets_any() -> None:
     """Endpoints 16 to 19 were once taken for parties 0 to 3, who know the masks."""
     config = PrivateConfig(protocol="quad", split=1, plan=ShardingPlan(16, 1, 1, accept_weak_plan=True), timeout_s=20)
     nodes = range(4, 20)
-    hub = LocalHub(config.endpoints, timeout=20)
-    ends = {party: RecordingTransport(hub.transport(party)) for party in range(4)}
+    mesh = LocalMesh(config.endpoints, timeout=20)
+    ends = {party: RecordingTransport(mesh.transport(party)) for party in range(4)}
     values = torch.arange(16 * 3).view(16, 3)
     found: dict[int, Tensor] = {}
 
@@ -103,13 +103,13 @@ def test_thirteen_comp_nodes_get_their_rows_and_no_party_gets_any() -> None:
         protocol.reveal([(node, share.map(lambda part, row=node - 4: part[row])) for node in nodes])
 
     def be_node(node: int) -> None:
-        found[node] = opened(config, hub.transport(node), (3,))
+        found[node] = opened(config, mesh.transport(node), (3,))
 
     threads = [threading.Thread(target=be_party, args=(party,), daemon=True) for party in range(4)]
     threads += [threading.Thread(target=be_node, args=(node,), daemon=True) for node in nodes]
     for thread in threads:
         thread.start()
-    join_as_client(config, hub.transport(CLIENT)).share(values)
+    join_as_client(config, mesh.transport(CLIENT)).share(values)
     for thread in threads:
         thread.join(30)
     assert {node: rows.tolist() for node, rows in found.items()} == {n: values[n - 4].tolist() for n in nodes}

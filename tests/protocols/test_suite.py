@@ -8,9 +8,11 @@ import torch
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
+from private_llm.net.transport import CLIENT, MetaTransport
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.registry import protocol_names, protocol_spec
+from private_llm.protocols.session import client_end
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio import cost as trio_cost
 from private_llm.ring.ring import Ring
@@ -226,6 +228,16 @@ def test_lookup_of_secret_indices(protocol: str, ring: int, public: bool) -> Non
     program = lambda p, t, i: p.lookup(i, table if public else t)  # noqa: E731
     run = run_ring(config(protocol, ring), [table], program, (5, 6), secret_index=(indices, 37))
     check(run, table[indices], prices(protocol).lookup(Ring(ring), 5, 6, public), protocol)
+
+
+@every
+def test_indices_from_the_client(protocol: str, ring: int) -> None:
+    transport = MetaTransport(CLIENT)
+    client = client_end(config(protocol, ring), transport)
+    transport.ledger.reset()
+    client.share_index(torch.zeros(3, dtype=torch.int64), 37)
+    wanted = Cost({(CLIENT, 0): 24}) if protocol == "plain" else prices(protocol).index_from_client(Ring(ring), 3, 37)
+    assert transport.ledger.cost() == wanted
 
 
 def test_lookup_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ProtocolAbort, TransportError
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.quad.bits import Quad
@@ -83,17 +83,17 @@ def test_a_meta_tensor_is_not_recorded() -> None:
 
 
 # -- keys of three ------------------------------------------------------------------------------------------------
-def at_all(run: Callable[[int, Transport], Result], hub: LocalHub, liar: int = -1) -> list[Result | BaseException]:
+def at_all(run: Callable[[int, Transport], Result], mesh: LocalMesh, liar: int = -1) -> list[Result | BaseException]:
     """What each of four parties ends with; a liar keeps quiet."""
     ends: list[Result | BaseException] = [RuntimeError("silent")] * 4
 
     def party(number: int) -> None:
         try:
-            ends[number] = run(number, hub.transport(number))
+            ends[number] = run(number, mesh.transport(number))
         except (ProtocolAbort, TransportError) as error:
             ends[number] = error
             if number != liar:
-                hub.abort(str(error))
+                mesh.abort(str(error))
 
     threads = [threading.Thread(target=party, args=(number,), daemon=True) for number in range(4)]
     for thread in threads:
@@ -108,7 +108,7 @@ def extra(party: int) -> list[Seed]:
 
 
 def test_three_members_share_a_fresh_key() -> None:
-    runs = [at_all(lambda p, links: meet_groups(links, p, extra(p)), LocalHub(4)) for _ in range(2)]
+    runs = [at_all(lambda p, links: meet_groups(links, p, extra(p)), LocalMesh(4)) for _ in range(2)]
     found = set()
     for ends, (number, group) in itertools.product(runs, enumerate(GROUPS)):
         keys = [ends[party][number] for party in range(4)]  # type: ignore[index]
@@ -130,21 +130,21 @@ def test_a_member_who_tells_two_members_different_things_is_found_out(liar: int)
             lying = RecordingTransport(links, alter=alter) if party == liar else links  # type: ignore[arg-type]
             return meet_groups(lying, party, extra(party))
 
-        ends = at_all(run, LocalHub(4), liar)
+        ends = at_all(run, LocalMesh(4), liar)
         assert any(isinstance(end, ProtocolAbort) for p, end in enumerate(ends) if p != liar)
 
 
 def test_a_client_whose_keys_do_not_fit_together_is_found_out() -> None:
     """Party 3's copy of the first mask key differs from party 0's and 1's."""
-    hub = LocalHub(4, timeout=20)
+    mesh = LocalMesh(4, timeout=20)
 
     def client() -> None:
-        links = RecordingTransport(hub.transport(CLIENT), alter=lambda n, tag, x: x ^ 1 if n == 4 + 2 else x)
+        links = RecordingTransport(mesh.transport(CLIENT), alter=lambda n, tag, x: x ^ 1 if n == 4 + 2 else x)
         join_as_client(QUAD, links)
 
     thread = threading.Thread(target=client, daemon=True)
     thread.start()
-    ends = at_all(lambda p, links: join(QUAD, p, links), hub)
+    ends = at_all(lambda p, links: join(QUAD, p, links), mesh)
     thread.join(20)
     assert any(isinstance(end, ProtocolAbort) for end in ends)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.protocols.plain.checked import CheckedPlain
 from private_llm.protocols.plain.party import Plain
 from private_llm.protocols.session import Session
@@ -20,7 +20,7 @@ def plain_session(**settings: object) -> Session:
     """A session of the cleartext reference protocol, alone."""
     config = PrivateConfig(protocol="plain", insecure=True, **settings)  # type: ignore[arg-type]
     protocol = CheckedPlain if config.debug_ranges else Plain
-    return Session(config, protocol(0, LocalHub(1).transport(0), Ring(config.ring)))
+    return Session(config, protocol(0, LocalMesh(1).transport(0), Ring(config.ring)))
 
 
 def fixed(session: Session, values: Tensor, frac: int | None = None) -> Fixed:
@@ -36,7 +36,7 @@ def secret(session: Session, values: Tensor, frac: int | None = None) -> SecretT
 
 def opened(x: Tensor | Fixed) -> Tensor:
     """The real values of a secret of a cleartext session."""
-    value = x._fixed if isinstance(x, SecretTensor) else x
+    value = x.content if isinstance(x, SecretTensor) else x
     if not isinstance(value, Fixed):
         raise TypeError(f"not a secret: {type(x).__name__}")
     return value.session.ring.decode(value.share.parts[0], value.frac)

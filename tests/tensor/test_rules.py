@@ -151,20 +151,20 @@ def test_lookup_by_one_hot_rows_is_exact(public: bool) -> None:
 
 def test_public_factors_truncate_late_and_once() -> None:
     x = secret(S, noise(3, 4))
-    assert (x * 0.25)._fixed.frac == S.frac + 2  # a power of two is free, exact and accepted by products
+    assert (x * 0.25).content.frac == S.frac + 2  # a power of two is free, exact and accepted by products
     scaled = x * 0.3
-    assert scaled._fixed.frac > S.frac + SLACK
+    assert scaled.content.frac > S.frac + SLACK
     settled = scaled.to_fixed()
     assert settled.frac == S.frac
     assert scaled.to_fixed() is settled  # remembered
-    assert (scaled + x)._fixed.frac == S.frac
+    assert (scaled + x).content.frac == S.frac
 
 
 def test_small_rings_truncate_public_tensors_at_once() -> None:
     small = plain_session(ring=32, frac_bits=10)
     x = noise(3, 4).clamp(-2, 2)
     got = secret(small, x) * torch.linspace(0, 1, 4)
-    assert got._fixed.frac == 10
+    assert got.content.frac == 10
     assert (opened(got) - x * torch.linspace(0, 1, 4)).abs().max() <= 3 * 2.0**-10
 
 
@@ -204,14 +204,14 @@ def test_what_has_no_meaning_is_refused() -> None:
 
 def test_every_rule_runs_on_meta_shares() -> None:
     def meta(values: Tensor) -> SecretTensor:
-        return SecretTensor(secret(S, values)._fixed.view(lambda part: part.to("meta")))
+        return SecretTensor(secret(S, values).content.view(lambda part: part.to("meta")))
 
     for make in [*LOCAL.values(), *(make for make, _ in PRODUCTS.values())]:
         x, y = noise(2, 3, 4), noise(2, 3, 4, seed=1)
         got = make(meta(x), meta(y))
         assert isinstance(got, SecretTensor)
         assert tuple(got.shape) == tuple(make(x, y).shape)
-        assert got._fixed.share.parts[0].is_meta
+        assert got.content.share.parts[0].is_meta
         assert got.device.type == "cpu"
 
 

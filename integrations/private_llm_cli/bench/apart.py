@@ -22,14 +22,14 @@ from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm.kernels.memory import tune_allocator
 from private_llm.net.children import start_children
 from private_llm.net.ledger import CONTROL
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocol_facts import names_where
 from private_llm.protocols.offline_phase import OfflinePhase
 from private_llm.protocols.session import join, join_as_client
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
-from private_llm_cli.bench.link import LinkSpeed, SlowHub
+from private_llm_cli.bench.link import LinkSpeed, SlowMesh
 from private_llm_cli.bench.measure import receive_weights, send_weights
 from private_llm_cli.bench.rows import Row, party_threads, settings, spread
 from private_llm_cli.bench.whole import WholeWork
@@ -79,9 +79,9 @@ def measure_apart(
     )  # fmt: skip
 
 
-def _slow(config: PrivateConfig, speed: LinkSpeed | None, instant: str) -> LocalHub | None:
+def _slow(config: PrivateConfig, speed: LinkSpeed | None, instant: str) -> LocalMesh | None:
     """Links of that speed; messages tagged `instant` take no time."""
-    return None if speed is None else SlowHub(config.parties, config.timeout_s, speed, instant=instant)
+    return None if speed is None else SlowMesh(config.parties, config.timeout_s, speed, instant=instant)
 
 
 # -- whole models -------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def _whole(
     from private_llm_hf import patch
 
     if work.plan is None:
-        raise ConfigError(f"--preprocess: benchmark {work.name!r} has no plan")
+        raise ConfigError(f"--preprocess: benchmark {work.name!r} has no preprocessing plan")
     model = work.build()
     private: Any = patch(model, config, _slow(config, speed, "control"))
     before, online = [], []
@@ -174,10 +174,10 @@ def _ring(
         facts = {"name": work.name, "shape": list(work.shape)}
         transport, stop = start_children(config, "private_llm_cli.bench.apart:serve_named", facts)
     else:
-        hub = _slow(config, speed, _SIGNAL) or LocalHub(config.parties, config.timeout_s)
+        mesh = _slow(config, speed, _SIGNAL) or LocalMesh(config.parties, config.timeout_s)
         for party in range(config.parties):
-            threading.Thread(target=_guarded, args=(work, config, party, hub.transport(party)), daemon=True).start()
-        transport, stop = hub.transport(CLIENT), lambda: None
+            threading.Thread(target=_guarded, args=(work, config, party, mesh.transport(party)), daemon=True).start()
+        transport, stop = mesh.transport(CLIENT), lambda: None
     try:
         return _ask(work, config, repeat, transport, progress)
     finally:

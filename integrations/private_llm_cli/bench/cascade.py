@@ -24,7 +24,7 @@ from private_llm.net.ledger import Ledger
 from private_llm.net.timed import BUSY, SERIALISING, WAITING
 from private_llm.net.transport import CLIENT
 from private_llm.token_sharding import ShardingPlan, Step, Undistributed
-from private_llm_cli.bench.link import LinkSpeed, SlowHub
+from private_llm_cli.bench.link import LinkSpeed, SlowMesh
 from private_llm_cli.bench.rows import Row, settings, spread, usable_cores
 
 if TYPE_CHECKING:
@@ -158,11 +158,11 @@ class Case:
                 pairs = _Pairs(model, _Alone(model, self.plan), None, self.tokens)
                 return self._row(pairs, config, self.runs(repeat), progress)
         nodes = TimedParties() if self.part == "nodes" else None
-        hub = None
+        mesh = None
         if self.speed is not None:
             at_once = None if self.plan is None else nodes_at_once(config.parties)
-            hub = SlowHub(config.parties, config.timeout_s, self.speed, "control", at_once)
-        private: Any = patch(model, config, hub) if nodes is None else patch(model, config, start=nodes)
+            mesh = SlowMesh(config.parties, config.timeout_s, self.speed, "control", at_once)
+        private: Any = patch(model, config, mesh) if nodes is None else patch(model, config, start=nodes)
         with closing(private), torch.no_grad():
             return self._row(_Pairs(model, private, nodes, self.tokens), config, self.runs(repeat), progress)
 
@@ -204,7 +204,7 @@ class _Alone:
     """A model whose attention goes through all nodes of a plan in this thread; it sends nothing."""
 
     def __init__(self, model: PreTrainedModel, plan: ShardingPlan) -> None:
-        from private_llm_hf.token_sharding.attention import attention_calls, cascade_config, listen
+        from private_llm_hf.token_sharding.attention_calls import attention_calls, cascade_config, listen
 
         self._nodes = Undistributed(plan, attention_calls(type(model), model.config))
         self._model = type(model)(cascade_config(model.config)).eval()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError
-from private_llm.net.local import LocalHub, LocalTransport
+from private_llm.net.local import LocalMesh, LocalTransport
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class LinkSpeed:
         return self.latency_ms / 1e3
 
 
-class SlowHub(LocalHub):
-    """A `LocalHub` whose links have a speed; frames tagged `instant` (start and stop signals) are not delayed."""
+class SlowMesh(LocalMesh):
+    """A `LocalMesh` whose links have a speed; frames tagged `instant` (start and stop signals) are not delayed."""
 
     def __init__(
         self, parties: int, timeout: float, speed: LinkSpeed, instant: str, at_once: int | None = None
@@ -74,9 +74,9 @@ class SlowHub(LocalHub):
 class SlowTransport(LocalTransport):
     """Notes at sending when a frame is due, and sleeps until then at receiving."""
 
-    def __init__(self, hub: SlowHub, me: int) -> None:
-        super().__init__(hub, me)
-        self._slow = hub
+    def __init__(self, mesh: SlowMesh, me: int) -> None:
+        super().__init__(mesh, me)
+        self._slow = mesh
 
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
         link = (self.me, to)

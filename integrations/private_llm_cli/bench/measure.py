@@ -20,7 +20,7 @@ from private_llm.errors import DomainError, PartyFailed, PrivateLLMError
 from private_llm.kernels.memory import tune_allocator
 from private_llm.net.children import start_children
 from private_llm.net.ledger import Cost
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.parallel_sessions import parallel_session_links
 from private_llm.net.rendezvous import connect
 from private_llm.net.transport import CLIENT, Transport
@@ -31,7 +31,7 @@ from private_llm.protocols.weight_sharing import deal
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
-from private_llm_cli.bench.link import LinkSpeed, SlowHub
+from private_llm_cli.bench.link import LinkSpeed, SlowMesh
 from private_llm_cli.bench.rows import Row, party_threads, settings, spread
 from private_llm_cli.bench.whole import WholeWork, measure_whole
 from private_llm_cli.bench.work import Work
@@ -107,16 +107,16 @@ def serve(work: Work, config: PrivateConfig, party: int, transport: Transport) -
 
 def measure(
     work: Work | WholeWork, config: PrivateConfig, repeat: int = 5, speed: LinkSpeed | None = None,
-    progress: Callable[[], None] = lambda: None, hub: LocalHub | None = None,
+    progress: Callable[[], None] = lambda: None, mesh: LocalMesh | None = None,
 ) -> Row:  # fmt: skip
     """Run `work` once to warm up and `repeat` times with the clock on, parties as config.party_mode says.
 
     With party_mode="remote" every party must run `serve` with the same work. progress is called after each run.
-    hub: carries the frames of parties that are threads, at its own speed.
+    mesh: carries the frames of parties that are threads, at its own speed.
     Raises what a party raised (PartyFailed for anything unforeseen).
     """
     if isinstance(work, WholeWork):
-        return measure_whole(work, config, repeat, speed, progress, hub)
+        return measure_whole(work, config, repeat, speed, progress, mesh)
     mode = "threads" if config.party_mode == "auto" else config.party_mode
     transport: Transport
     if mode == "processes":
@@ -126,7 +126,7 @@ def measure(
         transport = connect(config, CLIENT)
         stop = transport.close
     else:
-        transport, stop = _start_threads(work, config, speed, hub)
+        transport, stop = _start_threads(work, config, speed, mesh)
     try:
         return _measure(work, config, repeat, speed, transport, progress)
     finally:
@@ -134,13 +134,13 @@ def measure(
 
 
 def _start_threads(
-    work: Work, config: PrivateConfig, speed: LinkSpeed | None, given: LocalHub | None
+    work: Work, config: PrivateConfig, speed: LinkSpeed | None, given: LocalMesh | None
 ) -> tuple[Transport, Callable[[], None]]:
-    hub = given or LocalHub(config.parties, config.timeout_s)
+    mesh = given or LocalMesh(config.parties, config.timeout_s)
     if speed is not None and given is None:
-        hub = SlowHub(config.parties, config.timeout_s, speed, CONTROL)
+        mesh = SlowMesh(config.parties, config.timeout_s, speed, CONTROL)
     threads = [
-        threading.Thread(target=_guarded, args=(work, config, i, hub.transport(i)), name=f"party {i}", daemon=True)
+        threading.Thread(target=_guarded, args=(work, config, i, mesh.transport(i)), name=f"party {i}", daemon=True)
         for i in range(config.parties)
     ]
     for thread in threads:
@@ -150,7 +150,7 @@ def _start_threads(
         for thread in threads:
             thread.join(1.0)
 
-    return hub.transport(CLIENT), stop
+    return mesh.transport(CLIENT), stop
 
 
 def _measure(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from private_llm.net.ledger import CONTROL
-from private_llm_cli.bench.link import LinkSpeed, SlowHub, SlowTransport
+from private_llm_cli.bench.link import LinkSpeed, SlowMesh, SlowTransport
 
 _WIRES = LinkSpeed(float("inf"), 0.0)
 
@@ -38,8 +38,8 @@ class Sending:
     parallel_session: int = 0
 
 
-class RecordingHub(SlowHub):
-    """A `SlowHub` (by default with wires that take no time) that keeps every wait in `waits`, every frame in `sent`."""
+class RecordingMesh(SlowMesh):
+    """A `SlowMesh` (by default without any delay) that keeps every wait in `waits`, every frame in `sent`."""
 
     def __init__(self, parties: int, timeout: float, speed: LinkSpeed = _WIRES) -> None:
         self.waits: list[Waiting] = []
@@ -59,9 +59,9 @@ class RecordingHub(SlowHub):
 
 
 class _RecordingTransport(SlowTransport):
-    def __init__(self, hub: RecordingHub, me: int) -> None:
-        super().__init__(hub, me)
-        self._waits, self._parallel_session = hub.waits, hub.number
+    def __init__(self, mesh: RecordingMesh, me: int) -> None:
+        super().__init__(mesh, me)
+        self._waits, self._parallel_session = mesh.waits, mesh.number
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         started = time.perf_counter()

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm.net.local import LocalHub
-from private_llm_cli.bench.link import LinkSpeed, SlowHub
+from private_llm.net.local import LocalMesh
+from private_llm_cli.bench.link import LinkSpeed, SlowMesh
 from private_llm_cli.bench.rows import Row, settings, spread
 from private_llm_cli.bench.work import Shape, random_weights
 
@@ -41,7 +41,7 @@ class WholeWork:
     call: Callable[[Any], tuple[Tensor, Tensor]]
     truth: Callable[[Any, Tensor], Tensor]
     plan: Callable[[], ForwardPlan | GeneratePlan] | None = None
-    """Makes the plan by which `call` can be preprocessed."""
+    """Makes the preprocessing plan by which `call` can be preprocessed."""
     step: Callable[[Any], object] | None = None
     """One more token after `call`, timed and booked apart."""
 
@@ -143,15 +143,15 @@ def smollm2(shape: Shape) -> WholeWork:
 
 def measure_whole(
     work: WholeWork, config: PrivateConfig, repeat: int, speed: LinkSpeed | None, progress: Callable[[], None],
-    hub: LocalHub | None = None,
+    mesh: LocalMesh | None = None,
 ) -> Row:  # fmt: skip
     """Share the model, then one warm-up call and `repeat` timed ones; the client's share and opening are inside."""
     from private_llm_hf import patch
 
     model = work.build()
-    if speed is not None and hub is None:
-        hub = SlowHub(config.parties, config.timeout_s, speed, instant="control")
-    private: Any = patch(model, config, hub)
+    if speed is not None and mesh is None:
+        mesh = SlowMesh(config.parties, config.timeout_s, speed, instant="control")
+    private: Any = patch(model, config, mesh)
     try:
         times, later, kinds = [], [], []
         with torch.no_grad():

@@ -17,7 +17,7 @@ from private_llm_cli.bench.kernels import measure_kernels
 from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.bench.measure import measure
 from private_llm_cli.bench.pigeon import REFERENCE_MACHINE, Job, jobs
-from private_llm_cli.bench.record import RecordingHub
+from private_llm_cli.bench.record import RecordingMesh
 from private_llm_cli.bench.rows import Row, machine
 from private_llm_cli.bench.work import Work, parse_shape
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
@@ -57,7 +57,7 @@ def bench(
     if config.protocol == "cascade" and shared:
         raise ConfigError(f"'cascade' has no shares, which {shared[0]!r} computes on; its own table is `bench cascade`")
     recorder = (
-        None if plot is None else RecordingHub(config.parties, config.timeout_s, *(() if speed is None else (speed,)))
+        None if plot is None else RecordingMesh(config.parties, config.timeout_s, *(() if speed is None else (speed,)))
     )
     rows, clock = [], _Clock()
     with progress_bar(len(works) * (repeat + 1), quiet=as_json) as step:

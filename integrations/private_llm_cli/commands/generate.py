@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
-from private_llm_cli.bench.record import RecordingHub
+from private_llm_cli.bench.record import RecordingMesh
 from private_llm_cli.bench.rows import machine
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.models import demo_model, gguf_options, loaded_from, plaintext_model, tokenizer_of
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from private_llm_hf.client.costs import Costs
     from torch import Tensor
 
-    from private_llm.net.local import LocalHub
+    from private_llm.net.local import LocalMesh
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
     """The bundled model: private against plaintext, and where the bytes go."""
     from private_llm_hf.tools.estimate import by_layer
 
-    hub = _recording(config, plot)
+    mesh = _recording(config, plot)
     source = demo_model()
     tokenizer, plain = tokenizer_of(source), plaintext_model(source)
-    made = run(source, tokenizer, prompt, config, new_tokens, as_json, {"do_sample": False}, plain, hub)
+    made = run(source, tokenizer, prompt, config, new_tokens, as_json, {"do_sample": False}, plain, mesh)
     start = len(made.prompt)
     reference = plain.generate(**_inputs(tokenizer, prompt), max_new_tokens=new_tokens, do_sample=False)[0]
     equal, total = agreement(made.ids[start:], reference[start:])
@@ -72,9 +72,9 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
         from private_llm_cli.commands.plot_nodes import plot_nodes
 
         if config.plan is None:
-            plot_costs(layers, hub.waits if hub is not None else (), config, made.clock.last, plot)
+            plot_costs(layers, mesh.waits if mesh is not None else (), config, made.clock.last, plot)
         else:
-            plot_nodes(made.costs, hub.sent if hub is not None else (), config, made.clock.arrived, plot)
+            plot_nodes(made.costs, mesh.sent if mesh is not None else (), config, made.clock.arrived, plot)
     if as_json:
         facts = {"name": "demo", "prompt": prompt, "private_text": texts[0], "plain_text": texts[1]}
         parts = [{"name": layer.name, "bytes": layer.bytes_total, "rounds": layer.rounds} for layer in layers]
@@ -101,7 +101,7 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
 
 def run(
     source: str, tokenizer: Any, prompt: str, config: PrivateConfig, new_tokens: int, quiet: bool,  # noqa: ANN401
-    sampling: dict[str, Any], loaded: Any = None, hub: LocalHub | None = None, preprocess: bool = False,  # noqa: ANN401
+    sampling: dict[str, Any], loaded: Any = None, mesh: LocalMesh | None = None, preprocess: bool = False,  # noqa: ANN401
     form: dict[str, Any] | None = None,
 ) -> Made:  # fmt: skip
     """Share the model (`loaded`, or the checkpoint `source` in a `form`), generate, and collect times and costs."""
@@ -115,7 +115,7 @@ def run(
         if loaded is None:
             model = loaded_from(AutoPrivateModelForCausalLM, source, config, **(form or {}))
         else:
-            model = patch(loaded, config, hub)
+            model = patch(loaded, config, mesh)
         try:
             spent = None
             if preprocess:
@@ -132,12 +132,12 @@ def run(
     return Made(inputs["input_ids"][0], ids, clock, costs, spent)
 
 
-def _recording(config: PrivateConfig, plot: Path | None) -> RecordingHub | None:
+def _recording(config: PrivateConfig, plot: Path | None) -> RecordingMesh | None:
     """What the picture's timeline is read from; parties that are processes are not recorded."""
     if plot is None:
         return None
     check_name(plot)
-    return RecordingHub(config.endpoints, config.timeout_s) if config.party_mode in ("auto", "threads") else None
+    return RecordingMesh(config.endpoints, config.timeout_s) if config.party_mode in ("auto", "threads") else None
 
 
 def figures(made: Made, config: PrivateConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.net.roles import named
-from private_llm_cli.bench.record import RecordingHub
+from private_llm_cli.bench.record import RecordingMesh
 from private_llm_cli.commands.pyplot import load_pyplot
 
 _COMPUTES, _SENDS, _WAITS = "#4c72b0", "#dd8452", "#e6e6e6"
@@ -29,7 +29,7 @@ def check_name(path: Path) -> None:
     load_pyplot()
 
 
-def plot_timeline(hub: RecordingHub, config: PrivateConfig, title: str, span: Span, path: Path) -> None:
+def plot_timeline(mesh: RecordingMesh, config: PrivateConfig, title: str, span: Span, path: Path) -> None:
     """One band for each parallel session of each party: computing or waiting; below it what was on the party's
     wires."""
     pyplot = load_pyplot()
@@ -42,11 +42,11 @@ def plot_timeline(hub: RecordingHub, config: PrivateConfig, title: str, span: Sp
         for parallel_session in range(parallel_sessions):
             place = (party + 0.02 + height * parallel_session, 0.9 * height)
             waits = [
-                (w.start, w.end) for w in hub.waits if (w.endpoint, w.parallel_session) == (party, parallel_session)
+                (w.start, w.end) for w in mesh.waits if (w.endpoint, w.parallel_session) == (party, parallel_session)
             ]
             axes.broken_barh([(0.0, _ms(span[1] - span[0]))], place, color=_COMPUTES, linewidth=0)
             axes.broken_barh(list(_within(waits, span)), place, color=_WAITS, linewidth=0)
-        sent = [(s.start, s.end) for s in hub.sent if s.endpoint == party]
+        sent = [(s.start, s.end) for s in mesh.sent if s.endpoint == party]
         axes.broken_barh(list(_within(sent, span)), (party + 0.76, 0.14), color=_SENDS, linewidth=0)
     names = [named(config, f"party {party}") for party in range(config.parties)]
     axes.set_yticks([party + 0.4 for party in range(config.parties)], names)

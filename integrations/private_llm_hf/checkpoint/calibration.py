@@ -244,7 +244,7 @@ def ranges_of(largest: Largest, config: PrivateConfig) -> Ranges:
                 continue
             raise DomainError(
                 f"module '{name}' has values of 2^{math.log2(reached):.1f}; want less than 2^{limit}. Nothing was "
-                "sent. No fixed-point plan of this library holds this model; scale that layer's weights down if its "
+                "sent. No fixed-point format of this library holds this model; scale that layer's weights down if its "
                 "architecture allows"
             )
         known: dict[str, int] = {
@@ -297,7 +297,7 @@ def calibrate(model: nn.Module, config: PrivateConfig, batches: Sequence[Callabl
     """Run `model` (plaintext, all weights present) on every batch and return its ranges.
 
     batches: functions that call the model once. The model stays as it is; it should be in eval mode.
-    Raises DomainError naming a module whose values fit no plan, before anything was sent.
+    Raises DomainError naming a module whose values fit no fixed-point format, before anything was sent.
     """
     if any(not bool(torch.isfinite(value).all()) for value in model.parameters()):
         return UNKNOWN  # sharing names the weight

@@ -15,7 +15,7 @@ from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm.protocols.weight_sharing import pieces
 from private_llm_hf.checkpoint.checkpoint import Checkpoint
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, model_class
-from private_llm_hf.wire.answers import HeldModel
+from private_llm_hf.wire.answers import NodeModel
 from private_llm_hf.wire.commands import Description
 
 
@@ -65,8 +65,8 @@ class NodeCheckpoint:
                 digest(name, tensor)
                 weights[name] = tensor.to("cpu", torch.float32, copy=True)  # what is streamed may be a mapped file
 
-            layout = ModelSpec.of(found, config)
-            checkpoint.stream(found, config, layout.source, layout.folding(sink))
+            spec = ModelSpec.of(found, config)
+            checkpoint.stream(found, config, spec.source, spec.folding(sink))
         except PrivateLLMError:
             raise
         except (OSError, ValueError, SafetensorError) as error:  # transformers' and safetensors' own
@@ -74,14 +74,14 @@ class NodeCheckpoint:
         return cls(describe(found, config), weights, digest.text())
 
 
-def claim(held: NodeCheckpoint | None) -> HeldModel:
+def claim(checkpoint: NodeCheckpoint | None) -> NodeModel:
     """What a CompNode says of the model that it holds."""
-    if held is None:
-        return HeldModel(None, None, None)
-    return HeldModel(held.description.model, held.description.class_, held.digest)
+    if checkpoint is None:
+        return NodeModel(None, None, None)
+    return NodeModel(checkpoint.description.model, checkpoint.description.class_, checkpoint.digest)
 
 
-def agreed(answers: Mapping[str, HeldModel]) -> HeldModel:
+def agreed(answers: Mapping[str, NodeModel]) -> NodeModel:
     """What all CompNodes hold, from the `claim` of each. Raises ConfigError that names one with something else."""
     (first, want), *others = answers.items()
     for name, found in others:
@@ -98,15 +98,15 @@ def agreed(answers: Mapping[str, HeldModel]) -> HeldModel:
     return want
 
 
-def check_held(held: HeldModel, description: Description, mine: Callable[[], str | None]) -> None:
+def check_stored(stored: NodeModel, description: Description, mine: Callable[[], str | None]) -> None:
     """Raises ConfigError unless nodes hold the model of the client, and the weights if it has some (their digest)."""
-    if held.model != description.model:
+    if stored.model != description.model:
         raise ConfigError(
-            f"the CompNodes hold another model: a {held.class_}, not this {description.class_} or not of this "
+            f"the CompNodes hold another model: a {stored.class_}, not this {description.class_} or not of this "
             "configuration; start them with its checkpoint, or load the model they hold"
         )
     own = mine()
-    if own is not None and own != held.weights:
+    if own is not None and own != stored.weights:
         raise ConfigError(
             "the CompNodes hold other weights than the client; load their checkpoint, or its configuration alone"
         )

@@ -21,7 +21,7 @@ from private_llm.errors import ConfigError, TransportError
 from private_llm.kernels.memory import trim_allocator
 from private_llm.kernels.parallel import nodes_at_once, threads_per_node, threads_per_party
 from private_llm.net.children import start_children
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.rendezvous import connect, open_acceptor
 from private_llm.net.roles import called, named, named_errors
 from private_llm.net.transport import CLIENT, Transport
@@ -42,21 +42,21 @@ _LONGEST_PAUSE_S = 30.0
 _LOG = logging.getLogger("private_llm")
 
 
-def start_parties(config: PrivateConfig, hub: LocalHub | None = None) -> Parties:
+def start_parties(config: PrivateConfig, mesh: LocalMesh | None = None) -> Parties:
     """Start the parties that `config` asks for, or connect to them, and agree on settings and keys.
 
-    hub carries the frames of parties that are threads (default: a new `LocalHub`); for measuring and recording.
+    mesh carries the frames of parties that are threads (default: a new `LocalMesh`); for measuring and recording.
     """
     with named_errors(config):
-        return _start(config, choose_mode(config), hub)
+        return _start(config, choose_mode(config), mesh)
 
 
-def _start(config: PrivateConfig, mode: str, hub: LocalHub | None) -> Parties:
-    if hub is not None and mode != "threads":
-        raise ConfigError(f"hub: got one for party_mode={mode!r}; only parties that are threads use a hub")
+def _start(config: PrivateConfig, mode: str, mesh: LocalMesh | None) -> Parties:
+    if mesh is not None and mode != "threads":
+        raise ConfigError(f"mesh: got one for party_mode={mode!r}; only parties that are threads use a mesh")
     if mode == "threads":
         at_once = None if config.plan is None else nodes_at_once(config.endpoints)
-        return _start_threads(config, hub or LocalHub(config.endpoints, config.timeout_s, at_once))
+        return _start_threads(config, mesh or LocalMesh(config.endpoints, config.timeout_s, at_once))
     if mode == "processes":
         return _start_processes(config)
     if mode == "distributed":
@@ -95,7 +95,7 @@ def serve_party(
         config = replace(config, party_mode="remote")
     if not 0 <= number < config.endpoints:
         raise ConfigError(f"party: got {number}; want 0 to {config.endpoints - 1} for {config.protocol!r}")
-    held = _held(config, number, share_file, checkpoint)
+    stored = _stored(config, number, share_file, checkpoint)
     served = failed = 0
     with named_errors(config):
         acceptor = open_acceptor(config, number)
@@ -113,7 +113,7 @@ def serve_party(
                 failed = _try_again(config, error, failed, notice)
                 continue
             failed = 0
-            reason = _session(config, number, transport, held)
+            reason = _session(config, number, transport, stored)
             served += 1
             notice(f"session {served} ended" + (f": {reason}" if reason else ""))
 
@@ -127,18 +127,18 @@ def _try_again(config: PrivateConfig, error: Exception, failed: int, notice: Cal
 
 
 def _session(
-    config: PrivateConfig, number: int, transport: Transport, held: ShareFile | NodeCheckpoint | None
+    config: PrivateConfig, number: int, transport: Transport, stored: ShareFile | NodeCheckpoint | None
 ) -> str | None:
     """Serve one client and close the links. Returns None, or why it failed."""
     try:
         with closing(transport):
-            return run_party(config, number, transport, held)
+            return run_party(config, number, transport, stored)
     except Exception as error:  # noqa: BLE001 - the end of a session: nothing that a client caused ends the party
         _LOG.exception("%s: a session did not end in order", called(config, number))
         return f"{called(config, number)}: {type(error).__name__}"
 
 
-def _held(
+def _stored(
     config: PrivateConfig, number: int, share_file: Path | None, checkpoint: str | None
 ) -> ShareFile | NodeCheckpoint | None:
     """What a party or node holds of a model before a client comes."""
@@ -153,7 +153,7 @@ def _held(
     return None if share_file is None else ShareFile.open(share_file, config, number)
 
 
-def _start_threads(config: PrivateConfig, hub: LocalHub) -> Parties:
+def _start_threads(config: PrivateConfig, mesh: LocalMesh) -> Parties:
     """Parties as daemon threads: they end with the session or with this process."""
     before = torch.get_num_threads()
     shared = threads_per_party(config.endpoints, config.parallel_sessions)
@@ -162,8 +162,8 @@ def _start_threads(config: PrivateConfig, hub: LocalHub) -> Parties:
     torch.set_num_threads(shared)  # of the process, until the session ends
 
     def run(number: int) -> None:
-        with hub.turn():
-            run_party(config, number, hub.transport(number))
+        with mesh.turn():
+            run_party(config, number, mesh.transport(number))
 
     threads = [
         threading.Thread(target=run, args=(number,), name=f"party {number}", daemon=True)
@@ -171,7 +171,7 @@ def _start_threads(config: PrivateConfig, hub: LocalHub) -> Parties:
     ]
     for thread in threads:
         thread.start()
-    transport = hub.transport(CLIENT)
+    transport = mesh.transport(CLIENT)
 
     def shutdown() -> None:
         for thread in threads:
@@ -189,38 +189,38 @@ def _start_distributed(config: PrivateConfig) -> Parties:
     With as many ranks as parties the client shares the process of party 0 (good for tests only: that process then
     sees the client's values).
     """
-    from private_llm.net.distributed import DistHub  # torch.distributed is slow to import and rarely wanted
+    from private_llm.net.distributed import DistMesh  # torch.distributed is slow to import and rarely wanted
 
     if config.parallel_sessions > 1:
         raise ConfigError(
             "parallel sessions: torch.distributed carries one; want parallel_sessions=1, or another party_mode"
         )
-    hub = DistHub(config.endpoints, config.timeout_s, trusted_network=config.trusted_network)
+    mesh = DistMesh(config.endpoints, config.timeout_s, trusted_network=config.trusted_network)
     facts = config.facts
-    if facts is not None and facts.dealer and hub.rank_of(CLIENT) == hub.rank_of(0):
-        hub.close()
+    if facts is not None and facts.dealer and mesh.rank_of(CLIENT) == mesh.rank_of(0):
+        mesh.close()
         raise ConfigError(
             f"ranks: got {config.endpoints}, which would put the client into the dealer's process; want "
             f"{config.endpoints + 1} (the dealer, {config.parties - 1} parties, nodes of a split, client)"
         )
-    if CLIENT not in hub.endpoints:
-        reason = run_party(config, hub.rank, hub.transport(hub.rank))
-        hub.close()
+    if CLIENT not in mesh.endpoints:
+        reason = run_party(config, mesh.rank, mesh.transport(mesh.rank))
+        mesh.close()
         raise SystemExit(reason)
     threads = [
-        threading.Thread(target=run_party, args=(config, number, hub.transport(number)), daemon=True)
-        for number in hub.endpoints
+        threading.Thread(target=run_party, args=(config, number, mesh.transport(number)), daemon=True)
+        for number in mesh.endpoints
         if number != CLIENT
     ]
     for thread in threads:
         thread.start()
-    transport = hub.transport(CLIENT)
+    transport = mesh.transport(CLIENT)
 
     def shutdown() -> None:
         for thread in threads:
             thread.join(timeout=_EXIT_S)
         transport.close()
-        hub.close()
+        mesh.close()
 
     return join_parallel_sessions(config, transport, shutdown)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,11 +25,11 @@ from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.forward import Forward, encode_prompt
 from private_llm_hf.client.inputs import check_generated
 from private_llm_hf.client.libraries import known_to_pipelines, refuse_swallowed
-from private_llm_hf.client.preprocess import AnyPlan, Preprocessed, dry_run
+from private_llm_hf.client.preprocess import CallPlan, Preprocessed, dry_run
 from private_llm_hf.client.remote_state import PrivateCache
 from private_llm_hf.client.session_client import SessionClient
 from private_llm_hf.models.architectures import architecture
-from private_llm_hf.patch_plan import Plan
+from private_llm_hf.patch_plan import PatchPlan
 
 
 class PrivateModel:
@@ -38,18 +38,22 @@ class PrivateModel:
     config: PretrainedConfig
     original_class: type[PreTrainedModel]
     accepts: frozenset[str]
+    # from the class that this one is mixed into
+    generate: Callable[..., Any]
+    __call__: Callable[..., Any]
+    _shift_right: Callable[[torch.Tensor], torch.Tensor]
 
     def __init__(
         self,
         config: PretrainedConfig,
         parties: SessionClient,
-        plan: Plan,
+        patch_plan: PatchPlan,
         generation_config: GenerationConfig | None = None,
     ) -> None:
         # Only the root constructor: the architecture's own would build modules and weights.
         PreTrainedModel.__init__(self, config)
         self.parties = parties
-        self.plan = plan
+        self.patch_plan = patch_plan
         self.accepts = frozenset(inspect.signature(self.original_class.forward).parameters)
         self._outputs: dict[tuple[int, ...], tuple[int, ...]] = {}
         if generation_config is not None:
@@ -77,13 +81,13 @@ class PrivateModel:
         return int(self._outputs.get(tuple(shape), (self.config.num_labels,))[-1])
 
     # -- what a user asks -----------------------------------------------------------------------------------
-    def explain(self) -> Plan:
+    def explain(self) -> PatchPlan:
         """Print the patch plan (every module, what runs in its place, what stays public) and return it."""
         console = Console()
-        Console(width=max(console.width, 140)).print(self.plan)
-        return self.plan
+        Console(width=max(console.width, 140)).print(self.patch_plan)
+        return self.patch_plan
 
-    def preprocess(self, *plans: AnyPlan) -> Preprocessed:
+    def preprocess(self, *plans: CallPlan) -> Preprocessed:
         """Let the helping party (party 0, the dealer, in quad party 3) do its part of future calls now.
 
             model.preprocess(GeneratePlan(prompt=12, new_tokens=32))
@@ -104,7 +108,7 @@ class PrivateModel:
 
     def cost(self, reset: bool = False) -> Costs:
         """Bytes, rounds, multiply-adds and seconds of all calls since the last reset, by link, module and operation."""
-        return replace(self.parties.costs(reset), kinds={row.name: row.kind for row in self.plan.rows})
+        return replace(self.parties.costs(reset), kinds={row.name: row.kind for row in self.patch_plan.rows})
 
     def close(self) -> None:
         """Stop the parties; the model cannot be used afterwards."""
@@ -129,7 +133,7 @@ class PrivateModel:
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Weights that the parties hold."""
-        return 0 if only_trainable else self.plan.parameters(exclude_embeddings)
+        return 0 if only_trainable else self.patch_plan.parameters(exclude_embeddings)
 
     def get_encoder(self, *_: object, **__: object) -> nn.Module:
         """The encoder of an encoder-decoder model: its call runs at the parties and returns a handle."""
@@ -139,8 +143,7 @@ class PrivateModel:
 
     def shifted(self, labels: torch.Tensor) -> torch.Tensor:
         """What the decoder of an encoder-decoder model reads when its outputs are compared with these labels."""
-        made: torch.Tensor = cast(Any, self)._shift_right(labels)
-        return made
+        return self._shift_right(labels)
 
     def _prepare_model_inputs(self, inputs: object = None, *args: object, **kwargs: object) -> object:
         """As the original's, for tensors."""

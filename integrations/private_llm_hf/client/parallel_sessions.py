@@ -87,16 +87,16 @@ class ParallelSessions(Parties):
             parallel_session.tell(message, parties)
 
     # -- weights --------------------------------------------------------------------------------------------
-    def use_held(self, description: Description, mine: Callable[[], str | None]) -> bool:
-        """As `Parties.use_held`, in every parallel session: the parallel sessions of a party share its file."""
+    def use_stored(self, description: Description, mine: Callable[[], str | None]) -> bool:
+        """As `Parties.use_stored`, in every parallel session: the parallel sessions of a party share its file."""
         with self._call():
-            if self.config.rotate_roles and self._parallel_sessions[0].held_model() is not None:
+            if self.config.rotate_roles and self._parallel_sessions[0].stored_model() is not None:
                 raise ConfigError(
                     "rotate_roles: a share file holds the share of one role, and parties that take turns need one for "
                     "each; start the parties without share files, so that the client deals the weights, or set "
                     "rotate_roles=False"
                 )
-            found = self._parallel_sessions[0].use_held(description, mine)
+            found = self._parallel_sessions[0].use_stored(description, mine)
             if found:
                 self._load_like(dict.fromkeys(range(1, len(self._parallel_sessions)), 0))
                 self.ranges = self._parallel_sessions[0].ranges

@@ -37,7 +37,7 @@ from private_llm_hf.checkpoint.weights import Sink, encode_weight
 from private_llm_hf.client.costs import Costs, rows_of
 from private_llm_hf.client.schedule import Schedule, handles_of
 from private_llm_hf.client.session_client import Secret, SessionClient
-from private_llm_hf.wire.answers import Alive, CostRows, HeldShares, Loaded, Outputs, Prepared
+from private_llm_hf.wire.answers import Alive, CostRows, Loaded, Outputs, Prepared, StoredFile
 from private_llm_hf.wire.codec import M, Message
 from private_llm_hf.wire.commands import (
     CacheEdit,
@@ -46,7 +46,7 @@ from private_llm_hf.wire.commands import (
     EndOfWeights,
     Forward,
     Hello,
-    LoadHeld,
+    LoadFile,
     LoadModel,
     ManageCache,
     Preprocess,
@@ -78,7 +78,7 @@ class Parties(SessionClient):
         self._over: str | None = None
         self._plans = itertools.count(1)
         self._schedule: Schedule | None = None
-        self._filled: dict[bool, set[int]] = {False: set(), True: set()}  # handles, by whether they follow a plan
+        self._filled: dict[bool, set[int]] = {False: set(), True: set()}  # handles, by whether they were preprocessed
 
     # -- one call at a time ---------------------------------------------------------------------------------
     @contextmanager
@@ -133,30 +133,30 @@ class Parties(SessionClient):
         return answers[0]
 
     # -- weights ----------------------------------------------------------------------------------------------
-    def use_held(self, description: Description, mine: Callable[[], str | None]) -> bool:
+    def use_stored(self, description: Description, mine: Callable[[], str | None]) -> bool:
         """Let the parties build the model from what they hold; False if they hold nothing, and wait for `loading`.
 
         mine: finds the `WeightsDigest` of the client's own weights, None without weights; shares have none to compare.
         Raises ShareFileError if they hold different models, files of different sharings, or another model than this.
         """
         with self._call():
-            held = self.held_model()
-            if held is None:
+            stored = self.stored_model()
+            if stored is None:
                 return False
-            if held != description.model:
+            if stored != description.model:
                 raise ShareFileError(
                     f"the parties hold share files of another model than this {description.class_}; start them with "
                     "its files, or load the model they hold"
                 )
-            self.tell(LoadHeld())
+            self.tell(LoadFile())
             self.ranges = Ranges(self.answers(Loaded).ranges)
             self.transport.ledger.reset()
             return True
 
-    def held_model(self) -> str | None:
+    def stored_model(self) -> str | None:
         """Digest of the model that all parties hold, None if they hold none. Raises ShareFileError if they differ."""
         self.tell(Hello())
-        answers = [self._answer(party, HeldShares) for party in self.members]
+        answers = [self._answer(party, StoredFile) for party in self.members]
         if any(answer != answers[0] for answer in answers[1:]):
             raise ShareFileError(
                 "the parties hold share files of different models or different sharings; give them the files of one "

@@ -1,9 +1,10 @@
 """Preprocessing ahead of the data: which calls are planned, and whether the calls that come are those.
 
-What the helping party contributes to a call depends on public facts alone: shapes, masks, positions, which cache
-is continued. A plan is made by a dry run: the user's own program (`generate()`, or one forward) runs against a stand-in
-for the parties that answers zeros and writes down what was asked. The parties run ahead for exactly these requests, and
-the client compares each later request with the next one of them before anything is sent (schedule.py).
+What the helping party contributes to a call depends on public facts alone: shapes, masks, positions, which cache is
+continued. A preprocessing plan is made by a dry run: the user's own program (`generate()`, or one forward) runs
+against a stand-in for the parties that answers zeros and writes down what was asked. The parties run ahead for
+exactly these requests, and the client compares each later request with the next one of them before anything is sent
+(schedule.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class GeneratePlan:
         if tuple(mask.shape) != tuple(ids.shape):
             raise ConfigError(f"preprocess: got an attention_mask {tuple(mask.shape)}; want {tuple(ids.shape)}")
         with torch.no_grad():
-            cast(Any, model).generate(
+            model.generate(
                 input_ids=ids, attention_mask=mask, max_new_tokens=self.new_tokens, do_sample=False, num_beams=1,
                 pad_token_id=0,
             )  # fmt: skip
@@ -75,12 +76,12 @@ class ForwardPlan:
             given[name] = value
         with torch.no_grad():
             try:
-                cast(Any, model)(**given)
+                model(**given)
             except _Noted:
                 return
 
 
-AnyPlan = GeneratePlan | ForwardPlan
+CallPlan = GeneratePlan | ForwardPlan
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class DryRun(SessionClient):
         """Nothing runs."""
 
 
-def dry_run(model: PrivateModel, plans: tuple[AnyPlan, ...]) -> list[Request]:
+def dry_run(model: PrivateModel, plans: tuple[CallPlan, ...]) -> list[Request]:
     """The requests that these plans will make, in order. Raises ConfigError, and whatever the calls would raise."""
     made: list[Request] = []
     for plan in plans:
@@ -145,7 +146,7 @@ def dry_run(model: PrivateModel, plans: tuple[AnyPlan, ...]) -> list[Request]:
     return made
 
 
-def _dry_run_once(model: PrivateModel, plan: AnyPlan) -> list[Request]:
+def _dry_run_once(model: PrivateModel, plan: CallPlan) -> list[Request]:
     generating = isinstance(plan, GeneratePlan)
     generation = copy.deepcopy(getattr(model, "generation_config", None))
     if generation is not None:
@@ -155,5 +156,5 @@ def _dry_run_once(model: PrivateModel, plan: AnyPlan) -> list[Request]:
     kind = "Seq2SeqLMOutput" if model.config.is_encoder_decoder else "CausalLMOutputWithPast"
     vocabulary = model.config.get_text_config().vocab_size if generating else 0
     stand_in = DryRun(model.parties, generating, vocabulary, kind)
-    plan.run(type(model)(model.config, stand_in, model.plan, generation))
+    plan.run(type(model)(model.config, stand_in, model.patch_plan, generation))
     return stand_in.entries

@@ -21,7 +21,7 @@ from private_llm.errors import ConfigError, PatchMismatch, refuse_unknown
 from private_llm.nn.predicted import ActivityPredictor, FreshActivation, SparseFeedForward, SparseHeads
 from private_llm.protocols.session import Session
 from private_llm.sparsity_config import CometConfig
-from private_llm_hf.models.attention import SPARSE
+from private_llm_hf.models.attention_interface import SPARSE
 
 KEY = "private_sparsity"
 """The attribute of a configuration that holds the facts."""

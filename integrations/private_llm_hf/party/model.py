@@ -2,7 +2,7 @@
 
 No plaintext weight is ever here: the tree is built without weights, then every parameter is set to a share
 (or, with weights="public", to the public tensor). Norms and hand-spelled activations are replaced by modules that call
-one protocol, attention and masks come from `attention.py`, and every module books its cost under its own name.
+one protocol; attention and masks are in `attention_interface.py`, and every module books its cost under its own name.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from private_llm_hf.checkpoint.model_spec import accepted_class
 from private_llm_hf.checkpoint.weights import WithoutWeights, weights_of_buffers
 from private_llm_hf.handlers import handler_of, match
 from private_llm_hf.models.architectures import attention_of, table
-from private_llm_hf.models.attention import register
+from private_llm_hf.models.attention_interface import register
 from private_llm_hf.models.batch_norm import fold_batch_norms
 from private_llm_hf.models.latent import expanded, expands_latents
 from private_llm_hf.models.sparse_blocks import attach_predictors, make_sparse
 from private_llm_hf.party.cache import SecretCache, SecretEncoderDecoderCache
 from private_llm_hf.party.placement import Placement, Value
-from private_llm_hf.patch_plan import make_plan
+from private_llm_hf.patch_plan import make_patch_plan
 
 AnyValue = TypeVar("AnyValue", bound=Value)
 
@@ -55,7 +55,7 @@ def build_party_model(
     surplus or misshapen weights, ConfigError for a device_map that does not fit.
     """
     model = empty_model(config, class_name)
-    make_plan(model, session.config)
+    make_patch_plan(model, session.config)
     _replace_modules(model)
     placement = Placement(model, session)
     _set_parameters(model, parameters, placement, progress)
@@ -101,7 +101,7 @@ def release(model: nn.Module) -> None:
 
 
 def new_cache(model: PreTrainedModel, policy: CachePolicy) -> SecretCache | SecretEncoderDecoderCache:
-    """An empty KV cache for this model (with two stacks it keeps all: `make_plan` refuses another policy)."""
+    """An empty KV cache for this model (with two stacks it keeps all: `make_patch_plan` refuses another policy)."""
     return SecretEncoderDecoderCache() if model.config.is_encoder_decoder else SecretCache(policy)
 
 

@@ -23,7 +23,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ShareFileError, TransportError, UnsupportedOp
 from private_llm.exact.argmax import argmax
 from private_llm.kernels.memory import trim_allocator, tune_allocator
-from private_llm.net.parallel_sessions import parallel_session_links
+from private_llm.net.parallel_sessions import RoleAssignment, assignment, parallel_session_links
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.offline_phase import OfflinePhase
 from private_llm.protocols.session import Session, join
@@ -45,7 +45,7 @@ from private_llm_hf.party.model import build_party_model, release
 from private_llm_hf.token_sharding.cut import states_before_cut, stop_behind
 from private_llm_hf.token_sharding.node import Node
 from private_llm_hf.wire import commands
-from private_llm_hf.wire.answers import GUARD, HeldShares, Loaded, Output, Outputs, Prepared
+from private_llm_hf.wire.answers import GUARD, Loaded, Output, Outputs, Prepared, StoredFile
 from private_llm_hf.wire.codec import Message
 from private_llm_hf.wire.commands import OPENED, PUBLIC, CacheEdit, Call, Forward, LoadModel, PartyCommand, Slices
 from private_llm_hf.wire.frames import recv_weight, send_message
@@ -57,14 +57,14 @@ class Party:
     """One party's end of a model: built by a "load" command, run by "forward" commands."""
 
     def __init__(
-        self, config: PrivateConfig, number: int, transport: Transport, held: ShareFile | None,
+        self, config: PrivateConfig, number: int, transport: Transport, share_file: ShareFile | None,
         parallel_sessions: dict[int, Party] | None = None, parallel_session: int = 0,
     ) -> None:  # fmt: skip
         """parallel sessions: where the parallel sessions of one party find each other; this one enters itself as number
         `parallel session`."""
         links = parallel_session_links(transport, config.parties, parallel_session, config.rotate_roles)
-        self.config, self.number, self.transport, self.held = config, number, links, held
-        self.role = links.me
+        self.config, self.number, self.transport, self.share_file = config, number, links, share_file
+        self.role, self.assignment = links.me, assignment(config.parties, parallel_session, config.rotate_roles)
         self.parallel_sessions = {} if parallel_sessions is None else parallel_sessions
         self.parallel_sessions[parallel_session] = self
         self.session: Session = join(config, self.role, links)
@@ -87,9 +87,9 @@ class Party:
     def _obey(self, command: PartyCommand) -> None:
         match command:
             case commands.Hello():
-                model, sharing = (self.held.description.model, self.held.sharing) if self.held else (None, None)
-                self._answer(HeldShares(model, sharing))
-            case commands.LoadHeld() | commands.LoadLike() | LoadModel():
+                file = self.share_file
+                self._answer(StoredFile(*((file.description.model, file.sharing) if file else (None, None))))
+            case commands.LoadFile() | commands.LoadLike() | LoadModel():
                 self._load(command)
             case Forward():
                 self.forward(command)
@@ -125,14 +125,15 @@ class Party:
     # -- the model --------------------------------------------------------------------------------------------
     def _load(self, command: commands.Load) -> None:
         weights: dict[str, Fixed | Tensor | Offloaded]
-        if isinstance(command, commands.LoadHeld):
-            if self.held is None:
+        if isinstance(command, commands.LoadFile):
+            if self.share_file is None:
                 raise ShareFileError("the client wants a model that this party holds no share file of")
-            loaded = LoadModel(self.held.description, None)
+            self._check_assignment(tuple(range(self.config.parties)), "a share file")
+            loaded = LoadModel(self.share_file.description, None)
             ranges = Ranges(loaded.description.ranges)
             weights = {
-                name: Offloaded(shape, functools.partial(self._from_file, self.held, name, ranges))
-                for name, shape in self.held.shapes.items()
+                name: Offloaded(shape, functools.partial(self._from_file, self.share_file, name, ranges))
+                for name, shape in self.share_file.shapes.items()
             }
         elif isinstance(command, commands.LoadLike):
             other = self.parallel_sessions.get(command.parallel_session)
@@ -140,8 +141,10 @@ class Party:
                 raise TransportError(
                     f"parallel session {command.parallel_session} of this party has no model that another could take"
                 )
+            if self.config.weights == "secret":
+                self._check_assignment(other.assignment, f"the model of parallel session {command.parallel_session}")
             loaded, weights = other.loaded, self._weights_of(other)
-        elif self.held is not None:
+        elif self.share_file is not None:
             raise ShareFileError("this party was started with a share file and serves the model of that file only")
         else:
             loaded, described = command, command.description
@@ -155,6 +158,14 @@ class Party:
         self.transport.ledger.reset()
         self._answer(Loaded(self.session.known.ranges.to_dict()))
 
+    def _check_assignment(self, shared: RoleAssignment, what: str) -> None:
+        """Raise TransportError for shares of other roles: parties would compute with, and see, what is not theirs."""
+        if shared != self.assignment:
+            raise TransportError(
+                f"{what} was shared for the roles {shared}, and this parallel session plays {self.assignment}: want "
+                "weights that are dealt for every role assignment"
+            )
+
     def _announced(self, description: commands.Description) -> Shapes:
         """The weights that a client must send for the model that it describes."""
         each = self.session.ring.bytes * (keys_held(self.config, self.role) + sends_parts(self.config, self.role))
@@ -162,16 +173,16 @@ class Party:
             each = torch.float32.itemsize
         return announced_shapes(description, each, whole=self.config.offload_folder is None)
 
-    def _from_file(self, held: ShareFile, name: str, ranges: Ranges) -> Fixed:
-        return Fixed(self.session, held.weight(name), ranges.frac_of_weight(name, self.session.frac))
+    def _from_file(self, share_file: ShareFile, name: str, ranges: Ranges) -> Fixed:
+        return Fixed(self.session, share_file.weight(name), ranges.frac_of_weight(name, self.session.frac))
 
     def _weights_of(self, other: Party) -> dict[str, Fixed | Tensor | Offloaded]:
         """The shares of another parallel session with the same assignment: the same memory or file, used in this
         parallel session's session."""
-        held = dict(other.ready().named_parameters())
-        if any(value.is_meta for value in held.values()):  # some weights stay on disk
+        found = dict(other.ready().named_parameters())
+        if any(value.is_meta for value in found.values()):  # some weights stay on disk
             return {n: Offloaded(v.shape, functools.partial(self._offloaded_of, v)) for n, v in other.offloaded.items()}
-        return {name: self._mine(value) for name, value in held.items()}
+        return {name: self._mine(value) for name, value in found.items()}
 
     def _offloaded_of(self, value: Offloaded) -> Fixed | Tensor:
         return self._mine(value.read())
@@ -356,7 +367,7 @@ def _read(made: Callable[[Tensor | None], Fixed | Tensor], offload: OffloadFile,
 
 
 def run_party(
-    config: PrivateConfig, number: int, transport: Transport, held: ShareFile | NodeCheckpoint | None = None
+    config: PrivateConfig, number: int, transport: Transport, stored: ShareFile | NodeCheckpoint | None = None
 ) -> str | None:
     """Serve one client until it stops. Returns None, or why the session ended (which all others were told)."""
     tune_allocator()
@@ -365,16 +376,10 @@ def run_party(
 
     def serve(parallel_session: int) -> None:
         if config.protocol == "cascade" or number >= config.parties:
-            Node(config, number, transport, held if isinstance(held, NodeCheckpoint) else None).serve()
+            Node(config, number, transport, stored if isinstance(stored, NodeCheckpoint) else None).serve()
         else:
-            Party(
-                config,
-                number,
-                transport,
-                held if isinstance(held, ShareFile) else None,
-                parallel_sessions,
-                parallel_session,
-            ).serve()
+            share_file = stored if isinstance(stored, ShareFile) else None
+            Party(config, number, transport, share_file, parallel_sessions, parallel_session).serve()
 
     def run(parallel_session: int) -> None:
         reason = reported(config, number, transport, functools.partial(serve, parallel_session))
@@ -382,13 +387,8 @@ def run_party(
             reasons.append(reason)
 
     others = [
-        threading.Thread(
-            target=run,
-            args=(parallel_session,),
-            name=f"party {number} parallel session {parallel_session}",
-            daemon=True,
-        )
-        for parallel_session in range(1, config.parallel_sessions)
+        threading.Thread(target=run, args=(each,), name=f"party {number} parallel session {each}", daemon=True)
+        for each in range(1, config.parallel_sessions)
     ]
     for thread in others:
         thread.start()

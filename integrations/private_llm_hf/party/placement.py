@@ -40,7 +40,7 @@ class Placement:
         if named is None or session.device == "meta":
             named = {"": session.device}
         elif not isinstance(named, Mapping):
-            named = planned(model, session)
+            named = planned_map(model, session)
         else:
             _check_names(model, named)
         self._places = {name: str(where) for name, where in named.items()}
@@ -154,8 +154,8 @@ def parameter(value: Value, device: torch.device) -> nn.Parameter:
     return nn.Parameter(value if value.device == device or device.type == "meta" else value.to(device), False)
 
 
-# -- plans ------------------------------------------------------------------------------------------------------
-def planned(model: nn.Module, session: Session) -> dict[str, str]:
+# -- device maps ------------------------------------------------------------------------------------------------------
+def planned_map(model: nn.Module, session: Session) -> dict[str, str]:
     """Accelerate's device map for a model without weights, in the bytes that this party's shares take."""
     config = session.config
     one = torch.zeros(1, dtype=session.ring.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from private_llm.config import PrivateConfig
 from private_llm.net.children import start_children
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.timed import TimedTransport
 from private_llm.net.transport import Transport
 from private_llm_hf.client.parallel_sessions import join_parallel_sessions
@@ -22,8 +22,8 @@ class TimedParties:
 
     client: TimedTransport
 
-    def __call__(self, config: PrivateConfig, hub: LocalHub | None = None) -> Parties:
-        """As `launch.start_parties`; a hub is of no use."""
+    def __call__(self, config: PrivateConfig, mesh: LocalMesh | None = None) -> Parties:
+        """As `launch.start_parties`; a mesh is of no use."""
         transport, stop = start_children(config, "private_llm_hf.party.timed:run_timed", {})
         try:
             self.client = TimedTransport(transport)

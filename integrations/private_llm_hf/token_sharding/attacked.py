@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from private_llm.errors import DomainError
 from private_llm.token_sharding import Rows, Step, allowed, attend, combine, key_bias
-from private_llm_hf.token_sharding.attention import attention_calls, cascade_config, listen, register
+from private_llm_hf.token_sharding.attention_calls import attention_calls, cascade_config, listen, register
 
 
 class _Reached(Exception):

@@ -24,18 +24,18 @@ from private_llm.protocols.plain.client import PlainClient
 from private_llm.ring.ring import Ring
 from private_llm.token_sharding import Setting, ShardingPlan, Step, recv_floats, refuse_weak, send_floats, warn_weak
 from private_llm_hf.checkpoint.model_spec import model_class
-from private_llm_hf.checkpoint.node_checkpoint import agreed, check_held
+from private_llm_hf.checkpoint.node_checkpoint import agreed, check_stored
 from private_llm_hf.checkpoint.weights import Sink
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.session_client import Secret
 from private_llm_hf.models.architectures import architecture, positions_by_mask
 from private_llm_hf.token_sharding.answers import Answer, Due, check_equal, in_order, read_answer
-from private_llm_hf.token_sharding.attention import attention_calls
+from private_llm_hf.token_sharding.attention_calls import attention_calls
 from private_llm_hf.token_sharding.commands import AttnForward, CompForward, CropTo, LoadNode, NodeEdit
 from private_llm_hf.token_sharding.comp_node import reads_last_token
 from private_llm_hf.token_sharding.cut import Cut
 from private_llm_hf.token_sharding.node import agree, plan_of
-from private_llm_hf.wire.answers import HeldModel, NodeLoaded, NodeOutputs
+from private_llm_hf.wire.answers import NodeLoaded, NodeModel, NodeOutputs
 from private_llm_hf.wire.commands import (
     CacheEdit,
     Call,
@@ -132,16 +132,16 @@ class Nodes(Parties):
         self._gone: dict[int, list[int]] = {node: [] for node in range(self.plan.alpha, self.plan.nodes)}
 
     # -- weights ------------------------------------------------------------------------------------------------
-    def use_held(self, description: Description, mine: Callable[[], str | None]) -> bool:
-        """Let the CompNodes use the model that they hold; False if they hold none. Raises as `agreed`, `check_held`."""
+    def use_stored(self, description: Description, mine: Callable[[], str | None]) -> bool:
+        """Let the CompNodes use the model that they hold; False without one. Raises as `agreed`, `check_stored`."""
         comps = range(self.plan.alpha)
         with self._call():
             self.tell(Hello(), comps)
-            held = agreed({called(self.config, node): self._answer(node, HeldModel) for node in comps})
-            if held.model is None:
+            stored = agreed({called(self.config, node): self._answer(node, NodeModel) for node in comps})
+            if stored.model is None:
                 return False
-            check_held(held, description, mine)
-            self._load(description, held=True)
+            check_stored(stored, description, mine)
+            self._load(description, disk=True)
             self._loaded()
             return True
 
@@ -155,19 +155,19 @@ class Nodes(Parties):
     def loading_behind(self, description: Description, cut: Cut | None) -> Iterator[Sink]:
         """The same; cut: where a split cuts the model, if it does."""
         with self._call():
-            self._load(description, held=False, cut=cut)
+            self._load(description, disk=False, cut=cut)
             yield self._send_weight
             self.tell(EndOfWeights(), range(self.plan.alpha))
             self._loaded()
 
-    def _load(self, description: Description, held: bool, cut: Cut | None = None) -> None:
+    def _load(self, description: Description, disk: bool, cut: Cut | None = None) -> None:
         cls = model_class(description.class_)
         config = cls.config_class.from_dict(dict(description.config))
         calls = attention_calls(cls, config)[cut.count if cut else 0 :]
         self._by_mask = config.model_type in positions_by_mask()
         self._last_only = reads_last_token(cls, config)
         accepts = sorted(set(inspect.signature(cls.forward).parameters))
-        self.tell(LoadNode(description, held, cut, tuple(calls), tuple(accepts)))
+        self.tell(LoadNode(description, disk, cut, tuple(calls), tuple(accepts)))
 
     def _loaded(self) -> None:
         for node in self.members:

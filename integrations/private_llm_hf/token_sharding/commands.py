@@ -25,12 +25,12 @@ ByRow = Annotated[Tensor, Dims(2, torch.int64)]
 class LoadNode(Message):
     """Build the model, or the attention of it. Answered by `NodeLoaded`.
 
-    held: a CompNode takes the model that it read itself; otherwise weights follow as after `LoadModel`. behind: where a
+    disk: a CompNode takes the model that it read itself; otherwise weights follow as after `LoadModel`. behind: where a
     split cuts the model. calls: its attention calls. accepts: arguments of its forward.
     """
 
     description: Description
-    held: bool
+    disk: bool
     behind: Cut | None
     calls: tuple[AttentionCall, ...]
     accepts: tuple[str, ...]

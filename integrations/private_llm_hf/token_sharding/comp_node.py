@@ -17,7 +17,7 @@ from private_llm.token_sharding import Exchange, recv_floats
 from private_llm_hf.checkpoint.model_spec import accepted_class
 from private_llm_hf.checkpoint.weights import WithoutWeights
 from private_llm_hf.models.architectures import architecture
-from private_llm_hf.token_sharding.attention import cascade_config, listen, register
+from private_llm_hf.token_sharding.attention_calls import cascade_config, listen, register
 from private_llm_hf.token_sharding.commands import CompForward, LoadNode
 from private_llm_hf.token_sharding.cut import StandIn
 from private_llm_hf.wire.commands import OPENED

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from private_llm.errors import ConfigError, DomainError, PatchMismatch
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.checkpoint.weights import skeleton
-from private_llm_hf.token_sharding.attention import cascade_config, listen, register
+from private_llm_hf.token_sharding.attention_calls import cascade_config, listen, register
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What token sharding will cost, without weights or nodes: the client's own code, and formulas where the nodes stand.
 
 The client is the ordinary one. A CompNode's model runs without values, which says what it multiplies and what it
-returns; what travels between the nodes and what AttnNodes compute comes from `token_sharding/nodes/cost.py`.
+returns; what travels between the nodes and what AttnNodes compute comes from `token_sharding/nodes/stage_costs.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from private_llm_hf.checkpoint.model_spec import describe
 from private_llm_hf.checkpoint.weights import WeightList, skeleton
 from private_llm_hf.client.costs import Costs, layer_of, rows_of
 from private_llm_hf.token_sharding.answers import Due
-from private_llm_hf.token_sharding.attention import attention_calls
+from private_llm_hf.token_sharding.attention_calls import attention_calls
 from private_llm_hf.token_sharding.client import Nodes, NodeStep
 from private_llm_hf.token_sharding.commands import LoadNode
 from private_llm_hf.token_sharding.comp_node import CompNode, reads_last_token

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bloom import modeling_bloom as bloom
 from transformers.models.falcon import modeling_falcon as falcon
@@ -73,11 +73,17 @@ def slopes(build_alibi_tensor: Callable[[Tensor, int, torch.dtype], Tensor], hea
     return tuple(build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), heads, torch.float32)[:, 0, 1].tolist())
 
 
+class _Layer(Protocol):
+    """What both attentions have."""
+
+    config: PretrainedConfig
+    inv_norm_factor: float
+
+
 def _attention(
-    module: nn.Module, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, facts: dict[str, Any]
+    module: _Layer, rows: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, facts: dict[str, Any]
 ) -> Tensor:
     """Queries, keys, values [B, heads, n, D] to attention [B, n, heads x D]."""
-    layer = cast(Any, module)
-    attend = ALL_ATTENTION_FUNCTIONS[layer.config._attn_implementation]
-    out: Tensor = attend(layer, *rows, mask, scaling=layer.inv_norm_factor, **facts)[0]
+    attend = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
+    out: Tensor = attend(module, *rows, mask, scaling=module.inv_norm_factor, **facts)[0]
     return out.flatten(2)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -44,9 +43,9 @@ class SeenRows:
     def __call__(self, ids: Tensor) -> Tensor:
         """Ids [B, n] to [B, n, numbers of a row]."""
         with torch.no_grad():
-            tokens = self._model.get_input_embeddings()(ids)
+            tokens: Tensor = self._model.get_input_embeddings()(ids)
             if self.layers == (0,):
-                return cast(Tensor, tokens)
+                return tokens
             states = self._model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
         return torch.cat([states[layer] if layer else tokens for layer in self.layers], -1)
 

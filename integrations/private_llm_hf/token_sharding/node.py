@@ -64,16 +64,16 @@ class Node:
     """One endpoint of a plan."""
 
     def __init__(
-        self, config: PrivateConfig, number: int, transport: Transport, held: NodeCheckpoint | None = None
+        self, config: PrivateConfig, number: int, transport: Transport, checkpoint: NodeCheckpoint | None = None
     ) -> None:
-        """held: the model that this CompNode read itself."""
+        """checkpoint: the model that this CompNode read itself."""
         if config.device_map is not None and config.protocol == "cascade":  # before a split the parties may have one
             raise ConfigError("device_map: a node keeps its model, or its cache, on one device; set device instead")
         self.plan = plan_of(config)
         before = config.endpoints - self.plan.nodes  # parties of a split
         self.config, self.number, self._links = config, number - before, transport
         self.transport = node_links(transport, before, self.plan.nodes)
-        self._device, self._held = device_for(config.device, number), held
+        self._device, self._checkpoint = device_for(config.device, number), checkpoint
         self._heartbeat = Heartbeat(self.transport, config.timeout_s / 4)
         agree(config, transport, [CLIENT])
         self._attn: AttnNode | None = None
@@ -89,7 +89,7 @@ class Node:
     def _obey(self, command: NodeCommand) -> None:
         match command:
             case Hello():  # which model this CompNode holds, if it holds one
-                send_message(self.transport, CLIENT, claim(self._held))
+                send_message(self.transport, CLIENT, claim(self._checkpoint))
             case LoadNode():
                 self._load(command)
             case AttnForward():
@@ -114,7 +114,7 @@ class Node:
     def _load(self, command: LoadNode) -> None:
         links = PlacedTransport(self.transport, lambda: self._device)
         if self.number < self.plan.alpha:
-            if command.held or self._held is not None:
+            if command.disk or self._checkpoint is not None:
                 command, weights = self._own_model(command)
             else:
                 weights = self._weights(command.description)
@@ -129,11 +129,11 @@ class Node:
 
     def _own_model(self, command: LoadNode) -> tuple[LoadNode, dict[str, Tensor]]:
         """The model that this CompNode read itself: a node that was started with one serves no other."""
-        if self._held is None:
+        if self._checkpoint is None:
             raise ConfigError("the client sends no weights, and this CompNode holds none (--model)")
-        if not command.held:
+        if not command.disk:
             raise ConfigError("this CompNode was started with a model (--model) and serves that model only")
-        return dataclasses.replace(command, description=self._held.description), self._held.weights
+        return dataclasses.replace(command, description=self._checkpoint.description), self._checkpoint.weights
 
     def _weights(self, description: Description) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}

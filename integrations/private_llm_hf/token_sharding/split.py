@@ -42,7 +42,7 @@ class SplitParties(Parties):
         super().__init__(config, transport, join_as_client(config, transport), shutdown)
         self._nodes = nodes
 
-    def use_held(self, description: Description, mine: Callable[[], str | None]) -> bool:
+    def use_stored(self, description: Description, mine: Callable[[], str | None]) -> bool:
         """Parties and nodes get the model from the client."""
         return False
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.protocols.plain.checked import CheckedPlain
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import cleartext
@@ -101,14 +101,14 @@ def compare(
 
 def _truth(model: PreTrainedModel) -> PreTrainedModel:
     """The model in float64, with batch norms folded as the parties have them."""
-    layout = ModelSpec.of(type(model), model.config)
-    if not layout.folds:
+    spec = ModelSpec.of(type(model), model.config)
+    if not spec.folds:
         return copy.deepcopy(model).to(torch.float64).eval()
     made: dict[str, Tensor] = {}
-    sink = layout.folding(lambda name, value: made.update({name: value.to(torch.float64)}))
-    stream_loaded(model, layout.source, sink)
-    layout.model.load_state_dict(made, assign=True)
-    return layout.model
+    sink = spec.folding(lambda name, value: made.update({name: value.to(torch.float64)}))
+    stream_loaded(model, spec.source, sink)
+    spec.model.load_state_dict(made, assign=True)
+    return spec.model
 
 
 def _tokens(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Tensor]:
@@ -170,7 +170,7 @@ def _decoded(value: Tensor) -> Tensor:
 
 
 def _session(config: PrivateConfig, ranges: Ranges) -> Session:
-    transport = LocalHub(1).transport(0)
+    transport = LocalMesh(1).transport(0)
     session = Session(config, CheckedPlain(0, transport, Ring(config.ring)))
     session.known.ranges = ranges
     return session
@@ -184,8 +184,8 @@ def _weights(model: PreTrainedModel, session: Session) -> list[tuple[str, Fixed]
         elements = encode_weight(name, value, session.ring, frac)
         made.append((name, Fixed(session, cleartext(elements, watched=True), frac)))
 
-    layout = ModelSpec.of(type(model), model.config)
-    stream_loaded(model, layout.source, layout.folding(take))
+    spec = ModelSpec.of(type(model), model.config)
+    stream_loaded(model, spec.source, spec.folding(take))
     return made
 
 

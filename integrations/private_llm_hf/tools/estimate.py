@@ -15,11 +15,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
@@ -39,7 +39,7 @@ from private_llm_hf.client.session_client import Secret, SessionClient
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.party.model import build_party_model, empty_model, meta_parameters
 from private_llm_hf.party.party import Party
-from private_llm_hf.patch_plan import make_plan
+from private_llm_hf.patch_plan import make_patch_plan
 from private_llm_hf.token_sharding.client import check_sharding
 from private_llm_hf.token_sharding.cut import Cut, stop_behind
 from private_llm_hf.token_sharding.estimate import MetaNodes, Sharded
@@ -72,7 +72,7 @@ class LayerCost:
     def seconds(self, bandwidth_mbit: float, latency_ms: float, gmacs: float) -> float:
         """One latency a round, the busiest link's bytes, the busiest party's multiply-adds, one after the other.
 
-        Behind token sharding the sum of its stages (see `token_sharding/nodes/cost.py`): two latencies a round, and the
+        Behind token sharding the sum of its stages (see `nodes/stage_costs.py`): two latencies a round, and the
         bytes of the busiest network card in place of a link's.
         """
         if self.stages:
@@ -164,7 +164,7 @@ class _MetaParty(Party):
 
     def weight_bytes(self) -> int:
         """Memory of this party's shares of the weights, tied ones once; public ones are kept with their ring form."""
-        weights = list(cast(nn.Module, self.model).parameters())
+        weights = list(self.ready().parameters())
         kept = self.session.ring.bytes if self.config.weights == "public" else 0
         return sum(_bytes(weight) + kept * weight.numel() for weight in weights)
 
@@ -270,7 +270,7 @@ class _MetaSplit(_MetaParties):
         cut = Cut.of(model_class, settings, config.split or 0)
         super().__init__(config, describe(model_class, cut.shortened(settings), ranges), lambda: None, every_layer)
         for party in self.parties:
-            stop_behind(cast(nn.Module, party.model), f"{cut.path}.{cut.count - 1}")
+            stop_behind(party.ready(), f"{cut.path}.{cut.count - 1}")
         self._nodes = MetaNodes(config, model_class, settings, progress, cut)
 
     def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
@@ -324,8 +324,8 @@ def estimate(
     if bare.can_generate():
         generation = GenerationConfig.from_model_config(config)
         generation.eos_token_id = None  # nothing ends early
-    plan = make_plan(bare, private_config)
-    model = private_class(model_class)(config, parties, plan, generation)
+    patch_plan = make_patch_plan(bare, private_config)
+    model = private_class(model_class)(config, parties, patch_plan, generation)
     ids = torch.ones(batch, sequence, dtype=torch.int64)
     mask = torch.ones_like(ids)
     first = _FirstToken(parties.estimate)
@@ -396,5 +396,6 @@ def model_class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM, transformers.AutoModel):
         if type(config) in auto._model_mapping:
             known = auto._model_mapping[type(config)]
-            return cast(type[PreTrainedModel], known[0] if isinstance(known, tuple) else known)
+            first: type[PreTrainedModel] = known[0] if isinstance(known, tuple) else known
+            return first
     raise ConfigError(f"no model class is known for '{config.model_type}'; name one in config.architectures")

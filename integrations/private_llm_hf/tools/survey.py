@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PrivateLLMError
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.protocols.plain.party import Plain
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import cleartext
@@ -34,15 +34,15 @@ def survey(model: PreTrainedModel, run: Callable[[nn.Module, Callable[[Tensor], 
     run: calls the private model, given what makes a secret of a tensor of numbers.
     """
     config = PrivateConfig(protocol="plain", insecure=True, guard=False)
-    session = Session(config, Plain(0, LocalHub(1).transport(0), Ring(config.ring)))
+    session = Session(config, Plain(0, LocalMesh(1).transport(0), Ring(config.ring)))
     weights: dict[str, Fixed] = {}
 
     def take(name: str, value: Tensor) -> None:
         elements = encode_weight(name, value, session.ring, session.frac)
         weights[name] = Fixed(session, cleartext(elements), session.frac)
 
-    layout = ModelSpec.of(type(model), model.config)
-    stream_loaded(model, layout.source, layout.folding(take))
+    spec = ModelSpec.of(type(model), model.config)
+    stream_loaded(model, spec.source, spec.folding(take))
     facts = describe(type(model), model.config)
     private = build_party_model(facts.config, facts.class_, weights, session)
     mode = _Noting(private, session)

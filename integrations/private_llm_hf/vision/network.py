@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -35,16 +35,16 @@ def _flag(value: object) -> bool:
     return isinstance(value, bool)
 
 
-def _whole(value: object, least: int = 0) -> bool:
+def _whole(value: object, least: int = 0) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < _LARGEST
 
 
-def _count(value: object) -> bool:
+def _count(value: object) -> TypeGuard[int]:
     return _whole(value, 1)
 
 
 def _dim(value: object) -> bool:
-    return _whole(value, -8) and cast(int, value) < 8
+    return _whole(value, -8) and value < 8
 
 
 def _real(value: object) -> bool:
@@ -145,7 +145,8 @@ def _size_of(x: Tensor, dim: int | None = None) -> Any:  # noqa: ANN401 - one si
 def _item(sizes: object, index: object) -> int:
     if not isinstance(sizes, tuple) or not isinstance(index, int):
         raise DomainError("network description: 'item' picks one size of a shape, nothing else")
-    return cast(int, sizes[index])
+    size: int = sizes[index]
+    return size
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -192,13 +193,14 @@ def _wrong(why: str) -> PatchMismatch:
 
 
 def _check_module(name: object, facts: object) -> None:
-    kind = kind_of(facts.get("type")) if isinstance(facts, dict) else None
+    settings: dict[str, object] = facts if isinstance(facts, dict) else {}
+    kind = kind_of(settings.get("type"))
     if not isinstance(name, str) or not name or kind is None:
         raise _wrong(
             f"module {name!r} has no type of the list {', '.join((*KINDS, *kinds_of_users()))}; a class of one's own "
             "must be imported from the file that registers its handler, under the same name everywhere"
         )
-    given = {key: value for key, value in cast(dict[str, object], facts).items() if key != "type"}
+    given = {key: value for key, value in settings.items() if key != "type"}
     if set(given) != set(kind.options):
         raise _wrong(f"module {name!r}: got arguments {sorted(given)}; want {sorted(kind.options)}")
     for key, value in given.items():
@@ -322,8 +324,8 @@ class Network(PreTrainedModel):  # type: ignore[misc]
         """What the client makes of opened logits: the network's own output, after its head."""
         description = check_description(config.network)
         head = description["head"]
-        logits: Tensor = output[0]
-        return logits if head is None else cast(Tensor, build_module(description["modules"][head])(logits))
+        logits: Tensor = output[0] if head is None else build_module(description["modules"][head])(output[0])
+        return logits
 
     def layers_before(self) -> dict[str, str]:
         """For each module the module whose output it alone takes, where both run once: what may be merged."""

@@ -24,7 +24,7 @@ class Alive(Message):
 
 
 @dataclass(frozen=True)
-class HeldShares(Message):
+class StoredFile(Message):
     """The share file that a party holds: digest of its model, number of its sharing; None if it holds none."""
 
     model: str | None
@@ -36,7 +36,7 @@ class HeldShares(Message):
 
 
 @dataclass(frozen=True)
-class HeldModel(Message):
+class NodeModel(Message):
     """The checkpoint that a CompNode holds: digests of model and weights, and its class; None if it holds none."""
 
     model: str | None
@@ -45,7 +45,7 @@ class HeldModel(Message):
 
     def __post_init__(self) -> None:
         if len({fact is None for fact in (self.model, self.class_, self.weights)}) != 1:
-            raise DomainError("a held model: got a part of model, class and weights; want all of them or none")
+            raise DomainError("the model of a node: got a part of model, class and weights; want all of them or none")
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class NodeOutputs(Message):
 
 @dataclass(frozen=True)
 class Prepared(Message):
-    """A plan was prepared. stored: bytes. digests: digests (hex) of what a quad's helper opens later."""
+    """A preprocessing plan was prepared. stored: bytes. digests: digests (hex) of what a quad's helper opens later."""
 
     stored: Number
     digests: tuple[str, ...]

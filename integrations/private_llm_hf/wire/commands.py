@@ -1,7 +1,7 @@
 """What the client asks of the parties: one class for each command, and the requests that commands hold.
 
-A request (`Call`, or a change of a cache) is the same wherever it goes: to the parties at once, into a plan, to
-parallel sessions. Commands to the nodes of token sharding are in token_sharding/commands.py.
+A request (`Call`, or a change of a cache) is the same wherever it goes: to the parties at once, into a preprocessing
+plan, to parallel sessions. Commands to the nodes of token sharding are in token_sharding/commands.py.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ CacheEdit = SelectRows | CropCache | ResetCache | CopyCache
 Request = Call | CacheEdit
 
 Place = tuple[Count, Count]
-"""Of a request that was preprocessed: the number of its plan, and its own in it."""
+"""Of a request that was preprocessed: the number of its preprocessing plan, and its own in it."""
 
 Slices = tuple[tuple[int, tuple[Count, ...]], ...]
 """Which rows of the hidden states before a split go to which endpoint."""
@@ -154,11 +154,11 @@ Slices = tuple[tuple[int, tuple[Count, ...]], ...]
 # -- commands -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Hello(Message):
-    """What do you hold? Answered by `HeldShares`, or a node's `HeldModel`."""
+    """What do you hold? Answered by `StoredFile`, or a node's `NodeModel`."""
 
 
 @dataclass(frozen=True)
-class LoadHeld(Message):
+class LoadFile(Message):
     """Build the model of the share file that the party holds. Answered by `Loaded`, as all that load."""
 
 
@@ -236,5 +236,5 @@ class Stop(Message):
     """The session ends."""
 
 
-Load = LoadHeld | LoadLike | LoadModel
+Load = LoadFile | LoadLike | LoadModel
 PartyCommand = Hello | Load | Forward | ManageCache | Preprocess | TellCosts

@@ -110,7 +110,7 @@ def reveal_to_client(ring: Ring, count: int) -> Cost:
     return verify() + Cost(opened)
 
 
-def index_from_client(count: int, domain: int) -> Cost:
+def index_from_client(ring: Ring, count: int, domain: int) -> Cost:
     """Four point-function keys for each of four parties, 8 key_words(domain) bytes each."""
     return Cost({(CLIENT, party): 4 * 8 * count * key_words(domain) for party in range(4)})
 

@@ -90,7 +90,7 @@ def reveal_to_client(ring: Ring, count: int) -> Cost:
     return Cost({(1, CLIENT): count * ring.bytes, (2, CLIENT): count * ring.bytes})
 
 
-def index_from_client(count: int, domain: int) -> Cost:
+def index_from_client(ring: Ring, count: int, domain: int) -> Cost:
     """Two point-function keys for each party, 8 key_words(domain) bytes each."""
     return Cost({(CLIENT, party): 2 * 8 * count * key_words(domain) for party in range(3)})
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from private_llm.token_sharding.attacks.partial_results import search_results
+from private_llm.token_sharding.attacks.row_matching import ALIKE, Attacked, flat, match_rows, one
 from private_llm.token_sharding.attacks.row_space import read_from_front, read_results
-from private_llm.token_sharding.attacks.rows import ALIKE, Attacked, flat, match_rows, one
 from private_llm.token_sharding.attacks.sparse_totals import read_totals
 from private_llm.token_sharding.attacks.view import ALL, View, result_shards, visible
 from private_llm.token_sharding.attacks.vocab_matching import Progress, match_states, unknown_between

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.token_sharding.attacks.rows import Attacked, Contextual
+from private_llm.token_sharding.attacks.row_matching import Attacked, Contextual
 from private_llm.token_sharding.attacks.view import ALL, View, added, rest
 from private_llm.token_sharding.attacks.vocab_matching import CHUNK
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from private_llm.token_sharding.attacks.rows import ALIKE, Attacked, Row
+from private_llm.token_sharding.attacks.row_matching import ALIKE, Attacked, Row
 from private_llm.token_sharding.attacks.view import View, parts, rest
 from private_llm.token_sharding.attacks.vocab_matching import Progress, candidates
 

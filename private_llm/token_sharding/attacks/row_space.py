@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from private_llm.token_sharding.attacks.partial_results import known_rows
-from private_llm.token_sharding.attacks.rows import ALIKE, Attacked, Row
+from private_llm.token_sharding.attacks.row_matching import ALIKE, Attacked, Row
 from private_llm.token_sharding.attacks.view import ALL, View, added, rest
 from private_llm.token_sharding.attacks.vocab_matching import CHUNK, Progress
 

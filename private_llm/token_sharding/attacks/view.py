@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from private_llm.token_sharding.attacks.rows import Row, Rows
-from private_llm.token_sharding.nodes.attention import Piece, attend
+from private_llm.token_sharding.attacks.row_matching import Row, Rows
 from private_llm.token_sharding.nodes.facts import AttentionCall, Step, allowed, key_bias
-from private_llm.token_sharding.nodes.wire import number_type
+from private_llm.token_sharding.nodes.floats import number_type
+from private_llm.token_sharding.nodes.partial_attention import Piece, attend
 from private_llm.token_sharding.plans import ShardingPlan
 
 ALL = -1

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from private_llm.errors import TransportError
 from private_llm.net.transport import Transport
-from private_llm.token_sharding.nodes.attention import attend
 from private_llm.token_sharding.nodes.facts import AttentionCall, Step, allowed, key_bias
+from private_llm.token_sharding.nodes.floats import number_type, recv_floats, send_floats
 from private_llm.token_sharding.nodes.masked import ZeroShares, encode, own_scores
-from private_llm.token_sharding.nodes.wire import number_type, recv_floats, send_floats
+from private_llm.token_sharding.nodes.partial_attention import attend
 from private_llm.token_sharding.plans import ShardingPlan
 
 Kept = dict[tuple[int, int], tuple[Tensor, Tensor]]

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from private_llm.token_sharding.nodes.attention import attend, combine
 from private_llm.token_sharding.nodes.facts import AttentionCall, Step, allowed, key_bias
+from private_llm.token_sharding.nodes.partial_attention import attend, combine
 from private_llm.token_sharding.plans import ShardingPlan
 
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from private_llm.errors import DomainError
 from private_llm.token_sharding.attacks.collusion import Loot, bounds, collude
+from private_llm.token_sharding.attacks.row_matching import ALIKE, flat, match_rows
 from private_llm.token_sharding.attacks.row_space import read_from_front
-from private_llm.token_sharding.attacks.rows import ALIKE, flat, match_rows
 from private_llm.token_sharding.attacks.view import View, view_of
 from private_llm.token_sharding.attacks.vocab_matching import Recovered, cost_bound, match_permuted, match_states
 from private_llm.token_sharding.plans import ShardingPlan

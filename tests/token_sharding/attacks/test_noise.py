@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from private_llm.errors import DomainError
 from private_llm.token_sharding.attacks.noise import FORMATS, rounded
-from private_llm.token_sharding.attacks.rows import flat
+from private_llm.token_sharding.attacks.row_matching import flat
 from private_llm.token_sharding.attacks.vocab_matching import match_states
 
 V, TEXT = 300, [7, 250, 31, 31, 128]

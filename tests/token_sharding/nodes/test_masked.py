@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, TransportError
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.token_sharding.nodes.exchange import layer_bytes
 from private_llm.token_sharding.nodes.facts import AttentionCall, Step
 from private_llm.token_sharding.nodes.masked import FRAC, ZeroShares, decode, encode, own_scores
@@ -77,8 +77,8 @@ def test_half_precision_rows_leave_masked_numbers_whole() -> None:
 
 
 def test_nodes_at_different_calls_are_noticed() -> None:
-    hub = LocalHub(PLAN.nodes, timeout=5)
-    zeros = [ZeroShares(PLAN, hub.transport(PLAN.attn_endpoint(1, other)), 1) for other in range(3)]
+    mesh = LocalMesh(PLAN.nodes, timeout=5)
+    zeros = [ZeroShares(PLAN, mesh.transport(PLAN.attn_endpoint(1, other)), 1) for other in range(3)]
     for ring in zeros:
         ring.join()
     numbers = torch.full((1, 4, 2, 3), 1 << FRAC)

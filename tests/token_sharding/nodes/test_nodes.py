@@ -12,12 +12,12 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.net.ledger import merge
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.transport import Transport
-from private_llm.token_sharding.nodes.attention import attend
 from private_llm.token_sharding.nodes.attn_node import AttnNode
 from private_llm.token_sharding.nodes.exchange import Exchange, layer_bytes
 from private_llm.token_sharding.nodes.facts import AttentionCall, Step, allowed
+from private_llm.token_sharding.nodes.partial_attention import attend
 from private_llm.token_sharding.plans import ShardingPlan
 
 FULL = AttentionCall(4, 2, 8, 6, 0.3)
@@ -35,8 +35,8 @@ class Session:
 
     def __init__(self, plan: ShardingPlan, calls: list[AttentionCall], batch: int, length: int) -> None:
         self.plan, self.calls, self.batch = plan, calls, batch
-        hub = LocalHub(plan.nodes, timeout=20)
-        self.links: list[Transport] = [hub.transport(n) for n in range(plan.nodes)]
+        mesh = LocalMesh(plan.nodes, timeout=20)
+        self.links: list[Transport] = [mesh.transport(n) for n in range(plan.nodes)]
         self.comps = [Exchange(plan, self.links[n], calls) for n in range(plan.alpha)]
         self.attns = [AttnNode(plan, self.links[n], calls) for n in range(plan.alpha, plan.nodes)]
         for node in self.attns:
@@ -183,12 +183,12 @@ def test_caches_are_selected_cropped_copied_and_freed() -> None:
 
 
 def test_a_model_that_disagrees_is_refused() -> None:
-    exchange = Exchange(ShardingPlan(1, 4, 1), LocalHub(2).transport(0), [CAUSAL])
+    exchange = Exchange(ShardingPlan(1, 4, 1), LocalMesh(2).transport(0), [CAUSAL])
     exchange.begin(Step(None, 1, 0, 2))
     wrong = torch.zeros(1, 4, 2, 9)
     with pytest.raises(DomainError, match="attention call 1: got heads, groups, sizes"):
         exchange.attend(wrong, wrong, wrong)
-    exchange = Exchange(ShardingPlan(1, 4, 1), LocalHub(2).transport(0), [CAUSAL])
+    exchange = Exchange(ShardingPlan(1, 4, 1), LocalMesh(2).transport(0), [CAUSAL])
     exchange.begin(Step(None, 1, 0, 2))
     with pytest.raises(DomainError, match="made 0 attention calls; want 1"):
         exchange.end()

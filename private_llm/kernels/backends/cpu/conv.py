@@ -76,9 +76,16 @@ def add_turned(made: int, out: int, images: int, volume: int, zero: np.unsignedi
 
 
 @compiled
-def places(first: int, width: int, plan: Array, found: Array) -> None:
+def places(first: int, width: int, geometry: Array, found: Array) -> None:
     """Where the windows of the flat positions first .. first + width - 1 begin in the padded images."""
-    columns, image, volume, line, down, right = plan[0], plan[1], plan[2], plan[3], plan[4], plan[5]
+    columns, image, volume, line, down, right = (
+        geometry[0],
+        geometry[1],
+        geometry[2],
+        geometry[3],
+        geometry[4],
+        geometry[5],
+    )
     found[:] = 0
     for n in range(width):
         batch, rest = (first + n) // image, (first + n) % image
@@ -86,9 +93,16 @@ def places(first: int, width: int, plan: Array, found: Array) -> None:
 
 
 @compiled
-def entries(first: int, steps: int, plan: Array, found: Array) -> None:
+def entries(first: int, steps: int, geometry: Array, found: Array) -> None:
     """Where the entries first .. first + steps - 1 of a window lie, counted from its first one."""
-    line, plane, height, width, gap_h, gap_w = plan[3], plan[6], plan[7], plan[8], plan[9], plan[10]
+    line, plane, height, width, gap_h, gap_w = (
+        geometry[3],
+        geometry[6],
+        geometry[7],
+        geometry[8],
+        geometry[9],
+        geometry[10],
+    )
     for k in range(steps):
         channel, rest = (first + k) // (height * width), (first + k) % (height * width)
         found[k] = channel * plane + rest // width * gap_h * line + rest % width * gap_w
@@ -122,9 +136,9 @@ def _windows(
 
 
 @compiled
-def spread(tile: Array, pitch: int, rows: int, first: int, width: int, outs: Array, at: int, plan: Array) -> None:
+def spread(tile: Array, pitch: int, rows: int, first: int, width: int, outs: Array, at: int, geometry: Array) -> None:
     """outs += tile, for positions that may belong to several images; outs [B, outputs, image]."""
-    image, outputs = plan[1], plan[11]
+    image, outputs = geometry[1], geometry[11]
     n = 0
     while n < width:
         batch, place = (first + n) // image, (first + n) % image
@@ -138,11 +152,11 @@ def spread(tile: Array, pitch: int, rows: int, first: int, width: int, outs: Arr
 
 @compiled
 def tile_product(
-    x: int, w: int, out: int, plan: Array, groups: int, outputs: int, inner: int, positions: int,
+    x: int, w: int, out: int, geometry: Array, groups: int, outputs: int, inner: int, positions: int,
     zero: np.unsignedinteger[Any],
 ) -> None:  # fmt: skip
-    """out += x * w modulo the word size by address: padded x, w [outputs, inner]; `plan` see `conv.product`."""
-    image, volume, made = plan[1], plan[2], plan[11]
+    """out += x * w modulo the word size by address: padded x, w [outputs, inner]; `geometry` see `conv.product`."""
+    image, volume, made = geometry[1], geometry[2], geometry[11]
     xs = flat(x, positions // image * volume, zero)
     ws, outs = flat(w, outputs * inner, zero), flat(out, positions * made, zero)
     each, block = outputs // groups, 4 * cpu_matmul.ROW_STEPS
@@ -151,30 +165,30 @@ def tile_product(
     tile = np.empty(block * pitch, dtype=xs.dtype)
     edge = np.empty(each * pitch, dtype=xs.dtype)
     spots, offsets = np.empty(pitch, dtype=np.int64), np.empty(inner, dtype=np.int64)
-    entries(0, inner, plan, offsets)
+    entries(0, inner, geometry, offsets)
     for n in range(0, positions, pitch):
         width = min(pitch, positions - n)
-        places(n, width, plan, spots)
+        places(n, width, geometry, spots)
         for o in range(0, outputs, each):
             edge[:] = 0
             for k in range(0, inner, block):
                 steps = min(block, inner - k)
-                _windows(xs, o // each * plan[12], spots, width, offsets[k:], steps, tile, pitch)
+                _windows(xs, o // each * geometry[12], spots, width, offsets[k:], steps, tile, pitch)
                 for v in range(0, width, panel):
                     cpu_matmul.rows_times_panel(
                         ws, o * inner + k, inner, each, tile, v, pitch, steps, edge, v, pitch
                     )  # fmt: skip
-            spread(edge, pitch, each, n, width, outs, o * image, plan)
+            spread(edge, pitch, each, n, width, outs, o * image, geometry)
 
 
 @compiled
-def depthwise(x: int, w: int, out: int, plan: Array, positions: int, zero: np.unsignedinteger[Any]) -> None:
+def depthwise(x: int, w: int, out: int, geometry: Array, positions: int, zero: np.unsignedinteger[Any]) -> None:
     """The same where each channel is a group, with one or several outputs.
 
     Sums run over whole padded lines, in steps of 1 whatever the stride, and over all lines at once if they follow each
     other: long loops without gaps. What lies between windows is left out at the end.
     """
-    columns, image, volume, line, down, right, plane, height, width, gap_h, gap_w, outputs, _ = plan
+    columns, image, volume, line, down, right, plane, height, width, gap_h, gap_w, outputs, _ = geometry
     batches, rows = positions // image, image // columns
     xs, ws = flat(x, batches * volume, zero), flat(w, outputs * height * width, zero)
     outs = flat(out, positions * outputs, zero)

@@ -59,11 +59,11 @@ def _windows(
 
 @compiled
 def product(
-    x: int, w: int, out: int, plan: Array, groups: int, outputs: int, inner: int, positions: int, desk: int,
+    x: int, w: int, out: int, geometry: Array, groups: int, outputs: int, inner: int, positions: int, desk: int,
     zero: np.unsignedinteger[Any],
 ) -> None:  # fmt: skip
     """The same as `cpu_conv.tile_product`; `desk` as for `cpu_amx.product`."""
-    image, made = plan[1], plan[11]
+    image, made = geometry[1], geometry[11]
     outs = flat(out, positions * made, zero)
     size, each = outs.itemsize, outputs // groups
     block = BLOCK_BYTES // size
@@ -78,18 +78,18 @@ def product(
             for k in range(0, inner, block):
                 steps = min(block, inner - k)
                 pack_left(w + (m * inner + k) * size, inner * size, rows, steps, left, desk, zero)
-                entries(k, steps, plan, offsets)
+                entries(k, steps, geometry, offsets)
                 for n in range(0, positions, PANEL):
                     width = min(PANEL, positions - n)
-                    places(n, width, plan, spots)
-                    _windows(x + o // each * plan[12] * size, spots, width, offsets, steps, right, line, zero)
+                    places(n, width, geometry, spots)
+                    _windows(x + o // each * geometry[12] * size, spots, width, offsets, steps, right, line, zero)
                     if n // image == (n + width - 1) // image:
                         to = out + ((n // image * made + m) * image + n % image) * size
                         panel(left, right, rows, steps, width, to, image * size, desk, zero)
                     else:
                         edge[:] = 0
                         panel(left, right, rows, steps, width, edge.ctypes.data, PANEL * size, desk, zero)
-                        spread(edge, PANEL, rows, n, width, outs, m * image, plan)
+                        spread(edge, PANEL, rows, n, width, outs, m * image, geometry)
     end()
 
 
@@ -119,10 +119,10 @@ def _window_planes(
 
 @compiled
 def product_by_planes(
-    x: int, w: int, out: int, plan: Array, groups: int, outputs: int, inner: int, positions: int, desk: int
+    x: int, w: int, out: int, geometry: Array, groups: int, outputs: int, inner: int, positions: int, desk: int
 ) -> None:  # fmt: skip
     """`product` in 32 bits."""
-    image, made = plan[1], plan[11]
+    image, made = geometry[1], geometry[11]
     outs, each = flat(out, positions * made, _WORD), outputs // groups
     right = desk + 64
     left = right + PANEL * BLOCK * 4
@@ -136,17 +136,17 @@ def product_by_planes(
             for k in range(0, inner, BLOCK):
                 steps = min(BLOCK, inner - k)
                 pack_rows(w + (m * inner + k) * 4, inner * 4, rows, steps, left, line)
-                entries(k, steps, plan, offsets)
+                entries(k, steps, geometry, offsets)
                 offsets[steps : steps + 4] = offsets[steps - 1]
                 for n in range(0, positions, PANEL):
                     width = min(PANEL, positions - n)
-                    places(n, width, plan, spots)
-                    _window_planes(x + o // each * plan[12] * 4, spots, width, offsets, steps, right, line)
+                    places(n, width, geometry, spots)
+                    _window_planes(x + o // each * geometry[12] * 4, spots, width, offsets, steps, right, line)
                     if n // image == (n + width - 1) // image:
                         to = out + ((n // image * made + m) * image + n % image) * 4
                         amx_planes.panel(left, right, rows, steps, width, to, image * 4, sums, line)
                     else:
                         edge[:] = 0
                         amx_planes.panel(left, right, rows, steps, width, edge.ctypes.data, PANEL * 4, sums, line)
-                        spread(edge, PANEL, rows, n, width, outs, m * image, plan)
+                        spread(edge, PANEL, rows, n, width, outs, m * image, geometry)
     release()

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from private_llm.token_sharding.nodes.facts import AttentionCall, Step
-from private_llm.token_sharding.nodes.wire import number_type, partial_bytes
+from private_llm.token_sharding.nodes.floats import number_type, partial_bytes
 from private_llm.token_sharding.plans import ShardingPlan
 
 Sent = Mapping[tuple[int, int], int]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from private_llm_hf.token_sharding.families import register_falcon, through_inte
 
 NAME = "private_llm_cascade"
 """What `config._attn_implementation` is set to."""
+
+_LISTENER = "private_llm_listener"
+"""Under which a module keeps the `Listener` of its attention calls."""
 
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """transformers' mask function: (batch, head, query, key) indices to whether the query sees the key."""
@@ -50,7 +53,7 @@ def listen(model: PreTrainedModel, listener: Listener) -> None:
     """Send this model's attention calls to `listener`."""
     through_interface(model)
     for module in model.modules():
-        module.__dict__["_cascade_listener"] = listener
+        module.__dict__[_LISTENER] = listener
 
 
 def _mask(*_: object, mask_function: MaskRule, device: torch.device | str = "cpu", **__: object) -> Tensor:
@@ -62,7 +65,7 @@ def _mask(*_: object, mask_function: MaskRule, device: torch.device | str = "cpu
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **facts: object
 ) -> tuple[Tensor, None]:
-    listener: Listener = cast(Any, module)._cascade_listener
+    listener: Listener = module.__dict__[_LISTENER]
     for name in ("position_bias", "s_aux", "head_mask"):
         if facts.get(name) is not None:
             raise UnsupportedOp(f"{type(module).__name__}: token sharding has no rule for '{name}' in attention")

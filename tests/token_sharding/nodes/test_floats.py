@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from private_llm.net.local import LocalHub
+from private_llm.net.local import LocalMesh
 from private_llm.net.transport import Transport
-from private_llm.token_sharding.nodes.wire import recv_floats, send_floats
+from private_llm.token_sharding.nodes.floats import recv_floats, send_floats
 
 
 @pytest.fixture
 def links() -> list[Transport]:
-    hub = LocalHub(3, timeout=5)
-    return [hub.transport(node) for node in range(3)]
+    mesh = LocalMesh(3, timeout=5)
+    return [mesh.transport(node) for node in range(3)]
 
 
 def tensors() -> list[torch.Tensor]:

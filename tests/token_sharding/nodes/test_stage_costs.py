@@ -6,7 +6,9 @@ import dataclasses
 
 import pytest
 
-from private_llm.token_sharding.nodes.cost import (
+from private_llm.token_sharding.nodes.exchange import layer_bytes
+from private_llm.token_sharding.nodes.facts import AttentionCall, Step
+from private_llm.token_sharding.nodes.stage_costs import (
     Card,
     Stage,
     attention_stages,
@@ -17,8 +19,6 @@ from private_llm.token_sharding.nodes.cost import (
     paper_seconds,
     shard_sizes,
 )
-from private_llm.token_sharding.nodes.exchange import layer_bytes
-from private_llm.token_sharding.nodes.facts import AttentionCall, Step
 from private_llm.token_sharding.plans import ShardingPlan
 from tests.token_sharding.nodes.test_nodes import CAUSAL, FULL, WINDOW, Session
 
