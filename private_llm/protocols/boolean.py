@@ -10,11 +10,26 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from private_llm.errors import DomainError
 from private_llm.protocols.party_end import PartyEnd
 from private_llm.protocols.share import BitShare, Share
 
 Weights = Sequence[int | Tensor]
-"""Public ring constants: one per bit row, an int or a tensor broadcastable to the shape."""
+"""Public ring constants: one per bit row, each an int or a tensor of 1 or `count` elements (flattened)."""
+
+
+def check_injected(bits: BitShare, x: Share | None, weights: Weights, constants: Weights) -> None:
+    """Raise DomainError unless x has bits.count elements, and weights and constants are one for each row. Local."""
+    for given in (weights, constants):
+        if len(given) != bits.rows:
+            raise DomainError(f"inject: got {len(given)} constants for {bits.rows} bit rows; want one each")
+        sizes = {each.numel() for each in given if isinstance(each, Tensor)} - {1, bits.count}
+        if sizes:
+            raise DomainError(
+                f"inject: got constants of {min(sizes)} elements for {bits.count} bits; want as many, or 1"
+            )
+    if x is not None and x.numel() != bits.count:
+        raise DomainError(f"inject: got x of {x.numel()} elements for {bits.count} bits; want as many")
 
 
 class Boolean(PartyEnd):

@@ -146,6 +146,10 @@ class TrioArithmetic(Protocol):
         theirs = self.transport.exchange(3 - self.role, tag, masked)
         return Share(((masked + theirs - z).view(shape), z.view(shape)))
 
+    def _divisible(self, shift: int) -> None:
+        if not 0 < shift <= self.ring.bits - 3:
+            raise DomainError(f"shift: got {shift}; want 0 to {self.ring.bits - 3} in a {self.ring.bits}-bit ring")
+
     def _lacking(self, tag: str) -> DomainError:
         return DomainError(f"{tag}: party {self.party} finishes a product without its piece")
 
@@ -153,8 +157,7 @@ class TrioArithmetic(Protocol):
         self, tag: str, shape: torch.Size, piece: Tensor | None, shift: int
     ) -> tuple[Share, tuple[Tensor, ...]]:
         """The share, and what was opened: w at an evaluator, the summands of R at the helper."""
-        if not 0 < shift <= self.ring.bits - 3:
-            raise DomainError(f"shift: got {shift}; want 0 to {self.ring.bits - 3} in a {self.ring.bits}-bit ring")
+        self._divisible(shift)
         if piece is None and self.role:
             raise self._lacking(tag)
         count = shape.numel()
@@ -192,6 +195,7 @@ class TrioArithmetic(Protocol):
         return self._truncate(x, shift)[0] if shift else x
 
     def _truncate(self, x: Share, shift: int) -> tuple[Share, tuple[Tensor, ...]]:
+        self._divisible(shift)
         count = x.numel()
         packed = ops.packed_words(count, shift)
         first, second = x.parts[0].reshape(-1).contiguous(), x.parts[1].reshape(-1).contiguous()

@@ -27,7 +27,7 @@ from private_llm.errors import DomainError
 from private_llm.kernels import ops
 from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder
-from private_llm.protocols.boolean import Weights
+from private_llm.protocols.boolean import Weights, check_injected
 from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.share import BitShare, Share, words_for
 from private_llm.protocols.trio import cost
@@ -264,6 +264,7 @@ class Trio(TrioShuffles):
 
     def _inject_piece(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights) -> Tensor | None:
         """This evaluator's additive piece of the sum (None at the helper, who sends its products)."""
+        check_injected(bits, x, weights, constants)
         count, rows = bits.count, bits.rows
         weighted, products = self._weighted(x, weights)
         extra = rows + products
@@ -284,14 +285,12 @@ class Trio(TrioShuffles):
         if x is not None:
             m = (x.parts[0] + x.parts[1]).reshape(-1)
             mine = x.parts[1].reshape(-1).contiguous()
-        w, c = self._rows(weights, rows), self._rows(constants, rows)
+        w, c = self._rows(weights), self._rows(constants)
         ops.inject_terms(bits.parts[0].contiguous(), m, mine, shares, weighted, w, c, self.role == 1, value)
         return value
 
-    def _rows(self, values: Weights, rows: int) -> Tensor:
+    def _rows(self, values: Weights) -> Tensor:
         """Public constants as [rows, 1], or [rows, count] when one of them is a tensor."""
-        if len(values) != rows:
-            raise DomainError(f"inject: got {len(values)} constants for {rows} bit rows; want one each")
         if _whole(values):
             return _column(tuple(values), self.ring, self.device)
         width = max(v.numel() for v in values if isinstance(v, Tensor))
