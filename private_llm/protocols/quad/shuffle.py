@@ -58,10 +58,16 @@ _VALUE = 3
 
 
 class QuadShuffles(QuadArithmetic):
-    """One party's oblivious shuffles; a permutation's parts are its sub-permutations, by the party that lacks it."""
+    """One party's oblivious shuffles; a permutation's parts are its sub-permutations, by the party that lacks it.
+
+    They raise ProtocolAbort, before anything is opened, where one party's message is not what another vouches for.
+    """
 
     def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False) -> Permutation:
-        """A fresh secret permutation, which no party knows, whatever `hidden` says. Local."""
+        """A fresh secret permutation, which no party knows, whatever `hidden` says. Local.
+
+        Raises DomainError for a size below 1.
+        """
         if size < 1:
             raise DomainError(f"permutation: got size {size}; want at least 1")
         parts: list[Tensor | None] = [None] * 4
@@ -79,9 +85,9 @@ class QuadShuffles(QuadArithmetic):
 
     # -- what is moved ---------------------------------------------------------------------------------------
     def shuffle(self, x: Share, order: Permutation, undo: bool = False) -> Share:
-        """Rows x[p[i]] in the secret order, or back with `undo`: 12 elements for each, 3 rounds.
+        """Rows x[p[i]] in the secret order, or back with `undo`: 12 elements for each and 64 bytes, 3 rounds.
 
-        Raises UnsupportedOp while party 3 runs ahead.
+        Raises UnsupportedOp while party 3 runs ahead, DomainError for another number of rows than the permutation's.
         """
         kind = moved_rows(x, order)
         first, second, third = x.parts
@@ -89,7 +95,7 @@ class QuadShuffles(QuadArithmetic):
         return Share(self._parts(self._run("shuffle", held, order, kind, undo), kind))
 
     def shuffle_bits(self, x: BitShare, order: Permutation) -> ShuffledBits:
-        """All bit vectors in the secret order: 12 words for each 64 bits of a vector, 3 rounds."""
+        """All bit vectors in the secret order: 12 words for each 64 bits of a vector and 64 bytes; as `shuffle`."""
         kind = moved_bits(x, order)
         moved = self._run("shuffle", self._bit_components(x), order, kind, False)
         return ShuffledBits(BitShare(self._bit_parts(moved), x.count), order)

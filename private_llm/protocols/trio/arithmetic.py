@@ -50,7 +50,10 @@ Receive = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 
 
 class TrioArithmetic(Protocol):
-    """One party's arithmetic; shares have two parts. Bytes over all links: `trio/cost.py`."""
+    """One party's arithmetic; shares have two parts. Bytes over all links: `trio/cost.py`.
+
+    Finishing a product raises DomainError at a party without its piece, which would be a bug here.
+    """
 
     name = "trio"
     one_hot = False
@@ -190,7 +193,7 @@ class TrioArithmetic(Protocol):
     def truncate(self, x: Share, shift: int) -> Share:
         """Division of a held value: M plays w and the known mask plays R.
 
-        1 round, f bits each way; pre 1 element + f bits.
+        1 round, f bits each way; pre 1 element + f bits. Raises DomainError for a shift above ring bits - 3.
         """
         return self._truncate(x, shift)[0] if shift else x
 
@@ -258,7 +261,7 @@ class TrioArithmetic(Protocol):
         return self._finish("mul", piece.shape, piece, shift, helped=True)
 
     def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
-        """Output-sized traffic, as `mul`. Local products: two at parties 0 and 1, one at party 2."""
+        """Output-sized traffic, rounds and errors as `mul`. Local products: two at parties 0 and 1, one at party 2."""
         (x0, x1), (y0, y1) = x.parts, y.parts
         if self.role == 0:
             piece = form.pair(x0 - x1, y0, -x0, y1)
@@ -337,7 +340,7 @@ class TrioArithmetic(Protocol):
         Every component of W = M - a1 - a2 is known to two parties, who hold the two keys of one point function for it:
         (0, 1) for a1, (0, 2) for a2, (1, 2) for M. Each sums its expanded shares times the component: three additive
         pieces, which `_finish` turns into a share (party 0's as E). One-hot rows times a shared table cost the same;
-        with a public table they are local.
+        with a public table they are local. Raises DomainError unless the table has `domain` rows.
         """
         if index.one_hot:
             return self._lookup_rows(Share(index.keys), table)

@@ -199,7 +199,7 @@ class Trio(TrioShuffles):
     def a2b(self, x: Share) -> BitShare:
         """All bits of M + s: the bits of s from party 0, then a ripple adder that keeps every sum bit.
 
-        64 bits: 64 bits before and 63 gates of 3 bits, 63 rounds.
+        64 bits: 64 bits before and 63 gates of 3 bits an element, 63 rounds.
         """
         width = self.ring.bits
         s = self._share_mask_bits(x, width)
@@ -249,7 +249,7 @@ class Trio(TrioShuffles):
     def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
         """Pre: 1 element per row, 1 more per row with a weight; online: one finish without E, 1 round (2 with a shift).
 
-        Raises DomainError unless weights and constants are one for each row, or for a shift above ring bits - 3.
+        Raises DomainError for operands of other sizes than `bits`, and for a shift above ring bits - 3.
         """
         piece = self._inject_piece(bits, x, weights, constants)
         return self._finish("inject", torch.Size((bits.count,)), piece, shift, helped=False)
