@@ -119,7 +119,7 @@ class DistHub:
 
 
 class DistTransport(Transport):
-    """One endpoint of a `DistHub`."""
+    """One endpoint of a `DistHub`. Whatever waits raises TransportError (PartyFailed) when a connection ends."""
 
     def __init__(self, hub: DistHub, me: int) -> None:
         super().__init__(me)

@@ -45,7 +45,9 @@ _LOG = logging.getLogger("private_llm")
 def start_parties(config: PrivateConfig, hub: LocalHub | None = None) -> Parties:
     """Start the parties that `config` asks for, or connect to them, and agree on settings and keys.
 
-    hub carries the frames of parties that are threads (default: a new `LocalHub`); for measuring and recording.
+    hub carries the frames of parties that are threads (default: a new `LocalHub`); for measuring and recording. Raises
+    ConfigError for a hub with parties that are no threads, for settings that differ between endpoints and for ranks
+    that do not fit; TransportError (PartiesBusy, PartyFailed) for parties that do not answer.
     """
     with named_errors(config):
         return _start(config, choose_mode(config), hub)

@@ -252,7 +252,8 @@ class Network(PreTrainedModel):  # type: ignore[misc]
     """A network of standard modules, run from its description. Called with images it returns logits (a tensor).
 
     Module names are those of the original. `Network.of(module)` makes one; `save_pretrained` stores it as JSON and
-    safetensors, which `AutoPrivateModelForImageClassification.from_pretrained` and `private-llm share` read.
+    safetensors, which `AutoPrivateModelForImageClassification.from_pretrained` and `private-llm share` read. Raises
+    PatchMismatch for a description with steps or modules that there are not.
     """
 
     config_class = NetworkConfig

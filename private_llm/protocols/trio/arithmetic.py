@@ -50,10 +50,7 @@ Receive = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 
 
 class TrioArithmetic(Protocol):
-    """One party's arithmetic; shares have two parts. Bytes over all links: `trio/cost.py`.
-
-    Finishing a product raises DomainError at a party without its piece, which would be a bug here.
-    """
+    """One party's arithmetic; shares have two parts. Bytes over all links: `trio/cost.py`."""
 
     name = "trio"
     one_hot = False
