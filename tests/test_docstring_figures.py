@@ -9,17 +9,19 @@ import pytest
 
 from private_llm.approx.exp import exp, wide_exp
 from private_llm.approx.gelu import gelu
-from private_llm.approx.mpcformer import quad
+from private_llm.approx.mpcformer import quad, two_quad
 from private_llm.approx.puma import puma_exp, puma_gelu
 from private_llm.approx.reciprocal import reciprocal
 from private_llm.approx.rsqrt import rsqrt
 from private_llm.approx.secformer import fourier_gelu, goldschmidt
 from private_llm.approx.sigmoid import sigmoid
 from private_llm.approx.silu import silu
+from private_llm.approx.softmax import softmax
 from private_llm.approx.softplus import softplus
 from private_llm.approx.tanh import precise_tanh, tanh
+from private_llm.exact.argmax import argmax
 from private_llm.exact.comparisons import coarse_bits, sign_bits
-from private_llm.exact.maximum import larger
+from private_llm.exact.maximum import larger, maximum
 from private_llm.exact.relu import absolute, clamp, hardtanh, relu
 from private_llm.exact.topk import among_largest
 from private_llm.net.ledger import Cost
@@ -27,7 +29,9 @@ from private_llm.net.transport import CLIENT
 from private_llm.protocols.arithmetic import Arithmetic
 from private_llm.protocols.boolean import Boolean
 from private_llm.protocols.dealer import cost as dealer
+from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.oblivious import Oblivious
+from private_llm.protocols.prices import Prices
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad import cost as quad_cost
 from private_llm.protocols.share import BitShare
@@ -130,6 +134,32 @@ def test_functions_state_what_they_cost_under_trio(
     doc = docstring(documented)
     assert states(doc, cost.total / N), f"{cost.total / N} bytes are not in: {doc}"
     assert states(doc, cost.rounds), f"{cost.rounds} rounds are not in: {doc}"
+
+
+@pytest.mark.parametrize("function", [softmax, two_quad])
+def test_functions_of_rows_state_what_an_entry_costs(function: Callable[[Fixed], Fixed]) -> None:
+    cost = run_meta(TRIO, lambda _, x: function(x), [(500, 128)])
+    assert states(docstring(function), cost.total / (500 * 128))
+
+
+def test_tournaments_state_what_a_pair_and_an_entry_cost() -> None:
+    for coarse in (False, True):
+        cost = run_meta(TRIO, lambda _, x: maximum(x, coarse), [(500, 128)])  # noqa: B023 - run at once
+        assert states(docstring(maximum), cost.total / (500 * 127))
+    chosen = run_meta(TRIO, lambda _, x: argmax(x), [(1, 50_272)])
+    assert states(docstring(argmax), chosen.total / 50_272)
+    assert states(docstring(argmax), chosen.rounds)
+
+
+@pytest.mark.parametrize("prices", [trio, quad_cost], ids=["trio", "quad"])
+def test_exact_truncation_states_what_it_costs(prices: Prices) -> None:
+    divided = prices.truncate(R, N, F) + prices.msb(N, F + 1) + prices.inject(R, N, 1, 0, 0)
+    for method, cost in (
+        (ExactTruncation.truncate, divided),
+        (ExactTruncation.mul, prices.product(R, N, 0) + divided),
+    ):
+        assert states(docstring(method), cost.total / N)
+        assert states(docstring(method), cost.rounds)
 
 
 @pytest.mark.parametrize("width", [8, 16])

@@ -154,7 +154,7 @@ def patch(
     links that measure, for instance). ranges: as for `from_pretrained`. images: a batch like those to come, on which a
     network of images is calibrated (default: pictures of noise, if the model says what shape it takes).
     Raises PatchMismatch for a transformers model class of somebody else's, modules without a rule, hooks and missing
-    weights; ConfigError for settings that this model cannot follow; DomainError naming a module whose values fit none.
+    weights; ConfigError for settings that this model cannot follow; DomainError as `from_pretrained`.
     """
     private_config = _checked(private_config)
     if not isinstance(model, nn.Module):
