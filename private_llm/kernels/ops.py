@@ -54,7 +54,10 @@ def _gpu(family: str, name: str, *arguments: Any) -> Any:  # noqa: ANN401
 
 
 def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
-    """torch.matmul modulo the ring size; x [..., M, K], y [..., K, N]; CPU: one thread."""
+    """torch.matmul modulo the ring size; x [..., M, K], y [..., K, N]; CPU: one thread.
+
+    Raises DomainError for other shapes, and unless both are int64 or both int32; so do all products here.
+    """
     if x.is_cpu:
         return matmul.product(x, y)
     if x.is_meta:
@@ -127,7 +130,10 @@ def ring_matmul_lines_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, lines
 
 
 def ring_conv2d(x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> Tensor:
-    """torch's conv2d of x [B, C, H, W] and w [O, C / groups, kh, kw] modulo the ring size; CPU: one thread."""
+    """torch's conv2d of x [B, C, H, W] and w [O, C / groups, kh, kw] modulo the ring size; CPU: one thread.
+
+    Raises DomainError for sizes that do not fit each other.
+    """
     if x.is_cpu:
         return conv.product(x, w, stride, padding, dilation, groups)
     if x.is_meta:

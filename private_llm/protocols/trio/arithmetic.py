@@ -146,9 +146,8 @@ class TrioArithmetic(Protocol):
         theirs = self.transport.exchange(3 - self.role, tag, masked)
         return Share(((masked + theirs - z).view(shape), z.view(shape)))
 
-    def _divisible(self, shift: int) -> None:
-        if not 0 < shift <= self.ring.bits - 3:
-            raise DomainError(f"shift: got {shift}; want 0 to {self.ring.bits - 3} in a {self.ring.bits}-bit ring")
+    def _beyond(self, shift: int) -> DomainError:
+        return DomainError(f"shift: got {shift}; want 0 to {self.ring.bits - 3} in a {self.ring.bits}-bit ring")
 
     def _lacking(self, tag: str) -> DomainError:
         return DomainError(f"{tag}: party {self.party} finishes a product without its piece")
@@ -157,7 +156,8 @@ class TrioArithmetic(Protocol):
         self, tag: str, shape: torch.Size, piece: Tensor | None, shift: int
     ) -> tuple[Share, tuple[Tensor, ...]]:
         """The share, and what was opened: w at an evaluator, the summands of R at the helper."""
-        self._divisible(shift)
+        if not 0 < shift <= self.ring.bits - 3:
+            raise self._beyond(shift)
         if piece is None and self.role:
             raise self._lacking(tag)
         count = shape.numel()
@@ -195,7 +195,8 @@ class TrioArithmetic(Protocol):
         return self._truncate(x, shift)[0] if shift else x
 
     def _truncate(self, x: Share, shift: int) -> tuple[Share, tuple[Tensor, ...]]:
-        self._divisible(shift)
+        if not 0 < shift <= self.ring.bits - 3:
+            raise self._beyond(shift)
         count = x.numel()
         packed = ops.packed_words(count, shift)
         first, second = x.parts[0].reshape(-1).contiguous(), x.parts[1].reshape(-1).contiguous()

@@ -264,8 +264,10 @@ class Trio(TrioShuffles):
 
     def _inject_piece(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights) -> Tensor | None:
         """This evaluator's additive piece of the sum (None at the helper, who sends its products)."""
-        check_injected(bits, x, weights, constants)
         count, rows = bits.count, bits.rows
+        numbers = len(weights) == len(constants) == rows and {*map(type, (*weights, *constants))} <= _NUMBERS
+        if not numbers or (x is not None and x.parts[0].numel() != count):
+            check_injected(bits, x, weights, constants)  # not always: a call of Python costs a good part of a gate
         weighted, products = self._weighted(x, weights)
         extra = rows + products
         if self.role == 0:
@@ -307,9 +309,13 @@ class ExactTrio(ExactTruncation, Trio):
     """`trio` with exact divisions; what they cost more is in `protocols/exact.py`."""
 
 
+_NUMBERS = {int, bool}
+"""Types of public constants that are no tensors."""
+
+
 def _whole(values: Weights) -> TypeGuard[Sequence[int]]:
     """Whether all constants are numbers, none a tensor. They are many: types are compared in one step."""
-    return {*map(type, values)} <= {int, bool}
+    return {*map(type, values)} <= _NUMBERS
 
 
 @lru_cache(maxsize=1024)
