@@ -118,7 +118,8 @@ def raised(node: ast.AST, private: Private, seen: frozenset[str] = frozenset()) 
     """Errors of this project that a function raises itself, or in private functions of its file that it calls."""
     found: set[str] = set()
     if isinstance(node, ast.Raise) and node.exc is not None:
-        found |= {called(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)} & ERRORS
+        made = called(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)
+        found |= {made, *(called(function.returns) for function in private.get(made, []) if function.returns)} & ERRORS
     elif isinstance(node, ast.Call) and (name := called(node.func)) not in seen:
         found.update(*(raised(function, private, seen | {name}) for function in private.get(name, [])))
     if isinstance(node, ast.Try):

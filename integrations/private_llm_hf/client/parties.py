@@ -65,7 +65,7 @@ class Parties(SessionClient):
     """All parties of one session, as the client sees them. Thread-safe: one call at a time.
 
     Whatever talks to the parties raises PartyFailed once the session is over; it is over when a call fails or is
-    interrupted. TransportError, and what a party reported (DomainError, UnsupportedOp, ...), come from the call itself.
+    interrupted. The call itself raises TransportError, or the PrivateLLMError that a party reported (DomainError, ...).
     """
 
     def __init__(

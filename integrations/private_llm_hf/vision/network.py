@@ -231,7 +231,7 @@ def _check_value(place: int, value: object, depth: int) -> None:
 
 
 def build_module(facts: dict[str, Any]) -> nn.Module:
-    """A module of a checked description."""
+    """A module of a checked description. Raises PatchMismatch if its kind's handler was taken away since."""
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in facts.items() if key != "type"}
     kind = kind_of(facts["type"])
     if kind is None:
