@@ -111,7 +111,7 @@ class SlidingWindow(CachePolicy):
 
     Padding on the left does not count as first tokens. Entries keep the positions that they were made at; StreamingLLM
     numbers them anew within the cache, which lets a text outgrow the model's positions; here it cannot. A query sees
-    what was held before its call, and its call: a prompt is read whole.
+    what was held before its call, and its call: a prompt is read whole. Raises ConfigError for recent < 1 or first < 0.
     """
 
     name = "sliding-window"

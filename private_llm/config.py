@@ -84,7 +84,7 @@ def import_plugins(names: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class PrivateConfig:
-    """How a model is run privately.
+    """How a model is run privately. Raises ConfigError for settings that are unknown, out of range or contradictory.
 
     protocol: "trio" (three parties, semi-honest, honest majority), "quad" (four parties, one of them malicious: abort),
     "dealer" (two parties and a dealer of random numbers, party 0), "cascade" (token sharding: statistical protection

@@ -84,8 +84,9 @@ class _AutoPrivate:
         transformers' download and loading arguments (`gguf_file` too; a `dtype` changes nothing, see `Checkpoint`);
         others change the model's configuration. Quantised weights are unpacked and adapters merged where transformers
         or peft can.
-        Raises DomainError naming a module whose values fit no fixed-point format, before anything is sent.
-        Raises PatchMismatch for architectures, modules or checkpoints without a rule, before anything is sent.
+        Raises, before anything is sent, DomainError naming a module whose values fit no fixed-point format;
+        PatchMismatch for architectures, modules or checkpoints without a rule; ConfigError for unknown arguments
+        and settings.
         """
         private_config = _checked(private_config)
         download = {key: hf_kwargs.pop(key) for key in _DOWNLOAD if key in hf_kwargs}
@@ -156,7 +157,8 @@ def patch(
     result is called with images and returns logits. mesh: see `start_parties`, for which `start` may stand in (with
     links that measure, for instance). ranges: as for `from_pretrained`. images: a batch like those to come, on which a
     network of images is calibrated (default: pictures of noise, if the model says what shape it takes).
-    Raises PatchMismatch for a transformers model class of somebody else's, and for modules without a rule.
+    Raises PatchMismatch for a transformers model class of somebody else's, modules without a rule, hooks and missing
+    weights; ConfigError for settings that this model cannot follow; DomainError as `from_pretrained`.
     """
     private_config = _checked(private_config)
     if not isinstance(model, nn.Module):
@@ -305,7 +307,8 @@ def ranges_of_checkpoint(
     """Calibrate a checkpoint on `text` (default: a bundled one) for `from_pretrained(..., ranges=...)`.
 
     images: a prepared batch for a model of images (default: pictures of noise). Runs the plaintext model in this
-    process. Raises DomainError naming a module whose values fit no fixed-point format.
+    process. Raises DomainError naming a module whose values fit no fixed-point format; PatchMismatch and ConfigError as
+    `from_pretrained`.
     """
     checkpoint = Checkpoint(source, hf_kwargs, hf_kwargs)
     config, _ = checkpoint.config(**hf_kwargs)
@@ -329,7 +332,8 @@ def share_checkpoint(
     Also writes `folder`/client with configuration and tokenizer: all a user needs. `progress` is told each weight's
     name, how many are done and how many there are. ranges: as for `from_pretrained`, stored with the shares. Returns
     the parties' files, in order; only their owner may open them. Raises ShareFileError for a folder that holds a
-    sharing already, unless `overwrite`; a failure leaves none.
+    sharing already, unless `overwrite`, and else as `from_pretrained`: ConfigError (for weights="public", too),
+    PatchMismatch, DomainError; a failure leaves none.
     """
     private_config = _checked(private_config)
     if private_config.weights == "public":

@@ -59,6 +59,7 @@ def layer_norm(
 ) -> Fixed:  # fmt: skip
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, with `frac` (default: session) bits.
 
+    x [.., width] gives [.., width]; weight and bias [width]. Mean squares of rows stay below 2^square.
     Relative error of a row 1e-4 (5e-5 where one sum is enough) and 2^-17 absolute. With a known range that fits: 33
     bytes an element without weight, 64 with a secret one, 48 with a public one, 4 to 5 kB a row; 15 rounds without
     weight, 16 with a public, 17 with a secret one; one more for the mean where the width is no power of two. Without
@@ -78,7 +79,7 @@ def layer_norm(
 def rms_norm(
     x: Fixed, weight: Fixed | Tensor | None, eps: float, frac: int | None = None, square: int = WIDEST
 ) -> Fixed:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, of the shape of x [.., width]; weight [width].
 
     Error and bytes as `layer_norm`, without its mean and bias. 14 rounds without weight, 15 with a public, 16 with a
     secret one; 3 more without known range. Raises as `layer_norm`.

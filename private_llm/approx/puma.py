@@ -28,7 +28,7 @@ def puma_gelu(x: Fixed) -> Fixed:
     """PUMA's GELU of x (any shape), for |x| < 2^20 - 2^10; 64-bit ring only, else DomainError.
 
     Absolute error 5e-5 from its formula, 0.02 from GELU; the formula jumps by up to 0.02 at its three breaks, where up
-    to 2^-6 above either side may be taken. Exactly x or 0 beyond. 283 bytes an element, 13 rounds.
+    to 2^-6 above either side may be taken. Exactly x or 0 beyond. 282 bytes an element, 13 rounds.
     """
     need_wide_ring(x, "PUMA's GELU")
     rows = coarse_bits(x, PUMA_BREAKS)
@@ -53,7 +53,7 @@ def puma_exp(x: Fixed, frac: int = 24) -> Fixed:
     """(1 + x / 32)^32 with `frac` fractional bits for -2^21 + 2^10 < x <= 0, any shape; 64-bit ring only.
 
     Clipped at -14 (where it is 1e-8, PUMA's 0), then five squares. Error 4e-6 from the formula, 0.0085 from e^x.
-    217 bytes an element, 14 rounds.
+    216 bytes an element, 14 rounds.
     """
     need_wide_ring(x, "PUMA's exponential")
     keep = x.proto.invert(coarse_bits(x, [PUMA_BOTTOM], extra=1, resolution=2))

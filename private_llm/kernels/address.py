@@ -20,7 +20,10 @@ from private_llm.kernels.compiling import compiled
 
 
 def addresses(*tensors: Tensor) -> list[int]:
-    """Addresses of contiguous CPU tensors; the caller keeps the tensors alive during the kernel."""
+    """Addresses of contiguous CPU tensors; the caller keeps the tensors alive during the kernel.
+
+    Raises UnsupportedOp for a tensor elsewhere, DomainError for one that is not contiguous. Sizes are not looked at.
+    """
     found = []
     for t in tensors:
         if not t.is_cpu:

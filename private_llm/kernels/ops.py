@@ -1,8 +1,10 @@
 """Every local kernel under one name: cpu tensors get the Numba kernel, cuda tensors Triton, meta tensors shapes.
 
 All tensors are signed torch integers; the kernels see them as unsigned. Rows and packed fields are int64 words.
-What each operation computes is said once, in `reference`, in plain torch. `library` offers the same operations
-as `torch.ops.private_llm.*`; the direct calls here save that dispatcher's microseconds.
+What each operation computes is said once, in `reference`, in plain torch. All raise UnsupportedOp for operands on
+another device, or on a GPU without Triton, and DomainError for those that are not contiguous where the CPU's kernels
+take addresses (kernels/address.py). `library` offers the same operations as `torch.ops.private_llm.*`; the direct calls
+here save that dispatcher's microseconds.
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ def _gpu(family: str, name: str, *arguments: Any) -> Any:  # noqa: ANN401
 
 
 def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
-    """torch.matmul modulo the ring size; x [..., M, K], y [..., K, N]; CPU: one thread."""
+    """torch.matmul modulo the ring size; x [..., M, K], y [..., K, N]; CPU: one thread.
+
+    Raises DomainError for other shapes, and unless both are int64 or both int32; so do all products here.
+    """
     if x.is_cpu:
         return matmul.product(x, y)
     if x.is_meta:
@@ -125,7 +130,10 @@ def ring_matmul_lines_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, lines
 
 
 def ring_conv2d(x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pair, groups: int) -> Tensor:
-    """torch's conv2d of x [B, C, H, W] and w [O, C / groups, kh, kw] modulo the ring size; CPU: one thread."""
+    """torch's conv2d of x [B, C, H, W] and w [O, C / groups, kh, kw] modulo the ring size; CPU: one thread.
+
+    Raises DomainError for sizes that do not fit each other.
+    """
     if x.is_cpu:
         return conv.product(x, w, stride, padding, dilation, groups)
     if x.is_meta:
@@ -182,7 +190,10 @@ def transpose_bits(x: Tensor, rows: int) -> Tensor:
 
 
 def block_monomials(s: Tensor, low: int, blocks: Array, out: Tensor) -> None:
-    """All monomials of the bits of each block of s [rows, W], xored into out. Helper side."""
+    """All monomials of the bits of each block of s [rows, W], xored into out [monomials, W]. Helper side.
+
+    blocks: sizes of consecutive blocks of rows from `low` on, 1 to 3 each; a block of n bits has 2^n - 1 monomials.
+    """
     if s.is_cpu:
         bits, made = addresses(s, out)
         cpu_bits.block_monomials(bits, s.shape[0], low, blocks, made, out.shape[0], s.shape[1])
@@ -191,7 +202,11 @@ def block_monomials(s: Tensor, low: int, blocks: Array, out: Tensor) -> None:
 
 
 def block_carries(m: Tensor, low: int, blocks: Array, mono: Tensor, first: bool, out: Tensor) -> None:
-    """Shares of (generate, propagate) of each block from public bits m and shared monomials, xored into out."""
+    """Shares of (generate, propagate) of each block from public bits m and shared monomials, xored into out.
+
+    m [rows, W], mono as `block_monomials` makes it, out [2 blocks - 1, W]: all generates, then the propagates of all
+    blocks but the first. first: whether this evaluator adds the terms without monomials.
+    """
     if m.is_cpu:
         bits, shares, made = addresses(m, mono, out)
         cpu_bits.block_carries(bits, m.shape[0], low, blocks, shares, mono.shape[0], first, made, m.shape[1])
@@ -200,7 +215,10 @@ def block_carries(m: Tensor, low: int, blocks: Array, mono: Tensor, first: bool,
 
 
 def join_products(lam: Tensor, groups: Array, count: int, out: Tensor) -> None:
-    """Products of masks that a level of joins needs, xored into out. Helper side."""
+    """Products of masks that a level of joins needs, xored into out [products, W]. Helper side.
+
+    lam [2 count - 1, W]: masks of the generates and propagates of `count` blocks. groups: how many join, 2 or 3 each.
+    """
     if lam.is_cpu:
         masks, made = addresses(lam, out)
         cpu_bits.join_products(masks, groups, count, made, out.shape[0], lam.shape[1])
@@ -211,7 +229,10 @@ def join_products(lam: Tensor, groups: Array, count: int, out: Tensor) -> None:
 def join_carries(
     b: Tensor, lam: Tensor, prod: Tensor, groups: Array, count: int, first: bool, out: Tensor
 ) -> None:  # fmt: skip
-    """Shares of the joined (generate, propagate) from masked rows, mask shares and product shares, xored into out."""
+    """Shares of the joined (generate, propagate) from masked rows, mask shares and product shares, xored into out.
+
+    b, lam [2 count - 1, W], prod as `join_products` makes it, out [2 groups - 1, W].
+    """
     if b.is_cpu:
         opened, masks, shares, made = addresses(b, lam, prod, out)
         cpu_bits.join_carries(opened, masks, shares, prod.shape[0], groups, count, first, made, b.shape[1])
@@ -220,7 +241,10 @@ def join_carries(
 
 
 def inject_products(bits: Tensor, lam: Tensor, weighted: Array, out: Tensor) -> None:
-    """Helper side of bit injection: out = (rows s_k, then s_k lam where weighted) - out."""
+    """Helper side of bit injection: out = (rows s_k, then s_k lam where weighted) - out.
+
+    bits [rows, W] of n elements, lam [n] (not read if nothing is weighted), out [rows + weighted, n].
+    """
     if out.is_meta or not out.numel():
         return
     if bits.is_cpu:
@@ -234,7 +258,10 @@ def inject_terms(
     bits: Tensor, m: Tensor, mine: Tensor, shares: Tensor, weighted: Array, w: Tensor, c: Tensor, first: bool,
     out: Tensor,
 ) -> None:  # fmt: skip
-    """Evaluator side of bit injection: this party's share of sum_k b_k (w_k x + c_k), added to out [n]."""
+    """Evaluator side of bit injection: this party's share of sum_k b_k (w_k x + c_k), added to out [n].
+
+    bits [rows, W], m and mine [n], shares [rows + weighted, n], w and c [rows, 1 or n]. Sizes are not looked at.
+    """
     if out.is_meta or not out.numel():
         return
     if bits.is_cpu:
@@ -250,7 +277,11 @@ def inject_terms(
 def trunc_helper(
     error: Tensor, g1: Tensor, g2: Tensor, z1: Tensor, rho1: Tensor, zeta1: Tensor, zeta2: Tensor, f: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Party 0's step of the truncation: (a1, a2, z2, rho2)."""
+    """Party 0's step of the truncation: (a1, a2, z2, rho2).
+
+    Elements [n]; rho and zeta are fields of 1 <= f <= bits - 3 bits, packed into `packed_words(n, f)` words. Nobody
+    looks at sizes and f here.
+    """
     made = shapes.trunc_helper(error, g1, g2, z1, rho1, zeta1, zeta2, f)
     if z1.is_cpu:
         operands = addresses(error, g1, g2, z1, rho1, zeta1, zeta2)
@@ -261,7 +292,7 @@ def trunc_helper(
 
 
 def trunc_open(mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int) -> tuple[Tensor, Tensor]:
-    """Evaluator's first step: (w, packed fields to exchange)."""
+    """Evaluator's first step: (w [n], packed fields to exchange); operands as in `trunc_helper`."""
     made = w, packed = shapes.trunc_open(mine, theirs, rho, zeta, f)
     if w.is_cpu:
         *operands, opened, fields = addresses(mine, theirs, rho, zeta, w, packed)
@@ -272,7 +303,7 @@ def trunc_open(mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int) 
 
 
 def trunc_close(w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor, f: int) -> tuple[Tensor, Tensor]:
-    """Evaluator's last step: (value plus the other's mask, own mask)."""
+    """Evaluator's last step: (value plus the other's mask, own mask), [n] each; operands as in `trunc_helper`."""
     made = half, own = shapes.trunc_close(w, mine, theirs, z, zeta, f)
     if w.is_cpu:
         *operands, value, mask = addresses(w, mine, theirs, z, zeta, half, own)

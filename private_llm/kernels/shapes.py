@@ -95,7 +95,10 @@ def ring_matmul_lines_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, lines
 def conv2d_size(
     x: Size, w: Size, stride: Pair, padding: Pair, dilation: Pair, groups: int
 ) -> tuple[int, int, int, int]:  # fmt: skip
-    """(B, O, rows, columns) of a convolution of sizes x [B, C, H, W] and w [O, C / groups, kh, kw]."""
+    """(B, O, rows, columns) of a convolution of sizes x [B, C, H, W] and w [O, C / groups, kh, kw].
+
+    Raises DomainError for sizes that do not fit each other, a stride or dilation below 1, and a padding below 0.
+    """
     if len(x) != 4 or len(w) != 4 or groups < 1 or x[1] != groups * w[1] or w[0] % groups:
         raise DomainError(
             f"ring_conv2d: got {tuple(x)}, {tuple(w)} and {groups} groups; "
@@ -152,7 +155,7 @@ def trunc_close(w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor
 
 
 def chacha20(key: Tensor, nonce: Tensor, counter: int, words: int) -> Tensor:
-    """[words] of 32 bits."""
+    """[words] of 32 bits. Raises DomainError for another key or nonce, and beyond block 2^32 - 1."""
     if key.numel() != 8 or nonce.numel() != 3 or key.dtype != torch.int32 or nonce.dtype != torch.int32:
         raise DomainError(
             f"chacha20: got a key of {key.numel()} {key.dtype} and a nonce of {nonce.numel()} {nonce.dtype}; "
@@ -166,7 +169,7 @@ def chacha20(key: Tensor, nonce: Tensor, counter: int, words: int) -> Tensor:
 
 
 def gather_rows(table: Tensor, index: Tensor) -> Tensor:
-    """[n, W]."""
+    """[n, W]. Raises DomainError unless the table has two dimensions and the numbers are int64 [n]."""
     if table.dim() != 2 or index.dim() != 1 or index.dtype != torch.int64:
         raise DomainError(
             f"gather_rows: got a table {tuple(table.shape)} and {index.dtype} numbers {tuple(index.shape)}; want "

@@ -119,7 +119,7 @@ class DistMesh:
 
 
 class DistTransport(Transport):
-    """One endpoint of a `DistMesh`."""
+    """One endpoint of a `DistMesh`. Whatever waits raises TransportError (PartyFailed) when a connection ends."""
 
     def __init__(self, mesh: DistMesh, me: int) -> None:
         super().__init__(me)

@@ -45,7 +45,10 @@ class OfflineStore:
     """One encrypted file of messages, in calls: written, rewound once, read once."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        """A new file in `folder` (default: the system's place for temporary files) that only this process can open."""
+        """A new file in `folder` (default: the system's place for temporary files) that only this process can open.
+
+        Raises ConfigError for a folder that cannot be written.
+        """
         try:
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - `close` closes it
         except OSError as error:
@@ -87,7 +90,7 @@ class OfflineStore:
             self._write(sealed)
 
     def end_call(self) -> None:
-        """What was appended since the last end belongs to one call."""
+        """What was appended since the last end belongs to one call. Raises ShareFileError if it cannot be written."""
         self._write(self._header(Kind.BYE, "", torch.uint8, 0))
 
     def rewind(self) -> None:
@@ -121,7 +124,7 @@ class OfflineStore:
         return out
 
     def finish_call(self) -> None:
-        """The call must be at its end."""
+        """Raises TransportError unless the call is at its end, ShareFileError if the file is damaged."""
         self._expect(Frame(Kind.BYE, _WRITER, self._session, self._messages, "", torch.uint8, 0))
 
     def close(self) -> None:
@@ -208,7 +211,7 @@ class OfflineTransport(Transport):
         raise TransportError(f"'{tag}' was awaited while preprocessing, when there is nothing to hear")
 
     def wait(self, frm: int) -> None:
-        """Nothing comes."""
+        """Raises TransportError: nothing comes."""
         raise TransportError("preprocessing waits for nobody")
 
 

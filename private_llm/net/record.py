@@ -75,7 +75,10 @@ class RecordingTransport(PassingTransport):
 
 
 def flip(number: int, bit: int = 0) -> Alter:
-    """Alter sent message `number` in one bit (counted from its first byte's lowest, modulo its length)."""
+    """Alter sent message `number` in one bit (counted from its first byte's lowest, modulo its length).
+
+    What is returned raises DomainError for an empty message.
+    """
 
     def alter(index: int, tag: str, payload: Tensor) -> Tensor:
         if index != number:

@@ -90,7 +90,8 @@ def connect(
 def open_acceptor(config: PrivateConfig, me: int) -> Acceptor:
     """Listen at party `me`'s address in config.hosts, for many sessions: hand the acceptor to `connect`, and close it.
 
-    Raises as `connect` for settings that do not allow a safe connection, TransportError if the port is taken.
+    Raises ConfigError for settings that do not allow a safe connection (as `connect`), TransportError if the port is
+    taken.
     """
     addresses = _addresses(config, me, (), b"")
     if config.tls is not None:
@@ -101,7 +102,10 @@ def open_acceptor(config: PrivateConfig, me: int) -> Acceptor:
 
 
 def open_listeners(parties: int) -> list[socket.socket]:
-    """A listening loopback socket per party, on free ports: hand each to its party, and `hosts_of` to everybody."""
+    """A listening loopback socket per party, on free ports: hand each to its party, and `hosts_of` to everybody.
+
+    Raises TransportError if nothing can listen here.
+    """
     return [_listen(("127.0.0.1", 0), anywhere=False) for _ in range(parties)]
 
 

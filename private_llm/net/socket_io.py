@@ -193,7 +193,11 @@ class Outgoing:
 
 
 class Incoming:
-    """The receiving end from `peer`."""
+    """The receiving end from `peer`.
+
+    Whatever waits or reads raises PartyFailed when the peer ends the session, stalls or is gone, TransportError for a
+    malformed frame or another than is wanted.
+    """
 
     def __init__(
         self, sock: socket.socket, peer: int, session: bytes, slice_s: float, patience_s: float = math.inf

@@ -130,7 +130,10 @@ class SocketTransport(Transport):
                 out.note(Kind.WAITING, bytes([self.me]))
 
     def wait(self, frm: int) -> None:
-        """Block until a frame from `frm` is there; PartyFailed if the session stops, or after idle_s of silence."""
+        """Block until a frame from `frm` is there.
+
+        Raises TransportError: PartyFailed if the session stops, or after idle_s of silence.
+        """
         self._check()
         link, heard = self._in[frm], time.monotonic()
 

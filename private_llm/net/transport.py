@@ -54,7 +54,7 @@ class Transport(ABC):
         self.send(to, tag, torch.frombuffer(bytearray(raw), dtype=torch.uint8))
 
     def recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
-        """What `frm` sent by `send_bytes`, up to `most` bytes. Raises as `recv`; more are refused unread."""
+        """What `frm` sent by `send_bytes`, up to `most` bytes; more are refused unread. Raises TransportError."""
         return self._recv_bytes(frm, tag, most)
 
     def exchange(self, peer: int, tag: str, payload: Tensor) -> Tensor:

@@ -67,7 +67,10 @@ def avg_pool2d_rule(
 
 @implements(F.adaptive_avg_pool2d)
 def adaptive_avg_pool2d_rule(x: SecretTensor, output_size: TorchArg) -> SecretTensor:
-    """Means over as many windows (height, width) as asked for; cost and error as `avg_pool2d`."""
+    """Means over as many windows (height, width) as asked for: [.., H, W] to [.., height, width].
+
+    None keeps that extent. Cost, error and DomainError as `avg_pool2d_rule`.
+    """
     _check("adaptive_avg_pool2d", x, (1, 1), (0, 0))
     wanted = (output_size, output_size) if output_size is None or isinstance(output_size, int) else output_size
     rows, columns = (
@@ -79,7 +82,7 @@ def adaptive_avg_pool2d_rule(x: SecretTensor, output_size: TorchArg) -> SecretTe
 
 @implements(F.adaptive_avg_pool1d)
 def adaptive_avg_pool1d_rule(x: SecretTensor, output_size: TorchArg) -> SecretTensor:
-    """Means over as many windows of the last dimension of [B, C, L]; cost and error as `avg_pool2d`."""
+    """Means over as many windows of the last dimension of [B, C, L]; else as `adaptive_avg_pool2d_rule`."""
     count = output_size if isinstance(output_size, int) else output_size[0]
     made = adaptive_avg_pool2d_rule(x.viewed(lambda part: part.unsqueeze(-2)), (1, count))
     return made.viewed(lambda part: part.squeeze(-2))

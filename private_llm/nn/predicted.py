@@ -106,7 +106,7 @@ class SparseFeedForward:
         """The chosen neurons of all positions, 1-D in row-major order, of reader `index` for x [.., K].
 
         The first call for an input asks the predictor, opens the pattern and computes all readers as one product:
-        31 bytes a chosen neuron and reader in trio.
+        31 bytes a chosen neuron and reader in trio. Raises UnsupportedOp for a public input or public weights.
         """
         if self._source is None or self._source[0] is not x or self._source[1] is not content_of(x):
             self._pieces, self._source = self._computed(x), (x, content_of(x))
@@ -133,7 +133,10 @@ class SparseFeedForward:
         return pieces
 
     def write(self, h: Tensor) -> Tensor:
-        """FC2 of chosen neurons h (1-D, as `read` gives them): [.., N], with bytes and rounds of the whole layer."""
+        """FC2 of chosen neurons h (1-D, as `read` gives them): [.., N], with bytes and rounds of the whole layer.
+
+        Raises UnsupportedOp for anything but the chosen neurons.
+        """
         if not isinstance(h, SecretTensor) or tuple(h.shape) != (int(self._wanted.sum()),):
             raise UnsupportedOp(
                 f"{self._name}: what comes out of the block's activation is {tuple(h.shape)}, not the chosen neurons; "
@@ -174,6 +177,7 @@ class FreshActivation:
         """The activation of h [.., n], which is zero at neurons that are not chosen.
 
         Bytes in trio: a choice (39 a unit), 40 to take out each element of h and budgeted dummy, as many to put back.
+        Raises UnsupportedOp for a public h, or before `foretell`.
         """
         active, self._active = self._active, None
         if not isinstance(h, SecretTensor) or active is None:
@@ -213,7 +217,8 @@ class SparseHeads:
     def read(self, index: int, x: Tensor) -> Tensor:
         """The output [B, length, N] of reader `index` for x [B, length, K]; queries of heads left out are zero.
 
-        The first call for an input asks the predictor, opens the pattern and computes all readers.
+        The first call for an input asks the predictor, opens the pattern and computes all readers. Raises UnsupportedOp
+        for a public input or public weights.
         """
         if self._source is None or self._source[0] is not x or self._source[1] is not content_of(x):
             self._pieces, self._source = self._computed(x), (x, content_of(x))

@@ -65,8 +65,9 @@ def choose(session: Session, active: BitShare, budget: int) -> Choice:
 
     n bits to numbers, n + budget small comparisons and gates, one shuffle of n + budget bits, and the opening: 32 to 39
     bytes for each of n in trio, 37 to 44 in dealer and 55 to 67 in quad for n of 640 to 64,000, more with log n; 7 or 8
-    rounds, 6 or 7, and 11. Raises
-    DomainError for a budget outside 1 to n, or more than one vector.
+    rounds, 6 or 7, and 11. How many are active is not learned, only where the chosen ones lie in the secret order.
+    Raises DomainError for a budget outside 1 to n, or more than one vector; ProtocolAbort if what is opened is not as
+    many positions.
     """
     count = active.count
     if active.rows != 1 or not 0 < budget <= count:

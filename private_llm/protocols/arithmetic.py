@@ -1,8 +1,12 @@
 """The interface of arithmetic on shares of ring elements: sums, products and divisions.
 
 `shift=s` divides the exact result by 2^s (floor, plus at most one unit) and requires
-|result before division| < 2^(ring bits - 2). `shift=0` divides nothing. Bytes are over all links, preprocessing
-included, e the bytes of an element (8 or 4); figures are in the 64-bit ring at s = 18. Exact formulas: `prices.py`.
+|result before division| < 2^(ring bits - 2), which only debug sessions check: beyond, results are garbage. `shift=0`
+divides nothing and wraps modulo 2^(ring bits). A shift outside 0 .. ring bits - 3 raises DomainError (plain: below 0).
+
+Bytes are over all links, preprocessing included, e the bytes of an element (8 or 4); figures are in the 64-bit ring at
+s = 18, and dealer's are trio's but for `matmul="remask"` (dealer/party.py). Exact formulas: `prices.py`. Shapes that do
+not broadcast raise torch's RuntimeError.
 """
 
 from __future__ import annotations
@@ -57,11 +61,11 @@ class Arithmetic(PartyEnd):
         return Share(tuple(map(sub, x.parts, y.parts)))
 
     def neg(self, x: Share) -> Share:
-        """-x. Local."""
+        """-x, in the shape of x. Local."""
         return x.map(neg)
 
     def mul_public(self, x: Share, c: int | Tensor) -> Share:
-        """x times public ring constants (signed ints, or a tensor), broadcasting, no truncation. Local."""
+        """x times public ring constants (signed ints, or a tensor), broadcasting; nothing is divided. Local."""
         return x.map(lambda part: part * c)
 
     @abstractmethod
@@ -78,7 +82,7 @@ class Arithmetic(PartyEnd):
         """floor(x / 2^shift), plus at most one unit, for |x| < 2^(ring bits - 2); the shape of x.
 
         `shift=0` returns x, local. 1 round. Bytes an element: trio e + 3 s / 8 (14.75), quad 2 e + 5 s / 8 (27.25);
-        none under plain, which is exact.
+        none under plain, which is exact. Raises DomainError for a shift outside the ring.
         """
 
     @abstractmethod
@@ -86,7 +90,7 @@ class Arithmetic(PartyEnd):
         """Elementwise product x*y with broadcasting, divided by 2^shift; before a division |x*y| < 2^(ring bits - 2).
 
         Bytes an output: trio 3 (e + s / 8) (30.75; 24 without shift), quad 5 (e + s / 8) (51.25; 40); 2 rounds, 1
-        without shift. Raises DomainError for a shift above ring bits - 3 (trio, quad, dealer).
+        without shift. Raises DomainError for a shift outside the ring.
         """
 
     @abstractmethod
@@ -94,27 +98,28 @@ class Arithmetic(PartyEnd):
         """B(x, y) of a bilinear form, divided by 2^shift; rounds and bytes an output as `mul`, whatever it sums over.
 
         With `select` (int64, flat positions in the output) only those outputs are made, as a 1-D share; nothing is sent
-        for the others.
+        for the others. Raises DomainError for operands that do not fit the form, and as `mul`.
         """
 
     def matmul(self, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
         """torch.matmul of x [..., M, K] and y [..., K, N] to [..., M, N], divided by 2^shift.
 
-        `select` and cost as `bilinear`.
+        `select`, rounds, bytes and errors as `bilinear`.
         """
         return self.bilinear(Matmul(), x, y, shift, select)
 
     def conv2d(self, x: Share, w: Share, conv: Conv2d, shift: int = 0) -> Share:
         """Convolution of x [B, C, H, W] with w [O, C / groups, kh, kw] to [B, O, H', W'], divided by 2^shift.
 
-        Rounds and bytes of one `mul` of the output's size.
+        Rounds and bytes of one `mul` of the output's size; errors as `bilinear`.
         """
         return self.bilinear(conv, x, w, shift)
 
     def bilinear_public(self, form: Form, x: Share, c: Tensor, shift: int = 0, left: bool = False) -> Share:
         """B(x, c), or B(c, x) if `left`, for public ring elements c, divided by 2^shift: local but for a truncation.
 
-        That is 1 round and the bytes of `truncate` on the outputs, or nothing if `shift` is 0.
+        The shape of the form's output. That is 1 round and the bytes of `truncate` on the outputs, or nothing if
+        `shift` is 0. Errors as `bilinear`.
         """
         made = x.map(lambda part: form.product(c, part) if left else form.product(part, c))
         macs = form.macs(c.shape, x.shape) if left else form.macs(x.shape, c.shape)
@@ -127,5 +132,5 @@ class Arithmetic(PartyEnd):
 
         The shape of x. The exact value before division must stay below 2^(ring bits - 2). 2 rounds (1 without shift);
         bytes an element in trio 38.75 for degree 2, 46.75 for degree 3, in quad 67.25 and 83.25. Raises DomainError for
-        another degree (trio, quad, dealer).
+        another degree (plain takes any) and for a shift outside the ring.
         """

@@ -1,6 +1,7 @@
 """The interface of comparisons and bits: sign bits of ring elements, gates, and the way between bits and numbers.
 
-Bytes are over all links, preprocessing included, of a count that fills whole words (64 elements); 64-bit ring.
+Bytes are over all links, preprocessing included, of a count that fills whole words (64 elements); 64-bit ring. Exact
+formulas: `prices.py`. Dealer's figures are trio's; plain sends nothing.
 """
 
 from __future__ import annotations
@@ -10,11 +11,26 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from private_llm.errors import DomainError
 from private_llm.protocols.party_end import PartyEnd
 from private_llm.protocols.share import BitShare, Share
 
 Weights = Sequence[int | Tensor]
-"""Public ring constants: one per bit row, an int or a tensor broadcastable to the shape."""
+"""Public ring constants: one per bit row, each an int or a tensor of 1 or `count` elements (flattened)."""
+
+
+def check_injected(bits: BitShare, x: Share | None, weights: Weights, constants: Weights) -> None:
+    """Raise DomainError unless x has bits.count elements, and weights and constants are one for each row. Local."""
+    for given in (weights, constants):
+        if len(given) != bits.rows:
+            raise DomainError(f"inject: got {len(given)} constants for {bits.rows} bit rows; want one each")
+        sizes = {each.numel() for each in given if isinstance(each, Tensor)} - {1, bits.count}
+        if sizes:
+            raise DomainError(
+                f"inject: got constants of {min(sizes)} elements for {bits.count} bits; want as many, or 1"
+            )
+    if x is not None and x.numel() != bits.count:
+        raise DomainError(f"inject: got x of {x.numel()} elements for {bits.count} bits; want as many")
 
 
 class Boolean(PartyEnd):
@@ -37,24 +53,28 @@ class Boolean(PartyEnd):
 
         `x` is flattened to [count]; with `x=None` the weights are ignored (bit to arithmetic). Result is 1-D [count]. 1
         round (2 with a shift). One row without shift, bytes an element: 32 with a weight and 24 without in trio, 56 and
-        40 in quad. Raises DomainError unless weights and constants are one for each row (trio, quad, dealer).
+        40 in quad. Raises DomainError unless x has bits.count elements and weights and constants are one for each row.
         """
 
     @abstractmethod
     def xor(self, x: BitShare, y: BitShare) -> BitShare:
-        """Bitwise exclusive or x ^ y of equal rows and count. Local."""
+        """Bitwise exclusive or x ^ y, of equal rows and count, which nobody checks; as many rows. Local."""
 
     @abstractmethod
     def invert(self, x: BitShare) -> BitShare:
-        """Bitwise not. Local."""
+        """Bitwise not, of the rows and count of x. Local."""
 
     @abstractmethod
     def and_(self, x: BitShare, y: BitShare) -> BitShare:
-        """Bitwise and x & y, rows by rows: 1 round; 3 bits a gate in trio, 5 in quad."""
+        """Bitwise and x & y, row by row, of equal rows and count: 1 round; 3 bits a gate in trio, 5 in quad.
+
+        Raises TransportError if parties were given different sizes.
+        """
 
     @abstractmethod
     def a2b(self, x: Share) -> BitShare:
         """All bits of x (flattened): [ring bits rows, x.numel()], row i holds bit i, least significant first.
 
-        A ripple adder: ring bits - 1 rounds (63); 31.6 bytes an element in trio, 55.4 in quad.
+        A ripple adder, whatever `PrivateConfig.adder` says: ring bits - 1 rounds (63); 31.6 bytes an element in trio,
+        55.4 in quad.
         """

@@ -24,21 +24,24 @@ class ClientEnd(ABC):
     def share(self, elements: Tensor) -> None:
         """Share ring elements of any shape with the parties, who call `receive_input` with the same shape.
 
-        One element each to two parties (trio, dealer), three (quad) or one (plain).
+        8 bytes each (4 in the 32-bit ring) to two parties (trio, dealer), three (quad) or one (plain). No round is
+        booked.
         """
 
     @abstractmethod
     def share_index(self, indices: Tensor, domain: int) -> None:
-        """Share int64 indices [T] below `domain`; the parties call `receive_index(T, domain)`. Bytes: see there.
+        """Share int64 indices [T] below `domain`; the parties call `receive_index(T, domain)`.
 
-        Raises DomainError for an index outside the domain; the message does not name the index.
+        Bytes: as `receive_index`. No round is booked. Raises DomainError for an index outside the domain; the message
+        does not name the index.
         """
 
     @abstractmethod
     def open(self, shape: tuple[int, ...]) -> Tensor:
         """Ring elements of `shape` that the parties reveal right now. Raises ProtocolAbort if a lie is noticed (quad).
 
-        One element each from two parties; quad adds 32 bytes from each of the other two; one from the party of plain.
+        8 bytes an element (4 in the 32-bit ring) from two parties; quad adds 32 bytes from each of the other two; under
+        plain from the one party. No round is booked.
         """
 
     def section(self, label: str) -> AbstractContextManager[None]:
@@ -52,5 +55,5 @@ class ClientEnd(ABC):
     def take_digests(self, digests: Sequence[str]) -> None:  # noqa: B027 - semi-honest protocols need none
         """What the party that ran ahead gave to check openings with (hexadecimal, in order).
 
-        Local; replaces older ones.
+        From `PartyEnd.take_digests`. Local; replaces older ones. Quad raises ProtocolAbort for what is no digest.
         """

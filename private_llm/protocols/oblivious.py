@@ -12,7 +12,10 @@ from private_llm.protocols.share import BitShare, Index, Share
 
 
 class Oblivious(PartyEnd):
-    """The client shares indices (`Index`); which rows are read shows in no message. Bytes: in the 64-bit ring."""
+    """The client shares indices (`Index`); which rows are read shows in no message.
+
+    Bytes: over all links, in the 64-bit ring, dealer's as trio's where nothing else is said. Formulas: `prices.py`.
+    """
 
     @abstractmethod
     def receive_index(self, count: int, domain: int) -> Index:
@@ -20,7 +23,7 @@ class Oblivious(PartyEnd):
 
         From the client, bytes an index (L = ceil(log2 domain), domain > 1): trio 2 keys of 24 + 16 L to each of three
         parties, quad 4 to each of four; as one-hot rows (dealer, preprocessed calls) 8 domain to each party that
-        receives inputs.
+        receives inputs; plain 8. No round is booked.
         """
 
     @abstractmethod
@@ -28,7 +31,8 @@ class Oblivious(PartyEnd):
         """Rows of `table` [domain, D] at the secret indices: [count, D]. A plain table holds public ring elements.
 
         1 round, whatever the domain; bytes an output in trio 24 for a shared table and 16 for a public one, in quad 40
-        and 24. From one-hot rows a shared table costs the same, a public one nothing. Nothing is truncated.
+        and 24. From one-hot rows a shared table costs the same, a public one nothing. Nothing is truncated. Raises
+        DomainError for a table of another number of rows than the index's domain (not under plain).
         """
 
     @abstractmethod
@@ -45,20 +49,24 @@ class Oblivious(PartyEnd):
     def shuffle(self, x: Share, order: Permutation, undo: bool = False) -> Share:
         """Rows of x [n, ...] in the secret order, under fresh masks; `undo` puts shuffled rows back. Comet, Protocol 1.
 
-        Bytes a moved element in the 64-bit ring: trio 24, dealer 32, with hidden=True 40 and 48, quad 96. Rounds: trio
-        2 (3 to undo a hidden one), dealer 1 (2), quad 3. Raises DomainError unless n is the permutation's size.
+        The shape of x. Bytes a moved element: trio 24, dealer 32, with hidden=True 40 and 48, quad 96 (and 64 in all).
+        Rounds: trio 2 (3 to undo a hidden one), dealer 1 (2), quad 3. Raises DomainError unless n is the permutation's
+        size; in quad UnsupportedOp in preprocessed calls, and ProtocolAbort for a lie.
         """
 
     @abstractmethod
     def shuffle_bits(self, x: BitShare, order: Permutation) -> ShuffledBits:
-        """All bit vectors in the same secret order. Rounds as `shuffle`, bytes a word as an element there.
+        """All bit vectors in the same secret order. Rounds as `shuffle`, the bytes of a word as those of an element.
 
-        Raises DomainError unless the vectors have the permutation's size.
+        Raises DomainError unless the vectors have the permutation's size; otherwise as `shuffle`.
         """
 
     @abstractmethod
     def unshuffle_bits(self, x: ShuffledBits) -> BitShare:
-        """The vectors as they were ordered before `shuffle_bits`. Rounds as `shuffle` with `undo`, bytes as there."""
+        """The vectors as they were ordered before `shuffle_bits`, rows and count alike.
+
+        Rounds as `shuffle` with `undo`, bytes as there.
+        """
 
     @abstractmethod
     def open_shuffled(self, x: ShuffledBits) -> Tensor | None:
@@ -66,6 +74,6 @@ class Oblivious(PartyEnd):
 
         What is learned: how many bits are set, and which of two vectors' set bits coincide if they share an order.
         1 round; bits sent for each opened one: trio and dealer 2, 3 if hidden; quad 4 and 129 bytes, after a `verify`
-        (3 rounds in all). Raises
-        ProtocolAbort for a second vector in an order that is not declared for reuse.
+        (3 rounds in all). Raises ProtocolAbort for a second vector in an order that is not declared for reuse, and for
+        a lie (quad); UnsupportedOp in preprocessed calls, under quad or if the order is hidden.
         """

@@ -20,7 +20,10 @@ Links = Callable[[Transport], Transport]
 
 
 class PartyEnd(ABC):
-    """What all interfaces of a protocol share. `party` is its number from 0, `ring` that of arithmetic shares."""
+    """What all interfaces of a protocol share. `party` is its number from 0, `ring` that of arithmetic shares.
+
+    Whatever waits for a message raises TransportError if it does not come, or has another tag, size or dtype.
+    """
 
     name: str
 

@@ -24,7 +24,8 @@ class Protocol(Arithmetic, Boolean, Oblivious):
     def receive_input(self, shape: tuple[int, ...]) -> Share:
         """This party's part of ring elements of `shape` that the client shares right now.
 
-        From the client 1 element each to two parties (trio, dealer), three (quad) or one (plain). No round is booked.
+        From the client 8 bytes an element (4 in the 32-bit ring) to each of two parties (trio, dealer), three (quad) or
+        one (plain). No round is booked. Raises TransportError if the client sends another shape.
         """
 
     def verify(self) -> None:
@@ -38,10 +39,11 @@ class Protocol(Arithmetic, Boolean, Oblivious):
     def reveal(self, pieces: Sequence[tuple[int, Share]]) -> None:
         """Send each endpoint outside the parties what it needs to open its piece; the parties learn nothing.
 
-        It opens them with `protocols.session.opened`. 2 elements an opened one (plain: 1); in quad 64 bytes a piece
-        more, after one `verify`, which raises ProtocolAbort and sends nothing if a party deviated.
+        pieces: (number of the endpoint, a share of any shape). It opens them with `protocols.session.opened`. 16 bytes
+        an element (8 in the 32-bit ring; plain: half), no round; in quad 64 bytes a piece more, after one `verify` with
+        its 2 rounds, which raises ProtocolAbort and sends nothing if a party deviated.
         """
 
     def reveal_to_client(self, x: Share) -> None:
-        """`reveal` of one value to the client."""
+        """`reveal` of one value to the client: cost and errors as `reveal`."""
         self.reveal([(CLIENT, x)])

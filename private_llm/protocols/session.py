@@ -136,7 +136,8 @@ def join_as_client(config: PrivateConfig, transport: Transport) -> ClientEnd:
 def client_end(config: PrivateConfig, transport: Transport) -> ClientEnd:
     """The client's end once all have agreed (or for counting costs on a `MetaTransport`).
 
-    Sends the keys of input masks.
+    Sends the keys of input masks, 32 bytes to each holder of each (trio, dealer: 4, quad: 9). Raises ConfigError for a
+    protocol that there is not.
     """
     return protocol_spec(config.protocol).client(transport, Ring(config.ring))
 
@@ -152,7 +153,8 @@ def opened(config: PrivateConfig, transport: Transport, shape: tuple[int, ...]) 
 def meta_session(config: PrivateConfig, party: int) -> Session:
     """A session that counts costs on meta tensors: no data, no weights, no other party; nothing is sent.
 
-    Its shares must have the parts that the protocol holds: 1 under plain, 2 under trio and dealer, 3 under quad.
+    Its shares must have the parts that the protocol holds: 1 under plain, 2 under trio and dealer, 3 under quad. Raises
+    ConfigError for a protocol that there is not, or that does not divide as it was asked to.
     """
     zero = Seed(bytes(32))
     seeds = dict.fromkeys([*range(config.parties), CLIENT], zero)

@@ -35,14 +35,14 @@ def sends_parts(config: PrivateConfig, party: int) -> bool:
 
 
 class Dealer:
-    """The owner's end: one per set of shares. Nothing is sent from here."""
+    """The owner's end: one per set of shares. Nothing is sent from here. Raises ConfigError for an unknown protocol."""
 
     def __init__(self, config: PrivateConfig) -> None:
         self._spec, self._ring = protocol_spec(config.protocol), Ring(config.ring)
         self._masks = [Seed.fresh() for _ in self._spec.mask_holders]
 
     def keys(self, party: int) -> list[Seed]:
-        """The seeds that `party` receives, once."""
+        """The seeds that `party` receives, once: 32 bytes for each mask that it knows (none under plain)."""
         return [self._masks[k] for k in self._spec.masks_of(party)]
 
     def begin(self, label: str) -> WeightSharing:
@@ -51,7 +51,7 @@ class Dealer:
 
 
 class WeightSharing:
-    """One tensor on its way into shares, piece by piece, so that a large one needs little memory."""
+    """One tensor on its way into shares, piece by piece, so that a large one needs little memory. Local."""
 
     def __init__(self, spec: ProtocolSpec, ring: Ring, masks: list[Prg]) -> None:
         self._spec, self._ring, self._masks = spec, ring, masks

@@ -23,7 +23,12 @@ from private_llm.ring.ring import Ring
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fixed:
-    """A secret real tensor: value = ring element / 2^frac. All methods are local unless they say otherwise."""
+    """A secret real tensor: value = ring element / 2^frac. All methods are local unless they say otherwise.
+
+    Bytes and rounds: trio, 64-bit ring, 18 fractional bits (`PrivateConfig.frac_bits`); for others the formulas are in
+    protocols/prices.py. Before a truncation |ring element| < 2^(ring bits - 2); values beyond are garbage, and found in
+    debug sessions only.
+    """
 
     session: Session
     share: Share
@@ -52,7 +57,10 @@ class Fixed:
         return Fixed(self.session, share, self.frac if frac is None else frac)
 
     def view(self, reorder: Callable[[Tensor], Tensor]) -> Fixed:
-        """Apply a reordering or linear function (reshape, index, sum, ...) of one part to every part; keeps `frac`."""
+        """Apply a reordering or linear function (reshape, index, sum, ...) of one part to every part; keeps `frac`.
+
+        What it returns decides about the shape. A function that is not linear gives garbage, and no error.
+        """
         return Fixed(self.session, self.share.map(reorder), self.frac)
 
     # -- scale ------------------------------------------------------------------------------------------
@@ -79,14 +87,14 @@ class Fixed:
     def coarser(self, frac: int) -> Fixed:
         """The same value with fewer fractional bits, rounded down (or one unit more): one truncation.
 
-        1 round, 8 bytes and 3 bits for each bit dropped an element.
+        1 round, 8 bytes and 3 bits for each bit dropped an element. Raises DomainError for more bits than there are.
         """
         if frac == self.frac:
             return self
         return self.with_share(self.proto.truncate(self.share, self.frac - frac), frac)
 
     def at(self, frac: int) -> Fixed:
-        """The same value with exactly `frac` bits: `finer`, which is local, or `coarser`, which communicates."""
+        """The same value with exactly `frac` bits: `finer`, which is local, or `coarser`, which costs 1 round."""
         if frac == self.frac:
             return self
         return self.finer(frac) if frac >= self.frac else self.coarser(frac)
@@ -129,7 +137,7 @@ class Fixed:
     def sum(self, dim: int | Sequence[int], keepdim: bool = False) -> Fixed:
         """Sum over dimensions; same `frac`.
 
-        Nothing is checked: the sum must fit the ring, a fourth of it before a truncation.
+        Local. Nothing is checked: the sum must fit the ring, a fourth of it before a truncation.
         """
         dims = [dim] if isinstance(dim, int) else list(dim)
         return self.view(lambda part: part.sum(dim=dims, keepdim=keepdim, dtype=part.dtype))
@@ -142,7 +150,8 @@ class Fixed:
     def scale(self, factor: float | Tensor, frac: int | None = None, bits: int | None = None) -> Fixed:
         """Times public reals held with `bits` fractional bits (default: the session's): one truncation to `frac` bits.
 
-        1 round, 14.75 bytes an element. Broadcasts. Raises DomainError for a constant that the ring cannot hold.
+        1 round, 14.75 bytes an element. Broadcasts. Raises DomainError for a constant that the ring cannot hold, and
+        for a `frac` above self.frac + bits.
         """
         out = self.session.frac if frac is None else frac
         bits = self.session.frac if bits is None else bits
@@ -152,7 +161,8 @@ class Fixed:
     def mul(self, other: Fixed, frac: int | None = None) -> Fixed:
         """Elementwise product with broadcasting and `frac` bits (default: the session's): one protocol product.
 
-        Truncation included: 2 rounds, 30.75 bytes an output; 1 round and 24 bytes where no bit is dropped.
+        Truncation included: 2 rounds, 30.75 bytes an output; 1 round and 24 bytes where no bit is dropped. Raises
+        DomainError for a `frac` above the sum of both.
         """
         out = self.session.frac if frac is None else frac
         return self.with_share(self.proto.mul(self.share, other.share, self.frac + other.frac - out), out)
@@ -165,7 +175,8 @@ class Fixed:
     def matmul(self, other: Fixed, frac: int | None = None, select: Tensor | None = None) -> Fixed:
         """Matrix product [..., M, K] x [..., K, N], truncation included; cost of `mul` an output, whatever K is.
 
-        With `select` (flat positions) only these outputs, 1-D; see `Protocol.bilinear`.
+        With `select` (flat positions) only these outputs, 1-D; see `Protocol.bilinear`. Raises DomainError for shapes
+        that do not fit, and as `mul`.
         """
         out = self.session.frac if frac is None else frac
         raw = self.proto.matmul(self.share, other.share, self.frac + other.frac - out, select)
@@ -206,7 +217,8 @@ class Fixed:
 
         Weights carry `weight_bits` fractional bits (0: integers); the result has `frac` bits (default: those of x). 1
         round and 16 bytes an element, 8 for each row, 8 more for each with a weight; weights with fractional bits add a
-        truncation (2 rounds). Raises DomainError for constants that the ring cannot hold.
+        truncation (2 rounds). Raises DomainError for constants that the ring cannot hold, or that are not one for each
+        row, and for bits of another number of elements than x.
         """
         out = self.frac if frac is None else frac
         total = self.frac + weight_bits
@@ -223,7 +235,7 @@ class Fixed:
 def arithmetic(session: Session, bits: BitShare, constants: Sequence[float], frac: int) -> Fixed:
     """sum over rows of bit_k * constants_k as a 1-D secret [count] with `frac` bits (bit to arithmetic).
 
-    1 round, 16 bytes an element and 8 for each row.
+    1 round, 16 bytes an element and 8 for each row. Raises DomainError unless there is one constant for each row.
     """
     encoded = [session.ring.constant(round(c * (1 << frac))) for c in constants]
     return Fixed(session, session.protocol.inject(bits, None, encoded, encoded), frac)

@@ -128,8 +128,8 @@ def embedding(
 
     Public ids: local. A `SecretIndex`: one lookup. One-hot rows, without fractional bits: a product without truncation,
     local for a public table. In trio a secret index costs 24 bytes per output (16 for a public table) and one round,
-    one-hot rows 24 with a secret table (64-bit ring). Raises UnsupportedOp for max_norm, for secrets that are no
-    one-hot rows and for indices below another number than V.
+    one-hot rows 24 with a secret table (64-bit ring). Returns [.., H]. Raises UnsupportedOp for max_norm, for secrets
+    that are no one-hot rows and for indices below another number than V; PlaintextLeak if neither operand is secret.
     """
     if max_norm is not None:
         raise UnsupportedOp("embedding with max_norm has no private rule")

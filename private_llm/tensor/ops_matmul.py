@@ -53,7 +53,8 @@ def product_public(x: Fixed, y: Tensor, left: bool = False, frac: int | None = N
 def matmul(x: Tensor, y: Tensor) -> SecretTensor:
     """x @ y; at least one of them secret; shapes as torch.matmul. The result has the session's fractional bits.
 
-    Two secrets: as `product`; one: as `product_public`. Raises DomainError for secrets of two sessions.
+    Two secrets: as `product`; one: as `product_public`. Raises DomainError for secrets of two sessions and for a plain
+    operand that the ring cannot hold, PlaintextLeak if neither is secret.
     """
     if isinstance(x, SecretTensor) and isinstance(y, SecretTensor):
         same_session(x, y)

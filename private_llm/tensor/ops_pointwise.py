@@ -143,7 +143,7 @@ def div(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> SecretTe
 
 @implements(torch.square, Tensor.square)
 def square(x: SecretTensor) -> SecretTensor:
-    """x*x: one truncating product, 2 rounds."""
+    """x*x: one truncating product, 2 rounds, 30.75 bytes an element in trio (64-bit ring, 18 bits)."""
     return mul(x, x)
 
 
@@ -294,5 +294,5 @@ def dropout(x: SecretTensor, p: float = 0.5, training: bool = True, inplace: boo
 
 @implements(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like)
 def like(x: SecretTensor, *_: object, **__: object) -> NoReturn:
-    """Refused: a plain tensor in the shape of a secret invites writing the secret into it."""
+    """Raises UnsupportedOp: a plain tensor in the shape of a secret invites writing the secret into it."""
     raise UnsupportedOp("zeros_like/ones_like/full_like of a secret; make a public tensor from x.shape and x.device")

@@ -202,6 +202,7 @@ class SecretTensor(Guarded):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
+        """Raises UnsupportedOp for True."""
         if value:
             raise UnsupportedOp("no gradient flows through a secret tensor; train in the clear, then share")
 

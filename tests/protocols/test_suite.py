@@ -266,6 +266,32 @@ def test_a_shift_beyond_the_ring_is_refused() -> None:
         run_ring(config("trio", 64), [x, x], lambda p, a, b: p.mul(a, b, 62), (4,))
 
 
+@every
+@pytest.mark.parametrize("shift", [-1, 62])
+def test_a_truncation_beyond_the_ring_is_refused(protocol: str, ring: int, shift: int) -> None:
+    """A negative shift came with packed fields of negative size, which a kernel wrote to."""
+    if protocol == "plain" and shift > 0:
+        return  # its floor is exact for every shift
+    with pytest.raises(DomainError, match="shift: got"):
+        run_ring(config(protocol, ring), [ring_values(ring, (4,), 8)], lambda p, a: p.truncate(a, shift), (4,))
+
+
+@every
+@pytest.mark.parametrize("wrong", ["x", "weights", "constants", "rows"])
+def test_an_injection_of_other_sizes_is_refused(protocol: str, ring: int, wrong: str) -> None:
+    """Kernels read operands by the number of bits: of shorter ones they read what lies behind them."""
+    three = torch.tensor([1, 2, 3], dtype=Ring(ring).dtype)
+
+    def program(p: Protocol, a: Share) -> Share:
+        x = a.map(lambda part: part[:3]) if wrong == "x" else a
+        weights = [three] if wrong == "weights" else [1]
+        constants = {"constants": [three], "rows": [1, 1]}.get(wrong, [1])
+        return p.inject(p.msb(a), x, weights, constants)
+
+    with pytest.raises(DomainError, match="inject: got"):
+        run_ring(config(protocol, ring), [ring_values(ring, (4,), 8)], program, (4,))
+
+
 def test_a_range_wider_than_the_ring_is_refused() -> None:
     x = ring_values(32, (4,), 8)
     with pytest.raises(DomainError, match="want 2 to 32"):

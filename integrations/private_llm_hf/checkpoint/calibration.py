@@ -64,7 +64,10 @@ _MOST_SCORE = 15
 
 
 class Largest(TorchFunctionMode):
-    """Notes the largest values of each module while the mode is on; see the module header."""
+    """Notes the largest values of each module while the mode is on; see the module header.
+
+    Whatever meets NaN or infinity raises DomainError, which names the module.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -50,7 +50,10 @@ class Checkpoint:
         self._quantised: Any = None
 
     def config(self, **options: Any) -> tuple[PretrainedConfig, dict[str, Any]]:  # noqa: ANN401 - as transformers
-        """The configuration as if weights were plain, and the arguments that it has no use for."""
+        """The configuration as if weights were plain, and the arguments that it has no use for.
+
+        Raises PatchMismatch for weights that cannot be made plain, ConfigError if a package is missing to read them.
+        """
         given = options.pop("config", None)
         if given is not None:
             return self.plain_config(given), {}
@@ -92,7 +95,10 @@ class Checkpoint:
             stream_loaded(self.load(model_class, config, **hf), wanted, sink)
 
     def load(self, model_class: type[PreTrainedModel], config: PretrainedConfig, **hf: object) -> PreTrainedModel:
-        """The whole plaintext model, plain float32 weights, in evaluation mode. Raises as `stream`."""
+        """The whole plaintext model, plain float32 weights, in evaluation mode.
+
+        Raises PatchMismatch and OSError as `stream`.
+        """
         model, missing = self._load(model_class, config, hf)
         if missing:
             shown = ", ".join(sorted(missing)[:20]) + (f" and {len(missing) - 20} more" if len(missing) > 20 else "")

@@ -169,7 +169,10 @@ def stream_loaded(model: PreTrainedModel, wanted: WeightList, sink: Sink) -> Non
 
 
 def dense_weight(name: str, value: Tensor) -> Tensor:
-    """A weight as a plain tensor; one of a class of its own (torchao's, for instance) must be able to `dequantize`."""
+    """A weight as a plain tensor; one of a class of its own (torchao's, for instance) must be able to `dequantize`.
+
+    Raises PatchMismatch for one that is not.
+    """
     if type(value) in (Tensor, nn.Parameter, nn.Buffer):
         return value
     if type(value).dequantize is not Tensor.dequantize:

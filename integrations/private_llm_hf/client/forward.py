@@ -113,7 +113,7 @@ class Forward:
 
     # -- pieces ---------------------------------------------------------------------------------------------------
     def take_secret(self, prefix: str) -> tuple[int, int]:
-        """The one secret input: encode it, return (rows, positions)."""
+        """The one secret input: encode it, return (rows, positions). Raises DomainError for none, two, or a bad one."""
         names = [f"{prefix}input_ids", f"{prefix}inputs_embeds", "pixel_values"]
         present = [name for name in names if name in self.given]
         if len(present) != 1:

@@ -17,7 +17,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def check_tokens(name: str, ids: object, vocabulary: int) -> Tensor:
-    """Token ids [B, S] as int64."""
+    """Token ids [B, S] below `vocabulary`, B and S at least 1, as int64 on the CPU."""
     if not isinstance(ids, Tensor):
         raise DomainError(
             f"{name}: got {type(ids).__name__}; want a tensor of token ids (pass return_tensors='pt' to the tokenizer)"
@@ -37,7 +37,7 @@ def check_tokens(name: str, ids: object, vocabulary: int) -> Tensor:
 
 
 def check_mask(name: str, mask: Tensor, rows: int, length: int, may_be_empty: bool) -> Tensor:
-    """A padding mask [B, length] of 0 and 1; a row may mask everything only while a cache is being filled."""
+    """A padding mask [rows, length] of 0 and 1 as int64; a row may mask everything only if `may_be_empty`."""
     if not isinstance(mask, Tensor) or mask.ndim != 2 or tuple(mask.shape) != (rows, length):
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise DomainError(f"{name}: got {got}; want shape ({rows}, {length}): one 0 or 1 per row and position")
@@ -51,7 +51,7 @@ def check_mask(name: str, mask: Tensor, rows: int, length: int, may_be_empty: bo
 
 
 def check_index(name: str, value: Tensor, rows: int, length: int) -> Tensor:
-    """Public integers (positions, segment numbers) of shape [B or 1, length]."""
+    """Public integers (positions, segment numbers) of shape [rows or 1, length], as int64 on the CPU."""
     if not isinstance(value, Tensor) or value.dtype not in _INTEGERS:
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise DomainError(f"{name}: got {got}; want an integer tensor")
@@ -120,7 +120,7 @@ def check_last_token(config: PretrainedConfig, rows: int, mask: Tensor | None, i
 
 
 def check_embeds(name: str, embeds: object, config: PretrainedConfig) -> Tensor:
-    """Embeddings [B, S, hidden] as floats."""
+    """Embeddings [B, S, hidden] as floats on the CPU, none of the three 0."""
     if not isinstance(embeds, Tensor) or not embeds.is_floating_point() or embeds.ndim != 3 or not embeds.numel():
         got = f"{embeds.dtype} {tuple(embeds.shape)}" if isinstance(embeds, Tensor) else type(embeds).__name__
         raise DomainError(f"{name}: got {got}; want a floating-point tensor [batch, length, hidden]")

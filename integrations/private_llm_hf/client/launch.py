@@ -46,6 +46,8 @@ def start_parties(config: PrivateConfig, mesh: LocalMesh | None = None) -> Parti
     """Start the parties that `config` asks for, or connect to them, and agree on settings and keys.
 
     mesh carries the frames of parties that are threads (default: a new `LocalMesh`); for measuring and recording.
+    Raises ConfigError for a mesh with parties that are no threads, for settings that differ between endpoints and for
+    ranks that do not fit; TransportError (PartiesBusy, PartyFailed) for parties that do not answer.
     """
     with named_errors(config):
         return _start(config, choose_mode(config), mesh)

@@ -96,7 +96,7 @@ class PrivateModel:
         Online it is then silent. Its receivers store what it sends, encrypted, in `PrivateConfig.offline_folder`, until
         it is used (once) or the session ends. Then the planned calls must come in their order; any other raises
         DomainError. When all were made the session is as before. A new plan, or none, throws away what is left. Raises
-        ConfigError with sparsity, where what is opened decides what is computed.
+        ConfigError for a protocol without a helping party.
         """
         if self.parties.config.sparsity is not None:
             raise ConfigError(
@@ -107,7 +107,10 @@ class PrivateModel:
         return Preprocessed(len(entries), self.parties.preprocess(entries))
 
     def cost(self, reset: bool = False) -> Costs:
-        """Bytes, rounds, multiply-adds and seconds of all calls since the last reset, by link, module and operation."""
+        """Bytes, rounds, multiply-adds and seconds of all calls since the last reset, by link, module and operation.
+
+        Raises PartyFailed if the session is over, ConfigError where nothing is counted.
+        """
         return replace(self.parties.costs(reset), kinds={row.name: row.kind for row in self.patch_plan.rows})
 
     def close(self) -> None:
@@ -136,7 +139,10 @@ class PrivateModel:
         return 0 if only_trainable else self.patch_plan.parameters(exclude_embeddings)
 
     def get_encoder(self, *_: object, **__: object) -> nn.Module:
-        """The encoder of an encoder-decoder model: its call runs at the parties and returns a handle."""
+        """The encoder of an encoder-decoder model: its call runs at the parties and returns a handle.
+
+        Raises UnsupportedOp for other models.
+        """
         if not self.config.is_encoder_decoder:
             raise UnsupportedOp(f"{type(self).__name__} has no encoder of its own")
         return _Encoder(self)
@@ -191,26 +197,26 @@ class PrivateModel:
 
     # -- what a model without weights here cannot do --------------------------------------------------------------
     def save_pretrained(self, *_: object, **__: object) -> None:
-        """Refused."""
+        """Raises PlaintextLeak: the weights are not here."""
         raise PlaintextLeak(
             "the weights are with the parties, secret ones only as shares; to store shares run "
             "`private-llm share` on the checkpoint"
         )
 
     def push_to_hub(self, *_: object, **__: object) -> None:
-        """Refused."""
+        """Raises PlaintextLeak: the weights are not here."""
         raise PlaintextLeak("the weights are with the parties, secret ones only as shares; there is nothing to upload")
 
     def resize_token_embeddings(self, *_: object, **__: object) -> nn.Embedding:
-        """Refused."""
+        """Raises UnsupportedOp: resize those of the plaintext model."""
         raise UnsupportedOp("resize the embeddings of the plaintext model, then patch() it again")
 
     def get_input_embeddings(self) -> nn.Module:
-        """Refused."""
+        """Raises UnsupportedOp: they are with the parties."""
         raise UnsupportedOp("the embeddings are with the parties, secret ones only as shares")
 
     def get_output_embeddings(self) -> nn.Module:
-        """Refused."""
+        """Raises UnsupportedOp: they are with the parties."""
         raise UnsupportedOp("the output head is with the parties, a secret one only as shares")
 
     def tie_weights(self, *_: object, **__: object) -> None:
@@ -228,17 +234,17 @@ class PrivateModel:
         return self
 
     def half(self) -> PrivateModel:
-        """Refused."""
+        """Raises UnsupportedOp: outputs are float32."""
         self._refuse_dtype(torch.float16)
         return self
 
     def bfloat16(self) -> PrivateModel:
-        """Refused."""
+        """Raises UnsupportedOp: outputs are float32."""
         self._refuse_dtype(torch.bfloat16)
         return self
 
     def double(self) -> PrivateModel:
-        """Refused."""
+        """Raises UnsupportedOp: outputs are float32."""
         self._refuse_dtype(torch.float64)
         return self
 
@@ -251,7 +257,7 @@ class PrivateModel:
         )
 
     def train(self, mode: bool = True) -> PrivateModel:
-        """Only mode=False (evaluation)."""
+        """The model as it is for mode=False (evaluation). Raises UnsupportedOp for True."""
         if mode:
             raise UnsupportedOp("private models run inference only; train the plaintext model")
         return self

@@ -88,7 +88,10 @@ class ParallelSessions(Parties):
 
     # -- weights --------------------------------------------------------------------------------------------
     def use_stored(self, description: Description, mine: Callable[[], str | None]) -> bool:
-        """As `Parties.use_stored`, in every parallel session: the parallel sessions of a party share its file."""
+        """As `Parties.use_stored`, in every parallel session: the parallel sessions of a party share its file.
+
+        Raises ConfigError for share files with rotate_roles.
+        """
         with self._call():
             if self.config.rotate_roles and self._parallel_sessions[0].stored_model() is not None:
                 raise ConfigError(
@@ -140,7 +143,10 @@ class ParallelSessions(Parties):
 
     # -- calls ------------------------------------------------------------------------------------------------
     def forward(self, call: Call, secrets: list[Secret]) -> tuple[str, dict[str, Tensor]]:
-        """As `Parties.forward`, every parallel session its rows, all at the same time."""
+        """As `Parties.forward`, every parallel session its rows, all at the same time.
+
+        Raises TransportError if they give different answers, UnsupportedOp and DomainError as `SessionRows.of_call`.
+        """
         with self.lock:
             place = self.place_of(call)
             if place is not None:

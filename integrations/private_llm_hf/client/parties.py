@@ -62,7 +62,11 @@ _REMOTE = re.compile(rf"({HEARSAY}(?:{WHO})): (\w+): (.*)", re.DOTALL)
 
 
 class Parties(SessionClient):
-    """All parties of one session, as the client sees them. Thread-safe: one call at a time."""
+    """All parties of one session, as the client sees them. Thread-safe: one call at a time.
+
+    Whatever talks to the parties raises PartyFailed once the session is over; it is over when a call fails or is
+    interrupted. The call itself raises TransportError, or the PrivateLLMError that a party reported (DomainError, ...).
+    """
 
     def __init__(
         self, config: PrivateConfig, transport: Transport, end: ClientEnd, shutdown: Callable[[], None]
@@ -123,7 +127,7 @@ class Parties(SessionClient):
                 return answer
 
     def answers(self, kind: type[M], parties: Iterable[int] | None = None) -> M:
-        """The answer of every party, or of these; all must be equal."""
+        """The answer of every party, or of these. Raises TransportError unless all are equal."""
         answers = [self._answer(party, kind) for party in (self.members if parties is None else parties)]
         if any(answer != answers[0] for answer in answers[1:]):
             raise TransportError(
@@ -278,7 +282,10 @@ class Parties(SessionClient):
         return helper
 
     def prepare(self, entries: list[Request]) -> Callable[[], int]:
-        """The first half of `preprocess`; what is returned waits for the parties and gives the bytes stored."""
+        """The first half of `preprocess`; what is returned waits for the parties and gives the bytes stored.
+
+        Raises ConfigError as `preprocess`.
+        """
         helper = self._check_helped()
         self._drop_schedule()
         schedule = Schedule(next(self._plans), entries)

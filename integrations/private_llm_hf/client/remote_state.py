@@ -96,7 +96,7 @@ class PrivateCache(Cache):  # type: ignore[misc]
         return self.position + query_length, 0
 
     def update(self, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Keys and values never reach the client."""
+        """Raises UnsupportedOp: keys and values never reach the client."""
         raise UnsupportedOp(
             "a PrivateCache is a handle; keys and values are with the parties, secret ones only as shares"
         )
@@ -109,20 +109,23 @@ class PrivateCache(Cache):  # type: ignore[misc]
         self.rows = len(index)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Continue with rows `beam_idx` (the parties see these indices)."""
+        """Continue with rows `beam_idx` (int64 [n]; the parties see these indices). Raises DomainError for others."""
         if beam_idx.tolist() != list(range(self.rows)):
             self._select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices`."""
+        """Keep the rows `indices`, as `reorder_cache`."""
         self._select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
+        """Repeat every row `repeats` times, as `reorder_cache`. Raises DomainError for fewer than 1."""
         self._select(torch.arange(self.rows).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `tokens_to_remove` positions (0 or negative, as transformers counts them)."""
+        """Forget the last `tokens_to_remove` positions (0 or negative, as transformers counts them).
+
+        Raises DomainError for a positive number, and for positions before which entries were evicted.
+        """
         if tokens_to_remove > 0:
             raise DomainError(f"crop: got {tokens_to_remove}; want 0 or a negative number of positions to remove")
         count = min(-tokens_to_remove, self.position)

@@ -22,7 +22,10 @@ Secret = Tensor | tuple[Tensor, int]
 
 
 class SessionClient(ABC):
-    """One session as the client sees it. Thread-safe: one call at a time."""
+    """One session as the client sees it. Thread-safe: one call at a time.
+
+    What an implementation raises when its session fails is in its class.
+    """
 
     config: PrivateConfig
     ring: Ring
@@ -33,6 +36,7 @@ class SessionClient(ABC):
         """Run the model once: name of its output class and the opened outputs (float64).
 
         secrets: the inputs listed in call.secret, in that order: ring elements, or token ids with their vocabulary.
+        Raises DomainError for a call that was not planned, while a plan is being followed.
         """
 
     @abstractmethod
@@ -60,5 +64,8 @@ class SessionClient(ABC):
         raise ConfigError("preprocess: nobody can run ahead here; want a model whose parties run")
 
     def costs(self, reset: bool = False) -> Costs:
-        """What everybody sent since the last reset (control messages apart)."""
+        """What everybody sent since the last reset (control messages apart).
+
+        Raises ConfigError where nothing is counted.
+        """
         raise ConfigError("cost: nothing is counted here; want a model whose parties run")

@@ -28,7 +28,10 @@ class SessionRows:
         self._groups: dict[int, int] = {}
 
     def of_call(self, call: Call) -> tuple[Rows | None, Picks]:
-        """The rows of a call that continues what is kept, or None. Raises DomainError for another number of rows."""
+        """The rows of a call that continues what is kept, or None. Raises DomainError for another number of rows.
+
+        Raises UnsupportedOp as `of_command`.
+        """
         found: Rows | None
         picks: Picks = [None] * self._parallel_sessions
         encoded = call.encoded
@@ -48,15 +51,17 @@ class SessionRows:
                 self._rows[kept] = rows
 
     def of_command(self, edit: CacheEdit) -> tuple[Rows, Picks]:
-        """The rows of a cache that a command is about. Raises UnsupportedOp if one would change its parallel
-        session."""
+        """The rows of a cache that a command is about.
+
+        Raises UnsupportedOp if one would change its parallel session.
+        """
         rows = self._rows[edit.handle]
         if isinstance(edit, SelectRows):
             return rows, self._picked(edit.handle, edit.index)[1]
         return rows, [None] * len(rows)
 
     def keep_command(self, edit: CacheEdit) -> None:
-        """A command was given: what it changes has other rows now."""
+        """A command was given: what it changes has other rows now. Errors as `of_command`."""
         if isinstance(edit, ResetCache):
             self._rows.pop(edit.handle)
         elif isinstance(edit, CopyCache):

@@ -58,7 +58,9 @@ def private_attention(
 
     s_aux: a sink for each head [H], secret or (public weights) plain.
     The mask is public, boolean or additive, or a secret addend (a learned bias, with public minus infinities). A
-    boolean one is as wide as the text; of a cache whose policy evicts, the columns of its entries are taken.
+    boolean one is as wide as the text; of a cache whose policy evicts, the columns of its entries are taken. Cost:
+    `nn.attention.attend`. Raises UnsupportedOp for plain operands, dropout, and an addend under an evicting policy;
+    DomainError for a causal module without a mask.
     """
     if not (isinstance(query, SecretTensor) and isinstance(key, SecretTensor) and isinstance(value, SecretTensor)):
         raise UnsupportedOp(f"{type(module).__name__}: private attention needs secret query, key and value")

@@ -29,7 +29,10 @@ class PrivateExperts(nn.Module):
         self.register_parameter("down_proj", original.get_parameter("down_proj"))
 
     def forward(self, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Secret tokens [T, H] and the router's weights [T, n] (given twice) to [T, H]."""
+        """Secret tokens [T, H] and the router's weights [T, n] (given twice) to [T, H].
+
+        All n experts are computed. Raises UnsupportedOp for weights of another shape, or plain ones.
+        """
         count, double, width = self.gate_up_proj.shape
         tokens = hidden_states.shape[0]
         _check(weights, (tokens, count))
@@ -57,6 +60,7 @@ class PrivateClampedExperts(nn.Module):
         """Secret tokens [T, H] and the router's weights [T, n] (given twice) to [T, H].
 
         (up + 1) gate sigmoid(alpha gate), gate at most `limit`, up at most that in size: 141 bytes for the clamps.
+        Raises UnsupportedOp for weights of another shape, or plain ones.
         """
         count, width, double = self.gate_up_proj.shape
         tokens = hidden_states.shape[0]

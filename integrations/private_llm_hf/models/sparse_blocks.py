@@ -120,7 +120,8 @@ def check_sparsity(model: PreTrainedModel, config: CometConfig | None) -> None:
 def make_sparse(model: PreTrainedModel, session: Session, on_disk: Collection[str] = ()) -> None:
     """Let blocks with predictors compute foretold units only, as the session's configuration says. Local.
 
-    on_disk: names of weights that are read for each use. Raises ConfigError if a sparse block has such weights.
+    on_disk: names of weights that are read for each use. Raises ConfigError if a sparse block has such weights,
+    PatchMismatch if a module of another kind stands where its predictor should.
     """
     config = session.config.sparsity
     check_sparsity(model, config)

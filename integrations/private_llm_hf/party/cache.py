@@ -116,7 +116,10 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.buffer, self.is_initialized = KVBuffer(), False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop that many (given as a negative number, as transformers does) positions at the end."""
+        """Drop that many (given as a negative number, as transformers does) positions at the end.
+
+        Raises DomainError for a positive number, and as `KVBuffer.crop`.
+        """
         if tokens_to_remove > 0:
             raise DomainError(f"crop: got {tokens_to_remove}; want a negative number of positions to remove")
         self.buffer.crop(-tokens_to_remove)

@@ -253,7 +253,11 @@ class Party:
             self.kept.pop(handle, None)
 
     def forward(self, command: Forward) -> None:
-        """The command of the same name: run the model once."""
+        """The command of the same name: run the model once.
+
+        Raises UnsupportedOp for inputs or outputs that parties do not take or open, TransportError before a model is
+        loaded and for a vocabulary, shape or node that is not the model's.
+        """
         with self.transport.ledger.scope(""):  # the time of inputs and opening
             self._free(command.free)
             self._run(self.ready(), command.call, command.slices)

@@ -33,7 +33,10 @@ Weights = tuple[Tensor, Tensor | None]
 
 
 class Placement:
-    """The device of every module of one party's model."""
+    """The device of every module of one party's model.
+
+    Raises ConfigError for a device_map that names other modules, or leaves weights out, and for devices not here.
+    """
 
     def __init__(self, model: nn.Module, session: Session) -> None:
         named = session.config.device_map
@@ -154,9 +157,12 @@ def parameter(value: Value, device: torch.device) -> nn.Parameter:
     return nn.Parameter(value if value.device == device or device.type == "meta" else value.to(device), False)
 
 
-# -- device maps ------------------------------------------------------------------------------------------------------
+# -- plans ------------------------------------------------------------------------------------------------------
 def planned_map(model: nn.Module, session: Session) -> dict[str, str]:
-    """Accelerate's device map for a model without weights, in the bytes that this party's shares take."""
+    """Accelerate's device map for a model without weights, in the bytes that this party's shares take.
+
+    Raises ConfigError for a max_memory that accelerate does not take.
+    """
     config = session.config
     one = torch.zeros(1, dtype=session.ring.dtype)
     parts = 1 if config.weights == "public" else len(session.protocol.public(one).parts)

@@ -100,7 +100,10 @@ class Recording:
 
 
 def recordings(folder: Path) -> list[Recording]:
-    """All complete recordings below a folder, in the order in which the model runs them."""
+    """All complete recordings below a folder, in the order in which the model runs them.
+
+    Raises ConfigError if there are none, and for incomplete ones or those of another version.
+    """
     order = json.loads((folder / "order.json").read_text(encoding="utf-8")) if (folder / "order.json").exists() else []
     if not order:
         raise ConfigError(f"{folder}: no recordings; record the activity of a model first")

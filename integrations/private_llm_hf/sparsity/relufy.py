@@ -39,6 +39,7 @@ class Relufied:
     """What was put in place of what, by module names; enough to do it again.
 
     native: whether transformers loads the saved model by itself. ups: up projections that got a ReLU (dReLU).
+    Raises ConfigError for an unknown activation.
     """
 
     activation: Activation
@@ -93,7 +94,10 @@ def relufy(
 
 
 def put_in_place(model: PreTrainedModel, made: Relufied) -> None:
-    """Set the modules that `made` names, and the activation's name in the configuration."""
+    """Set the modules that `made` names, and the activation's name in the configuration.
+
+    Raises PatchMismatch where an up projection is no linear layer, or the configuration names no activation.
+    """
     key = _key(model.config)
     for name in made.modules:
         model.set_submodule(name, _module(made))
@@ -106,7 +110,10 @@ def put_in_place(model: PreTrainedModel, made: Relufied) -> None:
 
 
 def save_relufied(model: PreTrainedModel, made: Relufied, folder: str | Path, report: Mapping[str, Any]) -> None:
-    """Write the model and relufied.json: what was swapped, and `report` (figures before and after)."""
+    """Write the model and relufied.json: what was swapped, and `report` (figures before and after).
+
+    Raises PatchMismatch for a configuration that names no activation.
+    """
     folder = Path(folder)
     model.save_pretrained(folder)
     if not made.native:
@@ -120,7 +127,10 @@ def save_relufied(model: PreTrainedModel, made: Relufied, folder: str | Path, re
 
 
 def load_relufied(folder: str | Path) -> PreTrainedModel:
-    """A model that `save_relufied` wrote, float32, ready to run. Raises ConfigError for another folder."""
+    """A model that `save_relufied` wrote, float32, ready to run.
+
+    Raises ConfigError for another folder, PatchMismatch for a configuration that names no activation.
+    """
     folder = Path(folder)
     if not (folder / FACTS).is_file():
         raise ConfigError(f"{folder}: no {FACTS}; want a folder that scripts/relufy.py wrote")

@@ -91,7 +91,10 @@ def find_sites(
 
 
 def activations_of(model: PreTrainedModel, inputs: Mapping[str, Any]) -> list[tuple[Site, nn.Module]]:
-    """Every feed-forward block with its activation, whether that makes zeros or not."""
+    """Every feed-forward block with its activation, whether that makes zeros or not.
+
+    Raises PatchMismatch if one activation module serves several linear layers.
+    """
     return [(site, model.get_submodule(str(site.activation))) for site in _blocks(model, _watch(model, inputs))]
 
 

@@ -32,7 +32,8 @@ class RowsAt:
     Of an encoder, whose rows depend on the whole text, `token_sharding.attacks.rows.Contextual`: `of` and `everywhere`.
 
     Keys and values of the known text are computed once and shared by all candidates: a candidate's own tokens are all
-    that is run, through the layers before `layer` only.
+    that is run, through the layers before `layer` only. Raises DomainError for a layer that there is not, and for a
+    model that makes fewer attention calls than agreed.
     """
 
     def __init__(self, model: PreTrainedModel, layer: int) -> None:
@@ -62,7 +63,7 @@ class RowsAt:
             return q[:, :, -1], k[:, :, -1], v[:, :, -1]
 
     def alone(self, position: int, ids: Tensor) -> Rows:
-        """Rows of layer 0 for tokens [K] at a position."""
+        """Rows of layer 0 for tokens [K] at a position. Raises DomainError for a later layer."""
         if self.layer:
             raise DomainError(f"rows of layer {self.layer} depend on the tokens before; want layer 0")
         with torch.inference_mode():
@@ -139,6 +140,7 @@ def likely_tokens(model: PreTrainedModel, count: int, texts: int = 64, length: i
     """The `count` tokens that the model itself expects most: its mean prediction over texts that it makes up.
 
     An attacker's prior V_0 without any data: texts are sampled from the model, from its first token on. Ascending ids.
+    Raises DomainError for a count outside 1 to the vocabulary's size.
     """
     vocabulary = model.config.get_text_config().vocab_size
     if not 1 <= count <= vocabulary:

@@ -26,7 +26,8 @@ from private_llm_hf.wire.commands import OPENED
 class CompNode:
     """The model on this node's rows, on `device`; what comes and goes lies in main memory.
 
-    links: to all endpoints by their own numbers, the parties of a split among them.
+    links: to all endpoints by their own numbers, the parties of a split among them. Raises PatchMismatch for weights
+    that are missing or surplus.
     """
 
     def __init__(
@@ -54,7 +55,10 @@ class CompNode:
         return self._exchange.attend(*rows)
 
     def run(self, command: CompForward) -> tuple[str, dict[str, Tensor]]:
-        """One forward: name of its output class, and its outputs for the wanted rows, float32."""
+        """One forward: name of its output class, and its outputs for the wanted rows, float32.
+
+        Raises TransportError for inputs of another kind than this model takes, and for what does not come.
+        """
         batch = command.step.batch
         rows = self._exchange.begin(command.step)
         given = self._inputs(command.source, batch, command.rows)

@@ -34,7 +34,11 @@ class Cut:
 
     @classmethod
     def of(cls, kind: type[PreTrainedModel], config: PretrainedConfig, count: int) -> Cut:
-        """Where `count` layers of a model end. Raises ConfigError if it has no layer behind them, or no one list."""
+        """Where `count` layers of a model end.
+
+        Raises ConfigError if it has no layer behind them, PatchMismatch unless it has exactly one list of layers,
+        DomainError if its forward does not come to them.
+        """
         layers = config.num_hidden_layers
         if count >= layers:
             raise ConfigError(f"split: got {count}; want 1 to {layers - 1} for a model of {layers} layers")
@@ -104,7 +108,10 @@ def _run_to(model: nn.Module, inputs: dict[str, Any]) -> Reached:
 
 
 def states_before_cut(model: nn.Module, inputs: dict[str, Any]) -> SecretTensor:
-    """A party's hidden states at the end of its layers, [batch, new, hidden]."""
+    """A party's hidden states at the end of its layers, [batch, new, hidden].
+
+    Raises DomainError if the forward does not end there, or with plain states.
+    """
     states = _run_to(model, inputs).states
     if not isinstance(states, SecretTensor):
         raise DomainError(f"{type(model).__name__}: the states at the split are not secret")

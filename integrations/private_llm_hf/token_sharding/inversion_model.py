@@ -25,7 +25,8 @@ class SeenRows:
     """What the holder of a position has of it: states after the given layers, side by side; 0: the token.
 
     States after the model's last layer come normed.
-    An AttnNode's queries, keys and values of the next layer are functions of these states.
+    An AttnNode's queries, keys and values of the next layer are functions of these states. Raises DomainError unless
+    layers are different numbers from 0 to the model's.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
@@ -56,6 +57,7 @@ class BothWays(nn.Module):
     The model's own output at a position is about the next token, so it is moved one place to the right; what a row
     says about its own token is its product with the embeddings. So untrained it already knows the tokens of rows that
     look like embeddings, and guesses those that follow them. (The first place has its own row only: the start token.)
+    Raises PatchMismatch for a model whose forward takes no inputs_embeds or position_ids.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -61,7 +61,7 @@ def plan_of(config: PrivateConfig) -> ShardingPlan:
 
 
 class Node:
-    """One endpoint of a plan."""
+    """One endpoint of a plan. Raises ConfigError for a device_map, which nodes do not follow."""
 
     def __init__(
         self, config: PrivateConfig, number: int, transport: Transport, checkpoint: NodeCheckpoint | None = None

@@ -388,7 +388,7 @@ def named_shape(name: str) -> tuple[type[PreTrainedModel], PretrainedConfig] | N
 
 
 def model_class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class a configuration names, or the one that generates with it, or the bare model."""
+    """The class a configuration names, or the one that generates with it, or the bare model; else ConfigError."""
     for name in getattr(config, "architectures", None) or ():
         found = Network if name == Network.__name__ else getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):

@@ -233,7 +233,7 @@ def _check_value(place: int, value: object, depth: int) -> None:
 
 
 def build_module(facts: dict[str, Any]) -> nn.Module:
-    """A module of a checked description."""
+    """A module of a checked description. Raises PatchMismatch if its kind's handler was taken away since."""
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in facts.items() if key != "type"}
     kind = kind_of(facts["type"])
     if kind is None:
@@ -254,7 +254,8 @@ class Network(PreTrainedModel):  # type: ignore[misc]
     """A network of standard modules, run from its description. Called with images it returns logits (a tensor).
 
     Module names are those of the original. `Network.of(module)` makes one; `save_pretrained` stores it as JSON and
-    safetensors, which `AutoPrivateModelForImageClassification.from_pretrained` and `private-llm share` read.
+    safetensors, which `AutoPrivateModelForImageClassification.from_pretrained` and `private-llm share` read. Raises
+    PatchMismatch for a description with steps or modules that there are not.
     """
 
     config_class = NetworkConfig

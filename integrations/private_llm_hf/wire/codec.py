@@ -35,7 +35,7 @@ _MOST_ITEMS = 1 << 22
 
 
 class Message:
-    """Base of what travels alone."""
+    """Base of what travels alone. Raises DomainError when it is made of values that none of its kind has."""
 
 
 M = TypeVar("M", bound=Message)

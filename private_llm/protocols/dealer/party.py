@@ -55,11 +55,17 @@ class TwoPartyDealer(DealerShuffles):
         self.remask = remask
 
     def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
-        """As Trio's, with `remask` after one round of |x| + |y| elements each way (|x| for a square of one share)."""
+        """As Trio's, with `remask` after one round of |x| + |y| elements each way (|x| for a square of one share).
+
+        That is 16 bytes for each element of an operand (64-bit ring).
+        """
         return super().mul(*self._operands(x, y), shift)
 
     def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
-        """As Trio's, with `remask` after one round of |x| + |y| elements each way (before broadcasting)."""
+        """As Trio's, with `remask` after one round of |x| + |y| elements each way (before broadcasting).
+
+        Of y only what the form reads counts. 16 bytes for each element of an operand (64-bit ring).
+        """
         if self.remask:
             form, y = taking_part(form, y)
             x, y = self._operands(x, y)

@@ -14,7 +14,7 @@ class PlainClient(ClientEnd):
     """Client end of `plain`."""
 
     def share(self, elements: Tensor) -> None:
-        """Hand ring elements to the party."""
+        """Hand ring elements of any shape to the party: 8 bytes each (4 in the 32-bit ring)."""
         self.transport.send(0, "input", elements.contiguous())
 
     def share_index(self, indices: Tensor, domain: int) -> None:
@@ -27,7 +27,7 @@ class PlainClient(ClientEnd):
         self.transport.send(0, "index", indices.reshape(-1).contiguous())
 
     def open(self, shape: tuple[int, ...]) -> Tensor:
-        """Ring elements that the party reveals."""
+        """Ring elements of `shape` that the party reveals: 8 bytes each (4 in the 32-bit ring)."""
         return open_plain(self.transport, self.ring, shape)
 
 

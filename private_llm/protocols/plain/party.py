@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from private_llm.errors import DomainError
 from private_llm.kernels.forms import Form
 from private_llm.net.transport import CLIENT
-from private_llm.protocols.boolean import Weights
+from private_llm.protocols.boolean import Weights, check_injected
 from private_llm.protocols.permutation import (
     Permutation,
     ShuffledBits,
@@ -49,7 +50,9 @@ class Plain(Protocol):
         return Share((c.to(self.ring.dtype),))
 
     def truncate(self, x: Share, shift: int) -> Share:
-        """floor(x / 2^shift), exactly, for every ring element."""
+        """floor(x / 2^shift), exactly, for every ring element. Raises DomainError for a shift below 0."""
+        if shift < 0:
+            raise DomainError(f"shift: got {shift}; want at least 0")
         return x.map(lambda part: part >> shift) if shift else x
 
     def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
@@ -84,6 +87,7 @@ class Plain(Protocol):
 
     @staticmethod
     def _injected(bits: BitShare, x: Share | None, weights: Weights, constants: Weights, dtype: torch.dtype) -> Tensor:
+        check_injected(bits, x, weights, constants)
         out = torch.zeros(bits.count, dtype=dtype, device=bits.parts[0].device)
         for k in range(bits.rows):
             bit = _unpack(bits.parts[0][k], bits.count).to(dtype)

@@ -52,7 +52,11 @@ from private_llm.ring.dpf import expand, key_words
 
 
 class QuadArithmetic(QuadRecords):
-    """One party's arithmetic and its edges; shares have three parts. Bytes over all links: `quad/cost.py`."""
+    """One party's arithmetic and its edges; shares have three parts. Bytes over all links: `quad/cost.py`.
+
+    A lie shows when `verify` compares records, before anything is opened. A party without its piece of a product or of
+    a check, which would be a bug here, raises ProtocolAbort.
+    """
 
     # -- local ---------------------------------------------------------------------------------------------------
     def add_public(self, x: Share, c: int | Tensor) -> Share:
@@ -128,7 +132,10 @@ class QuadArithmetic(QuadRecords):
         return self._check_shift(tag, main, opened, shift)
 
     def truncate(self, x: Share, shift: int) -> Share:
-        """Division of a held value: X plays w and the mask R; 1 round, 2 elements and 5 f bits in all."""
+        """Division of a held value: X plays w and the mask R; 1 round, 2 elements and 5 f bits an element in all.
+
+        Raises DomainError for a shift above ring bits - 3.
+        """
         if not shift:
             return x
         main, opened = self._truncate(x, shift)
@@ -161,14 +168,14 @@ class QuadArithmetic(QuadRecords):
 
     # -- products ------------------------------------------------------------------------------------------------
     def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
-        """Elementwise product; 5 elements in all without shift (1 round), 5 (l + f) bits with a shift by f (2 rounds).
+        """Elementwise product: 5 elements an output without shift (1 round), 5 (l + f) bits with a shift by f.
 
-        Raises DomainError for a shift above ring bits - 3.
+        2 rounds with a shift. Raises DomainError for a shift above ring bits - 3.
         """
         return self._multiply(_Elementwise(), x, y, shift)
 
     def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
-        """Output-sized traffic as `mul`. Local products: three at every party."""
+        """Output-sized traffic, rounds and errors as `mul`. Local products: three at every party."""
         form, y = taking_part(form, y)  # parts are added up
         self.ledger.add_macs(form.macs(x.shape, y.shape) * 3)
         return self._multiply(form, x, y, shift, select)
@@ -197,8 +204,8 @@ class QuadArithmetic(QuadRecords):
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
         """Trio's Taylor step and its mirror around -a: degree - 1 elements from party 2, then the check.
 
-        2 (degree - 1) + 3 elements in all without shift (1 round), 2 (degree - 1) elements and 5 (l + f) bits with a
-        shift by f (2 rounds). Raises DomainError for a degree other than 2 and 3.
+        An element: 2 (degree - 1) + 3 elements in all without shift (1 round), 2 (degree - 1) elements and 5 (l + f)
+        bits with a shift by f (2 rounds). Errors as Trio's.
         """
         piece = self._poly_piece(x, coefficients)
         mirror = self._poly_mirror(x, coefficients)

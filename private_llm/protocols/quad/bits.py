@@ -183,7 +183,7 @@ class Quad(QuadShuffles):
         if x is not None:
             third = x.parts[2].reshape(-1)
             m, held = known, known + third if first else -third
-        w, c = -self._rows(weights, rows), self._rows(constants, rows)
+        w, c = -self._rows(weights), self._rows(constants)
         known_bits = bits.parts[0] ^ bits.parts[1]
         ops.inject_terms(known_bits, m, held, told.view(extra, count), weighted, w, c, first, value)
         return value

@@ -59,10 +59,16 @@ _VALUE = 3
 
 
 class QuadShuffles(QuadArithmetic):
-    """One party's oblivious shuffles; a permutation's parts are its sub-permutations, by the party that lacks it."""
+    """One party's oblivious shuffles; a permutation's parts are its sub-permutations, by the party that lacks it.
+
+    They raise ProtocolAbort, before anything is opened, where one party's message is not what another vouches for.
+    """
 
     def permutation(self, size: int, *, hidden: bool = True, reuse: bool = False, blocks: int = 1) -> Permutation:
-        """A fresh secret permutation, which no party knows, whatever `hidden` says. Local."""
+        """A fresh secret permutation, which no party knows, whatever `hidden` says. Local.
+
+        Raises DomainError for a size below 1 or unequal blocks.
+        """
         check_size(size, blocks)
         parts: list[Tensor | None] = [None] * 4
         for lacking in range(3):
@@ -79,9 +85,9 @@ class QuadShuffles(QuadArithmetic):
 
     # -- what is moved ---------------------------------------------------------------------------------------
     def shuffle(self, x: Share, order: Permutation, undo: bool = False) -> Share:
-        """Rows x[p[i]] in the secret order, or back with `undo`: 12 elements for each, 3 rounds.
+        """Rows x[p[i]] in the secret order, or back with `undo`: 12 elements for each and 64 bytes, 3 rounds.
 
-        Raises UnsupportedOp while party 3 runs ahead.
+        Raises UnsupportedOp while party 3 runs ahead, DomainError for another number of rows than the permutation's.
         """
         kind = moved_rows(x, order)
         first, second, third = x.parts

@@ -146,6 +146,9 @@ class TrioArithmetic(Protocol):
         theirs = self.transport.exchange(3 - self.role, tag, masked)
         return Share(((masked + theirs - z).view(shape), z.view(shape)))
 
+    def _beyond(self, shift: int) -> DomainError:
+        return DomainError(f"shift: got {shift}; want 0 to {self.ring.bits - 3} in a {self.ring.bits}-bit ring")
+
     def _lacking(self, tag: str) -> DomainError:
         return DomainError(f"{tag}: party {self.party} finishes a product without its piece")
 
@@ -154,7 +157,7 @@ class TrioArithmetic(Protocol):
     ) -> tuple[Share, tuple[Tensor, ...]]:
         """The share, and what was opened: w at an evaluator, the summands of R at the helper."""
         if not 0 < shift <= self.ring.bits - 3:
-            raise DomainError(f"shift: got {shift}; want 0 to {self.ring.bits - 3} in a {self.ring.bits}-bit ring")
+            raise self._beyond(shift)
         if piece is None and self.role:
             raise self._lacking(tag)
         count = shape.numel()
@@ -187,11 +190,13 @@ class TrioArithmetic(Protocol):
     def truncate(self, x: Share, shift: int) -> Share:
         """Division of a held value: M plays w and the known mask plays R.
 
-        1 round, f bits each way; pre 1 element + f bits.
+        1 round, f bits each way; pre 1 element + f bits. Raises DomainError for a shift above ring bits - 3.
         """
         return self._truncate(x, shift)[0] if shift else x
 
     def _truncate(self, x: Share, shift: int) -> tuple[Share, tuple[Tensor, ...]]:
+        if not 0 < shift <= self.ring.bits - 3:
+            raise self._beyond(shift)
         count = x.numel()
         packed = ops.packed_words(count, shift)
         first, second = x.parts[0].reshape(-1).contiguous(), x.parts[1].reshape(-1).contiguous()
@@ -254,7 +259,7 @@ class TrioArithmetic(Protocol):
         return self._finish("mul", piece.shape, piece, shift, helped=True)
 
     def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
-        """Output-sized traffic, as `mul`. Local products: two at parties 0 and 1, one at party 2."""
+        """Output-sized traffic, rounds and errors as `mul`. Local products: two at parties 0 and 1, one at party 2."""
         (x0, x1), (y0, y1) = x.parts, y.parts
         if self.role == 0:
             piece = form.pair(x0 - x1, y0, -x0, y1)
@@ -333,7 +338,7 @@ class TrioArithmetic(Protocol):
         Every component of W = M - a1 - a2 is known to two parties, who hold the two keys of one point function for it:
         (0, 1) for a1, (0, 2) for a2, (1, 2) for M. Each sums its expanded shares times the component: three additive
         pieces, which `_finish` turns into a share (party 0's as E). One-hot rows times a shared table cost the same;
-        with a public table they are local.
+        with a public table they are local. Raises DomainError unless the table has `domain` rows.
         """
         if index.one_hot:
             return self._lookup_rows(Share(index.keys), table)

@@ -27,7 +27,7 @@ from private_llm.errors import DomainError
 from private_llm.kernels import ops
 from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder
-from private_llm.protocols.boolean import Weights
+from private_llm.protocols.boolean import Weights, check_injected
 from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.share import BitShare, Share, words_for
 from private_llm.protocols.trio import cost
@@ -199,7 +199,7 @@ class Trio(TrioShuffles):
     def a2b(self, x: Share) -> BitShare:
         """All bits of M + s: the bits of s from party 0, then a ripple adder that keeps every sum bit.
 
-        64 bits: 64 bits before and 63 gates of 3 bits, 63 rounds.
+        64 bits: 64 bits before and 63 gates of 3 bits an element, 63 rounds.
         """
         width = self.ring.bits
         s = self._share_mask_bits(x, width)
@@ -249,7 +249,7 @@ class Trio(TrioShuffles):
     def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
         """Pre: 1 element per row, 1 more per row with a weight; online: one finish without E, 1 round (2 with a shift).
 
-        Raises DomainError unless weights and constants are one for each row, or for a shift above ring bits - 3.
+        Raises DomainError for operands of other sizes than `bits`, and for a shift above ring bits - 3.
         """
         piece = self._inject_piece(bits, x, weights, constants)
         return self._finish("inject", torch.Size((bits.count,)), piece, shift, helped=False)
@@ -265,6 +265,9 @@ class Trio(TrioShuffles):
     def _inject_piece(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights) -> Tensor | None:
         """This evaluator's additive piece of the sum (None at the helper, who sends its products)."""
         count, rows = bits.count, bits.rows
+        numbers = len(weights) == len(constants) == rows and {*map(type, (*weights, *constants))} <= _NUMBERS
+        if not numbers or (x is not None and x.parts[0].numel() != count):
+            check_injected(bits, x, weights, constants)  # not always: a call of Python costs a good part of a gate
         weighted, products = self._weighted(x, weights)
         extra = rows + products
         if self.role == 0:
@@ -284,14 +287,12 @@ class Trio(TrioShuffles):
         if x is not None:
             m = (x.parts[0] + x.parts[1]).reshape(-1)
             mine = x.parts[1].reshape(-1).contiguous()
-        w, c = self._rows(weights, rows), self._rows(constants, rows)
+        w, c = self._rows(weights), self._rows(constants)
         ops.inject_terms(bits.parts[0].contiguous(), m, mine, shares, weighted, w, c, self.role == 1, value)
         return value
 
-    def _rows(self, values: Weights, rows: int) -> Tensor:
+    def _rows(self, values: Weights) -> Tensor:
         """Public constants as [rows, 1], or [rows, count] when one of them is a tensor."""
-        if len(values) != rows:
-            raise DomainError(f"inject: got {len(values)} constants for {rows} bit rows; want one each")
         if _whole(values):
             return _column(tuple(values), self.ring, self.device)
         width = max(v.numel() for v in values if isinstance(v, Tensor))
@@ -308,9 +309,13 @@ class ExactTrio(ExactTruncation, Trio):
     """`trio` with exact divisions; what they cost more is in `protocols/exact.py`."""
 
 
+_NUMBERS = {int, bool}
+"""Types of public constants that are no tensors."""
+
+
 def _whole(values: Weights) -> TypeGuard[Sequence[int]]:
     """Whether all constants are numbers, none a tensor. They are many: types are compared in one step."""
-    return {*map(type, values)} <= {int, bool}
+    return {*map(type, values)} <= _NUMBERS
 
 
 @lru_cache(maxsize=1024)

@@ -22,7 +22,10 @@ from private_llm.token_sharding.plans import ShardingPlan
 
 @dataclass(frozen=True)
 class Observers:
-    """Who looks on: for each text one of `sets`, the endpoints of nodes of `plan` that put together what they hold."""
+    """Who looks on: for each text one of `sets`, the endpoints of nodes of `plan` that put together what they hold.
+
+    Raises DomainError for no set, an empty one, and nodes that the plan has not.
+    """
 
     plan: ShardingPlan
     sets: tuple[tuple[int, ...], ...]
@@ -87,7 +90,10 @@ class Inverter(nn.Module):
         nn.init.zeros_(self.near.weight)
 
     def forward(self, seen: Tensor, held: Tensor) -> Tensor:
-        """seen [B, n, seen] and held, bool [B, n], to logits [B, n, V]; rows that are not held are not looked at."""
+        """seen [B, n, seen] and held, bool [B, n], to logits [B, n, V]; rows that are not held are not looked at.
+
+        Raises DomainError for a `held` of another shape.
+        """
         if held.shape != seen.shape[:2]:
             raise DomainError(f"held: got shape {tuple(held.shape)}; want {tuple(seen.shape[:2])}")
         flags = held.unsqueeze(-1)

@@ -12,7 +12,7 @@ FORMATS = ("float32", "float16", "bfloat16", "8 bits", "6 bits", "4 bits", "3 bi
 
 
 def rounded(rows: Tensor, form: str) -> Tensor:
-    """`rows` [n, numbers] in one of `FORMATS`, as float32 again."""
+    """`rows` [n, numbers] in one of `FORMATS`, as float32 again. Raises DomainError for another format."""
     if form not in FORMATS:
         raise DomainError(f"number format: got {form!r}; want {', '.join(FORMATS)}")
     if form.endswith("bits"):

@@ -111,7 +111,7 @@ def match_permuted(rows: Tensor, states: States, vocabulary: Tensor, progress: P
 
 
 def candidates(vocabulary: Tensor, gap: int) -> Iterator[Tensor]:
-    """All V^gap tails [K, gap], CHUNK at a time."""
+    """All V^gap tails [K, gap], CHUNK at a time. Raises DomainError for a gap below 1."""
     if gap < 1:
         raise DomainError(f"gap: got {gap}; want at least 1")
     total = len(vocabulary) ** gap

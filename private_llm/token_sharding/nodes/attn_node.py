@@ -47,7 +47,7 @@ class AttnNode:
             zeros.join()
 
     def run(self, step: Step) -> None:
-        """All layers of one forward."""
+        """All layers of one forward. Raises TransportError for a step that does not continue what is kept."""
         kept: Kept = {} if step.handle is None else self._kept.setdefault(step.handle, {})
         keys = {shard: self._plan.rows_of_shard(shard, 0, step.total) for shard in sorted(set(self.shards))}
         new = {shard: [p for p in rows if p >= step.past] for shard, rows in keys.items()}

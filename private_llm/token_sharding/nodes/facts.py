@@ -21,6 +21,7 @@ class AttentionCall:
     heads, groups: query heads and key/value heads. dim, value_dim: of a head. scale, softcap: of the scores.
     back, ahead: a query at position p sees keys from p - back to p + ahead (None: as far as the text goes).
     slopes: of each head (ALiBi; see `key_bias`). coarse: slope times position is a bfloat16 that `scale` multiplies.
+    Raises DomainError for slopes that are not one a head, or beside a softcap.
     """
 
     heads: int

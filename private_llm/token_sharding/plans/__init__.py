@@ -37,6 +37,7 @@ class ShardingPlan:
     of a text that count as the first one does; None: block + rho - 1 under masks, 0 without them.
     rho: the vocab-matching threshold: an attacker is taken to search fewer than V^rho candidates, V the vocabulary.
     accept_weak_plan: use the plan although its audit says that fewer suffice.
+    Raises ConfigError for numbers or words that make no plan.
     """
 
     alpha: int = 8
@@ -159,7 +160,7 @@ class ShardingPlan:
         return self.alpha + low * self.beta - low * (low - 1) // 2 + high - low
 
     def attn_shards(self, endpoint: int) -> tuple[int, int]:
-        """The shards (j, k), j <= k, of an AttnNode's endpoint."""
+        """The shards (j, k), j <= k, of an AttnNode's endpoint. Raises ConfigError for another endpoint."""
         left = endpoint - self.alpha
         for j in range(self.beta):
             if left < self.beta - j:

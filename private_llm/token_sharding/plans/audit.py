@@ -46,7 +46,7 @@ class Setting:
     split: the first layers run under secret sharing. causal: whether a token sees earlier ones only. length: of the
     text (None: several periods of the plan). known: positions at its front that everybody knows (a
     beginning-of-text token, a chat template) or that are padding. queries: heads of the model that share a key head
-    (grouped queries): each of them makes a row one more equation.
+    (grouped queries): each of them makes a row one more equation. Raises ConfigError for numbers that no text has.
     """
 
     split: bool = False
