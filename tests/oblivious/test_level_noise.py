@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -222,6 +225,16 @@ def test_no_party_can_tell_random_bits_from_what_it_holds(protocol: str) -> None
         for chosen in range(1, 1 << len(lanes)):
             guess = sum(lane for at, lane in enumerate(lanes) if chosen >> at & 1) % 2
             assert abs(float((guess == value).double().mean()) - 0.5) < 0.05  # 8 standard deviations
+
+
+def test_counts_tell_texts_apart_as_far_as_noise_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent.parent / "scripts"))
+    script: Any = importlib.import_module("level_noise")
+    counts = torch.randint(0, 100, (6, 64), generator=torch.Generator().manual_seed(1))
+    assert script.share_told(counts, None) == 1.0
+    assert script.share_told(counts[:1].repeat(6, 1), LevelNoise(0.5)) == 0.5
+    assert script.share_told(counts, LevelNoise(1.0)) == 1.0
+    assert 0.3 < script.share_told(counts, LevelNoise(0.5, 1e-6, 1000)) < 0.7
 
 
 @pytest.mark.parametrize(
