@@ -4,7 +4,7 @@ An opened pattern tells how many bits are set. Here 2 T dummies are put beside t
 them active, and n + 2 T bits are opened in a secret order: all that is learned is count + N. Comet (appendix E) flips
 zeros of the pattern itself, by XOR with a pattern of N ones; that keeps ones only where the two do not meet, which
 takes a rank for each zero and a comparison with N, 30 bytes an element (budget.py), and saturates at n. A dummy needs
-neither, nor any gate; it costs its place in the shuffle.
+neither; it costs its place in the shuffle.
 
 N = T + G1 - G2 with G1 and G2 geometric, P(g) ~ exp(-epsilon g / sensitivity), cut at T, T + 1 = r 2^j. The digits of
 such a number are independent (Dwork et al., Eurocrypt 2006): j binary ones and a last one below r <= 15, held as r - 1
@@ -14,9 +14,9 @@ local); coins of one digit share U. 6 rounds for all of them at once. So no part
 it where the protocol withstands cheaters.
 
 What it promises: neighbours are two inputs whose counts at this opening differ by at most `sensitivity`. For every set
-of observations, P(one) <= exp(epsilon) P(other) + delta. As N >= 0, a count below T + count - sensitivity gives the
-lower one away, so delta cannot be 0; it is computed from the distribution, rounding of coins included (`spent`). k
-openings of one input add up: k epsilon, k delta. A sensitivity of 1 covers a change of one element; whole inputs
+of observations, P(one) <= exp(epsilon) P(other) + delta. As N >= 0, an opened number below the larger count gives the
+smaller one away, so delta cannot be 0; it is computed from the distribution, rounding of coins included (`spent`). m
+openings of one input add up: m epsilon, m delta. A sensitivity of 1 covers a change of one element; whole inputs
 differ by more (docs/sparsity.md has figures).
 """
 
