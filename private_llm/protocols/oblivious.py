@@ -46,6 +46,10 @@ class Oblivious(PartyEnd):
         """
 
     @abstractmethod
+    def random_bits(self, rows: int, count: int) -> BitShare:
+        """Uniform secret bits that no party knows (plain: in the clear): [rows, count]. Local."""
+
+    @abstractmethod
     def shuffle(self, x: Share, order: Permutation, undo: bool = False) -> Share:
         """Rows of x [n, ...] in the secret order, under fresh masks; `undo` puts shuffled rows back. Comet, Protocol 1.
 

@@ -17,7 +17,7 @@ from private_llm.threat.computing import (
     RANGES,
     TRUNCATION,
 )
-from private_llm.threat.orders import FRESH_ORDERS, KNOWN_ORDERS, REUSED_ORDERS
+from private_llm.threat.orders import FRESH_ORDERS, KNOWN_ORDERS, NOISY_LEVELS, REUSED_ORDERS
 from private_llm.threat.running import (
     ADMISSION,
     CACHE_POLICY,
@@ -40,6 +40,7 @@ _SHORTCUTS: tuple[Threat, ...] = (
     PREPROCESSED,
     LOOKUP,
     FRESH_ORDERS,
+    NOISY_LEVELS,
     REUSED_ORDERS,
     KNOWN_ORDERS,
     SHAPES,

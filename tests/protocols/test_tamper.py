@@ -62,6 +62,12 @@ def _opened(p: Protocol, x: Share, y: Share) -> Share:
     return p.add_public(y, found.view(-1).to(p.ring.dtype))  # type: ignore[union-attr]
 
 
+def _nothing(p: Protocol, x: Share, y: Share) -> Share:
+    """Random bits that are both set and not."""
+    bits = p.random_bits(1, N)
+    return p.add(x, _bit(p, p.and_(bits, p.invert(bits))))
+
+
 def _flat(x: Share) -> Share:
     return x.map(lambda part: part.reshape(-1))
 
@@ -94,6 +100,7 @@ CASES = [
     Case("three thresholds", lambda p, x, y: p.inject(p.msb(x, [0, 3, 9], 11), None, [0] * 3, [1, 2, 4]), ("msb",)),
     Case("sign by ripples", lambda p, x, y: _bit(p, p.msb(x, [0, 3], 5).row(1)), ("a2b", "and"), adder="ripple"),
     Case("and", lambda p, x, y: _bit(p, p.and_(p.msb(x), p.invert(p.msb(y)))), ("and",)),
+    Case("random bits", _nothing, ("and",)),
     Case("all bits", lambda p, x, y: _bit(p, p.a2b(x).row(9)), ("a2b", "and"), every=13),
     Case("bits to numbers", lambda p, x, y: _bit(p, p.msb(x, bits=2)), ("inject",)),
     Case("chosen numbers", lambda p, x, y: p.inject(p.msb(x, [0, 1], 9), y, [3, 0], [7, 1]), ("inject",)),

@@ -37,7 +37,7 @@ class DealerShuffles(Trio):
             rho2 = inverse(tau1)[tau2[rho1]]
             self.transport.send(2, "permutation", rho2.to(torch.int32))
             return Permutation(size, (tau1, rho1, tau2, rho2, None), whole, reuse)
-        last = self._drawn_mutually(size, blocks) if hidden else None
+        last = drawn(self._mutual_words(size), blocks) if hidden else None
         if self.role == 1:
             tau, rho = drawn(self._draw_words(size), blocks), drawn(self._draw_words(size), blocks)
             return Permutation(size, (tau, rho, None, None, last), whole, reuse)

@@ -136,6 +136,11 @@ class Plain(Protocol):
         words = Seed.fresh().stream("plain permutations").words(size, self.device)
         return Permutation(size, (drawn(words, blocks),), frozenset(), reuse)
 
+    def random_bits(self, rows: int, count: int) -> BitShare:
+        """Bits in the clear, from the operating system's entropy."""
+        words = Seed.fresh().stream("plain bits").words(rows * words_for(count), self.device)
+        return BitShare((words.view(rows, words_for(count)),), count)
+
     def shuffle(self, x: Share, order: Permutation, undo: bool = False) -> Share:
         """x[p], or back."""
         move = moved_rows(x, order).move

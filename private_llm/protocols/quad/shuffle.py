@@ -49,7 +49,7 @@ from private_llm.protocols.quad.arithmetic import QuadArithmetic
 from private_llm.protocols.quad.client import DIGEST_BYTES, digest
 from private_llm.protocols.quad.roles import Member
 from private_llm.protocols.quad.transcript_mac import as_bytes, as_tensor, same
-from private_llm.protocols.share import BitShare, Share
+from private_llm.protocols.share import BitShare, Share, words_for
 
 _STEPS = (1, 2, 3, 0)
 """In each the party of that number does not know the sub-permutation."""
@@ -77,6 +77,17 @@ class QuadShuffles(QuadArithmetic):
         if self._order_stream is not None:
             parts[_VALUE] = drawn(self._order_stream.words(size, self.device), blocks)
         return Permutation(size, tuple(parts), frozenset(), reuse)
+
+    def random_bits(self, rows: int, count: int) -> BitShare:
+        """Each of the four components from the stream of the three parties that know it, who need no record. Local."""
+        held: list[Tensor | None] = [None] * 4
+        size = rows * words_for(count)
+        for lacking in range(3):
+            if lacking != self.party:
+                held[lacking] = self._draw_words(size, self._stream_without(lacking)).view(rows, -1)
+        if self._order_stream is not None:
+            held[_VALUE] = self._order_stream.words(size, self.device).view(rows, -1)
+        return BitShare(self._bit_parts(held), count)
 
     def _stream_without(self, lacking: int) -> int:
         """Which of this party's streams is that of all parties but one: of u, a2 or a1."""

@@ -70,13 +70,20 @@ class TrioShuffles(TrioArithmetic):
             parts = tuple(drawn(self._draw_words(size, which), blocks) for which in range(2))
             return Permutation(size, (*parts, None), whole, reuse)
         own = drawn(self._draw_words(size), blocks)
-        last = self._drawn_mutually(size, blocks) if hidden else None
+        last = drawn(self._mutual_words(size), blocks) if hidden else None
         return Permutation(size, (own, None, last) if self.role == 1 else (None, own, last), whole, reuse)
 
-    def _drawn_mutually(self, size: int, blocks: int) -> Tensor:
+    def random_bits(self, rows: int, count: int) -> BitShare:
+        """Both masks as of any bits, and B from the stream of parties 1 and 2, which party 0 lacks. Local."""
+        size = rows * words_for(count)
+        masks = [self._draw_words(size, which) for which in range(len(self._streams))]
+        parts = masks if self.role == 0 else [self._mutual_words(size), *masks]
+        return BitShare(tuple(part.view(rows, words_for(count)) for part in parts), count)
+
+    def _mutual_words(self, size: int) -> Tensor:
         if self._mutual is None:
-            raise ProtocolAbort("permutation: parties 1 and 2 share no seed; start the session anew")
-        return drawn(self._mutual.words(size, self.device), blocks)
+            raise ProtocolAbort("parties 1 and 2 share no seed for what they draw together; start the session anew")
+        return self._mutual.words(size, self.device)
 
     # -- what is moved ---------------------------------------------------------------------------------------
     def shuffle(self, x: Share, order: Permutation, undo: bool = False) -> Share:
