@@ -11,7 +11,7 @@ from private_llm.errors import ConfigError, refuse_unknown
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "orders": ("fresh", "kept"),
-    "levels": ("budget", "open"),
+    "levels": ("budget", "noisy", "open"),
     "neurons": (True, False),
     "heads": (True, False),
 }
@@ -29,7 +29,9 @@ class CometConfig:
     the weights, so that products are left out as well. Patterns in a kept order are linked: whoever knows the model
     and some inputs finds out which neurons are which (docs/threat-model.md), until the model is shared anew.
     levels: "budget" opens a fixed public number of units at each position, the predictors' own (`--budget-share`) or
-    the share of units `neuron_budget` and `head_budget`; "open" opens as many as are active, a side channel.
+    the share of units `neuron_budget` and `head_budget`; "open" (kept orders only) opens as many as are active, a side
+    channel; "noisy" (fresh orders only) opens as many as are active in all positions of a call and noise, which is
+    differentially private with `epsilon` and `delta` for counts that differ by one (oblivious/level_noise.py).
     Raises ConfigError.
     """
 
@@ -37,9 +39,11 @@ class CometConfig:
     neurons: bool = True
     heads: bool = True
     orders: Literal["fresh", "kept"] = "fresh"
-    levels: Literal["budget", "open"] = "budget"
+    levels: Literal["budget", "noisy", "open"] = "budget"
     neuron_budget: float | None = None
     head_budget: float | None = None
+    epsilon: float = 0.1
+    delta: float = 1e-6
 
     def __post_init__(self) -> None:
         for key, allowed in _CHOICES.items():
@@ -58,8 +62,18 @@ class CometConfig:
                 continue
             if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
                 raise ConfigError(f"sparsity: {key}: got {share!r}; want a share above 0 and at most 1")
-            if self.levels == "open":
-                raise ConfigError(f"sparsity: {key}: levels='open' opens what is active; leave the budget out")
+            if self.levels != "budget":
+                raise ConfigError(f"sparsity: {key}: levels={self.levels!r} opens what is active; leave the budget out")
+        self._check_levels()
+
+    def _check_levels(self) -> None:
+        wanted = {"open": "kept", "noisy": "fresh"}.get(self.levels, self.orders)
+        if self.orders != wanted:
+            raise ConfigError(f"sparsity: levels={self.levels!r} goes with orders={wanted!r}; got {self.orders!r}")
+        for key, most in (("epsilon", 8), ("delta", 1)):
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+                raise ConfigError(f"sparsity: {key}: got {value!r}; want a number above 0 and at most {most}")
 
     @property
     def kinds(self) -> tuple[str, ...]:

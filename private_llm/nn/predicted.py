@@ -20,6 +20,7 @@ from private_llm.net.ledger import Ledger
 from private_llm.nn.linear import content_of, joined, lie_together
 from private_llm.oblivious.active_units import opened_units
 from private_llm.oblivious.budget import choose
+from private_llm.oblivious.level_noise import LevelNoise, noisy_choose
 from private_llm.oblivious.sparse_input import sparse_input_product
 from private_llm.oblivious.sparse_output import sparse_output_product
 from private_llm.protocols.share import BitShare
@@ -160,12 +161,14 @@ class SparseFeedForward:
 class FreshActivation:
     """The activation at foretold neurons only, taken out and put back in a fresh secret order (`oblivious/budget.py`).
 
-    Nothing is linked, and nothing but a public number is told; the products before and after are whole.
+    Nothing is linked, and nothing but a public or noisy number is told; the products before and after are whole.
     """
 
-    def __init__(self, predictor: ActivityPredictor, activation: nn.Module, block: int, budget: int) -> None:
-        """budget: units that each position pays for, in the mean."""
-        self._predictor, self._block, self._budget = predictor, block, budget
+    def __init__(
+        self, predictor: ActivityPredictor, activation: nn.Module, block: int, level: int | LevelNoise
+    ) -> None:
+        """level: units that each position pays for, in the mean, or noise on how many are active in a call."""
+        self._predictor, self._block, self._level = predictor, block, level
         self._inner: Callable[[Tensor], Tensor] = activation.forward
         self._active: BitShare | None = None
 
@@ -176,7 +179,8 @@ class FreshActivation:
     def run(self, h: Tensor) -> Tensor:
         """The activation of h [.., n], which is zero at neurons that are not chosen.
 
-        Bytes in trio: a choice (39 a unit), 40 to take out each element of h and budgeted dummy, as many to put back.
+        Bytes in trio: a choice (39 a unit; noisy, 1 and some kilobytes), 40 to take out each element of h and dummy, as
+        many to put back.
         Raises UnsupportedOp for a public h, or before `foretell`.
         """
         active, self._active = self._active, None
@@ -184,7 +188,10 @@ class FreshActivation:
             raise UnsupportedOp("an activation at chosen neurons needs a secret input, after its block's first layer")
         units = h.shape[-1] // self._block
         positions = active.count // units
-        choice = choose(h.session, active, positions * self._budget)
+        if isinstance(self._level, LevelNoise):
+            choice = noisy_choose(h.session, active, self._level)
+        else:
+            choice = choose(h.session, active, positions * self._level)
         rows = h.to_fixed().view(lambda part: part.reshape(-1, self._block))
         made = self._inner(SecretTensor(choice.take(rows)))
         if not isinstance(made, SecretTensor):

@@ -59,7 +59,8 @@ def close(private: Tensor, plain: Tensor) -> None:
 
 @pytest.mark.parametrize("name", RELU)
 @pytest.mark.parametrize("settings", [{"orders": "kept", "levels": "open"}, {"orders": "kept", "neuron_budget": 0.95},
-                                      {"neuron_budget": 0.95}], ids=["open", "budget", "fresh"])  # fmt: skip
+                                      {"neuron_budget": 0.95}, {"levels": "noisy", "epsilon": 0.5}],
+                         ids=["open", "budget", "fresh", "noisy"])  # fmt: skip
 def test_right_predictions_change_nothing(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     model = sparse(name)
     config = CometConfig(saved(model, name, tmp_path), **settings)

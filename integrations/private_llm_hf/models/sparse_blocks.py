@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from private_llm.errors import ConfigError, PatchMismatch, refuse_unknown
 from private_llm.nn.predicted import ActivityPredictor, FreshActivation, SparseFeedForward, SparseHeads
+from private_llm.oblivious.level_noise import LevelNoise
 from private_llm.protocols.session import Session
 from private_llm.sparsity_config import CometConfig
 from private_llm_hf.models.attention_interface import SPARSE
@@ -150,7 +151,8 @@ def _make_sparse(model: PreTrainedModel, block: SparseBlock, config: CometConfig
     budget, ledger = None if config.levels == "open" else block.budget, session.protocol.ledger
     if config.orders == "fresh":
         activation = model.get_submodule(block.activation or "")
-        fresh = FreshActivation(predictor, activation, block.block, block.budget)
+        level = LevelNoise(config.epsilon, config.delta) if config.levels == "noisy" else block.budget
+        fresh = FreshActivation(predictor, activation, block.block, level)
         first.forward = _before(fresh, first)
         activation.forward = fresh.run
         return

@@ -74,7 +74,10 @@ class TrioShuffles(TrioArithmetic):
         return Permutation(size, (own, None, last) if self.role == 1 else (None, own, last), whole, reuse)
 
     def random_bits(self, rows: int, count: int) -> BitShare:
-        """Both masks as of any bits, and B from the stream of parties 1 and 2, which party 0 lacks. Local."""
+        """Both masks as of any bits, and B from the stream of parties 1 and 2, which party 0 lacks. Local.
+
+        Raises ProtocolAbort if these share no seed.
+        """
         size = rows * words_for(count)
         masks = [self._draw_words(size, which) for which in range(len(self._streams))]
         parts = masks if self.role == 0 else [self._mutual_words(size), *masks]
