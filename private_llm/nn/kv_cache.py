@@ -18,8 +18,8 @@ from private_llm.tensor.fixed import Fixed
 _SPARE = 32
 
 
-class _Rows:
-    """Shares [B, G, length, D] in buffers that grow by half. Entries below `length` are never overwritten."""
+class GrowingRows:
+    """Shares [B, G, length, D] in buffers that grow by half. Entries below `length` change by `fill` alone."""
 
     def __init__(self, first: Fixed) -> None:
         self.sample = first
@@ -35,6 +35,14 @@ class _Rows:
         for part, more in zip(self.parts, new.share.parts, strict=True):
             part[:, :, self.length : total] = more
         self.length = total
+
+    def fill(self, row: int, heads: Tensor, start: int, new: Fixed) -> None:
+        """Overwrite the entries from `start` on of some heads (int64) of a row by `new` [heads, entries, D].
+
+        For rows without copies: those would change as well.
+        """
+        for part, made in zip(self.parts, new.share.parts, strict=True):
+            part[row, heads.to(part.device), start : start + new.shape[1]] = made
 
     def keep(self, index: Tensor) -> None:
         """Only the entries `index` [B or 1, G or 1, kept], with room for the next ones."""
@@ -57,10 +65,10 @@ class _Rows:
         """Keep, repeat or reorder batch rows."""
         self.parts = tuple(part[:, :, : self.length].index_select(0, index.to(part.device)) for part in self.parts)
 
-    def copy(self) -> _Rows:
+    def copy(self) -> GrowingRows:
         """Another holder of the same entries; either goes on in a buffer of its own."""
         self.seal()
-        twin = _Rows(self.sample)
+        twin = GrowingRows(self.sample)
         twin.parts, twin.length = self.parts, self.length
         return twin
 
@@ -86,7 +94,7 @@ class KVBuffer:
     def __init__(self) -> None:
         self.position = 0
         self.positions: Tensor | None = None
-        self._rows: tuple[_Rows, _Rows] | None = None
+        self._rows: tuple[GrowingRows, GrowingRows] | None = None
 
     @property
     def length(self) -> int:
@@ -110,7 +118,7 @@ class KVBuffer:
         """
         new = key.shape[2]
         if self._rows is None:
-            self._rows = (_Rows(key), _Rows(value))
+            self._rows = (GrowingRows(key), GrowingRows(value))
         else:
             for rows, more in zip(self._rows, (key, value), strict=True):
                 rows.append(more)
