@@ -169,7 +169,8 @@ class RefillingCache:
         tokens = sorted({(piece.row, token) for piece in pieces for token in piece.tokens})
         place = {token: number for number, token in enumerate(tokens)}
         blocks, columns, count = [], [], 0
-        for group in _alike(pieces):
+        groups = _alike(pieces)
+        for group in groups:
             lines = torch.cat([self._lines(piece) for piece in group])
             rows = torch.tensor([place[group[0].row, token] for token in group[0].tokens])
             every = torch.arange(len(rows) * len(lines))
@@ -186,13 +187,14 @@ class RefillingCache:
         if made.bias is not None:
             wanted = torch.cat(columns)
             result = result + made.bias.view(lambda part: part[wanted.to(part.device)])
-        for group, block in zip(_alike(pieces), blocks, strict=True):
-            self._place(group, result.view(lambda part, b=block: part[b.places[0] : b.places[-1] + 1]), old, queries)
+        for group, block in zip(groups, blocks, strict=True):
+            begin, end = int(block.places[0]), int(block.places[-1]) + 1
+            self._place(group, _between(result, begin, end), old, queries)
 
     def _lines(self, piece: _Piece) -> Tensor:
         """The weight rows of a piece, head by head, int64."""
         made = self._made
-        size = made.sizes[1] if piece.kind == 2 else made.sizes[0]
+        size = self._size(piece)
         first = (lambda head: head * size, made.key_row, made.value_row)[piece.kind]
         starts = torch.tensor([first(head) for head in piece.heads])
         return (starts[:, None] + torch.arange(size)).reshape(-1)
@@ -202,15 +204,17 @@ class RefillingCache:
         tokens = torch.tensor(group[0].tokens)
         wide, begin = flat.view(lambda part: part.view(len(tokens), -1)), 0
         for piece in group:
-            size = self._made.sizes[1] if piece.kind == 2 else self._made.sizes[0]
-            end = begin + size * len(piece.heads)
-            vectors = wide.view(
-                lambda part, a=begin, b=end, d=size: part[:, a:b].unflatten(1, (-1, d)).transpose(0, 1).contiguous()
-            )
+            count = len(piece.heads)
+            end = begin + count * self._size(piece)
+            mine = _between(wide, begin, end)
+            vectors = _by_heads(mine, count)
             begin = end
             if self._turn is not None and piece.kind < 2:
                 vectors = self._turn(vectors, self._positions(piece.row)[tokens])
             self._store(piece, vectors, old, queries)
+
+    def _size(self, piece: _Piece) -> int:
+        return self._made.sizes[piece.kind == 2]
 
     def _store(self, piece: _Piece, vectors: Fixed, old: int, queries: GrowingRows) -> None:
         heads = torch.tensor(piece.heads)
@@ -271,7 +275,9 @@ class RefillingCache:
             raise DomainError("keep: this cache holds nothing yet")
         batch, index = len(self._manager.filled), index.view(1, 1, -1) if index.ndim == 1 else index
         if index.ndim != 3 or index.shape[0] not in (1, batch) or index.shape[1] != 1:
-            raise DomainError(f"keep: got indices of shape {tuple(index.shape)}; want [kept] or [{batch} or 1, 1, kept]")
+            raise DomainError(
+                f"keep: got indices of shape {tuple(index.shape)}; want [kept] or [{batch} or 1, 1, kept]"
+            )
         if not index.numel() or bool((index < 0).any() | (index >= self.length).any() | (index.diff() <= 0).any()):
             raise DomainError(f"keep: want one or more indices, ascending, from 0 to {self.length - 1}")
         held = torch.stack([self._positions(row) for row in range(batch)])
@@ -294,6 +300,16 @@ class RefillingCache:
 def _zeros(like: Fixed, shape: tuple[int, ...]) -> Share:
     """A share of zeros, which everybody knows."""
     return like.share.map(lambda part: torch.zeros(shape, dtype=part.dtype, device=part.device))
+
+
+def _between(x: Fixed, begin: int, end: int) -> Fixed:
+    """A range of the last dimension. Local."""
+    return x.view(lambda part: part[..., begin:end])
+
+
+def _by_heads(x: Fixed, heads: int) -> Fixed:
+    """Vectors [heads, tokens, D] of outputs [tokens, heads D]. Local."""
+    return x.view(lambda part: part.unflatten(1, (heads, -1)).transpose(0, 1))
 
 
 def _adopt(rows: GrowingRows, vectors: Fixed) -> None:

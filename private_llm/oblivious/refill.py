@@ -43,11 +43,14 @@ class RefillCost:
     weight: for each head listed, whatever the tokens (its key and value columns). token: for each token listed,
     whatever the heads. entry: for each key and value made.
 
-    | protocol                    | weight, token, entry (head size D, hidden size N, ring of 8 bytes) | prefetch from  |
-    |-----------------------------|--------------------------------------------------------------------|----------------|
-    | the paper's (`published`)   | 2 D N 16, 2 N 16, 0: keys and values mask their tokens apart       | D + 1 misses   |
-    | dealer, matmul="remask"     | 2 D N 16, N 16, outputs: one mask of a token serves both           | 2 D + 1 misses |
-    | trio, dealer masked, quad   | 0, 0, outputs: nothing travels for an operand                      | never          |
+    | protocol, head size D, hidden size N      | weight   | token  | entry   | prefetch from  |
+    |-------------------------------------------|----------|--------|---------|----------------|
+    | the paper's (`published`): keys and       | 2 D N 16 | 2 N 16 | 0       | D + 1 misses   |
+    | values mask their tokens apart            |          |        |         |                |
+    | dealer, matmul="remask": one mask of a    | 2 D N 16 | N 16   | outputs | 2 D + 1 misses |
+    | token serves both (ring of 8 bytes)       |          |        |         |                |
+    | trio, quad, dealer with masked weights:   | 0        | 0      | outputs | never          |
+    | nothing travels for an operand            |          |        |         |                |
     """
 
     weight: float
@@ -182,7 +185,7 @@ class RefillManager:
         return chosen & (rest.minimum(known) > 0)
 
     def keep(self, index: Tensor) -> None:
-        """After an eviction: only the entries `index`, ascending, int64 [B or 1, kept], are left, the same for heads."""
+        """After an eviction: the entries `index`, ascending, int64 [B or 1, kept], are left, the same for all heads."""
         self.filled = (index[:, None, :] < self.filled[:, :, None]).sum(-1)
         self.length = index.shape[-1]
 
