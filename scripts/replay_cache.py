@@ -5,11 +5,12 @@
     python scripts/replay_cache.py --json                     # rows, with bytes by 128 steps
     python scripts/replay_cache.py --tiny                     # a few seconds
 
-Patterns of active heads come from two sources. `bundled`: the bundled model reads its text in windows of 511 tokens, laid
-end to end, a head being active as `private_llm_hf/sparsity/activity.py` says. `generated`: OPT-6.7B's shape, half of
-the heads active, as in the paper (section 7.3). Each head switches on and off by itself: it stays away for a
-geometric number of steps with the mean `away`, then stays active as long in the mean; so `away = 2` is a fair coin at
-every step, and larger numbers are more temporal locality. The paper does not say how its patterns behave in time.
+Patterns of active heads come from two sources. `bundled`: the bundled model reads its text in windows of 511 tokens,
+laid end to end; a head is active as `private_llm_hf/sparsity/activity.py` says. `even` and `uneven`: 32 layers of
+OPT-6.7B's shape (32 heads of 128), half of the heads active, as in the paper (section 7.3). A head is active at a share
+p of the steps: 1/2 if even, drawn from 2 to 98 % for each head if uneven. It stays active for `stay` steps in the mean
+and away for stay (1 - p) / p, both geometric: larger numbers are more temporal locality, `even, stays 2` is a fair
+coin at every step. The paper does not say how its patterns behave in time.
 
 Bytes are those of keys and values over all links, sums over the layers: of the refill (what comes on top of the active
 heads' entries for the new token), and of both. `per entry` and `per head` differ in what a request is: one missing key
@@ -24,10 +25,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from link_orders import DATA
 from private_llm_cli.commands.models import demo_model, plaintext_model, tokenizer_of
-from private_llm_cli.commands.output import emit_json, emit_table, progress_bar, size
+from private_llm_cli.commands.output import emit_json, emit_table, progress_bar
 from private_llm_cli.commands.pyplot import load_pyplot
 from private_llm_hf.sparsity.collect import record
 from private_llm_hf.sparsity.recordings import recordings
@@ -75,12 +77,17 @@ def bundled(steps: int, tolerance: float) -> Patterns:
     return Patterns(f"bundled, tolerance {tolerance:g}", active, width // active.shape[-1], width)
 
 
-def generated(steps: int, away: float, layers: int, seed: int = 0) -> Patterns:
-    """OPT-6.7B's 32 heads of 128, each on and off for `away` steps in the mean."""
-    chance = torch.Generator().manual_seed(seed)
-    switch = torch.rand((layers, steps, 32), generator=chance) < 1 / away
-    start = torch.rand((layers, 1, 32), generator=chance) < 0.5
-    return Patterns(f"generated, away {away:g}", (switch.cumsum(1) % 2 == 1) ^ start, 128, 4096)
+def generated(steps: int, stay: float, uneven: bool, layers: int, seed: int = 0) -> Patterns:
+    """OPT-6.7B's 32 heads of 128, which stay active for `stay` steps in the mean; see above."""
+    chance = np.random.default_rng(seed)
+    share = chance.uniform(0.02, 0.98, (layers, 32)) if uneven else np.full((layers, 32), 0.5)
+    comes, goes = np.minimum(share / ((1 - share) * stay), 1), 1 / stay
+    state, found = chance.random(share.shape) < share, np.empty((layers, steps, 32), bool)
+    for step in range(steps):
+        drawn = chance.random(share.shape)
+        state = np.where(state, drawn >= goes, drawn < comes)
+        found[:, step] = state
+    return Patterns(f"{'uneven' if uneven else 'even'}, stays {stay:g}", torch.from_numpy(found), 128, 4096)
 
 
 # -- replay ------------------------------------------------------------------------------------------------------------
@@ -194,6 +201,12 @@ def times(more: float, less: float) -> str:
     return f"{more / less:.2f}" if less else "-"
 
 
+def megabytes(count: float) -> str:
+    """Three digits or more."""
+    value = count / 1e6
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def show(rows: Sequence[Row]) -> None:
     """A table for each source of patterns."""
     for name in dict.fromkeys(row.patterns for row in rows):
@@ -201,38 +214,47 @@ def show(rows: Sequence[Row]) -> None:
         cells = []
         for cost in dict.fromkeys(row.cost for row in mine):
             entry, head, merged, ahead = (row for row in mine if row.cost == cost)
+            a_step = " / ".join(megabytes(row.bytes / row.steps) for row in (head, merged, ahead))
             cells.append([
-                cost, *(size(round(row.bytes)) for row in (entry, head, merged, ahead)),
-                times(head.bytes, merged.bytes), times(merged.bytes, ahead.bytes),
-                size(round(merged.bytes / merged.steps)), size(round(merged.total)), size(round(ahead.total)),
-                size(round(merged.dense)),
+                cost, *(megabytes(row.bytes) for row in (entry, head, merged, ahead)), a_step,
+                times(head.bytes, merged.bytes), times(merged.bytes, ahead.bytes), megabytes(merged.total),
+                megabytes(merged.dense),
             ])  # fmt: skip
-        first = mine[0]
+        entry, head = mine[:2]
         about = (
-            f"{name}: {first.layers} layers, {first.steps} steps, {100 * first.active:.0f} % active, away "
-            f"{first.away:.1f} steps; products a step: {first.products:.1f} per entry, {mine[1].products:.1f} per "
-            f"head, 1 merged; one block for all: {first.extra_products:.1f} times the multiply-adds"
+            f"{name}: {entry.layers} layers, {entry.steps} steps, {100 * entry.active:.0f} % active, away "
+            f"{entry.away:.1f} steps; refill in MB"
         )
-        heads = ("cost", *STRATEGIES, "per head / merged", "merged / prefetch", "merged, a step",
-                 "with own: merged", "prefetch", "dense")  # fmt: skip
-        emit_table(about, heads, cells)
+        heads = ("cost", *STRATEGIES, "a step: head / merged / prefetch", "head : merged", "merged : prefetch",
+                 "merged, with own", "dense")  # fmt: skip
+        note = (
+            f"products a step and layer: {entry.products:.1f} per entry, {head.products:.1f} per head, 1 merged; one "
+            f"block for all that is listed: {entry.extra_products:.1f} times the multiply-adds"
+        )
+        emit_table(about, heads, cells, note)
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Refill bytes of each step, a panel for each source of patterns: the paper's cost, and trio's."""
     pyplot = load_pyplot()
     names = list(dict.fromkeys(row.patterns for row in rows))
-    figure, panels = pyplot.subplots(1, len(names), figsize=(4 * len(names), 3.6), layout="constrained", squeeze=False)
-    lines = [("paper", strategy, "-") for strategy in STRATEGIES[1:]] + [("trio", "merged", "--")]
-    for name, axes in zip(names, panels[0], strict=True):
-        for number, (cost, strategy, line) in enumerate(lines):
+    wide = min(4, len(names))
+    high = -(-len(names) // wide)
+    figure, panels = pyplot.subplots(high, wide, figsize=(3.2 * wide, 2.8 * high), layout="constrained", squeeze=False)
+    lines = [("paper", strategy) for strategy in STRATEGIES[1:]] + [("trio", "merged")]
+    for axes in panels.flat[len(names) :]:
+        axes.set_axis_off()
+    for name, axes in zip(names, panels.flat, strict=False):
+        for number, (cost, strategy) in enumerate(lines):
             (row,) = (row for row in rows if (row.patterns, row.cost, row.strategy) == (name, cost, strategy))
-            label = f"{cost}'s cost, {strategy}" if cost == "paper" else f"{cost}, any way"
+            label = f"{cost}: {strategy}" if cost == "paper" else f"{cost}: all three"
             at = [BIN * (i + 0.5) for i in range(len(row.curve))]
-            axes.plot(at, [value / 1e6 for value in row.curve], line, color=f"C{number}", label=label)
-        axes.set(xlabel="step", ylabel="MB a step, all layers", yscale="log")
+            axes.plot(at, [value / 1e6 for value in row.curve], "-" if number < 3 else "--", label=label)
+        axes.set(yscale="log")
         axes.set_title(name, fontsize=10)
-    panels[0][0].legend(fontsize=8)
+    figure.supxlabel("step")
+    figure.supylabel("refill, MB a step, all layers")
+    figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="lower right", fontsize=9)
     figure.savefig(path, dpi=80)
     pyplot.close(figure)
 
@@ -242,18 +264,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2048, help="steps of one token (default 2048)")
     parser.add_argument("--tolerance", type=float, default=0.3, help="of the bundled model's heads (default 0.3)")
-    parser.add_argument("--away", type=float, nargs="*", default=[2, 16, 128], help="steps away (default 2 16 128)")
+    parser.add_argument("--stay", type=float, nargs="*", default=[2, 16, 64], help="steps active (default 2 16 64)")
     parser.add_argument("--layers", type=int, default=32, help="generated layers (default 32)")
     parser.add_argument("--plot", type=Path, help="write a picture here")
     parser.add_argument("--json", action="store_true", help="rows as JSON instead of tables")
     parser.add_argument("--tiny", action="store_true", help="64 steps, two generated layers")
     options = parser.parse_args()
-    if options.steps < 1 or options.layers < 1 or any(away < 1 for away in options.away):
-        raise SystemExit("--steps, --layers and --away: want 1 or more")
+    if options.steps < 1 or options.layers < 1 or any(stay < 1 for stay in options.stay):
+        raise SystemExit("--steps, --layers and --stay: want 1 or more")
     torch.set_num_threads(1)
     steps, layers = (64, 2) if options.tiny else (options.steps, options.layers)
     sources = [bundled(steps, options.tolerance)]
-    sources += [generated(steps, away, layers) for away in options.away]
+    sources += [generated(steps, stay, uneven, layers) for uneven in (False, True) for stay in options.stay]
     rows = []
     with progress_bar(3 * sum(len(source.active) for source in sources), quiet=options.json) as step:
         for source in sources:
