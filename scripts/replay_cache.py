@@ -155,12 +155,12 @@ class Row:
     away: float
     cost: str
     strategy: str
-    bytes: float
-    total: float
-    dense: float
+    bytes: int
+    total: int
+    dense: int
     products: float
     extra_products: float
-    curve: tuple[float, ...]
+    curve: tuple[int, ...]
 
 
 def costs(size: int, width: int) -> dict[str, RefillCost]:
@@ -187,10 +187,11 @@ def rows_of(patterns: Patterns, step: Callable[[str], None]) -> list[Row]:
             refill = counts.refill(strategy, cost)
             own = (cost.weight + cost.entry) * counts.own + cost.token * used
             made = int((counts.entries + counts.own).sum())
+            curve = tuple(round(float(part.mean())) for part in refill.split(BIN))
             rows.append(Row(
                 patterns.name, layers, steps, float(patterns.active.double().mean()), patterns.away(), name, strategy,
-                float(refill.sum()), float((refill + own).sum()), dense, counts.products(strategy, layers),
-                int(counts.rectangle.sum()) / made, tuple(float(part.mean()) for part in refill.split(BIN)),
+                round(float(refill.sum())), round(float((refill + own).sum())), round(dense),
+                counts.products(strategy, layers), int(counts.rectangle.sum()) / made, curve,
             ))  # fmt: skip
     return rows
 
@@ -214,19 +215,18 @@ def show(rows: Sequence[Row]) -> None:
         cells = []
         for cost in dict.fromkeys(row.cost for row in mine):
             entry, head, merged, ahead = (row for row in mine if row.cost == cost)
-            a_step = " / ".join(megabytes(row.bytes / row.steps) for row in (head, merged, ahead))
+            each = (entry, head, merged, ahead)
             cells.append([
-                cost, *(megabytes(row.bytes) for row in (entry, head, merged, ahead)), a_step,
+                cost, *(f"{megabytes(row.bytes)} ({megabytes(row.bytes / row.steps)})" for row in each),
                 times(head.bytes, merged.bytes), times(merged.bytes, ahead.bytes), megabytes(merged.total),
                 megabytes(merged.dense),
             ])  # fmt: skip
         entry, head = mine[:2]
         about = (
             f"{name}: {entry.layers} layers, {entry.steps} steps, {100 * entry.active:.0f} % active, away "
-            f"{entry.away:.1f} steps; refill in MB"
+            f"{entry.away:.1f} steps; refill in MB, all (a step)"
         )
-        heads = ("cost", *STRATEGIES, "a step: head / merged / prefetch", "head : merged", "merged : prefetch",
-                 "merged, with own", "dense")  # fmt: skip
+        heads = ("cost", *STRATEGIES, "head : merged", "merged : prefetch", "merged, with own", "dense")
         note = (
             f"products a step and layer: {entry.products:.1f} per entry, {head.products:.1f} per head, 1 merged; one "
             f"block for all that is listed: {entry.extra_products:.1f} times the multiply-adds"
@@ -249,7 +249,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             (row,) = (row for row in rows if (row.patterns, row.cost, row.strategy) == (name, cost, strategy))
             label = f"{cost}: {strategy}" if cost == "paper" else f"{cost}: all three"
             at = [BIN * (i + 0.5) for i in range(len(row.curve))]
-            axes.plot(at, [value / 1e6 for value in row.curve], "-" if number < 3 else "--", label=label)
+            line = ".-" if cost == "paper" else ".--"
+            axes.plot(at, [value / 1e6 for value in row.curve], line, color=f"C{number}", markersize=4, label=label)
         axes.set(yscale="log")
         axes.set_title(name, fontsize=10)
     figure.supxlabel("step")
