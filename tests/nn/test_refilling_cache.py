@@ -101,8 +101,7 @@ def sent(cost: Cost) -> dict[tuple[int, int], int]:
 @pytest.mark.parametrize("strategy", Strategy)
 def test_what_active_heads_read_is_a_dense_cache(setting: str, strategy: Strategy) -> None:
     active = patterns(2, (3, 1, 1, 2, 1, 1))
-    cost = CHEAP if strategy is Strategy.PREFETCH else None
-    read, truth, _ = run(setting, active, strategy, cost=cost)
+    read, truth, _ = run(setting, active, strategy, cost=CHEAP)
     begin = 0
     for got, pattern in zip(read, active, strict=True):
         for mine, whole in zip(got, expected(truth, pattern, begin), strict=True):
@@ -130,7 +129,7 @@ def price(setting: str, plans: Sequence[tuple[RefillStep, int]]) -> Cost:
 def test_bytes_and_rounds_are_those_of_what_is_made(setting: str, strategy: Strategy) -> None:
     active = patterns(1, [1] * 12, density=0.3)
     active[5][:] = False  # nothing is active: nothing is sent
-    _, _, cost = run(setting, active, strategy, cost=CHEAP if strategy is Strategy.PREFETCH else None)
+    _, _, cost = run(setting, active, strategy, cost=CHEAP)
     manager = RefillManager(1, G, CHEAP if strategy is Strategy.PREFETCH else None)
     plans = []
     for pattern in active:
@@ -179,18 +178,21 @@ def test_default_costs_prefetch_under_remasking_alone() -> None:
 @pytest.mark.parametrize("setting", ["trio", "dealer", "quad"])
 def test_attention_of_active_heads_is_that_of_a_dense_cache(setting: str) -> None:
     active = patterns(2, (4, 1), density=0.5)
-    allowed = torch.ones(5, 5, dtype=torch.bool).tril()
+    allowed = torch.ones(5, 5, dtype=torch.bool).tril().repeat(2, 1, 1, 1)
+    allowed[1, :, :, 0] = False  # a row with padding, whose first query sees nothing
 
     def sparse(session: Session, x: Fixed, weight: Fixed, bias: Fixed) -> list[Fixed]:
         found = []
         for made, mask in zip(
-            steps(RefillingCache(projection(weight, bias)), x, active), (allowed[:4, :4], allowed[4:]), strict=True
+            steps(RefillingCache(projection(weight, bias)), x, active),
+            (allowed[:, :, :4, :4], allowed[:, :, 4:]),
+            strict=True,
         ):
-            found.append(attend(made.query, made.key, made.value, made.mask(mask[None, None]), 0.5))
+            found.append(attend(made.query, made.key, made.value, made.mask(mask), 0.5))
         return found
 
     def whole(session: Session, x: Fixed, weight: Fixed, bias: Fixed) -> Fixed:
-        return attend(*dense(x, weight, bias), allowed[None, None], 0.5)
+        return attend(*dense(x, weight, bias), allowed, 0.5)
 
     small = [inputs(2, 5)[0] / 3, *inputs(2, 5)[1:]]
     found, truth = run_parties(config(setting), sparse, small).values, run_parties(config(setting), whole, small).value
@@ -215,6 +217,19 @@ def test_positions_reach_the_turn_of_queries_and_keys() -> None:
         for mine, whole in zip(got, expected(turned, pattern, begin), strict=True):
             assert int((mine - whole).abs().max()) <= 5
         begin += pattern.shape[1]
+
+
+def test_a_turn_may_add_fractional_bits() -> None:
+    found: list[tuple[int, int, int]] = []
+
+    def program(_: Session, x: Fixed, w: Fixed) -> Fixed:
+        cache = RefillingCache(projection(w), turn=lambda vectors, _: vectors.finer(20))
+        made = cache.step(x, torch.ones(1, 2, H).bool())
+        found.append((made.query.frac, made.key.frac, made.value.frac))
+        return made.key
+
+    run_meta(TRIO, program, [(1, 2, N), (HEIGHT, N)])
+    assert set(found) == {(20, 20, 18)}
 
 
 def test_after_an_eviction_the_rest_is_filled_in() -> None:
@@ -259,6 +274,19 @@ def test_rows_can_be_reordered() -> None:
     truth = run_parties(config("trio"), lambda _, *given: dense(*given), inputs(2, 4)).elements[1]
     want = truth.repeat_interleave(H // G, 1)[[1, 1, 0]]
     assert int((got.view(want.shape) - want).abs().max()) <= 1
+
+
+def test_positions_follow_their_rows() -> None:
+    def program(_: Session, x: Fixed, w: Fixed) -> Fixed:
+        cache = RefillingCache(projection(w))
+        cache.step(x, torch.zeros(2, 3, H).bool())
+        cache.keep(torch.tensor([[[0, 2]], [[1, 2]]]))
+        cache.select(torch.tensor([1, 1, 0]))
+        assert cache.positions is not None
+        assert cache.positions.tolist() == [[1, 2], [1, 2], [0, 2]]
+        return x
+
+    run_meta(TRIO, program, [(2, 3, N), (HEIGHT, N)])
 
 
 REFUSALS = {

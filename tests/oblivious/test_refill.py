@@ -187,10 +187,10 @@ def test_costs_of_protocols(config: dict[str, str], threshold: int | None) -> No
 
 def test_a_row_of_the_batch_that_uses_a_head_pays_its_weights() -> None:
     """Head 1 is active in row 1, so row 0, where head 0 brings its tokens, takes it along."""
-    manager = RefillManager(2, 2, RefillCost(weight=100, token=1))
-    manager.step(torch.zeros(2, 2, dtype=torch.bool), 3)
-    step = manager.step(torch.tensor([[True, False], [False, True]]))
-    assert step.stop.tolist() == [[4, 4], [4, 4]]
+    manager = RefillManager(3, 2, RefillCost(weight=100, token=1))
+    manager.step(torch.zeros(3, 2, dtype=torch.bool), 3)
+    step = manager.step(torch.tensor([[True, False], [False, True], [False, False]]))
+    assert step.stop.tolist() == [[4, 4], [4, 4], [0, 0]]  # row 2 lists no tokens, so nothing comes for free there
     assert (step.heads, step.tokens, step.entries) == (2, 8, 16)
 
 
