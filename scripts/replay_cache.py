@@ -14,7 +14,7 @@ coin at every step. The paper does not say how its patterns behave in time.
 
 Bytes are those of keys and values over all links, sums over the layers: of the refill (what comes on top of the active
 heads' entries for the new token), and of both. `per entry` and `per head` differ in what a request is: one missing key
-and value, or all that a head lacks. `products`: one after the other, the new token's among them.
+and value, or all that a head lacks. `prefetch` follows the paper's rule, `twice` asks for twice as many misses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +42,7 @@ from private_llm.oblivious.refill import RefillCost, RefillManager
 
 BIN = 128
 """Steps that make one number of a curve."""
-STRATEGIES = ("per entry", "per head", "merged", "prefetch")
+STRATEGIES = ("per entry", "per head", "merged", "prefetch", "twice")
 
 
 # -- patterns ----------------------------------------------------------------------------------------------------------
@@ -174,16 +174,18 @@ def costs(size: int, width: int) -> dict[str, RefillCost]:
 
 
 def rows_of(patterns: Patterns, step: Callable[[str], None]) -> list[Row]:
-    """All strategies under all costs; `step` is called for each layer, three times."""
+    """All strategies under all costs; `step` is called for each layer, five times."""
     layers, steps, heads = patterns.active.shape
-    merged, rows, ahead = replay(patterns, None, step), [], {}
+    merged, rows = replay(patterns, None, step), []
+    ahead: dict[tuple[str, str], Counts] = {}
     for name, cost in costs(patterns.size, patterns.width).items():
         if cost.token:  # where operands cost nothing, the rule never asks for anything
-            ahead[name] = replay(patterns, cost, step)
+            ahead[name, "prefetch"] = replay(patterns, cost, step)
+            ahead[name, "twice"] = replay(patterns, replace(cost, weight=2 * cost.weight), step)
         dense = layers * steps * (cost.weight * heads + cost.token + cost.entry * heads)
         used = patterns.active.any(2).sum(0)
         for strategy in STRATEGIES:
-            counts = ahead.get(name, merged) if strategy == "prefetch" else merged
+            counts = ahead.get((name, strategy), merged)
             refill = counts.refill(strategy, cost)
             own = (cost.weight + cost.entry) * counts.own + cost.token * used
             made = int((counts.entries + counts.own).sum())
@@ -214,19 +216,27 @@ def show(rows: Sequence[Row]) -> None:
         mine = [row for row in rows if row.patterns == name]
         cells = []
         for cost in dict.fromkeys(row.cost for row in mine):
-            entry, head, merged, ahead = (row for row in mine if row.cost == cost)
-            each = (entry, head, merged, ahead)
+            each = [row for row in mine if row.cost == cost]
+            _, head, merged, ahead, twice = each
             cells.append([
                 cost, *(f"{megabytes(row.bytes)} ({megabytes(row.bytes / row.steps)})" for row in each),
-                times(head.bytes, merged.bytes), times(merged.bytes, ahead.bytes), megabytes(merged.total),
-                megabytes(merged.dense),
+                times(head.bytes, merged.bytes), times(merged.bytes, ahead.bytes), times(merged.bytes, twice.bytes),
+                megabytes(merged.total), megabytes(merged.dense),
             ])  # fmt: skip
         entry, head = mine[:2]
         about = (
             f"{name}: {entry.layers} layers, {entry.steps} steps, {100 * entry.active:.0f} % active, away "
             f"{entry.away:.1f} steps; refill in MB, all (a step)"
         )
-        heads = ("cost", *STRATEGIES, "head : merged", "merged : prefetch", "merged, with own", "dense")
+        heads = (
+            "cost",
+            *STRATEGIES,
+            "head : merged",
+            "merged : prefetch",
+            "merged : twice",
+            "merged, with own",
+            "dense",
+        )
         note = (
             f"products a step and layer: {entry.products:.1f} per entry, {head.products:.1f} per head, 1 merged; one "
             f"block for all that is listed: {entry.extra_products:.1f} times the multiply-adds"
@@ -238,16 +248,16 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     """Refill bytes of each step, a panel for each source of patterns: the paper's cost, and trio's."""
     pyplot = load_pyplot()
     names = list(dict.fromkeys(row.patterns for row in rows))
-    wide = min(4, len(names))
+    wide = min(3, len(names))
     high = -(-len(names) // wide)
-    figure, panels = pyplot.subplots(high, wide, figsize=(3.2 * wide, 2.8 * high), layout="constrained", squeeze=False)
+    figure, panels = pyplot.subplots(high, wide, figsize=(3.6 * wide, 2.4 * high), layout="constrained", squeeze=False)
     lines = [("paper", strategy) for strategy in STRATEGIES[1:]] + [("trio", "merged")]
     for axes in panels.flat[len(names) :]:
         axes.set_axis_off()
     for name, axes in zip(names, panels.flat, strict=False):
         for number, (cost, strategy) in enumerate(lines):
             (row,) = (row for row in rows if (row.patterns, row.cost, row.strategy) == (name, cost, strategy))
-            label = f"{cost}: {strategy}" if cost == "paper" else f"{cost}: all three"
+            label = f"{cost}: {strategy}" if cost == "paper" else f"{cost}: all"
             at = [BIN * (i + 0.5) for i in range(len(row.curve))]
             line = ".-" if cost == "paper" else ".--"
             axes.plot(at, [value / 1e6 for value in row.curve], line, color=f"C{number}", markersize=4, label=label)
@@ -255,7 +265,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         axes.set_title(name, fontsize=10)
     figure.supxlabel("step")
     figure.supylabel("refill, MB a step, all layers")
-    figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="lower right", fontsize=9)
+    figure.legend(*panels.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(lines), fontsize=9)
     figure.savefig(path, dpi=80)
     pyplot.close(figure)
 
@@ -265,7 +275,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2048, help="steps of one token (default 2048)")
     parser.add_argument("--tolerance", type=float, default=0.3, help="of the bundled model's heads (default 0.3)")
-    parser.add_argument("--stay", type=float, nargs="*", default=[2, 16, 64], help="steps active (default 2 16 64)")
+    parser.add_argument("--stay", type=float, nargs="*", default=[2, 16, 64, 256], help="steps active (2 16 64 256)")
     parser.add_argument("--layers", type=int, default=32, help="generated layers (default 32)")
     parser.add_argument("--plot", type=Path, help="write a picture here")
     parser.add_argument("--json", action="store_true", help="rows as JSON instead of tables")
@@ -278,7 +288,7 @@ def main() -> None:
     sources = [bundled(steps, options.tolerance)]
     sources += [generated(steps, stay, uneven, layers) for uneven in (False, True) for stay in options.stay]
     rows = []
-    with progress_bar(3 * sum(len(source.active) for source in sources), quiet=options.json) as step:
+    with progress_bar(5 * sum(len(source.active) for source in sources), quiet=options.json) as step:
         for source in sources:
             rows += rows_of(source, step)
     if options.json:
