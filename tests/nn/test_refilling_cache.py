@@ -110,6 +110,25 @@ def test_what_active_heads_read_is_a_dense_cache(setting: str, strategy: Strateg
         begin += pattern.shape[1]
 
 
+def test_with_exact_divisions_entries_are_those_of_a_dense_cache_to_the_bit() -> None:
+    active = patterns(2, (3, 1, 1))
+    exact = PrivateConfig(truncation="exact")
+
+    def sparse(_: Session, x: Fixed, weight: Fixed, bias: Fixed) -> list[Fixed]:
+        return [
+            each
+            for made in steps(RefillingCache(projection(weight, bias)), x, active)
+            for each in (made.key, made.value)
+        ]
+
+    found = run_parties(exact, sparse, inputs(2, 5)).elements
+    truth = run_parties(exact, lambda _, *given: dense(*given), inputs(2, 5)).elements
+    begin = 0
+    for number, pattern in enumerate(active):
+        assert all(map(torch.equal, found[2 * number : 2 * number + 2], expected(truth, pattern, begin)[1:]))
+        begin += pattern.shape[1]
+
+
 def price(setting: str, plans: Sequence[tuple[RefillStep, int]]) -> Cost:
     """Products with these entries and so many queries: outputs, and under `remask` each token and weight row."""
     total = Cost()
