@@ -84,6 +84,13 @@ def _in_buffer(part: Tensor, capacity: int) -> Tensor:
     return buffer
 
 
+def columns_at(table: Tensor, positions: Tensor) -> Tensor:
+    """Of a table [B or 1, H or 1, q, position] the columns `positions`, int64 [B or 1, H or 1, kept]."""
+    outer = torch.broadcast_shapes(table.shape[:2], positions.shape[:2])
+    wide = positions.unsqueeze(2).expand(*outer, table.shape[2], -1)
+    return table.expand(*outer, -1, -1).gather(-1, wide.to(table.device))
+
+
 class KVBuffer:
     """Keys [B, G, length, D] and values [B, G, length, Dv] of one layer.
 
@@ -163,11 +170,7 @@ class KVBuffer:
         if self._rows is None or self.positions is None:
             return table
         at = self.positions
-        if at.shape[1] > 1:
-            at = at.repeat_interleave(heads // at.shape[1], dim=1)
-        outer = torch.broadcast_shapes(table.shape[:2], at.shape[:2])
-        wide = at.unsqueeze(2).expand(*outer, table.shape[2], -1)
-        return table.expand(*outer, -1, -1).gather(-1, wide.to(table.device))
+        return columns_at(table, at.repeat_interleave(heads // at.shape[1], dim=1) if at.shape[1] > 1 else at)
 
     def crop(self, count: int) -> None:
         """Forget the last `count` positions. Raises DomainError if some of them were evicted and earlier ones not."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.nn.kv_cache import GrowingRows
+from private_llm.nn.kv_cache import GrowingRows, columns_at
 from private_llm.oblivious.refill import RefillCost, RefillManager, RefillStep, Strategy
 from private_llm.oblivious.sparse_output import Block, SparseOutput
 from private_llm.protocols.share import Share
@@ -97,8 +97,9 @@ class _Piece:
 class RefillingCache:
     """Inputs, keys and values of one attention block for B sequences.
 
-    Position numbers as in `KVBuffer`: `position` that of the next, `positions` those of the entries held, int64
-    [B or 1, length], None while nothing was evicted.
+    Positions as in `KVBuffer`: `position` is the number of the next, `positions` are those of the entries held, int64
+    [B, 1, length], None while nothing was evicted. A cache policy that treats all heads alike works on it: it is asked
+    with `positions_held` and answers `keep`.
     """
 
     def __init__(
@@ -210,7 +211,9 @@ class RefillingCache:
             vectors = _by_heads(mine, count)
             begin = end
             if self._turn is not None and piece.kind < 2:
-                vectors = self._turn(vectors, self._positions(piece.row)[tokens])
+                vectors = self._turn(
+                    vectors, self.positions_held()[piece.row if self.positions is not None else 0, 0, tokens]
+                )
             self._store(piece, vectors, old, queries)
 
     def _size(self, piece: _Piece) -> int:
@@ -243,7 +246,7 @@ class RefillingCache:
             for rows, more in zip(self._rows, (inputs, *empty), strict=True):
                 rows.append(more)
         if self.positions is not None:
-            made_at = torch.arange(self.position, self.position + new).expand(len(self.positions), new)
+            made_at = torch.arange(self.position, self.position + new).expand(batch, 1, new)
             self.positions = torch.cat([self.positions, made_at], dim=-1)
         self.position += new
 
@@ -261,10 +264,13 @@ class RefillingCache:
         which = active.transpose(1, 2)[row, head][:, None, :, None]
         return ActiveHeads(pairs, query.view(lambda part: pick(part, head)), keys, values, which)
 
-    def _positions(self, row: int) -> Tensor:
-        if self.positions is None:
-            return torch.arange(self.length)
-        return self.positions[row if len(self.positions) > 1 else 0]
+    def positions_held(self) -> Tensor:
+        """As `positions`, also while nothing was evicted: [B or 1, 1, length]."""
+        return torch.arange(self.length).view(1, 1, -1) if self.positions is None else self.positions
+
+    def columns(self, table: Tensor) -> Tensor:
+        """Of a public mask over all positions, [B or 1, 1, q, position], the held columns: for `ActiveHeads.mask`."""
+        return table if self.positions is None else columns_at(table, self.positions)
 
     def keep(self, index: Tensor) -> None:
         """Evict all positions but `index`: int64 [kept] or [B or 1, 1, kept], ascending, public. Local.
@@ -280,17 +286,30 @@ class RefillingCache:
             )
         if not index.numel() or bool((index < 0).any() | (index >= self.length).any() | (index.diff() <= 0).any()):
             raise DomainError(f"keep: want one or more indices, ascending, from 0 to {self.length - 1}")
-        held = torch.stack([self._positions(row) for row in range(batch)])
-        self.positions = held.gather(1, index[:, 0].expand(batch, -1))
+        self.positions = self.positions_held().expand(batch, 1, -1).gather(2, index.expand(batch, 1, -1))
         self._manager.keep(index[:, 0])
         for rows in self._rows:
             rows.keep(index)
+
+    def crop(self, count: int) -> None:
+        """Forget the last `count` positions. Local. Raises DomainError if some of them were evicted."""
+        if self._manager is None or self._rows is None:
+            return
+        start = max(0, self.position - count)
+        if start and not bool(((self.positions_held() >= start).sum(-1) == count).all()):
+            raise DomainError(f"crop: got {count} positions; some of them were evicted, so position {start} is gone")
+        length = self.length - count if start else 0
+        self._manager.crop(length)
+        for rows in self._rows:
+            rows.crop(length)
+        self.positions = None if self.positions is None or not start else self.positions[..., :length]
+        self.position = start
 
     def select(self, index: Tensor) -> None:
         """Keep, repeat or reorder batch rows by public indices, int64 [rows]; B becomes their number. Local."""
         if self._manager is None:
             return
-        if self.positions is not None and len(self.positions) > 1:
+        if self.positions is not None:
             self.positions = self.positions[index]
         self._manager.select(index)
         for rows in self._rows or ():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from private_llm.cache_policy import CacheFacts, SlidingWindow
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
@@ -271,7 +272,7 @@ def test_after_an_eviction_the_rest_is_filled_in() -> None:
         truth = run_parties(config("trio"), lambda _, *given: dense(*given), inputs(2, 5)).elements[1:]
         held = torch.cat([index.view(-1, 2).expand(2, 2), torch.full((2, 1), 4)], 1)
         assert numbers[:3] == [5, 3, [[3] * G] * 2]
-        assert torch.equal(numbers[3], held)
+        assert torch.equal(numbers[3], held[:, None])
         for got, whole in zip(found, truth, strict=True):
             picked = whole.repeat_interleave(H // G, 1).gather(
                 2, held[:, None, :, None].expand(2, H, 3, whole.shape[-1])
@@ -295,6 +296,74 @@ def test_rows_can_be_reordered() -> None:
     assert int((got.view(want.shape) - want).abs().max()) <= 1
 
 
+def test_a_cache_policy_evicts_and_attention_goes_on() -> None:
+    """The first position and the last two stay; the next step attends to them, and to itself."""
+    policy, active = SlidingWindow(recent=2, first=1), patterns(2, (5, 1), density=0.5)
+    padding = torch.ones(2, 5, dtype=torch.bool)
+    padding[1, :2] = False
+    kept = torch.tensor([[0, 3, 4], [2, 3, 4]])
+
+    def sparse(_: Session, x: Fixed, weight: Fixed, bias: Fixed) -> Fixed:
+        cache = RefillingCache(projection(weight, bias))
+        cache.step(x.view(lambda part: part[:, :5]), active[0])
+        found = policy.after_step(CacheFacts(0, cache.position, cache.positions_held(), padding), None)
+        assert found is not None
+        cache.keep(found)
+        made = cache.step(x.view(lambda part: part[:, 5:]), active[1])
+        allowed = torch.ones(1, 1, 1, 6, dtype=torch.bool)
+        allowed[..., 4] = False
+        return attend(made.query, made.key, made.value, made.mask(cache.columns(allowed)), 0.5)
+
+    def whole(_: Session, x: Fixed, weight: Fixed, bias: Fixed) -> Fixed:
+        query, key, value = dense(x, weight, bias)
+        seen = torch.zeros(2, 1, 1, 6, dtype=torch.bool).index_fill_(3, torch.tensor([5]), True)
+        seen[:, 0, 0] |= torch.zeros(2, 6, dtype=torch.bool).scatter_(1, kept[:, :2], True)
+        return attend(query.view(lambda part: part[:, :, 5:]), key, value, seen, 0.5)
+
+    small = [inputs(2, 6)[0] / 3, *inputs(2, 6)[1:]]
+    found, truth = run_parties(TRIO, sparse, small).value, run_parties(TRIO, whole, small).value
+    row, head = active[1].any(1).nonzero().unbind(1)
+    assert torch.allclose(found[:, 0], truth[row, head], atol=2e-3)
+
+
+@pytest.mark.parametrize(("evicted", "count"), [(False, 2), (False, 9), (True, 2)])
+def test_positions_can_be_taken_back(evicted: bool, count: int) -> None:
+    """Two steps of other inputs are forgotten; what comes in their place is that of a cache that never saw them."""
+    active = patterns(2, (4, 1, 1), density=0.5, seed=2)
+    first = max(0, 6 - count)
+
+    def program(_: Session, x: Fixed, w: Fixed, b: Fixed) -> list[Fixed]:
+        cache = RefillingCache(projection(w, b))
+        steps(cache, x, active)
+        if evicted:
+            cache.keep(torch.tensor([0, 2, 3, 4, 5]))
+        cache.crop(count)
+        assert (cache.position, cache.length) == (first, max(0, first - evicted))
+        assert int(cache.filled().max()) <= cache.length
+        made = cache.step(x.view(lambda part: part[:, :2]), torch.ones(2, 2, H).bool())
+        assert cache.positions_held()[0, 0].tolist() == [p for p in range(first + 2) if not evicted or p != 1]
+        return [made.key, made.value]
+
+    found = run_parties(TRIO, program, inputs(2, 6)).elements
+    truth = run_parties(TRIO, lambda _, *given: dense(*given), inputs(2, 6)).elements[1:]
+    order = [p for p in range(first) if not evicted or p != 1] + [0, 1]
+    for got, every_head in zip(found, truth, strict=True):
+        want = every_head.repeat_interleave(H // G, 1)[:, :, order]
+        assert int((got.view(want.shape) - want).abs().max()) <= 1
+
+
+def test_evicted_positions_cannot_be_taken_back() -> None:
+    def program(_: Session, x: Fixed, w: Fixed) -> Any:
+        cache = RefillingCache(projection(w))
+        cache.crop(1)
+        cache.step(x, torch.ones(1, 4, H).bool())
+        cache.keep(torch.tensor([0, 1, 3]))
+        cache.crop(2)
+
+    with pytest.raises(DomainError, match="got 2 positions; some of them were evicted, so position 2 is gone"):
+        run_meta(TRIO, program, [(1, 4, N), (HEIGHT, N)])
+
+
 def test_positions_follow_their_rows() -> None:
     def program(_: Session, x: Fixed, w: Fixed) -> Fixed:
         cache = RefillingCache(projection(w))
@@ -302,7 +371,7 @@ def test_positions_follow_their_rows() -> None:
         cache.keep(torch.tensor([[[0, 2]], [[1, 2]]]))
         cache.select(torch.tensor([1, 1, 0]))
         assert cache.positions is not None
-        assert cache.positions.tolist() == [[1, 2], [1, 2], [0, 2]]
+        assert cache.positions.tolist() == [[[1, 2]], [[1, 2]], [[0, 2]]]
         return x
 
     run_meta(TRIO, program, [(2, 3, N), (HEIGHT, N)])
