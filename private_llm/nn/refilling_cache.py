@@ -147,6 +147,9 @@ class RefillingCache:
             )
         if width != made.weight.shape[1]:
             raise DomainError(f"refill: got inputs of {width} elements; want {made.weight.shape[1]}")
+        if self._rows is not None and self._rows[0].sample.frac != x.frac:
+            held = self._rows[0].sample.frac
+            raise DomainError(f"refill: got inputs with {x.frac} fractional bits; want {held} as before")
         active, old = active.cpu(), self.length
         if self._manager is None:
             self._manager = RefillManager(batch, made.groups, self._cost)
@@ -240,9 +243,6 @@ class RefillingCache:
         if self._rows is None:
             self._rows = (GrowingRows(inputs), GrowingRows(empty[0]), GrowingRows(empty[1]))
         else:
-            held = self._rows[0].sample
-            if held.frac != x.frac:
-                raise DomainError(f"refill: got inputs with {x.frac} fractional bits; want {held.frac} as before")
             for rows, more in zip(self._rows, (inputs, *empty), strict=True):
                 rows.append(more)
         if self.positions is not None:
