@@ -18,8 +18,8 @@ from private_llm.tensor.fixed import Fixed
 _SPARE = 32
 
 
-class _Rows:
-    """Shares [B, G, length, D] in buffers that grow by half. Entries below `length` are never overwritten."""
+class GrowingRows:
+    """Shares [B, G, length, D] in buffers that grow by half. Entries below `length` change by `fill` alone."""
 
     def __init__(self, first: Fixed) -> None:
         self.sample = first
@@ -35,6 +35,14 @@ class _Rows:
         for part, more in zip(self.parts, new.share.parts, strict=True):
             part[:, :, self.length : total] = more
         self.length = total
+
+    def fill(self, row: int, heads: Tensor, start: int, new: Fixed) -> None:
+        """Overwrite the entries from `start` on of some heads (int64) of a row by `new` [heads, entries, D].
+
+        For rows without copies: those would change as well.
+        """
+        for part, made in zip(self.parts, new.share.parts, strict=True):
+            part[row, heads.to(part.device), start : start + new.shape[1]] = made
 
     def keep(self, index: Tensor) -> None:
         """Only the entries `index` [B or 1, G or 1, kept], with room for the next ones."""
@@ -57,10 +65,10 @@ class _Rows:
         """Keep, repeat or reorder batch rows."""
         self.parts = tuple(part[:, :, : self.length].index_select(0, index.to(part.device)) for part in self.parts)
 
-    def copy(self) -> _Rows:
+    def copy(self) -> GrowingRows:
         """Another holder of the same entries; either goes on in a buffer of its own."""
         self.seal()
-        twin = _Rows(self.sample)
+        twin = GrowingRows(self.sample)
         twin.parts, twin.length = self.parts, self.length
         return twin
 
@@ -76,6 +84,13 @@ def _in_buffer(part: Tensor, capacity: int) -> Tensor:
     return buffer
 
 
+def columns_at(table: Tensor, positions: Tensor) -> Tensor:
+    """Of a table [B or 1, H or 1, q, position] the columns `positions`, int64 [B or 1, H or 1, kept]."""
+    outer = torch.broadcast_shapes(table.shape[:2], positions.shape[:2])
+    wide = positions.unsqueeze(2).expand(*outer, table.shape[2], -1)
+    return table.expand(*outer, -1, -1).gather(-1, wide.to(table.device))
+
+
 class KVBuffer:
     """Keys [B, G, length, D] and values [B, G, length, Dv] of one layer.
 
@@ -86,7 +101,7 @@ class KVBuffer:
     def __init__(self) -> None:
         self.position = 0
         self.positions: Tensor | None = None
-        self._rows: tuple[_Rows, _Rows] | None = None
+        self._rows: tuple[GrowingRows, GrowingRows] | None = None
 
     @property
     def length(self) -> int:
@@ -110,7 +125,7 @@ class KVBuffer:
         """
         new = key.shape[2]
         if self._rows is None:
-            self._rows = (_Rows(key), _Rows(value))
+            self._rows = (GrowingRows(key), GrowingRows(value))
         else:
             for rows, more in zip(self._rows, (key, value), strict=True):
                 rows.append(more)
@@ -155,11 +170,7 @@ class KVBuffer:
         if self._rows is None or self.positions is None:
             return table
         at = self.positions
-        if at.shape[1] > 1:
-            at = at.repeat_interleave(heads // at.shape[1], dim=1)
-        outer = torch.broadcast_shapes(table.shape[:2], at.shape[:2])
-        wide = at.unsqueeze(2).expand(*outer, table.shape[2], -1)
-        return table.expand(*outer, -1, -1).gather(-1, wide.to(table.device))
+        return columns_at(table, at.repeat_interleave(heads // at.shape[1], dim=1) if at.shape[1] > 1 else at)
 
     def crop(self, count: int) -> None:
         """Forget the last `count` positions. Raises DomainError if some of them were evicted and earlier ones not."""
