@@ -110,7 +110,9 @@ def train(
     args: argparse.Namespace, model: PreTrainedModel, accelerator: Accelerator, test: Path | None
 ) -> PredictorSet:
     """All predictors, with a bar that counts epochs."""
-    training = TrainingConfig(epochs=args.epochs, rate=args.rate, patience=args.patience, seed=args.seed)
+    training = TrainingConfig(
+        epochs=args.epochs, rate=args.rate, patience=args.patience, seed=args.seed, group=args.group
+    )  # fmt: skip
     shared = {"threshold": args.threshold, "target_recall": args.recall, "tolerance": args.tolerance}
     settings = {
         "ffn": PredictorConfig(rank=args.rank, block=args.block, budget=args.budget, **shared),
@@ -233,6 +235,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--threshold", type=float, default=0.0, help="score above which a unit is predicted active")
     add("--recall", type=float, default=0.95, help="recall that threshold 0 gets at least on validation text")
     add("--block", type=int, default=1, help="neurons that are predicted together")
+    add(
+        "--group", action=argparse.BooleanOptionalAction, default=True,
+        help="with --block: neurons that are active together share a block; else neighbours do",
+    )  # fmt: skip
     add("--budget", type=float, help="largest share of neurons that may be predicted active at a position")
     add("--budget-share", type=float, help="give each layer the budget that this share of positions keeps to")
     add("--tolerance", type=float, default=0.1, help="what attention may lose of its norm without inactive heads")
