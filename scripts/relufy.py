@@ -31,22 +31,12 @@ from private_llm_cli.bench.rows import machine
 from private_llm_hf.sparsity.collect import share_of_zeros
 from private_llm_hf.sparsity.relufy import ACTIVATIONS, relufy, save_relufied
 from private_llm_hf.sparsity.sites import activations_of
+from private_llm_hf.tools.texts import encode, load_texts, loss_of, total_nll, windows
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_model, save_model
 from torch import Tensor
-from train_demo_model import (
-    Done,
-    batches,
-    divide,
-    encode,
-    load_optimizers,
-    load_texts,
-    loss_of,
-    save_checkpoint,
-    total_nll,
-    windows,
-)
+from train_demo_model import Done, batches, divide, load_optimizers, save_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from private_llm.errors import ConfigError, PatchMismatch

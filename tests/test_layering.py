@@ -14,8 +14,8 @@ from private_llm import token_sharding
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     "errors", "ranges", "cache_policy", "sparsity_config", "token_sharding.plans", "protocol_facts", "config", "threat",
-    "kernels", "ring", "circuits", "net", "protocols", "tensor", "exact", "approx", "oblivious", "nn", "token_sharding.nodes",
-    "token_sharding.attacks",
+    "kernels", "ring", "circuits", "net", "protocols", "tensor", "exact", "approx", "oblivious", "nn",
+    "token_sharding.nodes", "token_sharding.attacks",
 )  # fmt: skip
 """From the lowest to the highest."""
 PACKAGES = {"private_llm": ROOT, "private_llm_hf": ROOT / "integrations", "private_llm_cli": ROOT / "integrations"}

@@ -149,7 +149,7 @@ class PredictorSet:
         if found.model != self.model["model"]:
             raise ConfigError(
                 f"predictors of another model{self._named()}: {_differences(self.model['config'], found.config)}; "
-                "train predictors for this one (scripts/train_predictors.py)"
+                "train predictors for this one (`private-llm predictors train`)"
             )
         if not isinstance(model, PreTrainedModel) or any(value.is_meta for value in model.parameters()):
             return
@@ -166,15 +166,30 @@ class PredictorSet:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(title=f"predictors of {self.model.get('name') or self.model['class']}")
-        for heading in ("site", "rank", "units", "data", "recall", "precision", "active", "predicted", "most"):
+        for heading in (
+            "site",
+            "rank",
+            "block",
+            "units",
+            "data",
+            "recall",
+            "precision",
+            "active",
+            "predicted",
+            "most",
+            "budget",
+        ):
             table.add_column(heading, justify="left" if heading in ("site", "data") else "right", overflow="fold")
         for member in self:
-            facts = (member.site.name, str(member.predictor.config.rank), str(member.predictor.units))
+            predictor, config = member.predictor, member.predictor.config
+            block = f"{config.block}" + ("" if predictor.grouping is None else " grouped")
+            facts = (member.site.name, str(config.rank), block, str(predictor.units))
+            budget = "none" if config.budget is None else str(predictor.most)
             if not member.measures:
                 table.add_row(*facts, "not measured")
             for data, found in member.measures.items():
                 shares = (found.recall, found.precision, found.activity, found.predicted)
-                table.add_row(*facts, data, *(f"{100 * share:.1f} %" for share in shares), str(found.most))
+                table.add_row(*facts, data, *(f"{100 * share:.1f} %" for share in shares), str(found.most), budget)
         yield table
 
     def _named(self) -> str:
