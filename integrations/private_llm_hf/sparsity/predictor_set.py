@@ -221,13 +221,13 @@ def weights_digest(model: PreTrainedModel) -> str:
 def _facts(folder: Path) -> dict[str, Any]:
     path = folder / _FACTS
     if not path.is_file():
-        raise ConfigError(f"{folder}: no {_FACTS}; want a folder that PredictorSet.save_pretrained wrote")
+        raise ConfigError(f"{folder}: no {_FACTS}; want a folder that `private-llm predictors train` wrote")
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path}: no JSON ({error}); copy it again") from None
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise ConfigError(f"{path}: not of format {FORMAT!r}; want a folder that PredictorSet.save_pretrained wrote")
+        raise ConfigError(f"{path}: not of format {FORMAT!r}; want a folder that `private-llm predictors train` wrote")
     if facts.get("version") not in _READ:
         read = " and ".join(map(str, _READ))
         raise ConfigError(f"{path}: version {facts.get('version')!r}; this private-llm reads {read}: train again")

@@ -69,7 +69,7 @@ class SharedPredictors:
                 "(--kinds), or ask for another kind"
             )
         self.config = copy.deepcopy(config)
-        setattr(self.config, KEY, {"blocks": [block.to_dict() for block in blocks]})
+        setattr(self.config, KEY, {"blocks": [block.to_dict() for block in blocks], "settings": settings.agreed()})
 
     def stream(self, weights: Callable[[Sink], None], spec: ModelSpec, sink: Sink) -> None:
         """Pass on the model's weights, reordered and folded, and then the predictors'.
