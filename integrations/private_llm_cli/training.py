@@ -33,6 +33,8 @@ def train(
     text: Annotated[list[Path] | None, typer.Option(help="A text file to record; repeat.")] = None,
     dataset: Annotated[list[str] | None, typer.Option(help="A `datasets` name; repeat for its configuration.")] = None,
     test: Annotated[Path | None, typer.Option(help="Unseen text to measure on.")] = None,
+    images: Annotated[Path | None, typer.Option(help="A folder of images, for models of images.")] = None,
+    test_images: Annotated[Path | None, typer.Option(help="Unseen images to measure on.")] = None,
     out: Annotated[str, typer.Option("--out", help="Folder for the predictors.")] = "predictors",
     recordings: Annotated[Path | None, typer.Option(help="For what the model did (default: OUT/recordings).")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")] = False,
@@ -65,6 +67,7 @@ def train(
     from private_llm_hf.sparsity.predictor_run import PredictorRun
     from private_llm_hf.sparsity.settings import PredictorConfig, TrainingConfig
 
+    from private_llm_cli.commands.predictors import images_of
     from private_llm_cli.commands.predictors import train as run
 
     neurons = PredictorConfig(rank, threshold, block, target_recall=recall, budget=budget, tolerance=tolerance)
@@ -74,7 +77,9 @@ def train(
     training = TrainingConfig(epochs=epochs, rate=rate, patience=patience, seed=seed, group=group)
     made = PredictorRun(
         model or demo_model(), tuple(settings[kind] for kind in wanted), training, tuple(text or ()),
-        tuple(dataset or ()), test, folder_of(out), recordings, resume, budget_share, rows, test_rows, length, batch,
+        tuple(dataset or ()), test, images_of(model, images, batch),
+        images_of(model, test_images, batch), folder_of(out), recordings, resume, budget_share, rows,
+        test_rows, length, batch,
         cpu,
     )  # fmt: skip
     run(made, plot, threads, as_json)

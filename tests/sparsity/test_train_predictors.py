@@ -8,13 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from private_llm_cli.app import app
 from private_llm_hf.sparsity import predictor_run, train_set
 from private_llm_hf.sparsity.predictor_run import load_model
 from private_llm_hf.sparsity.predictor_set import PredictorSet
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, ViTImageProcessor
 
 from private_llm.errors import ConfigError, PatchMismatch
 from tests.hf.tiny import build
@@ -100,6 +102,26 @@ def test_other_architectures_are_recorded_from_text(rows: Rows, models: Path, tm
     assert all(member.predictor.config.budget for member in found)
 
 
+def test_models_of_images_are_recorded_from_a_folder(rows: Rows, models: Path, tmp_path: Path) -> None:
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(models / "vit")
+    chance = np.random.default_rng(0)
+    for part, count in (("train", 12), ("test", 4)):
+        (tmp_path / part).mkdir()
+        for number in range(count):
+            pixels = chance.integers(0, 255, (20, 20, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / part / f"{number}.png")
+    folders = ("--images", str(tmp_path / "train"), "--test-images", str(tmp_path / "test"))
+    words = ("train", "--model", str(models / "vit"), "--out", str(tmp_path / "out"), *folders)
+    (row,) = rows(*words, "--rank", "4", "--epochs", "1", "--batch", "5", "--block", "8", "--json")
+    assert set(row) == {"model", "ffn", "heads", "out"}
+    found = PredictorSet.from_pretrained(tmp_path / "out")
+    positions = 4 * (4 + 1)
+    assert {member.measures["test"].rows for member in found} == {positions}
+    found.check(load_model(str(models / "vit")))
+    with pytest.raises(ConfigError, match="takes text"):
+        rows("train", "--model", str(models / "opt"), "--out", str(tmp_path / "text"), *folders[:2])
+
+
 def test_a_set_is_shown_as_a_table_as_json_and_as_a_picture(
     rows: Rows, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,15 +157,19 @@ def test_a_set_is_shown_as_a_table_as_json_and_as_a_picture(
         ("opt", ["--threads", "0"], "threads: got 0"),
         ("opt", ["--text", "/nowhere/text"], "no file"),
         ("opt", ["--plot", "picture.txt"], "plot: got 'picture.txt'"),
-        ("vit", [], "takes images"),
+        ("vit", [], "takes images: give --images"),
+        ("opt", ["--images", "HERE"], "got texts as well"),
+        ("opt", ["--test-images", "HERE"], "got no --images"),
+        ("opt", ["--images", "/nowhere"], "no folder of images"),
         ("nowhere", [], "want a folder or hub id"),
     ],
 )
 def test_what_cannot_work_is_refused(
     rows: Rows, models: Path, tmp_path: Path, model: str, more: list[str], message: str
 ) -> None:
+    given = [str(ROOT / "tests") if word == "HERE" else word for word in more]
     with pytest.raises(ConfigError, match=message):
-        rows(*quick(models / model, tmp_path / "out", *more))
+        rows(*quick(models / model, tmp_path / "out", *given))
 
 
 def test_texts_and_models_that_do_not_fit_are_refused(rows: Rows, models: Path, tmp_path: Path) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from private_llm.errors import ConfigError
-from private_llm_cli.commands.models import quiet
+from private_llm_cli.commands.classify import read_images
+from private_llm_cli.commands.models import image_config, quiet
 from private_llm_cli.commands.output import CONSOLE, emit_json
 from private_llm_cli.commands.plot_bench import check_name
 from private_llm_cli.commands.pyplot import load_pyplot
 
 if TYPE_CHECKING:
-    from private_llm_hf.sparsity.predictor_run import PredictorRun
+    from private_llm_hf.sparsity.predictor_run import Images, PredictorRun
     from private_llm_hf.sparsity.predictor_set import PredictorSet
+    from torch import Tensor
 
 _WIDE = 150
 """Columns of the table where the terminal does not tell."""
@@ -59,6 +62,25 @@ def show(folder: Path, plot: Path | None, as_json: bool) -> None:
             "budget": None if config.budget is None else member.predictor.most,
             "measures": {data: measures.to_dict() for data, measures in member.measures.items()},
         })  # fmt: skip
+
+
+def images_of(model: str, folder: Path | None, batch: int) -> Images | None:
+    """The images of a folder, in order of names, as the model's processor prepares them; `batch` at a time.
+
+    Raises ConfigError for a folder without files.
+    """
+    if folder is None:
+        return None
+    files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+    if not files:
+        raise ConfigError(f"images: {folder} is no folder of images")
+
+    def read() -> Iterator[Tensor]:
+        known = image_config(model)
+        for start in range(0, len(files), max(1, batch)):
+            yield read_images(model, known, files[start : start + max(1, batch)]).pixels
+
+    return read
 
 
 def draw(found: PredictorSet, path: Path) -> None:

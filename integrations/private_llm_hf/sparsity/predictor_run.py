@@ -1,9 +1,9 @@
-"""Predictors for one model from text: record what the model does, train, measure, save. All in plaintext."""
+"""Predictors for one model from text or images: record what the model does, train, measure, save. All in plaintext."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ from private_llm_hf.sparsity.sites import Site, find_sites
 from private_llm_hf.sparsity.train_set import train_set
 from private_llm_hf.tools.texts import encode, first_token, load_texts, total_nll, windows
 
+Images = Callable[[], Iterable[Tensor]]
+"""Goes over prepared images anew, a batch [n, channels, height, width] at a time."""
+
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
 
@@ -37,11 +40,11 @@ class PredictorRun:
     """What to train on, how, and where it goes.
 
     model: a folder or hub id. text, dataset: files, or a `datasets` name and maybe its configuration's. test: unseen
-    text to measure on. out: for the set and checkpoints. recordings: for what the model did (default: out/recordings),
-    2 bytes for each input and 1 bit for each neuron, position and layer. resume: use complete recordings, and go on
-    from checkpoints. predictors: a setting for each kind of unit. budget_share: give each layer the budget that this
-    share of positions keeps to. rows, test_rows: positions to record. length: tokens in a row. batch: rows in a call.
-    cpu: no accelerator. Raises ConfigError.
+    text to measure on. images, test_images: in place of text, for models of images. out: for the set and checkpoints.
+    recordings: for what the model did (default: out/recordings), 2 bytes for each input and 1 bit for each neuron,
+    position and layer. resume: use complete recordings, and go on from checkpoints. predictors: a setting for each kind
+    of unit. budget_share: give each layer the budget that this share of positions keeps to. rows, test_rows: positions
+    to record. length: tokens in a row. batch: rows in a call. cpu: no accelerator. Raises ConfigError.
     """
 
     model: str
@@ -50,6 +53,8 @@ class PredictorRun:
     text: tuple[Path, ...] = ()
     dataset: tuple[str, ...] = ()
     test: Path | None = None
+    images: Images | None = None
+    test_images: Images | None = None
     out: Path = Path("predictors")
     recordings: Path | None = None
     resume: bool = False
@@ -61,8 +66,12 @@ class PredictorRun:
     cpu: bool = False
 
     def __post_init__(self) -> None:
-        if not self.text and not self.dataset:
-            raise ConfigError("no text to train on: give --text FILE, or --dataset NAME")
+        if not self.text and not self.dataset and self.images is None:
+            raise ConfigError("no text to train on: give --text FILE, --dataset NAME, or --images FOLDER")
+        if self.images is not None and (self.text or self.dataset or self.test is not None):
+            raise ConfigError("images: got texts as well; want one of them, which the model reads")
+        if self.test_images is not None and self.images is None:
+            raise ConfigError("test-images: got no --images to train on")
         for name, least in (("rows", 1), ("test_rows", 1), ("length", 2), ("batch", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}: got {getattr(self, name)}; want at least {least}")
@@ -84,6 +93,11 @@ class PredictorRun:
         """Where recordings lie."""
         return self.recordings or self.out / "recordings"
 
+    @property
+    def tests(self) -> bool:
+        """Whether there is something unseen to measure on."""
+        return self.test is not None or self.test_images is not None
+
 
 def run(settings: PredictorRun) -> tuple[PredictorSet, dict[str, Any]]:
     """Record, train, test and save; returns the set, and a row of its figures (`summary`, perplexities of a decoder).
@@ -95,10 +109,14 @@ def run(settings: PredictorRun) -> tuple[PredictorSet, dict[str, Any]]:
         raise ConfigError(f"{settings.out} holds checkpoints of an earlier run: add --resume, or give another --out")
     accelerator = Accelerator(cpu=settings.cpu)
     model = load_model(settings.model).to(accelerator.device)
-    parts = {"train": settings.rows, **({"test": settings.test_rows} if settings.test else {})}
+    parts = {"train": settings.rows, **({"test": settings.test_rows} if settings.tests else {})}
     for part, most in parts.items():
         folder = settings.recorded / part
         if settings.resume and (folder / "order.json").exists():
+            continue
+        images = settings.images if part == "train" else settings.test_images
+        if images is not None:
+            record_images(settings, model, images, folder, most)
             continue
         if part == "test" and settings.test is not None:
             texts = [settings.test.read_text(encoding="utf-8")]
@@ -139,7 +157,7 @@ def batches(model: PreTrainedModel, rows: Tensor, size: int) -> Iterator[dict[st
     """
     kind = architecture(model.config).kind
     if kind == "vision":
-        raise ConfigError(f"{type(model).__name__} takes images: call `record` with batches of your own")
+        raise ConfigError(f"{type(model).__name__} takes images: give --images FOLDER")
     for part in rows.split(size):
         if kind == "encoder-decoder":
             source, target = part.chunk(2, dim=1)
@@ -158,14 +176,33 @@ def record_text(settings: PredictorRun, model: PreTrainedModel, texts: list[str]
         raise ConfigError(f"length: got {length}; {settings.model} has {limit} positions: want at most that")
     if not len(rows):
         raise ConfigError(f"the text has {len(ids)} tokens; want at least {length}: give more, or lower --length")
-    sites = find_sites(model, next(batches(model, rows[:1], 1)), settings.kinds)
+    first, total = next(batches(model, rows[:1], 1)), min(most, rows.numel())
+    _record(settings, model, first, batches(model, rows, settings.batch), folder, most, total)
+
+
+def record_images(settings: PredictorRun, model: PreTrainedModel, images: Images, folder: Path, most: int) -> None:
+    """Run the model over images and record `most` positions (patches, and what stands before them) below `folder`.
+
+    Raises ConfigError for a model of text, or no images.
+    """
+    if architecture(model.config).kind != "vision":
+        raise ConfigError(f"{type(model).__name__} takes text: give --text FILE")
+    first = next(iter(images()), None)
+    if first is None:
+        raise ConfigError("images: got none; want a folder of them")
+    given = ({"pixel_values": part} for part in images())
+    _record(settings, model, {"pixel_values": first[:1]}, given, folder, most, most)
+
+
+def _record(
+    settings: PredictorRun, model: PreTrainedModel, first: dict[str, Any], given: Iterable[dict[str, Any]],
+    folder: Path, most: int, total: int,
+) -> None:  # fmt: skip
+    sites = find_sites(model, first, settings.kinds)
     tolerance = next((config.tolerance for config in settings.predictors if config.kind == "heads"), 0.1)
     with Progress(*_COLUMNS, console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"recording {folder.name}", total=min(most, rows.numel()))
-        record(
-            model, sites, batches(model, rows, settings.batch), folder, tolerance, most,
-            lambda done: bar.update(task, completed=done),
-        )  # fmt: skip
+        task = bar.add_task(f"recording {folder.name}", total=total)
+        record(model, sites, given, folder, tolerance, most, lambda done: bar.update(task, completed=done))
 
 
 def summary(found: PredictorSet) -> dict[str, Any]:
@@ -205,7 +242,7 @@ def _trained(settings: PredictorRun, model: PreTrainedModel, accelerator: Accele
 
         return train_set(
             model, settings.recorded / "train", {config.kind: config for config in settings.predictors},
-            settings.training, settings.out / "checkpoints", settings.recorded / "test" if settings.test else None,
+            settings.training, settings.out / "checkpoints", settings.recorded / "test" if settings.tests else None,
             settings.budget_share, Path(settings.model).name, accelerator, step,
         )  # fmt: skip
 
