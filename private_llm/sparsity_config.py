@@ -21,7 +21,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 class CometConfig:
     """What a private run leaves out, and what it opens for that.
 
-    predictors: folder of `scripts/train_predictors.py`, read by the model's owner alone; None where the model was
+    predictors: folder of `private-llm predictors train`, read by the model's owner alone; None where the model was
     shared with its predictors. neurons, heads: whether feed-forward neurons and attention heads are left out, where
     there are predictors of them.
     orders: "fresh" opens every pattern in a secret order of its own, which links nothing, and leaves out activations

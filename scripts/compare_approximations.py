@@ -110,13 +110,13 @@ def made_up(folder: Path) -> list[Path]:
     return files
 
 
-def classifier(sizes: Sizes) -> BertForSequenceClassification:
+def classifier(sizes: Sizes, activation: str = "gelu") -> BertForSequenceClassification:
     """Random weights."""
     torch.manual_seed(0)
     return BertForSequenceClassification(
         BertConfig(
             vocab_size=sizes.words, hidden_size=sizes.hidden, num_hidden_layers=sizes.layers,
-            num_attention_heads=max(2, sizes.hidden // 32), intermediate_size=4 * sizes.hidden,
+            num_attention_heads=max(2, sizes.hidden // 32), hidden_act=activation, intermediate_size=4 * sizes.hidden,
             max_position_embeddings=sizes.length, num_labels=2, pad_token_id=PAD, hidden_dropout_prob=0.2,
             attention_probs_dropout_prob=0.1,
         )

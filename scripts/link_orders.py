@@ -34,8 +34,8 @@ from private_llm_hf.sparsity.linked_orders import (
     within_budget,
 )
 from private_llm_hf.sparsity.sites import Site, find_sites
+from private_llm_hf.tools.texts import windows
 from torch import Tensor
-from train_demo_model import windows
 
 DATA = Path(__file__).resolve().parent.parent / "integrations/private_llm_hf/data"
 LENGTH = 64

@@ -31,22 +31,12 @@ from private_llm_cli.bench.rows import machine
 from private_llm_hf.sparsity.collect import share_of_zeros
 from private_llm_hf.sparsity.relufy import ACTIVATIONS, relufy, save_relufied
 from private_llm_hf.sparsity.sites import activations_of
+from private_llm_hf.tools.texts import encode, load_texts, loss_of, total_nll, windows
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_model, save_model
 from torch import Tensor
-from train_demo_model import (
-    Done,
-    batches,
-    divide,
-    encode,
-    load_optimizers,
-    load_texts,
-    loss_of,
-    save_checkpoint,
-    total_nll,
-    windows,
-)
+from train_demo_model import Done, batches, divide, load_optimizers, save_checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from private_llm.errors import ConfigError, PatchMismatch
@@ -160,7 +150,7 @@ def main(args: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     bos = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    model = start(args).to(Accelerator(cpu=args.cpu).device)
+    model = start(args).to(Accelerator(cpu=args.cpu, mixed_precision=args.precision).device)
     ids = [encode(tokenizer, text) for text in load_texts(args.data, args.dataset)["text"]]
     train_ids, held_out = divide(ids, tokenizer.eos_token_id)
     texts = {"held out": held_out}

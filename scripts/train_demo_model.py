@@ -27,10 +27,10 @@ from typing import Any
 
 import datasets
 import torch
-import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from private_llm_hf.tools.texts import encode, load_texts, loss_of, total_nll, windows
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -110,20 +110,6 @@ def train_tokenizer(texts: list[str], vocab: int, length: int) -> PreTrainedToke
     )  # fmt: skip
 
 
-def load_texts(files: list[Path], dataset: list[str] | None) -> datasets.Dataset:
-    """Whole texts, one a row, in a column "text": of files, or of a `datasets` name and its configuration."""
-    if dataset:
-        lines = datasets.load_dataset(*dataset, split="train")["text"]
-        return datasets.Dataset.from_dict({"text": ["".join(lines)]})
-    names = [str(path) for path in files]
-    return datasets.load_dataset("text", data_files=names, sample_by="document", split="train")
-
-
-def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> Tensor:
-    """Tokenise a text of any length, without the start token."""
-    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids, dtype=torch.int64)
-
-
 def divide(documents: list[Tensor], eos: int, piece: int = 2048, every: int = 32) -> tuple[Tensor, Tensor]:
     """Hold out every 32nd piece of each document; a document listed twice loses the same pieces twice."""
     train: list[Tensor] = []
@@ -133,12 +119,6 @@ def divide(documents: list[Tensor], eos: int, piece: int = 2048, every: int = 32
             (held_out if i % every == every // 2 else train).append(part)
         train.append(torch.tensor([eos]))
     return torch.cat(train), torch.cat(held_out)
-
-
-def windows(ids: Tensor, length: int, bos: int) -> Tensor:
-    """Cut a sequence into rows of ``length`` tokens that each begin with the start token."""
-    rows = ids[: len(ids) // (length - 1) * (length - 1)].view(-1, length - 1)
-    return F.pad(rows, (1, 0), value=bos)
 
 
 def batches(ids: Tensor, length: int, batch: int, bos: int, seed: int) -> Iterator[Tensor]:
@@ -153,26 +133,6 @@ def batches(ids: Tensor, length: int, batch: int, bos: int, seed: int) -> Iterat
         rows = windows(ids[chance.randrange(length - 1) :], length, bos)
         order = torch.tensor(chance.sample(range(len(rows)), len(rows)))
         yield from torch.split(rows[order[: len(rows) // batch * batch]], batch)
-
-
-def loss_of(model: torch.nn.Module, rows: Tensor, reduction: str = "mean") -> Tensor:
-    """Next-token cross-entropy over the rows."""
-    logits = model(input_ids=rows, use_cache=False).logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), rows[:, 1:].flatten(), reduction=reduction)
-
-
-@torch.no_grad()
-def total_nll(model: torch.nn.Module, ids: Tensor, length: int, bos: int) -> float:
-    """Negative log-likelihood (nats) of the sequence in disjoint windows; the last one may be shorter."""
-    was_training = model.training
-    model.eval()
-    device = next(model.parameters()).device
-    full = windows(ids, length, bos)
-    rest = F.pad(ids[full.shape[0] * (length - 1) :], (1, 0), value=bos)
-    pieces = [*torch.split(full, 8), *([rest[None]] if len(rest) > 1 else [])]
-    total = sum(float(loss_of(model, piece.to(device), "sum")) for piece in pieces)
-    model.train(was_training)
-    return total
 
 
 def make_optimizers(model: torch.nn.Module, decay: float) -> list[torch.optim.Optimizer]:

@@ -36,12 +36,13 @@ from accelerate.utils import set_seed
 from inversion_plot import plot
 from private_llm_cli.bench.rows import machine
 from private_llm_hf.token_sharding.inversion_model import SeenRows, reader, reader_of
+from private_llm_hf.tools.texts import encode, load_texts, windows
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import safe_open
 from safetensors.torch import load_model, save_model
 from torch import Tensor
-from train_demo_model import batches, divide, encode, load_texts, windows
+from train_demo_model import batches, divide
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from private_llm.config import VERSION

@@ -19,7 +19,10 @@ from private_llm_cli.bench.rows import Row
 from transformers import OPTConfig, OPTForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("demo", "generate", "classify", "audit", "share", "party", "certs", "estimate", "bench", "diff", "doctor")
+COMMANDS = (
+    "demo", "generate", "classify", "audit", "share", "party", "certs", "estimate", "bench", "diff", "doctor",
+    "predictors",
+)  # fmt: skip
 
 Run = Callable[..., str]
 

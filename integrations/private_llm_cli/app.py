@@ -1,6 +1,6 @@
 """The command line: its commands in the order of `--help`, and what becomes of errors.
 
-Each command parses its options in `using.py`, `deploying.py` or `measuring.py` and runs in `commands/`.
+Each command parses its options in `using.py`, `deploying.py`, `training.py` or `measuring.py` and runs in `commands/`.
 Errors of the library, and files that cannot be read or written, are one message on stderr and exit code 2; what
 nobody foresaw is one message and exit code 1. `private-llm --traceback COMMAND` shows the traceback of any of them.
 """
@@ -18,6 +18,7 @@ from private_llm.errors import PrivateLLMError
 from private_llm_cli.deploying import calibrate, certs, party, share
 from private_llm_cli.measuring import audit, bench, diff, doctor, estimate
 from private_llm_cli.options import PLUGINS
+from private_llm_cli.training import predictors
 from private_llm_cli.using import classify, demo, generate
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 for command in (demo, generate, audit, classify, share, calibrate, party, certs, estimate, diff, bench, doctor):
     app.command()(command)
+app.add_typer(predictors)
 
 
 def _show_version(value: bool) -> None:

@@ -12,19 +12,25 @@ import typer
 
 from private_llm.errors import ConfigError
 from private_llm_cli.options import (
+    SHARED,
     CachePolicyOption,
     FracOption,
     GgufOption,
+    HeadBudgetOption,
     HostsOption,
     Json,
+    LevelsOption,
     LoopbackOption,
     MatmulOption,
+    NeuronBudgetOption,
+    OrdersOption,
     ParallelSessionsOption,
     PlanOption,
     ProtocolOption,
     RangesOption,
     RingOption,
     RotateRolesOption,
+    SparsityOption,
     SplitOption,
     TaskOption,
     TlsOption,
@@ -35,6 +41,7 @@ from private_llm_cli.options import (
     folder_of,
     plan_of,
     remote,
+    sparsity_of,
 )
 
 
@@ -49,11 +56,19 @@ def share(
     force: Annotated[bool, typer.Option("--force", help="Overwrite a sharing that is in the folder already.")] = False,
     gguf_file: GgufOption = None,
     ranges: RangesOption = None,
+    sparsity: SparsityOption = "",
+    orders: OrdersOption = None,
+    levels: LevelsOption = None,
+    neuron_budget: NeuronBudgetOption = None,
+    head_budget: HeadBudgetOption = None,
 ) -> None:
     """As the model owner: split a checkpoint into one share file per party, tensor by tensor."""
     from private_llm_cli.commands.parties import share as run
 
-    config = config_of(protocol, ring, **bits(frac_bits))
+    more = sparsity_of(sparsity, orders, levels, neuron_budget, head_budget)
+    if sparsity == SHARED:
+        raise ConfigError("sparsity: whoever shares a model holds its predictors; want the folder of them")
+    config = config_of(protocol, ring, **bits(frac_bits), **more)
     run(checkpoint, folder_of(out), config, task, as_json, force, gguf_file, ranges)
 
 
@@ -101,6 +116,9 @@ def party(
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
     cache_policy: CachePolicyOption = "",
+    sparsity: SparsityOption = "",
+    orders: OrdersOption = None,
+    levels: LevelsOption = None,
     model: Annotated[str, typer.Option(help="Under 'cascade': this CompNode's own copy of the public model.")] = "",
     allow: Annotated[
         str | None, typer.Option(help="Users to admit: a file, one name a line, read at every handshake, or a,b.")
@@ -130,7 +148,10 @@ def party(
         | {"parallel_sessions": parallel_sessions, "rotate_roles": rotate_roles}
         | plan_of(plan, accept_weak_plan, split)
         | cache_policy_of(cache_policy)
+        | sparsity_of(sparsity, orders, levels)
     )
+    if sparsity not in ("", SHARED):
+        raise ConfigError(f"sparsity: got {sparsity!r}; a party holds no predictors: want 'shared', or a share file")
     config = config_of(
         protocol, ring, reveal=reveal, matmul=matmul, offline_folder=offline_folder, timeout_s=timeout, **more
     )

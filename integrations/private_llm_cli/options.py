@@ -56,6 +56,21 @@ class Approximations(StrEnum):
     PUMA = "puma"
 
 
+class Orders(StrEnum):
+    """In which order it is opened what a sparse run computes."""
+
+    FRESH = "fresh"
+    KEPT = "kept"
+
+
+class Levels(StrEnum):
+    """How much of it is opened."""
+
+    BUDGET = "budget"
+    NOISY = "noisy"
+    OPEN = "open"
+
+
 class PartyMode(StrEnum):
     """Where the parties run."""
 
@@ -140,6 +155,54 @@ def cache_policy_of(text: str) -> dict[str, Any]:
     if not all(value.isdecimal() for _, _, value in pairs):
         raise ConfigError(f"cache-policy: got {text!r}; want NAME,KEY=NUMBER,..., as sliding-window,recent=256")
     return {"cache_policy": {"name": name, **{key: int(value) for key, _, value in pairs}}}
+
+
+SparsityOption = Annotated[
+    str,
+    typer.Option(
+        "--sparsity",
+        help="Compute what predictors foretell: their folder, or 'shared': the model's owner has shared them with it.",
+    ),
+]
+OrdersOption = Annotated[
+    Orders | None,
+    typer.Option("--orders", help="With --sparsity: 'kept' saves, and links patterns (default: fresh)."),
+]
+LevelsOption = Annotated[
+    Levels | None,
+    typer.Option(
+        "--levels", help="With --sparsity: a public 'budget' of units, what is active (open), or that and noise."
+    ),
+]
+NeuronBudgetOption = Annotated[
+    float | None, typer.Option("--neuron-budget", help="With --sparsity: the share of neurons that a position opens.")
+]
+HeadBudgetOption = Annotated[
+    float | None, typer.Option("--head-budget", help="With --sparsity: the share of heads that a position opens.")
+]
+SHARED = "shared"
+"""What --sparsity says where predictors come with the model's shares."""
+
+
+def sparsity_of(
+    sparsity: str,
+    orders: Orders | None,
+    levels: Levels | None,
+    neurons: float | None = None,
+    heads: float | None = None,
+) -> dict[str, Any]:
+    """Settings of --sparsity and what belongs to it. Raises ConfigError for the others without it."""
+    given: dict[str, Any] = {"orders": orders and orders.value, "levels": levels and levels.value}
+    given |= {"neuron_budget": neurons, "head_budget": heads}
+    chosen = {key: value for key, value in given.items() if value is not None}
+    if not sparsity:
+        if chosen:
+            names = ", ".join(f"--{key.replace('_', '-')}" for key in chosen)
+            raise ConfigError(f"{names}: want --sparsity as well, with a folder of predictors or 'shared'")
+        return {}
+    if sparsity == SHARED and (neurons is not None or heads is not None):
+        raise ConfigError("--neuron-budget, --head-budget: whoever shares the model sets them; want --sparsity FOLDER")
+    return {"sparsity": {"predictors": None if sparsity == SHARED else sparsity, **chosen}}
 
 
 def folder_of(name: str) -> Path:

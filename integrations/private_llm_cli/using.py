@@ -15,10 +15,14 @@ from private_llm_cli.options import (
     CachePolicyOption,
     DemoModel,
     GgufOption,
+    HeadBudgetOption,
     HostsOption,
     Json,
+    LevelsOption,
     LoopbackOption,
     MatmulOption,
+    NeuronBudgetOption,
+    OrdersOption,
     PartyMode,
     PartyOption,
     PlanOption,
@@ -26,6 +30,7 @@ from private_llm_cli.options import (
     ProtocolOption,
     RangesOption,
     RingOption,
+    SparsityOption,
     SplitOption,
     TlsOption,
     TokensOption,
@@ -36,6 +41,7 @@ from private_llm_cli.options import (
     plan_of,
     remote,
     sampling,
+    sparsity_of,
 )
 
 
@@ -57,13 +63,19 @@ def demo(
     cache: Annotated[
         Path | None, typer.Option("--cache", help="Where smollm2 is kept once converted (default: the user's cache).")
     ] = None,
+    sparsity: SparsityOption = "",
+    orders: OrdersOption = None,
+    levels: LevelsOption = None,
+    neuron_budget: NeuronBudgetOption = None,
+    head_budget: HeadBudgetOption = None,
 ) -> None:
     """Private generate() of the bundled model, or a chat with a real one, beside the plaintext model's text."""
     from private_llm_cli.commands.chat import chat
     from private_llm_cli.commands.generate import demo as run
     from private_llm_cli.commands.models import CHAT_PROMPT, DEMO_PROMPT, LONG_PROMPT
 
-    config = config_of(protocol, ring, party_mode, **plan_of(plan, accept_weak_plan, split))
+    more = sparsity_of(sparsity, orders, levels, neuron_budget, head_budget)
+    config = config_of(protocol, ring, party_mode, **plan_of(plan, accept_weak_plan, split), **more)
     new_tokens = min(new_tokens, 4) if tiny else new_tokens
     if model is DemoModel.SMOLLM2:
         if plot is not None:
@@ -98,13 +110,18 @@ def generate(
     cache_policy: CachePolicyOption = "",
     gguf_file: GgufOption = None,
     ranges: RangesOption = None,
+    sparsity: SparsityOption = "",
+    orders: OrdersOption = None,
+    levels: LevelsOption = None,
+    neuron_budget: NeuronBudgetOption = None,
+    head_budget: HeadBudgetOption = None,
 ) -> None:
     """Private generate() of any supported model."""
     from private_llm_cli.commands.generate import generate as run
 
     chosen = sampling(temperature, top_p)
     more = {**remote(hosts, tls, "client", allow_plain_loopback), **plan_of(plan, accept_weak_plan, split)}
-    more |= cache_policy_of(cache_policy)
+    more |= cache_policy_of(cache_policy) | sparsity_of(sparsity, orders, levels, neuron_budget, head_budget)
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **more)
     run(model, prompt, config, new_tokens, as_json, chosen, preprocess, gguf_file, ranges)
 

@@ -39,7 +39,7 @@ from private_llm_hf.client.model import private_class
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.emulation import warn_of_functions
-from private_llm_hf.models.sparse_blocks import check_sparsity
+from private_llm_hf.models.sparse_blocks import adopted, check_sparsity
 from private_llm_hf.patch_plan import make_patch_plan
 from private_llm_hf.sparsity.sharing import SharedPredictors, shared_predictors
 from private_llm_hf.token_sharding.client import check_sharding
@@ -240,7 +240,7 @@ def _open(
     tried: bool = False,
 ) -> PreTrainedModel:
     """Try a class that no test compares, plan, start parties; calibrate and share the weights if they hold none."""
-    plain = config
+    plain, private_config = config, adopted(private_config, config)
     sparse = shared_predictors(private_config.sparsity, model_class, config)
     config = config if sparse is None else sparse.config
     spec = ModelSpec.of(model_class, config)

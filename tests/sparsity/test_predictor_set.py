@@ -171,7 +171,7 @@ FIRST = "model.decoder.layers.0.fc1"
     ("change", "message"),
     [
         (lambda facts: facts.update(format="other"), "not of format"),
-        (lambda facts: facts.update(version=2), "version 2; this private-llm reads 1"),
+        (lambda facts: facts.update(version=3), "version 3; this private-llm reads 1 and 2"),
         (lambda facts: facts.update(more=1), "unknown key.*more"),
         (lambda facts: facts.pop("predictors"), "predictors incomplete"),
         (lambda facts: facts["model"].pop("weights"), "model incomplete"),

@@ -63,7 +63,7 @@ def test_the_start_is_better_than_chance_and_relu_learns_without_it(hidden: str,
 
 
 def test_blocks_are_active_if_one_of_their_neurons_is(recording: Recording, unseen: Recording) -> None:
-    trained = train_predictor(recording, PredictorConfig(rank=12, block=4), QUICK)
+    trained = train_predictor(recording, PredictorConfig(rank=12, block=4), replace(QUICK, group=False))
     assert trained.predictor.units == 10
     found = measure(trained.predictor, unseen)
     active = unseen.read(torch.arange(len(unseen)))[1]

@@ -29,6 +29,7 @@ from private_llm_hf.checkpoint.node_checkpoint import NodeCheckpoint
 from private_llm_hf.checkpoint.share_files import ShareFile
 from private_llm_hf.client.parallel_sessions import join_parallel_sessions
 from private_llm_hf.client.parties import Parties
+from private_llm_hf.models.sparse_blocks import adopted
 from private_llm_hf.party.party import run_party
 
 _FOREVER_S = 1e8
@@ -98,6 +99,8 @@ def serve_party(
     if not 0 <= number < config.endpoints:
         raise ConfigError(f"party: got {number}; want 0 to {config.endpoints - 1} for {config.protocol!r}")
     stored = _stored(config, number, share_file, checkpoint)
+    if isinstance(stored, ShareFile):
+        config = adopted(config, stored.description.config)
     served = failed = 0
     with named_errors(config):
         acceptor = open_acceptor(config, number)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PatchMismatch, refuse_unknown
 from private_llm.nn.predicted import ActivityPredictor, FreshActivation, SparseFeedForward, SparseHeads
 from private_llm.oblivious.level_noise import LevelNoise
@@ -91,6 +92,29 @@ def sparse_blocks(config: PretrainedConfig) -> tuple[SparseBlock, ...]:
     return tuple(SparseBlock.from_dict(values) for values in held["blocks"])
 
 
+def shared_settings(config: object) -> CometConfig | None:
+    """What the owner of a model chose when it was shared, None without predictors. Raises PatchMismatch.
+
+    config: a model's configuration, or the mapping that share files hold of it.
+    """
+    held = config.get(KEY) if isinstance(config, Mapping) else getattr(config, KEY, None)
+    if held is None:
+        return None
+    chosen = held.get("settings") if isinstance(held, Mapping) else None
+    if not isinstance(chosen, Mapping):
+        raise PatchMismatch(f"{KEY}: not as this version writes it; share the model again")
+    try:
+        return CometConfig.from_dict(chosen)
+    except (ConfigError, TypeError) as error:
+        raise PatchMismatch(f"{KEY}: not as this version writes it ({error})") from None
+
+
+def adopted(config: PrivateConfig, model: object) -> PrivateConfig:
+    """The settings of an endpoint, with the owner's own choice of sparsity where it made none."""
+    settings = shared_settings(model) if config.sparsity is None else None
+    return config if settings is None else replace(config, sparsity=settings)
+
+
 def attach_predictors(model: PreTrainedModel) -> None:
     """Add the modules of the predictors that the model's configuration names, on the meta device.
 
@@ -108,13 +132,19 @@ def attach_predictors(model: PreTrainedModel) -> None:
 def check_sparsity(model: PreTrainedModel, config: CometConfig | None) -> None:
     """Raise ConfigError unless a model has predictors if and only if sparsity is wanted, and of the wanted kinds."""
     kinds = {block.kind for block in sparse_blocks(model.config)}
+    chosen = shared_settings(model.config)
+    if config is not None and chosen is not None and config.orders != chosen.orders:
+        raise ConfigError(
+            f"sparsity: got orders={config.orders!r}; the model was shared with orders={chosen.orders!r}, so its "
+            "neurons lie in another order: want the same, or share it anew"
+        )
     if config is None and kinds:
         raise ConfigError("the model was shared with predictors of its activity; want sparsity=CometConfig()")
     if config is not None and not kinds & set(config.kinds):
         wanted = " or ".join("neurons" if kind == "ffn" else "heads" for kind in config.kinds)
         raise ConfigError(
             f"sparsity: the model has no predictors of {wanted}; want CometConfig(predictors='folder'), as written by "
-            "scripts/train_predictors.py"
+            "`private-llm predictors train`"
         )
 
 

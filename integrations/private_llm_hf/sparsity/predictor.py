@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from private_llm.errors import ConfigError
+from private_llm_hf.sparsity.activity import block_counts
 from private_llm_hf.sparsity.settings import PredictorConfig
 
 
@@ -17,10 +18,16 @@ class Predictor(nn.Module):
 
     width: of the input. neurons: neurons or heads; units: blocks of them, the last block may be short. Parameters:
     fc1.weight [rank, width], fc1.bias [rank], fc2.weight [units, rank], fc2.bias [units], float32. New weights depend
-    on `seed` alone. Raises ConfigError for a rank above the width, where the two layers save nothing.
+    on `seed` alone. grouping: int32 [neurons], a permutation: unit u is the neurons grouping[u * block : (u + 1) *
+    block] (`grouping.py`); None: neighbours. Raises ConfigError for a rank above the width, where the two layers save
+    nothing, and for a grouping that is no permutation.
     """
 
-    def __init__(self, width: int, neurons: int, config: PredictorConfig, seed: int = 0) -> None:
+    grouping: Tensor | None
+
+    def __init__(
+        self, width: int, neurons: int, config: PredictorConfig, seed: int = 0, grouping: Tensor | None = None
+    ) -> None:
         super().__init__()
         if width < 1 or neurons < 1:
             raise ConfigError(f"predictor: got width {width} and {neurons} neurons; want at least 1 of each")
@@ -28,10 +35,16 @@ class Predictor(nn.Module):
             raise ConfigError(
                 f"rank: got {config.rank} for inputs of width {width}; want at most {width}, or nothing is saved"
             )
+        if grouping is not None and not _is_permutation(grouping, neurons):
+            raise ConfigError(
+                f"grouping: {grouping.dtype} {tuple(grouping.shape)} is no int32 permutation of {neurons} neurons; "
+                "train again"
+            )
         self.config, self.width, self.neurons = config, width, neurons
         self.units = math.ceil(neurons / config.block)
         self.fc1 = nn.Linear(width, config.rank)
         self.fc2 = nn.Linear(config.rank, self.units)
+        self.register_buffer("grouping", grouping)
         chance = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for layer in (self.fc1, self.fc2):
@@ -63,7 +76,13 @@ class Predictor(nn.Module):
 
     def expand(self, active: Tensor) -> Tensor:
         """Units [..., units] as neurons [..., neurons]."""
-        return active.repeat_interleave(self.config.block, dim=-1)[..., : self.neurons]
+        whole = active.repeat_interleave(self.config.block, dim=-1)[..., : self.neurons]
+        return whole if self.grouping is None else whole[..., self.grouping.argsort()]
+
+    def counts(self, active: Tensor) -> Tensor:
+        """Active neurons of each unit, float32 [N, units], of bool [N, neurons]."""
+        ordered = active if self.grouping is None else active[:, self.grouping.long().cpu()]
+        return block_counts(ordered, self.config.block)
 
     def parameters_count(self) -> int:
         """Number of weights and biases."""
@@ -71,7 +90,7 @@ class Predictor(nn.Module):
 
     def with_config(self, config: PredictorConfig) -> Self:
         """The same weights under another threshold or budget. Raises ConfigError for another shape."""
-        made = type(self)(self.width, self.neurons, config)
+        made = type(self)(self.width, self.neurons, config, grouping=self.grouping)
         if (made.units, config.rank) != (self.units, self.config.rank):
             raise ConfigError(
                 f"predictor: got rank {config.rank} and block {config.block} for weights of rank {self.config.rank} "
@@ -79,3 +98,7 @@ class Predictor(nn.Module):
             )
         made.load_state_dict(self.state_dict())
         return made
+
+
+def _is_permutation(grouping: Tensor, neurons: int) -> bool:
+    return grouping.dtype == torch.int32 and grouping.sort().values.tolist() == list(range(neurons))

@@ -1,6 +1,6 @@
 """All predictors of one model in a folder: predictors.safetensors and predictors.json, no pickle.
 
-predictors.json (version 1):
+predictors.json (version 2):
 
 - `format`, `version`: what and which.
 - `model`: `name`; `class`, `config` and their digest `model`, as `describe` makes them; `weights`, the `WeightsDigest`
@@ -11,7 +11,8 @@ predictors.json (version 1):
 
 predictors.safetensors holds, float32, `<site>.fc1.weight` [rank, width], `<site>.fc1.bias` [rank], `<site>.fc2.weight`
 [units, rank] and `<site>.fc2.bias` [units], where `<site>` is the site's name and units are blocks where neurons are
-predicted in blocks.
+predicted in blocks. `<site>.grouping`, int32 [neurons], is there where blocks are not of neighbours: unit u is the
+neurons grouping[u * block : (u + 1) * block]. Version 1 had no groupings and is read as it is.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from private_llm_hf.sparsity.predictor import Predictor
 from private_llm_hf.sparsity.settings import PredictorConfig
 from private_llm_hf.sparsity.sites import Site
 
-FORMAT, VERSION = "private-llm predictors", 1
+FORMAT, VERSION = "private-llm predictors", 2
 _FACTS, _TENSORS = "predictors.json", "predictors.safetensors"
+_READ = (1, VERSION)
 _KEYS = ("format", "version", "model", "tensors", "predictors")
 _SHOWN = 4
 """Differing settings that an error names."""
@@ -116,7 +118,8 @@ class PredictorSet:
             for row in facts["predictors"]:
                 refuse_unknown(row, ("site", "config", "measures"), f"{_FACTS}: ")
                 site, config = Site.from_dict(row["site"]), PredictorConfig.from_dict(row["config"])
-                predictor = Predictor(site.width, site.units, config)
+                grouping = tensors.get(f"{site.name}.grouping") if facts["version"] > 1 else None
+                predictor = Predictor(site.width, site.units, config, grouping=grouping)
                 own = {name: tensors.pop(f"{site.name}.{name}") for name in predictor.state_dict()}
                 _check_tensors(site.name, own, predictor.state_dict())
                 predictor.load_state_dict(own)
@@ -146,7 +149,7 @@ class PredictorSet:
         if found.model != self.model["model"]:
             raise ConfigError(
                 f"predictors of another model{self._named()}: {_differences(self.model['config'], found.config)}; "
-                "train predictors for this one (scripts/train_predictors.py)"
+                "train predictors for this one (`private-llm predictors train`)"
             )
         if not isinstance(model, PreTrainedModel) or any(value.is_meta for value in model.parameters()):
             return
@@ -163,15 +166,30 @@ class PredictorSet:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(title=f"predictors of {self.model.get('name') or self.model['class']}")
-        for heading in ("site", "rank", "units", "data", "recall", "precision", "active", "predicted", "most"):
+        for heading in (
+            "site",
+            "rank",
+            "block",
+            "units",
+            "data",
+            "recall",
+            "precision",
+            "active",
+            "predicted",
+            "most",
+            "budget",
+        ):
             table.add_column(heading, justify="left" if heading in ("site", "data") else "right", overflow="fold")
         for member in self:
-            facts = (member.site.name, str(member.predictor.config.rank), str(member.predictor.units))
+            predictor, config = member.predictor, member.predictor.config
+            block = f"{config.block}" + ("" if predictor.grouping is None else " grouped")
+            facts = (member.site.name, str(config.rank), block, str(predictor.units))
+            budget = "none" if config.budget is None else str(predictor.most)
             if not member.measures:
                 table.add_row(*facts, "not measured")
             for data, found in member.measures.items():
                 shares = (found.recall, found.precision, found.activity, found.predicted)
-                table.add_row(*facts, data, *(f"{100 * share:.1f} %" for share in shares), str(found.most))
+                table.add_row(*facts, data, *(f"{100 * share:.1f} %" for share in shares), str(found.most), budget)
         yield table
 
     def _named(self) -> str:
@@ -180,7 +198,7 @@ class PredictorSet:
 
     def _tensors(self) -> dict[str, Tensor]:
         return {
-            f"{member.site.name}.{name}": value.detach().float().contiguous()
+            f"{member.site.name}.{name}": (value if name == "grouping" else value.detach().float()).contiguous()
             for member in self
             for name, value in member.predictor.state_dict().items()
         }
@@ -203,15 +221,16 @@ def weights_digest(model: PreTrainedModel) -> str:
 def _facts(folder: Path) -> dict[str, Any]:
     path = folder / _FACTS
     if not path.is_file():
-        raise ConfigError(f"{folder}: no {_FACTS}; want a folder that PredictorSet.save_pretrained wrote")
+        raise ConfigError(f"{folder}: no {_FACTS}; want a folder that `private-llm predictors train` wrote")
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path}: no JSON ({error}); copy it again") from None
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise ConfigError(f"{path}: not of format {FORMAT!r}; want a folder that PredictorSet.save_pretrained wrote")
-    if facts.get("version") != VERSION:
-        raise ConfigError(f"{path}: version {facts.get('version')!r}; this private-llm reads {VERSION}: train again")
+        raise ConfigError(f"{path}: not of format {FORMAT!r}; want a folder that `private-llm predictors train` wrote")
+    if facts.get("version") not in _READ:
+        read = " and ".join(map(str, _READ))
+        raise ConfigError(f"{path}: version {facts.get('version')!r}; this private-llm reads {read}: train again")
     refuse_unknown(facts, _KEYS, f"{path}: ")
     missing = sorted(set(_KEYS) - set(facts))
     if missing or not {"class", "config", "model", "weights"} <= set(facts["model"]):

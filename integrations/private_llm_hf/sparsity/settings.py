@@ -70,7 +70,8 @@ class TrainingConfig(_Settings):
     """How a predictor is trained: AdamW whose rate falls linearly to zero over `epochs`, early stop after `patience`.
 
     batch: positions a step. validation: share of the positions that are held out, in runs of consecutive ones.
-    most_rows: positions that are used of a longer recording (None: all). Raises ConfigError.
+    most_rows: positions that are used of a longer recording (None: all). group: put neurons that are active together
+    into one block (`grouping.py`) where blocks are predicted. Raises ConfigError.
     """
 
     epochs: int = 12
@@ -81,6 +82,7 @@ class TrainingConfig(_Settings):
     validation: float = 0.1
     most_rows: int | None = None
     seed: int = 0
+    group: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("epochs", 0), ("batch", 1), ("patience", 1), ("seed", 0)):

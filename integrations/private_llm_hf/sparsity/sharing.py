@@ -1,8 +1,9 @@
 """The owner's part of a sparse private run: predictors become weights, and units get their secret order.
 
 A unit's place in its layer means nothing to the model: rows of FC1 (gate, up) and columns of FC2 (down) may be put in
-any common order, and so may the heads of an attention block. The owner draws one for each block, uniformly and from the
-project's PRG, before the weights are shared; nobody else ever holds it, and it changes whenever the model is shared.
+any common order, and so may the heads of an attention block. Neurons of a unit are put side by side. The owner draws
+an order of units for each block, uniformly and from the project's PRG, before the weights are shared; nobody else ever
+holds it, and it changes whenever the model is shared.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class SharedPredictors:
             if member.site.kind not in settings.kinds:
                 continue
             block = _facts(member, settings)
-            order = self._ordered(bare, block) if settings.orders == "kept" else None
+            order = self._ordered(bare, block, member.predictor.grouping, settings.orders == "kept")
             self._tensors |= dict(_weights_of(member, block, order))
             blocks.append(block)
         if not blocks:
@@ -68,7 +69,7 @@ class SharedPredictors:
                 "(--kinds), or ask for another kind"
             )
         self.config = copy.deepcopy(config)
-        setattr(self.config, KEY, {"blocks": [block.to_dict() for block in blocks]})
+        setattr(self.config, KEY, {"blocks": [block.to_dict() for block in blocks], "settings": settings.agreed()})
 
     def stream(self, weights: Callable[[Sink], None], spec: ModelSpec, sink: Sink) -> None:
         """Pass on the model's weights, reordered and folded, and then the predictors'.
@@ -97,11 +98,18 @@ class SharedPredictors:
         """Number of tensors that the predictors have."""
         return len(self._tensors)
 
-    def _ordered(self, model: PreTrainedModel, block: SparseBlock) -> Tensor:
-        """Draw the block's order and note what it moves; returns it, of units."""
+    def _ordered(self, model: PreTrainedModel, block: SparseBlock, grouping: Tensor | None, kept: bool) -> Tensor:
+        """Draw the block's order, if it is kept, and note what moves; returns it, of units.
+
+        grouping: of neurons into units, in whose order they come even where none is drawn.
+        """
         if block.kind == "ffn":
-            order = _uniform(block.units)
+            order = _uniform(block.units) if kept else torch.arange(block.units)
             index = _spread(order, block.block)
+            if grouping is not None:
+                index = grouping.long()[index]
+            elif not kept:
+                return order
             for name in block.readers:
                 self._move_outputs(model, name, index)
             self._move_inputs(model, block.writer, index)
@@ -175,7 +183,7 @@ def _facts(member: SitePredictor, settings: CometConfig) -> SparseBlock:
     )  # fmt: skip
 
 
-def _weights_of(member: SitePredictor, block: SparseBlock, order: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+def _weights_of(member: SitePredictor, block: SparseBlock, order: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Named weights of a predictor: units in their order, threshold taken off, scores to weights of norm one."""
     predictor = member.predictor
     weight, bias = predictor.fc2.weight.detach().double(), predictor.fc2.bias.detach().double()
@@ -183,8 +191,7 @@ def _weights_of(member: SitePredictor, block: SparseBlock, order: Tensor | None)
     # the sign of a score is all that counts, and its size must be known
     norm = (weight.square().sum(1) + bias.square()).sqrt().clamp_min(1e-6)
     weight, bias = weight / norm[:, None], bias / norm
-    if order is not None:
-        weight, bias = weight[order], bias[order]
+    weight, bias = weight[order], bias[order]
     found = {
         "fc1.weight": predictor.fc1.weight, "fc1.bias": predictor.fc1.bias, "fc2.weight": weight, "fc2.bias": bias,
     }  # fmt: skip
@@ -213,7 +220,7 @@ def _refuse_between(model: PreTrainedModel, block: SparseBlock) -> None:
         if value.shape == (neurons,) and owner not in (*block.readers, block.writer) and block.width != neurons:
             raise PatchMismatch(
                 f"sparsity: '{full}' has an entry for each neuron of '{block.name}', so neurons cannot be put in a "
-                "secret order; want orders='fresh'"
+                "secret order or in groups; want orders='fresh', and predictors of single neurons or --no-group"
             )
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from private_llm.errors import ConfigError
-from private_llm_hf.sparsity.activity import block_counts
+from private_llm_hf.sparsity.grouping import grouping_of
 from private_llm_hf.sparsity.measures import Counter, Measures, Scored, threshold_for
 from private_llm_hf.sparsity.predictor import Predictor
 from private_llm_hf.sparsity.recordings import Recording
@@ -69,7 +69,9 @@ def train_predictor(
     _check(recording, config)
     accelerator = accelerator or Accelerator(cpu=True)
     train, held_out = split_rows(len(recording), training)
-    predictor = Predictor(recording.site.width, recording.site.units, config, training.seed)
+    grouped = training.group and config.block > 1
+    grouping = grouping_of(recording, train, config.block) if grouped else None
+    predictor = Predictor(recording.site.width, recording.site.units, config, training.seed, grouping)
     optimizer = torch.optim.AdamW(predictor.parameters(), lr=training.rate, weight_decay=training.decay)
     done = _Progress()
     best: dict[str, Tensor] = {}
@@ -81,17 +83,16 @@ def train_predictor(
     if checkpoint is not None and checkpoint.exists():
         done, best = _load(checkpoint, facts, predictor, optimizer)
     elif config.hidden == "linear":
-        start_from_regression(predictor, _labelled(recording, train, config.block))
+        start_from_regression(predictor, _labelled(predictor, recording, train))
     model, optimizer = accelerator.prepare(predictor, optimizer)
 
     def scored() -> Iterator[tuple[Tensor, Tensor]]:
         for x, active in recording.batches(held_out, _READ):
-            counts = block_counts(active, config.block)
-            yield predictor(x.to(accelerator.device)).cpu(), counts
+            yield predictor(x.to(accelerator.device)).cpu(), predictor.counts(active)
 
     while not done.finished:
         if done.epoch:  # the first validation is of the starting point
-            _epoch(recording, train, config, training, done, model, optimizer, accelerator)
+            _epoch(recording, train, predictor, training, done, model, optimizer, accelerator)
         with torch.no_grad():
             predictor.fc2.bias.sub_(threshold_for(config.target_recall, scored))
             f1 = _measure(scored, _positive).f1
@@ -155,7 +156,7 @@ def _check(recording: Recording, config: PredictorConfig) -> None:
 
 
 def _epoch(
-    recording: Recording, train: Tensor, config: PredictorConfig, training: TrainingConfig, done: _Progress,
+    recording: Recording, train: Tensor, predictor: Predictor, training: TrainingConfig, done: _Progress,
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator,
 ) -> None:  # fmt: skip
     """All training rows once, in an order that the seed and the epoch decide."""
@@ -165,7 +166,7 @@ def _epoch(
     model.train()
     for number, part in enumerate(parts):
         x, active = recording.read(part.sort().values)
-        counts = block_counts(active, config.block).to(accelerator.device)
+        counts = predictor.counts(active).to(accelerator.device)
         rate = training.rate * (1 - ((done.epoch - 1) * len(parts) + number) / total)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -205,14 +206,14 @@ def _positive(scores: Tensor) -> Tensor:
     return scores > 0
 
 
-def _labelled(recording: Recording, rows: Tensor, block: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _labelled(predictor: Predictor, recording: Recording, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     for x, active in recording.batches(rows, _READ):
-        yield x.double(), (block_counts(active, block) > 0).double()
+        yield x.double(), (predictor.counts(active) > 0).double()
 
 
 def _plain(predictor: Predictor, recording: Recording, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     for x, active in recording.batches(rows, _READ):
-        yield predictor(x), block_counts(active, predictor.config.block)
+        yield predictor(x), predictor.counts(active)
 
 
 def _measure(scored: Callable[[], Iterator[tuple[Tensor, Tensor]]], select: Callable[[Tensor], Tensor]) -> Measures:

@@ -1,0 +1,266 @@
+"""Predictors for one model from text or images: record what the model does, train, measure, save. All in plaintext."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+
+from private_llm.errors import ConfigError
+from private_llm_hf.checkpoint.model_spec import model_class
+from private_llm_hf.models.architectures import architecture
+from private_llm_hf.sparsity.apply import predicted_only
+from private_llm_hf.sparsity.collect import record
+from private_llm_hf.sparsity.measures import Measures
+from private_llm_hf.sparsity.predictor_set import PredictorSet
+from private_llm_hf.sparsity.recordings import recordings
+from private_llm_hf.sparsity.relufy import FACTS, load_relufied
+from private_llm_hf.sparsity.settings import KINDS, Kind, PredictorConfig, TrainingConfig
+from private_llm_hf.sparsity.sites import Site, find_sites
+from private_llm_hf.sparsity.train_set import train_set
+from private_llm_hf.tools.texts import encode, first_token, load_texts, total_nll, windows
+
+Images = Callable[[], Iterable[Tensor]]
+"""Goes over prepared images anew, a batch [n, channels, height, width] at a time."""
+
+_COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+
+
+@dataclass(frozen=True)
+class PredictorRun:
+    """What to train on, how, and where it goes.
+
+    model: a folder or hub id. text, dataset: files, or a `datasets` name and maybe its configuration's. test: unseen
+    text to measure on. images, test_images: in place of text, for models of images. out: for the set and checkpoints.
+    recordings: for what the model did (default: out/recordings), 2 bytes for each input and 1 bit for each neuron,
+    position and layer. resume: use complete recordings, and go on from checkpoints. predictors: a setting for each kind
+    of unit. budget_share: give each layer the budget that this share of positions keeps to. rows, test_rows: positions
+    to record. length: tokens in a row. batch: rows in a call. cpu: no accelerator. Raises ConfigError.
+    """
+
+    model: str
+    predictors: tuple[PredictorConfig, ...]
+    training: TrainingConfig
+    text: tuple[Path, ...] = ()
+    dataset: tuple[str, ...] = ()
+    test: Path | None = None
+    images: Images | None = None
+    test_images: Images | None = None
+    out: Path = Path("predictors")
+    recordings: Path | None = None
+    resume: bool = False
+    budget_share: float | None = None
+    rows: int = 200_000
+    test_rows: int = 50_000
+    length: int = 256
+    batch: int = 8
+    cpu: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.text and not self.dataset and self.images is None:
+            raise ConfigError("no text to train on: give --text FILE, --dataset NAME, or --images FOLDER")
+        if self.images is not None and (self.text or self.dataset or self.test is not None):
+            raise ConfigError("images: got texts as well; want one of them, which the model reads")
+        if self.test_images is not None and self.images is None:
+            raise ConfigError("test-images: got no --images to train on")
+        for name, least in (("rows", 1), ("test_rows", 1), ("length", 2), ("batch", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}: got {getattr(self, name)}; want at least {least}")
+        for path in (*self.text, *([] if self.test is None else [self.test])):
+            if not path.is_file():
+                raise ConfigError(f"text: {path} is no file")
+        if self.budget_share is not None and not 0 < self.budget_share <= 1:
+            raise ConfigError(f"budget-share: got {self.budget_share}; want a number above 0 and at most 1")
+        if len({config.kind for config in self.predictors}) != len(self.predictors) or not self.predictors:
+            raise ConfigError("kinds: want ffn, heads, or both once")
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What is predicted."""
+        return tuple(config.kind for config in self.predictors)
+
+    @property
+    def recorded(self) -> Path:
+        """Where recordings lie."""
+        return self.recordings or self.out / "recordings"
+
+    @property
+    def tests(self) -> bool:
+        """Whether there is something unseen to measure on."""
+        return self.test is not None or self.test_images is not None
+
+
+def run(settings: PredictorRun) -> tuple[PredictorSet, dict[str, Any]]:
+    """Record, train, test and save; returns the set, and a row of its figures (`summary`, perplexities of a decoder).
+
+    Shows progress on stderr. Raises ConfigError for settings that do not fit the model or an earlier run,
+    PatchMismatch for a model whose activations make no zeros.
+    """
+    if not settings.resume and (settings.out / "checkpoints").exists():
+        raise ConfigError(f"{settings.out} holds checkpoints of an earlier run: add --resume, or give another --out")
+    accelerator = Accelerator(cpu=settings.cpu)
+    model = load_model(settings.model).to(accelerator.device)
+    parts = {"train": settings.rows, **({"test": settings.test_rows} if settings.tests else {})}
+    for part, most in parts.items():
+        folder = settings.recorded / part
+        if settings.resume and (folder / "order.json").exists():
+            continue
+        images = settings.images if part == "train" else settings.test_images
+        if images is not None:
+            record_images(settings, model, images, folder, most)
+            continue
+        if part == "test" and settings.test is not None:
+            texts = [settings.test.read_text(encoding="utf-8")]
+        else:
+            texts = list(load_texts(list(settings.text), list(settings.dataset))["text"])
+        record_text(settings, model, texts, folder, most)
+    found = _trained(settings, model, accelerator)
+    found.save_pretrained(settings.out)
+    row = {"model": Path(settings.model).name, **summary(found), "out": str(settings.out)}
+    if settings.test is not None and architecture(model.config).kind == "decoder":
+        row["perplexity"] = _perplexities(settings, settings.test, model, found)
+    return found, row
+
+
+def load_model(source: str) -> PreTrainedModel:
+    """A model as the class that its configuration names, float32; what scripts/relufy.py wrote as it says.
+
+    Raises ConfigError for what is no model.
+    """
+    try:
+        if (Path(source) / FACTS).is_file():
+            return load_relufied(source)
+        names = AutoConfig.from_pretrained(source).architectures or []
+        if len(names) != 1:
+            raise ConfigError(f"model {source!r}: its configuration names the classes {names}; want one")
+        model: PreTrainedModel = model_class(names[0]).from_pretrained(source, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"model {source!r}: {str(error).strip().splitlines()[0]} (want a folder or hub id)") from None
+    return model.eval()
+
+
+def batches(model: PreTrainedModel, rows: Tensor, size: int) -> Iterator[dict[str, Any]]:
+    """Arguments of calls; an encoder-decoder reads the first half of each row and writes the second.
+
+    Raises ConfigError for a model of images.
+    """
+    kind = architecture(model.config).kind
+    if kind == "vision":
+        raise ConfigError(f"{type(model).__name__} takes images: give --images FOLDER")
+    for part in rows.split(size):
+        if kind == "encoder-decoder":
+            source, target = part.chunk(2, dim=1)
+            yield {"input_ids": source, "decoder_input_ids": target}
+        else:
+            yield {"input_ids": part} if kind == "encoder" else {"input_ids": part, "use_cache": False}
+
+
+def record_text(settings: PredictorRun, model: PreTrainedModel, texts: list[str], folder: Path, most: int) -> None:
+    """Run the model over texts, cut into rows, and record `most` positions below `folder`.
+
+    Raises ConfigError for rows longer than the model's positions, or than the text.
+    """
+    tokenizer, length = AutoTokenizer.from_pretrained(settings.model), settings.length
+    ids = torch.cat([encode(tokenizer, text) for text in texts])
+    rows = windows(ids, length, first_token(tokenizer))
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise ConfigError(f"length: got {length}; {settings.model} has {limit} positions: want at most that")
+    if not len(rows):
+        raise ConfigError(f"the text has {len(ids)} tokens; want at least {length}: give more, or lower --length")
+    first, total = next(batches(model, rows[:1], 1)), min(most, rows.numel())
+    _record(settings, model, first, batches(model, rows, settings.batch), folder, most, total)
+
+
+def record_images(settings: PredictorRun, model: PreTrainedModel, images: Images, folder: Path, most: int) -> None:
+    """Run the model over images and record `most` positions (patches, and what stands before them) below `folder`.
+
+    Raises ConfigError for a model of text, or no images.
+    """
+    if architecture(model.config).kind != "vision":
+        raise ConfigError(f"{type(model).__name__} takes text: give --text FILE")
+    first = next(iter(images()), None)
+    if first is None:
+        raise ConfigError("images: got none; want a folder of them")
+    given = ({"pixel_values": part} for part in images())
+    _record(settings, model, {"pixel_values": first[:1]}, given, folder, most, most)
+
+
+def _record(
+    settings: PredictorRun, model: PreTrainedModel, first: dict[str, Any], given: Iterable[dict[str, Any]],
+    folder: Path, most: int, total: int,
+) -> None:  # fmt: skip
+    sites = find_sites(model, first, settings.kinds)
+    tolerance = next((config.tolerance for config in settings.predictors if config.kind == "heads"), 0.1)
+    with Progress(*_COLUMNS, console=Console(stderr=True)) as bar:
+        task = bar.add_task(f"recording {folder.name}", total=total)
+        record(model, sites, given, folder, tolerance, most, lambda done: bar.update(task, completed=done))
+
+
+def summary(found: PredictorSet) -> dict[str, Any]:
+    """Means over the layers of each kind, on the test text if there is one."""
+    rows: dict[str, Any] = {}
+    for kind in KINDS:
+        members = [member for member in found if member.site.kind == kind]
+        data = [latest(member.measures) for member in members]
+        names = ("recall", "precision", "activity", "predicted")
+        if members:
+            rows[kind] = {n: round(sum(getattr(m, n) for m in data) / len(data), 4) for n in names}
+            rows[kind] |= {"rank": members[0].predictor.config.rank, "block": members[0].predictor.config.block}
+    return rows
+
+
+def latest(measures: Mapping[str, Measures]) -> Measures:
+    """Measures on the test text, or on the validation part where there is none. Raises ConfigError without either."""
+    for data in ("test", "validation"):
+        if data in measures:
+            return measures[data]
+    raise ConfigError("these predictors were not measured; train them, or measure them with `with_measures`")
+
+
+def _trained(settings: PredictorRun, model: PreTrainedModel, accelerator: Accelerator) -> PredictorSet:
+    """All predictors, with a bar that counts epochs."""
+    epochs = settings.training.epochs + 1
+    count = sum(found.site.kind in settings.kinds for found in recordings(settings.recorded / "train"))
+    with Progress(*_COLUMNS, console=Console(stderr=True)) as bar:
+        task = bar.add_task("training", total=count * epochs)
+        started: list[str] = []
+
+        def step(site: Site, epoch: int, f1: float) -> None:
+            if site.name not in started:
+                started.append(site.name)
+            done = (len(started) - 1) * epochs + epoch + 1
+            bar.update(task, completed=done, description=f"{site.name}: F1 {f1:.3f}")
+
+        return train_set(
+            model, settings.recorded / "train", {config.kind: config for config in settings.predictors},
+            settings.training, settings.out / "checkpoints", settings.recorded / "test" if settings.tests else None,
+            settings.budget_share, Path(settings.model).name, accelerator, step,
+        )  # fmt: skip
+
+
+def _perplexities(settings: PredictorRun, test: Path, model: PreTrainedModel, found: PredictorSet) -> dict[str, float]:
+    """Of a decoder on the test text: the model, and what is left of it if it computes only what is predicted."""
+    tokenizer = AutoTokenizer.from_pretrained(settings.model)
+    ids = encode(tokenizer, test.read_text(encoding="utf-8"))[: settings.test_rows]
+
+    def perplexity() -> float:
+        return round(math.exp(total_nll(model, ids, settings.length, first_token(tokenizer)) / len(ids)), 3)
+
+    rows = {"model": perplexity()}
+    for kind in settings.kinds:
+        part = PredictorSet(found.model, [member for member in found if member.site.kind == kind])
+        with predicted_only(model, part):
+            rows[f"predicted {kind} only"] = perplexity()
+    return rows
