@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from private_llm_hf import GeneratePlan, patch
+from private_llm_hf.api import AutoPrivateModelForCausalLM, share_checkpoint
 from private_llm_hf.models import sparse_blocks
 from private_llm_hf.sparsity.apply import predicted_only
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor, fingerprint
 from private_llm_hf.sparsity.sites import find_sites
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 import private_llm.nn.predicted as predicted
 from private_llm.config import PrivateConfig
@@ -24,6 +26,8 @@ from tests.hf.tiny import build
 from tests.sparsity.models import RELU, batch, sparse
 from tests.sparsity.test_apply import constant, exact
 
+FAMILY = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1,
+          "intermediate_size": 32, "vocab_size": 64, "max_position_embeddings": 32}  # fmt: skip
 PLAIN = {"protocol": "plain", "insecure": True}
 ORDERED = ("opt", "llama", "bert", "vit")
 """Models whose heads can be put in a secret order."""
@@ -190,25 +194,139 @@ def test_bad_wishes_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("change", "message"), [({"units": 0}, "sizes or names"), ({"budget": 999}, "sizes or names"),
                                                  ({"readers": ["model.decoder"]}, "no block"), ({"kind": "x"}, "sizes"),
                                                  ({"more": 1}, "not as this version"), ({"width": 63}, "other sizes"),
-                                                 ({"hidden": "gelu"}, "want 'linear' or 'relu'")])  # fmt: skip
+                                                 ({"hidden": "gelu"}, "want 'linear' or 'relu'"),
+                                                 ({"activation": None}, "sizes or names"),
+                                                 ({"activation": "model.decoder"}, "has weights; want an activation"),
+                                                 ({"activation": "model.decoder.layers.0.fc2"}, "two places"),
+                                                 ({"kind": "heads", "activation": None, "units": 9}, "other sizes"),
+                                                 ({"kind": "heads", "activation": None, "block": 2}, "sizes or names"),
+                                                 ({"name": "x" * 9999, "readers": ["x" * 9999]}, "no block .x{80}'")],
+)  # fmt: skip
 def test_facts_from_another_endpoint_are_checked(change: dict[str, Any], message: str) -> None:
     model = build("opt")
     name = "model.decoder.layers.0.fc1"
     facts = {"name": name, "kind": "ffn", "width": 64, "units": 96, "block": 1, "rank": 4, "hidden": "linear",
              "budget": 9, "readers": [name], "writer": "model.decoder.layers.0.fc2",
              "activation": "model.decoder.layers.0.activation_fn"}  # fmt: skip
-    model.config.private_sparsity = {"blocks": [facts]}
+    model.config.private_sparsity = {"orders": "kept", "blocks": [facts]}
     sparse_blocks.attach_predictors(model)
     assert model.get_submodule(f"{name}_predictor").fc2.weight.is_meta
     other = build("opt")
-    other.config.private_sparsity = {"blocks": [{**facts, **change}]}
+    other.config.private_sparsity = {"orders": "kept", "blocks": [{**facts, **change}]}
     with pytest.raises(PatchMismatch, match=message):
         sparse_blocks.attach_predictors(other)
+    twice = build("opt")
+    twice.config.private_sparsity = {"orders": "kept", "blocks": [facts, {**facts, "budget": 8}]}
+    with pytest.raises(PatchMismatch, match="no block"):
+        sparse_blocks.attach_predictors(twice)
+
+
+def test_two_blocks_share_no_layer() -> None:
+    model, found = build("llama"), []
+    for layer in (0, 1):
+        path = f"model.layers.{layer}.mlp"
+        found.append({"name": f"{path}.gate_proj", "kind": "ffn", "width": 64, "units": 96, "block": 1, "rank": 4,
+                      "hidden": "linear", "budget": 9, "readers": [f"{path}.gate_proj", "model.layers.0.mlp.up_proj"],
+                      "writer": f"{path}.down_proj", "activation": f"{path}.act_fn"})  # fmt: skip
+    model.config.private_sparsity = {"orders": "kept", "blocks": found}
+    with pytest.raises(PatchMismatch, match=r"model.layers.0.mlp.up_proj' has two places"):
+        sparse_blocks.attach_predictors(model)
+
+
+@pytest.mark.parametrize("orders", [None, "mine", ["kept"]])
+def test_facts_say_how_units_are_ordered(orders: object) -> None:
+    model = build("opt")
+    model.config.private_sparsity = {"blocks": []} | ({} if orders is None else {"orders": orders})
+    with pytest.raises(PatchMismatch, match="not as this version"):
+        sparse_blocks.attach_predictors(model)
+
+
+def test_kept_orders_are_opened_only_where_the_owner_drew_them(tmp_path: Path) -> None:
+    """Weights shared for fresh orders lie in the model's own order, where an opened pattern names its neurons."""
+    model = sparse("opt")
+    model.save_pretrained(tmp_path / "model")
+    folder = saved(model, "opt", tmp_path / "predictors")
+    settings = {"protocol": "trio"}
+    fresh = PrivateConfig(**settings, sparsity=CometConfig(folder, neuron_budget=0.9))
+    shared = tmp_path / "shared"
+    share_checkpoint(str(tmp_path / "model"), shared, fresh)
+    kept = PrivateConfig(**settings, sparsity=CometConfig(orders="kept"))
+    with pytest.raises(ConfigError, match="was shared with orders='fresh'"):
+        AutoPrivateModelForCausalLM.from_pretrained(str(shared / "client"), kept)
+    facts = json.loads((shared / "client" / "config.json").read_text())
+    party = sparse_blocks.check_sparsity
+    model.config.private_sparsity = facts["private_sparsity"]
+    with pytest.raises(ConfigError, match="was shared with orders='fresh'"):
+        party(model, kept.sparsity)  # what each party asks before it opens anything
+    party(model, CometConfig())
+
+
+def family(model_type: str, **changes: Any) -> PreTrainedModel:
+    config = AutoConfig.for_model(model_type, **{**FAMILY, **changes})
+    torch.manual_seed(0)
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    return made
+
+
+@pytest.mark.parametrize(("model_type", "changes", "message"), [
+    ("gpt_neo", {"attention_types": [[["global"], 1]], "num_layers": 1}, "computes attention in code of its own"),
+    ("stablelm", {"qk_layernorm": True}, "norms' has entries for each head"),
+    ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 4}, "sinks' has entries for each head"),
+])  # fmt: skip
+def test_heads_that_a_model_tells_apart_are_refused(
+    model_type: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Attention that does not go through the mask of heads, and weights of single heads that look shared."""
+    model = family(model_type, **changes)
+    given = {"input_ids": torch.ones(1, 4, dtype=torch.long)}
+    found = [SitePredictor(site, constant(site, [0])) for site in find_sites(model, given, ("heads",))]
+    PredictorSet(fingerprint(model), found).save_pretrained(tmp_path)
+    config = CometConfig(str(tmp_path), neurons=False, orders="kept", levels="open")
+    with pytest.raises(PatchMismatch, match=message), patch(model, PrivateConfig(**PLAIN, sparsity=config)):
+        pass
+
+
+def test_stacks_may_have_other_numbers_of_heads(tmp_path: Path) -> None:
+    """BART: eight heads in the decoder, four in the encoder, and a bias that a checkpoint stores as no parameter."""
+    sizes = {f"{stack}_{of}": size for stack in ("encoder", "decoder") for of, size in (("layers", 1), ("ffn_dim", 32))}
+    config = BartConfig(
+        vocab_size=64, d_model=16, encoder_attention_heads=4, decoder_attention_heads=8, max_position_embeddings=32,
+        **sizes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = BartForConditionalGeneration(config).eval()
+    given = {"input_ids": torch.randint(3, 60, (2, 5), generator=torch.Generator().manual_seed(0))}
+    given["decoder_input_ids"] = given["input_ids"][:, :3]
+    sites = find_sites(model, given, ("heads",))
+    assert [site.units for site in sites] == [4, 8, 8]
+    PredictorSet(fingerprint(model), [SitePredictor(site, constant(site, [0, 3])) for site in sites]).save_pretrained(
+        tmp_path
+    )
+    with predicted_only(model, PredictorSet.from_pretrained(tmp_path)), torch.no_grad():
+        want = model(**given)[0]
+    comet = CometConfig(str(tmp_path), neurons=False, orders="kept", levels="open")
+    with patch(model, PrivateConfig(**PLAIN, sparsity=comet)) as private:
+        close(private(**given)[0], want)
+
+
+def test_layers_in_a_list_can_have_predictors(tmp_path: Path) -> None:
+    """CTRL's FC1, ReLU and FC2 are a `Sequential`, which would run a predictor that were put into it."""
+    model = family("ctrl", n_embd=16, n_layer=1, n_head=4, dff=32, vocab_size=64, n_positions=32)
+    given = {"input_ids": torch.randint(3, 60, (2, 5), generator=torch.Generator().manual_seed(0))}
+    found = [SitePredictor(site, exact(model, site)) for site in find_sites(model, given, ("ffn",))]
+    PredictorSet(fingerprint(model), found).save_pretrained(tmp_path)
+    config = CometConfig(str(tmp_path), orders="kept", levels="open")
+    with torch.no_grad(), patch(model, PrivateConfig(**PLAIN, sparsity=config)) as private:
+        close(private(**given)[0], model(**given)[0])
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"parallel_sessions": 2, "rotate_roles": True}, {"protocol": "dealer", "matmul": "remask"}, {"truncation": "exact"}],
+    [
+        {"parallel_sessions": 2, "rotate_roles": True},
+        {"protocol": "dealer", "matmul": "remask"},
+        {"truncation": "exact"},
+    ],
     ids=["sessions", "remask", "exact"],
 )
 def test_other_settings_go_with_it(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ from private_llm.sparsity_config import CometConfig
 from private_llm_hf.checkpoint.model_spec import ModelSpec
 from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
 from private_llm_hf.checkpoint.weights import Sink, skeleton
-from private_llm_hf.models.sparse_blocks import KEY, SparseBlock, layer_sizes
+from private_llm_hf.models.architectures import attention_of
+from private_llm_hf.models.attention import NAME
+from private_llm_hf.models.sparse_blocks import KEY, SparseBlock, facts_of, layer_sizes
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor
 
 
@@ -68,7 +70,7 @@ class SharedPredictors:
                 "(--kinds), or ask for another kind"
             )
         self.config = copy.deepcopy(config)
-        setattr(self.config, KEY, {"blocks": [block.to_dict() for block in blocks]})
+        setattr(self.config, KEY, facts_of(settings.orders, blocks))
 
     def stream(self, weights: Callable[[Sink], None], spec: ModelSpec, sink: Sink) -> None:
         """Pass on the model's weights, reordered and folded, and then the predictors'.
@@ -112,6 +114,11 @@ class SharedPredictors:
 
     def _ordered_heads(self, model: PreTrainedModel, block: SparseBlock, groups: int) -> Tensor:
         heads, path = block.units, block.name.rpartition(".")[0]
+        if attention_of(model.config.model_type, type(model)) != NAME:
+            raise PatchMismatch(
+                f"sparsity: {type(model).__name__} computes attention in code of its own, where heads cannot be left "
+                "out; want CometConfig(heads=False)"
+            )
         depth = layer_sizes(model.get_submodule(block.writer))[0] // heads
         each = heads // groups
         of_groups = _uniform(groups)
@@ -220,11 +227,16 @@ def _refuse_between(model: PreTrainedModel, block: SparseBlock) -> None:
 def _refuse_per_head(model: PreTrainedModel, path: str, heads: int, depth: int, groups: int) -> None:
     """Raise PatchMismatch for weights of an attention module that have an entry for each head."""
     module = model.get_submodule(path)
+    found = [own for own, part in module.named_modules() if isinstance(part, nn.ModuleList)]
     for own, value in module.named_parameters():
-        linear = isinstance(module.get_submodule(own.rpartition(".")[0]), nn.Linear | Conv1D)
+        home = own.rpartition(".")[0]
+        linear = isinstance(module.get_submodule(home), nn.Linear | Conv1D)
         per_head = {heads, groups, heads * depth, groups * depth} & set(value.shape)
-        if not linear and per_head and tuple(value.shape) != (depth,):
-            raise PatchMismatch(
-                f"sparsity: '{path}.{own}' has entries for each head, so heads cannot be put in a secret order; want "
-                "CometConfig(heads=False)"
-            )
+        # a norm within heads has one weight for all of them; what the attention module holds itself may be a sink
+        if not linear and per_head and (not home or tuple(value.shape) != (depth,)):
+            found.append(own)
+    if found:
+        raise PatchMismatch(
+            f"sparsity: '{path}.{found[0]}' has entries for each head, so heads cannot be put in a secret order; want "
+            "CometConfig(heads=False)"
+        )
