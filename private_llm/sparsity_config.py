@@ -52,6 +52,10 @@ class CometConfig:
             raise ConfigError("sparsity: neither neurons nor heads are left out; want one of them, or sparsity=None")
         if not self.kinds:
             raise ConfigError("sparsity: heads are left out with orders='kept' only; got orders='fresh' and no neurons")
+        if self.orders == "fresh" and self.levels == "open":
+            raise ConfigError(
+                "sparsity: orders='fresh' always opens a public number of places; want levels='budget' or orders='kept'"
+            )
         for key in ("neuron_budget", "head_budget"):
             share = getattr(self, key)
             if share is None:

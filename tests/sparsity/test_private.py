@@ -10,12 +10,22 @@ import pytest
 import torch
 from private_llm_hf import GeneratePlan, patch
 from private_llm_hf.api import AutoPrivateModelForCausalLM, share_checkpoint
+from private_llm_hf.checkpoint.model_spec import ModelSpec
+from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
 from private_llm_hf.models import sparse_blocks
 from private_llm_hf.sparsity.apply import predicted_only
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor, fingerprint
+from private_llm_hf.sparsity.sharing import SharedPredictors
 from private_llm_hf.sparsity.sites import find_sites
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    OPTForCausalLM,
+    PreTrainedModel,
+)
 
 import private_llm.nn.predicted as predicted
 from private_llm.config import PrivateConfig
@@ -183,8 +193,11 @@ def test_bad_wishes_are_named(tmp_path: Path) -> None:
             run(model, "opt", config)
     with pytest.raises(ConfigError, match="orders='kept' only"):
         CometConfig(folder, neurons=False)
-    with pytest.raises(ConfigError, match="weights='public'"):
-        PrivateConfig(weights="public", sparsity=CometConfig(folder, orders="kept"))
+    for orders in ("kept", "fresh"):
+        with pytest.raises(ConfigError, match="weights='public'"):
+            PrivateConfig(weights="public", sparsity=CometConfig(folder, orders=orders))
+    with pytest.raises(ConfigError, match="always opens a public number"):
+        CometConfig(folder, orders="fresh", levels="open")
     with pytest.raises(ConfigError, match="other weights"):
         run(sparse("opt", seed=1), "opt", CometConfig(folder, neuron_budget=0.5))
     with pytest.raises(ConfigError, match="another model"):
@@ -307,6 +320,27 @@ def test_stacks_may_have_other_numbers_of_heads(tmp_path: Path) -> None:
     comet = CometConfig(str(tmp_path), neurons=False, orders="kept", levels="open")
     with patch(model, PrivateConfig(**PLAIN, sparsity=comet)) as private:
         close(private(**given)[0], want)
+
+
+def test_blocks_that_share_a_weight_are_refused(tmp_path: Path) -> None:
+    """One weight has no two orders; a tied one comes under one name."""
+    model = sparse("opt")
+    shared = SharedPredictors(
+        PredictorSet.from_pretrained(saved(model, "opt", tmp_path)),
+        CometConfig(str(tmp_path), orders="kept", levels="open"), OPTForCausalLM, model.config,
+    )  # fmt: skip
+    spec = ModelSpec.of(OPTForCausalLM, shared.config)
+
+    def weights(sink: Any) -> None:
+        for name, value in model.state_dict().items():
+            if name in spec.source.shapes and name != "model.decoder.layers.1.fc1.weight":
+                sink(name, value)
+
+    digest = WeightsDigest()
+    weights(digest)
+    shared._weights = digest.text()
+    with pytest.raises(PatchMismatch, match=r"layers.1.fc1.weight' is tied to another weight"):
+        shared.stream(weights, spec, lambda name, value: None)
 
 
 def test_layers_in_a_list_can_have_predictors(tmp_path: Path) -> None:

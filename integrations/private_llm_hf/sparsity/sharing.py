@@ -76,12 +76,14 @@ class SharedPredictors:
         """Pass on the model's weights, reordered and folded, and then the predictors'.
 
         weights: passes the model's own to a sink. Raises ConfigError if these are not the weights that the predictors
-        were trained on.
+        were trained on, PatchMismatch if two blocks share one weight, which has no two orders.
         """
         digest, folded = WeightsDigest(), spec.folding(sink)
+        left = {name for name in self._moves if name.endswith(".weight")}
 
         def take(name: str, tensor: Tensor) -> None:
             digest(name, tensor)
+            left.discard(name)
             for move in self._moves.get(name, ()):
                 tensor = move(tensor)
             folded(name, tensor)
@@ -91,6 +93,11 @@ class SharedPredictors:
             raise ConfigError(
                 "sparsity: predictors of the same architecture with other weights: what they foretell is another "
                 "model's activity; load the checkpoint that they were trained on, or train anew"
+            )
+        if left:
+            raise PatchMismatch(
+                f"sparsity: '{min(left)}' is tied to another weight, so its units have no secret order of their own; "
+                "want orders='fresh'"
             )
         for name, tensor in self._tensors.items():
             sink(name, tensor)
@@ -174,7 +181,8 @@ def _facts(member: SitePredictor, settings: CometConfig) -> SparseBlock:
         key = "neuron_budget" if site.kind == "ffn" else "head_budget"
         raise ConfigError(
             f"sparsity: the predictor of '{site.name}' has no budget; train with --budget-share or --budget, or pass "
-            f"CometConfig({key}=0.3) for a public share of units a position, or levels='open', which shows their number"
+            f"CometConfig({key}=0.3) for a public share of units a position, or orders='kept' with levels='open', "
+            "which shows their number"
         )
     return SparseBlock(
         site.name, site.kind, site.width, units, each, predictor.config.rank, predictor.config.hidden,
