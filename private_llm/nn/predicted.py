@@ -241,14 +241,16 @@ class SparseHeads:
                 made += torch.split(whole, sizes, dim=-1)
         return made
 
-    def allowed(self, mask: Tensor | None, keys: int) -> Tensor:
+    def allowed(self, mask: Tensor | None, heads: int, keys: int) -> Tensor:
         """`mask` (boolean, [B, 1, length, keys or more], None: all) at active heads' queries: [B, H, length, keys].
 
-        Local. Raises UnsupportedOp if nothing was foretold for this call.
+        Local. Raises UnsupportedOp if nothing was foretold for this call, or another number of heads.
         """
         active, self._active, self._source = self._active, None, None
         if active is None:
             raise UnsupportedOp("sparse attention ran without its first layer, whose input foretells the heads")
+        if heads != self._heads:
+            raise UnsupportedOp(f"{self._name}: {self._heads} heads are foretold, but attention has {heads}")
         rows = active.transpose(1, 2)[..., None]
         return rows.expand(*rows.shape[:-1], keys) if mask is None else mask[..., :keys].to(rows.device) & rows
 

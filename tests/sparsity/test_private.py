@@ -13,6 +13,7 @@ from private_llm_hf.api import AutoPrivateModelForCausalLM, share_checkpoint
 from private_llm_hf.checkpoint.model_spec import ModelSpec
 from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
 from private_llm_hf.models import sparse_blocks
+from private_llm_hf.sparsity import sharing
 from private_llm_hf.sparsity.apply import predicted_only
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor, fingerprint
 from private_llm_hf.sparsity.sharing import SharedPredictors
@@ -29,7 +30,7 @@ from transformers import (
 
 import private_llm.nn.predicted as predicted
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, PatchMismatch, PrivateLLMError
+from private_llm.errors import ConfigError, PatchMismatch, PrivateLLMError, UnsupportedOp
 from private_llm.sparsity_config import CometConfig
 from tests.hf.compare import LOGIT_ERROR
 from tests.hf.tiny import build
@@ -209,6 +210,9 @@ def test_bad_wishes_are_named(tmp_path: Path) -> None:
                                                  ({"more": 1}, "not as this version"), ({"width": 63}, "other sizes"),
                                                  ({"hidden": "gelu"}, "want 'linear' or 'relu'"),
                                                  ({"activation": None}, "sizes or names"),
+                                                 ({"rank": 65}, "sizes or names"),
+                                                 ({"readers": ["x"] * 9}, "sizes or names"),
+                                                 ({"name": "a\n", "readers": ["a\n"]}, r"no block 'a\\n'"),
                                                  ({"activation": "model.decoder"}, "has weights; want an activation"),
                                                  ({"activation": "model.decoder.layers.0.fc2"}, "two places"),
                                                  ({"kind": "heads", "activation": None, "units": 9}, "other sizes"),
@@ -297,6 +301,21 @@ def test_heads_that_a_model_tells_apart_are_refused(
     config = CometConfig(str(tmp_path), neurons=False, orders="kept", levels="open")
     with pytest.raises(PatchMismatch, match=message), patch(model, PrivateConfig(**PLAIN, sparsity=config)):
         pass
+
+
+def test_attention_that_passes_by_the_mask_of_heads_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were it not refused before, the answer would have heads with queries of zero in it."""
+    monkeypatch.setattr(sharing, "attention_of", lambda *_: sharing.NAME)
+    model = family("gpt_neo", attention_types=[[["global"], 1]], num_layers=1)
+    given = {"input_ids": torch.ones(1, 4, dtype=torch.long)}
+    found = [SitePredictor(site, constant(site, [0])) for site in find_sites(model, given, ("heads",))]
+    PredictorSet(fingerprint(model), found).save_pretrained(tmp_path)
+    config = CometConfig(str(tmp_path), neurons=False, orders="kept", levels="open")
+    with (
+        patch(model, PrivateConfig(**PLAIN, sparsity=config)) as private,
+        pytest.raises(UnsupportedOp, match="where heads cannot be left out"),
+    ):
+        private(**given)
 
 
 def test_stacks_may_have_other_numbers_of_heads(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def private_attention(
                 f"{type(module).__name__}: its heads have scores of their own (a bias or sinks), which do not lie in "
                 "the owner's order; want CometConfig(heads=False)"
             )
-        attention_mask = sparse.allowed(attention_mask, key.shape[2])
+        attention_mask = sparse.allowed(attention_mask, query.shape[1], key.shape[2])
     out, mass = attend_and_weigh(
         query.raw,
         key.to_operand(),

@@ -30,6 +30,7 @@ KEY = "private_sparsity"
 _MOST = 1 << 24
 _LISTED = re.compile(r"\.(\d+)$")
 _SHOWN = 80
+_MOST_BLOCKS, _MOST_READERS = 1 << 12, 8
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ class SparseBlock:
         texts = (made.name, made.writer, *made.readers, *([] if made.activation is None else [made.activation]))
         fit = all(type(size) is int and 0 < size <= _MOST for size in sizes) and all(type(t) is str for t in texts)
         whole = (made.kind == "ffn") == (made.activation is not None) and (made.kind == "ffn" or made.block == 1)
-        if not fit or not whole or made.budget > made.units or made.kind not in ("ffn", "heads") or not made.readers:
+        whole = whole and made.kind in ("ffn", "heads") and 0 < len(made.readers) <= _MOST_READERS
+        if not fit or not whole or made.budget > made.units or made.rank > made.width:
             raise PatchMismatch(f"{KEY}: block {str(made.name)[:_SHOWN]!r} has sizes or names that no model has")
         if made.hidden not in ("linear", "relu"):
             raise PatchMismatch(f"{KEY}: hidden: got {str(made.hidden)[:_SHOWN]!r}; want 'linear' or 'relu'")
@@ -97,6 +99,7 @@ def sparse_blocks(config: PretrainedConfig) -> tuple[SparseBlock, ...]:
         or set(held) != {"orders", "blocks"}
         or held["orders"] not in ("fresh", "kept")
         or not isinstance(held["blocks"], list)
+        or len(held["blocks"]) > _MOST_BLOCKS
     ):
         raise PatchMismatch(f"{KEY}: not as this version writes it; share the model again")
     return tuple(SparseBlock.from_dict(values) for values in held["blocks"])
@@ -211,9 +214,9 @@ def _check(model: PreTrainedModel, block: SparseBlock, taken: set[str]) -> None:
     linear = (*block.readers, block.writer)
     names = (*linear, *([] if block.activation is None else [block.activation]))
     missing = [name for name in names if name not in layers]
-    said = f"{KEY}: {type(model).__name__} has no block '{block.name[:_SHOWN]}'"
+    said = f"{KEY}: {type(model).__name__} has no block {block.name[:_SHOWN]!r}"
     if missing or block.name != block.readers[0] or block.predictor in layers:
-        raise PatchMismatch(f"{said} ({', '.join(missing)[:200]})")
+        raise PatchMismatch(f"{said} ({', '.join(map(repr, missing))[:200]})")
     shared = sorted({name for name in names if names.count(name) > 1 or name in taken})
     if shared:
         raise PatchMismatch(f"{said} ('{shared[0]}' has two places in blocks)")
