@@ -318,6 +318,20 @@ def test_attention_that_passes_by_the_mask_of_heads_stops(tmp_path: Path, monkey
         private(**given)
 
 
+def test_the_size_of_scores_means_nothing(tmp_path: Path) -> None:
+    """Scores 2^12 times as large as FC1's, which would wrap, foretell the same."""
+    model, found = sparse("opt"), []
+    for site in find_sites(model, batch("opt"), ("ffn",)):
+        made = exact(model, site)
+        with torch.no_grad():
+            made.fc1.weight.mul_(2.0**12)
+            made.fc2.bias.mul_(2.0**12)
+        found.append(SitePredictor(site, made))
+    PredictorSet(fingerprint(model), found).save_pretrained(tmp_path)
+    config = CometConfig(str(tmp_path), orders="kept", levels="open")
+    close(run(model, "opt", config)[0], answer(model, "opt"))
+
+
 def test_stacks_may_have_other_numbers_of_heads(tmp_path: Path) -> None:
     """BART: eight heads in the decoder, four in the encoder, and a bias that a checkpoint stores as no parameter."""
     sizes = {f"{stack}_{of}": size for stack in ("encoder", "decoder") for of, size in (("layers", 1), ("ffn_dim", 32))}

@@ -28,6 +28,9 @@ from private_llm_hf.models.attention import NAME
 from private_llm_hf.models.sparse_blocks import KEY, SparseBlock, facts_of, layer_sizes
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor
 
+_GAIN = 8.0
+"""Largest spectral norm of a predictor's first layer: inputs of norm 128 keep scores below 2^10."""
+
 
 @dataclass(frozen=True)
 class _Move:
@@ -191,17 +194,21 @@ def _facts(member: SitePredictor, settings: CometConfig) -> SparseBlock:
 
 
 def _weights_of(member: SitePredictor, block: SparseBlock, order: Tensor | None) -> Iterator[tuple[str, Tensor]]:
-    """Named weights of a predictor: units in their order, threshold taken off, scores to weights of norm one."""
+    """Named weights of a predictor: units in their order, threshold taken off, scores of at most `_GAIN` times x.
+
+    The sign of a score is all that counts, and its size must be known (`SCORE_BITS`).
+    """
     predictor = member.predictor
+    down, shift = predictor.fc1.weight.detach().double(), predictor.fc1.bias.detach().double()
     weight, bias = predictor.fc2.weight.detach().double(), predictor.fc2.bias.detach().double()
-    bias = bias - predictor.config.threshold
-    # the sign of a score is all that counts, and its size must be known
+    gain = min(1.0, _GAIN / max(float(torch.linalg.matrix_norm(down, 2)), 1e-6))
+    down, shift, bias = down * gain, shift * gain, (bias - predictor.config.threshold) * gain
     norm = (weight.square().sum(1) + bias.square()).sqrt().clamp_min(1e-6)
     weight, bias = weight / norm[:, None], bias / norm
     if order is not None:
         weight, bias = weight[order], bias[order]
     found = {
-        "fc1.weight": predictor.fc1.weight, "fc1.bias": predictor.fc1.bias, "fc2.weight": weight, "fc2.bias": bias,
+        "fc1.weight": down, "fc1.bias": shift, "fc2.weight": weight, "fc2.bias": bias,
     }  # fmt: skip
     for own, value in found.items():
         yield f"{block.predictor}.{own}", value.detach().float().contiguous()
