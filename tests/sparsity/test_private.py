@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,18 @@ def test_the_size_of_scores_means_nothing(tmp_path: Path) -> None:
     PredictorSet(fingerprint(model), found).save_pretrained(tmp_path)
     config = CometConfig(str(tmp_path), orders="kept", levels="open")
     close(run(model, "opt", config)[0], answer(model, "opt"))
+
+
+def test_heads_are_left_out_of_queries_only(tmp_path: Path) -> None:
+    """A model may compute keys first; the first layer of a block is the one whose outputs are left out."""
+    model, found = sparse("opt"), []
+    for site in find_sites(model, batch("opt"), ("heads",)):
+        queries, keys, values = site.readers
+        moved = replace(site, name=keys, readers=(keys, values, queries))
+        found.append(SitePredictor(moved, constant(moved, [0])))
+    PredictorSet(fingerprint(model), found).save_pretrained(tmp_path)
+    with pytest.raises(PatchMismatch, match="looks like keys or values"):
+        run(model, "opt", CometConfig(str(tmp_path), neurons=False, orders="kept", levels="open"))
 
 
 def test_stacks_may_have_other_numbers_of_heads(tmp_path: Path) -> None:

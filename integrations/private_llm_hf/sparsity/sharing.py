@@ -129,6 +129,11 @@ class SharedPredictors:
                 f"sparsity: {type(model).__name__} computes attention in code of its own, where heads cannot be left "
                 "out; want CometConfig(heads=False)"
             )
+        if block.name.rpartition(".")[2].lower().lstrip("w")[:1] in ("k", "v"):
+            raise PatchMismatch(
+                f"sparsity: '{block.name}' runs first in its attention block and looks like keys or values, where no "
+                "head may be left out; want CometConfig(heads=False)"
+            )
         depth = layer_sizes(model.get_submodule(block.writer))[0] // heads
         each = heads // groups
         of_groups = _uniform(groups)
