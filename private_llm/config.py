@@ -327,10 +327,10 @@ class PrivateConfig:
             raise ConfigError(f"sparsity: got {self.sparsity!r}; want CometConfig(predictors='folder'), or None")
         if self.plan is not None:
             raise ConfigError("sparsity: nodes of a sharding plan compute everything; leave sparsity or the plan out")
-        if self.weights == "public" and self.sparsity.orders == "kept":
+        if self.weights == "public":
             raise ConfigError(
                 "sparsity: with weights='public' all parties know the order of neurons, so what is opened in it names "
-                "them; want weights='secret', or orders='fresh'"
+                "them, and predictors are secret weights; want weights='secret'"
             )
 
     @property

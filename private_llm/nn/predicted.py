@@ -204,17 +204,19 @@ class SparseHeads:
     """Foretold attention heads of one block, whose heads lie in the owner's order.
 
     Queries of other heads are not computed, and `allowed` takes them out of the attention mask, so they have no scores,
-    no softmax and no output. Keys and values are those of all heads, which later queries may need.
+    no softmax and no output. Keys and values are those of all heads, which later queries may need. The modules' forward
+    functions become `read` and `write`.
     """
 
     def __init__(
-        self, predictor: ActivityPredictor, readers: Sequence[nn.Module], heads: int, budget: int | None, name: str,
-        ledger: Ledger,
+        self, predictor: ActivityPredictor, readers: Sequence[nn.Module], writer: nn.Module, heads: int,
+        budget: int | None, name: str, ledger: Ledger,
     ) -> None:  # fmt: skip
         """readers: the layer of the queries first. budget: heads that a position opens, None for those that are active.
 
         name: under which the ledger books the readers' product.
         """
+        self._write: Callable[[Tensor], Tensor] = writer.forward
         self._predictor, self._readers, self._heads, self._budget = predictor, list(readers), heads, budget
         self._name, self._ledger = name, ledger
         self._active: Tensor | None = None
@@ -251,16 +253,27 @@ class SparseHeads:
                 made += torch.split(whole, sizes, dim=-1)
         return made
 
-    def allowed(self, mask: Tensor | None, keys: int) -> Tensor:
+    def allowed(self, mask: Tensor | None, heads: int, keys: int) -> Tensor:
         """`mask` (boolean, [B, 1, length, keys or more], None: all) at active heads' queries: [B, H, length, keys].
 
-        Local. Raises UnsupportedOp if nothing was foretold for this call.
+        Local. Raises UnsupportedOp if nothing was foretold for this call, or another number of heads.
         """
         active, self._active, self._source = self._active, None, None
         if active is None:
             raise UnsupportedOp("sparse attention ran without its first layer, whose input foretells the heads")
+        if heads != self._heads:
+            raise UnsupportedOp(f"{self._name}: {self._heads} heads are foretold, but attention has {heads}")
         rows = active.transpose(1, 2)[..., None]
         return rows.expand(*rows.shape[:-1], keys) if mask is None else mask[..., :keys].to(rows.device) & rows
+
+    def write(self, h: Tensor) -> Tensor:
+        """The layer after the heads. Raises UnsupportedOp if they did not pass `allowed`, which leaves heads out."""
+        if self._active is not None:
+            raise UnsupportedOp(
+                f"{self._name}: this model computes attention where heads cannot be left out; want "
+                "CometConfig(heads=False)"
+            )
+        return self._write(h)
 
 
 def _as_products(layers: Sequence[nn.Module]) -> list[list[nn.Module]]:

@@ -78,7 +78,7 @@ def choose(session: Session, active: BitShare, budget: int) -> Choice:
     protocol = session.protocol
     ones = arithmetic(session, active, [1.0], 0).view(lambda part: part.reshape(-1)[:count])
     before = ones.view(lambda part: part.cumsum(0, dtype=part.dtype))
-    lacking = before.view(lambda part: part[-1:].expand(budget)) - torch.arange(budget, dtype=torch.float32)
+    lacking = before.view(lambda part: part[-1:].expand(budget)) - torch.arange(budget, dtype=torch.float64)
     both = zip((before - float(budget)).share.parts, lacking.share.parts, strict=True)
     ranks = before.with_share(Share(tuple(torch.cat(pair) for pair in both)))
     # [how many up to here <= budget], and for dummy number j [how many in all <= j]

@@ -68,7 +68,8 @@ REUSED_ORDERS = Threat(
          "a layer) 16 known positions of a text tell 40 to 76 % of the neurons, 64 tell 85 to 99 %, 256 tell 99.6 % or "
          "more: one text of a page ends the secrecy of the order. From then on it reads which neurons are active for "
          "every other user's inputs in this order, and tells which of two texts was run, without an error in 240 "
-         "pairs. A budget, which makes counts equal, changes nothing of this"),
+         "pairs. A budget, which makes counts equal, changes nothing of this. Orders of few units fall sooner: a layer "
+         "has 4 to 64 heads, and those that share keys and values stay together"),
         ("every party, with levels='open'", "how many neurons and heads are active at each position as well; with "
          "levels='budget' each opening holds a public number, filled up at random, so counts show in the mean of many "
          "openings at most"),
@@ -79,7 +80,8 @@ REUSED_ORDERS = Threat(
     "are shuffled ahead of time) and proves each opening by itself secure (appendix A), which does not cover this",
     setting="sparsity=CometConfig(orders='kept'): the order in which the owner stored neurons and heads, one for each "
     "block, which lasts as long as the sharing (every from_pretrained and patch draws anew, share files keep theirs "
-    "until `private-llm share` runs again); permutation(size, reuse=True). Without either a second opening is refused",
+    "until `private-llm share` runs again; a model that was shared for fresh orders refuses it); "
+    "permutation(size, reuse=True). Without either a second opening is refused",
 )  # fmt: skip
 
 KNOWN_ORDERS = Threat(

@@ -19,6 +19,7 @@ from private_llm.errors import PartyFailed, ProtocolAbort, TransportError
 from private_llm.kernels.forms import Conv2d
 from private_llm.net.record import Alter, flip
 from private_llm.net.transport import CLIENT
+from private_llm.protocols.permutation import ShuffledBits, owner_order
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad.arithmetic import QuadArithmetic
 from private_llm.protocols.share import Share
@@ -68,6 +69,14 @@ def _nothing(p: Protocol, x: Share, y: Share) -> Share:
     return p.add(x, _bit(p, p.and_(bits, p.invert(bits))))
 
 
+def _units(p: Protocol, x: Share, y: Share) -> Share:
+    """As `opened_units` does it: bits are moved in blocks, changed, moved back and opened in their owner's order."""
+    moved = p.shuffle_bits(p.msb(x, bits=9), p.permutation(N, blocks=4))
+    back = p.unshuffle_bits(ShuffledBits(p.invert(moved.bits), moved.order))
+    found = p.open_shuffled(ShuffledBits(back, owner_order(N)))
+    return p.add_public(y, found.view(-1).to(p.ring.dtype))  # type: ignore[union-attr]
+
+
 def _flat(x: Share) -> Share:
     return x.map(lambda part: part.reshape(-1))
 
@@ -107,6 +116,7 @@ CASES = [
     Case("shuffle", lambda p, x, y: p.shuffle(x, p.permutation(N)), ("shuffle",)),
     Case("shuffle and back", _there_and_back, ("shuffle",)),
     Case("shuffled bits opened", _opened, ("shuffle", "open")),
+    Case("units opened", _units, ("shuffle", "open")),
     Case("chosen and divided", lambda p, x, y: p.inject(p.msb(x, bits=9), y, [1], [0], 3), ("inject",)),
 ]
 

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from private_llm_hf import GeneratePlan, patch
-from private_llm_hf.models import sparse_blocks
+from private_llm_hf.checkpoint.model_spec import ModelSpec
+from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
+from private_llm_hf.sparsity import sharing
 from private_llm_hf.sparsity.apply import predicted_only
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor, fingerprint
+from private_llm_hf.sparsity.sharing import SharedPredictors
 from private_llm_hf.sparsity.sites import find_sites
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    OPTForCausalLM,
+    PreTrainedModel,
+)
 
 import private_llm.nn.predicted as predicted
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, PatchMismatch, PrivateLLMError
+from private_llm.errors import ConfigError, PatchMismatch, PrivateLLMError, UnsupportedOp
 from private_llm.sparsity_config import CometConfig
 from tests.hf.compare import LOGIT_ERROR
 from tests.hf.tiny import build
 from tests.sparsity.models import RELU, batch, sparse
 from tests.sparsity.test_apply import constant, exact
 
+FAMILY = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1,
+          "intermediate_size": 32, "vocab_size": 64, "max_position_embeddings": 32}  # fmt: skip
 PLAIN = {"protocol": "plain", "insecure": True}
 ORDERED = ("opt", "llama", "bert", "vit")
 """Models whose heads can be put in a secret order."""
@@ -180,31 +193,136 @@ def test_bad_wishes_are_named(tmp_path: Path) -> None:
             run(model, "opt", config)
     with pytest.raises(ConfigError, match="orders='kept' only"):
         CometConfig(folder, neurons=False)
-    with pytest.raises(ConfigError, match="weights='public'"):
-        PrivateConfig(weights="public", sparsity=CometConfig(folder, orders="kept"))
+    for orders in ("kept", "fresh"):
+        with pytest.raises(ConfigError, match="weights='public'"):
+            PrivateConfig(weights="public", sparsity=CometConfig(folder, orders=orders))
+    with pytest.raises(ConfigError, match="levels='open' goes with orders='kept'"):
+        CometConfig(folder, orders="fresh", levels="open")
     with pytest.raises(ConfigError, match="other weights"):
         run(sparse("opt", seed=1), "opt", CometConfig(folder, neuron_budget=0.5))
     with pytest.raises(ConfigError, match="another model"):
         run(build("opt", ffn_dim=64), "opt", CometConfig(folder, neuron_budget=0.5))
 
 
-@pytest.mark.parametrize(("change", "message"), [({"units": 0}, "sizes or names"), ({"budget": 999}, "sizes or names"),
-                                                 ({"readers": ["model.decoder"]}, "no block"), ({"kind": "x"}, "sizes"),
-                                                 ({"more": 1}, "not as this version"), ({"width": 63}, "other sizes"),
-                                                 ({"hidden": "gelu"}, "want 'linear' or 'relu'")])  # fmt: skip
-def test_facts_from_another_endpoint_are_checked(change: dict[str, Any], message: str) -> None:
-    model = build("opt")
-    name = "model.decoder.layers.0.fc1"
-    facts = {"name": name, "kind": "ffn", "width": 64, "units": 96, "block": 1, "rank": 4, "hidden": "linear",
-             "budget": 9, "readers": [name], "writer": "model.decoder.layers.0.fc2",
-             "activation": "model.decoder.layers.0.activation_fn"}  # fmt: skip
-    model.config.private_sparsity = {"blocks": [facts]}
-    sparse_blocks.attach_predictors(model)
-    assert model.get_submodule(f"{name}_predictor").fc2.weight.is_meta
-    other = build("opt")
-    other.config.private_sparsity = {"blocks": [{**facts, **change}]}
-    with pytest.raises(PatchMismatch, match=message):
-        sparse_blocks.attach_predictors(other)
+def family(model_type: str, **changes: Any) -> PreTrainedModel:
+    config = AutoConfig.for_model(model_type, **{**FAMILY, **changes})
+    torch.manual_seed(0)
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    return made
+
+
+@pytest.mark.parametrize(("model_type", "changes", "message"), [
+    ("gpt_neo", {"attention_types": [[["global"], 1]], "num_layers": 1}, "computes attention in code of its own"),
+    ("stablelm", {"qk_layernorm": True}, "norms' has entries for each head"),
+    ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 4}, "sinks' has entries for each head"),
+])  # fmt: skip
+def test_heads_that_a_model_tells_apart_are_refused(
+    model_type: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Attention that does not go through the mask of heads, and weights of single heads that look shared."""
+    model = family(model_type, **changes)
+    given = {"input_ids": torch.ones(1, 4, dtype=torch.long)}
+    found = [SitePredictor(site, constant(site, [0])) for site in find_sites(model, given, ("heads",))]
+    PredictorSet(fingerprint(model), found).save_pretrained(tmp_path)
+    config = CometConfig(str(tmp_path), neurons=False, orders="kept", levels="open")
+    with pytest.raises(PatchMismatch, match=message), patch(model, PrivateConfig(**PLAIN, sparsity=config)):
+        pass
+
+
+def test_attention_that_passes_by_the_mask_of_heads_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were it not refused before, the answer would have heads with queries of zero in it."""
+    monkeypatch.setattr(sharing, "attention_of", lambda *_: sharing.NAME)
+    model = family("gpt_neo", attention_types=[[["global"], 1]], num_layers=1)
+    given = {"input_ids": torch.ones(1, 4, dtype=torch.long)}
+    found = [SitePredictor(site, constant(site, [0])) for site in find_sites(model, given, ("heads",))]
+    PredictorSet(fingerprint(model), found).save_pretrained(tmp_path)
+    config = CometConfig(str(tmp_path), neurons=False, orders="kept", levels="open")
+    with (
+        patch(model, PrivateConfig(**PLAIN, sparsity=config)) as private,
+        pytest.raises(UnsupportedOp, match="where heads cannot be left out"),
+    ):
+        private(**given)
+
+
+def test_the_size_of_scores_means_nothing(tmp_path: Path) -> None:
+    """Scores 2^12 times as large as FC1's, which would wrap, foretell the same."""
+    model, found = sparse("opt"), []
+    for site in find_sites(model, batch("opt"), ("ffn",)):
+        made = exact(model, site)
+        with torch.no_grad():
+            made.fc1.weight.mul_(2.0**12)
+            made.fc2.bias.mul_(2.0**12)
+        found.append(SitePredictor(site, made))
+    PredictorSet(fingerprint(model), found).save_pretrained(tmp_path)
+    config = CometConfig(str(tmp_path), orders="kept", levels="open")
+    close(run(model, "opt", config)[0], answer(model, "opt"))
+
+
+def test_heads_are_left_out_of_queries_only(tmp_path: Path) -> None:
+    """A model may compute keys first; the first layer of a block is the one whose outputs are left out."""
+    model, found = sparse("opt"), []
+    for site in find_sites(model, batch("opt"), ("heads",)):
+        queries, keys, values = site.readers
+        moved = replace(site, name=keys, readers=(keys, values, queries))
+        found.append(SitePredictor(moved, constant(moved, [0])))
+    PredictorSet(fingerprint(model), found).save_pretrained(tmp_path)
+    with pytest.raises(PatchMismatch, match="looks like keys or values"):
+        run(model, "opt", CometConfig(str(tmp_path), neurons=False, orders="kept", levels="open"))
+
+
+def test_stacks_may_have_other_numbers_of_heads(tmp_path: Path) -> None:
+    """BART: eight heads in the decoder, four in the encoder, and a bias that a checkpoint stores as no parameter."""
+    sizes = {f"{stack}_{of}": size for stack in ("encoder", "decoder") for of, size in (("layers", 1), ("ffn_dim", 32))}
+    config = BartConfig(
+        vocab_size=64, d_model=16, encoder_attention_heads=4, decoder_attention_heads=8, max_position_embeddings=32,
+        **sizes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = BartForConditionalGeneration(config).eval()
+    given = {"input_ids": torch.randint(3, 60, (2, 5), generator=torch.Generator().manual_seed(0))}
+    given["decoder_input_ids"] = given["input_ids"][:, :3]
+    sites = find_sites(model, given, ("heads",))
+    assert [site.units for site in sites] == [4, 8, 8]
+    PredictorSet(fingerprint(model), [SitePredictor(site, constant(site, [0, 3])) for site in sites]).save_pretrained(
+        tmp_path
+    )
+    with predicted_only(model, PredictorSet.from_pretrained(tmp_path)), torch.no_grad():
+        want = model(**given)[0]
+    comet = CometConfig(str(tmp_path), neurons=False, orders="kept", levels="open")
+    with patch(model, PrivateConfig(**PLAIN, sparsity=comet)) as private:
+        close(private(**given)[0], want)
+
+
+def test_blocks_that_share_a_weight_are_refused(tmp_path: Path) -> None:
+    """One weight has no two orders; a tied one comes under one name."""
+    model = sparse("opt")
+    shared = SharedPredictors(
+        PredictorSet.from_pretrained(saved(model, "opt", tmp_path)),
+        CometConfig(str(tmp_path), orders="kept", levels="open"), OPTForCausalLM, model.config,
+    )  # fmt: skip
+    spec = ModelSpec.of(OPTForCausalLM, shared.config)
+
+    def weights(sink: Any) -> None:
+        for name, value in model.state_dict().items():
+            if name in spec.source.shapes and name != "model.decoder.layers.1.fc1.weight":
+                sink(name, value)
+
+    digest = WeightsDigest()
+    weights(digest)
+    shared._weights = digest.text()
+    with pytest.raises(PatchMismatch, match=r"layers.1.fc1.weight' is tied to another weight"):
+        shared.stream(weights, spec, lambda name, value: None)
+
+
+def test_layers_in_a_list_can_have_predictors(tmp_path: Path) -> None:
+    """CTRL's FC1, ReLU and FC2 are a `Sequential`, which would run a predictor that were put into it."""
+    model = family("ctrl", n_embd=16, n_layer=1, n_head=4, dff=32, vocab_size=64, n_positions=32)
+    given = {"input_ids": torch.randint(3, 60, (2, 5), generator=torch.Generator().manual_seed(0))}
+    found = [SitePredictor(site, exact(model, site)) for site in find_sites(model, given, ("ffn",))]
+    PredictorSet(fingerprint(model), found).save_pretrained(tmp_path)
+    config = CometConfig(str(tmp_path), orders="kept", levels="open")
+    with torch.no_grad(), patch(model, PrivateConfig(**PLAIN, sparsity=config)) as private:
+        close(private(**given)[0], model(**given)[0])
 
 
 @pytest.mark.parametrize(

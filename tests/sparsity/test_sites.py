@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from private_llm_hf.sparsity.sites import Site, find_sites
-from transformers import BertForMaskedLM
+from transformers import BertForMaskedLM, PhiConfig, PhiForCausalLM
 
 from private_llm.errors import ConfigError, PatchMismatch
 from tests.hf.tiny import build
@@ -94,3 +94,11 @@ def test_sites_survive_json() -> None:
     assert Site.from_dict(site.to_dict()) == site
     with pytest.raises(ConfigError, match=r"unknown key.*other"):
         Site.from_dict({**site.to_dict(), "other": 1})
+
+
+def test_a_feed_forward_block_beside_attention_reads_no_queries() -> None:
+    """Phi's two blocks read the same input; here FC1 is as wide as the queries."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = PhiForCausalLM(PhiConfig(**sizes, vocab_size=64, hidden_act="relu"))
+    (site,) = find_sites(model, {"input_ids": torch.ones(1, 3, dtype=torch.long)}, ("ffn",))
+    assert site.readers == ("model.layers.0.mlp.fc1",)

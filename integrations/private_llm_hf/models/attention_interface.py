@@ -76,7 +76,12 @@ def private_attention(
         attention_mask = layer.buffer.columns(attention_mask, query.shape[1])
     sparse = getattr(module, SPARSE, None)
     if isinstance(sparse, SparseHeads):
-        attention_mask = sparse.allowed(attention_mask, key.shape[2])
+        if s_aux is not None or any(bias is not None and bias.shape[1] != 1 for bias in (position_bias, addend)):
+            raise UnsupportedOp(
+                f"{type(module).__name__}: its heads have scores of their own (a bias or sinks), which do not lie in "
+                "the owner's order; want CometConfig(heads=False)"
+            )
+        attention_mask = sparse.allowed(attention_mask, query.shape[1], key.shape[2])
     out, mass = attend_and_weigh(
         query.raw,
         key.to_operand(),

@@ -8,6 +8,7 @@ weights are ordinary secret weights, of a module beside the first layer of each 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
@@ -29,6 +30,9 @@ KEY = "private_sparsity"
 """The attribute of a configuration that holds the facts."""
 
 _MOST = 1 << 24
+_LISTED = re.compile(r"\.(\d+)$")
+_SHOWN = 80
+_MOST_BLOCKS, _MOST_READERS = 1 << 12, 8
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,11 @@ class SparseBlock:
 
     @property
     def predictor(self) -> str:
-        """The name of the module that holds the predictor."""
-        return f"{self.name}_predictor"
+        """The name of the module that holds the predictor: beside the first reader, or beside the list it lies in."""
+        beside = self.name
+        while _LISTED.search(beside):
+            beside = _LISTED.sub(r"_\1", beside)
+        return f"{beside}_predictor"
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -71,14 +78,16 @@ class SparseBlock:
             refuse_unknown(values, names, f"{KEY}: ")
             made = cls(**{**values, "readers": tuple(values["readers"])})
         except (ConfigError, KeyError, TypeError) as error:
-            raise PatchMismatch(f"{KEY}: not as this version writes it ({error})") from None
+            raise PatchMismatch(f"{KEY}: not as this version writes it ({str(error)[:_SHOWN]})") from None
         sizes = (made.width, made.units, made.block, made.rank, made.budget)
         texts = (made.name, made.writer, *made.readers, *([] if made.activation is None else [made.activation]))
         fit = all(type(size) is int and 0 < size <= _MOST for size in sizes) and all(type(t) is str for t in texts)
-        if not fit or made.budget > made.units or made.kind not in ("ffn", "heads") or not made.readers:
-            raise PatchMismatch(f"{KEY}: block {str(made.name)[:80]!r} has sizes or names that no model has")
+        whole = (made.kind == "ffn") == (made.activation is not None) and (made.kind == "ffn" or made.block == 1)
+        whole = whole and made.kind in ("ffn", "heads") and 0 < len(made.readers) <= _MOST_READERS
+        if not fit or not whole or made.budget > made.units or made.rank > made.width:
+            raise PatchMismatch(f"{KEY}: block {str(made.name)[:_SHOWN]!r} has sizes or names that no model has")
         if made.hidden not in ("linear", "relu"):
-            raise PatchMismatch(f"{KEY}: hidden: got {str(made.hidden)[:80]!r}; want 'linear' or 'relu'")
+            raise PatchMismatch(f"{KEY}: hidden: got {str(made.hidden)[:_SHOWN]!r}; want 'linear' or 'relu'")
         return made
 
 
@@ -87,8 +96,10 @@ def sparse_blocks(config: PretrainedConfig) -> tuple[SparseBlock, ...]:
     held = getattr(config, KEY, None)
     if held is None:
         return ()
-    if not isinstance(held, Mapping) or not isinstance(held.get("blocks"), list):
+    fits = isinstance(held, Mapping) and set(held) == {"blocks", "settings"} and isinstance(held["blocks"], list)
+    if not fits or len(held["blocks"]) > _MOST_BLOCKS:
         raise PatchMismatch(f"{KEY}: not as this version writes it; share the model again")
+    shared_settings(config)
     return tuple(SparseBlock.from_dict(values) for values in held["blocks"])
 
 
@@ -106,7 +117,7 @@ def shared_settings(config: object) -> CometConfig | None:
     try:
         return CometConfig.from_dict(chosen)
     except (ConfigError, TypeError) as error:
-        raise PatchMismatch(f"{KEY}: not as this version writes it ({error})") from None
+        raise PatchMismatch(f"{KEY}: not as this version writes it ({str(error)[:_SHOWN]})") from None
 
 
 def adopted(config: PrivateConfig, model: object) -> PrivateConfig:
@@ -115,13 +126,19 @@ def adopted(config: PrivateConfig, model: object) -> PrivateConfig:
     return config if settings is None else replace(config, sparsity=settings)
 
 
+def facts_of(settings: CometConfig, blocks: Collection[SparseBlock]) -> dict[str, Any]:
+    """The facts of a configuration: all blocks, and what the owner chose when he ordered their units."""
+    return {"blocks": [block.to_dict() for block in blocks], "settings": settings.agreed()}
+
+
 def attach_predictors(model: PreTrainedModel) -> None:
     """Add the modules of the predictors that the model's configuration names, on the meta device.
 
     Raises PatchMismatch for blocks that the model does not have.
     """
+    taken: set[str] = set()
     for block in sparse_blocks(model.config):
-        _check(model, block)
+        _check(model, block, taken)
         parent, _, own = block.predictor.rpartition(".")
         with torch.device("meta"):
             predictor = ActivityPredictor(block.width, block.rank, block.units, block.hidden)
@@ -130,13 +147,21 @@ def attach_predictors(model: PreTrainedModel) -> None:
 
 
 def check_sparsity(model: PreTrainedModel, config: CometConfig | None) -> None:
-    """Raise ConfigError unless a model has predictors if and only if sparsity is wanted, and of the wanted kinds."""
+    """Raise ConfigError unless a model has predictors if and only if sparsity is wanted, and of the wanted kinds.
+
+    Nor may patterns be opened in a kept order where the owner drew none, or to a budget where he set none.
+    """
     kinds = {block.kind for block in sparse_blocks(model.config)}
     chosen = shared_settings(model.config)
     if config is not None and chosen is not None and config.orders != chosen.orders:
         raise ConfigError(
             f"sparsity: got orders={config.orders!r}; the model was shared with orders={chosen.orders!r}, so its "
             "neurons lie in another order: want the same, or share it anew"
+        )
+    if config is not None and chosen is not None and config.levels == "budget" != chosen.levels:
+        raise ConfigError(
+            f"sparsity: got levels='budget'; the model was shared with levels={chosen.levels!r}, so it has no budgets: "
+            "want the same, or share it anew"
         )
     if config is None and kinds:
         raise ConfigError("the model was shared with predictors of its activity; want sparsity=CometConfig()")
@@ -189,14 +214,14 @@ def _make_sparse(model: PreTrainedModel, block: SparseBlock, config: CometConfig
     readers = [model.get_submodule(name) for name in block.readers]
     path = block.name.rpartition(".")[0]
     name = f"{path}.{'+'.join(reader.rpartition('.')[2] for reader in block.readers)}".lstrip(".")
+    writer = model.get_submodule(block.writer)
     sparse: SparseHeads | SparseFeedForward
     if block.kind == "heads":
-        sparse = SparseHeads(predictor, readers, block.units, budget, name, ledger)
+        sparse = SparseHeads(predictor, readers, writer, block.units, budget, name, ledger)
         vars(model.get_submodule(path))[SPARSE] = sparse
     else:
-        writer = model.get_submodule(block.writer)
         sparse = SparseFeedForward(predictor, readers, writer, block.block, budget, name, ledger)
-        writer.forward = sparse.write
+    writer.forward = sparse.write
     for index, reader in enumerate(readers):
         reader.forward = functools.partial(sparse.read, index)
 
@@ -212,21 +237,37 @@ def _before(told: FreshActivation, first: nn.Module) -> Any:  # noqa: ANN401 - a
     return run
 
 
-def _check(model: PreTrainedModel, block: SparseBlock) -> None:
+def _check(model: PreTrainedModel, block: SparseBlock, taken: set[str]) -> None:
+    """Raise PatchMismatch unless the model has this block, of modules that are not `taken`; they are then."""
     layers = dict(model.named_modules())
-    names = (*block.readers, block.writer, *([] if block.activation is None else [block.activation]))
+    linear = (*block.readers, block.writer)
+    names = (*linear, *([] if block.activation is None else [block.activation]))
     missing = [name for name in names if name not in layers]
+    said = f"{KEY}: {type(model).__name__} has no block {block.name[:_SHOWN]!r}"
     if missing or block.name != block.readers[0] or block.predictor in layers:
-        raise PatchMismatch(f"{KEY}: {type(model).__name__} has no block '{block.name}' ({', '.join(missing)[:200]})")
-    for name in (*block.readers, block.writer):
+        raise PatchMismatch(f"{said} ({', '.join(map(repr, missing))[:200]})")
+    shared = sorted({name for name in names if names.count(name) > 1 or name in taken})
+    if shared:
+        raise PatchMismatch(f"{said} ('{shared[0]}' has two places in blocks)")
+    taken.update(names)
+    for name in linear:
         if not isinstance(layers[name], nn.Linear | Conv1D):
             raise PatchMismatch(f"{KEY}: '{name}' is a {type(layers[name]).__name__}; want a linear layer")
-    neurons = block.units * block.block
-    widths = {name: layer_sizes(layers[name]) for name in (*block.readers, block.writer)}
-    ffn = block.kind == "ffn"
-    fits = widths[block.name][0] == block.width and (widths[block.writer][0] == neurons or not ffn)
-    if not fits or (ffn and any(widths[name][1] != neurons for name in block.readers)):
+    if block.activation is not None and any(True for _ in layers[block.activation].parameters()):
+        raise PatchMismatch(f"{KEY}: '{block.activation}' has weights; want an activation")
+    if isinstance(layers[block.predictor.rpartition(".")[0]], nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        raise PatchMismatch(f"{said} (a list of modules can hold no predictor)")
+    widths = [layer_sizes(layers[name]) for name in linear]
+    if widths[0][0] != block.width or not _fits(block, [size[1] for size in widths[:-1]], widths[-1][0]):
         raise PatchMismatch(f"{KEY}: block '{block.name}' is of other sizes in this {type(model).__name__}")
+
+
+def _fits(block: SparseBlock, outputs: list[int], written: int) -> bool:
+    """Whether readers of these outputs, and a writer of that many inputs, have a block's units."""
+    neurons = block.units * block.block
+    if block.kind == "ffn":
+        return written == neurons and all(size == neurons for size in outputs)
+    return "." in block.name and written % block.units == 0 and outputs[0] % block.units == 0
 
 
 def layer_sizes(layer: nn.Module) -> tuple[int, int]:

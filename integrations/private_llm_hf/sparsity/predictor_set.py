@@ -33,7 +33,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from private_llm.errors import ConfigError, refuse_unknown
 from private_llm_hf.checkpoint.model_spec import describe, model_class
 from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
-from private_llm_hf.checkpoint.weights import WeightList, stream_loaded
+from private_llm_hf.checkpoint.weights import WeightList, skeleton, stream_loaded
 from private_llm_hf.sparsity.measures import Measures
 from private_llm_hf.sparsity.predictor import Predictor
 from private_llm_hf.sparsity.settings import PredictorConfig
@@ -212,9 +212,9 @@ def fingerprint(model: PreTrainedModel, name: str = "") -> dict[str, Any]:
 
 
 def weights_digest(model: PreTrainedModel) -> str:
-    """`WeightsDigest` of all weights, tied ones once."""
+    """`WeightsDigest` of all weights that are shared, tied ones once."""
     digest = WeightsDigest()
-    stream_loaded(model, WeightList.of(model), digest)
+    stream_loaded(model, WeightList.of(skeleton(type(model), model.config)), digest)
     return digest.text()
 
 

@@ -24,8 +24,13 @@ from private_llm.sparsity_config import CometConfig
 from private_llm_hf.checkpoint.model_spec import ModelSpec
 from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
 from private_llm_hf.checkpoint.weights import Sink, skeleton
-from private_llm_hf.models.sparse_blocks import KEY, SparseBlock, layer_sizes
+from private_llm_hf.models.architectures import attention_of
+from private_llm_hf.models.attention_interface import NAME
+from private_llm_hf.models.sparse_blocks import KEY, SparseBlock, facts_of, layer_sizes
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor
+
+_GAIN = 8.0
+"""Largest spectral norm of a predictor's first layer: inputs of norm 128 keep scores below 2^10."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +74,20 @@ class SharedPredictors:
                 "(--kinds), or ask for another kind"
             )
         self.config = copy.deepcopy(config)
-        setattr(self.config, KEY, {"blocks": [block.to_dict() for block in blocks], "settings": settings.agreed()})
+        setattr(self.config, KEY, facts_of(settings, blocks))
 
     def stream(self, weights: Callable[[Sink], None], spec: ModelSpec, sink: Sink) -> None:
         """Pass on the model's weights, reordered and folded, and then the predictors'.
 
         weights: passes the model's own to a sink. Raises ConfigError if these are not the weights that the predictors
-        were trained on.
+        were trained on, PatchMismatch if two blocks share one weight, which has no two orders.
         """
         digest, folded = WeightsDigest(), spec.folding(sink)
+        left = {name for name in self._moves if name.endswith(".weight")}
 
         def take(name: str, tensor: Tensor) -> None:
             digest(name, tensor)
+            left.discard(name)
             for move in self._moves.get(name, ()):
                 tensor = move(tensor)
             folded(name, tensor)
@@ -90,6 +97,11 @@ class SharedPredictors:
             raise ConfigError(
                 "sparsity: predictors of the same architecture with other weights: what they foretell is another "
                 "model's activity; load the checkpoint that they were trained on, or train anew"
+            )
+        if left:
+            raise PatchMismatch(
+                f"sparsity: '{min(left)}' is tied to another weight, so its units have no secret order of their own; "
+                "want orders='fresh'"
             )
         for name, tensor in self._tensors.items():
             sink(name, tensor)
@@ -120,6 +132,16 @@ class SharedPredictors:
 
     def _ordered_heads(self, model: PreTrainedModel, block: SparseBlock, groups: int) -> Tensor:
         heads, path = block.units, block.name.rpartition(".")[0]
+        if attention_of(model.config.model_type, type(model)) != NAME:
+            raise PatchMismatch(
+                f"sparsity: {type(model).__name__} computes attention in code of its own, where heads cannot be left "
+                "out; want CometConfig(heads=False)"
+            )
+        if block.name.rpartition(".")[2].lower().lstrip("w")[:1] in ("k", "v"):
+            raise PatchMismatch(
+                f"sparsity: '{block.name}' runs first in its attention block and looks like keys or values, where no "
+                "head may be left out; want CometConfig(heads=False)"
+            )
         depth = layer_sizes(model.get_submodule(block.writer))[0] // heads
         each = heads // groups
         of_groups = _uniform(groups)
@@ -175,7 +197,8 @@ def _facts(member: SitePredictor, settings: CometConfig) -> SparseBlock:
         key = "neuron_budget" if site.kind == "ffn" else "head_budget"
         raise ConfigError(
             f"sparsity: the predictor of '{site.name}' has no budget; train with --budget-share or --budget, or pass "
-            f"CometConfig({key}=0.3) for a public share of units a position, or levels='open', which shows their number"
+            f"CometConfig({key}=0.3) for a public share of units a position, or orders='kept' with levels='open', "
+            "which shows their number"
         )
     return SparseBlock(
         site.name, site.kind, site.width, units, each, predictor.config.rank, predictor.config.hidden,
@@ -184,16 +207,20 @@ def _facts(member: SitePredictor, settings: CometConfig) -> SparseBlock:
 
 
 def _weights_of(member: SitePredictor, block: SparseBlock, order: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Named weights of a predictor: units in their order, threshold taken off, scores to weights of norm one."""
+    """Named weights of a predictor: units in their order, threshold taken off, scores of at most `_GAIN` times x.
+
+    The sign of a score is all that counts, and its size must be known (`SCORE_BITS`).
+    """
     predictor = member.predictor
+    down, shift = predictor.fc1.weight.detach().double(), predictor.fc1.bias.detach().double()
     weight, bias = predictor.fc2.weight.detach().double(), predictor.fc2.bias.detach().double()
-    bias = bias - predictor.config.threshold
-    # the sign of a score is all that counts, and its size must be known
+    gain = min(1.0, _GAIN / max(float(torch.linalg.matrix_norm(down, 2)), 1e-6))
+    down, shift, bias = down * gain, shift * gain, (bias - predictor.config.threshold) * gain
     norm = (weight.square().sum(1) + bias.square()).sqrt().clamp_min(1e-6)
     weight, bias = weight / norm[:, None], bias / norm
     weight, bias = weight[order], bias[order]
     found = {
-        "fc1.weight": predictor.fc1.weight, "fc1.bias": predictor.fc1.bias, "fc2.weight": weight, "fc2.bias": bias,
+        "fc1.weight": down, "fc1.bias": shift, "fc2.weight": weight, "fc2.bias": bias,
     }  # fmt: skip
     for own, value in found.items():
         yield f"{block.predictor}.{own}", value.detach().float().contiguous()
@@ -227,11 +254,16 @@ def _refuse_between(model: PreTrainedModel, block: SparseBlock) -> None:
 def _refuse_per_head(model: PreTrainedModel, path: str, heads: int, depth: int, groups: int) -> None:
     """Raise PatchMismatch for weights of an attention module that have an entry for each head."""
     module = model.get_submodule(path)
+    found = [own for own, part in module.named_modules() if isinstance(part, nn.ModuleList)]
     for own, value in module.named_parameters():
-        linear = isinstance(module.get_submodule(own.rpartition(".")[0]), nn.Linear | Conv1D)
+        home = own.rpartition(".")[0]
+        linear = isinstance(module.get_submodule(home), nn.Linear | Conv1D)
         per_head = {heads, groups, heads * depth, groups * depth} & set(value.shape)
-        if not linear and per_head and tuple(value.shape) != (depth,):
-            raise PatchMismatch(
-                f"sparsity: '{path}.{own}' has entries for each head, so heads cannot be put in a secret order; want "
-                "CometConfig(heads=False)"
-            )
+        # a norm within heads has one weight for all of them; what the attention module holds itself may be a sink
+        if not linear and per_head and (not home or tuple(value.shape) != (depth,)):
+            found.append(own)
+    if found:
+        raise PatchMismatch(
+            f"sparsity: '{path}.{found[0]}' has entries for each head, so heads cannot be put in a secret order; want "
+            "CometConfig(heads=False)"
+        )

@@ -152,7 +152,10 @@ def _blocks(model: PreTrainedModel, calls: list[_Call]) -> list[Site]:
         beside = [
             other.name
             for other in calls
-            if other.what == "linear" and other.received is first.received and other.returned.shape[-1] == units
+            if other.what == "linear"
+            and other.received is first.received
+            and other.returned.shape[-1] == units
+            and _attention_above(model, other.name) is None  # parallel blocks read the same input
         ]
         after = (
             other.name
@@ -177,7 +180,6 @@ def _blocks(model: PreTrainedModel, calls: list[_Call]) -> list[Site]:
 
 
 def _attention(model: PreTrainedModel, calls: list[_Call]) -> list[Site]:
-    heads = getattr(model.config, "num_attention_heads", None)
     groups: dict[str, list[_Call]] = {}
     for call in calls:
         inside = _attention_above(model, call.name) if call.what == "linear" else None
@@ -186,7 +188,7 @@ def _attention(model: PreTrainedModel, calls: list[_Call]) -> list[Site]:
     found = []
     for group in groups.values():
         first, last = group[0], group[-1]
-        width = last.received.shape[-1]
+        width, heads = last.received.shape[-1], _heads(model, first.name)
         if not isinstance(heads, int) or first.name == last.name or width % heads:
             continue
         readers = [call.name for call in group if call.received is first.received and call.name != last.name]
@@ -199,6 +201,14 @@ def _attention(model: PreTrainedModel, calls: list[_Call]) -> list[Site]:
             "ask for kinds=('ffn',)"
         )
     return found
+
+
+def _heads(model: PreTrainedModel, name: str) -> object:
+    """How many heads the attention module of this layer says it has, or else the configuration."""
+    module = model.get_submodule(name.rpartition(".")[0])
+    said = (getattr(module, own, None) for own in ("num_attention_heads", "num_heads", "n_heads"))
+    found = next((count for count in said if isinstance(count, int)), None)
+    return getattr(model.config, "num_attention_heads", None) if found is None else found
 
 
 def _layer(name: str) -> int | None:
