@@ -158,11 +158,11 @@ def of_sentences(
             right += int((answer == labels).sum())
         return {"accuracy, %": 100 * right / len(test.labels)}
 
-    ids, _ = next(test.batches(sizes.private))
-    lines = swept(model, found, thresholds, {"input_ids": ids, "attention_mask": (ids != PAD).long()}, figures)
+    ids = max((given["input_ids"] for given in by_length(test)), key=len)[: sizes.private // 4]
+    lines = swept(model, found, thresholds, {"input_ids": ids}, figures)
     about = (
         f"A BERT with ReLU, {sizes.layers} layers of {sizes.hidden}: {len(data.labels)} sentences to train with, "
-        f"{len(test.labels)} to test with; bytes of {len(ids)} sentences at once."
+        f"{len(test.labels)} to test with; bytes of {len(ids)} sentences of {ids.shape[1]} words at once."
     )
     return lines, about
 

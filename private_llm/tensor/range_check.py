@@ -45,10 +45,11 @@ UNKNOWN = REACH + 3
 """Bits of magnitude that the signed sums of a module without calibration may have."""
 
 
-def watch(x: Fixed, bits: int | None = None) -> None:
+def watch(x: Fixed, bits: int | None = None, flat: bool = False) -> None:
     """Owe a check of the rows of x [.., width]: signed sums below 2^bits in ring elements. Local.
 
-    bits: default, the calibrated `output` of the module that is computed. Nothing is done with guard=False, or in a
+    bits: default, the calibrated `output` of the module that is computed. flat: x is 1-D and no row, but entries of
+    many rows side by side, which are summed in pieces. Nothing is done with guard=False, or in a
     32-bit ring without calibration: its products have no bit to spare for a bound that knows nothing. Debug sessions
     compare the norms of the rows, and name the module.
     """
@@ -59,7 +60,7 @@ def watch(x: Fixed, bits: int | None = None) -> None:
     if bits is None:
         known = session.exponent("output")
         bits = x.frac + (UNKNOWN if known is None else known)
-        if x.shape[-1] < PIECE:  # several short rows share their sums: head room is much more than their number
+        if flat or x.shape[-1] < PIECE:  # several short rows share their sums: head room is much more than their number
             x = _in_pieces(x)
     if session.config.debug_ranges:
         if session.known.ranges.modules:  # without calibration, the ring's own limits are all there is to keep

@@ -108,9 +108,9 @@ def draw(found: PredictorSet, path: Path) -> None:
             for number, (label, values) in enumerate(bars):
                 places = [place + (number - (len(bars) - 1) / 2) * width for place in range(len(members))]
                 panel.bar(places, [100 * value for value in values], width, label=label)
-            panel.set(xlabel="block", ylabel="%", ylim=(0, 105))
+            panel.set(xlabel="layer", ylabel="%", ylim=(0, 125), yticks=range(0, 101, 20))
             panel.set_xticks(range(len(members)))
-            panel.legend(loc="lower right")
+            panel.legend(loc="upper center", ncols=len(bars))
         each = members[0].predictor.config.block
         name = "heads" if kind == "heads" else "neurons" if each == 1 else f"blocks of {each} neurons"
         axes[0, column].set_title(name)
