@@ -88,6 +88,13 @@ def estimate(
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
     cache_policy: CachePolicyOption = "",
+    sparsity: Annotated[
+        str,
+        typer.Option(
+            help="As if predictors left out these shares: neurons=0.9,heads=0.5[,block=16,rank=128,heads-rank=32,"
+            "levels=budget|open] (docs/comet.md)."
+        ),
+    ] = "",
 ) -> None:
     """What a run will cost, without weights and without hardware."""
     from private_llm_cli.commands.estimate import estimate as run
@@ -97,6 +104,8 @@ def estimate(
     more: dict[str, Any] = {"reveal": reveal, "matmul": matmul, "weights": weights, **cache_policy_of(cache_policy)}
     given = [ShardingPlan(**plan_of(text)["plan"]) for text in plan or []]
     if plans or len(given) > 1:
+        if sparsity:
+            raise ConfigError("sparsity: needs secret shares of the weights; compare plans without --sparsity")
         config = config_of(protocol, ring, **more, **plan_of("", split=split))
         if image is not None:
             raise ConfigError("image: token sharding is for text; leave out --image")
@@ -104,7 +113,7 @@ def estimate(
         compare_plans(Work(model, seq, new, batch), config, given, plans, as_json, hardware)
         return
     config = config_of(protocol, ring, **more, **plan_of("".join(plan or []), accept_weak_plan, split))
-    run(model, config, as_json, seq, new, batch, bandwidth, latency, gmacs, image)
+    run(model, config, as_json, seq, new, batch, bandwidth, latency, gmacs, image, sparsity)
 
 
 def diff(

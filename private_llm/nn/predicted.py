@@ -41,14 +41,15 @@ class ActivityPredictor(nn.Module):
     """score = fc2 a(fc1 x), a unit is foretold active where its score is not negative (Comet, section 4.1).
 
     fc1 [rank, width] and fc2 [units, rank] with biases. hidden: a, "linear" or "relu". The owner takes the threshold
-    off the bias of fc2. name: of the module in its model.
+    off the bias of fc2. name: of the module in its model. expected: units that a position is supposed to open, for
+    counting costs.
     """
 
     def __init__(self, width: int, rank: int, units: int, hidden: Literal["linear", "relu"] = "linear") -> None:
         super().__init__()
         self.fc1 = nn.Linear(width, rank)
         self.fc2 = nn.Linear(rank, units)
-        self.hidden, self.name = hidden, ""
+        self.hidden, self.name, self.expected = hidden, "", units
 
     def forward(self, x: Tensor) -> BitShare:
         """x [.., width], secret, to one row of bits [positions * units].
@@ -79,7 +80,7 @@ class ActivityPredictor(nn.Module):
             raise UnsupportedOp("a predictor of activity needs a secret input")
         bits = self(x)
         with x.session.protocol.ledger.scope(self.name):
-            return opened_units(x.session, bits, positions, budget)
+            return opened_units(x.session, bits, positions, budget, self.expected)
 
 
 class SparseFeedForward:

@@ -133,7 +133,7 @@ def _make_sparse(model: PreTrainedModel, block: SparseBlock, config: CometConfig
     predictor, first = model.get_submodule(block.predictor), model.get_submodule(block.name)
     if not isinstance(predictor, ActivityPredictor):
         raise PatchMismatch(f"'{block.predictor}' is a {type(predictor).__name__}; want the block's predictor")
-    predictor.name = block.predictor
+    predictor.name, predictor.expected = block.predictor, block.budget
     budget, ledger = None if config.levels == "open" else block.budget, session.protocol.ledger
     if config.orders == "fresh":
         activation = model.get_submodule(block.activation or "")

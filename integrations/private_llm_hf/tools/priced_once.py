@@ -22,16 +22,19 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from private_llm.net.ledger import Ledger
+from private_llm.nn.predicted import ActivityPredictor
 from private_llm.protocols.share import Share
 from private_llm.tensor.guard import Guarded
 from private_llm.tensor.range_check import watch_pending
 from private_llm.tensor.secret import SecretTensor
+from private_llm_hf.models.attention import SPARSE
 from private_llm_hf.party.cache import SecretCacheLayer
 
 _NUMBERS = ("layer_idx", "layer_id")
 """Attributes that say which layer a module belongs to; they address the cache, which is compared by itself."""
 
-_OWN = frozenset(vars(nn.Module())) | {"forward", *_NUMBERS}
+_OWN = frozenset(vars(nn.Module())) | {"forward", *_NUMBERS, "name", SPARSE}
+"""Attributes that are not compared: a predictor's name, and what it tells about a block, follow from the rest of it."""
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -109,8 +112,10 @@ def price_once(model: nn.Module, ledger: Ledger) -> None:
             if len(numbers) > 1:
                 continue
             at = _Place(f"{path}.{place}", next(iter(numbers), place), ledger)
+            # where one linear layer opens a pattern that the next follows, each alone is no equal
+            skipped = (nn.Linear,) if any(isinstance(part, ActivityPredictor) for part in layer.children()) else ()
             for name, part in layer.named_children():
-                if not isinstance(part, (nn.ModuleList, nn.Dropout, nn.Identity)):
+                if not isinstance(part, (nn.ModuleList, nn.Dropout, nn.Identity, *skipped)):
                     _attach(part, replace(at, name=f"{at.name}.{name}"), known, forever)
             _attach(layer, at, known, forever)
 
