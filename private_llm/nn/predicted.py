@@ -130,7 +130,7 @@ class SparseFeedForward:
             many = len(layers)
             out, columns = _at_wanted(x, layers, self._wanted.repeat(1, many), equal)
             owner = columns // self._wanted.shape[1]
-            pieces += [out] if many == 1 else [_picked(out, owner == index) for index in range(many)]
+            pieces += [out] if many == 1 else [_picked(out, (owner == index).nonzero()[:, 0]) for index in range(many)]
         return pieces
 
     def write(self, h: Tensor) -> Tensor:
