@@ -138,7 +138,7 @@ def diff(
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Works (default: all but large ones); or a table: pigeon, cascade, kernels."),
+        typer.Argument(help="Works (default: all but large ones); or a table: pigeon, cascade, comet, kernels."),
     ] = None,
     as_json: Json = False,
     protocol: Annotated[
@@ -173,9 +173,10 @@ def bench(
     ] = False,
 ) -> None:
     """Measure operations, layers and models: time, bytes, rounds and error against float64."""
-    from private_llm_cli.commands.bench import CASCADE, KERNELS, PIGEON, bench_kernels, bench_pigeon, link_speed
+    from private_llm_cli.commands.bench import CASCADE, COMET, KERNELS, PIGEON, bench_kernels, bench_pigeon, link_speed
     from private_llm_cli.commands.bench import bench as run
     from private_llm_cli.commands.bench_cascade import bench_cascade
+    from private_llm_cli.commands.bench_comet import bench_comet
 
     circuit: dict[str, Any] = {
         "relu_bits": relu_bits, "relu_low": relu_low, "approximations": approximations.value,
@@ -195,13 +196,14 @@ def bench(
     )
     linked = bandwidth is not None or latency is not None
     other = protocol or ring != 64 or preprocess or n or shape or circuit_given or len(names or ()) > 1
-    if names and KERNELS in names:
-        if other or plot or linked:
-            raise ConfigError(
-                "kernels is a table of its own: give no other name or option than --repeat, --tiny, --json"
-            )
-        bench_kernels(as_json, repeat, tiny)
-        return
+    for table, measured in ((KERNELS, bench_kernels), (COMET, bench_comet)):
+        if names and table in names:
+            if other or plot or linked:
+                raise ConfigError(
+                    f"{table} is a table of its own: give no other name or option than --repeat, --tiny, --json"
+                )
+            measured(as_json, repeat, tiny)
+            return
     if names and CASCADE in names:
         if other:
             raise ConfigError(
