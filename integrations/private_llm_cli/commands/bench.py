@@ -1,4 +1,4 @@
-"""`private-llm bench`: run named works, one row each; "pigeon", "cascade", "comet" and "kernels" are tables of their own."""
+"""`private-llm bench`: run named works, one row each; pigeon, cascade, comet and kernels are tables of their own."""
 
 from __future__ import annotations
 

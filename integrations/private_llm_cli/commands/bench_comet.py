@@ -18,22 +18,20 @@ def bench_comet(as_json: bool, repeat: int, tiny: bool) -> None:
     rows = []
     with progress_bar(len(todo) * (repeat + 1), quiet=as_json) as step:
         for case in todo:
-            made = case.run(repeat, partial(step, case.label))
-            rows += made
+            rows.append(case.run(repeat, partial(step, f"{case.label}, {case.way}")))
             if as_json:
-                for row in made:
-                    emit_json(row)
+                emit_json(rows[-1])
     if as_json:
         return
     cells = [
         (
-            row["setting"], row["way"], " ".join(duration(row["seconds"][which]) for which in ("min", "median", "max")),
-            f"{row['ratio']:.2f}", size(row["bytes_total"]), f"{row['ratio_bytes']:.2f}", row["rounds"],
-            f"{row['error_max']:.0e}",
+            row["setting"], row["way"], duration(row["dense_seconds"]["median"]), duration(row["seconds"]["median"]),
+            f"{row['ratio']:.2f}", f"{size(row['dense_bytes'])}, {size(row['bytes_total'])}",
+            f"{row['dense_rounds']}, {row['rounds']}", f"{row['error_max']:.0e}",
         )
         for row in rows
     ]  # fmt: skip
-    headings = ("protocol", "computed", "min, median, max", "of dense", "bytes", "of dense", "rounds", "error")
+    headings = ("protocol", "foretold", "dense", "sparse", "ratio", "bytes", "rounds", "error")
     shape = "x".join(map(str, rows[0]["shape"]))
     title = f"a decode step of one ReLU layer, 90 % of the neurons left out, {shape}; aim: {rows[0]['aim_ratio']}"
-    emit_table(title, headings, cells, caption=machine())
+    emit_table(title, headings, cells, caption=f"medians; bytes and rounds: dense, sparse; {machine()}")
