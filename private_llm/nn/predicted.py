@@ -102,6 +102,8 @@ class SparseFeedForward:
         self._pieces: list[Tensor] = []
         self._wanted = torch.zeros((0, 0), dtype=torch.bool)
         self._lead: tuple[int, ...] = ()
+        if isinstance(writer.weight, SecretTensor):  # the weights of a neuron side by side, where they are read alone
+            writer.weight = nn.Parameter(writer.weight.viewed(_by_neuron(writer)), requires_grad=False)
 
     def read(self, index: int, x: Tensor) -> Tensor:
         """The chosen neurons of all positions, 1-D in row-major order, of reader `index` for x [.., K].
@@ -285,6 +287,11 @@ def _at_wanted(
 def _is_turned(layer: nn.Module) -> bool:
     """Whether a layer's weight is [inputs, outputs], as transformers' Conv1D has it."""
     return not isinstance(layer, nn.Linear)
+
+
+def _by_neuron(writer: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The same weight with the entries of each input side by side; no copy where they lie so already."""
+    return (lambda part: part.contiguous()) if _is_turned(writer) else (lambda part: part.t().contiguous().t())
 
 
 def _outputs(layer: nn.Module) -> int:
