@@ -23,6 +23,7 @@ import transformers
 from private_llm_cli.commands.output import progress_bar
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.sparsity.planned import PlannedSparsity
+from private_llm_hf.sparsity.relufy import with_relu
 from private_llm_hf.tools.estimate import Estimate, LayerCost, estimate, named_shape
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -82,12 +83,20 @@ def sizes(tiny: bool) -> Sizes:
             hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, vocab_size=100
         )
         small: dict[str, Shape] = {
-            "OPT-6.7B": (transformers.OPTForCausalLM, opt), "LLaMA-2-7B": (transformers.LlamaForCausalLM, llama),
+            "OPT-6.7B": (transformers.OPTForCausalLM, opt), "LLaMA-2-7B": _relu((transformers.LlamaForCausalLM, llama)),
         }  # fmt: skip
         return Sizes(small, 5, 2, (1, 2), 8, 4)
     names = {"OPT-1.3B": "opt-1.3b", "OPT-2.7B": "opt-2.7b", "OPT-6.7B": "opt-6.7b", "LLaMA-2-7B": "llama-7b"}
     found = {label: named_shape(name) for label, name in names.items()}
-    return Sizes({label: shape for label, shape in found.items() if shape is not None}, 512, 16, LENGTHS, 128, 32)
+    return Sizes(
+        {label: _relu(shape) for label, shape in found.items() if shape is not None}, 512, 16, LENGTHS, 128, 32
+    )
+
+
+def _relu(shape: Shape) -> Shape:
+    """The dense model has ReLU, too."""
+    cls, config = shape
+    return cls, with_relu(config)[0]
 
 
 def planned(label: str, size: Sizes, **changes: Any) -> PlannedSparsity:  # noqa: ANN401 - of several kinds
