@@ -26,6 +26,9 @@ from private_llm_hf.models.attention import SPARSE
 KEY = "private_sparsity"
 """The attribute of a configuration that holds the facts."""
 
+PREDICTOR = "_predictor"
+"""Follows the name of a block's first layer in that of its predictor."""
+
 _MOST = 1 << 24
 
 
@@ -53,7 +56,7 @@ class SparseBlock:
     @property
     def predictor(self) -> str:
         """The name of the module that holds the predictor."""
-        return f"{self.name}_predictor"
+        return self.name + PREDICTOR
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -134,6 +137,8 @@ def _make_sparse(model: PreTrainedModel, block: SparseBlock, config: CometConfig
     if not isinstance(predictor, ActivityPredictor):
         raise PatchMismatch(f"'{block.predictor}' is a {type(predictor).__name__}; want the block's predictor")
     predictor.name, predictor.expected = block.predictor, block.budget
+    for name in (*block.readers, block.writer):  # what they cost depends on it
+        vars(model.get_submodule(name))["private_llm_units"] = (block.units, block.block, block.budget)
     budget, ledger = None if config.levels == "open" else block.budget, session.protocol.ledger
     if config.orders == "fresh":
         activation = model.get_submodule(block.activation or "")

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from private_llm.net.ledger import Ledger
-from private_llm.nn.predicted import ActivityPredictor
 from private_llm.protocols.share import Share
 from private_llm.tensor.guard import Guarded
 from private_llm.tensor.range_check import watch_pending
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.models.attention import SPARSE
+from private_llm_hf.models.sparse_blocks import PREDICTOR
 from private_llm_hf.party.cache import SecretCacheLayer
 
 _NUMBERS = ("layer_idx", "layer_id")
@@ -112,10 +112,8 @@ def price_once(model: nn.Module, ledger: Ledger) -> None:
             if len(numbers) > 1:
                 continue
             at = _Place(f"{path}.{place}", next(iter(numbers), place), ledger)
-            # where one linear layer opens a pattern that the next follows, each alone is no equal
-            skipped = (nn.Linear,) if any(isinstance(part, ActivityPredictor) for part in layer.children()) else ()
             for name, part in layer.named_children():
-                if not isinstance(part, (nn.ModuleList, nn.Dropout, nn.Identity, *skipped)):
+                if not isinstance(part, (nn.ModuleList, nn.Dropout, nn.Identity)):
                     _attach(part, replace(at, name=f"{at.name}.{name}"), known, forever)
             _attach(layer, at, known, forever)
 
@@ -159,7 +157,8 @@ class _Priced:
         with _apart(self._at.ledger) as counts:
             output = self._forward(*args, **kwargs)
         counts.add_to(self._at.ledger)
-        inside = all(f"{scope}.".startswith(f"{self._at.name}.") for scope in counts.scopes())
+        own = (f"{self._at.name}.", f"{self._at.name}{PREDICTOR}.")
+        inside = all(f"{scope}.".startswith(own) for scope in counts.scopes())
         if inside and untouched == self._untouched(leaves, caches):
             rescaled = tuple(secret.raw.frac != frac for secret, frac in zip(secrets, fracs, strict=True))
             with suppress(_Unknown):
