@@ -21,6 +21,7 @@ from unittest import mock
 
 import transformers
 from private_llm_cli.commands.output import progress_bar
+from private_llm_cli.commands.pyplot import load_pyplot
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.sparsity.planned import PlannedSparsity
 from private_llm_hf.sparsity.relufy import with_relu
@@ -363,8 +364,7 @@ TABLES: dict[str, Callable[[Counter], str]] = {
 # -- pictures --------------------------------------------------------------------------------------------------------
 def pictures(count: Counter, folder: Path) -> None:
     """comet-lengths.png, comet-breakdown.png and comet-ablation.png."""
-    from matplotlib import pyplot
-
+    pyplot = load_pyplot()
     found = lengths(count, TWO)
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     for axis, (setting, by_length) in zip(axes, found.items(), strict=True):

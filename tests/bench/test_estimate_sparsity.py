@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from private_llm_cli.app import app
 from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.models.sparse_blocks import sparse_blocks
@@ -18,6 +20,7 @@ from private_llm_hf.sparsity.settings import PredictorConfig
 from private_llm_hf.sparsity.sites import Site, find_sites
 from private_llm_hf.tools.estimate import Estimate, estimate
 from transformers import PreTrainedModel
+from typer.testing import CliRunner
 
 from private_llm.errors import ConfigError
 from private_llm.oblivious.active_units import _supposed
@@ -168,3 +171,25 @@ def test_shapes_that_cannot_be_sparse_are_refused() -> None:
         PlannedSparsity(0.5, block=7, rank=2).applied(type(model), model.config)
     with pytest.raises(ConfigError, match="rank"):
         PlannedSparsity(0.5, rank=10_000).applied(type(model), model.config)
+
+
+def test_the_command_says_what_it_supposes() -> None:
+    words = ["estimate", "gpt2", "--seq", "4", "--gmacs", "10"]
+    runner = CliRunner()
+    dense = runner.invoke(app, [*words, "--json"])
+    found = runner.invoke(app, [*words, "--json", "--sparsity", "neurons=0.9,block=16,rank=16"])
+    assert (dense.exit_code, found.exit_code) == (0, 0), found.output
+    before, facts = json.loads(dense.stdout), json.loads(found.stdout)
+    assert (before["sparsity"], before["relu_instead_of"]) == (None, None)
+    assert (facts["sparsity"], facts["relu_instead_of"]) == ("neurons=0.9,block=16,rank=16", "gelu_new")
+    assert facts["bytes_total"] < before["bytes_total"]
+    assert "ReLU in place of gelu_new" in " ".join(
+        runner.invoke(app, [*words, "--sparsity", "neurons=0.9,block=16,rank=16"]).output.split()
+    )
+
+
+@pytest.mark.parametrize("more", [["--sparsity", "neurons=2"], ["--sparsity", "neurons=0.9", "--plans"]])
+def test_the_command_refuses_what_it_cannot_count(more: list[str]) -> None:
+    result = CliRunner().invoke(app, ["estimate", "opt-125m", *more])
+    assert result.exit_code != 0
+    assert "sparsity" in str(result.exception or result.output)
