@@ -128,15 +128,18 @@ class Counter:
         self.size, self._step = size, step
         self._made: dict[object, Estimate] = {}
 
-    def run(self, label: str, setting: str, way: PlannedSparsity | None, new: int | None = None) -> Estimate:
-        """Costs of generating `new` tokens (default: all) after the prompt."""
-        key = (label, setting, way, new)
+    def run(
+        self, label: str, setting: str, way: PlannedSparsity | None, new: int | None = None, whole_fc2: bool = False
+    ) -> Estimate:
+        """Costs of generating `new` tokens (default: all) after the prompt. whole_fc2: FC2 is dense."""
+        key = (label, setting, way, new or self.size.new, whole_fc2)
         if key not in self._made:
             cls, config = self.size.models[label]
             private = PrivateConfig(**SETTINGS[setting], sparsity=None if way is None else way.settings)
             if way is not None:
                 config, _ = way.applied(cls, config)
-            self._made[key] = estimate(cls, config, private, self.size.prompt, new or self.size.new)
+            with mock.patch.object(predicted, "FEW_ROWS", 0 if whole_fc2 else predicted.FEW_ROWS):
+                self._made[key] = estimate(cls, config, private, self.size.prompt, new or self.size.new)
             self._step(f"{label}, {setting}")
         return self._made[key]
 
@@ -310,11 +313,10 @@ def variants(count: Counter) -> dict[str, tuple[PlannedSparsity | None, bool]]:
 def ablation(count: Counter) -> dict[str, dict[str, Estimate]]:
     """Each variant under the paper's protocol and ours."""
     made: dict[str, dict[str, Estimate]] = {}
-    for name, (plan, dense) in variants(count).items():
+    for name, (plan, whole_fc2) in variants(count).items():
         for setting in TWO:
-            with mock.patch.object(predicted, "FEW_ROWS", 0 if dense else predicted.FEW_ROWS):
-                counter = Counter(count.size, lambda _: None) if dense else count
-                made.setdefault(name, {})[setting] = counter.run(count.size.main, setting, plan)
+            found = count.run(count.size.main, setting, plan, whole_fc2=whole_fc2)
+            made.setdefault(name, {})[setting] = found
     return made
 
 
@@ -429,7 +431,7 @@ def main() -> None:
 
 def _runs(size: Sizes) -> int:
     """Estimates that are made: models, protocols and ways; lengths; variants; blocks."""
-    return len(size.models) * 16 + 4 * len(size.lengths) + 8 + 18
+    return len(size.models) * 16 + 4 * (len(size.lengths) - 1) + 8 + 18
 
 
 if __name__ == "__main__":
