@@ -88,6 +88,13 @@ def estimate(
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
     cache_policy: CachePolicyOption = "",
+    sparsity: Annotated[
+        str,
+        typer.Option(
+            help="As if predictors left out these shares: neurons=0.9,heads=0.5[,block=16,rank=128,heads-rank=32,"
+            "levels=budget|open] (docs/comet.md)."
+        ),
+    ] = "",
 ) -> None:
     """What a run will cost, without weights and without hardware."""
     from private_llm_cli.commands.estimate import estimate as run
@@ -97,6 +104,8 @@ def estimate(
     more: dict[str, Any] = {"reveal": reveal, "matmul": matmul, "weights": weights, **cache_policy_of(cache_policy)}
     given = [ShardingPlan(**plan_of(text)["plan"]) for text in plan or []]
     if plans or len(given) > 1:
+        if sparsity:
+            raise ConfigError("sparsity: needs secret shares of the weights; compare plans without --sparsity")
         config = config_of(protocol, ring, **more, **plan_of("", split=split))
         if image is not None:
             raise ConfigError("image: token sharding is for text; leave out --image")
@@ -104,7 +113,7 @@ def estimate(
         compare_plans(Work(model, seq, new, batch), config, given, plans, as_json, hardware)
         return
     config = config_of(protocol, ring, **more, **plan_of("".join(plan or []), accept_weak_plan, split))
-    run(model, config, as_json, seq, new, batch, bandwidth, latency, gmacs, image)
+    run(model, config, as_json, seq, new, batch, bandwidth, latency, gmacs, image, sparsity)
 
 
 def diff(
@@ -129,7 +138,7 @@ def diff(
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Works (default: all but large ones); or a table: pigeon, cascade, kernels."),
+        typer.Argument(help="Works (default: all but large ones); or a table: pigeon, cascade, comet, kernels."),
     ] = None,
     as_json: Json = False,
     protocol: Annotated[
@@ -164,9 +173,10 @@ def bench(
     ] = False,
 ) -> None:
     """Measure operations, layers and models: time, bytes, rounds and error against float64."""
-    from private_llm_cli.commands.bench import CASCADE, KERNELS, PIGEON, bench_kernels, bench_pigeon, link_speed
+    from private_llm_cli.commands.bench import CASCADE, COMET, KERNELS, PIGEON, bench_kernels, bench_pigeon, link_speed
     from private_llm_cli.commands.bench import bench as run
     from private_llm_cli.commands.bench_cascade import bench_cascade
+    from private_llm_cli.commands.bench_comet import bench_comet
 
     circuit: dict[str, Any] = {
         "relu_bits": relu_bits, "relu_low": relu_low, "approximations": approximations.value,
@@ -186,13 +196,14 @@ def bench(
     )
     linked = bandwidth is not None or latency is not None
     other = protocol or ring != 64 or preprocess or n or shape or circuit_given or len(names or ()) > 1
-    if names and KERNELS in names:
-        if other or plot or linked:
-            raise ConfigError(
-                "kernels is a table of its own: give no other name or option than --repeat, --tiny, --json"
-            )
-        bench_kernels(as_json, repeat, tiny)
-        return
+    for table, measured in ((KERNELS, bench_kernels), (COMET, bench_comet)):
+        if names and table in names:
+            if other or plot or linked:
+                raise ConfigError(
+                    f"{table} is a table of its own: give no other name or option than --repeat, --tiny, --json"
+                )
+            measured(as_json, repeat, tiny)
+            return
     if names and CASCADE in names:
         if other:
             raise ConfigError(

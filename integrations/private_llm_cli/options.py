@@ -17,8 +17,8 @@ PLUGINS: ContextVar[tuple[str, ...]] = ContextVar("PLUGINS", default=())
 """What `private-llm --plugin` named, for the configurations that commands make."""
 
 SHAPES = (
-    "opt-125m", "opt-1.3b", "opt-6.7b", "llama-7b", "llama-13b", "gpt2", "bert-base", "resnet-18", "resnet-50",
-    "mobilenet-v2", "convnext-tiny", "lenet5", "alexnet", "vgg16-cifar10", "vgg16-imagenet",
+    "opt-125m", "opt-1.3b", "opt-2.7b", "opt-6.7b", "llama-7b", "llama-13b", "gpt2", "bert-base", "resnet-18",
+    "resnet-50", "mobilenet-v2", "convnext-tiny", "lenet5", "alexnet", "vgg16-cifar10", "vgg16-imagenet",
     "vgg16-imagenet-average", "resnet50-average",
 )  # fmt: skip
 """What `estimate` knows by name. Spelled out: the list itself is in a package that is slow to import."""

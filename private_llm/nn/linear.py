@@ -93,16 +93,19 @@ def _one_below_the_other(weights: Sequence[Tensor]) -> SecretTensor | None:
 
 def _whole(rows: Sequence[Tensor]) -> Tensor | None:
     """The tensor [R1 + R2 + .., K] that matrices [R, K] were split from, if they follow each other in its memory."""
-    first, at = rows[0], rows[0].data_ptr()
-    if first.is_meta:
-        return None
+    first, at = rows[0], rows[0].storage_offset()
     for row in rows:
-        if not row.is_contiguous() or row.data_ptr() != at or row.device != first.device:
+        if not row.is_contiguous() or row.storage_offset() != at or row.device != first.device:
             return None
-        if row.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+        if _memory(row) != _memory(first):
             return None
-        at += row.numel() * row.element_size()
+        at += row.numel()
     return first.as_strided((sum(len(row) for row in rows), first.shape[1]), (first.shape[1], 1))
+
+
+def _memory(x: Tensor) -> int:
+    """Equal for tensors of one device in the same memory; on the meta device, of the same storage."""
+    return x.untyped_storage()._cdata if x.is_meta else x.untyped_storage().data_ptr()
 
 
 def content_of(x: Tensor) -> object:

@@ -42,14 +42,15 @@ class ActivityPredictor(nn.Module):
     """score = fc2 a(fc1 x), a unit is foretold active where its score is not negative (Comet, section 4.1).
 
     fc1 [rank, width] and fc2 [units, rank] with biases. hidden: a, "linear" or "relu". The owner takes the threshold
-    off the bias of fc2. name: of the module in its model.
+    off the bias of fc2. name: of the module in its model. expected: units that a position is supposed to open, for
+    counting costs.
     """
 
     def __init__(self, width: int, rank: int, units: int, hidden: Literal["linear", "relu"] = "linear") -> None:
         super().__init__()
         self.fc1 = nn.Linear(width, rank)
         self.fc2 = nn.Linear(rank, units)
-        self.hidden, self.name = hidden, ""
+        self.hidden, self.name, self.expected = hidden, "", units
 
     def forward(self, x: Tensor) -> BitShare:
         """x [.., width], secret, to one row of bits [positions * units].
@@ -80,7 +81,7 @@ class ActivityPredictor(nn.Module):
             raise UnsupportedOp("a predictor of activity needs a secret input")
         bits = self(x)
         with x.session.protocol.ledger.scope(self.name):
-            return opened_units(x.session, bits, positions, budget)
+            return opened_units(x.session, bits, positions, budget, self.expected)
 
 
 class SparseFeedForward:
@@ -102,6 +103,8 @@ class SparseFeedForward:
         self._pieces: list[Tensor] = []
         self._wanted = torch.zeros((0, 0), dtype=torch.bool)
         self._lead: tuple[int, ...] = ()
+        if isinstance(writer.weight, SecretTensor):  # the weights of a neuron side by side, where they are read alone
+            writer.weight = nn.Parameter(writer.weight.viewed(_by_neuron(writer)), requires_grad=False)
 
     def read(self, index: int, x: Tensor) -> Tensor:
         """The chosen neurons of all positions, 1-D in row-major order, of reader `index` for x [.., K].
@@ -130,7 +133,7 @@ class SparseFeedForward:
             many = len(layers)
             out, columns = _at_wanted(x, layers, self._wanted.repeat(1, many), equal)
             owner = columns // self._wanted.shape[1]
-            pieces += [out] if many == 1 else [_picked(out, owner == index) for index in range(many)]
+            pieces += [out] if many == 1 else [_picked(out, (owner == index).nonzero()[:, 0]) for index in range(many)]
         return pieces
 
     def write(self, h: Tensor) -> Tensor:
@@ -309,6 +312,11 @@ def _at_wanted(
 def _is_turned(layer: nn.Module) -> bool:
     """Whether a layer's weight is [inputs, outputs], as transformers' Conv1D has it."""
     return not isinstance(layer, nn.Linear)
+
+
+def _by_neuron(writer: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The same weight with the entries of each input side by side; no copy where they lie so already."""
+    return (lambda part: part.contiguous()) if _is_turned(writer) else (lambda part: part.t().contiguous().t())
 
 
 def _outputs(layer: nn.Module) -> int:

@@ -18,13 +18,16 @@ from private_llm.protocols.share import BitShare
 from private_llm.tensor.fixed import arithmetic
 
 
-def opened_units(session: Session, active: BitShare, vectors: int, budget: int | None) -> Tensor:
+def opened_units(
+    session: Session, active: BitShare, vectors: int, budget: int | None, expected: int | None = None
+) -> Tensor:
     """bool [vectors, units]: the units to compute, in the owner's order, public. active: one row of all vectors' bits.
 
     budget: how many units each vector opens; None opens what is active, and so how many are. With None 1 round (quad
     3) and 3 bits a bit in trio; with a budget two shuffles of bits, a bit made a number, two small comparisons and a
-    gate more: 35 bytes a bit and 10 rounds in trio, 39 and 8 in dealer; nothing if it is all units. Raises DomainError
-    for a budget outside 1 to units, or for vectors of unequal length, ProtocolAbort if parties disagree.
+    gate more: 35 bytes a bit and 10 rounds in trio, 39 and 8 in dealer; nothing if it is all units. expected: without a
+    budget, how many units a vector opens where costs are counted instead of computed (None: all of them). Raises
+    DomainError for a budget outside 1 to units, or for vectors of unequal length, ProtocolAbort if parties disagree.
     """
     if active.rows != 1 or vectors < 1 or active.count % vectors:
         raise DomainError(
@@ -42,10 +45,20 @@ def opened_units(session: Session, active: BitShare, vectors: int, budget: int |
         raise ProtocolAbort("opened_units: this party is not told what is opened; want an order that nobody knows")
     found = opened.view(vectors, units)
     if found.is_meta:  # where costs are counted
-        return (torch.arange(units) < (units if budget is None else budget)).expand(vectors, units)
+        return _supposed(vectors, units, budget or expected or units)
     if budget is not None and not bool((found.sum(1) == budget).all()):
         raise ProtocolAbort(f"opened_units: a vector has other than {budget} units: the parties disagree")
     return found
+
+
+def _supposed(vectors: int, units: int, many: int) -> Tensor:
+    """A pattern of `many` units in each vector, for counting costs. Local.
+
+    A vector shares one unit with the one before it: almost as many different units as independent vectors have, and
+    one connected component, which is the usual one.
+    """
+    starts = torch.arange(vectors)[:, None] * max(1, many - 1)
+    return (torch.arange(units) - starts) % units < many
 
 
 def _filled(session: Session, active: BitShare, vectors: int, budget: int) -> BitShare:

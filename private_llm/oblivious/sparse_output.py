@@ -24,6 +24,9 @@ from private_llm.tensor.fixed import Fixed
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
+_STEPS = 8
+"""From row to column to row, before the graph is searched."""
+
 
 @dataclass(frozen=True, eq=False)
 class Block:
@@ -40,6 +43,9 @@ def components(wanted: Tensor) -> list[Block]:
 
     `places` number the wanted outputs in row-major order; rows and columns without any are in no block.
     """
+    whole = _one_component(wanted)
+    if whole is not None:
+        return [whole]
     height = wanted.shape[0]
     rows, columns = (index.numpy() for index in wanted.cpu().nonzero(as_tuple=True))
     if not rows.size:
@@ -51,6 +57,26 @@ def components(wanted: Tensor) -> list[Block]:
     order = np.argsort(owner, kind="stable")
     cuts = np.flatnonzero(np.diff(owner[order])) + 1
     return [_block(rows[edges], columns[edges], edges) for edges in np.split(order, cuts)]
+
+
+def _one_component(wanted: Tensor) -> Block | None:
+    """All wanted outputs as one block, if few steps from the first row reach every other; else None.
+
+    The usual case of many rows: then no graph of millions of edges is made.
+    """
+    wanted = wanted.cpu()
+    used = wanted.any(1)
+    if not bool(used.any()):
+        return None
+    columns = wanted[used.nonzero()[0, 0]]
+    for _ in range(_STEPS):
+        reached = (wanted & columns).any(1)
+        columns = wanted[reached].any(0)
+        if torch.equal(reached, used):
+            rows, beside = reached.nonzero()[:, 0], columns.nonzero()[:, 0]
+            inside = wanted[rows][:, beside].reshape(-1).nonzero()[:, 0]
+            return Block(rows, beside, inside, torch.arange(len(inside)))
+    return None
 
 
 def _block(rows: np.ndarray, columns: np.ndarray, edges: np.ndarray) -> Block:

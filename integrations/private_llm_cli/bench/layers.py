@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,8 +15,11 @@ from private_llm.tensor.secret import SecretTensor
 from private_llm_cli.bench.work import Shape, Work
 
 if TYPE_CHECKING:
+    from private_llm_hf.models.sparse_blocks import SparseBlock
+    from private_llm_hf.sparsity.planned import PlannedSparsity
     from transformers import PreTrainedModel
 
+Adapt = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 Forward = Callable[[nn.Module, Sequence[Tensor], Any, Tensor | None], Tensor]
 
 
@@ -28,9 +32,39 @@ def opt_layer(shape: Shape) -> Work:
 
 def opt_decode(shape: Shape) -> Work:
     """One new token through the same layer over a cache; batch x cached tokens x hidden x heads x feed-forward."""
+    return _decode("opt-decode", shape, _opt(shape))
+
+
+def sparse_decode(shape: Shape, planned: PlannedSparsity) -> Work:
+    """The same with predictors that leave out what is planned, and are right: no other neuron is active."""
+    import transformers
+    from private_llm_hf.models.sparse_blocks import KEY, sparse_blocks
+
+    config = _opt(shape)
+    settings, _ = planned.applied(transformers.OPTModel, transformers.AutoConfig.for_model(**config))
+    chosen = {block.name: _chosen(block) for block in sparse_blocks(settings) if block.kind == "ffn"}
+
+    def adapt(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name, active in chosen.items():
+            each = weights[f"{name}.bias"].numel() // len(active)
+            weights[f"{name}.bias"] -= 30.0 * ~active.repeat_interleave(each)
+            weights[f"{name}_predictor.fc2.weight"] *= 0.0
+            weights[f"{name}_predictor.fc2.bias"] = active * 2.0 - 1.0
+        return weights
+
+    return _decode("opt-decode-sparse", shape, {**config, KEY: getattr(settings, KEY)}, adapt)
+
+
+def _chosen(block: SparseBlock) -> Tensor:
+    """Active units, as many as are budgeted and anywhere: bool [units]."""
+    order = np.random.default_rng(5).permutation(block.units)
+    return torch.from_numpy(order < block.budget)
+
+
+def _decode(name: str, shape: Shape, config: dict[str, Any], adapt: Adapt | None = None) -> Work:
     batch, cached, hidden, heads, _ = shape
     past = (batch, heads, cached, hidden // heads)
-    return _layer("opt-decode", shape, "OPTModel", _opt(shape), ((batch, 1, hidden), past, past), None, _opt_forward)
+    return _layer(name, shape, "OPTModel", config, ((batch, 1, hidden), past, past), None, _opt_forward, adapt)
 
 
 def bert_layer(shape: Shape) -> Work:
@@ -67,9 +101,12 @@ def _bert_forward(model: nn.Module, values: Sequence[Tensor], cache: Any, mask: 
 
 def _layer(
     name: str, shape: Shape, class_name: str, config: dict[str, Any], inputs: tuple[Shape, ...], mask: Tensor | None,
-    forward: Forward,
+    forward: Forward, adapt: Adapt | None = None,
 ) -> Work:  # fmt: skip
-    """A work that runs `forward` on the one-layer model of `config`, its weights secret."""
+    """A work that runs `forward` on the one-layer model of `config`, its weights secret.
+
+    Predictors that the configuration names are not part of the truth.
+    """
     from private_llm_hf.party.model import build_party_model, empty_model
 
     shapes = {key: tuple(value.shape) for key, value in empty_model(config, class_name).named_parameters()}
@@ -89,9 +126,10 @@ def _layer(
     def truth(values: Sequence[Tensor], weights: Mapping[str, Tensor]) -> Tensor:
         from transformers import DynamicCache
 
-        return forward(_plaintext(config, class_name, weights), values, DynamicCache(), mask)
+        own = {key: value for key, value in weights.items() if "_predictor." not in key}
+        return forward(_plaintext(config, class_name, own), values, DynamicCache(), mask)
 
-    return Work(name, shape, inputs, prepare, truth, (1.0,), weights=shapes)
+    return Work(name, shape, inputs, prepare, truth, (1.0,), weights=shapes, adapt=adapt)
 
 
 def _plaintext(config: Mapping[str, Any], class_name: str, weights: Mapping[str, Tensor]) -> PreTrainedModel:

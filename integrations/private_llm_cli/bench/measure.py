@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -117,20 +118,49 @@ def measure(
     """
     if isinstance(work, WholeWork):
         return measure_whole(work, config, repeat, speed, progress, mesh)
-    mode = "threads" if config.party_mode == "auto" else config.party_mode
-    transport: Transport
-    if mode == "processes":
-        facts = {"name": work.name, "shape": list(work.shape)}
-        transport, stop = start_children(config, "private_llm_cli.bench.measure:serve_named", facts)
-    elif mode == "remote":
-        transport = connect(config, CLIENT)
-        stop = transport.close
-    else:
-        transport, stop = _start_threads(work, config, speed, mesh)
+    transport, stop = _start(work, config, speed, mesh)
     try:
-        return _measure(work, config, repeat, speed, transport, progress)
+        running = _Running(work, config, transport)
+        for _ in range(repeat + 1):
+            running.once()
+            progress()
+        return running.row(speed)
     finally:
         stop()
+
+
+def measure_in_turns(
+    works: Sequence[tuple[Work, PrivateConfig]], repeat: int = 5, progress: Callable[[], None] = lambda: None
+) -> list[Row]:
+    """As `measure`, each run of one work followed by one of the next, so that all of them meet the same machine.
+
+    Parties and weights of all works are there at once. progress is called after each turn. Raises what a party raised.
+    """
+    with ExitStack() as stack:
+        running = []
+        for work, config in works:
+            transport, stop = _start(work, config, None, None)
+            stack.callback(stop)
+            running.append(_Running(work, config, transport))
+        for _ in range(repeat + 1):
+            for each in running:
+                each.once()
+            progress()
+        return [each.row(None) for each in running]
+
+
+def _start(
+    work: Work, config: PrivateConfig, speed: LinkSpeed | None, mesh: LocalMesh | None
+) -> tuple[Transport, Callable[[], None]]:
+    """The parties, as config.party_mode says: the client's end, and what stops them."""
+    mode = "threads" if config.party_mode == "auto" else config.party_mode
+    if mode == "processes":
+        facts = {"name": work.name, "shape": list(work.shape)}
+        return start_children(config, "private_llm_cli.bench.measure:serve_named", facts)
+    if mode == "remote":
+        transport = connect(config, CLIENT)
+        return transport, transport.close
+    return _start_threads(work, config, speed, mesh)
 
 
 def _start_threads(
@@ -153,37 +183,43 @@ def _start_threads(
     return mesh.transport(CLIENT), stop
 
 
-def _measure(
-    work: Work, config: PrivateConfig, repeat: int, speed: LinkSpeed | None, transport: Transport,
-    progress: Callable[[], None],
-) -> Row:  # fmt: skip
-    """The client's part."""
-    ring = Ring(config.ring)
-    weights, values = work.weight_values(), work.values()
-    ends = []
-    for number in range(config.parallel_sessions):
-        links = parallel_session_links(transport, config.parties, number, config.rotate_roles)
-        end = join_as_client(config, links)
-        send_weights(weights, config, links)
-        for value, rows in zip(values, work.share_of(number, config.parallel_sessions), strict=True):
-            end.share(ring.encode(value[rows], config.frac_bits))
-        ends.append(end)
-    times, reports = [], torch.empty(0)
-    for _ in range(repeat + 1):
-        seconds, reports = _one_run(transport, config.parties)
-        times.append(seconds)
-        progress()
-    result = _open(transport, ends, ring, config.parties)
-    with torch.no_grad(), Emulated(config.approximations):
-        truth = work.truth(values, weights)
-    sent = {str(party): int(reports[party, :-2].sum()) for party in range(config.parties)}
-    return Row(
-        **settings(config, speed), name=work.name, shape=work.shape, repeat=repeat,
-        seconds=spread(times[1:]), bytes_total=sum(sent.values()), bytes_per_party=sent,
-        rounds=int(reports[:, -1].max()), error_max=float((result - truth).abs().max()),
-        bytes_preprocessing=int(reports[:, -2].sum()),
-        bytes_received={str(party): int(reports[:, party].sum()) for party in range(config.parties)},
-    )  # fmt: skip
+class _Running:
+    """The client's part: inputs and weights shared once, runs on demand (the first warms up), then a row."""
+
+    def __init__(self, work: Work, config: PrivateConfig, transport: Transport) -> None:
+        self._work, self._config, self._transport = work, config, transport
+        self._ring = Ring(config.ring)
+        self._weights, self._values = work.weight_values(), work.values()
+        self._ends = []
+        for number in range(config.parallel_sessions):
+            links = parallel_session_links(transport, config.parties, number, config.rotate_roles)
+            end = join_as_client(config, links)
+            send_weights(self._weights, config, links)
+            for value, rows in zip(self._values, work.share_of(number, config.parallel_sessions), strict=True):
+                end.share(self._ring.encode(value[rows], config.frac_bits))
+            self._ends.append(end)
+        self._times: list[float] = []
+        self._reports = torch.empty(0)
+
+    def once(self) -> None:
+        """One run."""
+        seconds, self._reports = _one_run(self._transport, self._config.parties)
+        self._times.append(seconds)
+
+    def row(self, speed: LinkSpeed | None) -> Row:
+        """Open the last result, compare it, and end."""
+        work, config, reports = self._work, self._config, self._reports
+        result = _open(self._transport, self._ends, self._ring, config.parties)
+        with torch.no_grad(), Emulated(config.approximations):
+            truth = work.truth(self._values, self._weights)
+        sent = {str(party): int(reports[party, :-2].sum()) for party in range(config.parties)}
+        return Row(
+            **settings(config, speed), name=work.name, shape=work.shape, repeat=len(self._times) - 1,
+            seconds=spread(self._times[1:]), bytes_total=sum(sent.values()), bytes_per_party=sent,
+            rounds=int(reports[:, -1].max()), error_max=float((result - truth).abs().max()),
+            bytes_preprocessing=int(reports[:, -2].sum()),
+            bytes_received={str(party): int(reports[:, party].sum()) for party in range(config.parties)},
+        )  # fmt: skip
 
 
 def serve_named(config: PrivateConfig, party: int, transport: Transport, name: str, shape: list[int]) -> None:

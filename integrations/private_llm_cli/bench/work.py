@@ -26,7 +26,8 @@ class Work:
     inputs: public shapes of the secret inputs. spread: standard deviation of each (normal), or the half width if
     `uniform`. weights: public shapes of the model owner's tensors; `prepare` makes of their shares what every party
     runs on the inputs. truth: the same in float64, from values of inputs and weights. rows: the first dimension of each
-    input and of the result counts rows that know nothing of each other, so parallel sessions may share them.
+    input and of the result counts rows that know nothing of each other, so parallel sessions may share them. adapt:
+    what is made of the random weights.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Work:
     uniform: bool = False
     weights: Mapping[str, Shape] = field(default_factory=dict)
     rows: bool = False
+    adapt: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
 
     def share_of(self, parallel_session: int, parallel_sessions: int) -> list[slice]:
         """The rows of each input that one of `parallel_sessions` computes. Raises ConfigError where it would compute
@@ -65,8 +67,9 @@ class Work:
         return made
 
     def weight_values(self, seed: int = 2) -> dict[str, Tensor]:
-        """Random weights in float64: matrices N(0, 0.04), biases N(0, 0.1), gains of norms N(1, 0.1)."""
-        return random_weights(self.weights, seed)
+        """Random weights in float64: matrices N(0, 0.04), biases N(0, 0.1), gains of norms N(1, 0.1); adapted."""
+        made = random_weights(self.weights, seed)
+        return made if self.adapt is None else self.adapt(made)
 
 
 def random_weights(shapes: Mapping[str, Shape], seed: int) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from private_llm.config import PrivateConfig
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
 def estimate(
     model: str, config: PrivateConfig, as_json: bool, sequence: int, new_tokens: int, batch: int,
     bandwidth: float, latency: float, gmacs: float | None, image: str | None = None,
+    sparsity: str = "",
 ) -> None:  # fmt: skip
-    """Count the costs on meta tensors and print them per layer."""
+    """Count the costs on meta tensors and print them per layer. sparsity: as `PlannedSparsity.parse` reads it."""
     from private_llm_hf.models.architectures import architecture
+    from private_llm_hf.sparsity.planned import PlannedSparsity
     from private_llm_hf.tools.estimate import estimate as run
 
     hardware = Hardware.of(bandwidth, latency, gmacs, config.plan is not None)
@@ -30,6 +33,11 @@ def estimate(
     vision = architecture(model_config).kind == "vision"
     if image is not None and not vision:
         raise ConfigError(f"image: {model!r} reads text; give --seq")
+    replaced = None
+    if sparsity:
+        planned = PlannedSparsity.parse(sparsity)
+        config = replace(config, sparsity=planned.settings)
+        model_config, replaced = planned.applied(model_class, model_config)
     with progress_bar(max(1, new_tokens), quiet=as_json) as step:
         step("building the model", 0)
         found = run(
@@ -38,7 +46,7 @@ def estimate(
         )  # fmt: skip
     if vision:
         sequence = 0
-    work = Work(model, sequence, new_tokens, batch)
+    work = Work(model, sequence, new_tokens, batch, sparsity, replaced)
     if as_json:
         emit_json(_summary(work, found, config, hardware))
         return
@@ -52,7 +60,8 @@ def _summary(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardw
     speed = hardware.floats if config.protocol == "cascade" else hardware.ring
     return {
         "name": "estimate", "model": work.model, "protocol": config.protocol, "ring": config.ring,
-        "seq": work.sequence, "new": work.new, "batch": work.batch, **found.costs.to_dict(), "macs_per_party": macs,
+        "seq": work.sequence, "new": work.new, "batch": work.batch, "sparsity": work.sparsity or None,
+        "relu_instead_of": work.replaced, **found.costs.to_dict(), "macs_per_party": macs,
         "memory_per_party": {"weights": found.weight_bytes, "cache": found.cache_bytes},
         "bandwidth_mbit": hardware.link.bandwidth_mbit, "latency_ms": hardware.link.latency_ms,
         "gmacs": round(speed, 2), "seconds": sum(times), **speeds(work, found, hardware),

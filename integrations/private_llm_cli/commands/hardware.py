@@ -54,14 +54,21 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Work:
-    """What is estimated: one forward of `sequence` tokens (0: images), or `new` tokens after them."""
+    """What is estimated: one forward of `sequence` tokens (0: images), or `new` tokens after them.
+
+    sparsity: what predictors leave out, as it was given. replaced: the activation that ReLU took the place of.
+    """
 
     model: str
     sequence: int
     new: int
     batch: int
+    sparsity: str = ""
+    replaced: str | None = None
 
     def __str__(self) -> str:
         forward = f"one forward of {self.sequence} tokens" if self.sequence else "images"
         done = f"{self.new} tokens after {self.sequence}" if self.new else forward
-        return f"{self.model}: {done}, batch {self.batch}"
+        sparse = f", sparse: {self.sparsity}" if self.sparsity else ""
+        relu = f", ReLU in place of {self.replaced}" if self.replaced else ""
+        return f"{self.model}: {done}, batch {self.batch}{sparse}{relu}"

@@ -29,6 +29,9 @@ from private_llm_hf.models.attention_interface import SPARSE
 KEY = "private_sparsity"
 """The attribute of a configuration that holds the facts."""
 
+PREDICTOR = "_predictor"
+"""Follows the name of a block's first layer in that of its predictor."""
+
 _MOST = 1 << 24
 _LISTED = re.compile(r"\.(\d+)$")
 _SHOWN = 80
@@ -62,7 +65,7 @@ class SparseBlock:
         beside = self.name
         while _LISTED.search(beside):
             beside = _LISTED.sub(r"_\1", beside)
-        return f"{beside}_predictor"
+        return beside + PREDICTOR
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -202,7 +205,9 @@ def _make_sparse(model: PreTrainedModel, block: SparseBlock, config: CometConfig
     predictor, first = model.get_submodule(block.predictor), model.get_submodule(block.name)
     if not isinstance(predictor, ActivityPredictor):
         raise PatchMismatch(f"'{block.predictor}' is a {type(predictor).__name__}; want the block's predictor")
-    predictor.name = block.predictor
+    predictor.name, predictor.expected = block.predictor, block.budget
+    for name in (*block.readers, block.writer):  # what they cost depends on it
+        vars(model.get_submodule(name))["private_llm_units"] = (block.units, block.block, block.budget)
     budget, ledger = None if config.levels == "open" else block.budget, session.protocol.ledger
     if config.orders == "fresh":
         activation = model.get_submodule(block.activation or "")

@@ -10,6 +10,7 @@ relufied.json beside it tells `load_relufied` what to put in place.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -148,6 +149,17 @@ def load_relufied(folder: str | Path) -> PreTrainedModel:
     if not made.native:
         put_in_place(model, made)
     return model.eval()
+
+
+def with_relu(config: PretrainedConfig) -> tuple[PretrainedConfig, str]:
+    """A copy of a configuration with ReLU for its activation, and the activation that it names.
+
+    Raises PatchMismatch where it does not name any.
+    """
+    made, key = copy.deepcopy(config), _key(config)
+    old = str(getattr(config, key)).removeprefix(_GATED)
+    _rename(made, key, "relu")
+    return made, old
 
 
 def _have_biases(model: PreTrainedModel, blocks: list[tuple[Site, nn.Module]]) -> bool:

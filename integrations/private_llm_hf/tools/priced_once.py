@@ -26,12 +26,15 @@ from private_llm.protocols.share import Share
 from private_llm.tensor.guard import Guarded
 from private_llm.tensor.range_check import watch_pending
 from private_llm.tensor.secret import SecretTensor
+from private_llm_hf.models.attention_interface import SPARSE
+from private_llm_hf.models.sparse_blocks import PREDICTOR
 from private_llm_hf.party.cache import SecretCacheLayer
 
 _NUMBERS = ("layer_idx", "layer_id")
 """Attributes that say which layer a module belongs to; they address the cache, which is compared by itself."""
 
-_OWN = frozenset(vars(nn.Module())) | {"forward", *_NUMBERS}
+_OWN = frozenset(vars(nn.Module())) | {"forward", *_NUMBERS, "name", SPARSE}
+"""Attributes that are not compared: a predictor's name, and what it tells about a block, follow from the rest of it."""
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -154,7 +157,8 @@ class _Priced:
         with _apart(self._at.ledger) as counts:
             output = self._forward(*args, **kwargs)
         counts.add_to(self._at.ledger)
-        inside = all(f"{scope}.".startswith(f"{self._at.name}.") for scope in counts.scopes())
+        own = (f"{self._at.name}.", f"{self._at.name}{PREDICTOR}.")
+        inside = all(f"{scope}.".startswith(own) for scope in counts.scopes())
         if inside and untouched == self._untouched(leaves, caches):
             rescaled = tuple(secret.raw.frac != frac for secret, frac in zip(secrets, fracs, strict=True))
             with suppress(_Unknown):
