@@ -4,7 +4,7 @@ Of two parties the one with the higher number connects to the other; the client,
 firewall, connects to all parties. Each pair makes two connections a parallel session, one per direction (see
 `socket_io.py`).
 
-One client at a time is served. Clients call the parties in order, and party 0 lets one of them in: the others hear
+One client at a time is served. Clients call the parties in order, and party 0 lets one of them in: the others are told
 that it is busy before any party holds a connection of theirs. So of clients that start together one gets all parties,
 and the others none.
 """
@@ -205,7 +205,7 @@ class _Mesh:
         self._done = False
 
     def open(self, acceptor: Acceptor | None) -> list[dict[int, Pair]]:
-        """Make the connections of all parallel sessions, or raise TransportError. Afterwards further callers hear
+        """Make the connections of all parallel sessions, or raise TransportError. Afterwards further callers are told
         "busy"."""
         if acceptor is not None:
             acceptor.lead_to(self._receive)
