@@ -11,7 +11,8 @@ SETTINGS = {
 }  # fmt: skip
 SPECIAL = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
-    "camembert": {"pad_token_id": 1}, "hunyuan_v1_dense": {"head_dim": 128},
+    "camembert": {"pad_token_id": 1},
+    "hunyuan_v1_dense": {"head_dim": 128},
 }
 
 DECODERS = (
