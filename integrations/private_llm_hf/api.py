@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import transformers
 from torch import Tensor, nn
-from transformers import (
-    AutoImageProcessor,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from private_llm.config import PrivateConfig
@@ -29,11 +21,13 @@ from private_llm.protocol_facts import CASCADE
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.checkpoint.calibration_runs import check_ranges, checkpoint_ranges, loaded_ranges
 from private_llm_hf.checkpoint.checkpoint import Checkpoint
+from private_llm_hf.checkpoint.client_folder import generation_config, made_or_removed, write_client_folder
 from private_llm_hf.checkpoint.dense import dense_model, without_quantisation
+from private_llm_hf.checkpoint.loaded import refuse_changes
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe
 from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
 from private_llm_hf.checkpoint.share_files import ShareWriter, refuse_taken
-from private_llm_hf.checkpoint.weights import Sink, WeightList, skeleton, stream_loaded
+from private_llm_hf.checkpoint.weights import Sink, WeightList, stream_loaded
 from private_llm_hf.client.launch import start_parties
 from private_llm_hf.client.model import private_class
 from private_llm_hf.client.parties import Parties
@@ -48,8 +42,6 @@ from private_llm_hf.vision.network import Network
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 Start = Callable[[PrivateConfig, LocalMesh | None], Parties]
-_OF_TRAINING = ("training", "gradient_checkpointing", "activation_checkpointing")
-"""Attributes of modules that change nothing in evaluation."""
 _LOADING = ("use_safetensors", "variant", "disable_mmap", "key_mapping")
 
 
@@ -107,7 +99,7 @@ class _AutoPrivate:
         def measured() -> Ranges:
             return checkpoint_ranges(checkpoint, model_class, config, private_config, hf={**download, **loading})
 
-        generation = _generation_config(model_class, source, config, download)
+        generation = generation_config(model_class, source, config, download)
         return _open(model_class, config, private_config, weights, generation, ranges or measured)
 
 
@@ -181,51 +173,11 @@ def patch(
         stream_loaded(model, wanted, sink)
 
     config = without_quantisation(model.config)
-    _refuse_changes(model, config)
+    refuse_changes(model, config)
     return _open(
         type(model), config, private_config, weights, generation,
         ranges or (lambda: loaded_ranges(model, private_config, images)), mesh, start,
     )  # fmt: skip
-
-
-def _refuse_changes(model: PreTrainedModel, config: PretrainedConfig) -> None:
-    """Raise PatchMismatch for weights and numbers (eps, scaling) other than those of its configuration.
-
-    The parties build the model from its configuration, so what was changed afterwards would be lost.
-    """
-    bare = skeleton(type(model), config)
-    built, wanted_weights = dict(bare.named_modules()), bare.state_dict()
-    more = [n for n, v in model.state_dict().items() if n not in wanted_weights and v.is_floating_point()]
-    if more:
-        raise PatchMismatch(
-            f"patch: weight '{more[0]}' is not in the model's configuration, from which the parties build it; want the "
-            "class as transformers loads it"
-        )
-    for name, module in model.named_modules():
-        if name not in built or isinstance(module, nn.Dropout):
-            continue
-        if any(_of_user(hook) for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())):
-            raise PatchMismatch(
-                f"patch: '{name or type(model).__name__}' has a forward hook, which parties do not run; remove it"
-            )
-        for own, value in vars(module).items():
-            wanted = vars(built[name]).get(own)
-            plain = type(value) in (float, int, bool) and type(wanted) is type(value)
-            if plain and value != wanted and "drop" not in own and own not in _OF_TRAINING:
-                raise PatchMismatch(
-                    f"patch: '{name}.{own}' is {_short(value)} here, and {_short(wanted)} by the model's "
-                    "configuration, from which the parties build it; change the configuration instead"
-                )
-
-
-def _short(value: object) -> str:
-    return f"{value:g}" if type(value) is float else str(value)
-
-
-def _of_user(hook: object) -> bool:
-    """Whether a hook is none of those that transformers and Accelerate put on modules themselves."""
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    return not str(home).startswith(("transformers.", "accelerate.", "torch."))
 
 
 def _open(
@@ -361,7 +313,7 @@ def share_checkpoint(
     check_ranges(spec.model, ranges)
     description = describe(model_class, config, ranges)
     with (
-        _made_or_removed(client),
+        made_or_removed(client),
         ShareWriter(target, private_config, description, wanted, overwrite) as writer,
     ):
         done = itertools.count(1)
@@ -375,45 +327,8 @@ def share_checkpoint(
             checkpoint.stream(model_class, source_config, spec.source, folded, **hf_kwargs)
 
         _stream(own, spec, sparse, sink)
-        _client_folder(checkpoint, client, config, model_class, dict(hf_kwargs))
+        write_client_folder(checkpoint, client, config, model_class, dict(hf_kwargs))
     return writer.paths
-
-
-@contextlib.contextmanager
-def _made_or_removed(folder: Path) -> Iterator[None]:
-    """A folder that is made inside does not stay behind an error; one that was there stays as it is."""
-    there = folder.exists()
-    try:
-        yield
-    except BaseException:
-        if not there:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def _client_folder(
-    checkpoint: Checkpoint, folder: Path, config: PretrainedConfig, model_class: type[PreTrainedModel],
-    download: dict[str, Any],
-) -> None:  # fmt: skip
-    """Configuration, generation settings and tokenizer for the user of share files."""
-    source = checkpoint.source
-    config.architectures = [model_class.__name__]
-    config.save_pretrained(folder)
-    generation = _generation_config(model_class, source, config, download)
-    if generation is not None:
-        generation.save_pretrained(folder)
-    if architecture(config).kind == "vision":
-        with contextlib.suppress(OSError, ValueError):  # plain networks and tests have none
-            AutoImageProcessor.from_pretrained(source, **download).save_pretrained(folder)
-        return
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            checkpoint.tokenizer_source, **checkpoint.tokenizer_options, **download
-        )
-    except (OSError, ValueError):
-        return  # a checkpoint without tokenizer
-    if tokenizer.vocab_size > 0:  # for some families transformers makes up an empty one
-        tokenizer.save_pretrained(folder)
 
 
 def check_reveal(model: PreTrainedModel, private_config: PrivateConfig) -> None:
@@ -447,15 +362,3 @@ def _model_class(auto_class: type[_BaseAutoModelClass], config: PretrainedConfig
             model_class = named[name]
             break
     return model_class
-
-
-def _generation_config(
-    model_class: type[PreTrainedModel], source: str, config: PretrainedConfig, download: dict[str, Any]
-) -> GenerationConfig | None:
-    """The checkpoint's generation settings, as from_pretrained finds them."""
-    if not model_class.can_generate():
-        return None
-    try:
-        return GenerationConfig.from_pretrained(source, **download)
-    except OSError:
-        return GenerationConfig.from_model_config(config)

@@ -80,7 +80,7 @@ class _Listener(event.Listener):  # type: ignore[misc]
 
 @contextmanager
 def telling(tell: Callable[[str], None]) -> Iterator[None]:
-    """Within, `tell` hears the name of every kernel of this process that has to be compiled, just before it is."""
+    """Within, `tell` gets the name of every kernel of this process that has to be compiled, just before it is."""
     with event.install_listener("numba:compile", _Listener(tell)):
         yield
 

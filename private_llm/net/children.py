@@ -26,7 +26,8 @@ from typing import Any, NoReturn
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed
 from private_llm.kernels.parallel import threads_per_node
-from private_llm.net.rendezvous import connect, hosts_of, open_listeners
+from private_llm.net.addresses import hosts_of, open_listeners
+from private_llm.net.rendezvous import connect
 from private_llm.net.sockets import SocketTransport
 from private_llm.net.transport import CLIENT
 

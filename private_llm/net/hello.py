@@ -85,7 +85,7 @@ def answer(
 ) -> Greeted:
     """The acceptor's side. users: who may be the client, by certificate (default: all).
 
-    `admit` hears of callers that have proved who they are, and raises TransportError for one that has no business
+    `admit` is given callers that have proved who they are, and raises TransportError for one that has no business
     here, PartiesBusy for one that should come later.
     """
     try:

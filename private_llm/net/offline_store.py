@@ -208,7 +208,7 @@ class OfflineTransport(Transport):
         self._inner._send(to, tag, payload)
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        raise TransportError(f"'{tag}' was awaited while preprocessing, when there is nothing to hear")
+        raise TransportError(f"'{tag}' was awaited while preprocessing, when there is nothing to receive")
 
     def wait(self, frm: int) -> None:
         """Raises TransportError: nothing comes."""

@@ -4,7 +4,7 @@ Of two parties the one with the higher number connects to the other; the client,
 firewall, connects to all parties. Each pair makes two connections a parallel session, one per direction (see
 `socket_io.py`).
 
-One client at a time is served. Clients call the parties in order, and party 0 lets one of them in: the others hear
+One client at a time is served. Clients call the parties in order, and party 0 lets one of them in: the others are told
 that it is busy before any party holds a connection of theirs. So of clients that start together one gets all parties,
 and the others none.
 """
@@ -12,7 +12,6 @@ and the others none.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import secrets
 import select
@@ -24,8 +23,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, PartiesBusy, TransportError
+from private_llm.errors import PartiesBusy, TransportError
 from private_llm.net.acceptor import HANDSHAKE_S, Acceptor
+from private_llm.net.addresses import Address, addresses_of, listen
 from private_llm.net.hello import CALLER_BYTES, Greeted, answer, greet
 from private_llm.net.sockets import Pair, SocketTransport
 from private_llm.net.tls import Credentials, explain
@@ -33,13 +33,8 @@ from private_llm.net.transport import CLIENT, endpoint_name
 
 _LOG = logging.getLogger("private_llm")
 
-_BACKLOG = 64
-"""Connections that the system keeps for an endpoint that has not accepted them yet."""
 _GATE = 0
 """The party that decides which client is served."""
-_MIN_TOKEN = 16
-
-Address = tuple[str, int]
 
 
 def connect(
@@ -68,12 +63,12 @@ def connect(
     an endpoint is not reached within wait_s, or refuses, or is not who it should be, PartiesBusy when another client
     is served all the time.
     """
-    addresses = _addresses(config, me, hosts, token)
+    addresses = addresses_of(config, me, hosts, token)
     mesh = _Mesh(config, me, addresses, token, config.timeout_s if wait_s is None else wait_s)
     idle_s = None if acceptor is None else config.idle_s
     with contextlib.ExitStack() as stack:
         if acceptor is None and me != CLIENT:
-            acceptor = Acceptor(listener or _listen(addresses[me], anywhere=config.tls is not None), config.endpoints)
+            acceptor = Acceptor(listener or listen(addresses[me], anywhere=config.tls is not None), config.endpoints)
             stack.callback(acceptor.close)
         try:
             parallel_sessions = [
@@ -93,85 +88,12 @@ def open_acceptor(config: PrivateConfig, me: int) -> Acceptor:
     Raises ConfigError for settings that do not allow a safe connection (as `connect`), TransportError if the port is
     taken.
     """
-    addresses = _addresses(config, me, (), b"")
+    addresses = addresses_of(config, me, (), b"")
     if config.tls is not None:
         users = Credentials(config.tls).users  # a bad file is told before anything listens
         if users is not None:
             users.verify()
-    return Acceptor(_listen(addresses[me], anywhere=config.tls is not None), config.endpoints)
-
-
-def open_listeners(parties: int) -> list[socket.socket]:
-    """A listening loopback socket per party, on free ports: hand each to its party, and `hosts_of` to everybody.
-
-    Raises TransportError if nothing can listen here.
-    """
-    return [_listen(("127.0.0.1", 0), anywhere=False) for _ in range(parties)]
-
-
-def hosts_of(listeners: Sequence[socket.socket]) -> tuple[str, ...]:
-    """The addresses of `open_listeners`, as `hosts`."""
-    return tuple("{}:{}".format(*listener.getsockname()[:2]) for listener in listeners)
-
-
-def parse_address(text: str) -> Address:
-    """ "host:port" or "[ipv6]:port". Raises ConfigError."""
-    host, colon, port = text.rpartition(":")
-    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"hosts: got {text!r}; want host:port with a port from 1 to 65535")
-    return host, int(port)
-
-
-def _addresses(config: PrivateConfig, me: int, hosts: Sequence[str], token: bytes) -> list[Address]:
-    """The parties' addresses, once the settings allow endpoint `me` to use them. Raises ConfigError."""
-    addresses = [parse_address(host) for host in hosts or config.hosts]
-    if len(addresses) != config.endpoints:
-        raise ConfigError(f"hosts: got {len(addresses)} addresses; want {config.endpoints} for {config.protocol!r}")
-    if me != CLIENT and not 0 <= me < config.endpoints:
-        raise ConfigError(
-            f"endpoint: got {me}; want a party from 0 to {config.endpoints - 1}, or the client ({CLIENT})"
-        )
-    if config.tls is None:
-        _check_plain(config, addresses, token)
-    return addresses
-
-
-def _check_plain(config: PrivateConfig, addresses: Sequence[Address], token: bytes) -> None:
-    """Refuse plain TCP anywhere but on this machine, on purpose."""
-    local = config.party_mode != "remote" and len(token) >= _MIN_TOKEN
-    if not (config.allow_plain_loopback or local):
-        raise ConfigError(
-            "connections between endpoints need certificates: set tls=TLSConfig(certificate, key, ca) (--tls FOLDER), "
-            "or allow_plain_loopback=True (--allow-plain-loopback) if all endpoints run on this machine"
-        )
-    for host, port in addresses:
-        for address in _resolve((host, port)):
-            if not ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
-                raise ConfigError(
-                    f"hosts: {host} is not a loopback address, and nothing leaves this machine unencrypted; "
-                    "set tls=TLSConfig(certificate, key, ca)"
-                )
-
-
-def _resolve(address: Address) -> list[Address]:
-    try:
-        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        raise ConfigError(f"hosts: the name {address[0]} has no address ({error.strerror})") from None
-    return [(str(entry[4][0]), int(entry[4][1])) for entry in found]
-
-
-def _listen(address: Address, *, anywhere: bool) -> socket.socket:
-    """Listen at `address`; if it belongs to no interface here (a translated address), on all with `anywhere`."""
-    host, port = _resolve(address)[0] if address[1] else address
-    for place in [host, "::" if ":" in host else "0.0.0.0"] if anywhere else [host]:
-        try:
-            family = socket.AF_INET6 if ":" in place else socket.AF_INET
-            return socket.create_server((place, port), family=family, backlog=_BACKLOG)
-        except OSError as error:
-            cause = error.strerror
-    raise TransportError(f"cannot listen at {address[0]}:{address[1]} ({cause}); is another party running there?")
+    return Acceptor(listen(addresses[me], anywhere=config.tls is not None), config.endpoints)
 
 
 @dataclass(frozen=True)
@@ -205,7 +127,7 @@ class _Mesh:
         self._done = False
 
     def open(self, acceptor: Acceptor | None) -> list[dict[int, Pair]]:
-        """Make the connections of all parallel sessions, or raise TransportError. Afterwards further callers hear
+        """Make the connections of all parallel sessions, or raise TransportError. Afterwards further callers are told
         "busy"."""
         if acceptor is not None:
             acceptor.lead_to(self._receive)

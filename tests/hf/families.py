@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import torch
 import transformers as tr
+from private_llm_hf.models.miniature import small_config
 
-WIDTHS = {
-    "hidden_size": 32, "n_embd": 32, "d_model": 32, "intermediate_size": 64, "ffn_dim": 64, "d_ff": 64, "d_kv": 8,
-    "embedding_size": 16, "head_dim": 8, "rotary_dim": 4,
+SETTINGS = {
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0, "num_key_value_heads": 2,
 }  # fmt: skip
-COUNTS = {
-    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "num_attention_heads": 4, "n_head": 4,
-    "n_heads": 4, "num_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64,
-    "n_positions": 64, "max_seq_len": 64, "image_size": 16, "patch_size": 8, "num_channels": 3,
-}  # fmt: skip
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
 SPECIAL = {
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4, "hidden_size": 32, "num_layers": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "camembert": {"pad_token_id": 1},
+    "hunyuan_v1_dense": {"head_dim": 128},
 }
 
 DECODERS = (
@@ -36,12 +31,11 @@ _AUTO = {
 
 def build(model_type: str) -> tr.PreTrainedModel:
     """A model with random weights, large enough that logits differ clearly."""
-    default = tr.AutoConfig.for_model(model_type)
-    known = default.to_dict()
-    wanted = {**WIDTHS, **COUNTS, **TOKENS}
-    wanted |= {own: wanted[usual] for usual, own in default.attribute_map.items() if usual in wanted and own in known}
-    values = {key: value for key, value in wanted.items() if key in known}
-    config = tr.AutoConfig.for_model(model_type, **{**values, **SPECIAL.get(model_type, {})})
+    known = tr.AutoConfig.for_model(model_type).to_dict()
+    wanted = {**SETTINGS, **SPECIAL.get(model_type, {})}
+    config = small_config(
+        tr.AutoConfig.for_model(model_type, **{key: value for key, value in wanted.items() if key in known})
+    )
     torch.manual_seed(0)
     model: tr.PreTrainedModel = _AUTO[model_type].from_config(config).eval()
     with torch.no_grad():

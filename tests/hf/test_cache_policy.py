@@ -80,7 +80,7 @@ def test_tokens_and_logits_are_those_of_the_forbidding_mask(name: str, protocol:
     assert min(apart[1:]) > 10 * LOGIT_ERROR  # and what is evicted matters
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3_text", "gpt_neox", "gpt_bigcode", "ctrl", "exaone4"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3_text", "gpt_neox", "gpt_bigcode", "ctrl", "olmo2"])
 def test_other_families(name: str) -> None:
     """Norms of queries and keys; the model's own windows, which are longer than ours; one key head for all."""
     build = tiny.build if name in tiny.ALL else families.build

@@ -5,7 +5,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from private_llm.config import PrivateConfig
-from private_llm.net.rendezvous import connect, hosts_of, open_listeners
+from private_llm.net.addresses import hosts_of, open_listeners
+from private_llm.net.rendezvous import connect
 from private_llm.net.transport import CLIENT
 
 TOKEN = b"a token of one test session"

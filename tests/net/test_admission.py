@@ -11,7 +11,8 @@ import torch
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PartiesBusy, PartyFailed, TransportError
 from private_llm.net import rendezvous, sockets
-from private_llm.net.rendezvous import connect, hosts_of, open_acceptor, open_listeners, parse_address
+from private_llm.net.addresses import hosts_of, open_listeners, parse_address
+from private_llm.net.rendezvous import connect, open_acceptor
 from private_llm.net.transport import CLIENT
 
 from .mesh import run_threads

@@ -157,7 +157,7 @@ def test_party_zero_runs_ahead_and_party_two_reads_later(tmp_path: Path) -> None
 
 def test_nothing_is_heard_while_running_ahead() -> None:
     ahead = OfflineTransport(LocalMesh(3, timeout=1).transport(0))
-    with pytest.raises(TransportError, match="there is nothing to hear"):
+    with pytest.raises(TransportError, match="there is nothing to receive"):
         ahead.recv(255, "input", (1,), torch.int64)
     with pytest.raises(TransportError, match="waits for nobody"):
         ahead.wait(1)

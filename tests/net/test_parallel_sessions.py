@@ -13,9 +13,10 @@ import torch
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PartyFailed, TransportError
+from private_llm.net.addresses import hosts_of, open_listeners
 from private_llm.net.local import LocalMesh
 from private_llm.net.parallel_sessions import assignment, assignments, parallel_session_links
-from private_llm.net.rendezvous import connect, hosts_of, open_listeners
+from private_llm.net.rendezvous import connect
 from private_llm.net.transport import CLIENT, MetaTransport, Transport
 from private_llm.protocols.session import join_as_client
 

@@ -10,7 +10,8 @@ import torch
 from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.errors import ConfigError, TransportError
 from private_llm.net import rendezvous
-from private_llm.net.rendezvous import connect, hosts_of, open_listeners, parse_address
+from private_llm.net.addresses import hosts_of, open_listeners, parse_address
+from private_llm.net.rendezvous import connect
 from private_llm.net.transport import CLIENT
 
 from .mesh import TOKEN, run_threads

@@ -159,7 +159,7 @@ def serve_named(config: PrivateConfig, party: int, transport: Transport, name: s
 
 
 def _guarded(work: Work, config: PrivateConfig, party: int, transport: Transport) -> None:
-    """`serve`, whose failure the others hear of."""
+    """`serve`, whose failure the others are told of."""
     try:
         serve(work, config, party, transport)
     except PrivateLLMError as error:

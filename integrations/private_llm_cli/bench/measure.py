@@ -232,7 +232,7 @@ def serve_named(config: PrivateConfig, party: int, transport: Transport, name: s
 
 
 def _guarded(work: Work, config: PrivateConfig, party: int, transport: Transport) -> None:
-    """`serve`, whose end, however it comes, the others hear of."""
+    """`serve`, whose end, however it comes, the others are told of."""
     finished = False
     try:
         serve(work, config, party, transport)

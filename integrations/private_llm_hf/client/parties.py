@@ -317,7 +317,7 @@ class Parties(SessionClient):
         return None
 
     def _drop_schedule(self) -> None:
-        """Forget it; the helping party frees what it computed ahead with the next request that it hears of."""
+        """Forget it; the helping party frees what it computed ahead with the next request that it receives."""
         if self._schedule is not None:
             self._unused.extend(self._schedule.planned_handles)
             self._schedule = None

@@ -1,7 +1,7 @@
 """The client's link to the nodes of a sharding plan; it stands where `Parties` stands for secret sharing.
 
 Tokens go in the clear to the CompNode of their position, and to no other. Commands carry public facts: shapes,
-positions, padding. Nodes that have nothing to do in a step hear nothing of it.
+positions, padding. Nodes that have nothing to do in a step receive nothing.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class Nodes(Parties):
             )
 
     def _wake_attention(self, step: Step) -> None:
-        """Tell the AttnNodes of every shard with new rows; each hears of caches that are gone when it next wakes."""
+        """Tell the AttnNodes of every shard with new rows; each is told of caches that are gone when it next wakes."""
         for handle in self._take_unused():
             self._lengths.pop(handle, None)
             for gone in self._gone.values():

@@ -266,7 +266,7 @@ class QuadShuffles(QuadArithmetic):
         """
         if self._apart:
             raise UnsupportedOp(
-                "open_shuffled: party 3 runs ahead of the data and cannot hear what is opened; want calls that are "
+                "open_shuffled: party 3 runs ahead of the data and cannot receive what is opened; want calls that are "
                 "not preprocessed"
             )
         x.order.spend(x.bits.rows)

@@ -208,7 +208,7 @@ class TrioShuffles(TrioArithmetic):
         telling = not x.order.known_to
         if telling and self._apart:
             raise UnsupportedOp(
-                "open_shuffled: the helping party runs ahead of the data and cannot hear what is opened; want "
+                "open_shuffled: the helping party runs ahead of the data and cannot receive what is opened; want "
                 "permutation(size, hidden=False), or calls that are not preprocessed"
             )
         x.order.spend(x.bits.rows)

@@ -7,7 +7,7 @@ blocks of neighbouring positions; block x of CompNode i is query shard j = i m +
 which hold the same tokens.
 
 The paper takes every c-th position into a block; neighbouring positions are stronger at equal cost, because what
-a CompNode hears of one foreign block is then about c / m tokens at once (see `audit`).
+a CompNode receives of one foreign block is then about c / m tokens at once (see `audit`).
 
 The first `front` positions of a text belong to the first block beside its own. The attention of a row is a combination
 of the tokens before it, so n rows together must have at least n + rho - 1 unknown tokens before them: CompNode 1 has

@@ -1,4 +1,4 @@
-"""What `dealer` has besides Trio's shares: a dealer that hears nothing of data, one-hot lookups, fresh masks."""
+"""What `dealer` has besides Trio's shares: a dealer that receives nothing of data, one-hot lookups, fresh masks."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from private_llm.kernels import shapes
 from private_llm.kernels.backends.triton import matmul as triton_matmul
-from private_llm.kernels.backends.triton.matmul import _add_up, _digit_products, _no_products
+from private_llm.kernels.backends.triton.matmul import add_up, digit_products, no_products
 from private_llm.kernels.backends.triton.tuning import Tile, Tuner, size_range
 from private_llm.kernels.shapes import Pair
 
@@ -52,7 +52,7 @@ def conv_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     p_w = w + (i_g.to(tl.int64) * M + o_m.to(tl.int64)) * K
     b_out = tl.zeros((BM, BN), dtype=out.dtype.element_ty)
     for i_chunk in range(0, K, CHUNK):
-        accs = _no_products(BM, BN, LIMBS)
+        accs = no_products(BM, BN, LIMBS)
         for i_k in range(i_chunk, min(i_chunk + CHUNK, K), BK):
             o_k = i_k + tl.arange(0, BK)
             m_k = o_k < K
@@ -62,8 +62,8 @@ def conv_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
                 x, o_k, o_p, m_k, m_p, height, width, area, columns, x_b, x_c, x_h, x_w,
                 down, right, top, left, far_h, far_w, KH, KW,
             )  # fmt: skip
-            accs = _digit_products(accs, b_w + SHIFT, b_x + SHIFT, LIMBS)
-        b_out = _add_up(b_out, accs, LIMBS)
+            accs = digit_products(accs, b_w + SHIFT, b_x + SHIFT, LIMBS)
+        b_out = add_up(b_out, accs, LIMBS)
     i_image = (o_p // area).to(tl.int64)[None, :] * groups + i_g
     p_out = out + (i_image * M + o_m.to(tl.int64)[:, None]) * area + (o_p % area)[None, :]
     m_out = m_m[:, None] & m_p[None, :]

@@ -33,7 +33,7 @@ def _digit(b_x, i: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN00
 
 
 @triton.jit
-def _digit_products(accs, b_x, b_y, LIMBS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def digit_products(accs, b_x, b_y, LIMBS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """accs[s] += sum over i + j = s of digit i of x [BM, BK] times digit j of y [BK, BN]."""
     new = ()
     for s in tl.static_range(LIMBS):
@@ -45,7 +45,8 @@ def _digit_products(accs, b_x, b_y, LIMBS: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit
-def _no_products(BM: tl.constexpr, BN: tl.constexpr, LIMBS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN202
+def no_products(BM: tl.constexpr, BN: tl.constexpr, LIMBS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    """Accumulators [BM, BN] of zero, one for each sum of digit numbers."""
     b_zero = tl.zeros((BM, BN), dtype=tl.int32)
     accs = ()
     for _ in tl.static_range(LIMBS):
@@ -54,7 +55,7 @@ def _no_products(BM: tl.constexpr, BN: tl.constexpr, LIMBS: tl.constexpr):  # ty
 
 
 @triton.jit
-def _add_up(b_out, accs, LIMBS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def add_up(b_out, accs, LIMBS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     """b_out + sum over s of accs[s] 256^s."""
     for s in tl.static_range(LIMBS):
         b_out += accs[s].to(b_out.dtype) << (8 * s)
@@ -82,7 +83,7 @@ def matmul_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     p_y = y + i_b * y_batch + o_yn[None, :] * y_col
     b_out = tl.zeros((BM, BN), dtype=out.dtype.element_ty)
     for i_chunk in range(0, K, CHUNK):
-        accs = _no_products(BM, BN, LIMBS)
+        accs = no_products(BM, BN, LIMBS)
         for i_k in range(i_chunk, min(i_chunk + CHUNK, K), BK):
             o_k = (i_k + tl.arange(0, BK)).to(tl.int64)
             m_k = o_k < K
@@ -92,8 +93,8 @@ def matmul_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
             # [BM, BK], [BK, BN]
             b_x = tl.load(p_x + o_k[None, :] * x_col, mask=m_m[:, None] & m_k[None, :], other=0) + SHIFT
             b_y = tl.load(p_y + o_yk[:, None] * y_row, mask=m_k[:, None] & m_n[None, :], other=0) + SHIFT
-            accs = _digit_products(accs, b_x, b_y, LIMBS)
-        b_out = _add_up(b_out, accs, LIMBS)
+            accs = digit_products(accs, b_x, b_y, LIMBS)
+        b_out = add_up(b_out, accs, LIMBS)
     p_out = out + i_b * M * N + o_m[:, None] * N + o_n[None, :]
     m_out = m_m[:, None] & m_n[None, :]
     if ADD:
