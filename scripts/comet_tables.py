@@ -363,6 +363,9 @@ TABLES: dict[str, Callable[[Counter], str]] = {
 }  # fmt: skip
 
 
+_BREAK = ",\n"
+
+
 # -- pictures --------------------------------------------------------------------------------------------------------
 def pictures(count: Counter, folder: Path) -> None:
     """comet-lengths.png, comet-breakdown.png and comet-ablation.png."""
@@ -379,7 +382,7 @@ def pictures(count: Counter, folder: Path) -> None:
 
     figure, axis = pyplot.subplots(figsize=(9, 3.6), layout="constrained")
     pairs = {
-        f"{setting}\n{way}": by_row(count.run(count.size.main, setting, plan).costs)
+        f"{setting.replace(', ', _BREAK)}\n{way}": by_row(count.run(count.size.main, setting, plan).costs)
         for setting in SETTINGS
         for way, plan in (("dense", None), ("Comet", planned(count.size.main, count.size)))
     }
