@@ -363,10 +363,20 @@ TABLES: dict[str, Callable[[Counter], str]] = {
 }  # fmt: skip
 
 
+_BREAK = ",\n"
+
+
 # -- pictures --------------------------------------------------------------------------------------------------------
 def pictures(count: Counter, folder: Path) -> None:
     """comet-lengths.png, comet-breakdown.png and comet-ablation.png."""
     pyplot = load_pyplot()
+    for draw in (draw_lengths, draw_breakdown, draw_ablation):
+        draw(count, folder, pyplot)
+    pyplot.close("all")
+
+
+def draw_lengths(count: Counter, folder: Path, pyplot: Any) -> None:  # noqa: ANN401 - matplotlib is not typed
+    """Minutes by tokens made."""
     found = lengths(count, TWO)
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     for axis, (setting, by_length) in zip(axes, found.items(), strict=True):
@@ -377,9 +387,12 @@ def pictures(count: Counter, folder: Path) -> None:
         axis.legend()
     figure.savefig(folder / "comet-lengths.png", dpi=80)
 
+
+def draw_breakdown(count: Counter, folder: Path, pyplot: Any) -> None:  # noqa: ANN401
+    """Shares of the bytes by the paper's rows."""
     figure, axis = pyplot.subplots(figsize=(9, 3.6), layout="constrained")
     pairs = {
-        f"{setting}\n{way}": by_row(count.run(count.size.main, setting, plan).costs)
+        f"{setting.replace(', ', _BREAK)}\n{way}": by_row(count.run(count.size.main, setting, plan).costs)
         for setting in SETTINGS
         for way, plan in (("dense", None), ("Comet", planned(count.size.main, count.size)))
     }
@@ -396,6 +409,9 @@ def pictures(count: Counter, folder: Path) -> None:
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(folder / "comet-breakdown.png", dpi=80)
 
+
+def draw_ablation(count: Counter, folder: Path, pyplot: Any) -> None:  # noqa: ANN401
+    """Minutes without each part."""
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.2), layout="constrained", sharey=True)
     made = ablation(count)
     for axis, setting in zip(axes, TWO, strict=True):
@@ -403,7 +419,6 @@ def pictures(count: Counter, folder: Path) -> None:
         axis.set(title=f"{count.size.main}, {setting}", xlabel="minutes")
     axes[0].invert_yaxis()
     figure.savefig(folder / "comet-ablation.png", dpi=80)
-    pyplot.close("all")
 
 
 def main() -> None:

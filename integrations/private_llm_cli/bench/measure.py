@@ -6,6 +6,7 @@ compiles kernels), then the timed ones. Sharing and opening are outside the time
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -146,7 +147,10 @@ def measure_in_turns(
             for each in running:
                 each.once()
             progress()
-        return [each.row(None) for each in running]
+        rows = [each.row(None) for each in running]
+    running.clear()
+    gc.collect()  # parties' modules refer to themselves, and hold their weights until this
+    return rows
 
 
 def _start(
