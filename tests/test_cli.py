@@ -317,6 +317,15 @@ def test_diff_shows_small_errors(run: Run, checkpoint: Path) -> None:
         assert row["error_max"] < 1e-3
 
 
+def test_diff_compares_other_functions_with_themselves(run: Run, checkpoint: Path) -> None:
+    """Softmax of MPCFormer is no softmax; what is shown is how far its private form is from its plain one."""
+    ours = rows(run, "diff", str(checkpoint), "--prompt", "a b c", "--all")
+    theirs = rows(run, "diff", str(checkpoint), "--prompt", "a b c", "--all", "--approximations", "mpcformer")
+    assert [row["module"] for row in theirs[:-1]] == [row["module"] for row in ours[:-1]]
+    assert max(float(str(row["error_max"])) for row in theirs[:-1]) < 1e-3
+    assert [row["largest"] for row in theirs[:-1]] != [row["largest"] for row in ours[:-1]]
+
+
 def test_diff_says_what_a_ring_cannot_hold(run: Run, checkpoint: Path) -> None:
     *_, last = rows(run, "diff", str(checkpoint), "--prompt", "a b c", "--ring", "32")
     assert "32" in str(last["stopped"])

@@ -125,13 +125,14 @@ def diff(
     as_json: Json = False,
     image: Annotated[Path | None, typer.Option(help="For a classifier of images: the image file.")] = None,
     ranges: RangesOption = None,
+    approximations: ApproximationsOption = Approximations.OURS,
 ) -> None:
-    """Layer by layer against plaintext: errors, and values that leave the ring."""
+    """Layer by layer against plaintext (with the same functions): errors, and values that leave the ring."""
     from private_llm_cli.commands.diff import diff as run
     from private_llm_cli.commands.models import DEMO_PROMPT, demo_model
 
     more: dict[str, Any] = {} if frac_bits is None else {"frac_bits": frac_bits}
-    config = config_of("plain", ring, **more)
+    config = config_of("plain", ring, approximations=approximations.value, **more)
     run(model or demo_model(), prompt or DEMO_PROMPT, config, everything, as_json, image, ranges)
 
 
