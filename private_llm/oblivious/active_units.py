@@ -25,10 +25,11 @@ def opened_units(
 
     budget: how many units each vector opens; None opens what is active, and so how many are. With None 1 round (quad
     3) and 3 bits a bit in trio; with a budget two shuffles of bits, a bit made a number, two small comparisons and a
-    gate more: 34 to 45 bytes a bit and 10 rounds in trio, 38 to 50 and 8 in dealer (64 to
-    16,384 units); nothing if it is all units. expected: without a
-    budget, how many units a vector opens where costs are counted instead of computed (None: all of them). Raises
-    DomainError for a budget outside 1 to units, or for vectors of unequal length, ProtocolAbort if parties disagree.
+    gate more. What the comparisons cost grows with the digits of `units`: of 128, 1024 and 16,384 units a bit is 35, 40
+    and 46 bytes in trio (10 or 11 rounds in all), 40, 44 and 50 in dealer (8 or 9); nothing if it is all units.
+    expected: without a budget, how many units a vector opens where costs are counted instead of computed (None: all of
+    them). Raises DomainError for a budget outside 1 to units, or for vectors of unequal length, ProtocolAbort if
+    parties disagree.
     """
     if active.rows != 1 or vectors < 1 or active.count % vectors:
         raise DomainError(

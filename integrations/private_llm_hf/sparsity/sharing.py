@@ -197,8 +197,8 @@ def _facts(member: SitePredictor, settings: CometConfig) -> SparseBlock:
         key = "neuron_budget" if site.kind == "ffn" else "head_budget"
         raise ConfigError(
             f"sparsity: the predictor of '{site.name}' has no budget; train with --budget-share or --budget, or pass "
-            f"CometConfig({key}=0.3) for a public share of units a position, or orders='kept' with levels='open', "
-            "which shows their number"
+            f"CometConfig({key}=0.3), on the command line --{key.replace('_', '-')} 0.3, for a public share of units a "
+            "position, or orders='kept' with levels='open', which shows their number"
         )
     return SparseBlock(
         site.name, site.kind, site.width, units, each, predictor.config.rank, predictor.config.hidden,
