@@ -305,7 +305,8 @@ def _at_wanted(
         rows = value.view(lambda part: part.reshape(-1, part.shape[-1]))
         return sparse_output_product(rows, there, wanted, frac).view(lambda part: part.view(shape))
 
-    out = linear_by(x, held.frac, product, None if bias is None else _picked(bias, columns.view(shape)))
+    found = None if equal else functools.partial(_spread, wanted=wanted, lead=(len(wanted),))
+    out = linear_by(x, held.frac, product, None if bias is None else _picked(bias, columns.view(shape)), found)
     return out.viewed(lambda part: part.reshape(-1)), columns
 
 

@@ -108,18 +108,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> SecretTenso
 
 
 def linear_by(
-    x: SecretTensor, weight_frac: int, made: Callable[[Fixed, int | None], Fixed], bias: Tensor | None
-) -> SecretTensor:
+    x: SecretTensor, weight_frac: int, made: Callable[[Fixed, int | None], Fixed], bias: Tensor | None,
+    rows: Callable[[Tensor], Tensor] | None = None,
+) -> SecretTensor:  # fmt: skip
     """A linear layer whose product `made` makes from x and the fractional bits that calibration wants, plus the bias.
 
-    weight_frac: fractional bits of the weight. bias: broadcasts to the product. The result's rows are watched.
+    weight_frac: fractional bits of the weight. bias: broadcasts to the product. rows: makes rows of a result that holds
+    chosen outputs of all of them in one dimension. The result's rows are watched.
     """
     frac = x.session.exponent("frac")
     frac = None if frac is None else min(frac, x.session.frac)
     out = SecretTensor(made(_in_range(x.to_operand(), weight_frac), frac))
     out.coarse = frac is not None and frac < x.session.frac
     out = out if bias is None else plus(out, bias)
-    watch(out.raw, flat=out.dim() == 1 < x.dim())  # of chosen outputs of all rows
+    watch(out.raw if rows is None else out.raw.view(rows))
     return out
 
 

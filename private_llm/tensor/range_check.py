@@ -45,11 +45,10 @@ UNKNOWN = REACH + 3
 """Bits of magnitude that the signed sums of a module without calibration may have."""
 
 
-def watch(x: Fixed, bits: int | None = None, flat: bool = False) -> None:
+def watch(x: Fixed, bits: int | None = None) -> None:
     """Owe a check of the rows of x [.., width]: signed sums below 2^bits in ring elements. Local.
 
-    bits: default, the calibrated `output` of the module that is computed. flat: x is 1-D and no row, but entries of
-    many rows side by side, which are summed in pieces. Nothing is done with guard=False, or in a
+    bits: default, the calibrated `output` of the module that is computed. Nothing is done with guard=False, or in a
     32-bit ring without calibration: its products have no bit to spare for a bound that knows nothing. Debug sessions
     compare the norms of the rows, and name the module.
     """
@@ -60,7 +59,7 @@ def watch(x: Fixed, bits: int | None = None, flat: bool = False) -> None:
     if bits is None:
         known = session.exponent("output")
         bits = x.frac + (UNKNOWN if known is None else known)
-        if flat or x.shape[-1] < PIECE:  # several short rows share their sums: head room is much more than their number
+        if x.shape[-1] < PIECE:  # several short rows share their sums: head room is much more than their number
             x = _in_pieces(x)
     if session.config.debug_ranges:
         if session.known.ranges.modules:  # without calibration, the ring's own limits are all there is to keep
@@ -93,11 +92,13 @@ def watch_later(x: SecretTensor) -> None:
 def watch_compared(x: SecretTensor, bits: int, rows: bool = False) -> None:
     """Owe a check of what is compared next: rows of x (if they are long and `rows` says so), or pieces.
 
+    One dimension is no row: it holds chosen entries of many.
+
     Sums below 2^bits in ring elements with the session's fractional bits. Local, but for a truncation (1 round) if x
     has others.
     """
     watch_pending(x.session, instead=x)
-    if rows and x.shape[-1] >= PIECE:
+    if rows and x.dim() > 1 and x.shape[-1] >= PIECE:
         watch(x.to_fixed(), bits)
     else:  # lines of images are short: they share their sums
         watch_flat(x.to_fixed(), bits)

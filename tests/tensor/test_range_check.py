@@ -12,7 +12,7 @@ from private_llm.config import PrivateConfig
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.ops_matmul import linear_by
-from private_llm.tensor.range_check import SKETCHES, require, verdict, watch
+from private_llm.tensor.range_check import SKETCHES, require, verdict, watch, watch_compared
 from private_llm.tensor.secret import SecretTensor
 from tests.harness import run_meta, run_parties
 
@@ -50,26 +50,30 @@ def test_one_large_entry_among_many_is_seen(protocol: str, size: float) -> None:
 
 
 def test_entries_of_many_rows_side_by_side_are_no_row() -> None:
-    """A sum of so many values that are in their range leaves it; a layer's chosen outputs are checked in pieces."""
+    """A sum of so many values that are in their range leaves it: chosen outputs are watched by their rows, and
+    compared in pieces."""
     x = torch.full((1024, 256), 2.0**15)
     x[::3] *= -1
-    seen = []
 
-    def check(session: Session, secret: Fixed) -> Fixed:
-        flat = secret.view(lambda part: part.reshape(-1))
-        for how in (False, True):
-            watch(flat, flat=how)
+    def found(values: Tensor) -> list[float]:
+        def check(session: Session, secret: Fixed) -> Fixed:
+            def rows(part: Tensor) -> Tensor:
+                return part.reshape(1024, 256)
+
+            seen = []
+            for how in (None, rows):
+                linear_by(SecretTensor(secret), 0, lambda v, _: v.view(lambda part: part.reshape(-1)), None, how)
+                seen.append(verdict(session))
+            watch_compared(SecretTensor(secret.view(lambda part: part.reshape(-1))), 18 + 23, rows=True)
             seen.append(verdict(session))
-        layer = SecretTensor(secret)
-        linear_by(layer, 0, lambda value, frac: value.view(lambda part: part.reshape(-1)), None)
-        seen.append(verdict(session))
-        return seen[-3].stack(seen[-2]).stack(seen[-1].stack(seen[-1]))  # type: ignore[union-attr, arg-type]
+            one, two, three = (each for each in seen if each is not None)
+            return one.stack(two).stack(three.stack(three))
 
-    found = run_parties(config("plain"), check, [x]).value.flatten().tolist()
-    assert (found[0], found[1], found[-1]) == (1.0, 0.0, 0.0)
-    y = x.clone()
-    y[700, 31] = 2.0**30
-    assert run_parties(config("plain"), check, [y]).value.flatten().tolist()[1:] == [1.0] * 3
+        return run_parties(config("plain"), check, [values]).value.flatten().tolist()[:3]
+
+    assert found(x) == [1.0, 0.0, 0.0]
+    x[700, 31] = 2.0**30
+    assert found(x) == [1.0] * 3
 
 
 def test_the_client_learns_one_bit_however_many_values_left() -> None:
