@@ -20,12 +20,36 @@ Read = Callable[[nn.Module], tuple[Tensor, Tensor | None]]
 """Gives a layer's weight and bias."""
 
 
-class SharedInput:
-    """Computes all layers of a group when the first is called, and hands the others their piece.
+class Pieces:
+    """What several layers give for one input: made for all when the first asks, handed out once, and not kept then.
 
     A piece is good for the very tensor it was made from; a layer that is called with another input, or twice, has
-    the group computed anew, so the result never depends on the order of calls.
+    all made anew, so the result never depends on the order of calls.
     """
+
+    def __init__(self) -> None:
+        self._source: tuple[Tensor, object] | None = None
+        self._made: list[Tensor | None] = []
+        self._left = 0
+
+    def take(self, index: int, x: Tensor, make: Callable[[Tensor], Sequence[Tensor]]) -> Tensor:
+        """The piece of layer `index` for input x. make: all layers' pieces for an input."""
+        source = self._source
+        there = source is not None and source[0] is x and source[1] is content_of(x)
+        found = self._made[index] if there else None
+        if found is None:
+            made = list(make(x))
+            self._made, self._source, self._left = [*made], (x, content_of(x)), len(made)
+            found = made[index]
+        self._made[index] = None
+        self._left -= 1
+        if not self._left:
+            self._source = None
+        return found
+
+
+class SharedInput:
+    """Computes all layers of a group when the first is called, and hands the others their piece (`Pieces`)."""
 
     def __init__(self, layers: Sequence[nn.Linear], name: str, ledger: Ledger, read: Read | None = None) -> None:
         """layers: linear layers of one input size K.
@@ -43,29 +67,19 @@ class SharedInput:
             self._weights = lambda: kept
         else:
             self._weights = lambda: joined([read(layer) for layer in layers])
-        self._source: tuple[Tensor, object] | None = None
-        self._pieces: list[Tensor | None] = []
-        self._left = 0
+        self._pieces = Pieces()
 
     def piece(self, index: int, x: Tensor) -> Tensor:
         """The output [.., N_index] of layer `index` for input x [.., K].
 
         The first call sends what one `linear` of all layers' outputs sends, the others nothing.
         """
-        found = self._pieces[index] if self._source is not None and self._made_from(x) else None
-        if found is None:
-            with self._ledger.scope(self._name):
-                made = F.linear(x, *self._weights()).split(self._sizes, dim=-1)
-            self._pieces, self._source, self._left = list(made), (x, content_of(x)), len(made)
-            found = made[index]
-        self._pieces[index] = None
-        self._left -= 1
-        if not self._left:
-            self._source = None
-        return found
+        return self._pieces.take(index, x, self._made)
 
-    def _made_from(self, x: Tensor) -> bool:
-        return self._source is not None and self._source[0] is x and self._source[1] is content_of(x)
+    def _made(self, x: Tensor) -> Sequence[Tensor]:
+        with self._ledger.scope(self._name):
+            made: Sequence[Tensor] = F.linear(x, *self._weights()).split(self._sizes, dim=-1)
+        return made
 
 
 def joined(layers: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:

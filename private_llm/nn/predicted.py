@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from private_llm.errors import UnsupportedOp
 from private_llm.net.ledger import Ledger
-from private_llm.nn.linear import content_of, joined, lie_together
+from private_llm.nn.linear import Pieces, joined, lie_together
 from private_llm.oblivious.active_units import opened_units
 from private_llm.oblivious.budget import choose
 from private_llm.oblivious.level_noise import LevelNoise, noisy_choose
@@ -36,6 +36,8 @@ RESOLUTION_BITS = 8
 
 FEW_ROWS = 4
 """Up to that many positions FC2 reads the weights of listed neurons only; more positions want most of them anyway."""
+
+_NOTHING = torch.zeros((0, 0), dtype=torch.bool)
 
 
 class ActivityPredictor(nn.Module):
@@ -62,13 +64,14 @@ class ActivityPredictor(nn.Module):
         if self.hidden == "relu":
             hidden = hidden.relu()
         weight, bias = self.fc2.weight, self.fc2.bias
-        if not (isinstance(hidden, SecretTensor) and isinstance(weight, SecretTensor)):
+        if not (
+            isinstance(hidden, SecretTensor) and isinstance(weight, SecretTensor) and isinstance(bias, SecretTensor)
+        ):
             raise UnsupportedOp("a predictor of activity needs a secret input and secret weights")
         value, held = hidden.to_operand(), weight.raw
         value = value.view(lambda part: part.reshape(-1, part.shape[-1]))
         scores = value.matmul(held.view(Tensor.t), frac=value.frac + held.frac)  # no bit is dropped: one round
-        if isinstance(bias, SecretTensor):
-            scores = scores + bias.raw
+        scores = scores + bias.raw
         bits = min(scores.session.ring.bits, scores.frac + SCORE_BITS + 1)
         return scores.proto.invert(scores.below([0.0], bits=bits, low=max(0, scores.frac - RESOLUTION_BITS)))
 
@@ -99,9 +102,8 @@ class SparseFeedForward:
         self._predictor, self._readers, self._writer = predictor, list(readers), writer
         self._block, self._budget, self._name, self._ledger = block, budget, name, ledger
         self._dense: Callable[[Tensor], Tensor] = writer.forward
-        self._source: tuple[Tensor, object] | None = None
-        self._pieces: list[Tensor] = []
-        self._wanted = torch.zeros((0, 0), dtype=torch.bool)
+        self._pieces = Pieces()
+        self._wanted = _NOTHING
         self._lead: tuple[int, ...] = ()
         if isinstance(writer.weight, SecretTensor):  # the weights of a neuron side by side, where they are read alone
             writer.weight = nn.Parameter(writer.weight.viewed(_by_neuron(writer)), requires_grad=False)
@@ -112,9 +114,7 @@ class SparseFeedForward:
         The first call for an input asks the predictor, opens the pattern and computes all readers as one product:
         31 bytes a chosen neuron and reader in trio. Raises UnsupportedOp for a public input or public weights.
         """
-        if self._source is None or self._source[0] is not x or self._source[1] is not content_of(x):
-            self._pieces, self._source = self._computed(x), (x, content_of(x))
-        return self._pieces[index]
+        return self._pieces.take(index, x, self._computed)
 
     def _computed(self, x: Tensor) -> list[Tensor]:
         if not isinstance(x, SecretTensor):
@@ -146,8 +146,8 @@ class SparseFeedForward:
                 f"{self._name}: what comes out of the block's activation is {tuple(h.shape)}, not the chosen neurons; "
                 "this model does more between its layers than sparsity can follow"
             )
-        self._source = None
         wanted, lead = self._wanted, self._lead
+        self._wanted = _NOTHING  # a pattern of many positions is as large as their neurons
         weight, bias = self._writer.weight, self._writer.bias
         if len(wanted) > FEW_ROWS or not isinstance(weight, SecretTensor):
             return self._dense(h.viewed(lambda part: _spread(part, wanted, lead)))
@@ -223,8 +223,7 @@ class SparseHeads:
         self._predictor, self._readers, self._heads, self._budget = predictor, list(readers), heads, budget
         self._name, self._ledger = name, ledger
         self._active: Tensor | None = None
-        self._source: tuple[Tensor, object] | None = None
-        self._pieces: list[Tensor] = []
+        self._pieces = Pieces()
 
     def read(self, index: int, x: Tensor) -> Tensor:
         """The output [B, length, N] of reader `index` for x [B, length, K]; queries of heads left out are zero.
@@ -232,9 +231,7 @@ class SparseHeads:
         The first call for an input asks the predictor, opens the pattern and computes all readers. Raises UnsupportedOp
         for a public input or public weights.
         """
-        if self._source is None or self._source[0] is not x or self._source[1] is not content_of(x):
-            self._pieces, self._source = self._computed(x), (x, content_of(x))
-        return self._pieces[index]
+        return self._pieces.take(index, x, self._computed)
 
     def _computed(self, x: Tensor) -> list[Tensor]:
         if not isinstance(x, SecretTensor):
@@ -261,7 +258,7 @@ class SparseHeads:
 
         Local. Raises UnsupportedOp if nothing was foretold for this call, or another number of heads.
         """
-        active, self._active, self._source = self._active, None, None
+        active, self._active = self._active, None
         if active is None:
             raise UnsupportedOp("sparse attention ran without its first layer, whose input foretells the heads")
         if heads != self._heads:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from private_llm.net.ledger import Ledger
-from private_llm.nn.linear import SharedInput, can_share
+from private_llm.nn.linear import Pieces, SharedInput, can_share
 from private_llm.tensor.fixed import Fixed
 from tests.harness import TRIO, run_parties
 from tests.tensor.secrets import noise, opened, plain_session, secret
@@ -85,3 +88,21 @@ def test_what_can_share() -> None:
     assert not can_share([*same, nn.Linear(5, 2)])
     assert not can_share([*same, nn.Linear(4, 2, bias=False)])
     assert not can_share([*same, nn.Identity()])
+
+
+def test_pieces_are_let_go_when_all_are_taken() -> None:
+    """Of a long prompt they are as large as the layer's outputs, and every layer of a model would keep its own."""
+    made: list[weakref.ref[Tensor]] = []
+
+    def make(x: Tensor) -> list[Tensor]:
+        out = [x + 1, x + 2]
+        made.extend(map(weakref.ref, out))
+        return out
+
+    pieces, x = Pieces(), torch.ones(3)
+    first = pieces.take(0, x, make)
+    assert torch.equal(pieces.take(1, x, make), x + 2)
+    source = weakref.ref(x)
+    del first, x
+    assert source() is None
+    assert [each() for each in made] == [None, None]

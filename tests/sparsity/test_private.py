@@ -11,6 +11,7 @@ import torch
 from private_llm_hf import GeneratePlan, patch
 from private_llm_hf.checkpoint.model_spec import ModelSpec
 from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
+from private_llm_hf.models import sparse_blocks
 from private_llm_hf.sparsity import sharing
 from private_llm_hf.sparsity.apply import predicted_only
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor, fingerprint
@@ -353,3 +354,25 @@ def test_what_does_not_go_with_it_is_said(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="cannot run ahead"):
             private.preprocess(GeneratePlan(prompt=5, new_tokens=2))
         assert private.generate(torch.ones(1, 5, dtype=torch.long), max_new_tokens=2).shape == (1, 7)
+
+
+def test_nothing_of_a_call_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patterns, queries and chosen neurons of each block are as large as the prompt is long."""
+    model, blocks = sparse("llama"), []
+    for kind in (predicted.SparseFeedForward, predicted.SparseHeads):
+
+        class Watched(kind):  # type: ignore[misc, valid-type]
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                blocks.append(self)
+
+        monkeypatch.setattr(sparse_blocks, kind.__name__, Watched)
+    config = CometConfig(
+        saved(model, "llama", tmp_path, "ffn heads"), orders="kept", neuron_budget=0.9, head_budget=0.5
+    )
+    run(model, "llama", config)
+    assert len(blocks) == 4
+    for block in blocks:
+        held = [*vars(block).values(), *vars(block._pieces).values()]
+        flat = [each for value in held for each in (value if isinstance(value, list | tuple) else [value])]
+        assert not [each for each in flat if isinstance(each, Tensor) and each.numel()]

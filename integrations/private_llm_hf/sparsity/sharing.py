@@ -106,10 +106,6 @@ class SharedPredictors:
         for name, tensor in self._tensors.items():
             sink(name, tensor)
 
-    def count(self) -> int:
-        """Number of tensors that the predictors have."""
-        return len(self._tensors)
-
     def _ordered(self, model: PreTrainedModel, block: SparseBlock, grouping: Tensor | None, kept: bool) -> Tensor:
         """Draw the block's order, if it is kept, and note what moves; returns it, of units.
 
