@@ -376,3 +376,19 @@ def test_nothing_of_a_call_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         held = [*vars(block).values(), *vars(block._pieces).values()]
         flat = [each for value in held for each in (value if isinstance(value, list | tuple) else [value])]
         assert not [each for each in flat if isinstance(each, Tensor) and each.numel()]
+
+
+def test_the_threshold_is_the_predictors_own(tmp_path: Path) -> None:
+    """It is no public fact: the owner takes it off the bias."""
+    model, found = sparse("opt"), []
+    for site in find_sites(model, batch("opt"), ("ffn",)):
+        predictor = constant(site, list(range(40)))
+        with torch.no_grad():
+            predictor.fc2.bias[20:60] = 3.0
+        found.append(SitePredictor(site, predictor.with_config(replace(predictor.config, threshold=2.0))))
+    predictors = PredictorSet(fingerprint(model), found)
+    predictors.save_pretrained(tmp_path)
+    with predicted_only(model, predictors):
+        want = answer(model, "opt")
+    close(run(model, "opt", CometConfig(str(tmp_path), orders="kept", levels="open"))[0], want)
+    assert float((want - answer(model, "opt")).abs().max()) > 10 * LOGIT_ERROR
