@@ -12,8 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Any, Literal
 
-from private_llm.cache_policy import KEEP_ALL, CachePolicy, policy_of
 from private_llm.errors import ConfigError, refuse_unknown
+from private_llm.kv_policies.fixed import KEEP_ALL
+from private_llm.kv_policies.policy import CachePolicy
+from private_llm.kv_policies.registry import policy_of
 from private_llm.protocol_facts import CASCADE, ProtocolFacts, names_where, protocol_facts
 from private_llm.sparsity_config import CometConfig
 from private_llm.token_sharding import ShardingPlan
@@ -39,9 +41,13 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 _AGREED = (
     "protocol", "ring", "frac_bits", "weights", "reveal", "adder", "bandwidth_mbit", "latency_ms", "relu_bits",
     "relu_low", "truncation", "matmul", "prg", "parallel_sessions", "rotate_roles", "plan", "split", "guard", "plugins",
-    "cache_policy", "approximations", "sparsity",
+    "kv_cache", "approximations", "sparsity",
 )  # fmt: skip
 """What all parties must agree upon: these settings change the order or the meaning of messages."""
+
+
+_OLD_NAMES = ("lanes", "permute", "cache_policy")
+"""Settings that are called otherwise now (`PrivateConfig._take_old_names`)."""
 
 
 PLANNED = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -104,8 +110,10 @@ class PrivateConfig:
     "puma" (docs/approximations.md). Models need distillation for mpcformer and secformer.
     matmul: "masked" (output-sized traffic), or for "dealer" also "remask" (both operands masked anew each time, the
     classical way).
-    cache_policy: which entries of the KV cache stay after each call: KeepAll(), or SlidingWindow(recent=256, first=4),
-    the first tokens and the most recent ones. What is evicted costs later steps nothing, and they do not see it.
+    kv_cache: which entries of the KV cache stay after each call, and which a token attends to: KeepAll(),
+    SlidingWindow(recent=256, first=4) (the first tokens and the most recent ones), MPCacheConfig(gamma=0.5) (those of
+    most attention, chosen in secret), or one of its rivals (docs/kv-cache.md). What is evicted costs later steps
+    nothing, and they do not see it.
     sparsity: leave out neurons and heads that predictors foretell to be inactive (`CometConfig`, docs/sparsity.md).
     parallel_sessions: sessions side by side that share the rows of a batch, so that one computes while another sends or
     waits (rows beyond the batch idle). rotate_roles: in each of them another party plays each role, so that all parties
@@ -154,13 +162,14 @@ class PrivateConfig:
     truncation: Literal["unit", "exact"] = "unit"
     approximations: Literal["ours", "mpcformer", "secformer", "puma"] = "ours"
     matmul: Literal["masked", "remask"] = "masked"
-    cache_policy: CachePolicy = KEEP_ALL
+    kv_cache: CachePolicy = KEEP_ALL
     sparsity: CometConfig | None = None
     prg: Literal["aes", "chacha20"] = "aes"
     parallel_sessions: int = 1
     rotate_roles: bool = False
     lanes: InitVar[int | None] = None
     permute: InitVar[bool | None] = None
+    cache_policy: InitVar[CachePolicy | None] = None
     party_mode: Literal["auto", "threads", "processes", "remote", "distributed"] = "auto"
     hosts: tuple[str, ...] = ()
     tls: TLSConfig | None = None
@@ -182,8 +191,14 @@ class PrivateConfig:
     offload_folder: str | None = None
     offline_folder: str | None = None
 
-    def __post_init__(self, lanes: int | None, permute: bool | None) -> None:
-        self._take_old_names({"parallel_sessions": ("lanes", lanes), "rotate_roles": ("permute", permute)})
+    def __post_init__(self, lanes: int | None, permute: bool | None, cache_policy: CachePolicy | None) -> None:
+        self._take_old_names(
+            {
+                "parallel_sessions": ("lanes", lanes),
+                "rotate_roles": ("permute", permute),
+                "kv_cache": ("cache_policy", cache_policy),
+            }
+        )
         self._import_plugins()
         for key, allowed in _CHOICES.items():
             if getattr(self, key) not in allowed:
@@ -191,7 +206,7 @@ class PrivateConfig:
         self._check_protocol()
         self._check_plan()
         self._check_approximations()
-        self._check_cache_policy()
+        self._check_kv_cache()
         self._check_sparsity()
         top = 20 if self.ring == 64 else 13
         if not 4 <= self.frac_bits <= top:
@@ -314,11 +329,11 @@ class PrivateConfig:
                 "ring=64"
             )
 
-    def _check_cache_policy(self) -> None:
-        if not isinstance(self.cache_policy, CachePolicy):
-            raise ConfigError(f"cache_policy: got {self.cache_policy!r}; want a CachePolicy, such as KeepAll()")
-        if self.plan is not None and self.cache_policy != KEEP_ALL:
-            raise ConfigError("cache_policy: nodes of a sharding plan keep all entries; leave it out")
+    def _check_kv_cache(self) -> None:
+        if not isinstance(self.kv_cache, CachePolicy):
+            raise ConfigError(f"kv_cache: got {self.kv_cache!r}; want a policy, such as MPCacheConfig(), or KeepAll()")
+        if self.plan is not None and self.kv_cache != KEEP_ALL:
+            raise ConfigError("kv_cache: nodes of a sharding plan keep all entries; leave it out")
 
     def _check_sparsity(self) -> None:
         if self.sparsity is None:
@@ -357,7 +372,7 @@ class PrivateConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PrivateConfig:
         """Build from a mapping (for instance JSON); unknown keys raise ConfigError."""
-        refuse_unknown(values, [*(f.name for f in dataclasses.fields(cls)), "lanes", "permute"])
+        refuse_unknown(values, [*(f.name for f in dataclasses.fields(cls)), *_OLD_NAMES])
         values = dict(values)
         if isinstance(values.get("tls"), dict):
             refuse_unknown(values["tls"], [f.name for f in dataclasses.fields(TLSConfig)], "tls: ")
@@ -366,15 +381,16 @@ class PrivateConfig:
             values["plan"] = ShardingPlan.from_dict(values["plan"])
         if isinstance(values.get("sparsity"), dict):
             values["sparsity"] = CometConfig.from_dict(values["sparsity"])
-        if isinstance(values.get("cache_policy"), dict):
-            values["cache_policy"] = policy_of(values["cache_policy"])
+        for key in ("kv_cache", "cache_policy"):
+            if isinstance(values.get(key), dict):
+                values[key] = policy_of(values[key])
         if not isinstance(values.get("hosts", ""), str):
             values["hosts"] = tuple(values["hosts"])
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """The inverse of `from_dict`."""
-        return {**dataclasses.asdict(self), "cache_policy": self.cache_policy.to_dict()}
+        return {**dataclasses.asdict(self), "kv_cache": self.kv_cache.to_dict()}
 
     def agreement(self) -> bytes:
         """Digest of everything all parties must agree upon, with the library's version."""
@@ -397,7 +413,7 @@ FIELD_GROUPS: dict[str, tuple[str, ...]] = {
         "latency_ms",
         "matmul",
         "prg",
-        "cache_policy",
+        "kv_cache",
         "sparsity",
         "parallel_sessions",
         "rotate_roles",

@@ -150,11 +150,11 @@ def test_bench_in_processes_sends_the_same(run: Run) -> None:
         (("generate", "any", "--prompt", "x", "--top-p", "0.5"), "greedy text has no use for it"),
         (("generate", "any", "--prompt", "x", "--tls", "/nowhere"), "--tls and --allow-plain-loopback protect nothing"),
         (
-            ("generate", "any", "--prompt", "x", "--cache-policy", "sliding-window,recent"),
+            ("generate", "any", "--prompt", "x", "--kv-cache", "sliding-window,recent"),
             "got 'sliding-window,recent'",
         ),
-        (("generate", "any", "--prompt", "x", "--cache-policy", "newest"), "cache_policy: got 'newest'"),
-        (("estimate", "opt-125m", "--cache-policy", "sliding-window,last=3"), "cache_policy: unknown key(s) last"),
+        (("generate", "any", "--prompt", "x", "--kv-cache", "newest"), "kv_cache: got 'newest'"),
+        (("estimate", "opt-125m", "--kv-cache", "sliding-window,last=3"), "kv_cache: unknown key(s) last"),
         (("generate", "any", "--prompt", "x", "--hosts", ""), "hosts: got none"),
         (("generate", "any", "--prompt", "x", "--hosts", "a:1,b:2,c:3", "--party-mode", "threads"), "leave it out"),
         (("party", "--index", "0", "--hosts", "a:1,b:2,c:3", "--sessions", "0"), "sessions: got 0"),
@@ -276,7 +276,7 @@ def test_generate(run: Run, checkpoint: Path) -> None:
 
 def test_generate_under_a_cache_policy(run: Run, checkpoint: Path) -> None:
     """The setting reaches parties in processes; a window costs less, in a run and in an estimate."""
-    policy = ("--cache-policy", "sliding-window,recent=3,first=1")
+    policy = ("--kv-cache", "sliding-window,recent=3,first=1")
     ask = ("generate", str(checkpoint), "--prompt", "a b c", "--max-new-tokens", "6")
     (whole,) = rows(run, *ask)
     (threads,) = rows(run, *ask, *policy)

@@ -13,12 +13,12 @@ import typer
 from private_llm.errors import ConfigError
 from private_llm_cli.options import (
     SHARED,
-    CachePolicyOption,
     FracOption,
     GgufOption,
     HeadBudgetOption,
     HostsOption,
     Json,
+    KvCacheOption,
     LevelsOption,
     LoopbackOption,
     MatmulOption,
@@ -36,9 +36,9 @@ from private_llm_cli.options import (
     TlsOption,
     WeakOption,
     bits,
-    cache_policy_of,
     config_of,
     folder_of,
+    kv_cache_of,
     plan_of,
     remote,
     sparsity_of,
@@ -115,7 +115,7 @@ def party(
     plan: PlanOption = "",
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
-    cache_policy: CachePolicyOption = "",
+    kv_cache: KvCacheOption = "",
     sparsity: SparsityOption = "",
     orders: OrdersOption = None,
     levels: LevelsOption = None,
@@ -147,7 +147,7 @@ def party(
         | bits(frac_bits)
         | {"parallel_sessions": parallel_sessions, "rotate_roles": rotate_roles}
         | plan_of(plan, accept_weak_plan, split)
-        | cache_policy_of(cache_policy)
+        | kv_cache_of(kv_cache)
         | sparsity_of(sparsity, orders, levels)
     )
     if sparsity not in ("", SHARED):

@@ -18,8 +18,8 @@ from private_llm_cli.options import (
     AdderOption,
     Approximations,
     ApproximationsOption,
-    CachePolicyOption,
     Json,
+    KvCacheOption,
     MatmulOption,
     ParallelSessionsOption,
     PartyMode,
@@ -32,8 +32,8 @@ from private_llm_cli.options import (
     RotateRolesOption,
     SplitOption,
     WeakOption,
-    cache_policy_of,
     config_of,
+    kv_cache_of,
     plan_of,
     protocol_name,
 )
@@ -87,7 +87,7 @@ def estimate(
     plans: Annotated[bool, typer.Option("--plans", help="Under 'cascade': compare usual plans.")] = False,
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
-    cache_policy: CachePolicyOption = "",
+    kv_cache: KvCacheOption = "",
     sparsity: Annotated[
         str,
         typer.Option(
@@ -101,7 +101,7 @@ def estimate(
     from private_llm_cli.commands.estimate_plans import compare_plans
     from private_llm_cli.commands.hardware import Hardware, Work
 
-    more: dict[str, Any] = {"reveal": reveal, "matmul": matmul, "weights": weights, **cache_policy_of(cache_policy)}
+    more: dict[str, Any] = {"reveal": reveal, "matmul": matmul, "weights": weights, **kv_cache_of(kv_cache)}
     given = [ShardingPlan(**plan_of(text)["plan"]) for text in plan or []]
     if plans or len(given) > 1:
         if sparsity:

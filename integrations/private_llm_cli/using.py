@@ -12,12 +12,12 @@ import typer
 
 from private_llm.errors import ConfigError
 from private_llm_cli.options import (
-    CachePolicyOption,
     DemoModel,
     GgufOption,
     HeadBudgetOption,
     HostsOption,
     Json,
+    KvCacheOption,
     LevelsOption,
     LoopbackOption,
     MatmulOption,
@@ -36,8 +36,8 @@ from private_llm_cli.options import (
     TokensOption,
     WeakOption,
     bits,
-    cache_policy_of,
     config_of,
+    kv_cache_of,
     plan_of,
     remote,
     sampling,
@@ -107,7 +107,7 @@ def generate(
     plan: PlanOption = "",
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
-    cache_policy: CachePolicyOption = "",
+    kv_cache: KvCacheOption = "",
     gguf_file: GgufOption = None,
     ranges: RangesOption = None,
     sparsity: SparsityOption = "",
@@ -121,7 +121,7 @@ def generate(
 
     chosen = sampling(temperature, top_p)
     more = {**remote(hosts, tls, "client", allow_plain_loopback), **plan_of(plan, accept_weak_plan, split)}
-    more |= cache_policy_of(cache_policy) | sparsity_of(sparsity, orders, levels, neuron_budget, head_budget)
+    more |= kv_cache_of(kv_cache) | sparsity_of(sparsity, orders, levels, neuron_budget, head_budget)
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **more)
     run(model, prompt, config, new_tokens, as_json, chosen, preprocess, gguf_file, ranges)
 

@@ -1,7 +1,10 @@
 """HuggingFace models on secret-shared data: `AutoPrivate*.from_pretrained` and `patch`."""
 
-from private_llm.cache_policy import KeepAll, SlidingWindow
 from private_llm.config import PrivateConfig, TLSConfig
+from private_llm.kv_policies.fixed import KeepAll, SlidingWindow
+from private_llm.kv_policies.mpcache import MPCacheConfig
+from private_llm.kv_policies.policy import Level
+from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
 from private_llm.ranges import Ranges
 from private_llm.token_sharding import ShardingPlan
 from private_llm_hf.api import (
@@ -20,6 +23,8 @@ from private_llm_hf.handlers import register_handler, unregister_handler
 from private_llm_hf.vision.network import Network
 
 __all__ = [
+    "H2O",
+    "TOVA",
     "AutoPrivateModel",
     "AutoPrivateModelForCausalLM",
     "AutoPrivateModelForImageClassification",
@@ -28,12 +33,18 @@ __all__ = [
     "AutoPrivateModelForSequenceClassification",
     "ForwardPlan",
     "GeneratePlan",
+    "HeadMerging",
+    "InfLLM",
     "KeepAll",
+    "Level",
+    "LongCache",
+    "MPCacheConfig",
     "Network",
     "PrivateConfig",
     "Ranges",
     "ShardingPlan",
     "SlidingWindow",
+    "SnapKV",
     "TLSConfig",
     "patch",
     "ranges_of_checkpoint",

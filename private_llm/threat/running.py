@@ -33,10 +33,10 @@ CACHE_POLICY = Threat(
         ("meaning of the result", "later tokens do not see what was evicted: the answer is that of the model under the "
          "mask of the window, not that of the whole text"),
     ),
-    source="private_llm/cache_policy.py. A policy gets the attention mass of the entries as shares and answers with "
+    source="private_llm/kv_policies/. A policy gets the attention mass of the entries as shares and answers with "
     "public indices: one that would open a mass to choose by it has to say so here. Tests compare tokens and logits "
     "with a plaintext model whose mask forbids what is evicted, and the bytes of late steps with each other",
-    setting="cache_policy=SlidingWindow(...); KeepAll() is the default",
+    setting="kv_cache=SlidingWindow(...); KeepAll() is the default",
 )  # fmt: skip
 
 STOP_TIME = Threat(

@@ -10,7 +10,7 @@ from private_llm_hf import PrivateConfig
 from private_llm_hf.tools.estimate import Estimate, estimate
 from torch import nn
 
-from private_llm.cache_policy import SlidingWindow
+from private_llm.kv_policies.fixed import SlidingWindow
 from private_llm.token_sharding import ShardingPlan
 from tests.bench.test_estimate import entries
 from tests.hf import tiny
@@ -64,8 +64,8 @@ def test_every_family(name: str) -> None:
         ("opt", {"weights": "public", "protocol": "quad", "reveal": "token"}, 2),
         ("gpt2", {"truncation": "exact"}, 2),
         ("gemma2", {"protocol": "plain", "insecure": True}, 2),
-        ("llama", {"cache_policy": SlidingWindow(recent=4, first=1)}, 5),
-        ("gemma2", {"cache_policy": SlidingWindow(recent=9, first=2), "protocol": "dealer"}, 4),
+        ("llama", {"kv_cache": SlidingWindow(recent=4, first=1)}, 5),
+        ("gemma2", {"kv_cache": SlidingWindow(recent=9, first=2), "protocol": "dealer"}, 4),
         ("opt", {"split": 2, "plan": ShardingPlan(3, 3, 1)}, 2),
     ],
     ids=str,

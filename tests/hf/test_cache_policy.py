@@ -20,8 +20,9 @@ from private_llm_hf.tools.estimate import estimate
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from private_llm.cache_policy import KEEP_ALL, CacheFacts, CachePolicy, SlidingWindow
 from private_llm.errors import ConfigError, DomainError, PartyFailed, UnsupportedOp
+from private_llm.kv_policies.fixed import KEEP_ALL, SlidingWindow
+from private_llm.kv_policies.policy import CacheFacts, CachePolicy
 from tests.hf import families, tiny
 from tests.hf.compare import BATCH, LOGIT_ERROR, MASK, PADDED, worst
 from tests.hf.conftest import PLAIN, TRIO
@@ -29,7 +30,7 @@ from tests.tensor.secrets import opened
 
 PROMPT = PADDED.shape[1]
 WINDOW = SlidingWindow(recent=3, first=1)
-CONFIGS = {"plain": replace(PLAIN, cache_policy=WINDOW), "trio": replace(TRIO, cache_policy=WINDOW)}
+CONFIGS = {"plain": replace(PLAIN, kv_cache=WINDOW), "trio": replace(TRIO, kv_cache=WINDOW)}
 
 
 def allowed(mask: Tensor) -> Tensor:
@@ -179,7 +180,7 @@ def test_recent_positions_can_be_cropped_and_evicted_ones_not(private: PreTraine
 
 def test_drafts_stay_within_what_can_be_cropped() -> None:
     """Three drafts a step: the last three positions are always held, whatever is accepted."""
-    with patch(tiny.build("llama"), replace(PLAIN, cache_policy=SlidingWindow(recent=4, first=1))) as private:
+    with patch(tiny.build("llama"), replace(PLAIN, kv_cache=SlidingWindow(recent=4, first=1))) as private:
         ids = torch.tensor([[9, 8, 7, 9, 8, 7, 9, 8]])
         out = private.generate(ids, prompt_lookup_num_tokens=3, max_new_tokens=8, do_sample=False)
     assert out.shape[1] == 16
@@ -204,7 +205,7 @@ def _steps(config: PrivateConfig, count: int) -> list[tuple[int, dict[str, int]]
 def test_late_steps_cost_the_same_to_the_byte(protocol: str) -> None:
     """The padding of the first row is evicted with the first steps; then every step sees as much as the last."""
     config = PrivateConfig(protocol=protocol, timeout_s=60)
-    steps = _steps(replace(config, cache_policy=WINDOW), 6)
+    steps = _steps(replace(config, kv_cache=WINDOW), 6)
     assert len(set(steps[2:])) == 1
     growing = [sent for sent, _ in _steps(config, 6)]
     assert sorted(set(growing)) == growing
@@ -247,7 +248,7 @@ class Watching(CachePolicy):
     name = "watching"
     queries: int = 2
 
-    def entries(self, held: int, prefill: bool) -> int:
+    def entries(self, held: int, position: int, queries: int) -> int:
         return min(held, 4)
 
     @property
@@ -282,7 +283,7 @@ def test_a_policy_gets_public_facts_and_the_mass_it_asked_for() -> None:
     text = torch.tensor([[9, 8, 7, 6, 5, 11, 12]])
     plain = tiny.build("llama")
     plain.set_attn_implementation("eager")
-    with patch(tiny.build("llama"), replace(PLAIN, cache_policy=Watching())) as private, torch.no_grad():
+    with patch(tiny.build("llama"), replace(PLAIN, kv_cache=Watching())) as private, torch.no_grad():
         cache = private(text[:, :5], use_cache=True).past_key_values
         for step in (5, 6):
             got = private(text[:, step : step + 1], past_key_values=cache).logits
@@ -313,13 +314,13 @@ def test_a_policy_gets_public_facts_and_the_mass_it_asked_for() -> None:
 class Lying(Watching):
     """Says three and keeps four."""
 
-    def entries(self, held: int, prefill: bool) -> int:
+    def entries(self, held: int, position: int, queries: int) -> int:
         return 3
 
 
 def test_a_policy_must_keep_as_many_as_it_says() -> None:
     with (
-        patch(tiny.build("llama"), replace(PLAIN, cache_policy=Lying())) as private,
+        patch(tiny.build("llama"), replace(PLAIN, kv_cache=Lying())) as private,
         pytest.raises(UnsupportedOp, match="watching kept 4 entries; it had said 3"),
     ):
         private(PADDED[1:], use_cache=True)
@@ -328,10 +329,10 @@ def test_a_policy_must_keep_as_many_as_it_says() -> None:
 # -- settings and refusals ----------------------------------------------------------------------------------------
 def test_a_policy_survives_json_and_parties_must_agree_upon_it() -> None:
     config = CONFIGS["trio"]
-    assert config.to_dict()["cache_policy"] == {"name": "sliding-window", "recent": 3, "first": 1}
+    assert config.to_dict()["kv_cache"] == {"name": "sliding-window", "recent": 3, "first": 1}
     assert PrivateConfig.from_dict(config.to_dict()) == config
-    assert PrivateConfig.from_dict(TRIO.to_dict()).cache_policy == KEEP_ALL
-    agreements = {c.agreement() for c in (TRIO, config, replace(TRIO, cache_policy=SlidingWindow(4, 1)))}
+    assert PrivateConfig.from_dict(TRIO.to_dict()).kv_cache == KEEP_ALL
+    agreements = {c.agreement() for c in (TRIO, config, replace(TRIO, kv_cache=SlidingWindow(4, 1)))}
     assert len(agreements) == 3
 
 
@@ -340,27 +341,27 @@ def test_a_policy_survives_json_and_parties_must_agree_upon_it() -> None:
     [
         ({"name": "newest"}, "got 'newest'; want one of 'keep-all', 'sliding-window'"),
         ({}, "got None; want one of"),
-        ({"name": "sliding-window", "last": 3}, "cache_policy: unknown key"),
+        ({"name": "sliding-window", "last": 3}, "kv_cache: unknown key"),
         ({"name": "sliding-window", "recent": 0}, "recent: got 0; want a whole number, at least 1"),
         ({"name": "sliding-window", "first": -1}, "first: got -1"),
         ({"name": "sliding-window", "first": True}, "first: got True"),
-        ({"name": "keep-all", "first": 1}, "cache_policy: unknown key"),
-        ("keep-all", "got 'keep-all'; want a CachePolicy"),
+        ({"name": "keep-all", "first": 1}, "kv_cache: unknown key"),
+        ("keep-all", "got 'keep-all'; want a policy"),
     ],
 )
 def test_unknown_policies_and_settings_are_refused(values: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        PrivateConfig.from_dict({"cache_policy": values})
+        PrivateConfig.from_dict({"kv_cache": values})
 
 
 def test_nodes_of_a_sharding_plan_keep_all() -> None:
     with pytest.raises(ConfigError, match="nodes of a sharding plan keep all"):
-        PrivateConfig(protocol="cascade", cache_policy=WINDOW)
+        PrivateConfig(protocol="cascade", kv_cache=WINDOW)
 
 
 @pytest.mark.parametrize("name", ["bloom", "falcon", "t5", "bert"])
 def test_models_whose_attention_cannot_follow_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"cache_policy 'sliding-window' needs a decoder.*'{name}' is not"):
+    with pytest.raises(ConfigError, match=f"kv_cache 'sliding-window' needs a decoder.*'{name}' is not"):
         patch(tiny.build(name), CONFIGS["plain"])
 
 

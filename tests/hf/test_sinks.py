@@ -13,7 +13,7 @@ from private_llm_hf.models.miniature import miniature
 from private_llm_hf.tools.estimate import estimate
 from torch import nn
 
-from private_llm.cache_policy import SlidingWindow
+from private_llm.kv_policies.fixed import SlidingWindow
 from tests.hf.compare import BATCH, GREEDY, LOGIT_ERROR, MASK, worst
 from tests.hf.conftest import PLAIN, TRIO
 
@@ -71,7 +71,7 @@ def test_estimates_are_real_runs(name: str) -> None:
 def test_an_evicting_cache_keeps_sinks() -> None:
     model = build("granite_swa")
     policy = SlidingWindow(recent=8, first=1)  # nothing is evicted yet
-    with patch(model, replace(PLAIN, cache_policy=policy)) as private, torch.no_grad():
+    with patch(model, replace(PLAIN, kv_cache=policy)) as private, torch.no_grad():
         assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
 
 

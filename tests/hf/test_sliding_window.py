@@ -11,9 +11,10 @@ from private_llm_hf.client.remote_state import PrivateCache
 from private_llm_hf.wire.commands import CropCache
 from torch import Tensor
 
-from private_llm.cache_policy import CacheFacts, SlidingWindow
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
+from private_llm.kv_policies.fixed import SlidingWindow
+from private_llm.kv_policies.policy import CacheFacts
 from private_llm.nn.kv_cache import KVBuffer
 from tests.tensor.secrets import fixed, opened, plain_session
 
@@ -24,7 +25,7 @@ class _Parties:
     """What a handle needs of the link to the parties: it sends crops to the buffer."""
 
     def __init__(self, policy: SlidingWindow, buffer: KVBuffer) -> None:
-        self.config, self._buffer = PrivateConfig(cache_policy=policy), buffer
+        self.config, self._buffer = PrivateConfig(kv_cache=policy), buffer
 
     def new_handle(self) -> int:
         return 1

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.cache_policy import CacheFacts, SlidingWindow
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
+from private_llm.kv_policies.fixed import SlidingWindow
+from private_llm.kv_policies.policy import CacheFacts
 from private_llm.net.ledger import Cost
 from private_llm.nn.attention import attend
 from private_llm.nn.refilling_cache import ActiveHeads, Projection, RefillingCache

@@ -38,10 +38,10 @@ class PrivateCache(Cache):  # type: ignore[misc]
 
     def extend(self, length: int) -> None:
         """A call ran that cached `length` further positions, and the parties' policy chose what stays."""
-        policy = self._parties.config.cache_policy
+        policy = self._parties.config.kv_cache
         held = self.kv_length + length
-        self.kv_length = policy.entries(held, prefill=self.position == 0)
         self.position += length
+        self.kv_length = policy.entries(held, self.position, length)
         self._newest += length
         if self.kv_length < held and policy.newest is not None:
             self._newest = min(self._newest, policy.newest)

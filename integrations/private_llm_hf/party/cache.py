@@ -2,7 +2,7 @@
 
 To transformers a cache is as long as the text: its lengths are positions, so that position numbers and masks are
 those of the whole text. What a model's own sliding window leaves behind is the mask's business, and masked positions
-cost no traffic; what stays in memory is decided by a policy (private_llm/cache_policy.py) after each call.
+cost no traffic; what stays in memory is decided by a policy (private_llm/kv_policies/) after each call.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
-from private_llm.cache_policy import KEEP_ALL, CacheFacts, CachePolicy
 from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.kv_policies.fixed import KEEP_ALL
+from private_llm.kv_policies.policy import CacheFacts, CachePolicy
 from private_llm.nn.kv_cache import KVBuffer
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
@@ -85,18 +86,18 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         if not self._attended:
             raise UnsupportedOp(
-                f"cache_policy: layer {number} of this model attends in a way of its own, which does not know of "
+                f"kv_cache: layer {number} of this model attends in a way of its own, which does not know of "
                 "evicted entries; use KeepAll()"
             )
         buffer, first = self.buffer, self._start == 0
         facts = CacheFacts(number, buffer.position, buffer.positions_held(), padding)
         mass = None if self._mass is None else SecretTensor(self._mass)
-        want = self.policy.entries(buffer.length, first)
+        want = self.policy.entries(buffer.length, buffer.position, buffer.position - self._start)
         index = (self.policy.after_prefill if first else self.policy.after_step)(facts, mass)
         if index is not None:
             buffer.keep(index)
         if buffer.length != want:
-            raise UnsupportedOp(f"cache_policy: {self.policy.name} kept {buffer.length} entries; it had said {want}")
+            raise UnsupportedOp(f"kv_cache: {self.policy.name} kept {buffer.length} entries; it had said {want}")
         self._mass = None
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

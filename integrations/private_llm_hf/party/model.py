@@ -19,8 +19,8 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 import private_llm.nn  # noqa: F401 - completes the table of operations
-from private_llm.cache_policy import CachePolicy
 from private_llm.errors import PatchMismatch
+from private_llm.kv_policies.policy import CachePolicy
 from private_llm.net.ledger import Ledger
 from private_llm.nn.linear import SharedInput, can_share
 from private_llm.protocols.session import Session
@@ -60,7 +60,7 @@ def build_party_model(
     placement = Placement(model, session)
     _set_parameters(model, parameters, placement, progress)
     _check_complete(model, session, placement.on_disk)
-    model.new_cache = functools.partial(new_cache, model, session.config.cache_policy)
+    model.new_cache = functools.partial(new_cache, model, session.config.kv_cache)
     _share_inputs(model, session.protocol.ledger, placement)
     make_sparse(model, session, placement.on_disk)
     _follow_modules(model, session.protocol.ledger, progress)

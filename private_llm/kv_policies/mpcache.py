@@ -1,0 +1,121 @@
+"""MPCache: look-once static eviction, then clusters chosen for each query (arXiv 2501.06807)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from private_llm.errors import ConfigError, refuse_unknown
+from private_llm.kv_policies.budgets import BudgetedPolicy
+from private_llm.kv_policies.policy import Eviction, LayerSharing, Level, Selection, share, whole
+
+
+@dataclass(frozen=True)
+class MPCacheConfig(BudgetedPolicy):
+    """MPCache's settings, with those of `BudgetedPolicy`; section and equation numbers are the paper's.
+
+    gamma: the share of the text whose entries stay after the prompt (4.2). observed: the share of a prompt's last
+    tokens whose attention counts for that (4.2: a fifth). levels: clusters from large to small, with the share of those
+    left that goes on, as in table 6 (4.3); () attends to all that is held. alpha: weight of the largest keys in a
+    cluster's representative (equation 6). shared_layers: neighbouring layers that use one choice (4.4; 1: none);
+    apart: the first layers, which choose for themselves. gather: how chosen entries come together on shares: "scores"
+    (one-hot rows times scores), "shuffled-scores", "keys" (one-hot rows times keys and values, as in the paper), or
+    "auto", the one of the fewest bytes. drop: False keeps evicted entries under a secret mask, a baseline that saves
+    nothing.
+
+    What parties learn: nothing; all numbers here are public, which entries stay and are chosen is not
+    (docs/threat-model.md). Raises ConfigError for shares outside (0, 1], sizes that do not divide each other from large
+    to small, and as `BudgetedPolicy`.
+    """
+
+    name = "mpcache"
+    observed: float = 0.2
+    levels: tuple[Level, ...] = (Level(32, 0.5), Level(16, 0.5))
+    alpha: float = 0.6
+    shared_layers: int = 2
+    apart: int = 2
+    gather: Literal["auto", "scores", "shuffled-scores", "keys"] = "auto"
+    drop: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        share(self, "observed")
+        whole(self, shared_layers=1, apart=0)
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 <= self.alpha <= 1:
+            raise ConfigError(f"kv_cache: alpha: got {self.alpha!r}; want a number from 0 to 1")
+        gathers = ("auto", "scores", "shuffled-scores", "keys")
+        if self.gather not in gathers:
+            raise ConfigError(f"kv_cache: gather: got {self.gather!r}; want one of {', '.join(map(repr, gathers))}")
+        if not isinstance(self.drop, bool):
+            raise ConfigError(f"kv_cache: drop: got {self.drop!r}; want True or False")
+        object.__setattr__(self, "levels", checked_levels(self.levels))
+
+    def mass_queries(self, queries: int) -> int:
+        """The observed share of a long call; all of a short one if later calls evict again."""
+        if queries > self.recent:
+            return math.ceil(self.observed * queries)
+        return queries if self.every is not None else 0
+
+    @property
+    def eviction(self) -> Eviction | None:
+        """By the attention since the last eviction; None if nothing is ever evicted."""
+        if self.newest is None:
+            return None
+        return Eviction(self.first, self.recent, memory="since", drop=self.drop)
+
+    @property
+    def selection(self) -> Selection | None:
+        """The levels; None without."""
+        if not self.levels:
+            return None
+        return Selection(self.levels, "extremes", self.alpha, first=self.first, recent=self.recent, gather=self.gather)
+
+    @property
+    def sharing(self) -> LayerSharing:
+        """As set."""
+        return LayerSharing(self.shared_layers, self.apart)
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> MPCacheConfig:
+        """From JSON: levels may be lists or mappings."""
+        values = dict(settings)
+        if "levels" in values:
+            values["levels"] = levels_of(values["levels"])
+        return cls(**values)
+
+
+def levels_of(given: object) -> tuple[Level, ...]:
+    """Levels from JSON: mappings with size and kept, or pairs. Raises ConfigError for anything else."""
+    if not isinstance(given, list | tuple):
+        raise ConfigError(f"kv_cache: levels: got {given!r}; want a list of sizes and shares, such as [[32, 0.5]]")
+    made = []
+    for item in given:
+        if isinstance(item, Mapping):
+            refuse_unknown(item, ["size", "kept"], "kv_cache: levels: ")
+            item = (item.get("size"), item.get("kept"))
+        if isinstance(item, Level):
+            made.append(item)
+        elif isinstance(item, list | tuple) and len(item) == 2:
+            made.append(Level(*item))
+        else:
+            raise ConfigError(f"kv_cache: levels: got {item!r}; want a size and the share that is kept, as [32, 0.5]")
+    return tuple(made)
+
+
+def checked_levels(given: object) -> tuple[Level, ...]:
+    """Levels as Level objects. Raises ConfigError unless sizes divide each other, from large to small."""
+    levels = levels_of(given)
+    for level in levels:
+        if isinstance(level.size, bool) or not isinstance(level.size, int) or level.size < 1:
+            raise ConfigError(f"kv_cache: levels: got a size of {level.size!r}; want a whole number, at least 1")
+        if isinstance(level.kept, bool) or not isinstance(level.kept, int | float) or not 0 < level.kept <= 1:
+            raise ConfigError(f"kv_cache: levels: got a share of {level.kept!r}; want one above 0 and at most 1")
+    for large, small in itertools.pairwise(levels):
+        if large.size % small.size or large.size == small.size:
+            raise ConfigError(
+                f"kv_cache: levels: got size {small.size} after {large.size}; want each to divide the one before it"
+            )
+    return levels

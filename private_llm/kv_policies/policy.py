@@ -1,0 +1,241 @@
+"""Which entries of a KV cache stay, and which of them a new token attends to: what a policy says, and all parties do.
+
+A policy is a frozen dataclass of public numbers, with up to two declarations that others carry out (the parties on
+shares: `nn/evicting.py` and `nn/selecting.py`; a plaintext model: `private_llm_hf.long_context`):
+
+    eviction    after a call, entries are ranked by the attention that they got, and the least are dropped
+    selection   for one query, clusters of entries are ranked by a likeness to it, and the best are attended to
+
+How many stay is a function of public lengths (`entries`), the same for all rows, heads and layers: the client knows it
+without being told, and no shape depends on a secret. Which ones stay is secret. Policies that choose by positions alone
+(`fixed.py`) declare neither, and answer with public indices instead.
+
+The settings are part of what all endpoints must agree upon (`PrivateConfig.agreement`), and a name that is not in
+`registry.POLICIES` is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from private_llm.errors import ConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class CacheFacts:
+    """What is public of one layer's cache when a policy that chooses by positions is asked.
+
+    layer: its number. position: the number of the next position. positions: those of the entries held, int64
+    [B or 1, G or 1, held], ascending. padding: bool [B, position], True where a token counts; None: everywhere.
+    """
+
+    layer: int
+    position: int
+    positions: Tensor
+    padding: Tensor | None
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """Entries that stay after a call: the `first` and the `recent` newest, and of the others those of most attention.
+
+    Attention is the sum of probabilities over the last queries (`CachePolicy.mass_queries`) and the query heads that
+    share a key head; each key head ranks for itself. Entries keep their order. Padding ranks last.
+
+    recent_share: that share of what stays is for the newest entries, if it is more than `recent`.
+    pool: an odd number of neighbours over which an entry's attention is averaged before ranking (1: none).
+    memory: whose queries count: those of this "call", of all calls "since" entries were last evicted, or "always".
+    drop: False keeps every entry in memory and in the computation, under a secret mask: a baseline that saves nothing.
+    """
+
+    first: int = 0
+    recent: int = 0
+    recent_share: float = 0.0
+    pool: int = 1
+    memory: Literal["call", "since", "always"] = "call"
+    drop: bool = True
+
+    def newest(self, kept: int) -> int:
+        """How many of `kept` entries are the newest ones, whatever attention they got."""
+        return max(self.recent, int(self.recent_share * kept))
+
+
+@dataclass(frozen=True)
+class Level:
+    """Clusters of `size` neighbouring entries, of which the share `kept` (above 0, at most 1, rounded up) goes on."""
+
+    size: int
+    kept: float
+
+
+Representative = Literal["extremes", "mean", "heavy", "unit"]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What one query attends to: the `first` entries, the newest ones, and the best clusters of those between.
+
+    Levels go from large clusters to small ones, whose sizes divide each other; at each level the clusters within those
+    that are left are ranked by q . representative, summed over the query heads that share a key head. The newest
+    entries that fill no cluster of the first level, and at least `recent`, are always attended to. Calls with several
+    queries attend to everything.
+
+    represent: what stands for a cluster's keys: "extremes", alpha r_max + (1 - alpha) r_min (elementwise largest and
+    smallest; MPCache, equation 6); their "mean"; the sum of the `heavy` keys of most attention (InfLLM); or a "unit"
+    vector along the sum (for clusters of one key, cosine similarity: LongCache).
+    gather: how the chosen entries are brought together on shares, "scores" or "keys" (`nn/selecting.py`).
+    """
+
+    levels: tuple[Level, ...]
+    represent: Representative = "extremes"
+    alpha: float = 0.6
+    heavy: int = 4
+    first: int = 0
+    recent: int = 0
+    gather: Literal["auto", "scores", "shuffled-scores", "keys"] = "auto"
+
+    def shape(self, held: int) -> ClusterShape | None:
+        """Clusters among `held` entries; None where nothing would be left out."""
+        size = self.levels[0].size
+        clusters = max(0, held - self.first - self.recent) // size
+        there, kept, left = [], [], clusters
+        for place, level in enumerate(self.levels):
+            there.append(left)
+            kept.append(math.ceil(level.kept * left))
+            smaller = self.levels[place + 1].size if place + 1 < len(self.levels) else level.size
+            left = kept[-1] * (level.size // smaller)
+        if not clusters or kept == there:
+            return None
+        sizes = tuple(level.size for level in self.levels)
+        return ClusterShape(self.first, sizes, tuple(there), tuple(kept), held - self.first - clusters * size)
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """Held entries in order: `first`, clusters, `tail`. Public.
+
+    sizes: entries of a cluster at each level; there: clusters that each level ranks; kept: those that go on.
+    """
+
+    first: int
+    sizes: tuple[int, ...]
+    there: tuple[int, ...]
+    kept: tuple[int, ...]
+    tail: int
+
+    @property
+    def clustered(self) -> int:
+        """Entries in clusters."""
+        return self.there[0] * self.sizes[0]
+
+    @property
+    def chosen(self) -> int:
+        """Entries of clusters that a query attends to."""
+        return self.kept[-1] * self.sizes[-1]
+
+
+@dataclass(frozen=True)
+class LayerSharing:
+    """Neighbouring layers that use the choices of the first of them: groups of `layers`, after `apart` single ones.
+
+    What is shared is both which entries stayed and which clusters a query attends to.
+    """
+
+    layers: int = 1
+    apart: int = 0
+
+    def leader(self, number: int) -> int:
+        """The layer whose choices layer `number` uses: its own number if it chooses for itself."""
+        return number if number < self.apart else number - (number - self.apart) % self.layers
+
+
+ALONE = LayerSharing()
+
+
+@dataclass(frozen=True)
+class CachePolicy(ABC):
+    """Decides how many entries stay after a call; see the module's header for what else it may declare."""
+
+    name: ClassVar[str]
+    """What it is called in JSON and on the command line."""
+
+    @abstractmethod
+    def entries(self, held: int, position: int, queries: int) -> int:
+        """How many of `held` entries stay after a call of `queries` new tokens, which `held` and `position` include.
+
+        position: the number of the next position. The first call fills an empty cache: then position == queries.
+        """
+
+    @property
+    @abstractmethod
+    def newest(self) -> int | None:
+        """So many of the newest entries always stay, and may be cropped away again (drafts do); None: all of them."""
+
+    def mass_queries(self, queries: int) -> int:
+        """The attention of so many of a call's last `queries` counts; 0, the default: of none."""
+        return 0
+
+    @property
+    def eviction(self) -> Eviction | None:
+        """How entries are ranked that are evicted by secrets; None: none are."""
+        return None
+
+    @property
+    def selection(self) -> Selection | None:
+        """Which entries a single query attends to; None: all that are held."""
+        return None
+
+    @property
+    def sharing(self) -> LayerSharing:
+        """Which layers choose for others."""
+        return ALONE
+
+    @property
+    def merged_heads(self) -> int:
+        """So many neighbouring heads attend as one, by the mean of their scores; 1: each for itself."""
+        return 1
+
+    def after_prefill(self, facts: CacheFacts, mass: Tensor | None) -> Tensor | None:
+        """As `after_step`, after the call that filled an empty cache; the same unless a policy says otherwise."""
+        return self.after_step(facts, mass)
+
+    def after_step(self, facts: CacheFacts, mass: Tensor | None) -> Tensor | None:
+        """Of a policy without `eviction`: ascending public indices into the entries held, int64 [kept] or [B or 1, G
+        or 1, kept]; None: all.
+
+        mass: a `SecretTensor` [B, G, held], the attention that entries got from the queries that `mass_queries` asked
+        for, in this call; None if it asked for none.
+        """
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Name and settings, for JSON."""
+        return {"name": self.name, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> CachePolicy:
+        """The inverse of `to_dict`, without the name."""
+        return cls(**settings)
+
+
+def whole(policy: CachePolicy, **least: int) -> None:
+    """Raise ConfigError unless each of these settings is a whole number of at least so much."""
+    for key, bound in least.items():
+        value = getattr(policy, key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < bound:
+            raise ConfigError(f"kv_cache: {key}: got {value!r}; want a whole number, at least {bound}")
+
+
+def share(policy: CachePolicy, *keys: str) -> None:
+    """Raise ConfigError unless each of these settings is a share: above 0, at most 1."""
+    for key in keys:
+        value = getattr(policy, key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+            raise ConfigError(f"kv_cache: {key}: got {value!r}; want a share above 0 and at most 1")
