@@ -139,12 +139,12 @@ def attend_and_weigh(
     if bias is not None:
         scores = scores + _at_scores(bias, pattern)
     weights = soften(scores, pattern, None if sinks is None else _at_rows(sinks.at(scores.frac), pattern))
-    mixed = _mixed(weights.view(lambda part: part.reshape(*grouped, keys)), value, pattern)
+    mixed = mixed_values(weights.view(lambda part: part.reshape(*grouped, keys)), value, pattern)
     mass = _mass(weights, groups, counted) if counted else None
     return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), mass
 
 
-def _mixed(weights: Fixed, value: Fixed, pattern: Pattern) -> Fixed:
+def mixed_values(weights: Fixed, value: Fixed, pattern: Pattern) -> Fixed:
     """weights [B, G, R, k] times value [B, G, k, D]; rows that see nothing are zero and cost nothing."""
     shape = (*weights.shape[:-1], value.shape[-1])
     if pattern.select is None or len(pattern.row_numbers) == math.prod(shape[:-1]):
@@ -162,7 +162,13 @@ def _mass(weights: Fixed, groups: int, counted: int) -> Fixed:
 
 
 def _scores(query: Fixed, key: Fixed, scale: float, select: Tensor | None, frac: int) -> Fixed:
-    """scale * q k^T with `frac` fractional bits: the power of two in `scale` goes into the shift, the rest into q."""
+    """scale * q k^T with `frac` fractional bits."""
+    turned = key.view(lambda part: part.transpose(-1, -2))
+    return scaled(query, scale).matmul(turned, frac=frac, select=select)
+
+
+def scaled(query: Fixed, scale: float) -> Fixed:
+    """scale * q: the power of two in `scale` moves the point, the rest multiplies, and is truncated if bits are many."""
     session = query.session
     n, exponent = dyadic(scale, SCALE_BITS)
     bits = n.bit_length() - 1
@@ -170,8 +176,7 @@ def _scores(query: Fixed, key: Fixed, scale: float, select: Tensor | None, frac:
         query = Fixed(session, query.scale_int(n).share, query.frac + bits)
     if query.frac > session.frac and query.frac - exponent - bits > session.frac + SLACK:
         query = query.at(session.frac)  # one truncation, for the scale and what rope left
-    query = Fixed(session, query.share, query.frac - exponent - bits)
-    return query.matmul(key.view(lambda part: part.transpose(-1, -2)), frac=frac, select=select)
+    return Fixed(session, query.share, query.frac - exponent - bits)
 
 
 def _at_scores(bias: Fixed | Tensor, pattern: Pattern) -> Fixed | Tensor:

@@ -3,7 +3,9 @@
 Two numbers that are often equal are kept apart: `position`, the number of the next token (what rotary and learned
 positions use, and how wide a mask is), and `length`, how many entries are held. They part when entries are evicted:
 `keep` drops entries by public indices, and those that stay remember the positions they were made at, so neither the
-keys nor the masks change their meaning. Everything here is local: no rounds, no bytes.
+keys nor the masks change their meaning. Where entries were chosen by secrets (`replace`), nobody knows the positions of
+those that stayed; keys carry their own, and all later queries may see them. Everything here is local: no rounds, no
+bytes.
 """
 
 from __future__ import annotations
@@ -95,12 +97,16 @@ class KVBuffer:
     """Keys [B, G, length, D] and values [B, G, length, Dv] of one layer.
 
     position: the number of the next position. positions: those of the entries, int64 [B or 1, G or 1, length],
-    ascending; None while nothing was evicted, when they are 0 .. position - 1.
+    ascending; None while nothing was evicted by public indices, when they are 0 .. position - 1, but for the first
+    `hidden` entries, whose positions are secret. tokens: bool [B or 1, hidden], which of these are no padding; None:
+    all. newest: so many entries at the end are those of the last positions; None: all.
     """
 
     def __init__(self) -> None:
-        self.position = 0
+        self.position = self.hidden = 0
         self.positions: Tensor | None = None
+        self.tokens: Tensor | None = None
+        self.newest: int | None = None
         self._rows: tuple[GrowingRows, GrowingRows] | None = None
 
     @property
@@ -133,10 +139,20 @@ class KVBuffer:
             made = torch.arange(self.position, self.position + new).expand(*self.positions.shape[:2], new)
             self.positions = torch.cat([self.positions, made], dim=-1)
         self.position += new
+        self.newest = None if self.newest is None else self.newest + new
         return self._rows[0].held(), self._rows[1].held()
 
+    def replace(self, keys: Fixed, values: Fixed, newest: int, tokens: Tensor | None) -> None:
+        """Hold these entries [B, G, kept, D] and [B, G, kept, Dv] instead, in the order of their secret positions.
+
+        newest: the last so many are those of the last positions. tokens: bool [B or 1, kept]: which are no padding.
+        """
+        self._rows = (GrowingRows(keys), GrowingRows(values))
+        self.positions, self.hidden, self.tokens = None, keys.shape[2], tokens
+        self.newest = newest if self.newest is None else min(newest, self.newest)
+
     def positions_held(self) -> Tensor:
-        """As `positions`, also while nothing was evicted: [B or 1, G or 1, length]."""
+        """As `positions`, also while nothing was evicted: [B or 1, G or 1, length]. Not for hidden ones."""
         return torch.arange(self.length).view(1, 1, -1) if self.positions is None else self.positions
 
     def keep(self, index: Tensor) -> None:
@@ -167,6 +183,12 @@ class KVBuffer:
 
         heads: query heads, a multiple of G. Returns [B or 1, H or 1, q, length].
         """
+        if self.hidden:
+            newer = table[..., self.position - self.length + self.hidden : self.position]
+            seen = torch.ones(1, self.hidden, dtype=torch.bool) if self.tokens is None else self.tokens
+            outer = torch.broadcast_shapes(newer.shape[:1], seen.shape[:1])
+            wide = seen.to(table.device)[:, None, None, :].expand(*outer, *table.shape[1:3], -1)
+            return torch.cat([wide, newer.expand(*outer, -1, -1, -1)], -1)
         if self._rows is None or self.positions is None:
             return table
         at = self.positions
@@ -177,8 +199,13 @@ class KVBuffer:
         start = max(0, self.position - count)
         if self._rows is None:
             return
+        if start and self.newest is not None and count > self.newest:
+            raise DomainError(
+                f"crop: got {count} positions; of this cache only the last {self.newest} can be removed, because "
+                "entries before them were evicted"
+            )
         if self.positions is None:
-            length = min(self.length, start)
+            length = max(0, self.length - count) if start else 0
         else:
             length = self.length - count if start else 0
             if start and (length < 0 or not bool(((self.positions >= start).sum(-1) == count).all())):
@@ -190,11 +217,16 @@ class KVBuffer:
         for rows in self._rows:
             rows.crop(length)
         self.position = start
+        self.newest = self.newest - count if start and self.newest is not None else None
+        self.hidden = min(self.hidden, length)
+        self.tokens = None if self.tokens is None or not length else self.tokens[:, : self.hidden]
 
     def select(self, index: Tensor) -> None:
         """Keep, repeat or reorder batch rows by public indices (int64 [rows]); B becomes their number."""
         if self.positions is not None and self.positions.shape[0] > 1:
             self.positions = self.positions[index]
+        if self.tokens is not None and self.tokens.shape[0] > 1:
+            self.tokens = self.tokens[index]
         for rows in self._rows or ():
             rows.select(index)
 
@@ -207,6 +239,7 @@ class KVBuffer:
         """Another cache with the same entries so far; no memory is copied before one of them goes on. Local."""
         twin = KVBuffer()
         twin.position, twin.positions = self.position, self.positions
+        twin.hidden, twin.tokens, twin.newest = self.hidden, self.tokens, self.newest
         if self._rows is not None:
             twin._rows = (self._rows[0].copy(), self._rows[1].copy())
         return twin

@@ -117,7 +117,7 @@ def test_costs_are_those_of_the_formulas(protocol: str, blocks: int, rows: int, 
         return one_hot_rows(m, kept).matrix
 
     def shuffled(session: Session, m: Fixed) -> Fixed:
-        bits = m.below([1.0])
+        bits = m.proto.invert(m.below([1.0]))
         session.protocol.ledger.reset()
         shuffled_rows(m, bits, kept)
         return m
