@@ -34,7 +34,7 @@ class Adder:
         return self.seconds(ripple(), self.bandwidth_mbit) < self.seconds(prefix(), self.bandwidth_mbit)
 
     def seconds(self, cost: Cost, bandwidth_mbit: float) -> float:
-        """What a cost takes: rounds, and the busiest direction of the busiest party's connection (preprocessing included)."""
+        """Rounds, and the busiest direction of the busiest party's connection (preprocessing included)."""
         used: dict[tuple[int, bool], int] = defaultdict(int)
         for (sender, receiver), count in cost.sent.items():
             used[sender, True] += count
