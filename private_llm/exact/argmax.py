@@ -12,7 +12,7 @@ import torch
 from private_llm.errors import DomainError
 from private_llm.exact.comparisons import sign_bits
 from private_llm.exact.maximum import concatenated
-from private_llm.protocols.share import BitShare
+from private_llm.exact.moves import times, whole_words
 from private_llm.tensor.fixed import Fixed
 
 
@@ -60,13 +60,5 @@ def _lost(gap: Fixed, steps: Fixed) -> tuple[Fixed, Fixed]:
 
     The bits are used twice over, so lanes are filled up to whole words with zeros.
     """
-    shape, count = gap.shape, gap.numel()
-    spare = -count % 64
-    flat = [v.view(lambda part: torch.nn.functional.pad(part.reshape(-1), (0, spare))) for v in (gap, steps)]
-    bits = sign_bits(flat[0], [0.0], extra=1)
-    twice = BitShare(tuple(torch.cat([part, part], 1) for part in bits.parts), 2 * (count + spare))
-    both = gap.proto.inject(twice, concatenated(flat, 0).share, [1], [0])
-    half = count + spare
-    values = gap.with_share(both.map(lambda part: part[:count].reshape(shape)))
-    indices = steps.with_share(both.map(lambda part: part[half : half + count].reshape(shape)))
+    values, indices = times(sign_bits(whole_words(gap), [0.0], extra=1), [gap, steps])
     return values, indices

@@ -31,9 +31,9 @@ class Adder:
         """Whether the ripple adder is the one to use, given what each would cost (asked for only if it matters)."""
         if self.kind != "auto" or self.bandwidth_mbit is None:
             return self.kind == "ripple"
-        return self._seconds(ripple(), self.bandwidth_mbit) < self._seconds(prefix(), self.bandwidth_mbit)
+        return self.seconds(ripple(), self.bandwidth_mbit) < self.seconds(prefix(), self.bandwidth_mbit)
 
-    def _seconds(self, cost: Cost, bandwidth_mbit: float) -> float:
+    def seconds(self, cost: Cost, bandwidth_mbit: float) -> float:
         """Rounds, and the busiest direction of the busiest party's connection (preprocessing included)."""
         used: dict[tuple[int, bool], int] = defaultdict(int)
         for (sender, receiver), count in cost.sent.items():

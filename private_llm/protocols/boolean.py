@@ -72,9 +72,9 @@ class Boolean(PartyEnd):
         """
 
     @abstractmethod
-    def a2b(self, x: Share) -> BitShare:
-        """All bits of x (flattened): [ring bits rows, x.numel()], row i holds bit i, least significant first.
+    def a2b(self, x: Share, bits: int | None = None) -> BitShare:
+        """The `bits` lowest bits of x (flattened), default all: [bits rows, x.numel()], row i holds bit i of x.
 
-        A ripple adder, whatever `PrivateConfig.adder` says: ring bits - 1 rounds (63); 31.6 bytes an element in trio,
-        55.4 in quad.
+        A ripple adder, whatever `PrivateConfig.adder` says: bits - 1 rounds (63); 31.6 bytes an element in trio, 55.4
+        in quad, for 64 bits. Raises DomainError unless 2 <= bits <= ring bits (trio, quad, dealer).
         """

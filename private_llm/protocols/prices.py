@@ -33,8 +33,8 @@ class Prices(Protocol):
     def msb_ripple(self, count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
         """The same with the ripple adder: fewer bytes for one threshold, bits - 1 - low rounds."""
 
-    def a2b(self, ring: Ring, count: int) -> Cost:
-        """`a2b` of `count` elements: always the ripple adder."""
+    def a2b(self, ring: Ring, count: int, bits: int | None = None) -> Cost:
+        """`a2b` of `count` elements, `bits` of each (None: all): always the ripple adder."""
 
     def gate(self, count: int, rows: int = 1) -> Cost:
         """`and_` of `rows` bit vectors of `count` elements."""

@@ -151,9 +151,9 @@ class CheckedPlain(Plain):
         self._fits("a choice by bits", self._injected(bits, real, weights, constants, torch.float64), shift)
         return _watched(super().inject(bits, x, weights, constants, shift))
 
-    def a2b(self, x: Share) -> BitShare:
+    def a2b(self, x: Share, bits: int | None = None) -> BitShare:
         """Bits of two's complement. Raises DomainError if a local step before wrapped."""
-        return super().a2b(self._operand(x))
+        return super().a2b(self._operand(x), bits)
 
     # -- leaving and entering the sharing ----------------------------------------------------------------------
     def receive_input(self, shape: tuple[int, ...]) -> Share:

@@ -109,10 +109,10 @@ class Plain(Protocol):
         """x & y."""
         return BitShare((x.parts[0] & y.parts[0],), x.count)
 
-    def a2b(self, x: Share) -> BitShare:
-        """Bits of two's complement: [ring bits rows, count], least significant first."""
+    def a2b(self, x: Share, bits: int | None = None) -> BitShare:
+        """Bits of two's complement: [bits rows, count], least significant first."""
         flat = x.parts[0].reshape(-1)
-        rows = [_pack((flat >> i) & 1) for i in range(self.ring.bits)]
+        rows = [_pack((flat >> i) & 1) for i in range(bits or self.ring.bits)]
         return BitShare((torch.stack(rows),), flat.numel())
 
     def receive_input(self, shape: tuple[int, ...]) -> Share:

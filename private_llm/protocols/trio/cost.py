@@ -67,9 +67,9 @@ def msb_ripple(count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost
     return Cost({(0, 2): 8 * words_for(count) * bits}) + gate(count, thresholds).times(bits - 1 - low)
 
 
-def a2b(ring: Ring, count: int) -> Cost:
-    """All bits: the mask bits pre, then a ripple of bits - 1 gates."""
-    return msb_ripple(count, ring.bits)
+def a2b(ring: Ring, count: int, bits: int | None = None) -> Cost:
+    """All bits, or the lowest: the mask bits pre, then a ripple of bits - 1 gates."""
+    return msb_ripple(count, bits or ring.bits)
 
 
 def inject(ring: Ring, count: int, rows: int, weighted: int, shift: int) -> Cost:

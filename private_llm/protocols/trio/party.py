@@ -196,12 +196,15 @@ class Trio(TrioShuffles):
         zero = torch.zeros((rows, words_for(count)), dtype=torch.int64, device=self.device)
         return BitShare((zero if planes is None else planes.view(zero.shape), zero), count)
 
-    def a2b(self, x: Share) -> BitShare:
-        """All bits of M + s: the bits of s from party 0, then a ripple adder that keeps every sum bit.
+    def a2b(self, x: Share, bits: int | None = None) -> BitShare:
+        """Bits of M + s: the bits of s from party 0, then a ripple adder that keeps every sum bit.
 
-        64 bits: 64 bits before and 63 gates of 3 bits an element, 63 rounds.
+        64 bits: 64 bits before and 63 gates of 3 bits an element, 63 rounds. Raises DomainError unless 2 <= bits <=
+        ring bits.
         """
-        width = self.ring.bits
+        width = self.ring.bits if bits is None else bits
+        if not 2 <= width <= self.ring.bits:
+            raise DomainError(f"a2b: got bits={width}; want 2 to {self.ring.bits}")
         s = self._share_mask_bits(x, width)
         planes = None if self.role == 0 else ops.transpose_bits((x.parts[0] + x.parts[1]).reshape(-1), width)
         m = self._share_known_bits(planes, width, x.numel())

@@ -1,0 +1,166 @@
+"""Batcher's odd-even merge network on secrets, cut down to the comparators that wanted places depend on.
+
+Which entries meet is public; who wins is not. Entries are in a strict order: larger ones first, of equal ones that
+with the smaller index, so the outcome is that of a stable sort. Value and index are one number where they fit the ring
+(value 2^L + n - 1 - index, L the bits of an index): one comparison and, where only this number is wanted, one moved
+element a comparator. Otherwise values and indices are compared apart, and a gate joins the three bits.
+
+(a, b) becomes (a - s (a - b), b + s (a - b)), s = [a comes after b]: one comparison, one injection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from private_llm.exact.moves import times, whole_words
+from private_llm.net.ledger import Cost
+from private_llm.oblivious.pricing import Pricing
+from private_llm.protocols.share import BitShare, Share
+from private_llm.tensor.fixed import Fixed
+
+Layer = tuple[Tensor, Tensor]
+"""Comparators that run at once, as int64 places: which gets the one that comes first, and which the other."""
+
+
+@lru_cache(maxsize=64)
+def layers(width: int, start: int, stop: int) -> tuple[Layer, ...]:
+    """Comparators that places start .. stop - 1 of the sorted row depend on, layer by layer. Public."""
+    wanted = torch.zeros(width, dtype=torch.bool)
+    wanted[start:stop] = True
+    kept = []
+    for first, second in reversed(_whole_network(width)):
+        needed = wanted[first] | wanted[second]
+        first, second = first[needed], second[needed]
+        wanted[first] = wanted[second] = True
+        if len(first):
+            kept.append((first, second))
+    return tuple(reversed(kept))
+
+
+def _whole_network(width: int) -> list[Layer]:
+    """Sorted runs of 1, 2, 4, .. are merged; those that end beyond the row are as if filled up with last ones."""
+    found = []
+    for level in range((width - 1).bit_length()):
+        run = 1 << level
+        for step in (run >> less for less in range(level + 1)):
+            place = torch.arange(width - step)
+            met = (place >= step % run) & ((place - step % run) // step % 2 == 0)
+            met &= place // (2 * run) == (place + step) // (2 * run)
+            found.append((place[met], place[met] + step))
+    return found
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of rows of `width` entries, |ring element| < 2^(bits - 1), in a ring of `ring` bits."""
+
+    width: int
+    bits: int
+    ring: int
+
+    @property
+    def index_bits(self) -> int:
+        """Bits of an index."""
+        return (self.width - 1).bit_length()
+
+    @property
+    def joined(self) -> bool:
+        """Whether value and index are compared as one number."""
+        return self.bits + self.index_bits + 1 <= self.ring
+
+    def entries(self, x: Fixed, moved: bool = False) -> list[Fixed]:
+        """What moves for each entry of x [rows, width]: one number that orders them, or value and index. Local.
+
+        moved: value and index in any case.
+        """
+        counting = torch.arange(self.width, dtype=x.session.ring.dtype, device=x.share.parts[0].device)
+        index = x.with_share(x.proto.public(counting.expand(x.shape)), 0)
+        apart = [x.with_share(x.share, 0), index]
+        return apart if moved or not self.joined else [self._key(apart)]
+
+    def _key(self, entry: Sequence[Fixed]) -> Fixed:
+        if len(entry) == 1:
+            return entry[0]
+        value, index = entry
+        return value.scale_int(1 << self.index_bits) - index + float(self.width - 1)
+
+    def after(self, a: Sequence[Fixed], b: Sequence[Fixed]) -> BitShare:
+        """[a comes after b], elementwise, for entries that differ in their index; lanes up to whole words are shared.
+
+        One comparison; where value and index do not fit the ring together three, two of which share a mask, and a gate.
+        """
+        if self.joined:
+            gap = whole_words(self._key(a) - self._key(b))
+            return gap.below([0.0], bits=self.bits + self.index_bits + 1)
+        gaps = [whole_words(x - y) for x, y in zip(a, b, strict=True)]
+        smaller = gaps[0].below([0.0, 1.0], bits=self.bits + 1)  # and [at most equal]
+        later = (-gaps[1]).below([0.0], bits=self.index_bits + 1)
+        proto = gaps[0].proto
+        return proto.xor(smaller.row(0), proto.and_(proto.xor(smaller.row(0), smaller.row(1)), later))
+
+    def cost(self, pricing: Pricing, count: int) -> Cost:
+        """Of `after` for `count` entries."""
+        if self.joined:
+            return pricing.comparison(count, self.bits + self.index_bits + 1)
+        apart = pricing.comparison(count, self.bits + 1, 2) + pricing.comparison(count, self.index_bits + 1)
+        return apart + pricing.prices.gate(count)
+
+
+def sort(entries: Sequence[Fixed], order: Order, start: int, stop: int) -> list[Fixed]:
+    """Places start .. stop - 1 of the sorted rows: each [rows, width] to [rows, stop - start]. `order.entries` go in.
+
+    Two steps a layer of the network, about (log2 n)^2 / 2 layers.
+    """
+    for first, second in layers(order.width, start, stop):
+        entries = _exchanged(entries, order, first, second)
+    return [each.view(lambda part: part[:, start:stop]) for each in entries]
+
+
+def _exchanged(entries: Sequence[Fixed], order: Order, first: Tensor, second: Tensor) -> list[Fixed]:
+    device = entries[0].share.parts[0].device
+    first, second = first.to(device), second.to(device)
+    a = [each.view(lambda part: part[:, first]) for each in entries]
+    b = [each.view(lambda part: part[:, second]) for each in entries]
+    moved = times(order.after(a, b), [x - y for x, y in zip(a, b, strict=True)])
+
+    def put(part: Tensor, move: Tensor) -> Tensor:
+        return part.index_add(1, first, -move).index_add(1, second, move)
+
+    return [
+        each.with_share(Share(tuple(map(put, each.share.parts, move.share.parts))))
+        for each, move in zip(entries, moved, strict=True)
+    ]
+
+
+def sort_cost(pricing: Pricing, order: Order, rows: int, start: int, stop: int, moved: bool = False) -> Cost:
+    """Of `sort` for these rows; moved as in `Order.entries`."""
+    tracks = 2 if moved or not order.joined else 1
+    total = Cost()
+    for first, _ in layers(order.width, start, stop):
+        count = rows * len(first)
+        lanes = count if tracks == 1 else tracks * 64 * -(-count // 64)
+        total += order.cost(pricing, count) + pricing.prices.inject(pricing.ring, lanes, 1, 1, 0)
+    return total
+
+
+def largest_bits(x: Fixed, k: int, bits: int) -> BitShare:
+    """The k largest of each row of x [rows, n], 0 < k < n, as one row of bits [rows * n].
+
+    The network finds the last one that counts; one more comparison tells which entries come after it.
+    """
+    order = Order(x.shape[-1], bits, x.session.ring.bits)
+    entries = order.entries(x)
+    last = sort(entries, order, k - 1, k)
+    after = order.after(entries, [each.view(lambda part: part.expand(x.shape)) for each in last])
+    return x.proto.invert(BitShare(after.parts, x.numel()))
+
+
+def cost(pricing: Pricing, rows: int, width: int, k: int, bits: int) -> Cost:
+    """Of `largest_bits`."""
+    order = Order(width, bits, pricing.ring.bits)
+    return sort_cost(pricing, order, rows, k - 1, k) + order.cost(pricing, rows * width)

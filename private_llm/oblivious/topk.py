@@ -1,0 +1,126 @@
+"""The k largest entries of secret rows, without opening anything: which they are, and what they are in order.
+
+What is sent, and how often, depends on public shapes alone. Of equal entries the first ones count. Three methods with
+one outcome, chosen by their cost: ranks of all pairs (pair_ranks.py), a network (sort_network.py) and a search for the
+k-th largest (digit_search.py).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal, get_args
+
+from private_llm.errors import DomainError
+from private_llm.exact.comparisons import reach
+from private_llm.exact.topk import bits_of_largest
+from private_llm.net.ledger import Cost
+from private_llm.oblivious import digit_search, pair_ranks, sort_network
+from private_llm.oblivious.pricing import Pricing
+from private_llm.oblivious.sort_network import Order
+from private_llm.protocols.share import BitShare
+from private_llm.tensor.fixed import Fixed
+
+Method = Literal["auto", "pairs", "network", "search"]
+"""How the k largest are found; "auto" is the one that takes least time by its cost (`method_for`)."""
+
+
+def largest_bits(x: Fixed, k: int, method: Method = "auto", bits: int | None = None) -> BitShare:
+    """1 for the k largest entries over the last dimension of x [..., n], else 0: one row of x.numel() bits.
+
+    Exact, exactly k bits a row, of equal entries the first ones. bits: |ring element| < 2^(bits - 1), by default what
+    calibration or the range of activations says (`exact.comparisons.reach`), at most ring bits - 1. Nothing is opened.
+    Cost: `cost`. Local for k = n. Raises DomainError unless 0 < k <= n and 2 <= bits < ring bits, and for an unknown
+    method.
+    """
+    rows, width, bits = _checked(x, k, method, bits)
+    if k == width or not rows:
+        return _all(x)
+    pricing = Pricing.of(x.session.config)
+    found = method_for(pricing, rows, width, k, bits) if method == "auto" else method
+    flat = x.view(lambda part: part.reshape(rows, width))
+    if found == "pairs":
+        return bits_of_largest(flat, k, bits)
+    if found == "network":
+        return sort_network.largest_bits(flat, k, bits)
+    return digit_search.largest_bits(flat, k, digit_search.plan_for(pricing, rows, width, bits))
+
+
+def largest(x: Fixed, k: int, method: Method = "auto", bits: int | None = None) -> Fixed:
+    """The same as numbers 0 and 1 in the shape of x, without fractional bits.
+
+    One injection more: 1 round, 24 bytes an entry (trio, 64-bit ring).
+    """
+    made = x.proto.inject(largest_bits(x, k, method, bits), None, [0], [1])
+    shape = x.shape
+    return x.with_share(made.map(lambda part: part.reshape(shape)), 0)
+
+
+def largest_values(x: Fixed, k: int, bits: int | None = None) -> tuple[Fixed, Fixed]:
+    """The k largest entries over the last dimension, largest first, and their indices: each [..., k].
+
+    A stable sort cut off after k: of equal entries the first one comes first. Indices have no fractional bits. By the
+    network, whose comparators move values and indices (`values_cost`). Range and errors as `largest_bits`.
+    """
+    rows, width, bits = _checked(x, k, "network", bits)
+    order = Order(width, bits, x.session.ring.bits)
+    entries = order.entries(x.view(lambda part: part.reshape(rows, width)), moved=True)
+    values, indices = sort_network.sort(entries, order, 0, k)
+    shape = (*x.shape[:-1], k)
+    return x.with_share(values.share.map(lambda part: part.reshape(shape))), indices.view(
+        lambda part: part.reshape(shape)
+    )
+
+
+def cost(pricing: Pricing, rows: int, width: int, k: int, bits: int, method: Method = "auto") -> Cost:
+    """Bytes by link and rounds of `largest_bits` for `rows` rows of `width` entries."""
+    if k == width or not rows:
+        return Cost()
+    found = method_for(pricing, rows, width, k, bits) if method == "auto" else method
+    if found == "pairs":
+        return pair_ranks.cost(pricing, rows, width, bits)
+    if found == "network":
+        return sort_network.cost(pricing, rows, width, k, bits)
+    return digit_search.cost(pricing, rows, width, bits)
+
+
+def values_cost(pricing: Pricing, rows: int, width: int, k: int, bits: int) -> Cost:
+    """Bytes by link and rounds of `largest_values`."""
+    return sort_network.sort_cost(pricing, Order(width, bits, pricing.ring.bits), rows, 0, k, moved=True)
+
+
+@lru_cache(maxsize=1024)
+def method_for(pricing: Pricing, rows: int, width: int, k: int, bits: int) -> Literal["pairs", "network", "search"]:
+    """The method that takes least time, by its rounds and bytes on the configured network. Public.
+
+    Without `bandwidth_mbit`, at 1 Gbit/s: on one machine a byte and a round take about what they do there
+    (docs/decisions.md).
+    """
+    methods: tuple[Literal["pairs", "network", "search"], ...] = ("pairs", "network", "search")
+    return min(methods, key=lambda each: pricing.seconds(cost(pricing, rows, width, k, bits, each)))
+
+
+def entry_bits(x: Fixed) -> int:
+    """What `bits` is by default: of the range of activations, with the sign; at most ring bits - 1. Public."""
+    return min(x.session.ring.bits - 1, x.frac + reach(x) + 1)
+
+
+def _checked(x: Fixed, k: int, method: str, bits: int | None) -> tuple[int, int, int]:
+    """Rows, their width, and bits of an entry."""
+    width = x.shape[-1] if x.shape else 0
+    if not 0 < k <= width:
+        raise DomainError(f"top-k: got k={k}; want 1 to {width}, the entries of a row")
+    if method not in get_args(Method):
+        raise DomainError(f"top-k: got method={method!r}; want one of {', '.join(get_args(Method))}")
+    ring = x.session.ring.bits
+    bits = entry_bits(x) if bits is None else bits
+    if not 2 <= bits < ring:
+        raise DomainError(
+            f"top-k: got bits={bits}; want 2 to {ring - 1}: differences need one more, the ring has {ring}"
+        )
+    return x.numel() // width, width, bits
+
+
+def _all(x: Fixed) -> BitShare:
+    """Ones, one for each entry. Local."""
+    uniform = x.proto.random_bits(1, x.numel())
+    return x.proto.invert(x.proto.xor(uniform, uniform))
