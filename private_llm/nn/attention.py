@@ -168,7 +168,7 @@ def _scores(query: Fixed, key: Fixed, scale: float, select: Tensor | None, frac:
 
 
 def scaled(query: Fixed, scale: float) -> Fixed:
-    """scale * q: the power of two in `scale` moves the point, the rest multiplies, and is truncated if bits are many."""
+    """scale * q: its power of two moves the point, the rest multiplies; one truncation if bits get many."""
     session = query.session
     n, exponent = dyadic(scale, SCALE_BITS)
     bits = n.bit_length() - 1

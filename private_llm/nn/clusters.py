@@ -24,10 +24,10 @@ _LEAST = 2.0**-6
 def representatives(keys: Fixed, selection: Selection, mass: Fixed | None) -> list[Fixed]:
     """For keys [B, G, n, D] of whole clusters: one for each level, [B, G, n / size, D], the session's fractional bits.
 
-    mass: the attention of the entries, [B, G, n], for "heavy". Costs, in trio with 18 fractional bits, a key's element:
-    "extremes" 1.5 (1 - 1/s) comparisons of 46 bytes and a truncation a cluster's element, log2 s levels of 4 or 5 rounds
-    and one; "mean" that truncation alone; "unit" a square, a reciprocal root a cluster and a product; "heavy" a top-k a
-    cluster and a product. |keys| < 2^19. Raises DomainError as these.
+    mass: the attention of the entries, [B, G, n], for "heavy". Costs, in trio with 18 fractional bits, for each element
+    of a key: "extremes" 1.5 comparisons less 2 / s of 46 bytes, 4 or 5 rounds for each halving of s, and a truncation
+    for each element of a cluster; "mean" that truncation alone; "unit" a square and a product, and for each cluster a
+    reciprocal root; "heavy" a top-k for each cluster and a product. |keys| < 2^19. Raises DomainError as these.
     """
     sizes = [level.size for level in selection.levels]
     if selection.represent == "extremes":

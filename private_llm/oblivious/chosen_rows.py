@@ -18,7 +18,6 @@ from torch import Tensor
 
 from private_llm.errors import ProtocolAbort
 from private_llm.net.ledger import Cost
-from private_llm.oblivious.compaction import number_bits
 from private_llm.protocols.permutation import Permutation
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare, words_for

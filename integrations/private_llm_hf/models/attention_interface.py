@@ -11,7 +11,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.nn.attention import attend_and_weigh
+from private_llm.nn.attention import attend, attend_and_weigh
+from private_llm.nn.evicting import Call
+from private_llm.nn.merged_heads import apart, merge_heads
 from private_llm.nn.ops_softmax import read_mask
 from private_llm.nn.predicted import SparseHeads
 from private_llm.tensor.fixed import Fixed
@@ -70,10 +72,12 @@ def private_attention(
         raise DomainError(f"{type(module).__name__} is causal but got no mask; the mask function is not registered")
     attention_mask, addend = read_mask(attention_mask)
     layer = key.layer if isinstance(key, HeldKeys) else None
-    if layer is not None and addend is not None:
+    merged = 1 if layer is None else layer.policy.merged_heads
+    if layer is not None and (addend is not None or (layer.evicting is not None and position_bias is not None)):
         raise UnsupportedOp(f"{type(module).__name__}: what is added to scores does not know of evicted entries")
     if layer is not None and attention_mask is not None:
         attention_mask = layer.buffer.columns(attention_mask, query.shape[1])
+    tokens = attention_mask
     sparse = getattr(module, SPARSE, None)
     if isinstance(sparse, SparseHeads):
         if s_aux is not None or any(bias is not None and bias.shape[1] != 1 for bias in (position_bias, addend)):
@@ -82,20 +86,42 @@ def private_attention(
                 "the owner's order; want CometConfig(heads=False)"
             )
         attention_mask = sparse.allowed(attention_mask, query.shape[1], key.shape[2])
-    out, mass = attend_and_weigh(
-        query.raw,
-        key.to_operand(),
-        value.to_operand(),
-        attention_mask,
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap,
-        _bias(_sum(position_bias, addend)),
-        counted=0 if layer is None else layer.policy.mass_queries(query.shape[2]),
-        sinks=None if s_aux is None else _secret(s_aux, query),
-    )
-    if layer is not None:
-        layer.attended(mass)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sinks = None if s_aux is None else _secret(s_aux, query)
+    if layer is not None and layer.evicting is not None:
+        call = Call(query.raw, attention_mask, tokens, scale, softcap, sinks)
+        out = layer.evicting.attend(call, query.shape[2])
+        layer.attended(None)
+    elif layer is not None and merged > 1:
+        out = _merged(module, query.raw, key.to_operand(), value.to_operand(), attention_mask, scale, softcap, merged)
+        layer.attended(None)
+    else:
+        out, mass = attend_and_weigh(
+            query.raw,
+            key.to_operand(),
+            value.to_operand(),
+            attention_mask,
+            scale,
+            softcap,
+            _bias(_sum(position_bias, addend)),
+            counted=0 if layer is None else layer.policy.mass_queries(query.shape[2]),
+            sinks=sinks,
+        )
+        if layer is not None:
+            layer.attended(mass)
     return SecretTensor(out.view(lambda part: part.transpose(1, 2))), None
+
+
+def _merged(
+    module: nn.Module, query: Fixed, key: Fixed, value: Fixed, mask: Tensor | None, scale: float,
+    softcap: float | None, merged: int,
+) -> Fixed:  # fmt: skip
+    """Attention by merged heads. Raises UnsupportedOp for heads that are left out, DomainError as `merge_heads`."""
+    if mask is not None and mask.shape[1] != 1:
+        raise UnsupportedOp(f"{type(module).__name__}: heads that are foretold cannot be merged; want heads=False")
+    shared = query.shape[1] // key.shape[1]
+    query, key, value, scale = merge_heads(query, key, value, merged, scale)
+    return apart(attend(query, key, value, mask, scale, softcap), merged, shared)
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:

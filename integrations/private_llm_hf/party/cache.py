@@ -7,7 +7,7 @@ cost no traffic; what stays in memory is decided by a policy (private_llm/kv_pol
 
 from __future__ import annotations
 
-import functools
+import copy
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.policy import CacheFacts, CachePolicy
+from private_llm.nn.evicting import EvictingLayer
 from private_llm.nn.kv_cache import KVBuffer
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
@@ -29,18 +30,29 @@ class HeldKeys(SecretTensor):
 
 
 class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer as shares."""
+    """Keys and values of one layer as shares.
+
+    leader: the layer whose choices this one shares, if its policy chooses by secrets (`evicting`).
+    """
 
     is_sliding = False
     is_croppable = True
     layer_types = ()
 
-    def __init__(self, policy: CachePolicy = KEEP_ALL) -> None:
-        self.policy = policy
-        self.buffer = KVBuffer()
+    def __init__(self, policy: CachePolicy = KEEP_ALL, leader: SecretCacheLayer | None = None) -> None:
+        self.policy, self.leader = policy, leader
+        secret = policy.eviction is not None or policy.selection is not None
+        first = None if leader is None else leader.evicting
+        self.evicting: EvictingLayer | None = EvictingLayer(policy, first) if secret else None
+        self._plain = KVBuffer()
         self.is_initialized = False
         self._start, self._attended = 0, False
         self._mass: Fixed | None = None
+
+    @property
+    def buffer(self) -> KVBuffer:
+        """What is held."""
+        return self._plain if self.evicting is None else self.evicting.buffer
 
     @property
     def keys(self) -> SecretTensor | None:
@@ -89,6 +101,9 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"kv_cache: layer {number} of this model attends in a way of its own, which does not know of "
                 "evicted entries; use KeepAll()"
             )
+        if self.evicting is not None:
+            self.evicting.chosen = self.evicting.evicted = None  # choices are of one call
+            return
         buffer, first = self.buffer, self._start == 0
         facts = CacheFacts(number, buffer.position, buffer.positions_held(), padding)
         mass = None if self._mass is None else SecretTensor(self._mass)
@@ -114,7 +129,9 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything."""
-        self.buffer, self.is_initialized = KVBuffer(), False
+        if self.evicting is not None:
+            self.evicting.crop(self.buffer.position)
+        self._plain, self.is_initialized = KVBuffer(), False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop that many (given as a negative number, as transformers does) positions at the end.
@@ -123,11 +140,11 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         if tokens_to_remove > 0:
             raise DomainError(f"crop: got {tokens_to_remove}; want a negative number of positions to remove")
-        self.buffer.crop(-tokens_to_remove)
+        (self._plain if self.evicting is None else self.evicting).crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows by public indices (beam search)."""
-        self.buffer.select(beam_idx)
+        (self._plain if self.evicting is None else self.evicting).select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows."""
@@ -139,25 +156,62 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, object]) -> SecretCacheLayer:
         """Another holder of the same entries so far."""
-        twin = memo[id(self)] = SecretCacheLayer(self.policy)
-        twin.buffer, twin.is_initialized = self.buffer.copy(), self.is_initialized
+        leader = None if self.leader is None else copy.deepcopy(self.leader, memo)
+        twin = memo[id(self)] = self.copy(leader)
+        return twin
+
+    def copy(self, leader: SecretCacheLayer | None) -> SecretCacheLayer:
+        """The same entries so far, for a layer that follows `leader`."""
+        twin = SecretCacheLayer(self.policy, leader)
+        if self.evicting is not None:
+            twin.evicting = self.evicting.copy(None if leader is None else leader.evicting)
+        twin._plain, twin.is_initialized = self._plain.copy(), self.is_initialized
         twin._start, twin._attended, twin._mass = self._start, self._attended, self._mass
         return twin
 
 
 class SecretCache(Cache):  # type: ignore[misc]
-    """All layers of a decoder. Copying (copy.deepcopy) shares the entries so far."""
+    """All layers of a decoder. Copying (copy.deepcopy) shares the entries so far.
 
-    def __init__(self, policy: CachePolicy = KEEP_ALL) -> None:
-        self.policy = policy
-        super().__init__(layer_class_to_replicate=functools.partial(SecretCacheLayer, self.policy))
+    windowed: layers whose attention the model bounds itself; under a policy that chooses by secrets they keep all.
+    """
+
+    def __init__(self, policy: CachePolicy = KEEP_ALL, windowed: frozenset[int] = frozenset()) -> None:
+        self.policy, self.windowed = policy, windowed
+        super().__init__(layer_class_to_replicate=SecretCacheLayer)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """As the layer's, which is made when it is first needed."""
+        while len(self.layers) <= layer_idx:
+            self.add_layer()
+        made: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return made
+
+    def add_layer(self) -> None:
+        """One layer more, with the role that its number gives it."""
+        self.layers.append(self._next_layer())
+
+    def _next_layer(self) -> SecretCacheLayer:
+        number, policy = len(self.layers), self.policy
+        if number in self.windowed and (policy.eviction is not None or policy.selection is not None):
+            return SecretCacheLayer()
+        first = policy.sharing.leader(number)
+        leader = None if first == number or first in self.windowed else self.layers[first]
+        return SecretCacheLayer(policy, leader)
 
     def evict(self, padding: Tensor | None) -> None:
         """Ask the policy in every layer, after a call. padding: [B, position], non-zero where a token counts."""
-        if self.policy == KEEP_ALL:
-            return
         for number, layer in enumerate(self.layers):
-            layer.evict(number, None if padding is None else padding.bool())
+            if layer.policy != KEEP_ALL:
+                layer.evict(number, None if padding is None else padding.bool())
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SecretCache:
+        """Another cache with the same entries so far; layers that share choices still do."""
+        twin = memo[id(self)] = SecretCache(self.policy, self.windowed)
+        twin.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
+        return twin
 
 
 class SecretEncoderDecoderCache(EncoderDecoderCache):  # type: ignore[misc]

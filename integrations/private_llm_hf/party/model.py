@@ -35,6 +35,7 @@ from private_llm_hf.models.attention_interface import register
 from private_llm_hf.models.batch_norm import fold_batch_norms
 from private_llm_hf.models.latent import expanded, expands_latents
 from private_llm_hf.models.sparse_blocks import attach_predictors, make_sparse
+from private_llm_hf.models.windows import windowed_layers
 from private_llm_hf.party.cache import SecretCache, SecretEncoderDecoderCache
 from private_llm_hf.party.placement import Placement, Value
 from private_llm_hf.patch_plan import make_patch_plan
@@ -102,7 +103,9 @@ def release(model: nn.Module) -> None:
 
 def new_cache(model: PreTrainedModel, policy: CachePolicy) -> SecretCache | SecretEncoderDecoderCache:
     """An empty KV cache for this model (with two stacks it keeps all: `make_patch_plan` refuses another policy)."""
-    return SecretEncoderDecoderCache() if model.config.is_encoder_decoder else SecretCache(policy)
+    if model.config.is_encoder_decoder:
+        return SecretEncoderDecoderCache()
+    return SecretCache(policy, windowed_layers(model.config))
 
 
 # -- the bare tree ---------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ to where the first left them. Whatever cannot be compared is run.
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 from collections import defaultdict
@@ -28,7 +27,7 @@ from private_llm.tensor.range_check import watch_pending
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.models.attention_interface import SPARSE
 from private_llm_hf.models.sparse_blocks import PREDICTOR
-from private_llm_hf.party.cache import SecretCacheLayer
+from private_llm_hf.party.cache import SecretCache, SecretCacheLayer
 
 _NUMBERS = ("layer_idx", "layer_id")
 """Attributes that say which layer a module belongs to; they address the cache, which is compared by itself."""
@@ -274,8 +273,10 @@ def _held(cache: Cache, number: int) -> Hashable:
     layer = cache.layers[number]
     if not isinstance(layer, SecretCacheLayer):
         raise _Unknown
-    buffer = layer.buffer
-    return _compared((layer.keys, layer.values, buffer.position, buffer.positions))
+    buffer, evicting = layer.buffer, layer.evicting
+    state = None if evicting is None else evicting.state()
+    follows = layer.leader is not None
+    return _compared((layer.keys, layer.values, buffer.position, buffer.positions, layer.policy.name, follows, state))
 
 
 def _copy_layer(cache: Cache, frm: int, to: int) -> None:
@@ -285,9 +286,11 @@ def _copy_layer(cache: Cache, frm: int, to: int) -> None:
         for part in _parts(cache):
             _copy_layer(part, frm, to)
     elif frm < len(cache.layers):
+        if not isinstance(cache, SecretCache):
+            raise _Unknown
         while len(cache.layers) <= to:
-            cache.layers.append(SecretCacheLayer(cache.layers[frm].policy))
-        cache.layers[to] = copy.deepcopy(cache.layers[frm])
+            cache.add_layer()
+        cache.layers[to] = cache.layers[frm].copy(cache.layers[to].leader)
 
 
 def _again(output: Any) -> Any:  # noqa: ANN401 - a layer's own result

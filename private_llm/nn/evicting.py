@@ -1,0 +1,312 @@
+"""One layer's cache under a policy that chooses by secrets: what is evicted after a call, and what a query attends to.
+
+    prompt    attention as ever; its mass, a local sum; the entries of most mass are brought together in their order and
+              the others forgotten (`oblivious/compaction.py`); representatives of the clusters that are left
+    token     the clusters most like the query; attention to them (`selecting.py`)
+
+Layers that follow another (`CachePolicy.sharing`) use its choices: the same entries stay, the same clusters count, and
+nothing is compared or opened for them. What is public of all this are numbers of entries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import UnsupportedOp
+from private_llm.exact.maximum import concatenated
+from private_llm.kv_policies.policy import CachePolicy, Eviction
+from private_llm.nn.attention import attend_and_weigh
+from private_llm.nn.clusters import representatives
+from private_llm.nn.kv_cache import KVBuffer
+from private_llm.nn.selecting import FORBIDDEN, Chosen, attend_to_chosen, choose_clusters
+from private_llm.oblivious.compaction import Compaction, compact
+from private_llm.oblivious.topk import largest
+from private_llm.protocols.share import Share
+from private_llm.tensor.fixed import Fixed
+
+_NOT_CHOSEN = "kv_cache: the layer whose choices this one shares has made none in this call"
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What attention is asked: query [B, H, q, D] and which of the n entries held may be seen.
+
+    mask: bool [B or 1, H or 1, q, n], None: all; it may leave heads out. tokens: the same before heads were left out,
+    [B or 1, 1, q, n]: what the last query may not see is padding.
+    """
+
+    query: Fixed
+    mask: Tensor | None
+    tokens: Tensor | None
+    scale: float
+    softcap: float | None = None
+    sinks: Fixed | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Evicted:
+    """Which entries stayed in this call: `first` and `newest` ones, and those that `middle` brings together."""
+
+    middle: Compaction
+    first: int
+    newest: int
+    tokens: Tensor | None
+    marks: Fixed
+
+
+class EvictingLayer:
+    """Keys and values of one layer (`buffer`) under `policy`; leader: the layer whose choices this one uses."""
+
+    def __init__(self, policy: CachePolicy, leader: EvictingLayer | None = None) -> None:
+        self.policy, self.leader = policy, leader
+        self.buffer = KVBuffer()
+        self.chosen: Chosen | None = None
+        self.evicted: Evicted | None = None
+        self._mass: Fixed | None = None
+        self._mass_bound = 0
+        self._penalty: Fixed | None = None
+        self._clusters: list[Fixed] | None = None
+
+    # -- attention ---------------------------------------------------------------------------------------------
+    def attend(self, call: Call, queries: int) -> Fixed:
+        """Attention of the call whose `queries` new entries the buffer holds already: [B, H, q, Dv]. Then evicts.
+
+        A single query attends to what the policy selects, several to all entries. Costs: `selection_costs.py`. Raises
+        UnsupportedOp where a leader has not chosen in this call; otherwise as `attend`.
+        """
+        self.chosen = self.evicted = None
+        keys, values = self._held()
+        self._penalty = None if self._penalty is None else _longer(self._penalty, self.buffer.length)
+        counted = 0 if self.leader is not None else self.policy.mass_queries(queries)
+        chosen = self._choose(call.query, keys, values.shape[-1])
+        if chosen is None:
+            out, mass = attend_and_weigh(
+                call.query, keys, values, call.mask, call.scale, call.softcap, self._penalty_of(call.query), counted,
+                call.sinks,
+            )  # fmt: skip
+        else:
+            out, mass = attend_to_chosen(
+                call.query, keys, values, call.mask, call.scale, call.softcap, call.sinks, chosen, self._penalty
+            )
+        self._count(mass if counted else None, counted * call.query.shape[1] // keys.shape[1])
+        self._evict(call, queries)
+        return out
+
+    def _held(self) -> tuple[Fixed, Fixed]:
+        keys, values = self.buffer.keys, self.buffer.values
+        if keys is None or values is None:
+            raise UnsupportedOp("attention before any key was cached")
+        return keys, values
+
+    def _penalty_of(self, query: Fixed) -> Fixed | None:
+        """The secret mask of evicted entries that are still held, as an addend to scores [B, H, q, n]."""
+        if self._penalty is None:
+            return None
+        shared = query.shape[1] // self._penalty.shape[1]
+        return self._penalty.view(lambda part: part.repeat_interleave(shared, 1).expand(-1, -1, query.shape[2], -1))
+
+    def _choose(self, query: Fixed, keys: Fixed, value_size: int) -> Chosen | None:
+        """What a single query attends to; None: everything."""
+        selection = self.policy.selection
+        shape = None if selection is None or query.shape[2] > 1 else selection.shape(keys.shape[2])
+        if selection is None or shape is None:
+            return None
+        if self.leader is None:
+            made = self._representatives(keys)
+            self.chosen = choose_clusters(query, made, shape, selection.gather, value_size)
+        else:
+            self.chosen = self.leader.chosen
+            if self.chosen is None or self.chosen.shape != shape:
+                raise UnsupportedOp(_NOT_CHOSEN)
+        return self.chosen
+
+    # -- clusters ----------------------------------------------------------------------------------------------
+    def _representatives(self, keys: Fixed) -> list[Fixed]:
+        """Of all clusters there are now; only those are made that were not there before."""
+        selection = self.policy.selection
+        shape = None if selection is None else selection.shape(keys.shape[2])
+        if selection is None or shape is None:
+            return []
+        size, ready = selection.levels[0].size, 0
+        if self._clusters is not None:
+            ready = self._clusters[0].shape[2]
+            if ready > shape.there[0]:  # entries at the end were cropped
+                self._clusters, ready = self._first_clusters(shape.there[0]), shape.there[0]
+        if ready < shape.there[0]:
+            start, stop = selection.first + ready * size, selection.first + shape.clustered
+            fresh = keys.view(lambda part: part[:, :, start:stop])
+            mass = None if self._mass is None else self._mass.view(lambda part: part[:, :, start:stop])
+            made = representatives(fresh, selection, mass)
+            old = self._clusters
+            self._clusters = made if old is None else [concatenated(list(p), 2) for p in zip(old, made, strict=True)]
+        return self._clusters or []
+
+    def _first_clusters(self, count: int) -> list[Fixed] | None:
+        """Representatives of the first `count` clusters of the first level."""
+        if self._clusters is None:
+            return None
+        there = self._clusters[0].shape[2]
+        return [x.view(lambda part: part[:, :, : min(count, there) * part.shape[2] // there]) for x in self._clusters]
+
+    # -- eviction ----------------------------------------------------------------------------------------------
+    def _count(self, mass: Fixed | None, bound: int) -> None:
+        """Add this call's attention, at most `bound` an entry, as the policy's memory says."""
+        memory = self.policy.eviction.memory if self.policy.eviction is not None else "since"
+        length = self.buffer.length
+        if mass is None:
+            self._mass = None if memory == "call" or self._mass is None else _longer(self._mass, length)
+        elif self._mass is None or memory == "call":
+            self._mass, self._mass_bound = mass, bound
+        else:
+            self._mass, self._mass_bound = _longer(self._mass, length) + mass, self._mass_bound + bound
+
+    def _evict(self, call: Call, queries: int) -> None:
+        """After a call: forget all but as many entries as the policy says, and make clusters of a prompt's rest."""
+        eviction, buffer = self.policy.eviction, self.buffer
+        kept = self.policy.ranked(buffer.length, buffer.position, queries)
+        if eviction is not None and kept < buffer.length:
+            newest = eviction.newest(kept)
+            self.evicted = self._rank(eviction, call, kept, newest) if self.leader is None else self.leader.evicted
+            if self.evicted is None:
+                raise UnsupportedOp(_NOT_CHOSEN)
+            self._forget(self.evicted, eviction)
+        if queries > 1 and self.leader is None:
+            self._representatives(self._held()[0])
+
+    def _rank(self, eviction: Eviction, call: Call, kept: int, newest: int) -> Evicted:
+        """Which entries stay: the top of their masses, padding last."""
+        held, first = self.buffer.length, eviction.first
+        if self._mass is None:
+            raise UnsupportedOp("kv_cache: this policy evicts by attention, but counts none (mass_queries)")
+        mass = _pooled(self._mass, eviction.pool)
+        tokens = _tokens(call.tokens, held)
+        if tokens is not None:
+            mass = mass.scale_int(tokens[:, None].to(mass.share.parts[0]))
+            mass = mass - (~tokens)[:, None].double().to(mass.share.parts[0].device)
+        middle = mass.view(lambda part: part[:, :, first : held - newest])
+        wanted = kept - first - newest
+        bound = max(1, self._mass_bound * eviction.pool)
+        marks = largest(middle, wanted, bits=middle.frac + bound.bit_length() + 2)
+        made = compact(marks.view(lambda part: part.flatten(0, 1)), wanted)
+        stay = None if tokens is None else _tokens_that_stay(tokens, first, newest, wanted)
+        return Evicted(made, first, newest, stay, marks)
+
+    def _forget(self, evicted: Evicted, eviction: Eviction) -> None:
+        keys, values = self._held()
+        if not eviction.drop:
+            self._hide(evicted)
+            return
+        size = keys.shape[-1]
+        pairs = zip(keys.share.parts, values.share.parts, strict=True)
+        both = self._kept(keys.with_share(Share(tuple(torch.cat(pair, 3) for pair in pairs))), evicted)
+        stay = [both.view(lambda part: part[..., :size]), both.view(lambda part: part[..., size:])]
+        self.buffer.replace(stay[0], values.with_share(stay[1].share), evicted.newest, evicted.tokens)
+        self._clusters = None
+        if self._mass is not None:
+            always = eviction.memory == "always"
+            column = self._mass.view(lambda part: part.unsqueeze(-1))
+            self._mass = self._kept(column, evicted).view(lambda part: part.squeeze(-1)) if always else None
+            self._mass_bound = self._mass_bound if always else 0
+
+    def _hide(self, evicted: Evicted) -> None:
+        """The baseline: evicted entries stay, and their scores are far below all others."""
+        batch, groups = evicted.marks.shape[:2]
+        ends = [_ones(evicted.marks, (batch, groups, n)) for n in (evicted.first, evicted.newest)]
+        marks = concatenated([ends[0], evicted.marks, ends[1]], 2)
+        penalty = (marks - 1.0).scale_int(int(FORBIDDEN)).view(lambda part: part.unsqueeze(2))
+        self._penalty = penalty if self._penalty is None else self._penalty + penalty
+        if self.policy.eviction is not None and self.policy.eviction.memory != "always":
+            self._mass, self._mass_bound = None, 0
+
+    @staticmethod
+    def _kept(x: Fixed, evicted: Evicted) -> Fixed:
+        """x [B, G, n, P] at the entries that stay: one shuffle of those between first and newest."""
+        batch, groups, held, width = x.shape
+        end = held - evicted.newest
+        rows = x.view(lambda part: part[:, :, evicted.first : end].reshape(-1, width))
+        middle = evicted.middle.take(rows).view(lambda part: part.view(batch, groups, -1, width))
+        first = x.view(lambda part: part[:, :, : evicted.first])
+        return concatenated([first, middle, x.view(lambda part: part[:, :, end:])], 2)
+
+    # -- rows --------------------------------------------------------------------------------------------------
+    def crop(self, count: int) -> None:
+        """Forget the last `count` positions; errors as `KVBuffer.crop`."""
+        self.buffer.crop(count)
+        length = self.buffer.length
+        self._mass = None if self._mass is None or not length else self._mass.view(lambda part: part[:, :, :length])
+        if self._penalty is not None:
+            self._penalty = self._penalty.view(lambda part: part[..., :length]) if length else None
+        selection = self.policy.selection
+        if self._clusters is not None and selection is not None:
+            whole = max(0, length - selection.first) // selection.levels[0].size
+            self._clusters = self._first_clusters(whole) if whole else None
+
+    def select(self, index: Tensor) -> None:
+        """Keep, repeat or reorder batch rows (int64 [rows])."""
+        self.buffer.select(index)
+
+        def moved(x: Fixed) -> Fixed:
+            return x.view(lambda part: part.index_select(0, index.to(part.device)))
+
+        self._mass = None if self._mass is None else moved(self._mass)
+        self._penalty = None if self._penalty is None else moved(self._penalty)
+        self._clusters = None if self._clusters is None else [moved(x) for x in self._clusters]
+
+    def copy(self, leader: EvictingLayer | None) -> EvictingLayer:
+        """Another layer with the same entries so far, which follows `leader`."""
+        twin = EvictingLayer(self.policy, leader)
+        twin.buffer = self.buffer.copy()
+        twin._mass, twin._mass_bound, twin._penalty = self._mass, self._mass_bound, self._penalty
+        twin._clusters = None if self._clusters is None else list(self._clusters)
+        twin.chosen, twin.evicted = self.chosen, self.evicted
+        return twin
+
+    def state(self) -> tuple[object, ...]:
+        """What decides, with the entries held, about the cost of the next call: sizes, all public."""
+        clusters = None if self._clusters is None else self._clusters[0].shape[2]
+        return (
+            self.buffer.hidden, self.buffer.newest, self.buffer.tokens, clusters, self._mass is not None,
+            self._mass_bound, self._penalty is not None,
+        )  # fmt: skip
+
+
+def _longer(x: Fixed, length: int) -> Fixed:
+    """Zeros for entries that are new, over the last dimension."""
+    return x.view(lambda part: torch.constant_pad_nd(part, (0, length - part.shape[-1])))
+
+
+def _ones(like: Fixed, shape: tuple[int, ...]) -> Fixed:
+    part = like.share.parts[0]
+    return like.with_share(like.proto.public(torch.ones(shape, dtype=part.dtype, device=part.device)))
+
+
+def _pooled(mass: Fixed, window: int) -> Fixed:
+    """Sums over an odd window of neighbours, zeros beyond the ends."""
+    if window == 1:
+        return mass
+
+    def summed(part: Tensor) -> Tensor:
+        wide = torch.constant_pad_nd(part, (window // 2, window // 2))
+        return wide.unfold(2, window, 1).sum(-1, dtype=part.dtype)
+
+    return mass.view(summed)
+
+
+def _tokens(mask: Tensor | None, held: int) -> Tensor | None:
+    """bool [B or 1, held]: which entries the last query may see, if it is not all of them."""
+    if mask is None:
+        return None
+    seen = mask[:, :, -1, :held].any(1)
+    return None if bool(seen.all()) else seen
+
+
+def _tokens_that_stay(tokens: Tensor, first: int, newest: int, wanted: int) -> Tensor | None:
+    """Which of the entries that stay are no padding: padding stays only where tokens are too few, the first of it."""
+    held = tokens.shape[1]
+    middle = tokens[:, first : held - newest]
+    best = middle.int().sort(dim=1, descending=True, stable=True).indices[:, :wanted].sort(dim=1).values
+    made = torch.cat([tokens[:, :first], middle.gather(1, best), tokens[:, held - newest :]], 1)
+    return None if bool(made.all()) else made
