@@ -62,6 +62,8 @@ def largest_values(x: Fixed, k: int, bits: int | None = None) -> tuple[Fixed, Fi
     network, whose comparators move values and indices (`values_cost`). Range and errors as `largest_bits`.
     """
     rows, width, bits = _checked(x, k, "network", bits)
+    if not rows:
+        return x.view(lambda part: part[..., :k]), x.with_share(x.share, 0).view(lambda part: part[..., :k])
     order = Order(width, bits, x.session.ring.bits)
     entries = order.entries(x.view(lambda part: part.reshape(rows, width)), moved=True)
     values, indices = sort_network.sort(entries, order, 0, k)
