@@ -1,4 +1,4 @@
-"""Maxima of secrets and where they are: `amax`, `max`, `argmax`, `topk` of one; indices are secret numbers."""
+"""Maxima of secrets and where they are: `amax`, `max`, `argmax`; indices are secret numbers."""
 
 from __future__ import annotations
 
@@ -77,17 +77,3 @@ def largest(x: SecretTensor, dim: TorchArg = None, keepdim: bool = False) -> Tor
         return amax(x)
     values, indices = first_maximum(_rows(x, dim))
     return torch.return_types.max((_kept(values, dim, keepdim, x.ndim), _kept(indices, dim, keepdim, x.ndim)))
-
-
-@implements(torch.topk, Tensor.topk)
-def topk(x: SecretTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> TorchArg:
-    """The largest (or smallest) entry over a dimension, which becomes 1, with its index; cost of `exact.argmax`.
-
-    Raises UnsupportedOp unless k = 1.
-    """
-    if k != 1:
-        raise UnsupportedOp(f"topk of {k} secrets has no private rule; want 1, or reveal the values to the client")
-    rows = _rows(x, dim)
-    values, indices = first_maximum(rows if largest else -rows)
-    values = values if largest else -values
-    return torch.return_types.topk((_kept(values, dim, True, x.ndim), _kept(indices, dim, True, x.ndim)))

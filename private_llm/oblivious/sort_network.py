@@ -27,23 +27,45 @@ Layer = tuple[Tensor, Tensor]
 """Comparators that run at once, as int64 places: which gets the one that comes first, and which the other."""
 
 
+@dataclass(frozen=True, eq=False)
+class Network:
+    """Comparators in order, and where the wanted places are found at the end, best first: int64 [wanted]."""
+
+    layers: tuple[Layer, ...]
+    wanted: Tensor
+
+    @property
+    def comparators(self) -> int:
+        """Of all layers."""
+        return sum(len(first) for first, _ in self.layers)
+
+
 @lru_cache(maxsize=64)
-def layers(width: int, start: int, stop: int) -> tuple[Layer, ...]:
-    """Comparators that places start .. stop - 1 of the sorted row depend on, layer by layer. Public."""
-    wanted = torch.zeros(width, dtype=torch.bool)
-    wanted[start:stop] = True
+def network(width: int, start: int, stop: int) -> Network:
+    """What places start .. stop - 1 of the sorted row of `width` entries depend on. Public."""
+    found, ends = _met(width, start, stop)
+    needed = torch.zeros(width, dtype=torch.bool)
+    needed[ends] = True
     kept = []
-    for first, second in reversed(_whole_network(width)):
-        needed = wanted[first] | wanted[second]
-        first, second = first[needed], second[needed]
-        wanted[first] = wanted[second] = True
+    for first, second in reversed(found):
+        used = needed[first] | needed[second]
+        first, second = first[used], second[used]
+        needed[first] = needed[second] = True
         if len(first):
             kept.append((first, second))
-    return tuple(reversed(kept))
+    return Network(tuple(reversed(kept)), ends)
 
 
-def _whole_network(width: int) -> list[Layer]:
-    """Sorted runs of 1, 2, 4, .. are merged; those that end beyond the row are as if filled up with last ones."""
+_BEFORE, _OPEN, _BEHIND = 2, 1, 0
+
+
+def _met(width: int, start: int, stop: int) -> tuple[list[Layer], Tensor]:
+    """Who meets whom, and where places start .. stop - 1 are at the end.
+
+    Sorted runs of 1, 2, 4, .. are merged, as if entries that come last filled up the row. An entry whose place in its
+    run says that it ends before `start`, or behind `stop`, meets nobody any more.
+    """
+    holder, state, places = torch.arange(width), torch.full((width,), _OPEN), torch.arange(width)
     found = []
     for level in range((width - 1).bit_length()):
         run = 1 << level
@@ -51,8 +73,17 @@ def _whole_network(width: int) -> list[Layer]:
             place = torch.arange(width - step)
             met = (place >= step % run) & ((place - step % run) // step % 2 == 0)
             met &= place // (2 * run) == (place + step) // (2 * run)
-            found.append((place[met], place[met] + step))
-    return found
+            a, b = place[met], place[met] + step
+            both = (state[a] == _OPEN) & (state[b] == _OPEN)
+            found.append((holder[a[both]], holder[b[both]]))
+            a, b = (each[state[b] > state[a]] for each in (a, b))
+            for known in (holder, state):
+                known[a], known[b] = known[b], known[a]
+        inside = places % (2 * run)
+        length = (width - places + inside).clamp(max=2 * run)
+        state[inside >= stop] = _BEHIND
+        state[inside < start - (width - length)] = _BEFORE
+    return found, holder[start:stop]
 
 
 @dataclass(frozen=True)
@@ -116,9 +147,10 @@ def sort(entries: Sequence[Fixed], order: Order, start: int, stop: int) -> list[
 
     Two steps a layer of the network, about (log2 n)^2 / 2 layers.
     """
-    for first, second in layers(order.width, start, stop):
+    plan = network(order.width, start, stop)
+    for first, second in plan.layers:
         entries = _exchanged(entries, order, first, second)
-    return [each.view(lambda part: part[:, start:stop]) for each in entries]
+    return [each.view(lambda part: part[:, plan.wanted.to(part.device)]) for each in entries]
 
 
 def _exchanged(entries: Sequence[Fixed], order: Order, first: Tensor, second: Tensor) -> list[Fixed]:
@@ -141,7 +173,7 @@ def sort_cost(pricing: Pricing, order: Order, rows: int, start: int, stop: int, 
     """Of `sort` for these rows; moved as in `Order.entries`."""
     tracks = 2 if moved or not order.joined else 1
     total = Cost()
-    for first, _ in layers(order.width, start, stop):
+    for first, _ in network(order.width, start, stop).layers:
         count = rows * len(first)
         lanes = count if tracks == 1 else tracks * 64 * -(-count // 64)
         total += order.cost(pricing, count) + pricing.prices.inject(pricing.ring, lanes, 1, 1, 0)

@@ -29,8 +29,9 @@ def largest_bits(x: Fixed, k: int, method: Method = "auto", bits: int | None = N
 
     Exact, exactly k bits a row, of equal entries the first ones. bits: |ring element| < 2^(bits - 1), by default what
     calibration or the range of activations says (`exact.comparisons.reach`), at most ring bits - 1. Nothing is opened.
-    Cost: `cost`. Local for k = n. Raises DomainError unless 0 < k <= n and 2 <= bits < ring bits, and for an unknown
-    method.
+    Cost: `cost`; 39 bits in trio: one row of 64 by pairs 1547 bytes an entry and 7 rounds, 32 rows of 2048 with k = 512
+    by the network 1462 bytes an entry and 329 rounds, by search 229 bytes an entry and 312 rounds. Local for k = n.
+    Raises DomainError unless 0 < k <= n and 2 <= bits < ring bits, and for an unknown method.
     """
     rows, width, bits = _checked(x, k, method, bits)
     if k == width or not rows:
@@ -62,6 +63,8 @@ def largest_values(x: Fixed, k: int, bits: int | None = None) -> tuple[Fixed, Fi
     network, whose comparators move values and indices (`values_cost`). Range and errors as `largest_bits`.
     """
     rows, width, bits = _checked(x, k, "network", bits)
+    if not rows:
+        return x.view(lambda part: part[..., :k]), x.with_share(x.share, 0).view(lambda part: part[..., :k])
     order = Order(width, bits, x.session.ring.bits)
     entries = order.entries(x.view(lambda part: part.reshape(rows, width)), moved=True)
     values, indices = sort_network.sort(entries, order, 0, k)

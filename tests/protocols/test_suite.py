@@ -221,6 +221,29 @@ def test_gates_and_decomposition(protocol: str, ring: int) -> None:
 
 
 @every
+@pytest.mark.parametrize("bits", [2, 31])
+def test_the_lowest_bits_alone(protocol: str, ring: int, bits: int) -> None:
+    n = 70
+    x = ring_values(ring, (n,), ring, 3)
+
+    def program(p: Protocol, a: Share) -> Share:
+        weights = [1 << i for i in range(bits)]
+        return p.inject(p.a2b(a, bits), None, weights, weights)
+
+    price = prices(protocol).a2b(Ring(ring), n, bits) + prices(protocol).inject(Ring(ring), n, bits, 0, 0)
+    check(run_ring(config(protocol, ring), [x], program, (n,)), x & ((1 << bits) - 1), price, protocol)
+
+
+@every
+@pytest.mark.parametrize("bits", [1, 65])
+def test_bits_that_the_ring_has_not(protocol: str, ring: int, bits: int) -> None:
+    if protocol == "plain":
+        return
+    with pytest.raises(DomainError, match=rf"a2b: got bits={bits}; want 2 to {ring}"):
+        run_ring(config(protocol, ring), [ring_values(ring, (3,), 3)], lambda p, a: p.a2b(a, bits), (3,))
+
+
+@every
 @pytest.mark.parametrize("public", [False, True])
 def test_lookup_of_secret_indices(protocol: str, ring: int, public: bool) -> None:
     table = ring_values(ring, (37, 6), ring, 1)
