@@ -200,7 +200,7 @@ DATASETS: dict[str, Dataset] = {
         _rouge,
     ),
     "passage_retrieval_en": Dataset(
-        "Below are 30 numbered paragraphs, and then a summary of one of them. Which paragraph is it of?\n\n{context}\n\n"
+        "Below are 30 numbered paragraphs, and then a summary of one of them. Which one is it of?\n\n{context}\n\n"
         'Summary: {input}\n\nAnswer in the form "Paragraph 1", with the number of that paragraph.\n\nAnswer:',
         32,
         _retrieval,

@@ -3,14 +3,14 @@
 Everything is drawn from a seed and needs a tokenizer only. A prompt is, in this order: the beginning of the chat
 template, an excerpt that fills up to the length, instructions, many lines with the asked one among them, the question,
 the end of the template, and the first words of the answer. Key-value recall and copying are texts that go on, without
-a chat template: their question is three other lines of the list, given again.
+a chat template: their question is a few other lines, given again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from random import Random
 from typing import Any
 
@@ -19,8 +19,10 @@ from private_llm_hf.long_context.framing import Frame, bundled_text, frame_of, t
 from private_llm_hf.long_context.metrics import begins_with, words_in_place
 from private_llm_hf.long_context.words import WORDS
 
-_EXAMPLES = 3
+_KEY_EXAMPLES, _COPY_EXAMPLES = 3, 6
 """Lines given again before the asked one."""
+_PLAY_LINES = 3
+"""Between two lines of numbers: without them, a model of 135 M parameters confuses the numbers."""
 _PAD_LINES = 40
 """Lines of the bundled text of which the filling excerpt is the end; it is shorter than one line of the prompt."""
 _SPARE_TOKENS = 3
@@ -44,7 +46,8 @@ class LongPrompt:
 class _Parts:
     """Texts of one prompt.
 
-    lines: without end, each with its newline. asked: the line that holds the answer. opening: of the answer.
+    lines: each with its newline, more than any prompt holds. least: so many of them must fit. asked: the line that
+    holds the answer. opening: of the answer.
     """
 
     head: str
@@ -53,6 +56,7 @@ class _Parts:
     question: str
     opening: str
     answer: str
+    least: int = 1
 
 
 @dataclass(frozen=True)
@@ -98,16 +102,18 @@ def score(prompt: LongPrompt, text: str) -> float:
 
 
 def _tokens(tokenizer: Any, frame: Frame, parts: _Parts, length: int, depth: float) -> tuple[int, ...]:  # noqa: ANN401
-    """The prompt, [length]. Raises ConfigError if it holds fewer than `_EXAMPLES` lines besides the asked one."""
+    """The prompt, [length]. Raises ConfigError if it holds fewer lines besides the asked one than it must."""
     head, asked, question, opening = (
         token_ids(tokenizer, text) for text in (parts.head, parts.asked, parts.question, parts.opening)
     )
     turn = frame.after or token_ids(tokenizer, "\n")
     fixed = sum(map(len, (frame.before, head, asked, question, turn, opening)))
     lines, room = _fitting(tokenizer, parts.lines, length - fixed)
-    if len(lines) < _EXAMPLES:
-        raise ConfigError(f"length: {length} tokens do not hold {fixed} of question and answer and {_EXAMPLES} lines; "
-                          "want more")  # fmt: skip
+    if len(lines) < parts.least:
+        raise ConfigError(
+            f"length: {length} tokens do not hold {fixed} of question and answer and the {parts.least} lines that must "
+            "stand before it; want more"
+        )
     lines.insert(round(depth * len(lines)), asked)
     excerpt = token_ids(tokenizer, "\n".join(bundled_text().split("\n")[:_PAD_LINES]) + "\n\n")
     pad = excerpt[len(excerpt) - room :]
@@ -158,7 +164,7 @@ def _key_value(rng: Random) -> _Parts:
     drawn = pairs()
     name, value = next(drawn)
     lines = (f"{other}: {number}\n" for other, number in drawn)
-    examples = [next(lines) for _ in range(_EXAMPLES)]
+    examples = [next(lines) for _ in range(_KEY_EXAMPLES)]
     return _Parts(
         head="A list of names, each with its number.\n\n",
         lines=chain(examples, lines),
@@ -166,6 +172,7 @@ def _key_value(rng: Random) -> _Parts:
         question="\nSome of them again:\n" + "".join(examples).rstrip("\n"),
         opening=f"{name}:",
         answer=value,
+        least=_KEY_EXAMPLES,
     )
 
 
@@ -177,21 +184,23 @@ def _names(rng: Random) -> Iterator[str]:
 
 
 def _copy(rng: Random) -> _Parts:
-    """The rest of a line of five numbers, of which the first two are given; no other line begins with these."""
+    """The rest of a line of five numbers, of which the first two are given; such lines stand here and there in a play."""
 
     def pattern() -> tuple[str, ...]:
         return tuple(str(rng.randrange(100, 1_000)) for _ in range(5))
 
-    wanted = pattern()
+    wanted, play = pattern(), _play(rng)
     others = (f"{' '.join(other)}\n" for other in iter(pattern, None) if other[:2] != wanted[:2])
-    examples = [next(others) for _ in range(_EXAMPLES)]
+    examples = [next(others) for _ in range(_COPY_EXAMPLES)]
+    lines = chain.from_iterable((line, *islice(play, _PLAY_LINES)) for line in chain(examples, others))
     return _Parts(
-        head="Lines of numbers.\n\n",
-        lines=chain(examples, others),
+        head="Lines.\n\n",
+        lines=lines,
         asked=f"{' '.join(wanted)}\n",
         question="\nSome of these lines again:\n" + "".join(examples).rstrip("\n"),
         opening=" ".join(wanted[:2]),
         answer=" ".join(wanted[2:]),
+        least=(_COPY_EXAMPLES - 1) * (_PLAY_LINES + 1) + 1,
     )
 
 
