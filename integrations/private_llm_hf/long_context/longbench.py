@@ -118,23 +118,27 @@ def _rows(dataset: str, source: str | Path) -> Any:  # noqa: ANN401 - a datasets
         import datasets
     except ImportError:
         raise ConfigError("LongBench is read by `datasets`: pip install 'private-llm[train]'") from None
-    place = Path(source)
     name = f"{dataset}.jsonl"
-    if place.is_dir():
-        found = next((file for file in (place / name, place / "data" / name) if file.is_file()), None)
-        if found is None:
-            raise ConfigError(f"LongBench: {place} has no {name}; {_HOW_TO_GET}")
-        file = str(found)
-    elif place.is_file():
-        file = f"zip://data/{name}::{place}"
-    elif str(source).count("/") == 1 and not place.is_absolute():
-        file = f"zip://data/{name}::https://huggingface.co/datasets/{source}/resolve/main/{_ARCHIVE}"
-    else:
-        raise ConfigError(f"LongBench: {source} is neither a file nor a folder; {_HOW_TO_GET}")
     try:
-        return datasets.load_dataset("json", data_files=file, split="train")
-    except (OSError, ValueError) as error:
+        folder = _folder(source, datasets.DownloadManager())
+        found = next((file for file in (folder / name, folder / "data" / name) if file.is_file()), None)
+        if found is None:
+            raise ConfigError(f"LongBench: {source} has no {name}; {_HOW_TO_GET}")
+        return datasets.load_dataset("json", data_files=str(found), split="train")
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(f"LongBench: {source} gave no {name} ({error}); {_HOW_TO_GET}") from error
+
+
+def _folder(source: str | Path, downloads: Any) -> Path:  # noqa: ANN401 - a datasets.DownloadManager
+    """Where the files lie; an archive is unpacked in the cache of `datasets`. Raises ConfigError for a wrong path."""
+    place = Path(source)
+    if place.is_dir():
+        return place
+    if place.is_file():
+        return Path(downloads.extract(str(place)))
+    if place.is_absolute() or str(source).count("/") != 1:
+        raise ConfigError(f"LongBench: {source} is neither a file nor a folder; {_HOW_TO_GET}")
+    return Path(downloads.download_and_extract(f"https://huggingface.co/datasets/{source}/resolve/main/{_ARCHIVE}"))
 
 
 def _f1(found: str, truth: str, classes: tuple[str, ...]) -> float:

@@ -184,7 +184,7 @@ def _names(rng: Random) -> Iterator[str]:
 
 
 def _copy(rng: Random) -> _Parts:
-    """The rest of a line of five numbers, of which the first two are given; such lines stand here and there in a play."""
+    """The rest of a line of five numbers, of which two are given; such lines stand here and there in a play."""
 
     def pattern() -> tuple[str, ...]:
         return tuple(str(rng.randrange(100, 1_000)) for _ in range(5))
