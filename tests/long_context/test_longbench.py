@@ -63,7 +63,7 @@ def test_an_archive_gives_the_same(folder: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(archive, "w") as made:
         made.write(folder / "hotpotqa.jsonl", "data/hotpotqa.jsonl")
     assert load_longbench("hotpotqa", bare(), 300, archive) == load_longbench("hotpotqa", bare(), 300, folder)
-    with pytest.raises(ConfigError, match=r"has no musique.jsonl; download https://"):
+    with pytest.raises(ConfigError, match=r"data.zip gave no musique.jsonl \(not there\); download https://"):
         load_longbench("musique", bare(), 300, archive)
 
 
@@ -121,9 +121,9 @@ def test_the_hub_is_asked_for_the_archive(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"bench has no trec.jsonl; download https://.*data.zip"):
+    with pytest.raises(ConfigError, match=r"bench gave no trec.jsonl \(not there\); download https://.*data.zip"):
         load_longbench("trec", bare(), 100, folder)
-    with pytest.raises(ConfigError, match="nowhere is neither a file nor a folder; download"):
+    with pytest.raises(ConfigError, match=r"nowhere gave no trec.jsonl \(neither a file nor a folder\); download"):
         load_longbench("trec", bare(), 100, tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="got 'lcc'; want one of hotpotqa"):
         load_longbench("lcc", bare(), 100, folder)

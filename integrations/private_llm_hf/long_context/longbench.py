@@ -123,21 +123,21 @@ def _rows(dataset: str, source: str | Path) -> Any:  # noqa: ANN401 - a datasets
         folder = _folder(source, datasets.DownloadManager())
         found = next((file for file in (folder / name, folder / "data" / name) if file.is_file()), None)
         if found is None:
-            raise ConfigError(f"LongBench: {source} has no {name}; {_HOW_TO_GET}")
+            raise FileNotFoundError("not there")
         return datasets.load_dataset("json", data_files=str(found), split="train")
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(f"LongBench: {source} gave no {name} ({error}); {_HOW_TO_GET}") from error
 
 
 def _folder(source: str | Path, downloads: Any) -> Path:  # noqa: ANN401 - a datasets.DownloadManager
-    """Where the files lie; an archive is unpacked in the cache of `datasets`. Raises ConfigError for a wrong path."""
+    """Where the files lie; an archive is unpacked in the cache of `datasets`. Raises OSError for a wrong path or no network."""
     place = Path(source)
     if place.is_dir():
         return place
     if place.is_file():
         return Path(downloads.extract(str(place)))
     if place.is_absolute() or str(source).count("/") != 1:
-        raise ConfigError(f"LongBench: {source} is neither a file nor a folder; {_HOW_TO_GET}")
+        raise FileNotFoundError("neither a file nor a folder")
     return Path(downloads.download_and_extract(f"https://huggingface.co/datasets/{source}/resolve/main/{_ARCHIVE}"))
 
 

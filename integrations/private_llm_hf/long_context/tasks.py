@@ -184,13 +184,13 @@ def _names(rng: Random) -> Iterator[str]:
 
 
 def _copy(rng: Random) -> _Parts:
-    """The rest of a line of five numbers, of which two are given; such lines stand here and there in a play."""
+    """The rest of a line of six numbers, of which three are given; such lines stand here and there in a play."""
 
     def pattern() -> tuple[str, ...]:
-        return tuple(str(rng.randrange(100, 1_000)) for _ in range(5))
+        return tuple(str(rng.randrange(100, 1_000)) for _ in range(6))
 
     wanted, play = pattern(), _play(rng)
-    others = (f"{' '.join(other)}\n" for other in iter(pattern, None) if other[:2] != wanted[:2])
+    others = (f"{' '.join(other)}\n" for other in iter(pattern, None) if other[:3] != wanted[:3])
     examples = [next(others) for _ in range(_COPY_EXAMPLES)]
     lines = chain.from_iterable((line, *islice(play, _PLAY_LINES)) for line in chain(examples, others))
     return _Parts(
@@ -198,8 +198,8 @@ def _copy(rng: Random) -> _Parts:
         lines=lines,
         asked=f"{' '.join(wanted)}\n",
         question="\nSome of these lines again:\n" + "".join(examples).rstrip("\n"),
-        opening=" ".join(wanted[:2]),
-        answer=" ".join(wanted[2:]),
+        opening=" ".join(wanted[:3]),
+        answer=" ".join(wanted[3:]),
         least=(_COPY_EXAMPLES - 1) * (_PLAY_LINES + 1) + 1,
     )
 
