@@ -125,12 +125,12 @@ def _rows(dataset: str, source: str | Path) -> Any:  # noqa: ANN401 - a datasets
         if found is None:
             raise FileNotFoundError("not there")
         return datasets.load_dataset("json", data_files=str(found), split="train")
-    except (OSError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(f"LongBench: {source} gave no {name} ({error}); {_HOW_TO_GET}") from error
 
 
 def _folder(source: str | Path, downloads: Any) -> Path:  # noqa: ANN401 - a datasets.DownloadManager
-    """Where the files lie; an archive is unpacked in the cache of `datasets`. Raises OSError for a wrong path or no network."""
+    """Where the files lie; an archive is unpacked in the cache of `datasets`. Raises OSError if it is not reached."""
     place = Path(source)
     if place.is_dir():
         return place
