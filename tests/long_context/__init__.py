@@ -1,0 +1,1 @@
+"""Long prompts, their metrics, windows of text and LongBench."""
