@@ -1,7 +1,7 @@
 """HuggingFace models on secret-shared data: `AutoPrivate*.from_pretrained` and `patch`."""
 
 from private_llm.config import PrivateConfig, TLSConfig
-from private_llm.kv_policies.fixed import KeepAll, SlidingWindow
+from private_llm.kv_policies.fixed import KeepAll, NoCache, SlidingWindow
 from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.policy import Level
 from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
@@ -40,6 +40,7 @@ __all__ = [
     "LongCache",
     "MPCacheConfig",
     "Network",
+    "NoCache",
     "PrivateConfig",
     "Ranges",
     "ShardingPlan",

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, modeling_outputs
 from transformers.modeling_outputs import ModelOutput
 
 from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.kv_policies.fixed import NoCache
 from private_llm.tensor.range_check import require
 from private_llm_hf.client import inputs as check
 from private_llm_hf.client.losses import Labels
@@ -144,6 +145,7 @@ class Forward:
         cache = self.given.pop("past_key_values", None)
         caches = architecture(self.config).caches and "past_key_values" in self.model.accepts
         wanted = self.given.pop("use_cache", getattr(self.config, "use_cache", False) and caches)
+        wanted = wanted and not isinstance(self.parties.config.kv_cache, NoCache)
         if not caches:
             return None
         self.public["use_cache"] = bool(wanted) or cache is not None

@@ -20,6 +20,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PretrainedConfig
 from transformers.modeling_outputs import ModelOutput
 
 from private_llm.errors import ConfigError, DomainError, PlaintextLeak, UnsupportedOp
+from private_llm.kv_policies.fixed import NoCache
 from private_llm_hf.checkpoint.weights import skeleton
 from private_llm_hf.client.costs import Costs
 from private_llm_hf.client.forward import Forward, encode_prompt
@@ -181,6 +182,8 @@ class PrivateModel:
         given = model_kwargs.get("past_key_values")
         if given is not None:
             given._is_user_defined = True
+        elif isinstance(self.parties.config.kv_cache, NoCache):
+            generation_config.use_cache = model_kwargs["use_cache"] = False
         elif generation_config.use_cache is not False:
             cache = model_kwargs["past_key_values"] = PrivateCache(self.parties, 0)
             self.parties.keep_together(cache.handle, generation_config.num_beams or 1)
