@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from private_llm.errors import ConfigError, DomainError, UnsupportedOp
+from private_llm.errors import ConfigError, UnsupportedOp
 
 NAME = "private_llm_policy"
 """What `config._attn_implementation` is while the policy attends."""
@@ -28,22 +29,41 @@ _CHUNK = 256
 """Queries whose scores are in memory at a time."""
 
 
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """How a call makes scores: their `scale`, `softcap` (None: none), `sinks` [H] (None: none), how many neighbouring
+    heads are `merged`, and whether a query sees its own and earlier positions only although no mask says so (`causal`,
+    a first call alone).
+    """
+
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+    merged: int
+    causal: bool
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but a scale, which torch's own attention knows."""
+        return self.softcap is None and self.sinks is None and self.merged == 1
+
+
 class Layer(Protocol):
-    """What attention asks of a cache's layer."""
+    """What attention asks of a cache's layer. A mask of None allows everything, but for `Scoring.causal`."""
 
     merged_heads: int
 
     def counted(self, queries: int) -> int:
         """How many of a call's last queries' attention is wanted."""
 
-    def columns(self, allowed: Tensor, heads: int) -> Tensor:
+    def columns(self, allowed: Tensor | None, heads: int) -> Tensor | None:
         """Of a mask over all positions the columns of the entries held."""
 
     def choose(self, query: Tensor) -> Tensor | None:
         """The entries that a call attends to; None: all held."""
 
     def attended(self, query: Tensor, mass: Tensor | None, allowed: Tensor | None, call: Scoring) -> None:
-        """A call is done."""
+        """A call is done. mass: what the entries held got, [B, G, held]; None if not counted."""
 
 
 class HeldKeys(Tensor):
@@ -53,34 +73,20 @@ class HeldKeys(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
-class Scoring:
-    """How a module makes scores: `scale`, `softcap` (None: none), `sinks` [H] (None: none), `merged` heads."""
-
-    def __init__(self, scale: float, softcap: float | None, sinks: Tensor | None, merged: int) -> None:
-        self.scale, self.softcap, self.sinks, self.merged = scale, softcap, sinks, merged
-
-    @property
-    def plain(self) -> bool:
-        """Nothing but a scale, which torch's own attention knows."""
-        return self.softcap is None and self.sinks is None and self.merged == 1
-
-
 @contextmanager
 def policy_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """While inside, the model attends through `NAME`, which cache policies need.
+    """While inside, the model attends through `NAME`, which cache policies need; after it, as before.
 
     Raises UnsupportedOp if its attention does not go through transformers' AttentionInterface.
     """
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
     configs = _configs(model)
     before = [config._attn_implementation for config in configs]
-    model.set_attn_implementation(NAME)
-    if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
-        raise UnsupportedOp(
-            f"{type(model).__name__} has an attention of its own, which no cache policy can take part in"
-        )
     try:
+        model.set_attn_implementation(NAME)
+        if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+            raise UnsupportedOp(f"{type(model).__name__} has an attention of its own, which no cache policy can serve")
         yield model
     finally:
         for config, implementation in zip(configs, before, strict=True):
@@ -97,13 +103,6 @@ def _configs(model: PreTrainedModel) -> list[Any]:
     return list(found.values())
 
 
-def mask(*args: object, **kwargs: object) -> Tensor:
-    """Boolean mask [B, 1, q, position], True where attention is allowed."""
-    kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
-    made: Tensor = sdpa_mask(*args, **kwargs)
-    return made
-
-
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -115,6 +114,7 @@ def attention(
     softcap: float | None = None,
     position_bias: Tensor | None = None,
     s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """q [B, H, q, D], k and v [B, G, kv, D] to ([B, q, H, D], no attention weights); the layer of `key` decides.
@@ -125,24 +125,27 @@ def attention(
         what = "dropout" if dropout else "a position bias"
         raise UnsupportedOp(f"{type(module).__name__}: {what} is not supported under {NAME}")
     if attention_mask is not None and attention_mask.dtype != torch.bool:
-        raise UnsupportedOp(f"{type(module).__name__}: got an additive mask; want boolean, or [B, S] of a tokenizer")
-    if attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", False):
-        raise DomainError(f"{type(module).__name__} is causal but got no mask; switch the model by policy_attention()")
-    layer: Layer | None = key.layer if isinstance(key, HeldKeys) else None
-    key = key.as_subclass(Tensor) if isinstance(key, HeldKeys) else key
+        raise UnsupportedOp(
+            f"{type(module).__name__}: got an additive mask; want a boolean one, or a tokenizer's [B, S]"
+        )
+    layer: Layer | None = None
+    if isinstance(key, HeldKeys):
+        layer, key = key.layer, key.as_subclass(Tensor)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = Scoring(scale, softcap, s_aux, 1 if layer is None else layer.merged_heads)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = attention_mask is None and query.shape[2] > 1 and causal
+    call = Scoring(scale, softcap, s_aux, 1 if layer is None else layer.merged_heads, causal)
     if layer is None:
-        return weigh(query, key, value, attention_mask, call, 0)[0].transpose(1, 2), None
+        return _weigh(module, query, key, value, attention_mask, call, 0)[0].transpose(1, 2), None
     counted, pick, held = layer.counted(query.shape[2]), layer.choose(query), key.shape[2]
-    allowed = None if attention_mask is None else layer.columns(attention_mask, query.shape[1])
+    allowed = layer.columns(attention_mask, query.shape[1])
     if pick is None:
-        out, mass = weigh(query, key, value, allowed, call, counted)
+        out, mass = _weigh(module, query, key, value, allowed, call, counted)
     else:
         wide = pick.unsqueeze(-1)
         key, value = (part.gather(2, wide.expand(*pick.shape, part.shape[-1])) for part in (key, value))
         seen = None if allowed is None else columns_at(allowed, pick, query.shape[1])
-        out, mass = weigh(query, key, value, seen, call, counted)
+        out, mass = _weigh(module, query, key, value, seen, call, counted)
         mass = None if mass is None else mass.new_zeros(*pick.shape[:2], held).scatter(-1, pick, mass)
     layer.attended(query, mass, attention_mask, call)
     return out.transpose(1, 2), None
@@ -155,74 +158,73 @@ def columns_at(table: Tensor, index: Tensor, heads: int) -> Tensor:
     return table.expand(*outer, -1, -1).gather(-1, index.unsqueeze(2).expand(*outer, table.shape[2], -1))
 
 
-def weigh(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, call: Scoring, counted: int
+def _weigh(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, call: Scoring, counted: int
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs [B, H, q, Dv], and the attention [B, G, kv] that entries got from the last `counted` queries (0: None).
 
     allowed: bool, broadcastable to [B, H, q, kv]; a query that sees nothing gives and gets nothing.
     """
-    if not call.plain:
-        return _slowly(query, key, value, allowed, call, counted)
-    seen = None if allowed is None else allowed.expand(query.shape[0], -1, -1, -1)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=call.scale, enable_gqa=True)
-    return out, mass_of(query, key, allowed, call, counted) if counted else None
+    if call.plain:
+        mass = mass_of(query, key, allowed, call, counted) if counted else None
+        out = sdpa_attention_forward(module, query, key, value, allowed, scaling=call.scale, is_causal=call.causal)[0]
+        return out.transpose(1, 2), mass
+    start, outputs = query.shape[2] - counted, []
+    total = _zeros(key) if counted else None
+    values = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    for number, weights in enumerate(_probabilities(query, key, allowed, call, 0)):
+        outputs.append(weights.to(value.dtype) @ values)
+        if total is not None:
+            total += _grouped(weights[:, :, max(0, start - number * _CHUNK) :], key.shape[1])
+    return torch.cat(outputs, dim=2), total
 
 
 def mass_of(query: Tensor, key: Tensor, allowed: Tensor | None, call: Scoring, counted: int) -> Tensor:
-    """[B, G, kv], float32: probabilities, summed over the last `counted` queries and the heads of a group."""
-    total = torch.zeros(key.shape[:3], device=key.device)
-    for part, seen in _chunks(query, allowed, query.shape[2] - counted):
-        total += _grouped(probabilities(part, key, seen, call), key.shape[1])
+    """[B, G, kv], at least float32: probabilities, summed over the last `counted` queries and the heads of a group."""
+    total = _zeros(key)
+    for weights in _probabilities(query, key, allowed, call, query.shape[2] - counted):
+        total += _grouped(weights, key.shape[1])
     return total
 
 
-def _slowly(
-    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, call: Scoring, counted: int
-) -> tuple[Tensor, Tensor | None]:
-    """As `weigh`, for scores that are more than products."""
-    start, out = query.shape[2] - counted, []
-    total = torch.zeros(key.shape[:3], device=key.device) if counted else None
-    values = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    for number, (part, seen) in enumerate(_chunks(query, allowed, 0)):
-        weights = probabilities(part, key, seen, call)
-        out.append(weights.to(value.dtype) @ values)
-        if total is not None:
-            total += _grouped(weights[:, :, max(0, start - number * _CHUNK) :], key.shape[1])
-    return torch.cat(out, dim=2), total
+def _probabilities(query: Tensor, key: Tensor, allowed: Tensor | None, call: Scoring, start: int) -> Iterator[Tensor]:
+    """[B, H, some q, kv], at least float32, from query `start` on; rows that see nothing are zeros.
 
-
-def probabilities(query: Tensor, key: Tensor, allowed: Tensor | None, call: Scoring) -> Tensor:
-    """float32 [B, H, q, kv]; rows that see nothing are zeros. Raises ConfigError if heads cannot be merged so."""
+    Raises ConfigError if heads cannot be merged so.
+    """
     batch, heads, queries, size = query.shape
     groups = key.shape[1]
-    rows = query.reshape(batch, groups, -1, size) * call.scale
-    scores = (rows @ key.transpose(2, 3)).float().view(batch, heads, queries, -1)
-    if call.softcap is not None:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
-    if call.merged > 1:
-        among = heads if heads == groups else heads // groups
-        if among % call.merged:
-            raise ConfigError(
-                f"kv_cache: merged: got {call.merged}; want a divisor of {among}, the heads that "
-                + ("there are" if heads == groups else "share a key head")
-            )
-        pairs = scores.unflatten(1, (-1, call.merged))
-        scores = pairs.mean(2, keepdim=True).expand_as(pairs).flatten(1, 2)
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, -torch.inf)
-    if call.sinks is not None:
-        sink = call.sinks.float().view(1, -1, 1, 1).expand(batch, heads, queries, 1)
-        return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-    made = scores.softmax(-1)
-    return made if allowed is None else made.nan_to_num(0.0)
+    among = heads if heads == groups else heads // groups
+    if among % call.merged:
+        whose = "heads that there are" if heads == groups else "heads that share a key head"
+        raise ConfigError(f"kv_cache: merged: got {call.merged}; want a divisor of {among}, the {whose}")
+    for begin in range(start, queries, _CHUNK):
+        rows = query[:, :, begin : begin + _CHUNK]
+        scores = (rows.reshape(batch, groups, -1, size) * call.scale) @ key.transpose(2, 3)
+        scores = scores.view(batch, heads, rows.shape[2], -1)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        if call.merged > 1:
+            pairs = scores.unflatten(1, (-1, call.merged))
+            scores = pairs.mean(2, keepdim=True).expand_as(pairs).flatten(1, 2)
+        if call.causal:
+            numbers = torch.arange(begin, begin + rows.shape[2], device=key.device)
+            later = torch.arange(key.shape[2], device=key.device) > numbers.unsqueeze(-1)
+            scores = scores.masked_fill(later, -torch.inf)
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed[:, :, begin : begin + _CHUNK], -torch.inf)
+        if call.sinks is not None:
+            sink = call.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(batch, heads, rows.shape[2], 1)
+            yield torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+        elif allowed is not None:
+            yield scores.softmax(-1).nan_to_num(0.0)
+        else:
+            yield scores.softmax(-1)
 
 
-def _chunks(query: Tensor, allowed: Tensor | None, start: int) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Some queries at a time, from number `start` on, with their rows of the mask."""
-    for begin in range(start, query.shape[2], _CHUNK):
-        end = begin + _CHUNK
-        yield query[:, :, begin:end], None if allowed is None else allowed[:, :, begin:end]
+def _zeros(key: Tensor) -> Tensor:
+    return torch.zeros(key.shape[:3], dtype=torch.promote_types(key.dtype, torch.float32), device=key.device)
 
 
 def _grouped(weights: Tensor, groups: int) -> Tensor:

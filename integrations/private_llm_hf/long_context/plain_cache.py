@@ -100,12 +100,14 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             return 0
         return min(queries, self.policy.mass_queries(queries))
 
-    def columns(self, allowed: Tensor, heads: int) -> Tensor:
+    def columns(self, allowed: Tensor | None, heads: int) -> Tensor | None:
         """Without the hidden ones, if any: [B or 1, H or 1, q, held]."""
-        made = allowed if self.positions is None else columns_at(allowed, self.positions, heads)
+        if allowed is not None and self.positions is not None:
+            allowed = columns_at(allowed, self.positions, heads)
         if self.hidden is None:
-            return made
-        return made & ~self.hidden.repeat_interleave(heads // self.hidden.shape[1], dim=1).unsqueeze(2)
+            return allowed
+        shown = ~self.hidden.repeat_interleave(heads // self.hidden.shape[1], dim=1).unsqueeze(2)
+        return shown if allowed is None else allowed & shown
 
     def choose(self, query: Tensor) -> Tensor | None:
         """int64 [B, G, n], ascending, for a single query [B, H, 1, D]; None: all held."""
