@@ -306,6 +306,16 @@ def test_memory_falls_and_the_length_does_not() -> None:
     assert cache.get_seq_length() == whole.get_seq_length() == 17
 
 
+def test_entries_attended_to() -> None:
+    """17 + 1 held, first 1, clusters of 4 with at least 2 recent: 3 of them, of which 3 stay; 6 small ones, 3 chosen."""
+    policy = MPCacheConfig(gamma=1, least=6, recent=2, first=1, levels=(Level(4, 0.7), Level(2, 0.5)))
+    _, cache, _ = begun(policy, calls=1)
+    assert cache.attended() == [17] * 4
+    _, cache, _ = begun(policy, calls=2)
+    assert cache.attended() == [18 - 12 + 6] * 4
+    assert cache.entries() == [18] * 4
+
+
 # -- the switch, and what is refused ----------------------------------------------------------------------------
 def test_the_model_is_changed_inside_only() -> None:
     model = built("gemma2")

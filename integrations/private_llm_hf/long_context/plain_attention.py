@@ -172,7 +172,7 @@ def _weigh(
     start, outputs = query.shape[2] - counted, []
     total = _zeros(key) if counted else None
     values = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    for number, weights in enumerate(_probabilities(query, key, allowed, call, 0)):
+    for number, weights in enumerate(probabilities(query, key, allowed, call, 0)):
         outputs.append(weights.to(value.dtype) @ values)
         if total is not None:
             total += _grouped(weights[:, :, max(0, start - number * _CHUNK) :], key.shape[1])
@@ -182,12 +182,12 @@ def _weigh(
 def mass_of(query: Tensor, key: Tensor, allowed: Tensor | None, call: Scoring, counted: int) -> Tensor:
     """[B, G, kv], at least float32: probabilities, summed over the last `counted` queries and the heads of a group."""
     total = _zeros(key)
-    for weights in _probabilities(query, key, allowed, call, query.shape[2] - counted):
+    for weights in probabilities(query, key, allowed, call, query.shape[2] - counted):
         total += _grouped(weights, key.shape[1])
     return total
 
 
-def _probabilities(query: Tensor, key: Tensor, allowed: Tensor | None, call: Scoring, start: int) -> Iterator[Tensor]:
+def probabilities(query: Tensor, key: Tensor, allowed: Tensor | None, call: Scoring, start: int) -> Iterator[Tensor]:
     """[B, H, some q, kv], at least float32, from query `start` on; rows that see nothing are zeros.
 
     Raises ConfigError if heads cannot be merged so.

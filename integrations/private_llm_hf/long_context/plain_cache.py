@@ -32,7 +32,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     position: the number of the next position. positions: those of the entries, int64 [B or 1, G or 1, held], ascending;
     None: all. mass: float32 [B, G, held], the attention that is remembered. hidden: bool [B, G, held], True where an
-    entry was evicted but left in memory. leader: the layer whose choices this one uses. windowed: whether the model
+    entry was evicted but left in memory. attends: entries that the last call attended to. leader: the layer whose choices this one uses. windowed: whether the model
     itself attends to a window here; then everything stays, and nothing is chosen.
     """
 
@@ -54,7 +54,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.hidden: Tensor | None = None
         self.picked: Tensor | None = None
         self.kept: Tensor | None = None
-        self.position = self.start = 0
+        self.position = self.start = self.attends = 0
         self.waiting = self.is_initialized = False
         self._levels: list[Tensor] = []
 
@@ -89,6 +89,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             raise DomainError(f"kv cache: got {batch} rows; want {self.keys.shape[0]}, as before")
         self.start, self.position = self.position, self.position + new
         self.picked = self.kept = None
+        self.attends = self.held
         handed = self.keys.as_subclass(HeldKeys)
         handed.layer = self
         return handed, self.values
@@ -117,6 +118,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         shape = selection.shape(self.held)
         if shape is None:
             return None
+        self.attends = self.held - shape.clustered + shape.chosen
         if self.leader is not None:
             return self.leader.picked
         for place, (size, there) in enumerate(zip(shape.sizes, self._clusters(shape.there, shape.sizes), strict=True)):
@@ -320,6 +322,10 @@ class PolicyCache(Cache):  # type: ignore[misc]
     def entries(self) -> list[int]:
         """Entries in memory, per row and key head, of each layer."""
         return [layer.held for layer in self.layers]
+
+    def attended(self) -> list[int]:
+        """Entries that the last call attended to, per row and key head, in each layer."""
+        return [layer.attends for layer in self.layers]
 
     def nbytes(self) -> int:
         """Bytes of the keys and values in memory."""
