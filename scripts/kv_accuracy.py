@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -59,7 +58,7 @@ QUERIES = 32
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """Prompts of one task and length, read, and the tokens that should follow. counts: bool [B, n], which are scored."""
+    """Prompts of one task and length, and the tokens that should follow. counts: bool [B, n], which are scored."""
 
     task: str
     prefill: Prefill
@@ -177,6 +176,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    """Read the command line, and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=["scores"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048])

@@ -307,7 +307,7 @@ def test_memory_falls_and_the_length_does_not() -> None:
 
 
 def test_entries_attended_to() -> None:
-    """17 + 1 held, first 1, clusters of 4 with at least 2 recent: 3 of them, of which 3 stay; 6 small ones, 3 chosen."""
+    """18 held, the first one, at least 2 recent: 3 clusters of 4, which all go on; of 6 of 2, 3 are chosen."""
     policy = MPCacheConfig(gamma=1, least=6, recent=2, first=1, levels=(Level(4, 0.7), Level(2, 0.5)))
     _, cache, _ = begun(policy, calls=1)
     assert cache.attended() == [17] * 4

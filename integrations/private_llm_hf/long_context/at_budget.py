@@ -65,7 +65,7 @@ def mpcache_at(budget: float, length: int, base: MPCacheConfig | None = None) ->
 
 
 def policies_at(budget: float, length: int) -> dict[str, CachePolicy]:
-    """MPCache and its rivals by name, for prompts of `length` tokens. Raises ConfigError for budgets that are too small."""
+    """MPCache and its rivals by name, for prompts of `length` tokens. Raises ConfigError for too small a budget."""
     kept = math.ceil(budget * length)
     if kept <= _LEAST:
         raise ConfigError(f"budget: {kept} of {length} entries; want more than {_LEAST}")

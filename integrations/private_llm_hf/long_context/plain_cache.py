@@ -32,8 +32,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     position: the number of the next position. positions: those of the entries, int64 [B or 1, G or 1, held], ascending;
     None: all. mass: float32 [B, G, held], the attention that is remembered. hidden: bool [B, G, held], True where an
-    entry was evicted but left in memory. attends: entries that the last call attended to. leader: the layer whose choices this one uses. windowed: whether the model
-    itself attends to a window here; then everything stays, and nothing is chosen.
+    entry was evicted but left in memory. attends: how many entries the last call attended to. leader: the layer whose
+    choices this one uses. windowed: whether the model itself attends to a window here; then everything stays, and
+    nothing is chosen.
     """
 
     is_sliding = False
