@@ -21,7 +21,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import torch
 from kv_accuracy_plots import draw
 from private_llm_cli.commands.output import progress_bar
 from private_llm_hf.long_context.at_budget import levels_text, mpcache_at, policies_at
-from private_llm_hf.long_context.forced import forced
+from private_llm_hf.long_context.forced import Forced, forced
 from private_llm_hf.long_context.framing import token_ids
 from private_llm_hf.long_context.likeness import commonality, coverage
 from private_llm_hf.long_context.perplexity import text_windows
@@ -64,6 +64,13 @@ class Question:
     prefill: Prefill
     answers: Tensor
     counts: Tensor
+    cached: list[Forced] = field(default_factory=list)
+
+    def full(self, model: Any) -> Forced:  # noqa: ANN401
+        """What the full cache foretells; remembered."""
+        if not self.cached:
+            self.cached.append(forced(model, self.prefill, KEEP_ALL, self.answers))
+        return self.cached[0]
 
 
 def questions(model: Any, tokenizer: Any, args: argparse.Namespace, length: int) -> Iterator[Question]:  # noqa: ANN401
@@ -83,7 +90,7 @@ def questions(model: Any, tokenizer: Any, args: argparse.Namespace, length: int)
 
 def measured(model: Any, question: Question, policies: dict[str, CachePolicy], about: dict[str, Any]) -> Iterator[dict]:  # noqa: ANN401
     """A row for each policy."""
-    full = forced(model, question.prefill, KEEP_ALL, question.answers)
+    full = question.full(model)
     for name, policy in policies.items():
         started = time.perf_counter()
         found = full if policy == KEEP_ALL else forced(model, question.prefill, policy, question.answers)
@@ -167,7 +174,8 @@ def run(args: argparse.Namespace) -> None:
                 advance()
                 for part in args.parts:
                     facts = {**about, "part": part}
-                    for more, policies in swept(part, length, args.budgets):
+                    for more, found in swept(part, length, args.budgets):
+                        policies = {name: one for name, one in found.items() if name not in args.without}
                         for row in measured(model, question, policies, {**facts, **more}):
                             print(json.dumps(row), file=out, flush=True)
                     for row in seen(part, question, facts, 16 if length >= 512 else 4):
@@ -182,6 +190,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048])
     parser.add_argument("--tasks", nargs="+", choices=[*TASKS, "text"], default=[*TASKS, "text"])
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS)
+    parser.add_argument("--without", nargs="*", default=[], help="policies to leave out: h2o counts all attention")
     parser.add_argument("--prompts", type=int, default=6, help="of each task and length, read in one batch")
     parser.add_argument("--continuation", type=int, default=CONTINUATION, help="tokens of the task text")
     parser.add_argument("--model", help="a folder; default SmolLM2-135M-Instruct from its package")
