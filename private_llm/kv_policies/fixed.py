@@ -30,6 +30,22 @@ KEEP_ALL = KeepAll()
 
 
 @dataclass(frozen=True)
+class NoCache(CachePolicy):
+    """Nothing is cached: every token runs the whole text again, as `use_cache=False` does. For comparison."""
+
+    name = "no-cache"
+
+    def entries(self, held: int, position: int, queries: int) -> int:
+        """None."""
+        return 0
+
+    @property
+    def newest(self) -> int:
+        """None."""
+        return 0
+
+
+@dataclass(frozen=True)
 class SlidingWindow(CachePolicy):
     """The first `first` tokens of each row and the last `recent` positions stay (StreamingLLM: attention sinks).
 

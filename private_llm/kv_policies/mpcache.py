@@ -53,6 +53,14 @@ class MPCacheConfig(BudgetedPolicy):
             raise ConfigError(f"kv_cache: drop: got {self.drop!r}; want True or False")
         object.__setattr__(self, "levels", checked_levels(self.levels))
 
+    def entries(self, held: int, position: int, queries: int) -> int:
+        """As `BudgetedPolicy`; all with drop=False."""
+        return super().entries(held, position, queries) if self.drop else held
+
+    def ranked(self, held: int, position: int, queries: int) -> int:
+        """As `BudgetedPolicy.entries`."""
+        return super().entries(held, position, queries)
+
     def mass_queries(self, queries: int) -> int:
         """The observed share of a long call; all of a short one if later calls evict again."""
         if queries > self.recent:

@@ -178,6 +178,10 @@ class CachePolicy(ABC):
     def newest(self) -> int | None:
         """So many of the newest entries always stay, and may be cropped away again (drafts do); None: all of them."""
 
+    def ranked(self, held: int, position: int, queries: int) -> int:
+        """As `entries`: how many are not evicted, which may still be held under a secret mask (`Eviction.drop`)."""
+        return self.entries(held, position, queries)
+
     def mass_queries(self, queries: int) -> int:
         """The attention of so many of a call's last `queries` counts; 0, the default: of none."""
         return 0

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from private_llm.errors import ConfigError, refuse_unknown
-from private_llm.kv_policies.fixed import KeepAll, SlidingWindow
+from private_llm.kv_policies.fixed import KeepAll, NoCache, SlidingWindow
 from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.policy import CachePolicy
 from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
 
 _KINDS: tuple[type[CachePolicy], ...] = (
-    KeepAll, SlidingWindow, MPCacheConfig, H2O, TOVA, SnapKV, InfLLM, LongCache, HeadMerging,
+    KeepAll, NoCache, SlidingWindow, MPCacheConfig, H2O, TOVA, SnapKV, InfLLM, LongCache, HeadMerging,
 )  # fmt: skip
 POLICIES: dict[str, type[CachePolicy]] = {policy.name: policy for policy in _KINDS}
 """The policies on offer, by name."""

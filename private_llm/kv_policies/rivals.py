@@ -21,6 +21,7 @@ class H2O(BudgetedPolicy):
 
     name = "h2o"
     gamma: float = 0.2
+    recent: int = 4
     every: int | None = 1
 
     def mass_queries(self, queries: int) -> int:
@@ -109,7 +110,8 @@ class InfLLM(_SelectingPolicy):
     """Blocks of the context, each known by its keys of most attention (arXiv 2402.04617).
 
     kept: the share of blocks that a query attends to. block: tokens of one; heavy: keys that stand for it. The paper
-    finds these by raw products with the next queries; here it is the attention of a prompt's last fifth.
+    finds these by raw products with the next queries; here it is the attention of a prompt's last fifth. Raises
+    ConfigError for more heavy keys than a block has.
     """
 
     name = "infllm"
