@@ -1,0 +1,126 @@
+"""The smallest budget of a cache policy that keeps to a stated loss of accuracy, on text of the owner's.
+
+    ids = torch.tensor([w.prompt + w.continuation for w in text_windows(tokenizer, 1024, 32, 8, text)])
+    found = smallest_budget(model, ids, loss=0.02)
+    PrivateConfig(kv_cache=found.policy)
+
+What holds on this text holds for text like it: tasks that look for one thing far back lose more (docs/kv-cache.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from private_llm.errors import ConfigError
+from private_llm.kv_policies.fixed import KEEP_ALL
+from private_llm.kv_policies.mpcache import MPCacheConfig
+from private_llm.kv_policies.policy import CachePolicy
+from private_llm_hf.long_context.at_budget import attended, mpcache_at
+from private_llm_hf.long_context.forced import Forced, forced
+from private_llm_hf.long_context.plain_attention import policy_attention
+from private_llm_hf.long_context.recording import Prefill, record
+
+BUDGETS = (0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+"""Shares of the text that a step attends to, of the policies that are tried if none are given."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One policy on the calibration text.
+
+    agreement: the share of tokens where the most likely one is that of the full cache. perplexity: over that of the
+    full cache, less 1. attended, held: shares of the text that a step attends to, and that are in memory.
+    """
+
+    policy: CachePolicy
+    agreement: float
+    perplexity: float
+    attended: float
+    held: float
+
+    def loss(self, measure: Literal["agreement", "perplexity"]) -> float:
+        """What is lost by that measure."""
+        return 1 - self.agreement if measure == "agreement" else self.perplexity
+
+
+@dataclass(frozen=True)
+class BudgetFound:
+    """policy: the first within the loss, `KEEP_ALL` if none is. tried: all that were measured. tokens: how many."""
+
+    policy: CachePolicy
+    tried: tuple[Tried, ...]
+    tokens: int
+
+
+def smallest_budget(
+    model: PreTrainedModel,
+    ids: Tensor,
+    loss: float = 0.01,
+    measure: Literal["agreement", "perplexity"] = "agreement",
+    continuation: int = 32,
+    policies: Sequence[CachePolicy] | None = None,
+    base: MPCacheConfig | None = None,
+) -> BudgetFound:
+    """The first of `policies` whose loss against the full cache is at most `loss`, on `ids`, int64 [B, S].
+
+    The first S - continuation tokens of each row are its prompt; the others are given one a call. measure: the share of
+    tokens whose most likely value is another ("agreement"), or the relative rise of the perplexity. policies: from
+    small to large budgets, searched by halves, so a loss that falls with the budget is found in log2 steps; what is
+    returned was measured, and is within the loss, or is KEEP_ALL. Default: MPCache at `BUDGETS`, with `base`'s other
+    settings.
+
+    Raises ConfigError for a loss below 0, a text of fewer tokens than can show the loss, and no policies.
+    """
+    tokens, length = ids.shape[0] * (continuation - 1), ids.shape[1] - continuation
+    if loss < 0:
+        raise ConfigError(f"loss: got {loss}; want 0 or more")
+    if continuation < 2 or length < 1:
+        raise ConfigError(
+            f"ids: got rows of {ids.shape[1]} tokens, {continuation} of them to foretell; want 2 or more, and a prompt"
+        )
+    if measure == "agreement" and loss and tokens * loss < 1:
+        rows = math.ceil(1 / loss / (continuation - 1))
+        raise ConfigError(f"ids: {tokens} tokens cannot show a loss of {loss}; want {rows} or more rows")
+    candidates = list(_default(length, base) if policies is None else policies)
+    if not candidates:
+        raise ConfigError("policies: got none; want at least one")
+    tried: list[Tried] = []
+    with policy_attention(model):
+        prefill = record(model, input_ids=ids[:, :length])
+        full = forced(model, prefill, KEEP_ALL, ids[:, length:])
+        low, high = 0, len(candidates)
+        while low < high:
+            middle = (low + high) // 2
+            tried.append(_try(model, prefill, candidates[middle], ids[:, length:], full))
+            low, high = (low, middle) if tried[-1].loss(measure) <= loss else (middle + 1, high)
+    return BudgetFound(candidates[low] if low < len(candidates) else KEEP_ALL, tuple(tried), tokens)
+
+
+def _default(length: int, base: MPCacheConfig | None) -> list[CachePolicy]:
+    """MPCache at each budget that a prompt of that length can meet, from small to large."""
+    made: list[CachePolicy] = []
+    for budget in BUDGETS:
+        policy = mpcache_at(budget, length, base)
+        if not made or attended(policy, length) > attended(made[-1], length):
+            made.append(policy)
+    return made
+
+
+def _try(model: PreTrainedModel, prefill: Prefill, policy: CachePolicy, given: Tensor, full: Forced) -> Tried:
+    """The first place is the prompt's, and does not count."""
+    found, counts = forced(model, prefill, policy, given), torch.ones_like(given, dtype=torch.bool)
+    counts[:, 0] = False
+    return Tried(
+        policy,
+        float((found.best == full.best)[counts].double().mean()),
+        math.exp(found.mean_loss(counts) - full.mean_loss(counts)) - 1,
+        found.attended,
+        found.held,
+    )

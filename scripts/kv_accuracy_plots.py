@@ -1,0 +1,235 @@
+"""Pictures and tables of the rows of kv_accuracy.py, after the figures and tables of arXiv 2501.06807."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from private_llm_cli.commands.pyplot import load_pyplot
+
+Row = dict[str, Any]
+
+
+def draw(rows: Path, prefix: Path) -> str:
+    """Write PREFIX-*.png and PREFIX.md of all rows, and return the tables."""
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    pyplot = load_pyplot()
+    pages = []
+    for part, picture, table in (
+        ("scores", scores, scores_table), ("levels", None, levels_table), ("sharing", sharing, sharing_table),
+        ("observed", observed, observed_table), ("likeness", likeness, likeness_table),
+        ("commonality", commonality, commonality_table),
+    ):  # fmt: skip
+        own = latest(row for row in found if row["part"] == part)
+        if not own:
+            continue
+        if picture is not None:
+            figure = picture(pyplot, own)
+            figure.tight_layout()
+            figure.savefig(f"{prefix}-{part}.png", dpi=110)
+            pyplot.close(figure)
+        pages.append(table(own))
+    text = "\n".join(pages)
+    prefix.with_suffix(".md").write_text(text, encoding="utf-8")
+    return text
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """Of rows of the same question, the last that was written."""
+    results = {"score", "whole", "same", "loss", "attended", "held", "seconds", "coverage", "by_layer_and_head"}
+    found = {json.dumps({k: v for k, v in row.items() if k not in results}, sort_keys=True): row for row in rows}
+    return list(found.values())
+
+
+def distinct(rows: Iterable[Row], key: str) -> list[Any]:
+    """Values of a key, in order of appearance."""
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def panels(pyplot: Any, rows: Sequence[Row], draw_one: Callable[[Any, list[Row]], None]) -> Any:  # noqa: ANN401
+    """A picture for each task and length."""
+    cells = list(dict.fromkeys((row["task"], row["length"]) for row in rows))
+    figure, axes = pyplot.subplots(1, len(cells), figsize=(4.2 * len(cells), 3.6), squeeze=False)
+    for (task, length), axis in zip(cells, axes[0], strict=True):
+        draw_one(axis, [row for row in rows if (row["task"], row["length"]) == (task, length)])
+        axis.set_title(f"{task}, {length} tokens", fontsize=10)
+    axes[0][0].legend(fontsize=7)
+    return figure
+
+
+def value(row: Row) -> float:
+    """Per cent of right tokens; of a text that goes on, of tokens that are those of the full cache."""
+    return 100 * float(row["same"] if row["task"] == "text" else row["score"])
+
+
+def scores(pyplot: Any, rows: Sequence[Row]) -> Any:  # noqa: ANN401
+    """Figure 9."""
+
+    def one(axis: Any, own: list[Row]) -> None:  # noqa: ANN401
+        for name in distinct(own, "policy"):
+            line = sorted((row["attended"], value(row)) for row in own if row["policy"] == name)
+            if name == "full":
+                axis.axhline(line[0][1], color="black", linestyle="--", linewidth=1, label=name)
+            else:
+                style = "-" if name.startswith("mpcache") else ":"
+                axis.plot([100 * x for x, _ in line], [y for _, y in line], style, marker="o", markersize=3, label=name)
+        axis.set_xlabel("entries attended to, % of the text")
+        axis.set_ylabel("same tokens as the full cache, %" if own[0]["task"] == "text" else "answer tokens right, %")
+        axis.set_ylim(-3, 103)
+
+    return panels(pyplot, rows, one)
+
+
+def sharing(pyplot: Any, rows: Sequence[Row]) -> Any:  # noqa: ANN401
+    """Figure 12, apart for what is shared."""
+
+    def one(axis: Any, own: list[Row]) -> None:  # noqa: ANN401
+        for name in distinct(own, "policy"):
+            line = sorted((row["layers"], value(row)) for row in own if row["policy"] == name)
+            axis.plot([x for x, _ in line], [y for _, y in line], marker="o", label=f"shared: {name}")
+        axis.set_xlabel("neighbouring layers that share")
+        axis.set_ylabel("%")
+
+    return panels(pyplot, rows, one)
+
+
+def observed(pyplot: Any, rows: Sequence[Row]) -> Any:  # noqa: ANN401
+    """By the share of the prompt whose attention decides."""
+
+    def one(axis: Any, own: list[Row]) -> None:  # noqa: ANN401
+        for gamma in distinct(own, "gamma"):
+            line = sorted((row["observed"], value(row)) for row in own if row["gamma"] == gamma)
+            axis.semilogx([100 * x for x, _ in line], [y for _, y in line], marker="o", label=f"{gamma:.0%} stay")
+        axis.set_xlabel("last queries whose attention counts, % of the prompt")
+        axis.set_ylabel("%")
+
+    return panels(pyplot, rows, one)
+
+
+def likeness(pyplot: Any, rows: Sequence[Row]) -> Any:  # noqa: ANN401
+    """Figure 7, by the share of attention that the chosen clusters hold."""
+
+    def one(axis: Any, own: list[Row]) -> None:  # noqa: ANN401
+        for kept in distinct(own, "kept"):
+            line = [row for row in own if row["kept"] == kept]
+            names = [row["similarity"] for row in line]
+            axis.plot(names, [100 * mean(row["coverage"]) for row in line], "o", label=f"{kept:.0%} of clusters")
+        axis.tick_params(axis="x", rotation=70, labelsize=7)
+        axis.set_ylabel("attention in the chosen clusters, %")
+
+    return panels(pyplot, rows, one)
+
+
+def commonality(pyplot: Any, rows: Sequence[Row]) -> Any:  # noqa: ANN401
+    """Figure 3c and, layer by layer with each key head, Figure 8."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6))
+    for task, length in dict.fromkeys((row["task"], row["length"]) for row in rows):
+        own = [row for row in rows if (row["task"], row["length"]) == (task, length)]
+        line = sorted((row["neighbours"] + 1, 100 * flat_mean(row["by_layer_and_head"])) for row in own)
+        left.plot([x for x, _ in line], [y for _, y in line], marker="o", label=f"{task}, {length}")
+    chance = [100 * rows[0]["kept"] ** (x - 1) for x, _ in line]
+    left.plot([x for x, _ in line], chance, "--", color="grey", label="by chance")
+    left.set_xlabel("neighbouring layers")
+    left.set_ylabel("top keys in common, %")
+    left.legend(fontsize=7)
+    pairs = next(row for row in rows if row["neighbours"] == 1)["by_layer_and_head"]
+    for head, values in enumerate(zip(*pairs, strict=True)):
+        right.plot([100 * one for one in values], marker=".", label=f"key head {head}")
+    right.set_xlabel("layer, with the next one")
+    right.legend(fontsize=7)
+    return figure
+
+
+# -- tables -----------------------------------------------------------------------------------------------------
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic."""
+    return sum(values) / len(values)
+
+
+def flat_mean(parts: Sequence[Sequence[float]]) -> float:
+    """Of lists of equal length."""
+    return mean([mean(part) for part in parts])
+
+
+def markdown(title: str, heads: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    """A table under a heading."""
+    made = [f"### {title}", "", f"| {' | '.join(heads)} |", f"|---{'|--:' * (len(heads) - 1)}|"]
+    return "\n".join([*made, *(f"| {' | '.join(map(str, line))} |" for line in lines), ""])
+
+
+def scores_table(rows: Sequence[Row]) -> str:
+    """Figure 9 and Table 4."""
+    made = []
+    for task, length in dict.fromkeys((row["task"], row["length"]) for row in rows):
+        own = [row for row in rows if (row["task"], row["length"]) == (task, length)]
+        budgets = [one for one in distinct(own, "budget") if one < 1]
+        full = next(row for row in own if row["policy"] == "full")
+        what = (
+            "tokens as with the full cache" if task == "text" else f"answer tokens right; full cache {value(full):.0f}"
+        )
+        names = [name for name in distinct(own, "policy") if name != "full"]
+        cells = {(row["policy"], row["budget"]): f"{value(row):.0f}" for row in own}
+        made.append(
+            markdown(
+                f"{task}, {length} tokens, {full['prompts']} prompts: % of {what}",
+                ["policy", *(f"{one:.0%}" for one in budgets)],
+                ([name, *(cells.get((name, one), "") for one in budgets)] for name in names),
+            )
+        )
+    return "\n".join(made)
+
+
+def levels_table(rows: Sequence[Row]) -> str:
+    """Table 6."""
+    return markdown(
+        "Levels of clusters, of 60 % that stay (Table 6)",
+        ["levels", "task", "tokens", "attended, %", "right, %", "nats a token"],
+        ([row["levels"], row["task"], row["length"], f"{100 * row['attended']:.1f}", f"{value(row):.0f}", row["loss"]]
+         for row in rows),
+    )  # fmt: skip
+
+
+def sharing_table(rows: Sequence[Row]) -> str:
+    """Figure 12, and whether followers share."""
+    return markdown(
+        "Neighbouring layers that share (1: each chooses for itself), at a budget of 20 %",
+        ["what is shared", "task", "tokens", "layers", "right, %", "nats a token"],
+        ([row["policy"], row["task"], row["length"], row["layers"], f"{value(row):.0f}", row["loss"]] for row in rows),
+    )
+
+
+def observed_table(rows: Sequence[Row]) -> str:
+    """Which queries decide."""
+    return markdown(
+        "Queries whose attention decides what stays, nothing else",
+        ["last queries, % of the prompt", "task", "tokens", "stay, %", "right, %", "nats a token"],
+        ([f"{100 * row['observed']:g}", row["task"], row["length"], f"{100 * row['gamma']:g}", f"{value(row):.0f}",
+          row["loss"]] for row in rows),
+    )  # fmt: skip
+
+
+def likeness_table(rows: Sequence[Row]) -> str:
+    """Figure 7."""
+    return markdown(
+        "Attention in the chosen clusters, by what ranks them, % (mean over layers; lowest layer)",
+        ["similarity", "task", "tokens", "cluster", "chosen, %", "mean", "lowest"],
+        ([row["similarity"], row["task"], row["length"], row["size"], f"{100 * row['kept']:g}",
+          f"{100 * mean(row['coverage']):.1f}", f"{100 * min(row['coverage']):.1f}"] for row in rows),
+    )  # fmt: skip
+
+
+def commonality_table(rows: Sequence[Row]) -> str:
+    """Figure 3c, and the first layers of Figure 8."""
+    return markdown(
+        "Top keys that neighbouring layers have in common (equation 1), %",
+        ["layers", "task", "tokens", "all", "first two layers", "the others", "by chance"],
+        ([row["neighbours"] + 1, row["task"], row["length"], *_common(row["by_layer_and_head"]),
+          f"{100 * row['kept'] ** row['neighbours']:.1f}"] for row in rows),
+    )  # fmt: skip
+
+
+def _common(layers: Sequence[Sequence[float]]) -> list[str]:
+    parts = (layers, layers[:2], layers[2:])
+    return [f"{100 * flat_mean(part):.1f}" if part else "" for part in parts]
