@@ -100,18 +100,14 @@ class Plan:
 def largest_bits(x: Fixed, k: int, plan: Plan) -> BitShare:
     """The k largest of each row of x [rows, n], 0 < k < n, as one row of bits [rows * n]. Of equals the first ones."""
     proto = x.proto
-    lifted = proto.add_public(x.view(plan.spread).share, 1 << (plan.bits - 1))
+    # not negative, so that what fills up is below every entry and reaches no digit but 0
+    lifted = proto.add_public(x.share, 1 << (plan.bits - 1)).map(plan.spread)
     bits = proto.a2b(lifted, plan.bits)
-    valid = packed(plan.spread(torch.ones(plan.rows, plan.width, dtype=torch.uint8)).view(1, -1))
-    valid = valid.to(x.share.parts[0].device)
     larger = proto.xor(bits.row(0), bits.row(0))
-    equal = each(proto.invert(larger), lambda part: part & valid)
-    known = True  # before the first digit C is public
+    equal = proto.invert(larger)
+    known = True  # before the first digit C is all entries
     for at_least in _digits(proto, bits, plan.digit):
-        if known:
-            reached = each(at_least, lambda part: part & valid)
-        else:
-            reached = proto.and_(copies(equal, plan.thresholds), at_least)
+        reached = at_least if known else proto.and_(copies(equal, plan.thresholds), at_least)
         larger, equal = _step(x, k, plan, reached, larger, equal)
         known = False
     return _first_of_equals(x, k, plan, larger, equal)
