@@ -71,7 +71,7 @@ class Plan:
     @property
     def count_bits(self) -> int:
         """Of a row's count minus k, with its sign."""
-        return self.width.bit_length() + 1
+        return (self.width - 1).bit_length() + 1
 
     @property
     def thresholds(self) -> int:

@@ -29,7 +29,7 @@ def largest_bits(x: Fixed, k: int, method: Method = "auto", bits: int | None = N
     Exact, exactly k bits a row, of equal entries the first ones. bits: |ring element| < 2^(bits - 1), by default what
     calibration or the range of activations says (`exact.comparisons.reach`), at most ring bits - 1. Nothing is opened.
     Cost: `cost`; 39 bits in trio, 32 rows: of 64 entries by pairs 887 bytes an entry and 13 rounds, of 2048 with k =
-    512 by the network 1462 bytes an entry and 329 rounds, by search 229 bytes an entry and 312 rounds. Local for k = n.
+    512 by the network 1462 bytes an entry and 329 rounds, by search 228 bytes an entry and 312 rounds. Local for k = n.
     Raises DomainError unless 0 < k <= n and 2 <= bits < ring bits, and for an unknown method.
     """
     rows, width, bits = _checked(x, k, method, bits)
