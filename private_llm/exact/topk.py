@@ -15,7 +15,6 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.exact.comparisons import sign_bits
-from private_llm.protocols.share import BitShare
 from private_llm.tensor.fixed import Fixed, arithmetic
 
 
@@ -41,15 +40,7 @@ def among_largest(x: Fixed, k: int) -> Fixed:
     if k == width:
         ones = torch.ones(x.shape, dtype=x.session.ring.dtype, device=x.share.parts[0].device)
         return x.with_share(x.proto.public(ones), 0)
-    return _below(_ranks(x), k)
-
-
-def bits_of_largest(x: Fixed, k: int, bits: int) -> BitShare:
-    """The same as one row of bits [x.numel()], for 0 < k < n and |ring element| < 2^(bits - 1) instead.
-
-    The cost of `among_largest` without the numbers made of the bits at last; formula in oblivious/pair_ranks.py.
-    """
-    return _below_bits(_ranks(x, bits + 1), k)
+    return _below(_losses(x, 1).view(lambda part: part.squeeze(-1)), k)
 
 
 def among_largest_of_groups(x: Fixed, k: int, groups: Groups) -> Fixed:
@@ -77,22 +68,13 @@ def among_largest_of_groups(x: Fixed, k: int, groups: Groups) -> Fixed:
     return _below(rank, k).mul(kept.view(lambda part: part[..., own]), frac=0)
 
 
-def _ranks(x: Fixed, gap_bits: int | None = None) -> Fixed:
-    """How many entries of its row come before an entry: [..., n] to [..., n], whole numbers."""
-    return _losses(x, 1, gap_bits).view(lambda part: part.squeeze(-1))
-
-
-def _losses(x: Fixed, groups: int, gap_bits: int | None = None) -> Fixed:
-    """How many entries of each group come before an entry: [..., n] to [..., n, groups], whole numbers.
-
-    gap_bits: that hold the gap of any two entries; those of the range of activations by default.
-    """
+def _losses(x: Fixed, groups: int) -> Fixed:
+    """How many entries of each group come before an entry: [..., n] to [..., n, groups], whole numbers."""
     width = x.shape[-1]
     size = width // groups
     first, second = torch.triu_indices(width, width, 1).to(x.share.parts[0].device)
     gap = x.view(lambda part: part[..., first] - part[..., second])
-    smaller = sign_bits(gap, [0.0], extra=1) if gap_bits is None else gap.below([0.0], bits=gap_bits)
-    later = arithmetic(x.session, smaller, [1.0], 0)  # [the first of the pair is smaller]
+    later = arithmetic(x.session, sign_bits(gap, [0.0], extra=1), [1.0], 0)  # [the first of the pair is smaller]
     shape = (*x.shape[:-1], width * groups)
     at_first, at_second = first * groups + second // size, second * groups + first // size
 
@@ -109,10 +91,7 @@ def _losses(x: Fixed, groups: int, gap_bits: int | None = None) -> Fixed:
 
 def _below(rank: Fixed, k: int, most: int | None = None) -> Fixed:
     """[rank < k] for whole numbers below `most` (default: the entries of a row), as 0 or 1."""
-    made = arithmetic(rank.session, _below_bits(rank, k, most), [1.0], 0)
-    return made.view(lambda part: part[: rank.numel()].reshape(rank.shape))
-
-
-def _below_bits(rank: Fixed, k: int, most: int | None = None) -> BitShare:
     most = rank.shape[-1] if most is None else most
-    return rank.below([float(k)], bits=(most - 1).bit_length() + 1)
+    bits = rank.below([float(k)], bits=(most - 1).bit_length() + 1)
+    made = arithmetic(rank.session, bits, [1.0], 0)
+    return made.view(lambda part: part[: rank.numel()].reshape(rank.shape))

@@ -16,7 +16,7 @@ place of steps 1 and 4 takes 24 bytes and more an entry and digit (trio) where t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,6 +24,9 @@ import torch
 from torch import Tensor
 
 from private_llm.net.ledger import Cost
+from private_llm.oblivious import counting
+from private_llm.oblivious.bit_rows import copies, each, joined, xor_all
+from private_llm.oblivious.counting import DEPTHS, column_sums
 from private_llm.oblivious.pricing import Pricing
 from private_llm.protocols.permutation import packed, unpacked
 from private_llm.protocols.protocol import Protocol
@@ -31,7 +34,6 @@ from private_llm.protocols.share import BitShare, words_for
 from private_llm.tensor.fixed import Fixed
 
 _DIGITS = (1, 2, 3, 4)
-_DEPTHS = range(8)
 _FOLDS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -69,7 +71,7 @@ class Plan:
     @property
     def count_bits(self) -> int:
         """Of a row's count minus k, with its sign."""
-        return self.width.bit_length() + 1
+        return (self.width - 1).bit_length() + 1
 
     @property
     def thresholds(self) -> int:
@@ -98,18 +100,14 @@ class Plan:
 def largest_bits(x: Fixed, k: int, plan: Plan) -> BitShare:
     """The k largest of each row of x [rows, n], 0 < k < n, as one row of bits [rows * n]. Of equals the first ones."""
     proto = x.proto
-    lifted = proto.add_public(x.view(plan.spread).share, 1 << (plan.bits - 1))
+    # not negative, so that what fills up is below every entry and reaches no digit but 0
+    lifted = proto.add_public(x.share, 1 << (plan.bits - 1)).map(plan.spread)
     bits = proto.a2b(lifted, plan.bits)
-    valid = packed(plan.spread(torch.ones(plan.rows, plan.width, dtype=torch.uint8)).view(1, -1))
-    valid = valid.to(x.share.parts[0].device)
     larger = proto.xor(bits.row(0), bits.row(0))
-    equal = _each(proto.invert(larger), lambda part: part & valid)
-    known = True  # before the first digit C is public
+    equal = proto.invert(larger)
+    known = True  # before the first digit C is all entries
     for at_least in _digits(proto, bits, plan.digit):
-        if known:
-            reached = _each(at_least, lambda part: part & valid)
-        else:
-            reached = proto.and_(_copies(equal, plan.thresholds), at_least)
+        reached = at_least if known else proto.and_(copies(equal, plan.thresholds), at_least)
         larger, equal = _step(x, k, plan, reached, larger, equal)
         known = False
     return _first_of_equals(x, k, plan, larger, equal)
@@ -120,14 +118,14 @@ def _step(
 ) -> tuple[BitShare, BitShare]:
     """Steps 2 to 4 for one digit, with all y_j: G and C afterwards."""
     proto, rows = x.proto, plan.thresholds
-    counts = _count(x, plan, proto.xor(_copies(larger, rows), reached))
+    counts = _count(x, plan, proto.xor(copies(larger, rows), reached))
     enough = proto.invert(counts.below([float(k)], bits=plan.count_bits))
     found = BitShare(tuple(plan.repeat(part, rows) for part in enough.parts), plan.size)
     # entries whose digit is j - 1, for j = 1 .. 2^b
-    exactly = proto.xor(_joined(equal, reached), _joined(reached, proto.xor(equal, equal)))
-    chosen = proto.and_(_joined(found, found), _joined(exactly.some(0, rows), exactly.some(1, rows)))
-    from_d = _sum(proto, equal, chosen.some(0, rows))
-    above_d = _sum(proto, reached.row(0), chosen.some(rows, rows))
+    exactly = proto.xor(joined(equal, reached), joined(reached, proto.xor(equal, equal)))
+    chosen = proto.and_(joined(found, found), joined(exactly.some(0, rows), exactly.some(1, rows)))
+    from_d = xor_all(proto, equal, chosen.some(0, rows))
+    above_d = xor_all(proto, reached.row(0), chosen.some(rows, rows))
     return proto.xor(larger, above_d), proto.xor(from_d, above_d)
 
 
@@ -150,14 +148,14 @@ def _digits(proto: Protocol, bits: BitShare, digit: int) -> Iterator[BitShare]:
     With a bit t above lower ones, [>= j] is t or [lower >= j], then t, then t and [lower >= j].
     """
     count, numbers = bits.count, bits.rows // digit
-    at = [_each(bits, lambda part, low=low: part[low::digit]) for low in range(digit)]  # type: ignore[misc]
+    at = [each(bits, lambda part, low=low: part[low::digit]) for low in range(digit)]  # type: ignore[misc]
     rows = [at[0]]  # one entry for each value, of as many rows as there are digits
     for top in at[1:]:
-        both = proto.and_(_copies(top, len(rows)), _joined(*rows))
+        both = proto.and_(copies(top, len(rows)), joined(*rows))
         under = [both.some(start, numbers) for start in range(0, both.rows, numbers)]
         rows = [proto.xor(proto.xor(top, row), low) for row, low in zip(rows, under, strict=True)] + [top, *under]
     for number in reversed(range(numbers)):
-        yield BitShare(_joined(*(row.row(number) for row in rows)).parts, count)
+        yield BitShare(joined(*(row.row(number) for row in rows)).parts, count)
 
 
 def _digits_cost(pricing: Pricing, plan: Plan) -> Cost:
@@ -168,92 +166,25 @@ def _digits_cost(pricing: Pricing, plan: Plan) -> Cost:
 
 
 # -- counting ---------------------------------------------------------------------------------------------------------
-@lru_cache(maxsize=256)
-def _tree(rows: int, depth: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """How often three bits of each weight (2^0, 2^1, ..) are added up in each layer, and how many are left of each."""
-    left, steps = [rows], []
-    for _ in range(depth):
-        triples = [many // 3 for many in left]
-        if not any(triples):
-            break
-        steps.append(tuple(triples))
-        carried = [0, *triples]
-        left = [many - 2 * made + new for many, made, new in zip([*left, 0], [*triples, 0], carried, strict=True)]
-        left = left if left[-1] else left[:-1]
-    return tuple(steps), tuple(left)
-
-
 def _count(x: Fixed, plan: Plan, bits: BitShare) -> Fixed:
     """How many bits of each row are set: bits of [vectors, size] to whole numbers [vectors, rows]."""
-    proto, vectors = x.proto, bits.rows
-    lanes = vectors * plan.lanes
-    words = plan.lanes // 64
+    vectors, words, rows, across = bits.rows, plan.lanes // 64, plan.rows, plan.across
 
     def folded(part: Tensor) -> Tensor:
         return part.view(vectors, plan.folds, words).transpose(0, 1).reshape(plan.folds, vectors * words)
 
-    weighted = [BitShare(tuple(map(folded, bits.parts)), lanes)]
-    steps, _ = _tree(plan.folds, plan.depth)
-    for triples in steps:
-        weighted = _added(proto, weighted, triples)
-    constants = [1 << weight for weight, rows in enumerate(weighted) for _ in range(rows.rows)]
-    made = proto.inject(_joined(*weighted), None, [0] * len(constants), constants)
-    rows, across = plan.rows, plan.across
+    sums = column_sums(x, BitShare(tuple(map(folded, bits.parts)), vectors * plan.lanes), plan.depth)
 
     def summed(part: Tensor) -> Tensor:
         return (
             part.view(vectors, plan.lanes)[:, : rows * across].reshape(vectors, rows, across).sum(2, dtype=part.dtype)
         )
 
-    return x.with_share(made.map(summed), 0)
-
-
-def _added(proto: Protocol, weighted: Sequence[BitShare], triples: Sequence[int]) -> list[BitShare]:
-    """Three bits of one weight to their sum and a carry of the next: (a ^ b)(a ^ c) ^ a, one gate each, one round."""
-    a, b, c = (
-        _joined(*(rows.some(at * many, many) for rows, many in zip(weighted, triples, strict=True) if many))
-        for at in range(3)
-    )
-    carries = proto.xor(a, proto.and_(proto.xor(a, b), proto.xor(a, c)))
-    sums = proto.xor(a, proto.xor(b, c))
-    made: list[list[BitShare]] = [[] for _ in range(len(weighted) + 1)]
-    at = 0
-    for weight, (rows, many) in enumerate(zip(weighted, triples, strict=True)):
-        made[weight] += [sums.some(at, many), rows.some(3 * many, rows.rows - 3 * many)]
-        made[weight + 1].append(carries.some(at, many))
-        at += many
-    joined = [_joined(*pieces) for pieces in made]
-    return joined if joined[-1].rows else joined[:-1]
+    return sums.view(summed)
 
 
 def _count_cost(pricing: Pricing, plan: Plan, vectors: int) -> Cost:
-    steps, left = _tree(plan.folds, plan.depth)
-    lanes = vectors * plan.lanes
-    total = pricing.numbers(lanes, sum(left))
-    for triples in steps:
-        total += pricing.prices.gate(lanes, sum(triples))
-    return total
-
-
-# -- bit vectors ------------------------------------------------------------------------------------------------------
-def _each(bits: BitShare, change: Callable[[Tensor], Tensor]) -> BitShare:
-    return BitShare(tuple(map(change, bits.parts)), bits.count)
-
-
-def _joined(*bits: BitShare) -> BitShare:
-    """Vectors one after the other."""
-    return BitShare(tuple(torch.cat(parts) for parts in zip(*(b.parts for b in bits), strict=True)), bits[0].count)
-
-
-def _copies(bits: BitShare, times: int) -> BitShare:
-    return bits if times == 1 else BitShare(tuple(part.repeat(times, 1) for part in bits.parts), bits.count)
-
-
-def _sum(proto: Protocol, first: BitShare, others: BitShare) -> BitShare:
-    """Exclusive or of all vectors."""
-    for row in range(others.rows):
-        first = proto.xor(first, others.row(row))
-    return first
+    return counting.cost(pricing, plan.folds, vectors * plan.lanes, plan.depth)
 
 
 # -- the price, and the plan that it chooses --------------------------------------------------------------------------
@@ -275,7 +206,7 @@ def plan_for(pricing: Pricing, rows: int, width: int, bits: int) -> Plan:
     plans = [
         Plan(rows, width, -(-bits // digit) * digit, digit, depth, _folds(rows, width))
         for digit in _DIGITS
-        for depth in _DEPTHS
+        for depth in DEPTHS
     ]
     fitting = [plan for plan in plans if plan.bits < pricing.ring.bits]
     return min(fitting, key=lambda plan: pricing.seconds(plan_cost(pricing, plan)))

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError, DomainError, ProtocolAbort
+from private_llm.oblivious.bit_rows import each
 from private_llm.oblivious.budget import Choice
 from private_llm.protocols.permutation import packed, unpacked
 from private_llm.protocols.protocol import Protocol
@@ -163,16 +164,16 @@ def _tossed(protocol: Protocol, coins: Sequence[Coin]) -> BitShare:
     uniform = _taken(protocol.random_bits(_PRECISION, int(sources.max()) + 1), sources)
     digits = packed(torch.tensor(chances)).to(uniform.parts[0].device)
     inverted = protocol.invert(uniform)
-    below = _each(inverted, lambda part: part & digits)
-    equal = protocol.xor(_each(uniform, lambda part: part & digits), _each(inverted, lambda part: part & ~digits))
+    below = each(inverted, lambda part: part & digits)
+    equal = protocol.xor(each(uniform, lambda part: part & digits), each(inverted, lambda part: part & ~digits))
     equal = equal.some(0, _PRECISION - 1)  # of all segments but the last, of which nobody asks it
     while equal.rows:
         pairs = below.rows // 2
-        first = _each(equal, lambda part: torch.cat([part[::2], part[:-1:2]]))
+        first = each(equal, lambda part: torch.cat([part[::2], part[:-1:2]]))
         seconds = zip(below.parts, equal.parts, strict=True)
         second = BitShare(tuple(torch.cat([part[1::2], more[1::2]]) for part, more in seconds), uniform.count)
         joined = protocol.and_(first, second)
-        below = protocol.xor(_each(below, lambda part: part[::2]), joined.some(0, pairs))
+        below = protocol.xor(each(below, lambda part: part[::2]), joined.some(0, pairs))
         equal = joined.some(pairs, pairs - 1)
     return below
 
@@ -181,10 +182,6 @@ def _taken(bits: BitShare, columns: Tensor) -> BitShare:
     """Columns of bits, which may repeat. Local."""
     parts = [packed(unpacked(part, bits.count)[:, columns.to(part.device)]) for part in bits.parts]
     return BitShare(tuple(parts), len(columns))
-
-
-def _each(bits: BitShare, change: Callable[[Tensor], Tensor]) -> BitShare:
-    return BitShare(tuple(map(change, bits.parts)), bits.count)
 
 
 @lru_cache(maxsize=64)

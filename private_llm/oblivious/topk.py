@@ -12,7 +12,6 @@ from typing import Literal, get_args
 
 from private_llm.errors import DomainError
 from private_llm.exact.comparisons import reach
-from private_llm.exact.topk import bits_of_largest
 from private_llm.net.ledger import Cost
 from private_llm.oblivious import digit_search, pair_ranks, sort_network
 from private_llm.oblivious.pricing import Pricing
@@ -29,8 +28,8 @@ def largest_bits(x: Fixed, k: int, method: Method = "auto", bits: int | None = N
 
     Exact, exactly k bits a row, of equal entries the first ones. bits: |ring element| < 2^(bits - 1), by default what
     calibration or the range of activations says (`exact.comparisons.reach`), at most ring bits - 1. Nothing is opened.
-    Cost: `cost`; 39 bits in trio: one row of 64 by pairs 1547 bytes an entry and 7 rounds, 32 rows of 2048 with k = 512
-    by the network 1462 bytes an entry and 329 rounds, by search 229 bytes an entry and 312 rounds. Local for k = n.
+    Cost: `cost`; 39 bits in trio, 32 rows: of 64 entries by pairs 887 bytes an entry and 13 rounds, of 2048 with k =
+    512 by the network 1462 bytes an entry and 329 rounds, by search 228 bytes an entry and 312 rounds. Local for k = n.
     Raises DomainError unless 0 < k <= n and 2 <= bits < ring bits, and for an unknown method.
     """
     rows, width, bits = _checked(x, k, method, bits)
@@ -40,7 +39,7 @@ def largest_bits(x: Fixed, k: int, method: Method = "auto", bits: int | None = N
     found = method_for(pricing, rows, width, k, bits) if method == "auto" else method
     flat = x.view(lambda part: part.reshape(rows, width))
     if found == "pairs":
-        return bits_of_largest(flat, k, bits)
+        return pair_ranks.largest_bits(flat, k, bits, pair_ranks.depth_for(pricing, rows, width, bits))
     if found == "network":
         return sort_network.largest_bits(flat, k, bits)
     return digit_search.largest_bits(flat, k, digit_search.plan_for(pricing, rows, width, bits))
