@@ -15,7 +15,7 @@ import typer
 
 from private_llm.config import VERSION, import_plugins
 from private_llm.errors import PrivateLLMError
-from private_llm_cli.deploying import calibrate, certs, party, share
+from private_llm_cli.deploying import calibrate, certs, kv_budget, party, share
 from private_llm_cli.measuring import audit, bench, diff, doctor, estimate
 from private_llm_cli.options import PLUGINS
 from private_llm_cli.training import predictors
@@ -28,7 +28,21 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, generate, audit, classify, share, calibrate, party, certs, estimate, diff, bench, doctor):
+for command in (
+    demo,
+    generate,
+    audit,
+    classify,
+    share,
+    calibrate,
+    kv_budget,
+    party,
+    certs,
+    estimate,
+    diff,
+    bench,
+    doctor,
+):
     app.command()(command)
 app.add_typer(predictors)
 

@@ -90,6 +90,22 @@ def calibrate(
     run(model, config, task, text, out, as_json, gguf_file, image or [])
 
 
+def kv_budget(
+    model: Annotated[str, typer.Argument(help="Model folder or hub id (default: the bundled model).")] = "",
+    text: Annotated[Path | None, typer.Option(help="A text like those of your users (default: a bundled one).")] = None,
+    loss: Annotated[float, typer.Option(help="Share of next tokens that may differ from the full cache's.")] = 0.02,
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1024,
+    continuation: Annotated[int, typer.Option(help="Tokens after it that are foretold.")] = 32,
+    count: Annotated[int, typer.Option(help="Prompts.")] = 8,
+    as_json: Json = False,
+) -> None:
+    """As the model owner: find the smallest budget of the KV cache that keeps the model's next tokens."""
+    from private_llm_cli.commands.kv_budget import kv_budget as run
+    from private_llm_cli.commands.models import demo_model
+
+    run(model or demo_model(), text, loss, prompt, continuation, count, as_json)
+
+
 def party(
     index: Annotated[int, typer.Option("--index", help="This party's or node's number, from 0.")],
     hosts: HostsOption = None,

@@ -1,0 +1,70 @@
+"""`private-llm kv-budget`: the smallest cache budget that keeps a model's next tokens, on the owner's text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from private_llm.errors import ConfigError
+from private_llm.kv_policies.fixed import KEEP_ALL
+from private_llm.kv_policies.mpcache import MPCacheConfig
+from private_llm.kv_policies.policy import CachePolicy
+from private_llm_cli.commands.models import plaintext_model, quiet, tokenizer_of
+from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table, progress_bar
+
+
+def kv_budget(
+    source: str, text: Path | None, loss: float, prompt: int, continuation: int, count: int, as_json: bool
+) -> None:
+    """Print what was tried, and the setting for `--kv-cache`. Raises ConfigError for texts that are too short."""
+    from private_llm_hf.long_context.budget import smallest_budget
+    from private_llm_hf.long_context.perplexity import text_windows
+
+    quiet()
+    try:
+        words = None if text is None else text.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"text: {text} is no text in UTF-8") from None
+    with progress_bar(None, as_json) as step:
+        step("loading the model", 0)
+        model, tokenizer = plaintext_model(source), tokenizer_of(source)
+        windows = text_windows(tokenizer, prompt, continuation, count, words)
+        step(f"reading {count} prompts of {prompt} tokens, and trying budgets", 0)
+        ids = torch.tensor([window.prompt + window.continuation for window in windows])
+        found = smallest_budget(model, ids, loss, continuation=continuation)
+    setting = setting_of(found.policy)
+    rows = [
+        {
+            "kv_cache": setting_of(each.policy),
+            "attended": each.attended,
+            "held": each.held,
+            "agreement": each.agreement,
+            "perplexity": each.perplexity,
+        }
+        for each in sorted(found.tried, key=lambda each: each.attended)
+    ]
+    if as_json:
+        emit_json({"name": "kv-budget", "model": source, "loss": loss, "tokens": found.tokens, "kv_cache": setting,
+                   "policy": found.policy.to_dict(), "tried": rows})  # fmt: skip
+        return
+    cells = [
+        (row["kv_cache"], f"{row['held']:.1%}", f"{row['attended']:.1%}", f"{row['agreement']:.2%}",
+         f"{row['perplexity']:+.2%}")
+        for row in rows
+    ]  # fmt: skip
+    emit_table("budgets tried", ["--kv-cache", "held", "attended", "same next token", "perplexity"], cells)
+    if found.policy == KEEP_ALL:
+        CONSOLE.print(f"no budget keeps within a loss of {loss:g} on {found.tokens} tokens: keep all", markup=False)
+    else:
+        CONSOLE.print(f"use it with --kv-cache {setting}", highlight=False, markup=False)
+    CONSOLE.print("Measured on this text; a task that looks for one thing far back may lose more.", style="yellow")
+
+
+def setting_of(policy: CachePolicy) -> str:
+    """A policy as `--kv-cache` takes it: its name, and what differs from the default."""
+    usual = type(policy)().to_dict()
+    given = {key: value for key, value in policy.to_dict().items() if value != usual[key]}
+    if isinstance(policy, MPCacheConfig) and "levels" in given:
+        given["levels"] = "+".join(f"{level.size}:{level.kept:g}" for level in policy.levels)
+    return ",".join([policy.name, *(f"{key}={value}" for key, value in given.items())])
