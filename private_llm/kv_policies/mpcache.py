@@ -10,21 +10,22 @@ from typing import Any, Literal
 
 from private_llm.errors import ConfigError, refuse_unknown
 from private_llm.kv_policies.budgets import BudgetedPolicy
-from private_llm.kv_policies.policy import Eviction, LayerSharing, Level, Selection, share, whole
+from private_llm.kv_policies.policy import Eviction, LayerSharing, Level, Selection, check_pool, share, whole
 
 
 @dataclass(frozen=True)
 class MPCacheConfig(BudgetedPolicy):
     """MPCache's settings, with those of `BudgetedPolicy`; section and equation numbers are the paper's.
 
-    gamma: the share of the text whose entries stay after the prompt (4.2). observed: the share of a prompt's last
-    tokens whose attention counts for that (4.2: a fifth). levels: clusters from large to small, with the share of those
-    left that goes on, as in table 6 (4.3); () attends to all that is held. alpha: weight of the largest keys in a
-    cluster's representative (equation 6). shared_layers: neighbouring layers that use one choice (4.4; 1: none);
-    apart: the first layers, which choose for themselves. gather: how chosen entries come together on shares: "scores"
-    (one-hot rows times scores), "shuffled-scores", "keys" (one-hot rows times keys and values, as in the paper), or
-    "auto", the one of the fewest bytes. drop: False keeps evicted entries under a secret mask, a baseline that saves
-    nothing.
+    gamma: the share of the text whose entries stay after the prompt (4.2). observed: the last tokens of a prompt
+    whose attention counts for that, as a whole number or as a share of the prompt (4.2: 0.2). pool: an odd number of
+    neighbours over which attention is averaged before entries are ranked (the paper: 1). levels: clusters from large
+    to small, with the share of those left that goes on, as in table 6 (4.3); () attends to all that is held. alpha:
+    weight of the largest keys in a cluster's representative (equation 6). shared_layers: neighbouring layers that use
+    one choice (4.4; 1: none); apart: the first layers, which choose for themselves. gather: how chosen entries come
+    together on shares: "scores" (one-hot rows times scores), "shuffled-scores", "keys" (one-hot rows times keys and
+    values, as in the paper), or "auto", the one of the fewest bytes. drop: False keeps evicted entries under a secret
+    mask, a baseline that saves nothing.
 
     What parties learn: nothing; all numbers here are public, which entries stay and are chosen is not
     (docs/threat-model.md). Raises ConfigError for shares outside (0, 1], sizes that do not divide each other from large
@@ -32,7 +33,8 @@ class MPCacheConfig(BudgetedPolicy):
     """
 
     name = "mpcache"
-    observed: float = 0.2
+    observed: float | int = 32
+    pool: int = 7
     levels: tuple[Level, ...] = (Level(32, 0.5), Level(16, 0.5))
     alpha: float = 0.6
     shared_layers: int = 2
@@ -42,8 +44,12 @@ class MPCacheConfig(BudgetedPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        share(self, "observed")
+        if isinstance(self.observed, float):
+            share(self, "observed")
+        else:
+            whole(self, observed=1)
         whole(self, shared_layers=1, apart=0)
+        check_pool(self, self.pool)
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 <= self.alpha <= 1:
             raise ConfigError(f"kv_cache: alpha: got {self.alpha!r}; want a number from 0 to 1")
         gathers = ("auto", "scores", "shuffled-scores", "keys")
@@ -62,9 +68,10 @@ class MPCacheConfig(BudgetedPolicy):
         return super().entries(held, position, queries)
 
     def mass_queries(self, queries: int) -> int:
-        """The observed share of a long call; all of a short one if later calls evict again."""
+        """The observed tokens of a long call; all of a short one if later calls evict again."""
         if queries > self.recent:
-            return math.ceil(self.observed * queries)
+            share_of_them = isinstance(self.observed, float)
+            return math.ceil(self.observed * queries) if share_of_them else min(queries, int(self.observed))
         return queries if self.every is not None else 0
 
     @property
@@ -72,7 +79,7 @@ class MPCacheConfig(BudgetedPolicy):
         """By the attention since the last eviction; None if nothing is ever evicted."""
         if self.newest is None:
             return None
-        return Eviction(self.first, self.recent, memory="since", drop=self.drop)
+        return Eviction(self.first, self.recent, pool=self.pool, memory="since", drop=self.drop)
 
     @property
     def selection(self) -> Selection | None:

@@ -243,3 +243,10 @@ def share(policy: CachePolicy, *keys: str) -> None:
         value = getattr(policy, key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
             raise ConfigError(f"kv_cache: {key}: got {value!r}; want a share above 0 and at most 1")
+
+
+def check_pool(policy: CachePolicy, pool: int) -> None:
+    """Raise ConfigError unless `pool` is an odd whole number."""
+    whole(policy, pool=1)
+    if pool % 2 == 0:
+        raise ConfigError(f"kv_cache: pool: got {pool}; want an odd number of neighbours")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from private_llm.errors import ConfigError
 from private_llm.kv_policies.budgets import BudgetedPolicy
-from private_llm.kv_policies.policy import CachePolicy, Eviction, Level, Selection, share, whole
+from private_llm.kv_policies.policy import CachePolicy, Eviction, Level, Selection, check_pool, share, whole
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,8 @@ class SnapKV(BudgetedPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, pool=1, recent=1)
-        if self.pool % 2 == 0:
-            raise ConfigError(f"kv_cache: pool: got {self.pool}; want an odd number of neighbours")
+        whole(self, recent=1)
+        check_pool(self, self.pool)
 
     def mass_queries(self, queries: int) -> int:
         """The window."""
