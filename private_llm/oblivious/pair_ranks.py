@@ -31,19 +31,17 @@ def largest_bits(x: Fixed, k: int, bits: int, depth: int) -> BitShare:
     gap = x.view(lambda part: part[:, first] - part[:, second])
     loses = gap.below([0.0], bits=bits + 1)  # [the second comes before the first]
     pair, leads = _partners(width)
-    pair, lanes = pair.to(device), _lanes(rows, width)
+    pair, count = pair.to(device), rows * width
 
     def arranged(part: Tensor) -> Tensor:
-        lane = unpacked(part, gap.numel()).view(rows, -1)[:, pair].transpose(0, 1).reshape(width - 1, -1)
-        return packed(torch.nn.functional.pad(lane, (0, lanes - rows * width)))
+        return packed(unpacked(part, gap.numel()).view(rows, -1)[:, pair].transpose(0, 1).reshape(width - 1, -1))
 
-    before = BitShare(tuple(map(arranged, loses.parts)), lanes)
+    before = BitShare(tuple(map(arranged, loses.parts)), count)
     nothing = proto.xor(before, before)
-    turned = packed(torch.nn.functional.pad(leads.to(device).repeat(1, rows), (0, lanes - rows * width)))
+    turned = packed(leads.to(device).repeat(1, rows))
     every = proto.invert(nothing)
-    before = proto.xor(before, BitShare(tuple(part & turned for part in every.parts), lanes))
-    rank = counting.column_sums(x, before, depth).view(lambda part: part[: rows * width])
-    return rank.below([float(k)], bits=_rank_bits(width))
+    before = proto.xor(before, BitShare(tuple(part & turned for part in every.parts), count))
+    return counting.column_sums(x, before, depth).below([float(k)], bits=_rank_bits(width))
 
 
 @lru_cache(maxsize=64)
@@ -57,11 +55,6 @@ def _partners(width: int) -> tuple[Tensor, Tensor]:
     return first * (2 * width - first - 1) // 2 + second - first - 1, leads.to(torch.uint8)
 
 
-def _lanes(rows: int, width: int) -> int:
-    """One for each entry, up to whole words."""
-    return -(-rows * width // 64) * 64
-
-
 def _rank_bits(width: int) -> int:
     """Of a rank minus k, with its sign."""
     return (width - 1).bit_length() + 1
@@ -70,7 +63,7 @@ def _rank_bits(width: int) -> int:
 def depth_cost(pricing: Pricing, rows: int, width: int, bits: int, depth: int) -> Cost:
     """Of `largest_bits`, for every k."""
     compared = pricing.comparison(rows * width * (width - 1) // 2, bits + 1)
-    counted = counting.cost(pricing, width - 1, _lanes(rows, width), depth)
+    counted = counting.cost(pricing, width - 1, rows * width, depth)
     return compared + counted + pricing.comparison(rows * width, _rank_bits(width))
 
 
