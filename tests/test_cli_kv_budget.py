@@ -1,0 +1,50 @@
+"""`private-llm kv-budget`: the budget it names was measured, and its setting is one that other commands read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from private_llm_cli.commands.kv_budget import setting_of
+from private_llm_cli.options import kv_cache_of
+
+from private_llm.config import PrivateConfig
+from private_llm.kv_policies.mpcache import MPCacheConfig
+from private_llm.kv_policies.policy import CachePolicy, Level
+from private_llm.kv_policies.registry import POLICIES
+
+Run = Callable[..., str]
+OTHER = MPCacheConfig(gamma=0.3, levels=(Level(8, 0.25), Level(2, 0.5)), every=9, observed=0.2, drop=False)
+
+
+@pytest.mark.parametrize("policy", [*(kind() for kind in POLICIES.values()), OTHER, MPCacheConfig(levels=())])
+def test_a_setting_is_read_as_the_policy_that_it_names(policy: CachePolicy) -> None:
+    assert PrivateConfig.from_dict(kv_cache_of(setting_of(policy))).kv_cache == policy
+
+
+def test_the_budget_found_keeps_the_loss_that_was_asked_for(run: Run, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("He was there when the show began, and she was not there. " * 60)
+    asked = ("kv-budget", "--text", str(text), "--prompt", "120", "--continuation", "16", "--count", "4")
+    line = json.loads(run(*asked, "--loss", "0.2", "--json"))
+    chosen = [row for row in line["tried"] if row["kv_cache"] == line["kv_cache"]]
+    assert line["tokens"] == 60
+    assert all(1 - row["agreement"] <= 0.2 for row in chosen)
+    assert chosen or line["kv_cache"] == "keep-all"
+    shown = run(*asked, "--loss", "0.2")
+    assert line["kv_cache"] in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--loss", "0.001"), "cannot show a loss"),
+        (("--loss", "-1"), "want 0 or more"),
+        (("--count", "0"), "at least 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(run: Run, options: tuple[str, str], message: str) -> None:
+    said = run("kv-budget", "--prompt", "100", "--continuation", "4", "--count", "2", *options, code=2)
+    assert message in " ".join(said.split())
