@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from private_llm.errors import ConfigError
+from private_llm_cli.kv_cache import KvCacheOption, OldKvCacheOption, kv_cache_of
 from private_llm_cli.options import (
     SHARED,
     FracOption,
@@ -18,7 +19,6 @@ from private_llm_cli.options import (
     HeadBudgetOption,
     HostsOption,
     Json,
-    KvCacheOption,
     LevelsOption,
     LoopbackOption,
     MatmulOption,
@@ -38,7 +38,6 @@ from private_llm_cli.options import (
     bits,
     config_of,
     folder_of,
-    kv_cache_of,
     plan_of,
     remote,
     sparsity_of,
@@ -132,6 +131,7 @@ def party(
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
     kv_cache: KvCacheOption = "",
+    cache_policy: OldKvCacheOption = "",
     sparsity: SparsityOption = "",
     orders: OrdersOption = None,
     levels: LevelsOption = None,
@@ -163,7 +163,7 @@ def party(
         | bits(frac_bits)
         | {"parallel_sessions": parallel_sessions, "rotate_roles": rotate_roles}
         | plan_of(plan, accept_weak_plan, split)
-        | kv_cache_of(kv_cache)
+        | kv_cache_of(kv_cache, cache_policy)
         | sparsity_of(sparsity, orders, levels)
     )
     if sparsity not in ("", SHARED):

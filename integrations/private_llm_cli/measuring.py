@@ -12,6 +12,7 @@ import typer
 
 from private_llm.errors import ConfigError
 from private_llm.token_sharding import ShardingPlan
+from private_llm_cli.kv_cache import KvCacheOption, OldKvCacheOption, kv_cache_of
 from private_llm_cli.options import (
     PROTOCOLS,
     SHAPES,
@@ -19,7 +20,6 @@ from private_llm_cli.options import (
     Approximations,
     ApproximationsOption,
     Json,
-    KvCacheOption,
     MatmulOption,
     ParallelSessionsOption,
     PartyMode,
@@ -33,7 +33,6 @@ from private_llm_cli.options import (
     SplitOption,
     WeakOption,
     config_of,
-    kv_cache_of,
     plan_of,
     protocol_name,
 )
@@ -88,6 +87,7 @@ def estimate(
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
     kv_cache: KvCacheOption = "",
+    cache_policy: OldKvCacheOption = "",
     sparsity: Annotated[
         str,
         typer.Option(
@@ -101,7 +101,12 @@ def estimate(
     from private_llm_cli.commands.estimate_plans import compare_plans
     from private_llm_cli.commands.hardware import Hardware, Work
 
-    more: dict[str, Any] = {"reveal": reveal, "matmul": matmul, "weights": weights, **kv_cache_of(kv_cache)}
+    more: dict[str, Any] = {
+        "reveal": reveal,
+        "matmul": matmul,
+        "weights": weights,
+        **kv_cache_of(kv_cache, cache_policy),
+    }
     given = [ShardingPlan(**plan_of(text)["plan"]) for text in plan or []]
     if plans or len(given) > 1:
         if sparsity:

@@ -141,22 +141,6 @@ def plan_of(text: str, weak: bool = False, split: int | None = None) -> dict[str
     return {"plan": {**dict(zip(names, map(int, parts), strict=False)), "accept_weak_plan": weak}}
 
 
-KvCacheOption = Annotated[
-    str, typer.Option("--kv-cache", help="What the KV cache keeps: keep-all, or sliding-window,recent=256,first=4.")
-]
-
-
-def kv_cache_of(text: str) -> dict[str, Any]:
-    """Settings of --kv-cache: its name, then numbers by name, joined by commas."""
-    if not text:
-        return {}
-    name, *given = (part.strip() for part in text.split(","))
-    pairs = [part.partition("=") for part in given]
-    if not all(value.isdecimal() for _, _, value in pairs):
-        raise ConfigError(f"kv-cache: got {text!r}; want NAME,KEY=NUMBER,..., as sliding-window,recent=256")
-    return {"kv_cache": {"name": name, **{key: int(value) for key, _, value in pairs}}}
-
-
 SparsityOption = Annotated[
     str,
     typer.Option(

@@ -11,13 +11,13 @@ from typing import Annotated
 import typer
 
 from private_llm.errors import ConfigError
+from private_llm_cli.kv_cache import KvCacheOption, OldKvCacheOption, kv_cache_of
 from private_llm_cli.options import (
     DemoModel,
     GgufOption,
     HeadBudgetOption,
     HostsOption,
     Json,
-    KvCacheOption,
     LevelsOption,
     LoopbackOption,
     MatmulOption,
@@ -37,7 +37,6 @@ from private_llm_cli.options import (
     WeakOption,
     bits,
     config_of,
-    kv_cache_of,
     plan_of,
     remote,
     sampling,
@@ -108,6 +107,7 @@ def generate(
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
     kv_cache: KvCacheOption = "",
+    cache_policy: OldKvCacheOption = "",
     gguf_file: GgufOption = None,
     ranges: RangesOption = None,
     sparsity: SparsityOption = "",
@@ -121,7 +121,7 @@ def generate(
 
     chosen = sampling(temperature, top_p)
     more = {**remote(hosts, tls, "client", allow_plain_loopback), **plan_of(plan, accept_weak_plan, split)}
-    more |= kv_cache_of(kv_cache) | sparsity_of(sparsity, orders, levels, neuron_budget, head_budget)
+    more |= kv_cache_of(kv_cache, cache_policy) | sparsity_of(sparsity, orders, levels, neuron_budget, head_budget)
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **more)
     run(model, prompt, config, new_tokens, as_json, chosen, preprocess, gguf_file, ranges)
 

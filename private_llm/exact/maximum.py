@@ -5,7 +5,7 @@ max(a, b) = a - [a < b] (a - b): one comparison, one injection of its bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -37,7 +37,7 @@ def maximum_ragged(x: Fixed, rows: Rows, coarse: bool = False) -> Fixed:
     The longest row decides about levels. Raises DomainError for an x of another shape.
     """
     rows.check(x)
-    for level in levels(rows):
+    for level in sizes(rows) if x.share.parts[0].is_meta else levels(rows):
         top = larger(_taken(x, level.left), _taken(x, level.right), coarse)
         x = concatenated([top, _taken(x, level.bye)], 0)
         x = _taken(x, level.order)
@@ -78,6 +78,15 @@ def levels(rows: Rows) -> tuple[Level, ...]:
     if found is None:
         found = _plans[rows] = _levels(rows)
     return found
+
+
+def sizes(rows: Rows) -> Iterator[Level]:
+    """As `levels`, without the positions: for meta tensors, which have none to take."""
+    lengths = torch.tensor(rows.lengths, dtype=torch.int64)
+    while int(lengths.max()) > 1:
+        pairs, odd = int((lengths // 2).sum()), int((lengths % 2).sum())
+        yield Level(*(torch.empty(n, dtype=torch.int64, device="meta") for n in (pairs, pairs, odd, pairs + odd)))
+        lengths = lengths // 2 + lengths % 2
 
 
 def _levels(rows: Rows) -> tuple[Level, ...]:

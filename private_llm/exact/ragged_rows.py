@@ -82,6 +82,8 @@ class Rows:
         """x [total] to row sums [count], same fractional bits."""
 
         def add_up(part: Tensor) -> Tensor:
+            if part.is_meta:
+                return part.new_empty(self.count)
             zero = torch.zeros(self.count, dtype=part.dtype, device=part.device)
             return zero.index_add(0, self.row_of_entry.to(part.device), part)
 
@@ -89,7 +91,13 @@ class Rows:
 
     def spread(self, x: Fixed) -> Fixed:
         """x [count] to one copy per entry, [total]."""
-        return x.view(lambda part: part.index_select(0, self.row_of_entry.to(part.device)))
+
+        def copied(part: Tensor) -> Tensor:
+            return (
+                part.new_empty(self.total) if part.is_meta else part.index_select(0, self.row_of_entry.to(part.device))
+            )
+
+        return x.view(copied)
 
     def append(self, x: Fixed, last: Fixed) -> Fixed:
         """x [total] with one more entry at the end of each row, of `last` [count], as entries of `longer`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,15 @@ from private_llm_hf.tools.estimate import Estimate, estimate
 from torch import nn
 
 from private_llm.kv_policies.fixed import SlidingWindow
+from private_llm.kv_policies.mpcache import MPCacheConfig
+from private_llm.kv_policies.rivals import H2O, LongCache
 from private_llm.token_sharding import ShardingPlan
 from tests.bench.test_estimate import entries
 from tests.hf import tiny
 
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 LIKE_LLAMA = {"qwen2", "qwen3", "mistral", "phi3"}
+SMALL = MPCacheConfig(gamma=0.7, least=6, recent=2, levels=((4, 0.6), (2, 0.5)), apart=1)
 SEQUENCE = 13  # longer than the windows, and enough for the nodes of a plan
 
 
@@ -67,11 +71,32 @@ def test_every_family(name: str) -> None:
         ("llama", {"kv_cache": SlidingWindow(recent=4, first=1)}, 5),
         ("gemma2", {"kv_cache": SlidingWindow(recent=9, first=2), "protocol": "dealer"}, 4),
         ("opt", {"split": 2, "plan": ShardingPlan(3, 3, 1)}, 2),
+        ("llama", {"kv_cache": SMALL}, 4),
+        ("gpt2", {"kv_cache": replace(SMALL, apart=0, shared_layers=3, every=2), "protocol": "quad"}, 5),
+        ("qwen3", {"kv_cache": replace(SMALL, apart=1, drop=False), "protocol": "dealer"}, 3),
+        ("opt", {"kv_cache": H2O(gamma=0.4, least=6, recent=1)}, 4),
+        ("llama", {"kv_cache": LongCache(kept=0.3, first=1, recent=2)}, 3),
+        ("gemma2", {"kv_cache": SMALL}, 3),
     ],
     ids=str,
 )
 def test_every_protocol(name: str, settings: dict[str, Any], new: int) -> None:
     check(*both(name, settings, new))
+
+
+@pytest.mark.parametrize("policy", [SMALL, replace(SMALL, apart=0, shared_layers=2, every=1)], ids=str)
+def test_leaders_and_followers_of_a_deep_model(policy: MPCacheConfig) -> None:
+    """Seven layers: leaders that are like the first, followers behind leaders that did not run."""
+    kind, config = deep("llama")
+    config.num_hidden_layers = 7
+    once, each = (
+        estimate(kind, config, PrivateConfig(kv_cache=policy), SEQUENCE, 4, every_layer=every)
+        for every in (False, True)
+    )
+    check(once, each)
+    layers = {layer.name: layer.bytes_total for layer in once.layers() if ".layers." in layer.name}
+    leads, follows = layers["model.layers.3"], layers["model.layers.4"]
+    assert (leads > follows) == (policy.sharing.leader(4) == 3)
 
 
 def test_layers_with_settings_of_their_own_are_priced_by_themselves() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.exact.argmax import argmax
-from private_llm.exact.maximum import maximum, maximum_ragged
+from private_llm.exact.maximum import levels, maximum, maximum_ragged, sizes
 from private_llm.exact.ragged_rows import Rows
 from private_llm.protocols.trio import cost
 from private_llm.ring.ring import Ring
@@ -92,3 +92,11 @@ def test_price_per_pair() -> None:
         price = run_meta(TRIO, lambda _, a, c=coarse: maximum(a, coarse=c), [(640, 2)])
         assert price == cost.msb(640, 40, low=low) + cost.inject(Ring(64), 640, 1, 1, 0)
         assert price.rounds == rounds
+
+
+@pytest.mark.parametrize("lengths", [(1,), (1, 1), (5, 1, 8, 3), (64, 7)])
+def test_sizes_of_levels_are_those_of_their_positions(lengths: tuple[int, ...]) -> None:
+    def shapes(found: object) -> list[list[int]]:
+        return [[each.numel() for each in (x.left, x.right, x.bye, x.order)] for x in found]  # type: ignore[attr-defined]
+
+    assert shapes(sizes(Rows(lengths))) == shapes(levels(Rows(lengths)))

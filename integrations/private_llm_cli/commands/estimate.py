@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
+from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm_cli.bench.work import parse_shape
+from private_llm_cli.commands.estimate_cache import Saving
 from private_llm_cli.commands.estimate_plans import sharding_facts, sharding_rows
 from private_llm_cli.commands.hardware import Hardware, Work
 from private_llm_cli.commands.models import shape_of
@@ -38,19 +40,27 @@ def estimate(
         planned = PlannedSparsity.parse(sparsity)
         config = replace(config, sparsity=planned.settings)
         model_config, replaced = planned.applied(model_class, model_config)
-    with progress_bar(max(1, new_tokens), quiet=as_json) as step:
+    asked = [config] if config.kv_cache == KEEP_ALL else [config, replace(config, kv_cache=KEEP_ALL)]
+    with progress_bar(max(1, new_tokens) * len(asked), quiet=as_json) as step:
         step("building the model", 0)
-        found = run(
-            model_class, model_config, config, sequence, new_tokens, batch,
-            lambda: step("counting forwards"), None if image is None else parse_shape(image),
+        found, *beside = (
+            run(
+                model_class, model_config, each, sequence, new_tokens, batch,
+                lambda: step("counting forwards"), None if image is None else parse_shape(image),
+            )
+            for each in asked
         )  # fmt: skip
+    saving = Saving(config.kv_cache, beside[0], found, new_tokens) if beside else None
     if vision:
         sequence = 0
     work = Work(model, sequence, new_tokens, batch, sparsity, replaced)
     if as_json:
-        emit_json(_summary(work, found, config, hardware))
+        kept = {} if saving is None else {"kv_cache": saving.to_dict(hardware)}
+        emit_json({**_summary(work, found, config, hardware), **kept})
         return
     _tables(work, found, config, hardware)
+    if saving is not None:
+        saving.emit(hardware)
 
 
 def _summary(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardware) -> dict[str, Any]:

@@ -49,6 +49,12 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self._start, self._attended = 0, False
         self._mass: Fixed | None = None
 
+    def follow(self, leader: SecretCacheLayer) -> None:
+        """Share the choices of another layer from now on."""
+        self.leader = leader
+        if self.evicting is not None:
+            self.evicting.leader = leader.evicting
+
     @property
     def buffer(self) -> KVBuffer:
         """What is held."""
@@ -189,17 +195,29 @@ class SecretCache(Cache):  # type: ignore[misc]
         made: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return made
 
+    def replace_layer(self, number: int, layer: SecretCacheLayer) -> None:
+        """Another layer in the place of one that is there; those that follow it follow the new one."""
+        old, self.layers[number] = self.layers[number], layer
+        for other in self.layers:
+            if other.leader is old:
+                other.follow(layer)
+
     def add_layer(self) -> None:
         """One layer more, with the role that its number gives it."""
         self.layers.append(self._next_layer())
 
-    def _next_layer(self) -> SecretCacheLayer:
-        number, policy = len(self.layers), self.policy
+    def role(self, number: int) -> tuple[CachePolicy, int]:
+        """The policy of a layer, and the layer whose choices it uses: its own number if it chooses for itself."""
+        policy = self.policy
         if number in self.windowed and (policy.eviction is not None or policy.selection is not None):
-            return SecretCacheLayer()
+            return KEEP_ALL, number
         first = policy.sharing.leader(number)
-        leader = None if first == number or first in self.windowed else self.layers[first]
-        return SecretCacheLayer(policy, leader)
+        return policy, number if first in self.windowed else first
+
+    def _next_layer(self) -> SecretCacheLayer:
+        number = len(self.layers)
+        policy, first = self.role(number)
+        return SecretCacheLayer(policy, None if first == number else self.layers[first])
 
     def evict(self, padding: Tensor | None) -> None:
         """Ask the policy in every layer, after a call. padding: [B, position], non-zero where a token counts."""

@@ -269,7 +269,10 @@ def _held(cache: Cache, number: int) -> Hashable:
     if isinstance(cache, EncoderDecoderCache):
         return cache.is_updated.get(number), *(_held(part, number) for part in _parts(cache))
     if number >= len(cache.layers):
-        return None
+        if not isinstance(cache, SecretCache):
+            return None
+        policy, leader = cache.role(number)  # a layer that follows others does not cost what they do
+        return policy.name, leader != number
     layer = cache.layers[number]
     if not isinstance(layer, SecretCacheLayer):
         raise _Unknown
@@ -290,7 +293,7 @@ def _copy_layer(cache: Cache, frm: int, to: int) -> None:
             raise _Unknown
         while len(cache.layers) <= to:
             cache.add_layer()
-        cache.layers[to] = cache.layers[frm].copy(cache.layers[to].leader)
+        cache.replace_layer(to, cache.layers[frm].copy(cache.layers[to].leader))
 
 
 def _again(output: Any) -> Any:  # noqa: ANN401 - a layer's own result

@@ -1,0 +1,87 @@
+"""The option --kv-cache: a policy of the KV cache by name, and its settings, in one text.
+
+    mpcache,gamma=0.25,levels=32:0.5+16:0.5,every=64
+
+Settings are numbers, true and false, none, or words; levels are sizes and shares, joined by "+", or none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+import typer
+
+from private_llm.errors import ConfigError
+from private_llm.kv_policies.registry import POLICIES, policy_of
+
+KvCacheOption = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache",
+        help=f"What the KV cache keeps: {', '.join(POLICIES)}; settings after commas, as mpcache,gamma=0.25 "
+        "(docs/kv-cache.md).",
+    ),
+]
+OldKvCacheOption = Annotated[str, typer.Option("--cache-policy", hidden=True, help="Now --kv-cache.")]
+
+
+def kv_cache_of(text: str, old: str = "") -> dict[str, Any]:
+    """Settings of --kv-cache. old: what was given under its former name, --cache-policy.
+
+    Raises ConfigError for both, and for names, settings and values that are not known, which lists those that are.
+    """
+    if text and old:
+        raise ConfigError("--cache-policy is the old name of --kv-cache: want one of them")
+    given = text or old
+    if not given:
+        return {}
+    name, *parts = (part.strip() for part in given.split(","))
+    if name not in POLICIES:
+        raise ConfigError(f"kv-cache: got {name!r}; want {_offered()}")
+    settings: dict[str, Any] = {}
+    for part in parts:
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (key and equals and value) or key in settings:
+            raise ConfigError(f"kv-cache: got {part!r}; want KEY=VALUE once for each setting: {_of(name)}")
+        settings[key] = _levels(value) if key == "levels" else _value(value)
+    try:
+        policy_of({"name": name, **settings})
+    except ConfigError as error:
+        raise ConfigError(f"{error}; settings: {_of(name)}") from error
+    return {"kv_cache": {"name": name, **settings}}
+
+
+def _offered() -> str:
+    """Policies with their settings."""
+    return "; ".join(_of(name) for name in POLICIES)
+
+
+def _of(name: str) -> str:
+    fields = ", ".join(field.name for field in dataclasses.fields(POLICIES[name]))
+    return f"{name} ({fields})" if fields else name
+
+
+def _value(text: str) -> bool | int | float | str | None:
+    words: dict[str, bool | None] = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _levels(text: str) -> list[list[Any]]:
+    """[[32, 0.5], [16, 0.5]] of "32:0.5+16:0.5"; none of "none"."""
+    if text.lower() == "none":
+        return []
+    made = []
+    for part in text.split("+"):
+        size, colon, kept = part.partition(":")
+        if not colon:
+            raise ConfigError(f"kv-cache: levels: got {text!r}; want sizes and shares, as 32:0.5+16:0.5, or none")
+        made.append([_value(size.strip()), _value(kept.strip())])
+    return made
