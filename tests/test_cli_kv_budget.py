@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from private_llm_cli.commands.kv_budget import setting_of
-from private_llm_cli.options import kv_cache_of
+from private_llm_cli.kv_cache import kv_cache_of
 
 from private_llm.config import PrivateConfig
 from private_llm.kv_policies.mpcache import MPCacheConfig
@@ -42,7 +42,7 @@ def test_the_budget_found_keeps_the_loss_that_was_asked_for(run: Run, tmp_path: 
     [
         (("--loss", "0.001"), "cannot show a loss"),
         (("--loss", "-1"), "want 0 or more"),
-        (("--count", "0"), "at least 1"),
+        (("--count", "0"), "want 1 or more"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(run: Run, options: tuple[str, str], message: str) -> None:

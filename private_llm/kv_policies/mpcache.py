@@ -128,6 +128,7 @@ def checked_levels(given: object) -> tuple[Level, ...]:
             raise ConfigError(f"kv_cache: levels: got a size of {level.size!r}; want a whole number, at least 1")
         if isinstance(level.kept, bool) or not isinstance(level.kept, int | float) or not 0 < level.kept <= 1:
             raise ConfigError(f"kv_cache: levels: got a share of {level.kept!r}; want one above 0 and at most 1")
+    levels = tuple(Level(level.size, float(level.kept)) for level in levels)
     for large, small in itertools.pairwise(levels):
         if large.size % small.size or large.size == small.size:
             raise ConfigError(

@@ -243,6 +243,7 @@ def share(policy: CachePolicy, *keys: str) -> None:
         value = getattr(policy, key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
             raise ConfigError(f"kv_cache: {key}: got {value!r}; want a share above 0 and at most 1")
+        object.__setattr__(policy, key, float(value))  # 1 and 1.0 are one setting, whoever writes it
 
 
 def check_pool(policy: CachePolicy, pool: int) -> None:

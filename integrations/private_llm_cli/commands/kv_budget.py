@@ -66,5 +66,5 @@ def setting_of(policy: CachePolicy) -> str:
     usual = type(policy)().to_dict()
     given = {key: value for key, value in policy.to_dict().items() if value != usual[key]}
     if isinstance(policy, MPCacheConfig) and "levels" in given:
-        given["levels"] = "+".join(f"{level.size}:{level.kept:g}" for level in policy.levels)
+        given["levels"] = "+".join(f"{level.size}:{level.kept:g}" for level in policy.levels) or "none"
     return ",".join([policy.name, *(f"{key}={value}" for key, value in given.items())])
