@@ -18,13 +18,14 @@ class MPCacheConfig(BudgetedPolicy):
     """MPCache's settings, with those of `BudgetedPolicy`; section and equation numbers are the paper's.
 
     gamma: the share of the text whose entries stay after the prompt (4.2). observed: the share of a prompt's last
-    tokens whose attention counts for that (4.2: a fifth). levels: clusters from large to small, with the share of those
-    left that goes on, as in table 6 (4.3); () attends to all that is held. alpha: weight of the largest keys in a
-    cluster's representative (equation 6). shared_layers: neighbouring layers that use one choice (4.4; 1: none);
-    apart: the first layers, which choose for themselves. gather: how chosen entries come together on shares: "scores"
-    (one-hot rows times scores), "shuffled-scores", "keys" (one-hot rows times keys and values, as in the paper), or
-    "auto", the one of the fewest bytes. drop: False keeps evicted entries under a secret mask, a baseline that saves
-    nothing.
+    tokens whose attention counts for that (4.2: a fifth). pool: an odd number of neighbours over which it is averaged
+    (1, as in the paper: none; 7, as in SnapKV, keeps what stands beside a heavy entry, and costs nothing). levels:
+    clusters from large to small, with the share of those left that goes on, as in table 6 (4.3); () attends to all
+    that is held. alpha: weight of the largest keys in a cluster's representative (equation 6). shared_layers:
+    neighbouring layers that use one choice (4.4; 1: none); apart: the first layers, which choose for themselves.
+    gather: how chosen entries come together on shares: "scores" (one-hot rows times scores), "shuffled-scores", "keys"
+    (one-hot rows times keys and values, as in the paper), or "auto", the one of the fewest bytes. drop: False keeps
+    evicted entries under a secret mask, a baseline that saves nothing.
 
     What parties learn: nothing; all numbers here are public, which entries stay and are chosen is not
     (docs/threat-model.md). Raises ConfigError for shares outside (0, 1], sizes that do not divide each other from large
@@ -33,6 +34,7 @@ class MPCacheConfig(BudgetedPolicy):
 
     name = "mpcache"
     observed: float = 0.2
+    pool: int = 1
     levels: tuple[Level, ...] = (Level(32, 0.5), Level(16, 0.5))
     alpha: float = 0.6
     shared_layers: int = 2
@@ -43,7 +45,9 @@ class MPCacheConfig(BudgetedPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         share(self, "observed")
-        whole(self, shared_layers=1, apart=0)
+        whole(self, shared_layers=1, apart=0, pool=1)
+        if self.pool % 2 == 0:
+            raise ConfigError(f"kv_cache: pool: got {self.pool}; want an odd number of neighbours")
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 <= self.alpha <= 1:
             raise ConfigError(f"kv_cache: alpha: got {self.alpha!r}; want a number from 0 to 1")
         gathers = ("auto", "scores", "shuffled-scores", "keys")
@@ -72,7 +76,7 @@ class MPCacheConfig(BudgetedPolicy):
         """By the attention since the last eviction; None if nothing is ever evicted."""
         if self.newest is None:
             return None
-        return Eviction(self.first, self.recent, memory="since", drop=self.drop)
+        return Eviction(self.first, self.recent, pool=self.pool, memory="since", drop=self.drop)
 
     @property
     def selection(self) -> Selection | None:
