@@ -2,7 +2,7 @@
 
     python scripts/kv_accuracy.py --lengths 1024 2048 --tasks passkey key_value copy text
     python scripts/kv_accuracy.py --parts levels sharing --lengths 2048 --prompts 4
-    python scripts/kv_accuracy.py --parts --out docs/kv-accuracy.jsonl --plot docs/kv-accuracy --page docs/kv-accuracy.md
+    python scripts/kv_accuracy.py --parts --out docs/kv-accuracy.jsonl --plot docs/kv-accuracy --page PAGE
     python scripts/kv_accuracy.py --tiny
 
 Rows are added to --out, one JSON object a line. Parts: scores (every policy at every budget), levels (structures of
@@ -110,10 +110,13 @@ def measured(model: Any, question: Question, policies: dict[str, CachePolicy], a
 
 
 def variants(budget: float, length: int) -> dict[str, CachePolicy]:
-    """MPCache without static eviction; and with one decided, as SnapKV's, by the last `QUERIES` queries, smoothed."""
+    """MPCache without static eviction; with one decided, as SnapKV's, by the last `QUERIES` queries, smoothed; and with
+    the first tokens always attended to.
+    """
     return {
         "mpcache-all-kept": mpcache_at(budget, length, MPCacheConfig(gamma=1)),
         "mpcache-pooled": mpcache_at(budget, length, MPCacheConfig(observed=QUERIES / length, pool=7, least=40)),
+        "mpcache-first-4": mpcache_at(budget, length, MPCacheConfig(first=4, least=40)),
     }
 
 
