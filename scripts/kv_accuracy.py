@@ -2,7 +2,7 @@
 
     python scripts/kv_accuracy.py --lengths 1024 2048 --tasks passkey key_value copy text
     python scripts/kv_accuracy.py --parts levels sharing --lengths 2048 --prompts 4
-    python scripts/kv_accuracy.py --parts --plot docs/kv-accuracy       pictures and tables of the rows there are
+    python scripts/kv_accuracy.py --parts --out docs/kv-accuracy.jsonl --plot docs/kv-accuracy --page PAGE
     python scripts/kv_accuracy.py --tiny
 
 Rows are added to --out, one JSON object a line. Parts: scores (every policy at every budget), levels (structures of
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compare_approximations import into_page
 from kv_accuracy_plots import draw
 from private_llm_cli.commands.output import progress_bar
 from private_llm_hf.long_context.at_budget import levels_text, mpcache_at, policies_at
@@ -109,10 +110,13 @@ def measured(model: Any, question: Question, policies: dict[str, CachePolicy], a
 
 
 def variants(budget: float, length: int) -> dict[str, CachePolicy]:
-    """MPCache without static eviction, and with one decided by the prompt's last `QUERIES` queries alone."""
+    """MPCache without static eviction; with one decided, as SnapKV's, by the last `QUERIES` queries, smoothed; and with
+    the first tokens always attended to.
+    """
     return {
         "mpcache-all-kept": mpcache_at(budget, length, MPCacheConfig(gamma=1)),
-        "mpcache-last-32": mpcache_at(budget, length, MPCacheConfig(observed=QUERIES / length, least=40)),
+        "mpcache-pooled": mpcache_at(budget, length, MPCacheConfig(observed=QUERIES / length, pool=7, least=40)),
+        "mpcache-first-4": mpcache_at(budget, length, MPCacheConfig(first=4, least=40)),
     }
 
 
@@ -137,10 +141,10 @@ def swept(part: str, length: int, budgets: Sequence[float]) -> Iterator[tuple[di
             shared = {name: replace(policy, shared_layers=layers) for name, policy in found.items()}
             yield {"layers": layers}, dict(shared)
     if part == "observed":
-        for observed in (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01):
-            for gamma in (0.1, 0.3):
-                made = MPCacheConfig(gamma=gamma, observed=observed, levels=(), shared_layers=1)
-                yield {"observed": observed, "gamma": gamma}, {"static": made}
+        for observed in (0.5, 0.2, 0.1, 0.05, 0.02, 0.01):
+            for pool in (1, 7):
+                made = MPCacheConfig(gamma=0.3, observed=observed, pool=pool, levels=(), shared_layers=1)
+                yield {"observed": observed, "pool": pool}, {"static": made}
 
 
 def seen(part: str, question: Question, about: dict[str, Any], size: int) -> Iterator[dict]:
@@ -197,7 +201,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("kv-accuracy.jsonl"))
-    parser.add_argument("--plot", type=Path, help="pictures and tables of all rows in --out: PREFIX-*.png, PREFIX.md")
+    parser.add_argument("--plot", type=Path, help="PREFIX-*.png of all rows in --out, and tables on stdout")
+    parser.add_argument("--page", type=Path, help="with --plot: a page whose marked part becomes the tables")
     parser.add_argument(
         "--tiny", action="store_true", help="the bundled demo model, prompts of 200 tokens: does it run?"
     )
@@ -208,7 +213,10 @@ def main() -> None:
     if args.parts:
         run(args)
     if args.plot:
-        sys.stdout.write(draw(args.out, args.plot))
+        tables = draw(args.out, args.plot)
+        if args.page:
+            args.page.write_text(into_page(args.page.read_text(), "tables", tables.rstrip("\n")))
+        sys.stdout.write(tables)
     else:
         print(f"rows in {args.out}")
 

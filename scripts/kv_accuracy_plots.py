@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 def draw(rows: Path, prefix: Path) -> str:
-    """Write PREFIX-*.png and PREFIX.md of all rows, and return the tables."""
+    """Write PREFIX-*.png of all rows, and return the tables."""
     found = [json.loads(line) for line in rows.read_text().splitlines()]
     pyplot = load_pyplot()
     pages = []
@@ -31,9 +31,7 @@ def draw(rows: Path, prefix: Path) -> str:
             figure.savefig(f"{prefix}-{part}.png", dpi=110)
             pyplot.close(figure)
         pages.append(table(own))
-    text = "\n".join(pages)
-    prefix.with_suffix(".md").write_text(text, encoding="utf-8")
-    return text
+    return "\n".join(pages)
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
@@ -99,9 +97,10 @@ def observed(pyplot: Any, rows: Sequence[Row]) -> Any:  # noqa: ANN401
     """By the share of the prompt whose attention decides."""
 
     def one(axis: Any, own: list[Row]) -> None:  # noqa: ANN401
-        for gamma in distinct(own, "gamma"):
-            line = sorted((row["observed"], value(row)) for row in own if row["gamma"] == gamma)
-            axis.semilogx([100 * x for x, _ in line], [y for _, y in line], marker="o", label=f"{gamma:.0%} stay")
+        for pool in distinct(own, "pool"):
+            line = sorted((row["observed"], value(row)) for row in own if row["pool"] == pool)
+            name = "by itself" if pool == 1 else f"mean of {pool} neighbours"
+            axis.semilogx([100 * x for x, _ in line], [y for _, y in line], marker="o", label=name)
         axis.set_xlabel("last queries whose attention counts, % of the prompt")
         axis.set_ylabel("%")
 
@@ -203,10 +202,10 @@ def sharing_table(rows: Sequence[Row]) -> str:
 def observed_table(rows: Sequence[Row]) -> str:
     """Which queries decide."""
     return markdown(
-        "Queries whose attention decides what stays, nothing else",
-        ["last queries, % of the prompt", "task", "tokens", "stay, %", "right, %", "nats a token"],
-        ([f"{100 * row['observed']:g}", row["task"], row["length"], f"{100 * row['gamma']:g}", f"{value(row):.0f}",
-          row["loss"]] for row in rows),
+        "Queries whose attention decides which 30 % stay, nothing else",
+        ["last queries, % of the prompt", "task", "tokens", "smoothed over", "right, %", "nats a token"],
+        ([f"{100 * row['observed']:g}", row["task"], row["length"], row["pool"], f"{value(row):.0f}", row["loss"]]
+         for row in rows),
     )  # fmt: skip
 
 

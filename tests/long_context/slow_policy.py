@@ -42,9 +42,9 @@ class SlowPolicy:
         self.position = [0] * len(windows)
 
     def leader(self, layer: int) -> int:
-        """The first layer of its group that is not windowed."""
-        mine = self.policy.sharing.leader(layer)
-        return next(i for i, w in enumerate(self.windows) if not w and self.policy.sharing.leader(i) == mine)
+        """Its own number where it would follow a windowed layer."""
+        first = self.policy.sharing.leader(layer)
+        return layer if self.windows[first] else first
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float | None
@@ -67,12 +67,12 @@ class SlowPolicy:
                 for head in range(heads):
                     state = self.heads[layer, row, head // each]
                     seen = [p for p in state.chosen if mask[row, 0, query, p] and p not in state.gone]
-                    raw = {p: float(q[row, head, query] @ k[row, head // each, p]) * scale for p in seen}
-                    scores.append({p: x if cap is None else cap * math.tanh(x / cap) for p, x in raw.items()})
+                    scores.append({p: float(q[row, head, query] @ k[row, head // each, p]) * scale for p in seen})
                 for head in range(heads):
                     start = head - head % policy.merged_heads
                     pair = scores[start : start + policy.merged_heads]
                     mixed = {p: sum(one[p] for one in pair) / len(pair) for p in scores[head]}
+                    mixed = {p: x if cap is None else cap * math.tanh(x / cap) for p, x in mixed.items()}
                     if not mixed:
                         continue
                     top = max(mixed.values())
@@ -127,7 +127,7 @@ class SlowPolicy:
         if eviction is None:
             return
         alive = [p for p in state.live if p not in state.gone]
-        want = self.policy.entries(len(alive), total, queries)
+        want = self.policy.ranked(len(alive), total, queries)
         if want >= len(alive):
             return
         if self.leader(layer) != layer:

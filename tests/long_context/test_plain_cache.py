@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
-from private_llm.kv_policies.fixed import KEEP_ALL, SlidingWindow
+from private_llm.kv_policies.fixed import KEEP_ALL, NoCache, SlidingWindow
 from private_llm.kv_policies.mpcache import MPCacheConfig
-from private_llm.kv_policies.policy import CachePolicy, Eviction, Level, Selection
+from private_llm.kv_policies.policy import CachePolicy, Level, Selection
 from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
 from tests.hf import tiny
 from tests.long_context.slow_policy import slow_policy
@@ -39,29 +39,15 @@ class MeanClusters(LongCache):
         return Selection((Level(3, 0.5),), "mean", first=self.first, recent=self.recent)
 
 
-@dataclass(frozen=True)
-class Pooled(SnapKV):
-    """With what is remembered since the last eviction, often."""
-
-    every: int | None = 2
-
-    def mass_queries(self, queries: int) -> int:
-        return queries
-
-    @property
-    def eviction(self) -> Eviction:
-        return Eviction(self.first, self.recent, pool=self.pool, memory="since")
-
-
 POLICIES: dict[str, CachePolicy] = {
     "keep-all": KEEP_ALL,
     "mpcache": TINY,
     "mpcache-once": MPCacheConfig(gamma=0.5, least=6, recent=3, levels=(), shared_layers=1),
     "mpcache-chosen": MPCacheConfig(gamma=1, recent=2, least=6, levels=(Level(4, 0.5),), shared_layers=3, apart=0),
+    "mpcache-pooled": MPCacheConfig(gamma=0.5, least=8, recent=3, pool=5, levels=(), every=2),
     "h2o": H2O(gamma=0.4, least=6, recent=2),
     "tova": TOVA(gamma=0.5, least=6),
     "snapkv": SnapKV(gamma=0.5, least=8, recent=3, pool=3),
-    "pooled": Pooled(gamma=0.5, least=8, recent=3, pool=5),
     "infllm": InfLLM(kept=0.5, first=1, recent=2, block=4, heavy=2),
     "longcache": LongCache(kept=0.4, first=1, recent=2),
     "mean": MeanClusters(first=1, recent=2),
@@ -153,8 +139,10 @@ def test_prompts_without_padding(name: str) -> None:
     assert max(apart(got, want, mask)) < ERROR
 
 
-def test_merged_heads_with_keys_of_their_own() -> None:
-    got, want, mask, _ = both("gpt2", HeadMerging(2))
+@pytest.mark.parametrize(("name", "merged"), [("gpt2", 2), ("llama", 4), ("gemma2", 2)])
+def test_merged_heads(name: str, merged: int) -> None:
+    """With keys of their own; of several key heads; capped after they are merged."""
+    got, want, mask, _ = both(name, HeadMerging(merged))
     assert max(apart(got, want, mask)) < ERROR
 
 
@@ -170,9 +158,10 @@ def test_evicted_entries_may_stay_under_a_mask() -> None:
     assert max(apart(got, want, mask)) < ERROR
 
 
-def test_public_positions() -> None:
-    """Attention sinks and a window, by positions, under a mask written down here."""
-    model, (text, mask) = built("llama"), text_of()
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_public_positions(name: str) -> None:
+    """Attention sinks and a window, by positions, under a mask written down here; also in the model's own windows."""
+    model, (text, mask) = built(name), text_of()
     cache = PolicyCache(SlidingWindow(recent=3, first=1), model)
     with policy_attention(model):
         got = run(model, text, mask, cache)
@@ -184,7 +173,8 @@ def test_public_positions() -> None:
         for query in range(length):
             start = max(s for s in starts if s <= query)
             for key in range(begin, query + 1):
-                seen[row, 0, query, key] = key >= start or key == begin or key >= start - 3
+                near = name == "llama" or key > query - model.config.sliding_window
+                seen[row, 0, query, key] = near and (key >= start or key == begin or key >= start - 3)
     numbers = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         ban = torch.zeros(seen.shape, dtype=torch.float64).masked_fill_(~seen, torch.finfo(torch.float64).min)
@@ -292,6 +282,9 @@ def test_recent_positions_can_be_cropped_and_evicted_ones_not() -> None:
         twin.crop(-8)
     with pytest.raises(DomainError, match="want a negative number"):
         twin.crop(1)
+    chosen = copy.deepcopy(cache)
+    chosen.crop(-1)
+    assert float((step(chosen, 17, 18) - want).abs().max()) < ERROR
     twin.crop(-100)
     assert twin.get_seq_length() == 0
 
@@ -353,8 +346,18 @@ def test_attention_of_a_models_own_is_refused() -> None:
 
 def test_heads_that_cannot_be_merged() -> None:
     model, (text, mask) = built("llama"), text_of()
-    with pytest.raises(ConfigError, match="want a divisor of 2, the heads that share"), policy_attention(model):
-        run(model, text, mask, PolicyCache(HeadMerging(4), model))
+    with pytest.raises(ConfigError, match="want a divisor of the 2 query heads"), policy_attention(model):
+        run(model, text, mask, PolicyCache(HeadMerging(3), model))
+
+
+def test_an_even_window_is_refused() -> None:
+    with pytest.raises(ConfigError, match="want an odd number"):
+        MPCacheConfig(pool=4)
+
+
+def test_no_cache_is_refused() -> None:
+    with pytest.raises(ConfigError, match="use_cache=False"):
+        PolicyCache(NoCache(), built("llama"))
 
 
 def test_half_precision() -> None:

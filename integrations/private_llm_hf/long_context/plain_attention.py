@@ -194,20 +194,22 @@ def probabilities(query: Tensor, key: Tensor, allowed: Tensor | None, call: Scor
     """
     batch, heads, queries, size = query.shape
     groups = key.shape[1]
-    among = heads if heads == groups else heads // groups
-    if among % call.merged:
-        whose = "heads that there are" if heads == groups else "heads that share a key head"
-        raise ConfigError(f"kv_cache: merged: got {call.merged}; want a divisor of {among}, the {whose}")
+    shared = heads // groups
+    if heads % call.merged or (call.merged % shared and shared % call.merged):
+        raise ConfigError(
+            f"kv_cache: merged: got {call.merged}; want a divisor of the {shared} query heads of a key head, or a "
+            f"multiple of them that divides all {heads}"
+        )
     for begin in range(start, queries, _CHUNK):
         rows = query[:, :, begin : begin + _CHUNK]
         scores = (rows.reshape(batch, groups, -1, size) * call.scale) @ key.transpose(2, 3)
         scores = scores.view(batch, heads, rows.shape[2], -1)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        if call.softcap is not None:
-            scores = call.softcap * torch.tanh(scores / call.softcap)
         if call.merged > 1:
             pairs = scores.unflatten(1, (-1, call.merged))
             scores = pairs.mean(2, keepdim=True).expand_as(pairs).flatten(1, 2)
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
         if call.causal:
             numbers = torch.arange(begin, begin + rows.shape[2], device=key.device)
             later = torch.arange(key.shape[2], device=key.device) > numbers.unsqueeze(-1)

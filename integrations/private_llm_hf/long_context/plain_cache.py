@@ -19,8 +19,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
 
-from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.kv_policies.policy import CacheFacts, CachePolicy
+from private_llm.errors import ConfigError, DomainError, UnsupportedOp
+from private_llm.kv_policies.fixed import NoCache
+from private_llm.kv_policies.policy import CacheFacts, CachePolicy, ClusterShape, Selection
 from private_llm_hf.long_context.choices import chosen_entries, entries_that_stay, representatives
 from private_llm_hf.long_context.plain_attention import HeldKeys, Scoring, columns_at
 
@@ -32,9 +33,9 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 
     position: the number of the next position. positions: those of the entries, int64 [B or 1, G or 1, held], ascending;
     None: all. mass: float32 [B, G, held], the attention that is remembered. hidden: bool [B, G, held], True where an
-    entry was evicted but left in memory. attends: how many entries the last call attended to. leader: the layer whose
-    choices this one uses. windowed: whether the model itself attends to a window here; then everything stays, and
-    nothing is chosen.
+    entry was evicted but left in memory. tokens: bool [B, position], False at padding; None: there is none. attends:
+    how many entries the last call attended to. leader: the layer whose choices this one uses. windowed: whether the
+    model itself attends to a window here, so that everything stays, and nothing is chosen.
     """
 
     is_sliding = False
@@ -53,6 +54,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.positions: Tensor | None = None
         self.mass: Tensor | None = None
         self.hidden: Tensor | None = None
+        self.tokens: Tensor | None = None
         self.picked: Tensor | None = None
         self.kept: Tensor | None = None
         self.position = self.start = self.attends = 0
@@ -122,41 +124,64 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         self.attends = self.held - shape.clustered + shape.chosen
         if self.leader is not None:
             return self.leader.picked
-        for place, (size, there) in enumerate(zip(shape.sizes, self._clusters(shape.there, shape.sizes), strict=True)):
-            done = self._levels[place].shape[2] if place < len(self._levels) else 0
-            if done < there:
-                part = slice(shape.first + done * size, shape.first + there * size)
-                mass = None if self.mass is None else self.mass[:, :, part]
-                made = representatives(self.keys[:, :, part], mass, size, selection)
-                self._levels[place : place + 1] = [torch.cat([*self._levels[place : place + 1], made], dim=2)]
+        self._represent(shape, selection)
         summed = query.squeeze(2).unflatten(1, (self.keys.shape[1], -1)).sum(2)
         self.picked = chosen_entries(summed, self._levels, shape)
         return self.picked
 
-    @staticmethod
-    def _clusters(there: tuple[int, ...], sizes: tuple[int, ...]) -> list[int]:
-        """All clusters of each level, whatever the levels before leave."""
-        return [there[0] * sizes[0] // size for size in sizes]
+    def _represent(self, shape: ClusterShape, selection: Selection) -> None:
+        """Representatives of all clusters that there are now: of each level, whatever the levels before leave."""
+        if self.keys is None:
+            return
+        levels = []
+        for place, size in enumerate(shape.sizes):
+            there = shape.clustered // size
+            made = self._levels[place][:, :, :there] if self._levels else None
+            done = 0 if made is None else made.shape[2]
+            part = slice(shape.first + done * size, shape.first + there * size)
+            if done < there:
+                mass = None if self.mass is None else self.mass[:, :, part]
+                more = representatives(self.keys[:, :, part], mass, size, selection)
+                made = more if made is None else torch.cat([made, more], dim=2)
+            levels += [] if made is None else [made]
+        self._levels = levels
 
     def attended(self, query: Tensor, mass: Tensor | None, allowed: Tensor | None, call: Scoring) -> None:
         """Remember the attention that entries got, and evict as the policy says. allowed: [B, 1, q, position]."""
         self.waiting = False
-        if not self.windowed:
-            self.evict(mass, None if allowed is None else allowed[:, 0, -1])
+        self._note_padding(allowed, query.shape[0])
+        if self.windowed:
+            return
+        self.evict(mass)
+        selection = self.policy.selection
+        shape = None if selection is None or query.shape[2] == 1 else selection.shape(self.held)
+        if selection is not None and shape is not None and self.leader is None:
+            self._represent(shape, selection)
+
+    def _note_padding(self, allowed: Tensor | None, batch: int) -> None:
+        """A token sees itself; padding is seen by nobody."""
+        if allowed is not None:
+            new = allowed[:, 0].diagonal(self.start, dim1=1, dim2=2).expand(batch, -1)
+            if self.tokens is None and bool(new.all()):
+                return
+            before = new.new_ones(batch, self.start) if self.tokens is None else self.tokens
+            self.tokens = torch.cat([before, new], dim=1)
+        elif self.tokens is not None:
+            self.tokens = F.pad(self.tokens, (0, self.position - self.start), value=True)
 
     # -- after a call -------------------------------------------------------------------------------------------
-    def evict(self, mass: Tensor | None, padding: Tensor | None) -> None:
-        """Ask the policy what stays. mass: of this call. padding: bool [B, position], True where a token counts.
+    def evict(self, mass: Tensor | None) -> None:
+        """Ask the policy what stays. mass: of this call.
 
         Raises UnsupportedOp if the policy keeps another number of entries than it said.
         """
         policy, eviction = self.policy, self.policy.eviction
         alive, queries = self.alive, self.position - self.start
-        want = policy.entries(alive, self.position, queries)
+        want = policy.ranked(alive, self.position, queries)
         if eviction is None:
             if self._heavy:
                 self._remember(mass)
-            facts = CacheFacts(self.number, self.position, self.positions_held(), padding)
+            facts = CacheFacts(self.number, self.position, self.positions_held(), self.tokens)
             index = (policy.after_prefill if self.start == 0 else policy.after_step)(facts, mass)
             if index is not None:
                 self.keep(index)
@@ -170,7 +195,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.leader is None:
             got = mass if eviction.memory == "call" else self.mass
             got = self._nothing() if got is None else got
-            self.kept = entries_that_stay(got, want, eviction, self._tokens(padding), self.hidden)
+            self.kept = entries_that_stay(got, want, eviction, self._tokens_held(), self.hidden)
         elif self.leader.kept is None:
             raise UnsupportedOp(
                 f"kv_cache: layer {self.number} evicts, and layer {self.leader.number}, its leader, not"
@@ -198,12 +223,12 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             raise DomainError("kv cache: nothing is held yet")
         return torch.zeros(self.keys.shape[:3], device=self.keys.device)
 
-    def _tokens(self, padding: Tensor | None) -> Tensor | None:
+    def _tokens_held(self) -> Tensor | None:
         """bool [B, G or 1, held]: which entries are tokens; None: all."""
-        if padding is None or bool(padding.all()):
+        if self.tokens is None:
             return None
-        at = self.positions_held()
-        return padding.unsqueeze(1).expand(-1, at.shape[1], -1).gather(-1, at.expand(padding.shape[0], -1, -1))
+        at = self.positions_held().to(self.tokens.device)
+        return self.tokens.unsqueeze(1).expand(-1, at.shape[1], -1).gather(-1, at.expand(len(self.tokens), -1, -1))
 
     def positions_held(self) -> Tensor:
         """int64 [B or 1, G or 1, held]."""
@@ -259,11 +284,17 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         for name in ("positions", "mass", "hidden"):
             part = getattr(self, name)
             setattr(self, name, None if part is None else part[..., :length])
-        self.position, self._levels = start, []
+        self.tokens = None if self.tokens is None else self.tokens[:, :start]
+        selection, self.position = self.policy.selection, start
+        if selection is not None:
+            whole = max(0, length - selection.first) // selection.levels[0].size * selection.levels[0].size
+            self._levels = [
+                part[:, :, : whole // level.size] for part, level in zip(self._levels, selection.levels, strict=False)
+            ]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows by indices (beam search)."""
-        for name in ("keys", "values", "positions", "mass", "hidden"):
+        for name in ("keys", "values", "positions", "mass", "hidden", "tokens"):
             part = getattr(self, name)
             if part is not None and (part.shape[0] > 1 or name != "positions"):
                 setattr(self, name, part.index_select(0, beam_idx.to(part.device)))
@@ -282,29 +313,30 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
 class PolicyCache(Cache):  # type: ignore[misc]
     """The cache of a decoder under a policy. model: the model, or its configuration.
 
-    Layers whose own attention is windowed or in chunks keep everything and never select; one that would follow such a
-    layer follows the first of its group that is not. Raises UnsupportedOp for layers that are no attention, and when a
-    model attends in a way of its own, or outside `policy_attention`.
+    Under a policy that chooses by attention or likeness, layers whose own attention is windowed or in chunks keep
+    everything and never select, and one that would follow such a layer chooses for itself. Raises UnsupportedOp for
+    layers that are no attention, and when a model attends in a way of its own, or outside `policy_attention`;
+    ConfigError for the policy that caches nothing.
     """
 
     is_compileable = False
 
     def __init__(self, policy: CachePolicy, model: PreTrainedModel | PreTrainedConfig) -> None:
+        if isinstance(policy, NoCache):
+            raise ConfigError("kv_cache: NoCache() is no cache; run the model with use_cache=False")
         self.policy = policy
         config: Any = model.config if isinstance(model, PreTrainedModel) else model
         types = get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
         unknown = sorted(set(types) - {"full_attention", *_WINDOWED})
         if unknown:
             raise UnsupportedOp(f"kv_cache: this model has layers of type {', '.join(unknown)}; want attention only")
-        leaders: dict[int, PolicyLayer] = {}
-        layers = []
+        secret = policy.eviction is not None or policy.selection is not None
+        layers: list[PolicyLayer] = []
         for number, kind in enumerate(types):
-            windowed = kind in _WINDOWED
-            first = None if windowed else leaders.get(policy.sharing.leader(number))
-            layer = PolicyLayer(policy, number, windowed, first)
-            if not windowed and first is None:
-                leaders[policy.sharing.leader(number)] = layer
-            layers.append(layer)
+            first = policy.sharing.leader(number)
+            leader = None if first == number or layers[first].windowed else layers[first]
+            windowed = secret and kind in _WINDOWED
+            layers.append(PolicyLayer(policy, number, windowed, None if windowed else leader))
         super().__init__(layers=layers)
 
     def update(
