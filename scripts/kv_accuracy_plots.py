@@ -65,6 +65,8 @@ def value(row: Row) -> float:
 def scores(pyplot: Any, rows: Sequence[Row]) -> Any:  # noqa: ANN401
     """Figure 9."""
 
+    colours = {name: f"C{number}" for number, name in enumerate(distinct(rows, "policy"))}
+
     def one(axis: Any, own: list[Row]) -> None:  # noqa: ANN401
         for name in distinct(own, "policy"):
             line = sorted((row["attended"], value(row)) for row in own if row["policy"] == name)
@@ -72,7 +74,8 @@ def scores(pyplot: Any, rows: Sequence[Row]) -> Any:  # noqa: ANN401
                 axis.axhline(line[0][1], color="black", linestyle="--", linewidth=1, label=name)
             else:
                 style = "-" if name.startswith("mpcache") else ":"
-                axis.plot([100 * x for x, _ in line], [y for _, y in line], style, marker="o", markersize=3, label=name)
+                places, heights = [100 * x for x, _ in line], [y for _, y in line]
+                axis.plot(places, heights, style, color=colours[name], marker="o", markersize=3, label=name)
         axis.set_xlabel("entries attended to, % of the text")
         axis.set_ylabel("same tokens as the full cache, %" if own[0]["task"] == "text" else "answer tokens right, %")
         axis.set_ylim(-3, 103)
