@@ -49,8 +49,12 @@ def distinct(rows: Iterable[Row], key: str) -> list[Any]:
 def panels(pyplot: Any, rows: Sequence[Row], draw_one: Callable[[Any, list[Row]], None]) -> Any:  # noqa: ANN401
     """A picture for each task and length."""
     cells = list(dict.fromkeys((row["task"], row["length"]) for row in rows))
-    figure, axes = pyplot.subplots(1, len(cells), figsize=(4.2 * len(cells), 3.6), squeeze=False)
-    for (task, length), axis in zip(cells, axes[0], strict=True):
+    columns = min(4, len(cells))
+    lines = -(-len(cells) // columns)
+    figure, axes = pyplot.subplots(lines, columns, figsize=(4.2 * columns, 3.6 * lines), squeeze=False)
+    for axis in axes.flat[len(cells) :]:
+        axis.axis("off")
+    for (task, length), axis in zip(cells, axes.flat, strict=False):
         draw_one(axis, [row for row in rows if (row["task"], row["length"]) == (task, length)])
         axis.set_title(f"{task}, {length} tokens", fontsize=10)
     axes[0][0].legend(fontsize=7)
