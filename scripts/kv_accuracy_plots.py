@@ -49,8 +49,12 @@ def distinct(rows: Iterable[Row], key: str) -> list[Any]:
 def panels(pyplot: Any, rows: Sequence[Row], draw_one: Callable[[Any, list[Row]], None]) -> Any:  # noqa: ANN401
     """A picture for each task and length."""
     cells = list(dict.fromkeys((row["task"], row["length"]) for row in rows))
-    figure, axes = pyplot.subplots(1, len(cells), figsize=(4.2 * len(cells), 3.6), squeeze=False)
-    for (task, length), axis in zip(cells, axes[0], strict=True):
+    columns = min(4, len(cells))
+    lines = -(-len(cells) // columns)
+    figure, axes = pyplot.subplots(lines, columns, figsize=(4.2 * columns, 3.6 * lines), squeeze=False)
+    for axis in axes.flat[len(cells) :]:
+        axis.axis("off")
+    for (task, length), axis in zip(cells, axes.flat, strict=False):
         draw_one(axis, [row for row in rows if (row["task"], row["length"]) == (task, length)])
         axis.set_title(f"{task}, {length} tokens", fontsize=10)
     axes[0][0].legend(fontsize=7)
@@ -65,6 +69,8 @@ def value(row: Row) -> float:
 def scores(pyplot: Any, rows: Sequence[Row]) -> Any:  # noqa: ANN401
     """Figure 9."""
 
+    colours = {name: f"C{number}" for number, name in enumerate(distinct(rows, "policy"))}
+
     def one(axis: Any, own: list[Row]) -> None:  # noqa: ANN401
         for name in distinct(own, "policy"):
             line = sorted((row["attended"], value(row)) for row in own if row["policy"] == name)
@@ -72,7 +78,8 @@ def scores(pyplot: Any, rows: Sequence[Row]) -> Any:  # noqa: ANN401
                 axis.axhline(line[0][1], color="black", linestyle="--", linewidth=1, label=name)
             else:
                 style = "-" if name.startswith("mpcache") else ":"
-                axis.plot([100 * x for x, _ in line], [y for _, y in line], style, marker="o", markersize=3, label=name)
+                places, heights = [100 * x for x, _ in line], [y for _, y in line]
+                axis.plot(places, heights, style, color=colours[name], marker="o", markersize=3, label=name)
         axis.set_xlabel("entries attended to, % of the text")
         axis.set_ylabel("same tokens as the full cache, %" if own[0]["task"] == "text" else "answer tokens right, %")
         axis.set_ylim(-3, 103)

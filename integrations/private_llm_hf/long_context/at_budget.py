@@ -41,7 +41,8 @@ def mpcache_at(budget: float, length: int, base: MPCacheConfig | None = None) ->
     """MPCache of a budget: sqrt(budget) of the text stays, and of that the same share is attended to.
 
     base: its other settings, and gamma if that is not 0.5, its default. The first level keeps half of its clusters,
-    more if the budget asks for it; clusters are the largest with which nine tenths of the budget can be used.
+    more if the budget asks for it; clusters are the largest with which nine tenths of the budget can be used. Raises
+    ConfigError for a budget that is less than what always stays.
     """
     base = MPCacheConfig(least=_LEAST) if base is None else base
     gamma = round(math.sqrt(budget), 3) if base.gamma == MPCacheConfig.gamma else base.gamma

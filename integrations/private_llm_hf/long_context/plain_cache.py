@@ -78,7 +78,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Append, and return everything held; the keys know this layer."""
         self.is_initialized = self.waiting = True
-        new, batch = key_states.shape[2], key_states.shape[0]
+        new = key_states.shape[2]
         self.keys = key_states if self.keys is None else torch.cat([self.keys, key_states], dim=2)
         self.values = value_states if self.values is None else torch.cat([self.values, value_states], dim=2)
         if self.positions is not None:
@@ -88,8 +88,6 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
             self.mass = F.pad(self.mass, (0, new))
         if self.hidden is not None:
             self.hidden = F.pad(self.hidden, (0, new))
-        if batch != self.keys.shape[0]:
-            raise DomainError(f"kv cache: got {batch} rows; want {self.keys.shape[0]}, as before")
         self.start, self.position = self.position, self.position + new
         self.picked = self.kept = None
         self.attends = self.held
@@ -173,7 +171,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
     def evict(self, mass: Tensor | None) -> None:
         """Ask the policy what stays. mass: of this call.
 
-        Raises UnsupportedOp if the policy keeps another number of entries than it said.
+        Raises UnsupportedOp if the policy keeps another number of entries than it said, DomainError while empty.
         """
         policy, eviction = self.policy, self.policy.eviction
         alive, queries = self.alive, self.position - self.start
@@ -235,7 +233,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         return torch.arange(self.held).view(1, 1, -1) if self.positions is None else self.positions
 
     def keep(self, index: Tensor) -> None:
-        """Only the entries `index`: int64 [kept], or [B or 1, G or 1, kept], ascending."""
+        """Only the entries `index`: int64 [kept], or [B or 1, G or 1, kept], ascending. Raises DomainError if empty."""
         if self.keys is None or self.values is None:
             raise DomainError("keep: this cache holds nothing yet")
         index = index.view(1, 1, -1) if index.ndim == 1 else index
