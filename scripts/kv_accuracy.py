@@ -113,10 +113,13 @@ def variants(budget: float, length: int) -> dict[str, CachePolicy]:
     """MPCache without static eviction; with one decided, as SnapKV's, by the last `QUERIES` queries, smoothed; and with
     the first tokens always attended to.
     """
+    base = MPCacheConfig.paper(gamma=MPCacheConfig.gamma, least=40)
     return {
-        "mpcache-all-kept": mpcache_at(budget, length, MPCacheConfig(gamma=1)),
-        "mpcache-pooled": mpcache_at(budget, length, MPCacheConfig(observed=QUERIES / length, pool=7, least=40)),
-        "mpcache-first-4": mpcache_at(budget, length, MPCacheConfig(first=4, least=40)),
+        "mpcache-all-kept": mpcache_at(budget, length, MPCacheConfig.paper(gamma=1)),
+        "mpcache-pooled": mpcache_at(
+            budget, length, MPCacheConfig.paper(gamma=0.5, observed=QUERIES / length, pool=7, least=40)
+        ),
+        "mpcache-first-4": mpcache_at(budget, length, MPCacheConfig.paper(gamma=0.5, first=4, least=40)),
     }
 
 
@@ -129,21 +132,21 @@ def swept(part: str, length: int, budgets: Sequence[float]) -> Iterator[tuple[di
                 yield {"budget": budget}, {**policies_at(budget, length), **variants(budget, length)}
     if part == "levels":
         for levels in LEVELS:
-            made = MPCacheConfig(gamma=0.6, levels=tuple(Level(*level) for level in levels))
+            made = MPCacheConfig.paper(gamma=0.6, levels=tuple(Level(*level) for level in levels))
             yield {"levels": levels_text(made.selection)}, {"mpcache": made}
-        yield {"levels": "-"}, {"mpcache": MPCacheConfig(gamma=0.6, levels=())}
+        yield {"levels": "-"}, {"mpcache": MPCacheConfig.paper(gamma=0.6, levels=())}
     if part == "sharing":
         for layers in (1, 2, 3, 4, 6):
             both = mpcache_at(0.2, length)
-            static = MPCacheConfig(gamma=0.2, levels=())
-            dynamic = mpcache_at(0.2, length, MPCacheConfig(gamma=1, levels=()))
+            static = MPCacheConfig.paper(gamma=0.2, levels=())
+            dynamic = mpcache_at(0.2, length, MPCacheConfig.paper(gamma=1, levels=()))
             found = {"both": both, "entries": static, "clusters": dynamic}
             shared = {name: replace(policy, shared_layers=layers) for name, policy in found.items()}
             yield {"layers": layers}, dict(shared)
     if part == "observed":
         for observed in (0.5, 0.2, 0.1, 0.05, 0.02, 0.01):
             for pool in (1, 7):
-                made = MPCacheConfig(gamma=0.3, observed=observed, pool=pool, levels=(), shared_layers=1)
+                made = MPCacheConfig.paper(gamma=0.3, observed=observed, pool=pool, levels=(), shared_layers=1)
                 yield {"observed": observed, "pool": pool}, {"static": made}
 
 

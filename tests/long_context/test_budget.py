@@ -22,7 +22,7 @@ from tests.long_context.test_plain_cache import TINY, built, text_of
 
 
 def ladder() -> list[MPCacheConfig]:
-    return [MPCacheConfig(gamma=gamma, least=4, recent=2, levels=()) for gamma in (0.3, 0.5, 0.7, 0.9, 1.0)]
+    return [MPCacheConfig.paper(gamma=gamma, least=4, recent=2, levels=()) for gamma in (0.3, 0.5, 0.7, 0.9, 1.0)]
 
 
 def losses(measure: str, continuation: int = 8) -> tuple[list[float], torch.Tensor]:
@@ -100,10 +100,10 @@ def test_policies_at_a_budget_attend_to_so_much(budget: float, length: int) -> N
 
 
 def test_mpcache_at_a_budget_keeps_other_settings() -> None:
-    made = mpcache_at(0.2, 2048, MPCacheConfig(gamma=1, shared_layers=4))
+    made = mpcache_at(0.2, 2048, MPCacheConfig.paper(gamma=1, shared_layers=4))
     assert (made.gamma, made.shared_layers) == (1, 4)
     with pytest.raises(ConfigError, match="less than what always stays"):
-        mpcache_at(0.01, 100, MPCacheConfig(gamma=1, recent=60, least=70))
+        mpcache_at(0.01, 100, MPCacheConfig.paper(gamma=1, recent=60, least=70))
     with pytest.raises(ConfigError, match="want more than 40"):
         policies_at(0.01, 1024)
 

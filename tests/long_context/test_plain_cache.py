@@ -25,7 +25,7 @@ CALLS = (17, 1, 1, 1, 4, 1, 1, 1)
 """New tokens of each call: a prompt, steps, a turn of several tokens, steps. No token is fed twice."""
 ERROR = 1e-9
 """Doubles."""
-TINY = MPCacheConfig(
+TINY = MPCacheConfig.paper(
     gamma=0.7, least=6, recent=2, first=1, levels=(Level(4, 0.7), Level(2, 0.5)), apart=1, every=2, observed=0.5
 )
 
@@ -42,9 +42,11 @@ class MeanClusters(LongCache):
 POLICIES: dict[str, CachePolicy] = {
     "keep-all": KEEP_ALL,
     "mpcache": TINY,
-    "mpcache-once": MPCacheConfig(gamma=0.5, least=6, recent=3, levels=(), shared_layers=1),
-    "mpcache-chosen": MPCacheConfig(gamma=1, recent=2, least=6, levels=(Level(4, 0.5),), shared_layers=3, apart=0),
-    "mpcache-pooled": MPCacheConfig(gamma=0.5, least=8, recent=3, pool=5, levels=(), every=2),
+    "mpcache-once": MPCacheConfig.paper(gamma=0.5, least=6, recent=3, levels=(), shared_layers=1),
+    "mpcache-chosen": MPCacheConfig.paper(
+        gamma=1, recent=2, least=6, levels=(Level(4, 0.5),), shared_layers=3, apart=0
+    ),
+    "mpcache-pooled": MPCacheConfig.paper(gamma=0.5, least=8, recent=3, pool=5, levels=(), every=2),
     "h2o": H2O(gamma=0.4, least=6, recent=2),
     "tova": TOVA(gamma=0.5, least=6),
     "snapkv": SnapKV(gamma=0.5, least=8, recent=3, pool=3),
@@ -149,12 +151,12 @@ def test_merged_heads(name: str, merged: int) -> None:
 def test_evicted_entries_may_stay_under_a_mask() -> None:
     """drop=False: nothing is saved; without levels the answers are those of dropping."""
     settings = {"gamma": 0.5, "least": 6, "recent": 3, "levels": (), "every": 2}
-    kept, _, mask, full = both("llama", MPCacheConfig(**settings, drop=False))
-    dropped, want, _, _ = both("llama", MPCacheConfig(**settings))
+    kept, _, mask, full = both("llama", MPCacheConfig.paper(**settings, drop=False))
+    dropped, want, _, _ = both("llama", MPCacheConfig.paper(**settings))
     assert max(apart(kept, want, mask)) < ERROR
     assert max(apart(kept, dropped, mask)) < ERROR
     assert full.entries() == [sum(CALLS)] * 4
-    got, want, mask, _ = both("llama", MPCacheConfig(**{**settings, "levels": (Level(2, 0.5),)}, drop=False))
+    got, want, mask, _ = both("llama", MPCacheConfig.paper(**{**settings, "levels": (Level(2, 0.5),)}, drop=False))
     assert max(apart(got, want, mask)) < ERROR
 
 
@@ -188,7 +190,7 @@ def test_nothing_left_out_is_the_full_cache_exactly(padded: int) -> None:
     model, (text, mask) = built("llama").float(), text_of(padded=padded)
     want = run(model, text, mask, DynamicCache())
     with policy_attention(model):
-        got = run(model, text, mask, PolicyCache(MPCacheConfig(gamma=1, levels=()), model))
+        got = run(model, text, mask, PolicyCache(MPCacheConfig.paper(gamma=1, levels=()), model))
     assert max(apart(got, want, mask)) == 0
 
 
@@ -267,7 +269,7 @@ def test_rows_by_indices(policy: str) -> None:
 
 
 def test_recent_positions_can_be_cropped_and_evicted_ones_not() -> None:
-    policy = MPCacheConfig(gamma=0.5, least=8, recent=4, levels=(Level(2, 0.5),))
+    policy = MPCacheConfig.paper(gamma=0.5, least=8, recent=4, levels=(Level(2, 0.5),))
     _, cache, step = begun(policy, calls=1)
     twin = copy.deepcopy(cache)
     want = step(cache, 17, 18)
@@ -290,7 +292,7 @@ def test_recent_positions_can_be_cropped_and_evicted_ones_not() -> None:
 
 
 def test_memory_falls_and_the_length_does_not() -> None:
-    _, cache, _ = begun(MPCacheConfig(gamma=0.5, least=6, recent=2, levels=()), calls=1)
+    _, cache, _ = begun(MPCacheConfig.paper(gamma=0.5, least=6, recent=2, levels=()), calls=1)
     _, whole, _ = begun(KEEP_ALL, calls=1)
     assert cache.entries() == [9] * 4  # of 17, rounded up
     assert cache.nbytes() == whole.nbytes() * 9 // 17
@@ -301,7 +303,7 @@ def test_memory_falls_and_the_length_does_not() -> None:
 
 def test_entries_attended_to() -> None:
     """18 held, the first one, at least 2 recent: 3 clusters of 4, which all go on; of 6 of 2, 3 are chosen."""
-    policy = MPCacheConfig(gamma=1, least=6, recent=2, first=1, levels=(Level(4, 0.7), Level(2, 0.5)))
+    policy = MPCacheConfig.paper(gamma=1, least=6, recent=2, first=1, levels=(Level(4, 0.7), Level(2, 0.5)))
     _, cache, _ = begun(policy, calls=1)
     assert cache.attended() == [17] * 4
     _, cache, _ = begun(policy, calls=2)
@@ -352,7 +354,7 @@ def test_heads_that_cannot_be_merged() -> None:
 
 def test_an_even_window_is_refused() -> None:
     with pytest.raises(ConfigError, match="want an odd number"):
-        MPCacheConfig(pool=4)
+        MPCacheConfig.paper(pool=4)
 
 
 def test_no_cache_is_refused() -> None:

@@ -44,7 +44,7 @@ def mpcache_at(budget: float, length: int, base: MPCacheConfig | None = None) ->
     more if the budget asks for it; clusters are the largest with which nine tenths of the budget can be used. Raises
     ConfigError for a budget that is less than what always stays.
     """
-    base = MPCacheConfig(least=_LEAST) if base is None else base
+    base = MPCacheConfig.paper(gamma=0.5, least=_LEAST) if base is None else base
     gamma = round(math.sqrt(budget), 3) if base.gamma == MPCacheConfig.gamma else base.gamma
     best: CachePolicy | None = None
     for large, small in _SIZES:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -22,13 +22,13 @@ from private_llm.errors import ConfigError
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.policy import CachePolicy
-from private_llm_hf.long_context.at_budget import attended, mpcache_at
+from private_llm_hf.long_context.at_budget import attended
 from private_llm_hf.long_context.forced import Forced, forced
 from private_llm_hf.long_context.plain_attention import policy_attention
 from private_llm_hf.long_context.recording import Prefill, record
 
 BUDGETS = (0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-"""Shares of the text that a step attends to, of the policies that are tried if none are given."""
+"""Shares of the text that stay, of the policies that are tried if none are given."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ def smallest_budget(
     The first S - continuation tokens of each row are its prompt; the others are given one a call. measure: the share of
     tokens whose most likely value is another ("agreement"), or the relative rise of the perplexity. policies: from
     small to large budgets, searched by halves, so a loss that falls with the budget is found in log2 steps; what is
-    returned was measured, and is within the loss, or is KEEP_ALL. Default: MPCache at `BUDGETS`, with `base`'s other
-    settings.
+    returned was measured, and is within the loss, or is KEEP_ALL. Default: MPCache with the shares `BUDGETS`, with
+    `base`'s clusters and without, and its other settings.
 
     Raises ConfigError for a loss below 0, a text of fewer tokens than can show the loss, and no policies.
     """
@@ -104,10 +104,11 @@ def smallest_budget(
 
 
 def _default(length: int, base: MPCacheConfig | None) -> list[CachePolicy]:
-    """MPCache at each budget that a prompt of that length can meet, from small to large."""
+    """MPCache with each share that stays, with its clusters and without, from small to large budgets."""
+    base = MPCacheConfig() if base is None else base
+    every = [replace(base, gamma=gamma, levels=levels) for gamma in BUDGETS for levels in {base.levels, ()}]
     made: list[CachePolicy] = []
-    for budget in BUDGETS:
-        policy = mpcache_at(budget, length, base)
+    for policy in sorted(every, key=lambda policy: attended(policy, length)):
         if not made or attended(policy, length) > attended(made[-1], length):
             made.append(policy)
     return made
