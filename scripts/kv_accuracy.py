@@ -116,10 +116,8 @@ def variants(budget: float, length: int) -> dict[str, CachePolicy]:
     base = MPCacheConfig.paper(gamma=MPCacheConfig.gamma, least=40)
     return {
         "mpcache-all-kept": mpcache_at(budget, length, MPCacheConfig.paper(gamma=1)),
-        "mpcache-pooled": mpcache_at(
-            budget, length, MPCacheConfig.paper(gamma=0.5, observed=QUERIES / length, pool=7, least=40)
-        ),
-        "mpcache-first-4": mpcache_at(budget, length, MPCacheConfig.paper(gamma=0.5, first=4, least=40)),
+        "mpcache-pooled": mpcache_at(budget, length, replace(base, observed=QUERIES, pool=7)),
+        "mpcache-first-4": mpcache_at(budget, length, replace(base, first=4)),
     }
 
 
