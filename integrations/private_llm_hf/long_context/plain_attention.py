@@ -1,0 +1,233 @@
+"""Attention of an ordinary plaintext model over the entries that a cache policy leaves, known to transformers by name.
+
+    with policy_attention(model):
+        model.generate(**inputs, past_key_values=PolicyCache(MPCacheConfig(gamma=0.25), model))
+
+Inside the context the model attends through `NAME`, to whatever cache it is given (none, or any other: as always);
+after it, as before. What stays and what is attended to is decided by the cache (`plain_cache.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from private_llm.errors import ConfigError, UnsupportedOp
+
+NAME = "private_llm_policy"
+"""What `config._attn_implementation` is while the policy attends."""
+
+_CHUNK = 256
+"""Queries whose scores are in memory at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """How a call makes scores: their `scale`, `softcap` (None: none), `sinks` [H] (None: none), how many neighbouring
+    heads are `merged`, and whether a query sees its own and earlier positions only although no mask says so (`causal`,
+    a first call alone).
+    """
+
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+    merged: int
+    causal: bool
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but a scale, which torch's own attention knows."""
+        return self.softcap is None and self.sinks is None and self.merged == 1
+
+
+class Layer(Protocol):
+    """What attention asks of a cache's layer. A mask of None allows everything, but for `Scoring.causal`."""
+
+    merged_heads: int
+
+    def counted(self, queries: int) -> int:
+        """How many of a call's last queries' attention is wanted."""
+
+    def columns(self, allowed: Tensor | None, heads: int) -> Tensor | None:
+        """Of a mask over all positions the columns of the entries held."""
+
+    def choose(self, query: Tensor) -> Tensor | None:
+        """The entries that a call attends to; None: all held."""
+
+    def attended(self, query: Tensor, mass: Tensor | None, allowed: Tensor | None, call: Scoring) -> None:
+        """A call is done. mass: what the entries held got, [B, G, held]; None if not counted."""
+
+
+class HeldKeys(Tensor):
+    """Keys that know the layer of the cache that holds them. Operations on them give ordinary tensors."""
+
+    layer: Layer
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+@contextmanager
+def policy_attention(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """While inside, the model attends through `NAME`, which cache policies need; after it, as before.
+
+    Raises UnsupportedOp if its attention does not go through transformers' AttentionInterface.
+    """
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    configs = _configs(model)
+    before = [config._attn_implementation for config in configs]
+    try:
+        model.set_attn_implementation(NAME)
+        if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+            raise UnsupportedOp(f"{type(model).__name__} has an attention of its own, which no cache policy can serve")
+        yield model
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation_internal = implementation
+
+
+def _configs(model: PreTrainedModel) -> list[Any]:
+    """All configurations in a model, each once."""
+    found = {id(model.config): model.config}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            found[id(config)] = config
+    return list(found.values())
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    position_bias: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """q [B, H, q, D], k and v [B, G, kv, D] to ([B, q, H, D], no attention weights); the layer of `key` decides.
+
+    s_aux: a sink for each head [H]. Raises UnsupportedOp for a position bias, an additive mask and dropout.
+    """
+    if position_bias is not None or dropout:
+        what = "dropout" if dropout else "a position bias"
+        raise UnsupportedOp(f"{type(module).__name__}: {what} is not supported under {NAME}")
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        raise UnsupportedOp(
+            f"{type(module).__name__}: got an additive mask; want a boolean one, or a tokenizer's [B, S]"
+        )
+    layer: Layer | None = None
+    if isinstance(key, HeldKeys):
+        layer, key = key.layer, key.as_subclass(Tensor)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = attention_mask is None and query.shape[2] > 1 and causal
+    call = Scoring(scale, softcap, s_aux, 1 if layer is None else layer.merged_heads, causal)
+    if layer is None:
+        return _weigh(module, query, key, value, attention_mask, call, 0)[0].transpose(1, 2), None
+    counted, pick, held = layer.counted(query.shape[2]), layer.choose(query), key.shape[2]
+    allowed = layer.columns(attention_mask, query.shape[1])
+    if pick is None:
+        out, mass = _weigh(module, query, key, value, allowed, call, counted)
+    else:
+        wide = pick.unsqueeze(-1)
+        key, value = (part.gather(2, wide.expand(*pick.shape, part.shape[-1])) for part in (key, value))
+        seen = None if allowed is None else columns_at(allowed, pick, query.shape[1])
+        out, mass = _weigh(module, query, key, value, seen, call, counted)
+        mass = None if mass is None else mass.new_zeros(*pick.shape[:2], held).scatter(-1, pick, mass)
+    layer.attended(query, mass, attention_mask, call)
+    return out.transpose(1, 2), None
+
+
+def columns_at(table: Tensor, index: Tensor, heads: int) -> Tensor:
+    """Of a table [B or 1, H or 1, q, n] the columns `index`, int64 [B or 1, G or 1, kept]: [B, H or 1, q, kept]."""
+    index = index.repeat_interleave(heads // index.shape[1], dim=1) if index.shape[1] > 1 else index
+    outer = torch.broadcast_shapes(table.shape[:2], index.shape[:2])
+    return table.expand(*outer, -1, -1).gather(-1, index.unsqueeze(2).expand(*outer, table.shape[2], -1))
+
+
+def _weigh(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, call: Scoring, counted: int
+) -> tuple[Tensor, Tensor | None]:
+    """Outputs [B, H, q, Dv], and the attention [B, G, kv] that entries got from the last `counted` queries (0: None).
+
+    allowed: bool, broadcastable to [B, H, q, kv]; a query that sees nothing gives and gets nothing.
+    """
+    if call.plain:
+        mass = mass_of(query, key, allowed, call, counted) if counted else None
+        out = sdpa_attention_forward(module, query, key, value, allowed, scaling=call.scale, is_causal=call.causal)[0]
+        return out.transpose(1, 2), mass
+    start, outputs = query.shape[2] - counted, []
+    total = _zeros(key) if counted else None
+    values = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    for number, weights in enumerate(_probabilities(query, key, allowed, call, 0)):
+        outputs.append(weights.to(value.dtype) @ values)
+        if total is not None:
+            total += _grouped(weights[:, :, max(0, start - number * _CHUNK) :], key.shape[1])
+    return torch.cat(outputs, dim=2), total
+
+
+def mass_of(query: Tensor, key: Tensor, allowed: Tensor | None, call: Scoring, counted: int) -> Tensor:
+    """[B, G, kv], at least float32: probabilities, summed over the last `counted` queries and the heads of a group."""
+    total = _zeros(key)
+    for weights in _probabilities(query, key, allowed, call, query.shape[2] - counted):
+        total += _grouped(weights, key.shape[1])
+    return total
+
+
+def _probabilities(query: Tensor, key: Tensor, allowed: Tensor | None, call: Scoring, start: int) -> Iterator[Tensor]:
+    """[B, H, some q, kv], at least float32, from query `start` on; rows that see nothing are zeros.
+
+    Raises ConfigError if heads cannot be merged so.
+    """
+    batch, heads, queries, size = query.shape
+    groups = key.shape[1]
+    among = heads if heads == groups else heads // groups
+    if among % call.merged:
+        whose = "heads that there are" if heads == groups else "heads that share a key head"
+        raise ConfigError(f"kv_cache: merged: got {call.merged}; want a divisor of {among}, the {whose}")
+    for begin in range(start, queries, _CHUNK):
+        rows = query[:, :, begin : begin + _CHUNK]
+        scores = (rows.reshape(batch, groups, -1, size) * call.scale) @ key.transpose(2, 3)
+        scores = scores.view(batch, heads, rows.shape[2], -1)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        if call.merged > 1:
+            pairs = scores.unflatten(1, (-1, call.merged))
+            scores = pairs.mean(2, keepdim=True).expand_as(pairs).flatten(1, 2)
+        if call.causal:
+            numbers = torch.arange(begin, begin + rows.shape[2], device=key.device)
+            later = torch.arange(key.shape[2], device=key.device) > numbers.unsqueeze(-1)
+            scores = scores.masked_fill(later, -torch.inf)
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed[:, :, begin : begin + _CHUNK], -torch.inf)
+        if call.sinks is not None:
+            sink = call.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(batch, heads, rows.shape[2], 1)
+            yield torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+        elif allowed is not None:
+            yield scores.softmax(-1).nan_to_num(0.0)
+        else:
+            yield scores.softmax(-1)
+
+
+def _zeros(key: Tensor) -> Tensor:
+    return torch.zeros(key.shape[:3], dtype=torch.promote_types(key.dtype, torch.float32), device=key.device)
+
+
+def _grouped(weights: Tensor, groups: int) -> Tensor:
+    """[B, H, q, kv] summed over queries and the heads of a group: [B, G, kv]."""
+    made: Tensor = weights.sum(2).unflatten(1, (groups, -1)).sum(2)
+    return made

@@ -1,0 +1,189 @@
+"""Any cache policy, entry by entry in plain Python loops: the reference of the plaintext executor.
+
+Nothing is gathered or dropped: transformers' own cache keeps all keys and values, and each query's scores are made for
+the positions on a list alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from private_llm.kv_policies.policy import CachePolicy, Selection
+
+NAME = "slow_policy"
+
+
+@dataclass
+class HeadState:
+    """One key head of one row in one layer: positions that count, what they got, and the last choices."""
+
+    live: list[int] = field(default_factory=list)
+    gone: set[int] = field(default_factory=set)
+    mass: dict[int, float] = field(default_factory=dict)
+    stayed: list[int] = field(default_factory=list)
+    chosen: list[int] = field(default_factory=list)
+    heavy: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+
+class SlowPolicy:
+    """State of a whole model. windows: layers whose attention is the model's own."""
+
+    def __init__(self, policy: CachePolicy, windows: list[bool]) -> None:
+        self.policy, self.windows = policy, windows
+        self.heads: dict[tuple[int, int, int], HeadState] = {}
+        self.position = [0] * len(windows)
+
+    def leader(self, layer: int) -> int:
+        """The first layer of its group that is not windowed."""
+        mine = self.policy.sharing.leader(layer)
+        return next(i for i, w in enumerate(self.windows) if not w and self.policy.sharing.leader(i) == mine)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float | None
+    ) -> Tensor:
+        policy, (batch, heads, queries, _), groups = self.policy, q.shape, k.shape[1]
+        each, before = heads // groups, self.position[layer]
+        self.position[layer] = total = before + queries
+        out = torch.zeros(batch, heads, queries, v.shape[-1], dtype=v.dtype)
+        counted = 0 if self.windows[layer] else min(queries, policy.mass_queries(queries))
+        for row in range(batch):
+            got: dict[int, dict[int, float]] = {g: {} for g in range(groups)}
+            for group in range(groups):
+                state = self.heads.setdefault((layer, row, group), HeadState())
+                state.live += range(before, total)
+                for position in range(before, total):
+                    state.mass[position] = 0.0
+                self.choose(layer, row, group, q[row, group * each : (group + 1) * each], k[row, group])
+            for query in range(queries):
+                scores = []
+                for head in range(heads):
+                    state = self.heads[layer, row, head // each]
+                    seen = [p for p in state.chosen if mask[row, 0, query, p] and p not in state.gone]
+                    raw = {p: float(q[row, head, query] @ k[row, head // each, p]) * scale for p in seen}
+                    scores.append({p: x if cap is None else cap * math.tanh(x / cap) for p, x in raw.items()})
+                for head in range(heads):
+                    start = head - head % policy.merged_heads
+                    pair = scores[start : start + policy.merged_heads]
+                    mixed = {p: sum(one[p] for one in pair) / len(pair) for p in scores[head]}
+                    if not mixed:
+                        continue
+                    top = max(mixed.values())
+                    weights = {p: math.exp(x - top) for p, x in mixed.items()}
+                    norm = sum(weights.values())
+                    for p, weight in weights.items():
+                        out[row, head, query] += weight / norm * v[row, head // each, p]
+                        if query >= queries - counted:
+                            mine = got[head // each]
+                            mine[p] = mine.get(p, 0.0) + weight / norm
+            if not self.windows[layer]:
+                for group in range(groups):
+                    self.evict(layer, row, group, got[group], queries, total, mask[row, 0, -1])
+        return out
+
+    # -- selection ----------------------------------------------------------------------------------------------
+    def choose(self, layer: int, row: int, group: int, q: Tensor, k: Tensor) -> None:
+        """q [heads of the group, queries, D], k [T, D]."""
+        state, selection = self.heads[layer, row, group], self.policy.selection
+        state.chosen = list(state.live)
+        shape = (
+            None if selection is None or q.shape[1] != 1 or self.windows[layer] else selection.shape(len(state.live))
+        )
+        if selection is None or shape is None:
+            return
+        if self.leader(layer) != layer:
+            theirs = self.heads[self.leader(layer), row, group]
+            state.chosen = list(theirs.chosen)
+            return
+        query, left = q[:, 0].sum(0), [(shape.first, shape.first + shape.clustered)]
+        for size, kept in zip(shape.sizes, shape.kept, strict=True):
+            clusters = [(a, a + size) for begin, end in left for a in range(begin, end, size)]
+            likeness = []
+            for a, b in clusters:
+                likeness.append(float(query @ stands_for(selection, state, k, state.live[a:b])))
+            order = sorted(range(len(clusters)), key=lambda i, x=likeness: (-x[i], i))[:kept]
+            left = [clusters[i] for i in sorted(order)]
+        places = [*range(shape.first), *(p for a, b in left for p in range(a, b))]
+        places += range(shape.first + shape.clustered, len(state.live))
+        state.chosen = [state.live[p] for p in places]
+
+    # -- eviction -----------------------------------------------------------------------------------------------
+    def evict(
+        self, layer: int, row: int, group: int, got: dict[int, float], queries: int, total: int, tokens: Tensor
+    ) -> None:
+        state, eviction = self.heads[layer, row, group], self.policy.eviction
+        heavy = self.policy.selection is not None and self.policy.selection.represent == "heavy"
+        if eviction is None and not heavy:
+            return
+        for position, value in got.items():
+            state.mass[position] += value
+        if eviction is None:
+            return
+        alive = [p for p in state.live if p not in state.gone]
+        want = self.policy.entries(len(alive), total, queries)
+        if want >= len(alive):
+            return
+        if self.leader(layer) != layer:
+            stay = self.heads[self.leader(layer), row, group].stayed
+        else:
+            mass = {p: got.get(p, 0.0) for p in alive} if eviction.memory == "call" else state.mass
+            half = eviction.pool // 2
+            smooth = {}
+            for i, p in enumerate(alive):
+                near = [mass[alive[j]] for j in range(max(0, i - half), min(len(alive), i + half + 1))]
+                smooth[p] = sum(near) / eviction.pool if bool(tokens[p]) else -1.0
+            fixed = set(alive[: eviction.first]) | set(alive[len(alive) - eviction.newest(want) :])
+            rest = sorted((p for p in alive if p not in fixed), key=lambda p: (-smooth[p], p))
+            stay = sorted(fixed | set(rest[: want - len(fixed)]))
+        state.stayed = list(stay)
+        if eviction.drop:
+            state.live = list(stay)
+        else:
+            state.gone |= set(alive) - set(stay)
+        if eviction.memory == "since":
+            state.mass = dict.fromkeys(state.live, 0.0)
+
+
+def stands_for(selection: Selection, state: HeadState, k: Tensor, cluster: list[int]) -> Tensor:
+    """Heavy keys are those of the first query that met the whole cluster."""
+    keys = [k[p] for p in cluster]
+    if selection.represent == "extremes":
+        most = torch.stack([max(column) for column in zip(*keys, strict=True)])
+        least = torch.stack([min(column) for column in zip(*keys, strict=True)])
+        return selection.alpha * most + (1 - selection.alpha) * least
+    if selection.represent == "heavy":
+        best = sorted(cluster, key=lambda p: (-state.mass[p], p))[: selection.heavy]
+        return sum((k[p] for p in state.heavy.setdefault(tuple(cluster), best)), torch.zeros_like(keys[0]))
+    total = sum(keys, torch.zeros_like(keys[0]))
+    return total / len(keys) if selection.represent == "mean" else total / float((total * total).sum()) ** 0.5
+
+
+@contextmanager
+def slow_policy(model: PreTrainedModel, policy: CachePolicy, windows: list[bool]) -> Iterator[SlowPolicy]:
+    """The model attends by the reference, over transformers' own DynamicCache()."""
+    state = SlowPolicy(policy, windows)
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float,
+        softcap: float | None = None, **_: object,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        out = state.attend(module.layer_idx, query, key, value, attention_mask, scaling, softcap)
+        return out.transpose(1, 2), None
+
+    def mask(*args: object, **kwargs: object) -> Tensor:
+        kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        return sdpa_mask(*args, **kwargs)
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    yield state
+    model.set_attn_implementation(before)
