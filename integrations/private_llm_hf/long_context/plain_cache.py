@@ -149,7 +149,7 @@ class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         policy, eviction = self.policy, self.policy.eviction
         alive, queries = self.alive, self.position - self.start
-        want = policy.entries(alive, self.position, queries)
+        want = policy.ranked(alive, self.position, queries)
         if eviction is None:
             if self._heavy:
                 self._remember(mass)
