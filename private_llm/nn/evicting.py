@@ -93,7 +93,7 @@ class EvictingLayer:
             out, mass = attend_to_chosen(
                 call.query, keys, values, call.mask, call.scale, call.softcap, call.sinks, chosen,
                 None if self._penalty is None else self._penalty.scale_int(int(FORBIDDEN)), weigh=counted > 0,
-            )
+            )  # fmt: skip
         self._count(mass if counted else None, counted * call.query.shape[1] // keys.shape[1])
         self._evict(call, queries)
         return out
@@ -169,8 +169,10 @@ class EvictingLayer:
         eviction, buffer = self.policy.eviction, self.buffer
         alive = buffer.length - self._hidden
         kept = self.policy.ranked(alive, buffer.position, queries)
+        newest = 0 if eviction is None else eviction.newest(kept)
+        if self._penalty is not None and (buffer.newest or 0) < newest:
+            kept = alive  # after a crop nobody knows how many of the newest entries are hidden
         if eviction is not None and kept < alive:
-            newest = eviction.newest(kept)
             self.evicted = self._rank(eviction, call, kept, newest) if self.leader is None else self.leader.evicted
             if self.evicted is None:
                 raise UnsupportedOp(_NOT_CHOSEN)
@@ -220,6 +222,7 @@ class EvictingLayer:
         batch, groups = evicted.marks.shape[:2]
         ends = [_ones(evicted.marks, (batch, groups, n)) for n in (evicted.first, evicted.newest)]
         marks = concatenated([ends[0], evicted.marks, ends[1]], 2)
+        self.buffer.newest = evicted.newest  # cropping more would remove a secret number of hidden entries
         self._penalty = (marks - 1.0).view(lambda part: part.unsqueeze(2))
         self._hidden = marks.shape[2] - kept
         if self.policy.eviction is not None and self.policy.eviction.memory != "always":

@@ -173,7 +173,8 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 class SecretCache(Cache):  # type: ignore[misc]
     """All layers of a decoder. Copying (copy.deepcopy) shares the entries so far.
 
-    windowed: layers whose attention the model bounds itself; under a policy that chooses by secrets they keep all.
+    windowed: layers whose attention the model bounds itself; under a policy that chooses by secrets they keep all, and
+    layers that would share their choices share those of the first layer of the group that has no window.
     """
 
     def __init__(self, policy: CachePolicy = KEEP_ALL, windowed: frozenset[int] = frozenset()) -> None:
@@ -197,9 +198,9 @@ class SecretCache(Cache):  # type: ignore[misc]
         number, policy = len(self.layers), self.policy
         if number in self.windowed and (policy.eviction is not None or policy.selection is not None):
             return SecretCacheLayer()
-        first = policy.sharing.leader(number)
-        leader = None if first == number or first in self.windowed else self.layers[first]
-        return SecretCacheLayer(policy, leader)
+        group = range(policy.sharing.leader(number), number)
+        first = next((other for other in group if other not in self.windowed), None)
+        return SecretCacheLayer(policy, None if first is None else self.layers[first])
 
     def evict(self, padding: Tensor | None) -> None:
         """Ask the policy in every layer, after a call. padding: [B, position], non-zero where a token counts."""
