@@ -23,7 +23,7 @@ from private_llm.approx.tanh import precise_tanh
 from private_llm.exact.maximum import concatenated
 from private_llm.kv_policies.policy import ClusterShape
 from private_llm.nn.attention import mixed_values, pattern_of, scaled, soften
-from private_llm.nn.selection_costs import cheapest_gather
+from private_llm.nn.selection_costs import LIKENESS_BITS, cheapest_gather
 from private_llm.oblivious.chosen_rows import ChosenRows, one_hot_rows, shuffled_rows
 from private_llm.oblivious.topk import largest_bits
 from private_llm.ranges import REACH
@@ -31,9 +31,6 @@ from private_llm.tensor.fixed import Fixed, arithmetic
 from private_llm.tensor.range_check import watch_flat
 from private_llm.tensor.scale import times_scalar
 from private_llm.tensor.secret import SLACK, SecretTensor
-
-LIKENESS_BITS = 8
-"""Fractional bits of likeness: ranking needs no more."""
 
 FORBIDDEN = 2.0**16
 """What a score at padding is less."""
