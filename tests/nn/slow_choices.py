@@ -13,10 +13,10 @@ GAP = 2.0**-5
 """Ranked numbers that decide lie further apart than shares tell them apart (2^-8, and errors of products)."""
 
 
-def best(values: list[float], count: int, exact: bool = False) -> list[int]:
+def best(values: list[float], count: int, exact: bool = False, gap: float = GAP) -> list[int]:
     """Indices of the largest, ascending; of equal ones the first. Raises ValueError for a near tie unless `exact`."""
     order = sorted(range(len(values)), key=lambda i: (-values[i], i))
-    if not exact and count < len(values) and values[order[count - 1]] - values[order[count]] < GAP:
+    if not exact and 0 < count < len(values) and values[order[count - 1]] - values[order[count]] < gap:
         raise ValueError("a near tie; take another seed")
     return sorted(order[:count])
 
