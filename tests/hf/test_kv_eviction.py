@@ -248,7 +248,7 @@ def test_transcripts_of_two_prompts_are_equal(protocol: str, gather: str, monkey
             for transport in recorded:
                 transport.messages.clear()
             private.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
-            seen.append({transport.party: list(transport.outline) for transport in recorded})
+            seen.append({transport.ledger.party: transport.outline for transport in recorded})
     assert sum(map(len, seen[0].values())) > 1000
     assert seen[0] == seen[1]
 
@@ -282,7 +282,7 @@ def test_what_parties_hold_falls_with_gamma() -> None:
 
 
 def test_each_layer_forgets_before_the_next_attends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a prompt is never held whole by all layers. Room for 32 entries more is counted."""
+    """So a prompt is never held whole by all layers; memory is that of the entries that stay."""
     seen: list[tuple[int, int]] = []
     original = EvictingLayer.attend
 
@@ -291,8 +291,10 @@ def test_each_layer_forgets_before_the_next_attends(monkeypatch: pytest.MonkeyPa
         rows = layer.buffer._rows
         if rows is None:
             raise AssertionError("nothing is held")
-        stored = rows[0].parts[0].untyped_storage().nbytes() // (rows[0].parts[0][0, :, 0].numel() * 2 * 8)
-        seen.append((layer.buffer.length, stored))
+        parts = [part for each in rows for part in each.parts]
+        stored = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
+        entry = sum(part[:, :, 0].numel() * part.element_size() for part in parts)
+        seen.append((layer.buffer.length, sum(stored.values()) // entry))
         return out
 
     monkeypatch.setattr(EvictingLayer, "attend", watched)
