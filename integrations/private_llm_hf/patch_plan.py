@@ -16,13 +16,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError
-from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.ranges import QUANTITIES, UNKNOWN, Ranges, layer_of
 from private_llm.token_sharding import ShardingPlan
 from private_llm_hf.handlers import handler_of
-from private_llm_hf.models.architectures import architecture, attention_of
-from private_llm_hf.models.latent import expands_latents
+from private_llm_hf.models.cache_policies import check_cache_policy
 from private_llm_hf.token_sharding.attention_calls import run_without_values
 from private_llm_hf.token_sharding.cut import Cut
 
@@ -78,7 +75,7 @@ def make_patch_plan(model: PreTrainedModel, config: PrivateConfig) -> PatchPlan:
     Raises PatchMismatch for an architecture that is not run, ConfigError for a cache policy that the model's attention
     cannot follow.
     """
-    _check_kv_cache(model, config)
+    check_cache_policy(model, config)
     nodes = _at_nodes(model, config)
     rows: list[PatchRow] = []
     listed: set[int] = set()
@@ -122,20 +119,6 @@ def unknown_modules(model: PreTrainedModel) -> list[str]:
         and (any(True for _ in module.parameters(recurse=False)) or not any(True for _ in module.children()))
         and handler_of(module) is None
     ]
-
-
-def _check_kv_cache(model: PreTrainedModel, config: PrivateConfig) -> None:
-    kind, model_type = architecture(model.config).kind, model.config.model_type
-    if config.kv_cache != KEEP_ALL and (
-        kind != "decoder"
-        or attention_of(model_type, type(model)) != "private_llm"
-        or any(expands_latents(module) for module in model.modules())
-    ):
-        raise ConfigError(
-            f"{type(model).__name__}: kv_cache {config.kv_cache.name!r} needs a decoder whose attention goes "
-            "through transformers' attention interface with the keys and values of its cache, which "
-            f"{model_type!r} is not; use KeepAll()"
-        )
 
 
 def ranges_table(ranges: Ranges) -> Table:

@@ -24,6 +24,14 @@ class H2O(BudgetedPolicy):
     recent: int = 4
     every: int | None = 1
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.first + self.eviction.newest(self.least) >= self.least:
+            raise ConfigError(
+                f"kv_cache: first: got {self.first}; want less than half of least={self.least}, the entries that stay "
+                "of a short text: the other half are the newest"
+            )
+
     def mass_queries(self, queries: int) -> int:
         """All."""
         return queries

@@ -67,7 +67,8 @@ class EvictingLayer:
         self.evicted: Evicted | None = None
         self._mass: Fixed | None = None
         self._mass_bound = 0
-        self._penalty: Fixed | None = None
+        self._penalty: Fixed | None = None  # -1 at the entries that are hidden, else 0: [B, G, 1, n]
+        self._hidden = 0
         self._clusters: list[Fixed] | None = None
 
     # -- attention ---------------------------------------------------------------------------------------------
@@ -79,6 +80,7 @@ class EvictingLayer:
         """
         self.chosen = self.evicted = None
         keys, values = self._held()
+        self._mass = None if self._mass is None else _longer(self._mass, self.buffer.length)
         self._penalty = None if self._penalty is None else _longer(self._penalty, self.buffer.length)
         counted = 0 if self.leader is not None else self.policy.mass_queries(queries)
         chosen = self._choose(call.query, keys, values.shape[-1])
@@ -89,8 +91,9 @@ class EvictingLayer:
             )  # fmt: skip
         else:
             out, mass = attend_to_chosen(
-                call.query, keys, values, call.mask, call.scale, call.softcap, call.sinks, chosen, self._penalty
-            )
+                call.query, keys, values, call.mask, call.scale, call.softcap, call.sinks, chosen,
+                None if self._penalty is None else self._penalty.scale_int(int(FORBIDDEN)), weigh=counted > 0,
+            )  # fmt: skip
         self._count(mass if counted else None, counted * call.query.shape[1] // keys.shape[1])
         self._evict(call, queries)
         return out
@@ -106,7 +109,8 @@ class EvictingLayer:
         if self._penalty is None:
             return None
         shared = query.shape[1] // self._penalty.shape[1]
-        return self._penalty.view(lambda part: part.repeat_interleave(shared, 1).expand(-1, -1, query.shape[2], -1))
+        addend = self._penalty.scale_int(int(FORBIDDEN))
+        return addend.view(lambda part: part.repeat_interleave(shared, 1).expand(-1, -1, query.shape[2], -1))
 
     def _choose(self, query: Fixed, keys: Fixed, value_size: int) -> Chosen | None:
         """What a single query attends to; None: everything."""
@@ -155,24 +159,24 @@ class EvictingLayer:
     def _count(self, mass: Fixed | None, bound: int) -> None:
         """Add this call's attention, at most `bound` an entry, as the policy's memory says."""
         memory = self.policy.eviction.memory if self.policy.eviction is not None else "since"
-        length = self.buffer.length
-        if mass is None:
-            self._mass = None if memory == "call" or self._mass is None else _longer(self._mass, length)
-        elif self._mass is None or memory == "call":
+        if self._mass is None or memory == "call":
             self._mass, self._mass_bound = mass, bound
-        else:
-            self._mass, self._mass_bound = _longer(self._mass, length) + mass, self._mass_bound + bound
+        elif mass is not None:
+            self._mass, self._mass_bound = self._mass + mass, self._mass_bound + bound
 
     def _evict(self, call: Call, queries: int) -> None:
         """After a call: forget all but as many entries as the policy says, and make clusters of a prompt's rest."""
         eviction, buffer = self.policy.eviction, self.buffer
-        kept = self.policy.ranked(buffer.length, buffer.position, queries)
-        if eviction is not None and kept < buffer.length:
-            newest = eviction.newest(kept)
+        alive = buffer.length - self._hidden
+        kept = self.policy.ranked(alive, buffer.position, queries)
+        newest = 0 if eviction is None else eviction.newest(kept)
+        if self._penalty is not None and (buffer.newest or 0) < newest:
+            kept = alive  # after a crop nobody knows how many of the newest entries are hidden
+        if eviction is not None and kept < alive:
             self.evicted = self._rank(eviction, call, kept, newest) if self.leader is None else self.leader.evicted
             if self.evicted is None:
                 raise UnsupportedOp(_NOT_CHOSEN)
-            self._forget(self.evicted, eviction)
+            self._forget(self.evicted, eviction, kept)
         if queries > 1 and self.leader is None:
             self._representatives(self._held()[0])
 
@@ -186,6 +190,8 @@ class EvictingLayer:
         if tokens is not None:
             mass = mass.scale_int(tokens[:, None].to(mass.share.parts[0]))
             mass = mass - (~tokens)[:, None].double().to(mass.share.parts[0].device)
+        if self._penalty is not None:  # hidden entries rank after padding
+            mass = mass + self._penalty.view(lambda part: part.squeeze(2)).scale_int(2)
         middle = mass.view(lambda part: part[:, :, first : held - newest])
         wanted = kept - first - newest
         bound = max(1, self._mass_bound * eviction.pool)
@@ -194,10 +200,10 @@ class EvictingLayer:
         stay = None if tokens is None else _tokens_that_stay(tokens, first, newest, wanted)
         return Evicted(made, first, newest, stay, marks)
 
-    def _forget(self, evicted: Evicted, eviction: Eviction) -> None:
+    def _forget(self, evicted: Evicted, eviction: Eviction, kept: int) -> None:
         keys, values = self._held()
         if not eviction.drop:
-            self._hide(evicted)
+            self._hide(evicted, kept)
             return
         size = keys.shape[-1]
         pairs = zip(keys.share.parts, values.share.parts, strict=True)
@@ -211,13 +217,14 @@ class EvictingLayer:
             self._mass = self._kept(column, evicted).view(lambda part: part.squeeze(-1)) if always else None
             self._mass_bound = self._mass_bound if always else 0
 
-    def _hide(self, evicted: Evicted) -> None:
-        """The baseline: evicted entries stay, and their scores are far below all others."""
+    def _hide(self, evicted: Evicted, kept: int) -> None:
+        """The baseline: evicted entries stay, and their scores will be far below all others."""
         batch, groups = evicted.marks.shape[:2]
         ends = [_ones(evicted.marks, (batch, groups, n)) for n in (evicted.first, evicted.newest)]
         marks = concatenated([ends[0], evicted.marks, ends[1]], 2)
-        penalty = (marks - 1.0).scale_int(int(FORBIDDEN)).view(lambda part: part.unsqueeze(2))
-        self._penalty = penalty if self._penalty is None else self._penalty + penalty
+        self.buffer.newest = evicted.newest  # cropping more would remove a secret number of hidden entries
+        self._penalty = (marks - 1.0).view(lambda part: part.unsqueeze(2))
+        self._hidden = marks.shape[2] - kept
         if self.policy.eviction is not None and self.policy.eviction.memory != "always":
             self._mass, self._mass_bound = None, 0
 
@@ -239,6 +246,7 @@ class EvictingLayer:
         self._mass = None if self._mass is None or not length else self._mass.view(lambda part: part[:, :, :length])
         if self._penalty is not None:
             self._penalty = self._penalty.view(lambda part: part[..., :length]) if length else None
+            self._hidden = self._hidden if length else 0
         selection = self.policy.selection
         if self._clusters is not None and selection is not None:
             whole = max(0, length - selection.first) // selection.levels[0].size
@@ -259,7 +267,8 @@ class EvictingLayer:
         """Another layer with the same entries so far, which follows `leader`."""
         twin = EvictingLayer(self.policy, leader)
         twin.buffer = self.buffer.copy()
-        twin._mass, twin._mass_bound, twin._penalty = self._mass, self._mass_bound, self._penalty
+        twin._mass, twin._mass_bound = self._mass, self._mass_bound
+        twin._penalty, twin._hidden = self._penalty, self._hidden
         twin._clusters = None if self._clusters is None else list(self._clusters)
         twin.chosen, twin.evicted = self.chosen, self.evicted
         return twin
@@ -269,7 +278,7 @@ class EvictingLayer:
         clusters = None if self._clusters is None else self._clusters[0].shape[2]
         return (
             self.buffer.hidden, self.buffer.newest, self.buffer.tokens, clusters, self._mass is not None,
-            self._mass_bound, self._penalty is not None,
+            self._mass_bound, self._hidden,
         )  # fmt: skip
 
 

@@ -8,6 +8,12 @@ from private_llm.tensor.fixed import Fixed
 Merged = tuple[Fixed, Fixed, Fixed, float]
 
 
+def can_merge(heads: int, groups: int, merged: int) -> bool:
+    """Whether `merged` neighbouring ones of `heads` query heads on `groups` key heads can attend as one."""
+    shared = heads // groups
+    return heads % merged == 0 and (merged % shared == 0 or shared % merged == 0)
+
+
 def merge_heads(query: Fixed, key: Fixed, value: Fixed, merged: int, scale: float) -> Merged:
     """q [B, H, q, D], k and v [B, G, n, D] as heads of the mean scores, with their scale; `apart` undoes it. Local.
 
@@ -16,7 +22,7 @@ def merge_heads(query: Fixed, key: Fixed, value: Fixed, merged: int, scale: floa
     """
     heads, groups = query.shape[1], key.shape[1]
     shared = heads // groups
-    if heads % merged or (merged % shared and shared % merged):
+    if not can_merge(heads, groups, merged):
         raise DomainError(
             f"head merging: got {merged} heads for {heads} query heads and {groups} key heads; want a number that "
             "divides the query heads of a key head, or is a multiple of them and divides all"

@@ -23,7 +23,7 @@ from private_llm.approx.tanh import precise_tanh
 from private_llm.exact.maximum import concatenated
 from private_llm.kv_policies.policy import ClusterShape
 from private_llm.nn.attention import mixed_values, pattern_of, scaled, soften
-from private_llm.nn.selection_costs import cheapest_gather
+from private_llm.nn.selection_costs import LIKENESS_BITS, cheapest_gather
 from private_llm.oblivious.chosen_rows import ChosenRows, one_hot_rows, shuffled_rows
 from private_llm.oblivious.topk import largest_bits
 from private_llm.ranges import REACH
@@ -31,9 +31,6 @@ from private_llm.tensor.fixed import Fixed, arithmetic
 from private_llm.tensor.range_check import watch_flat
 from private_llm.tensor.scale import times_scalar
 from private_llm.tensor.secret import SLACK, SecretTensor
-
-LIKENESS_BITS = 8
-"""Fractional bits of likeness: ranking needs no more."""
 
 FORBIDDEN = 2.0**16
 """What a score at padding is less."""
@@ -69,14 +66,15 @@ def choose_clusters(
 ) -> Chosen:
     """The clusters most like a query [B, H, 1, D], by `representatives` [B, G, clusters, D] of each level.
 
-    Likeness, with D elements each below 2^10 times its number, must stay below 2^20; it is watched. One product of all
-    levels' likenesses, and for each level a top-k and the making of its rows. gather: as `Selection`, value_size: of a
-    value, for "auto".
+    Likeness must stay below 2^20; it is watched. One product of all levels' likenesses (a truncation before it, of a
+    query that a rotary embedding left with many fractional bits: the ring has no room for both), and for each level a
+    top-k and the making of its rows. gather: as `Selection`, value_size: of a value, for "auto".
     """
     batch, heads, _, depth = query.shape
     groups = representatives[0].shape[1]
     blocks, shared = batch * groups, heads // groups
     total = query.view(lambda part: part.reshape(batch, groups, shared, depth).sum(2, keepdim=True, dtype=part.dtype))
+    total = total.at(query.session.frac) if total.frac > query.session.frac + SLACK else total
     every = concatenated(list(representatives), 2)
     likeness = total.matmul(every.view(lambda part: part.transpose(-1, -2)), frac=LIKENESS_BITS)
     watch_flat(likeness, REACH - 1 + likeness.frac)
@@ -105,16 +103,17 @@ def _rows(likeness: Fixed, there: int, kept: int, gather: str) -> ChosenRows:
 
 def attend_to_chosen(
     query: Fixed, key: Fixed, value: Fixed, mask: Tensor | None, scale: float, softcap: float | None,
-    sinks: Fixed | None, chosen: Chosen, addend: Fixed | None = None,
-) -> tuple[Fixed, Fixed]:  # fmt: skip
-    """Attention of q [B, H, 1, D] to the chosen of k, v [B, G, n, D]: [B, H, 1, Dv], and each entry's mass [B, G, n].
+    sinks: Fixed | None, chosen: Chosen, addend: Fixed | None = None, weigh: bool = True,
+) -> tuple[Fixed, Fixed | None]:  # fmt: skip
+    """Attention of q [B, H, 1, D] to the chosen of k, v [B, G, n, D]: [B, H, 1, Dv]; each entry's mass [B, G, n].
 
     mask: public, bool [B or 1, H or 1, 1, n]; a row without any entry stays zero (heads that are left out), otherwise
-    it may differ between rows of the batch alone. addend: secret, to the scores [B, G, 1, n]. Probabilities are those
-    of `softmax` on the first, the chosen and the newest entries. Domain and errors as `attend`.
+    it may differ between rows of the batch alone. addend: secret, to the scores [B, G, 1, n], after `softcap`. weigh:
+    whether masses are wanted, which `gather="keys"` pays for. Probabilities are those of `softmax` on the first, the
+    chosen and the newest entries. Domain and errors as `attend`.
     """
     if chosen.gather == "keys":
-        return _attend_to_gathered(query, key, value, mask, scale, softcap, sinks, chosen, addend)
+        return _attend_to_gathered(query, key, value, mask, scale, softcap, sinks, chosen, addend, weigh)
     batch, heads, _, depth = query.shape
     groups, entries, shape = key.shape[1], key.shape[2], chosen.shape
     shared = heads // groups
@@ -123,14 +122,18 @@ def attend_to_chosen(
     turned = key.view(lambda part: part.transpose(-1, -2))
     scores = grouped.matmul(turned, frac=grouped.frac + key.frac)  # [B, G, shared, n], truncated when few are left
     watch_flat(scores, REACH - 1 + scores.frac)
-    scores = _less_at_padding(scores, mask, batch)
-    if addend is not None:
-        scores = scores + addend
-    end = shape.first + shape.clustered
-    rows = scores.view(lambda part: part[..., shape.first : end].transpose(2, 3).reshape(batch * groups, -1, shared))
-    taken = chosen.take(rows).view(lambda part: part.view(batch, groups, -1, shared).transpose(2, 3))
+    penalty = _penalty(scores, (batch, groups, 1, entries), mask, addend)
+    if penalty is not None and softcap is None:
+        scores, penalty = scores + penalty, None
+    elif penalty is not None:  # a cap would hide it: one column more to take
+        scores = concatenated([scores, penalty.at(scores.frac)], 2)
+    columns, end = scores.shape[2], shape.first + shape.clustered
+    rows = scores.view(lambda part: part[..., shape.first : end].transpose(2, 3).reshape(batch * groups, -1, columns))
+    taken = chosen.take(rows).view(lambda part: part.view(batch, groups, -1, columns).transpose(2, 3))
     pieces = [taken, *(scores.view(lambda part, s=s: part[..., s]) for s in _outside(shape, entries))]  # type: ignore[misc]
-    weights = _weights(concatenated(pieces, 3), mask, softcap, sinks, heads)
+    near = concatenated(pieces, 3)
+    penalty = None if penalty is None else near.view(lambda part: part[:, :, shared:])
+    weights = _weights(near.view(lambda part: part[:, :, :shared]), mask, softcap, sinks, heads, penalty)
     weights = weights.view(lambda part: part.reshape(batch, groups, shared, -1))
     count = shape.chosen
     rows = weights.view(lambda part: part[..., :count].transpose(2, 3).reshape(batch * groups, count, shared))
@@ -144,16 +147,16 @@ def attend_to_chosen(
 
 def _attend_to_gathered(
     query: Fixed, key: Fixed, value: Fixed, mask: Tensor | None, scale: float, softcap: float | None,
-    sinks: Fixed | None, chosen: Chosen, addend: Fixed | None,
-) -> tuple[Fixed, Fixed]:  # fmt: skip
+    sinks: Fixed | None, chosen: Chosen, addend: Fixed | None, weigh: bool,
+) -> tuple[Fixed, Fixed | None]:  # fmt: skip
     """The paper's way: keys and values of the chosen clusters are gathered, then attended to."""
     batch, heads, _, depth = query.shape
     groups, entries, shape = key.shape[1], key.shape[2], chosen.shape
     shared, end = heads // groups, shape.first + shape.clustered
-    penalty = query.with_share(query.proto.public(_zeros(key, (batch, groups, 1, entries))), query.session.frac)
-    penalty = _less_at_padding(penalty, mask, batch)
-    penalty = (penalty if addend is None else penalty + addend).at(query.session.frac)
-    both = concatenated([key.at(query.session.frac), value.at(query.session.frac), _column(penalty)], 3)
+    made = [key.at(query.session.frac), value.at(query.session.frac)]
+    penalty = _penalty(query, (batch, groups, 1, entries), mask, addend)
+    made += [] if penalty is None else [_column(penalty.at(query.session.frac))]
+    both = concatenated(made, 3)
     rows = both.view(lambda part: part[:, :, shape.first : end].reshape(batch * groups, -1, part.shape[-1]))
     taken = chosen.take(rows).view(lambda part: part.unflatten(0, (batch, groups)))
     pieces = [taken, *(both.view(lambda part, s=s: part[:, :, s]) for s in _outside(shape, entries))]  # type: ignore[misc]
@@ -163,16 +166,19 @@ def _attend_to_gathered(
     grouped = grouped.at(query.session.frac) if grouped.frac > query.session.frac + SLACK else grouped
     scores = grouped.matmul(near.view(lambda part: part.transpose(-1, -2)), frac=grouped.frac + near.frac)
     watch_flat(scores, REACH - 1 + scores.frac)
-    scores = scores + held.view(lambda part: part[..., -1:].transpose(-1, -2))
-    weights = _weights(scores, mask, softcap, sinks, heads)
+    penalty = None if penalty is None else _column(held.view(lambda part: part[..., -1:]))
+    weights = _weights(scores, mask, softcap, sinks, heads, penalty)
     weights = weights.view(lambda part: part.reshape(batch, groups, shared, -1))
-    there = held.view(lambda part: part[..., depth:-1])
+    there = held.view(lambda part: part[..., depth : depth + value.shape[-1]])
     out = mixed_values(weights, there, pattern_of(None, batch, heads, 1, held.shape[2]))
+    out = out.view(lambda part: part.reshape(batch, heads, 1, -1))
+    if not weigh:
+        return out, None
     rows = weights.view(lambda part: part[..., : shape.chosen].sum(2, dtype=part.dtype).view(batch * groups, -1, 1))
     spread = chosen.put_back(rows).view(lambda part: part.view(batch, groups, -1))
     rest = weights.view(lambda part: part[..., shape.chosen :].sum(2, dtype=part.dtype))
     first, tail = (rest.view(lambda part, s=s: part[..., s]) for s in (slice(0, shape.first), slice(shape.first, None)))  # type: ignore[misc]
-    return out.view(lambda part: part.reshape(batch, heads, 1, -1)), concatenated([first, spread, tail], 2)
+    return out, concatenated([first, spread, tail], 2)
 
 
 def _column(x: Fixed) -> Fixed:
@@ -193,23 +199,33 @@ def _outside(shape: ClusterShape, entries: int) -> tuple[slice, slice]:
     return slice(0, shape.first), slice(shape.first + shape.clustered, entries)
 
 
-def _less_at_padding(scores: Fixed, mask: Tensor | None, batch: int) -> Fixed:
-    """Scores [B, G, .., n] far below all others where no query head may look: rows of heads left out do not count."""
-    if mask is None:
-        return scores
-    seen = mask.any(1).expand(batch, 1, -1)
-    seen = seen | ~seen.any(-1, keepdim=True)
-    if bool(seen.all()):
-        return scores
-    return scores + ((~seen)[:, None] * -FORBIDDEN).to(scores.share.parts[0].device).double()
+def _penalty(like: Fixed, shape: tuple[int, ...], mask: Tensor | None, addend: Fixed | None) -> Fixed | None:
+    """What scores [B, G, 1, n] (shape) are less: at padding, where no query head may look, and by the secret addend.
+
+    Rows of heads left out do not count. None: nothing.
+    """
+    seen = None if mask is None else mask.any(1).expand(shape[0], 1, -1)
+    seen = None if seen is None else seen | ~seen.any(-1, keepdim=True)
+    if seen is None or bool(seen.all()):
+        return addend
+    frac = like.session.frac
+    made = like.with_share(like.proto.public(_zeros(like, shape)), frac) if addend is None else addend
+    return made + ((~seen)[:, None] * -FORBIDDEN).to(like.share.parts[0].device).double()
 
 
-def _weights(scores: Fixed, mask: Tensor | None, softcap: float | None, sinks: Fixed | None, heads: int) -> Fixed:
-    """Softmax of gathered scores [B, G, shared, n] with many fractional bits; zeros for heads that are left out."""
+def _weights(
+    scores: Fixed, mask: Tensor | None, softcap: float | None, sinks: Fixed | None, heads: int, penalty: Fixed | None
+) -> Fixed:
+    """Softmax of gathered scores [B, G, shared, n] with many fractional bits; zeros for heads that are left out.
+
+    penalty: to be added after the cap, [B, G, 1, n].
+    """
     batch, frac = scores.shape[0], scores.session.frac
     scores = scores.at(frac if softcap is None else frac + SLACK)
     if softcap is not None:
         scores = times_scalar(SecretTensor(precise_tanh(scores)), softcap).at(frac)
+    if penalty is not None:
+        scores = scores + penalty.at(frac)
     scores = scores.view(lambda part: part.reshape(batch, heads, 1, -1))
     active = None if mask is None else mask.any(-1, keepdim=True).expand(batch, heads, 1, 1)
     if active is None or bool(active.all()):

@@ -24,36 +24,100 @@ from private_llm.oblivious.compaction import compaction_cost
 from private_llm.oblivious.pricing import Pricing
 from private_llm.oblivious.topk import cost as topk_cost
 from private_llm.protocols.session import Session
+from private_llm.ranges import REACH
 
 Gather = Literal["scores", "shuffled-scores", "keys"]
+LIKENESS_BITS = 8
+"""Fractional bits of likeness: ranking needs no more."""
+
 GATHERS: tuple[Gather, ...] = ("scores", "shuffled-scores", "keys")
 
 
 def gather_cost(
-    pricing: Pricing, shape: ClusterShape, blocks: int, shared: int, depth: int, value_size: int, gather: str
-) -> Cost:
-    """What the way of bringing chosen entries together decides about: rows, taking, scores, putting back.
+    pricing: Pricing, shape: ClusterShape, blocks: int, shared: int, depth: int, value_size: int, gather: str,
+    column: bool = False, weigh: bool = False,
+) -> Cost:  # fmt: skip
+    """What the way of bringing chosen entries together decides about: `rows_cost` and `moving_cost`.
 
-    Without likeness, top-k, softmax and the product with values, which are alike for all ways; masses are not put back.
+    Without ranking, softmax and the product with values, which are alike for all ways.
     """
+    moving = moving_cost(pricing, shape, blocks, shared, depth, value_size, gather, column, weigh)
+    return rows_cost(pricing, shape, blocks, gather) + moving
+
+
+def rows_cost(pricing: Pricing, shape: ClusterShape, blocks: int, gather: str) -> Cost:
+    """Making the rows of each level, and taking the likenesses of the clusters within those that are left."""
     prices, ring = pricing.prices, pricing.ring
     total = Cost()
-    entries = shape.first + shape.clustered + shape.tail
-    moved = depth + value_size + 1 if gather == "keys" else shared
-    left = shape.first + shape.chosen + shape.tail
+    shuffled = gather == "shuffled-scores"
+    for place, (there, kept, size) in enumerate(zip(shape.there, shape.kept, shape.sizes, strict=True)):
+        total += shuffled_cost(prices, blocks, there) if shuffled else one_hot_cost(prices, ring, blocks, there, kept)
+        for smaller in shape.sizes[place + 1 :]:
+            inner = blocks * (size // smaller)
+            total += prices.shuffle(ring, there * inner) if shuffled else prices.product(ring, kept * inner, 0)
+    return total
+
+
+def moving_cost(
+    pricing: Pricing, shape: ClusterShape, blocks: int, shared: int, depth: int, value_size: int, gather: str,
+    column: bool = False, weigh: bool = False,
+) -> Cost:  # fmt: skip
+    """Scores, taking, putting back. A layer that uses the choices of another pays this and no `rows_cost`.
+
+    column: one more is taken, of what scores are less (keys: at padding or under a secret mask; scores: if they are
+    capped as well). weigh: keys' way puts masses back, too.
+    """
+    prices, ring = pricing.prices, pricing.ring
+    keys = gather == "keys"
+    left = shape.first + (shape.chosen if keys else shape.clustered) + shape.tail
+    total = prices.product(ring, blocks * shared * left, 0)
+    moved, back = (depth + value_size if keys else shared) + column, int(weigh) if keys else shared
     for there, kept, size in zip(shape.there, shape.kept, shape.sizes, strict=True):
-        width, inner = size * moved, size // shape.sizes[-1] if size != shape.sizes[-1] else 0
+        width = blocks * size
         if gather == "shuffled-scores":
-            total += shuffled_cost(prices, blocks, there) + prices.shuffle(ring, blocks * there * width)
-            total += prices.shuffle(ring, blocks * there * width, undo=True)
-            total += prices.shuffle(ring, blocks * there * inner) if inner else Cost()
+            total += prices.shuffle(ring, there * width * moved)
+            total += prices.shuffle(ring, there * width * back, undo=True)
         else:
-            total += one_hot_cost(prices, ring, blocks, there, kept)
-            total += prices.product(ring, blocks * kept * width, 0)
-            total += prices.product(ring, blocks * kept * inner, 0) if inner else Cost()
-            if gather == "scores":
-                total += prices.product(ring, blocks * there * width, 0)
-    return total + prices.product(ring, blocks * shared * (left if gather == "keys" else entries), 0)
+            total += prices.product(ring, kept * width * moved, 0)
+            total += prices.product(ring, there * width * back, 0) if back else Cost()
+    return total
+
+
+def ranking_cost(pricing: Pricing, shape: ClusterShape, blocks: int, depth: int, frac: int, query_shift: int) -> Cost:
+    """Likenesses, the top-k of each level and its marks as numbers.
+
+    frac: fractional bits of representatives, and of queries once `query_shift` bits of them (0: none) are truncated.
+    """
+    prices, ring = pricing.prices, pricing.ring
+    clusters = sum(shape.clustered // size for size in shape.sizes)
+    total = prices.truncate(ring, blocks * depth, query_shift) if query_shift else Cost()
+    total += prices.product(ring, blocks * clusters, 2 * frac - LIKENESS_BITS)
+    for there, kept in zip(shape.there, shape.kept, strict=True):
+        total += topk_cost(pricing, blocks, there, kept, LIKENESS_BITS + REACH + 1)
+        total += prices.inject(ring, blocks * there, 1, 0, 0)
+    return total
+
+
+def step_cost(
+    pricing: Pricing, shape: ClusterShape, blocks: int, shared: int, depth: int, value_size: int, gather: str,
+    frac: int, score_shift: int, query_shift: int = 0, leads: bool = True, weigh: bool = False,
+) -> Cost:  # fmt: skip
+    """Attention of one new token, without its softmax over first, chosen and newest entries.
+
+    score_shift: bits that are truncated from scores: frac, and j more for a scale of 2^-j. query_shift: bits of a query
+    that are truncated before (once for its likeness, once for scores). leads: False for a layer that uses the choice of
+    another: it neither ranks nor makes rows.
+    """
+    prices, ring = pricing.prices, pricing.ring
+    left = blocks * shared * (shape.first + shape.chosen + shape.tail)
+    total = moving_cost(pricing, shape, blocks, shared, depth, value_size, gather, weigh=weigh)
+    if query_shift:
+        total += prices.truncate(ring, blocks * shared * depth, query_shift)
+    total += prices.truncate(ring, left, score_shift) + prices.product(ring, blocks * shared * value_size, frac)
+    if not leads:
+        return total
+    choice = ranking_cost(pricing, shape, blocks, depth, frac, query_shift)
+    return total + choice + rows_cost(pricing, shape, blocks, gather)
 
 
 @lru_cache(maxsize=1024)

@@ -91,8 +91,9 @@ def number_bits(x: Fixed, count: int) -> BitShare:
 
     def moved(part: Tensor) -> Tensor:
         flat = torch.constant_pad_nd(part.reshape(-1), (0, shape[0] - part.numel()))
-        steps = 1 << torch.arange(count, 0, -1, dtype=part.dtype, device=part.device)
-        return flat * steps[:, None]  # bit j is bit `count` of x 2^(count - j); bits above it do not matter
+        steps = 1 << torch.arange(count, 0, -1, device=part.device)
+        # bit j is bit `count` of x 2^(count - j); bits above it do not matter
+        return flat * steps[:, None].to(part.dtype)
 
     with x.proto.may_wrap():
         signs = x.proto.msb(x.view(moved).share, bits=count + 1)

@@ -24,19 +24,34 @@ SHAPES = Threat(
 )  # fmt: skip
 
 CACHE_POLICY = Threat(
-    name="entries that a cache policy evicts",
+    name="entries that a cache policy evicts or leaves out",
     kind="shortcut",
     corrupt="as the protocol",
     learns=(
-        ("every party, and whoever sees the traffic", "nothing more: the policy and its numbers are settings that all "
-         "endpoints agree upon, and SlidingWindow chooses by lengths, padding and positions, which are public anyway"),
-        ("meaning of the result", "later tokens do not see what was evicted: the answer is that of the model under the "
-         "mask of the window, not that of the whole text"),
+        ("every party, and whoever sees the traffic", "the policy and its numbers, which are settings that all "
+         "endpoints agree upon: how many entries stay of a text of a given length (gamma, least, most, every), sizes "
+         "of clusters and how many of them a new token attends to at each level, and which layers use the choices of "
+         "which. With the lengths, padding and positions that are public anyway they say when something is evicted. "
+         "SlidingWindow chooses by these alone, so which entries stay is public, too"),
+        ("every party, and whoever sees the traffic", "nothing about which entries stay or are attended to under the "
+         "other policies (MPCacheConfig, H2O, TOVA, SnapKV, InfLLM, LongCache): not their positions, not the attention "
+         "that they got, not whether two heads, layers that choose for themselves, or tokens agree"),
+        ("parties of one run", "what is opened while entries are brought together is an arrangement of 1 .. kept "
+         "(eviction) or of as many ones as clusters are kept (gather='shuffled-scores') in an order that is secret and "
+         "fresh for each row, key head and choice: uniform, whatever is chosen. Layers that share a choice use the same "
+         "order again and open nothing; so that they share is known, and it is a setting"),
+        ("the user, and whoever reads the answer", "the answer is that of a model that forgets: later tokens do not "
+         "see what was evicted, and see of the rest only what was chosen. A budget may therefore change what is said, "
+         "most for what a prompt mentions once and is asked for late"),
+        ("every party", "when drafts or beams go on, how far the cache is cut back and which rows go on, as without a "
+         "policy; where entries were evicted only the newest ones can be cut back, and a call that asks for more fails "
+         "by lengths alone"),
     ),
-    source="private_llm/kv_policies/. A policy gets the attention mass of the entries as shares and answers with "
-    "public indices: one that would open a mass to choose by it has to say so here. Tests compare tokens and logits "
-    "with a plaintext model whose mask forbids what is evicted, and the bytes of late steps with each other",
-    setting="kv_cache=SlidingWindow(...); KeepAll() is the default",
+    source="private_llm/nn/evicting.py, selecting.py; oblivious/compaction.py, chosen_rows.py; MPCache (arXiv "
+    "2501.06807). Rows and orders are of shapes that budgets and lengths give. Tests compare tokens and logits with a "
+    "plaintext model under the same policy, the transcripts of a monotonous and a random prompt message by message, "
+    "what is opened with a uniform arrangement, and the cost of a layer that shares with that of one shuffle",
+    setting="kv_cache=MPCacheConfig(...), or another policy of private_llm/kv_policies/; KeepAll() is the default",
 )  # fmt: skip
 
 STOP_TIME = Threat(

@@ -43,7 +43,7 @@ class PrivateCache(Cache):  # type: ignore[misc]
         self.position += length
         self.kv_length = policy.entries(held, self.position, length)
         self._newest += length
-        if self.kv_length < held and policy.newest is not None:
+        if policy.ranked(held, self.position, length) < held and policy.newest is not None:
             self._newest = min(self._newest, policy.newest)
 
     def belongs_to(self, parties: SessionClient) -> bool:

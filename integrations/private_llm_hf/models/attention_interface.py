@@ -93,6 +93,8 @@ def private_attention(
         out = layer.evicting.attend(call, query.shape[2])
         layer.attended(None)
     elif layer is not None and merged > 1:
+        if sinks is not None or position_bias is not None:
+            raise UnsupportedOp(f"{type(module).__name__}: heads with sinks or biases of their own cannot be merged")
         out = _merged(module, query.raw, key.to_operand(), value.to_operand(), attention_mask, scale, softcap, merged)
         layer.attended(None)
     else:

@@ -179,7 +179,8 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 class SecretCache(Cache):  # type: ignore[misc]
     """All layers of a decoder. Copying (copy.deepcopy) shares the entries so far.
 
-    windowed: layers whose attention the model bounds itself; under a policy that chooses by secrets they keep all.
+    windowed: layers whose attention the model bounds itself; under a policy that chooses by secrets they keep all, and
+    layers that would share their choices share those of the first layer of the group that has no window.
     """
 
     def __init__(self, policy: CachePolicy = KEEP_ALL, windowed: frozenset[int] = frozenset()) -> None:
@@ -211,8 +212,8 @@ class SecretCache(Cache):  # type: ignore[misc]
         policy = self.policy
         if number in self.windowed and (policy.eviction is not None or policy.selection is not None):
             return KEEP_ALL, number
-        first = policy.sharing.leader(number)
-        return policy, number if first in self.windowed else first
+        group = range(policy.sharing.leader(number), number)
+        return policy, next((other for other in group if other not in self.windowed), number)
 
     def _next_layer(self) -> SecretCacheLayer:
         number = len(self.layers)

@@ -1,0 +1,57 @@
+"""Whether a model's attention can follow a policy of the KV cache: asked before anything is sent."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
+from private_llm.kv_policies.fixed import KEEP_ALL
+from private_llm.nn.merged_heads import can_merge
+from private_llm_hf.models.architectures import architecture, attention_of
+from private_llm_hf.models.latent import expands_latents
+from private_llm_hf.models.windows import windowed_layers
+
+
+def check_cache_policy(model: PreTrainedModel, config: PrivateConfig) -> None:
+    """Raise ConfigError if the model cannot follow `config.kv_cache`."""
+    policy, model_type = config.kv_cache, model.config.model_type
+    if policy == KEEP_ALL:
+        return
+    if (
+        architecture(model.config).kind != "decoder"
+        or attention_of(model_type, type(model)) != "private_llm"
+        or any(expands_latents(module) for module in model.modules())
+    ):
+        raise ConfigError(
+            f"{type(model).__name__}: kv_cache {policy.name!r} needs a decoder whose attention goes "
+            "through transformers' attention interface with the keys and values of its cache, which "
+            f"{model_type!r} is not; use KeepAll()"
+        )
+    text = model.config.get_text_config(decoder=True)
+    secret = policy.eviction is not None or policy.selection is not None
+    if secret and len(windowed_layers(model.config)) >= text.num_hidden_layers:
+        raise ConfigError(
+            f"{type(model).__name__}: kv_cache {policy.name!r} chooses among entries whose positions are secret, which "
+            "a window over positions cannot follow, and every layer of this model has one; use SlidingWindow(...) or "
+            "KeepAll(), or set the window in its config to None if no text will be longer"
+        )
+    if policy.merged_heads > 1:
+        _check_merging(model, config, text)
+
+
+def _check_merging(model: PreTrainedModel, config: PrivateConfig, text: PretrainedConfig) -> None:
+    heads = text.num_attention_heads
+    groups = getattr(text, "num_key_value_heads", None) or (1 if getattr(text, "multi_query", False) else heads)
+    merged = config.kv_cache.merged_heads
+    if not can_merge(heads, groups, merged):
+        raise ConfigError(
+            f"{type(model).__name__}: kv_cache: got {merged} merged heads for {heads} query heads and {groups} key "
+            "heads; want a number that divides the query heads of a key head, or is a multiple of them and divides all"
+        )
+    if config.sparsity is not None and config.sparsity.heads:
+        raise ConfigError("kv_cache: heads that are foretold cannot be merged; want CometConfig(heads=False)")
+    if any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()):
+        raise ConfigError(
+            f"{type(model).__name__}: its heads have sinks of their own, so they cannot be merged; use another kv_cache"
+        )

@@ -1,0 +1,398 @@
+"""Private generation under policies that choose by secrets: tokens and logits are those of the plaintext executor.
+
+The executor (`private_llm_hf.long_context`) has tests of its own against loops. LOGIT_ERROR is that of `compare.py`;
+prompts are such that no ranking is too close to call.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from private_llm_cli.bench.memory import live_bytes
+from private_llm_hf import PrivateConfig, patch
+from private_llm_hf.client.preprocess import GeneratePlan
+from private_llm_hf.long_context.plain_attention import policy_attention
+from private_llm_hf.long_context.plain_cache import PolicyCache
+from private_llm_hf.tools.estimate import estimate
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from private_llm.errors import ConfigError, DomainError, PrivateLLMError
+from private_llm.kv_policies.mpcache import MPCacheConfig
+from private_llm.kv_policies.policy import CachePolicy, Level
+from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
+from private_llm.net.local import LocalMesh
+from private_llm.net.record import RecordingTransport
+from private_llm.net.transport import Transport
+from private_llm.nn.evicting import Call, EvictingLayer
+from private_llm.tensor.fixed import Fixed
+from tests.hf import families, test_sinks, tiny
+from tests.hf.compare import LOGIT_ERROR, worst
+from tests.hf.conftest import PLAIN, TRIO
+
+PROMPT = 40
+SECTION = (Level(4, 0.5), Level(2, 0.5))
+MPCACHE = MPCacheConfig(gamma=0.5, least=16, recent=4, levels=SECTION, apart=0)
+STREAM = replace(MPCACHE, every=2, first=2)
+ONCE = replace(MPCACHE, levels=())
+POLICIES: dict[str, CachePolicy] = {
+    "once": ONCE, "mpcache": MPCACHE, "stream": STREAM, "keys": replace(STREAM, gather="keys"),
+    "shuffled": replace(STREAM, gather="shuffled-scores"), "scores": replace(STREAM, gather="scores"),
+    "hidden": replace(ONCE, drop=False, every=2), "h2o": H2O(gamma=0.5, least=16), "tova": TOVA(gamma=0.5, least=16),
+    "snapkv": SnapKV(gamma=0.5, least=16, recent=6), "infllm": InfLLM(block=4, heavy=2, kept=0.5, recent=0),
+    "longcache": LongCache(kept=0.3), "merging": HeadMerging(2),
+}  # fmt: skip
+PROTOCOLS = {
+    "trio": TRIO, "quad": PrivateConfig(protocol="quad", timeout_s=60),
+    "dealer": PrivateConfig(protocol="dealer", timeout_s=60),
+}  # fmt: skip
+
+
+def prompt(seed: int = 4, rows: int = 2) -> dict[str, Tensor]:
+    """Rows of PROMPT tokens; the first is padded on the left."""
+    ids = torch.randint(3, 90, (2, PROMPT), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    return {"input_ids": ids[2 - rows :], "attention_mask": mask[2 - rows :]}
+
+
+ASKED: dict[str, Any] = {
+    "max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0,
+    "return_dict_in_generate": True, "output_logits": True,
+}  # fmt: skip
+
+
+def built(name: str) -> PreTrainedModel:
+    if name == "granite_swa":
+        return test_sinks.build(name)
+    if name == "gemma3_text":
+        return tiny.build(name, layer_types=["sliding_attention", "full_attention"])
+    return tiny.build(name) if name in tiny.ALL else families.build(name)
+
+
+def plain(model: PreTrainedModel, policy: CachePolicy, **asked: Any) -> Any:
+    with policy_attention(model), torch.no_grad():
+        return model.generate(**asked, past_key_values=PolicyCache(policy, model))
+
+
+def check(name: str, config: PrivateConfig, policy: CachePolicy, seed: int = 4, **changes: Any) -> None:
+    asked = {**prompt(seed), **ASKED, **changes}
+    want = plain(built(name), policy, **asked)
+    with patch(built(name), replace(config, kv_cache=policy)) as private, torch.no_grad():
+        got = private.generate(**asked)
+    assert torch.equal(got.sequences, want.sequences)
+    if "num_beams" not in changes:
+        assert max(worst(a, b) for a, b in zip(got.logits, want.logits, strict=True)) < LOGIT_ERROR
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies(policy: str) -> None:
+    check("llama", PLAIN, POLICIES[policy])
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "qwen3", "gemma2", "gemma3_text", "gpt_bigcode", "olmo2", "granite_swa", "gpt_neox"]
+)
+def test_families(name: str) -> None:
+    """Caps, windows in some layers, one key head for all, norms of keys, sinks, partly rotated queries."""
+    check(name, PLAIN, STREAM)
+
+
+def test_opt() -> None:
+    check("opt", PLAIN, STREAM, seed=5)
+
+
+def test_what_is_evicted_matters() -> None:
+    """The comparisons above could tell a cache that keeps all."""
+    asked = {**prompt(), **ASKED}
+    whole, evicted = tiny.build("llama").generate(**asked), plain(tiny.build("llama"), MPCACHE, **asked)
+    apart = [worst(a, b) for a, b in zip(whole.logits, evicted.logits, strict=True)]
+    assert apart[0] < LOGIT_ERROR / 100  # a prompt is read whole
+    assert apart[1] > 10 * LOGIT_ERROR
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("gather", ["scores", "shuffled-scores", "keys"])
+def test_protocols(protocol: str, gather: str) -> None:
+    check("llama", PROTOCOLS[protocol], replace(STREAM, gather=gather), max_new_tokens=4)  # type: ignore[arg-type]
+
+
+SETTINGS = {
+    "parallel sessions": replace(TRIO, parallel_sessions=2),
+    "rotated roles": replace(TRIO, parallel_sessions=2, rotate_roles=True),
+    "public weights": replace(TRIO, weights="public"),
+    "checked ranges": replace(PLAIN, debug_ranges=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings(name: str) -> None:
+    check("llama", SETTINGS[name], MPCACHE, max_new_tokens=4)
+
+
+def test_a_revealed_token() -> None:
+    asked = {**prompt(), **ASKED, "max_new_tokens": 4, "output_logits": False}
+    with patch(built("llama"), replace(TRIO, kv_cache=MPCACHE, reveal="token")) as private:
+        got = private.generate(**asked)
+    assert torch.equal(got.sequences, plain(built("llama"), MPCACHE, **asked).sequences)
+
+
+# -- ways of generating ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("policy", [MPCACHE, STREAM, ONCE])
+def test_beams(policy: CachePolicy) -> None:
+    check("llama", PLAIN, policy, num_beams=3, num_return_sequences=2, output_logits=False)
+
+
+def drafted(policy: CachePolicy, **drafts: Any) -> tuple[Tensor, Tensor]:
+    ids = torch.tensor([[9, 8, 7, 6] * 6])
+    asked = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 10,
+        "do_sample": False,
+        **drafts,
+    }
+    want = plain(built("llama"), policy, **asked)
+    with patch(built("llama"), replace(PLAIN, kv_cache=policy)) as private, torch.no_grad():
+        return private.generate(**asked), want
+
+
+def test_looked_up_drafts() -> None:
+    assert torch.equal(*drafted(MPCACHE, prompt_lookup_num_tokens=3))
+
+
+def test_a_draft_model() -> None:
+    assert torch.equal(*drafted(MPCACHE, assistant_model=tiny.build("llama", seed=5)))
+
+
+def test_more_drafts_than_recent_entries_are_named() -> None:
+    """A call of so many tokens evicts like a prompt; the drafts that are rejected cannot be taken back."""
+    ids = torch.tensor([[9, 8, 7, 6] * 6])
+    with (
+        patch(built("llama"), replace(PLAIN, kv_cache=MPCACHE)) as private,
+        pytest.raises(DomainError, match="only the last 4 positions can be removed"),
+    ):
+        private.generate(ids, max_new_tokens=10, do_sample=False, prompt_lookup_num_tokens=6)
+
+
+@pytest.mark.parametrize("turn", [3, 9])
+@pytest.mark.parametrize("policy", [MPCACHE, STREAM, POLICIES["hidden"]])
+def test_turns_of_a_chat_go_on_with_what_was_kept(policy: CachePolicy, turn: int) -> None:
+    """A long turn evicts again, a short one does not."""
+    more = torch.randint(3, 90, (1, turn), generator=torch.Generator().manual_seed(8))
+
+    def talk(model: Any, cache: object) -> Tensor:
+        asked = {**ASKED, "output_logits": False}
+        with torch.no_grad():
+            first = model.generate(prompt()["input_ids"][1:], **asked, past_key_values=cache)
+            text = torch.cat([first.sequences, more], 1)
+            made: Tensor = model.generate(text, **asked, past_key_values=first.past_key_values).sequences
+        return made
+
+    with patch(built("llama"), replace(PLAIN, kv_cache=policy)) as private:
+        got = talk(private, None)
+    model = built("llama")
+    with policy_attention(model):
+        assert torch.equal(got, talk(model, PolicyCache(policy, model)))
+
+
+def test_a_copied_cache_goes_on_for_itself() -> None:
+    ids = prompt()["input_ids"][1:]
+    with patch(built("llama"), replace(PLAIN, kv_cache=STREAM)) as private, torch.no_grad():
+        cache = private(ids, use_cache=True).past_key_values
+        assert (cache.position, cache.kv_length) == (PROMPT, 20)
+        twin = copy.deepcopy(cache)
+        for step in range(3):
+            first = private(ids[:, step : step + 1], past_key_values=cache).logits
+        for step in range(3):
+            second = private(ids[:, step : step + 1], past_key_values=twin).logits
+    assert worst(first, second) < LOGIT_ERROR
+
+
+def test_preprocessed_calls_are_refused() -> None:
+    """The helping party works ahead of the data, and what is opened in a secret order is not there yet."""
+
+    def ahead() -> None:
+        with patch(built("llama"), replace(TRIO, kv_cache=MPCACHE)) as private:
+            private.preprocess(GeneratePlan(prompt=PROMPT, new_tokens=3, batch=2))
+            private.generate(prompt()["input_ids"], max_new_tokens=3, do_sample=False, eos_token_id=None)
+
+    with pytest.raises(PrivateLLMError, match="helping party runs ahead of the data"):
+        ahead()
+
+
+# -- what is sent, and what is held ---------------------------------------------------------------------------
+@pytest.mark.parametrize("gather", ["scores", "shuffled-scores"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_transcripts_of_two_prompts_are_equal(protocol: str, gather: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes, tags and order of all messages of every party: one token again and again, and noise."""
+    recorded: list[RecordingTransport] = []
+    original: Callable[[LocalMesh, int], Transport] = LocalMesh.transport
+
+    def recording(mesh: LocalMesh, number: int) -> Transport:
+        recorded.append(RecordingTransport(original(mesh, number)))
+        return recorded[-1]
+
+    monkeypatch.setattr(LocalMesh, "transport", recording)
+    policy = replace(STREAM, gather=gather)  # type: ignore[arg-type]
+    seen = []
+    for ids in (prompt()["input_ids"], torch.full((2, PROMPT), 7)):
+        recorded.clear()
+        with patch(built("llama"), replace(PROTOCOLS[protocol], kv_cache=policy)) as private:
+            for transport in recorded:
+                transport.messages.clear()
+            private.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+            seen.append({transport.ledger.party: transport.outline for transport in recorded})
+    assert sum(map(len, seen[0].values())) > 1000
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("policy", ["once", "scores", "shuffled"])
+def test_an_estimate_knows_what_is_sent(policy: str) -> None:
+    model, config = tiny.build("llama"), replace(TRIO, kv_cache=POLICIES[policy])
+    ids = prompt()["input_ids"][1:]
+    with patch(model, config) as private:
+        private.cost(reset=True)
+        private.generate(ids, max_new_tokens=7, do_sample=False, eos_token_id=None)
+        ran = private.cost()
+        made = estimate(type(model), model.config, config, PROMPT, 7, ranges=private.parties.ranges)
+    assert (made.costs.bytes_total, made.costs.rounds) == (ran.bytes_total, ran.rounds)
+
+
+def test_what_parties_hold_falls_with_gamma() -> None:
+    """In all, against a second cache of a session, so that what a session holds beside caches is there already."""
+    ids, held = prompt()["input_ids"], {}
+    for gamma in (0.25, 0.5, 1.0):
+        policy = MPCacheConfig(gamma=gamma, least=8, recent=4, levels=(), shared_layers=1)
+        with patch(built("llama"), replace(TRIO, kv_cache=policy)) as private, torch.no_grad():
+            caches = [private(ids, use_cache=True).past_key_values]
+            gc.collect()
+            before = live_bytes()
+            caches.append(private(ids, use_cache=True).past_key_values)
+            gc.collect()
+            held[gamma] = live_bytes() - before
+            assert caches[1].kv_length == int(gamma * PROMPT)
+    assert held[0.25] < 0.6 * held[0.5] < 0.4 * held[1.0]
+
+
+def test_each_layer_forgets_before_the_next_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a prompt is never held whole by all layers; memory is that of the entries that stay."""
+    seen: list[tuple[int, int]] = []
+    original = EvictingLayer.attend
+
+    def watched(layer: EvictingLayer, call: Call, queries: int) -> Fixed:
+        out = original(layer, call, queries)
+        rows = layer.buffer._rows
+        if rows is None:
+            raise AssertionError("nothing is held")
+        parts = [part for each in rows for part in each.parts]
+        stored = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
+        entry = sum(part[:, :, 0].numel() * part.element_size() for part in parts)
+        seen.append((layer.buffer.length, sum(stored.values()) // entry))
+        return out
+
+    monkeypatch.setattr(EvictingLayer, "attend", watched)
+    with patch(built("llama"), replace(PLAIN, kv_cache=ONCE)) as private, torch.no_grad():
+        private(**prompt(), use_cache=True)
+    assert [length for length, _ in seen] == [20, 20]
+    assert max(stored for _, stored in seen) <= 20
+
+
+# -- refusals -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["bloom", "falcon", "mpt", "gptj", "t5", "bert"])
+def test_models_whose_attention_cannot_follow_are_refused(name: str) -> None:
+    """Biases by position are added to scores there (bloom, mpt, t5), or attention has a form of its own."""
+    with pytest.raises(ConfigError, match=f"kv_cache 'mpcache' needs a decoder.*'{name}' is not"):
+        patch(built(name), replace(PLAIN, kv_cache=MPCACHE))
+
+
+@pytest.mark.parametrize("policy", [MPCACHE, H2O(), LongCache()])
+def test_windows_in_every_layer_are_refused(policy: CachePolicy) -> None:
+    for name in ("mistral", "gemma3_text"):
+        with pytest.raises(ConfigError, match="every layer of this model has one"):
+            patch(tiny.build(name), replace(PLAIN, kv_cache=policy))
+    check("mistral", PLAIN, HeadMerging(2))
+
+
+def test_a_window_that_is_taken_out_is_no_hindrance() -> None:
+    model = tiny.build("mistral", sliding_window=None)
+    asked = {**prompt(), **ASKED}
+    with patch(model, replace(PLAIN, kv_cache=MPCACHE)) as private:
+        got = private.generate(**asked).sequences
+    assert torch.equal(got, plain(tiny.build("mistral", sliding_window=None), MPCACHE, **asked).sequences)
+
+
+@pytest.mark.parametrize(("name", "merged"), [("llama", 3), ("gpt2", 3), ("gpt_bigcode", 5), ("llama", 8)])
+def test_heads_that_do_not_merge_are_refused(name: str, merged: int) -> None:
+    with pytest.raises(ConfigError, match=f"got {merged} merged heads for"):
+        patch(built(name), replace(PLAIN, kv_cache=HeadMerging(merged)))
+
+
+def test_merged_heads_with_sinks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="sinks of their own"):
+        patch(built("granite_swa"), replace(PLAIN, kv_cache=HeadMerging(2)))
+
+
+def test_nodes_of_a_sharding_plan_keep_all() -> None:
+    with pytest.raises(ConfigError, match="nodes of a sharding plan keep all"):
+        PrivateConfig(protocol="cascade", kv_cache=MPCACHE)
+
+
+BAD: list[tuple[type[CachePolicy], dict[str, Any], str]] = [
+    (MPCacheConfig, {"gamma": 0}, "gamma: got 0; want a share above 0"),
+    (MPCacheConfig, {"gamma": 1.5}, "gamma: got 1.5"),
+    (MPCacheConfig, {"gamma": float("nan")}, "gamma: got nan"),
+    (MPCacheConfig, {"alpha": float("nan")}, "alpha: got nan"),
+    (MPCacheConfig, {"alpha": -0.1}, "alpha: got -0.1"),
+    (MPCacheConfig, {"observed": 0.0}, "observed: got 0.0"),
+    (MPCacheConfig, {"levels": ((32, 0.5), (32, 0.5))}, "got size 32 after 32"),
+    (MPCacheConfig, {"levels": ((16, 0.5), (32, 0.5))}, "got size 32 after 16"),
+    (MPCacheConfig, {"levels": ((32, 0.5), (12, 0.5))}, "got size 12 after 32"),
+    (MPCacheConfig, {"levels": ((0, 0.5),)}, "got a size of 0"),
+    (MPCacheConfig, {"levels": ((4, 0),)}, "got a share of 0"),
+    (MPCacheConfig, {"levels": 32}, "levels: got 32"),
+    (MPCacheConfig, {"least": 20, "recent": 16, "first": 4}, "want less together than least=20"),
+    (MPCacheConfig, {"most": 10}, "most: got 10; want at least 64"),
+    (MPCacheConfig, {"every": 0}, "every: got 0"),
+    (MPCacheConfig, {"shared_layers": 0}, "shared_layers: got 0"),
+    (MPCacheConfig, {"gather": "rows"}, "gather: got 'rows'"),
+    (MPCacheConfig, {"drop": 1}, "drop: got 1"),
+    (H2O, {"first": 32}, "first: got 32; want less than half of least=64"),
+    (SnapKV, {"pool": 4}, "pool: got 4; want an odd number"),
+    (InfLLM, {"heavy": 33}, "heavy: got 33; want at most block=32"),
+    (HeadMerging, {"merged": 0}, "merged: got 0"),
+]
+
+
+@pytest.mark.parametrize(("kind", "values", "message"), BAD)
+def test_bad_settings_are_refused(kind: type[CachePolicy], values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        kind(**values)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        replace(MPCACHE, least=64, levels=()),
+        replace(MPCACHE, gamma=1.0, levels=(Level(64, 0.5),)),
+        replace(MPCACHE, gamma=1.0, levels=(Level(4, 1.0),)),
+    ],
+)
+def test_texts_that_are_too_short_lose_nothing(policy: CachePolicy) -> None:
+    """A budget or clusters longer than the prompt: the answer is that of the model."""
+    asked = {**prompt(), **ASKED}
+    with patch(built("llama"), replace(PLAIN, kv_cache=policy)) as private:
+        got = private.generate(**asked)
+    want = tiny.build("llama").generate(**asked)
+    assert max(worst(a, b) for a, b in zip(got.logits, want.logits, strict=True)) < LOGIT_ERROR
+
+
+def test_sharing_beyond_the_model_is_sharing_by_all() -> None:
+    check("llama", PLAIN, replace(MPCACHE, shared_layers=100, apart=0))
+    check("llama", PLAIN, replace(MPCACHE, shared_layers=2, apart=100))
