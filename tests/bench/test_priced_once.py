@@ -20,7 +20,7 @@ from tests.hf import tiny
 
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 LIKE_LLAMA = {"qwen2", "qwen3", "mistral", "phi3"}
-SMALL = MPCacheConfig(gamma=0.7, least=6, recent=2, levels=((4, 0.6), (2, 0.5)), apart=1)
+SMALL = MPCacheConfig.paper(gamma=0.7, least=6, recent=2, levels=((4, 0.6), (2, 0.5)), apart=1)
 SEQUENCE = 13  # longer than the windows, and enough for the nodes of a plan
 
 

@@ -38,7 +38,7 @@ from tests.hf.conftest import PLAIN, TRIO
 
 PROMPT = 40
 SECTION = (Level(4, 0.5), Level(2, 0.5))
-MPCACHE = MPCacheConfig(gamma=0.5, least=16, recent=4, levels=SECTION, apart=0)
+MPCACHE = MPCacheConfig.paper(gamma=0.5, least=16, recent=4, levels=SECTION, apart=0)
 STREAM = replace(MPCACHE, every=2, first=2)
 ONCE = replace(MPCACHE, levels=())
 POLICIES: dict[str, CachePolicy] = {
@@ -269,7 +269,7 @@ def test_what_parties_hold_falls_with_gamma() -> None:
     """In all, against a second cache of a session, so that what a session holds beside caches is there already."""
     ids, held = prompt()["input_ids"], {}
     for gamma in (0.25, 0.5, 1.0):
-        policy = MPCacheConfig(gamma=gamma, least=8, recent=4, levels=(), shared_layers=1)
+        policy = MPCacheConfig.paper(gamma=gamma, least=8, recent=4, levels=(), shared_layers=1)
         with patch(built("llama"), replace(TRIO, kv_cache=policy)) as private, torch.no_grad():
             caches = [private(ids, use_cache=True).past_key_values]
             gc.collect()

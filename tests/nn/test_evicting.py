@@ -61,16 +61,16 @@ class Pooled(SnapKV):
         return Eviction(self.first, self.recent, pool=self.pool, memory="since")
 
 
-ONCE = MPCacheConfig(gamma=0.5, least=7, recent=2, levels=(), observed=0.3)
+ONCE = MPCacheConfig.paper(gamma=0.5, least=7, recent=2, levels=(), observed=0.3)
 POLICIES: dict[str, CachePolicy] = {
     "once": ONCE,
-    "first": MPCacheConfig(gamma=0.5, least=7, recent=3, first=2, levels=()),
-    "often": MPCacheConfig(gamma=0.6, least=6, recent=1, levels=(), every=2, observed=0.5),
-    "most": MPCacheConfig(gamma=0.6, least=6, most=8, recent=1, levels=(), every=3),
-    "chosen": MPCacheConfig(gamma=0.7, least=6, recent=2, first=1, levels=LEVELS, every=2, gather="scores"),
-    "nothing is evicted": MPCacheConfig(gamma=1, recent=2, least=6, levels=(Level(3, 0.5),)),
+    "first": MPCacheConfig.paper(gamma=0.5, least=7, recent=3, first=2, levels=()),
+    "often": MPCacheConfig.paper(gamma=0.6, least=6, recent=1, levels=(), every=2, observed=0.5),
+    "most": MPCacheConfig.paper(gamma=0.6, least=6, most=8, recent=1, levels=(), every=3),
+    "chosen": MPCacheConfig.paper(gamma=0.7, least=6, recent=2, first=1, levels=LEVELS, every=2, gather="scores"),
+    "nothing is evicted": MPCacheConfig.paper(gamma=1, recent=2, least=6, levels=(Level(3, 0.5),)),
     "hidden": replace(ONCE, drop=False),
-    "hidden often": MPCacheConfig(gamma=0.6, least=6, recent=1, levels=(), every=2, drop=False),
+    "hidden often": MPCacheConfig.paper(gamma=0.6, least=6, recent=1, levels=(), every=2, drop=False),
     "h2o": H2O(gamma=0.4, least=6, recent=2),
     "tova": TOVA(gamma=0.5, least=6),
     "snapkv": SnapKV(gamma=0.5, least=8, recent=3, pool=3),
@@ -237,7 +237,7 @@ def test_under_every_protocol(name: str, protocol: str) -> None:
 @pytest.mark.parametrize("gather", GATHERS)
 @pytest.mark.parametrize("levels", [(Level(3, 0.5),), LEVELS, (Level(8, 0.7), Level(4, 0.6), Level(1, 0.5))])
 def test_levels_and_gathers(gather: str, levels: tuple[Level, ...]) -> None:
-    policy = MPCacheConfig(gamma=0.8, least=6, recent=2, first=1, levels=levels, every=3, gather=gather)  # type: ignore[arg-type]
+    policy = MPCacheConfig.paper(gamma=0.8, least=6, recent=2, first=1, levels=levels, every=3, gather=gather)  # type: ignore[arg-type]
     check(Case(policy, (31, 1, 1, 1, 1, 1), padded="left", cap=2.0, sinks=True))
 
 
@@ -278,7 +278,7 @@ def test_layers_that_share(name: str) -> None:
 
 @pytest.mark.parametrize("every", [None, 1, 3])
 def test_hiding_gives_what_dropping_gives(every: int | None) -> None:
-    policy = MPCacheConfig(gamma=0.5, least=6, recent=2, levels=(), every=every)
+    policy = MPCacheConfig.paper(gamma=0.5, least=6, recent=2, levels=(), every=every)
     case = Case(policy, TALK, padded="left")
     inputs = case.inputs()
     dropped = run_parties(config("plain"), lambda s, *x: private(case, s, *x), inputs).values
@@ -291,7 +291,7 @@ def test_hiding_gives_what_dropping_gives(every: int | None) -> None:
 
 def test_hiding_again_and_again_stays_in_range() -> None:
     """Forty evictions: penalties that added up would leave the range of scores, 2^20."""
-    policy = MPCacheConfig(gamma=0.1, least=4, recent=1, levels=(), every=1, drop=False)
+    policy = MPCacheConfig.paper(gamma=0.1, least=4, recent=1, levels=(), every=1, drop=False)
     check(Case(policy, (6, *[1] * 40), 2, 1))
 
 
@@ -325,7 +325,7 @@ def test_a_leader_that_has_not_chosen_is_named() -> None:
 def test_an_eviction_costs_what_the_formula_says_and_a_follower_pays_a_shuffle(protocol: str) -> None:
     """Of a prompt of 21 tokens, 11 stay: 1 first, 2 newest, 8 of 18; masses are of 7 queries of 2 heads."""
     made = config(protocol)
-    policy = MPCacheConfig(gamma=0.5, least=7, recent=2, first=1, levels=(), observed=0.3)
+    policy = MPCacheConfig.paper(gamma=0.5, least=7, recent=2, first=1, levels=(), observed=0.3)
     mask = table(torch.ones(2, 21, dtype=torch.bool), 0, 21)
     inputs = [noise(2, 4, 21, 4), noise(2, 2, 21, 4, seed=1), noise(2, 2, 21, 3, seed=2)]
 
