@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ class Saving:
         for label, part in (("prompt and first token", facts["prompt"]), ("each further token", facts["token"])):
             if part is not None:
                 full, kept = part["full"], part["kept"]
+                shown: tuple[tuple[str, Callable[[float], object]], ...]
                 shown = (("bytes", size), ("rounds", round), ("seconds", duration))
                 for place, (what, say) in enumerate(shown):
                     pair = full[what], kept[what]
