@@ -8,13 +8,13 @@ from private_llm_cli.bench.cache_steps import AttentionShape, counted, timed
 from private_llm.config import PrivateConfig
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.mpcache import MPCacheConfig
-from private_llm.kv_policies.policy import CachePolicy
+from private_llm.kv_policies.policy import CachePolicy, Level
 from private_llm.kv_policies.rivals import H2O, HeadMerging, InfLLM, LongCache, SnapKV
 
-SMALL = MPCacheConfig(gamma=0.5, least=16, recent=3, levels=((8, 0.5), (4, 0.5)))
+SMALL = MPCacheConfig(gamma=0.5, least=16, recent=3, levels=(Level(8, 0.5), Level(4, 0.5)))
 POLICIES = [
-    KEEP_ALL, SMALL, MPCacheConfig(gamma=1.0, recent=2, levels=((4, 0.3),), gather="keys", shared_layers=1),
-    MPCacheConfig(gamma=0.6, least=20, recent=2, levels=((4, 0.5),), gather="shuffled-scores", shared_layers=3),
+    KEEP_ALL, SMALL, MPCacheConfig(gamma=1.0, recent=2, levels=(Level(4, 0.3),), gather="keys", shared_layers=1),
+    MPCacheConfig(gamma=0.6, least=20, recent=2, levels=(Level(4, 0.5),), gather="shuffled-scores", shared_layers=3),
     LongCache(recent=2), H2O(gamma=0.5, least=8), SnapKV(least=40), InfLLM(block=8, recent=1),
 ]  # fmt: skip
 

@@ -6,6 +6,7 @@
     gather      tokens or clusters, brought together in each way        Table 2
     memory      entries held by the share that stays
     layer       prompt and token of a whole layer, counted              Figure 1, prefill overhead, no cache
+    alone       a token of a whole layer whose cache is empty           what policies do not change; LLaMA-2 takes 14 GB
 
 Bytes and rounds are exact and do not depend on values. Seconds are those of parties as threads of this process.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from private_llm.config import PrivateConfig
 from private_llm.kv_policies.fixed import KEEP_ALL
@@ -23,6 +24,8 @@ from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.policy import CachePolicy, Level
 from private_llm.kv_policies.rivals import H2O, HeadMerging, InfLLM, LongCache, SnapKV
 from private_llm_cli.bench.cache_steps import AttentionShape, Counted, Figures, counted, timed
+from private_llm_cli.bench.layers import alone
+from private_llm_cli.bench.measure import measure
 from private_llm_cli.bench.rows import machine, party_threads
 from private_llm_cli.bench.work import Shape
 
@@ -89,6 +92,8 @@ class Case:
             "tokens": self.tokens, "heads": self.shape.heads, "depth": self.shape.depth,
             "policy": self.policy.to_dict(),
         }  # fmt: skip
+        if self.kind == "alone":
+            return {**row, **_alone(self, repeat, progress)}
         if self.kind == "layer":
             return {**row, **_whole_layer(self)}
         row |= _counts(self)
@@ -121,6 +126,18 @@ def _seconds(case: Case, repeat: int, progress: Callable[[], None]) -> dict[str,
         "ratio_seconds": full.seconds["median"] / kept.seconds["median"],
         "evicting_seconds": kept.prompt_seconds - full.prompt_seconds, "machine": machine(),
         "threads": party_threads(config.parties), "aim_ratio": AIM_SECONDS,
+    }  # fmt: skip
+
+
+def _alone(case: Case, repeat: int, progress: Callable[[], None]) -> dict[str, Any]:
+    """A token through a whole layer whose cache is empty: what is common to all policies."""
+    config = PrivateConfig(protocol=case.protocol, calibrate=False)
+    kind: Literal["llama", "gpt2"] = "gpt2" if case.model == "gpt2" else "llama"
+    row = measure(alone(kind, case.sizes), config, repeat, progress=progress)
+    return {
+        "seconds": row.seconds, "full_seconds": row.seconds, "ratio_seconds": 1.0, "ratio_bytes": 1.0,
+        "bytes": row.bytes_total, "full_bytes": row.bytes_total, "rounds": row.rounds, "full_rounds": row.rounds,
+        "repeat": repeat, "machine": machine(), "threads": row.threads,
     }  # fmt: skip
 
 
@@ -186,6 +203,8 @@ def _usual(protocols: tuple[str, ...]) -> Iterator[Case]:
             yield Case("hierarchy", f"s{large}({first}), s16({second})", "llama-2", protocol, 1024, policy)
         for gamma in (1.0, 0.5, 0.25, 0.1) if trio else ():
             yield Case("memory", f"gamma {gamma}", "llama-2", protocol, 2048, MPCacheConfig(gamma=gamma))
+        for model in MODELS if trio else ("gpt2",):
+            yield Case("alone", "beside the cache", model, protocol, 1, KEEP_ALL, measured=True)
         for tokens in (512, 1024, 2048):
             for model in MODELS:
                 for label in ("MPCache, a quarter", "MPCache"):
@@ -204,3 +223,4 @@ def _tiny(protocols: tuple[str, ...]) -> Iterator[Case]:
     for protocol in protocols:
         yield Case("step", "MPCache", "llama-2", protocol, 64, small, measured=True)
         yield Case("layer", "MPCache", "gpt2", protocol, 32, small)
+        yield Case("alone", "beside the cache", "gpt2", protocol, 1, KEEP_ALL, measured=True)

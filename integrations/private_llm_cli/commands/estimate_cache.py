@@ -52,9 +52,9 @@ class Saving:
                 shown = (("bytes", size), ("rounds", round), ("seconds", duration))
                 for place, (what, say) in enumerate(shown):
                     pair = full[what], kept[what]
-                    cells.append(("" if place else label, what, *map(say, pair), _times(*pair)))
+                    cells.append(("" if place else label, what, say(pair[0]), say(pair[1]), _times(*pair)))
         cache = (self.full.cache_bytes, self.kept.cache_bytes)
-        cells.append(("at the end", "cache of a party", *map(size, cache), _times(*cache)))
+        cells.append(("at the end", "cache of a party", size(cache[0]), size(cache[1]), _times(*cache)))
         emit_table(f"{self.policy.name} beside a full cache", ("part", "what", "full", "kept", "full by kept"), cells)
 
 

@@ -14,7 +14,7 @@ def plot_mpcache(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     pyplot = load_pyplot()
     panels: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
-        if row["kind"] != "layer":
+        if row["kind"] not in ("layer", "alone"):
             panels.setdefault((row["kind"], row["model"], row["protocol"]), []).append(row)
     figure, axes = pyplot.subplots(
         len(panels), 2, figsize=(13, 2.5 + 2.8 * len(panels)), squeeze=False, layout="constrained"
