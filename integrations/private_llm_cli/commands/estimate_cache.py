@@ -49,7 +49,7 @@ class Saving:
             if part is not None:
                 full, kept = part["full"], part["kept"]
                 shown: tuple[tuple[str, Callable[[float], object]], ...]
-                shown = (("bytes", size), ("rounds", round), ("seconds", duration))
+                shown = (("bytes", size), ("rounds", "{:.0f}".format), ("seconds", duration))
                 for place, (what, say) in enumerate(shown):
                     pair = full[what], kept[what]
                     cells.append(("" if place else label, what, say(pair[0]), say(pair[1]), _times(*pair)))
