@@ -144,7 +144,9 @@ def diff(
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Works (default: all but large ones); or a table: pigeon, cascade, comet, kernels."),
+        typer.Argument(
+            help="Works (default: all but large ones); or a table: pigeon, cascade, comet, mpcache, kernels."
+        ),
     ] = None,
     as_json: Json = False,
     protocol: Annotated[
@@ -179,10 +181,20 @@ def bench(
     ] = False,
 ) -> None:
     """Measure operations, layers and models: time, bytes, rounds and error against float64."""
-    from private_llm_cli.commands.bench import CASCADE, COMET, KERNELS, PIGEON, bench_kernels, bench_pigeon, link_speed
+    from private_llm_cli.commands.bench import (
+        CASCADE,
+        COMET,
+        KERNELS,
+        MPCACHE,
+        PIGEON,
+        bench_kernels,
+        bench_pigeon,
+        link_speed,
+    )
     from private_llm_cli.commands.bench import bench as run
     from private_llm_cli.commands.bench_cascade import bench_cascade
     from private_llm_cli.commands.bench_comet import bench_comet
+    from private_llm_cli.commands.bench_mpcache import bench_mpcache
 
     circuit: dict[str, Any] = {
         "relu_bits": relu_bits, "relu_low": relu_low, "approximations": approximations.value,
@@ -210,6 +222,14 @@ def bench(
                 )
             measured(as_json, repeat, tiny)
             return
+    if names and MPCACHE in names:
+        if ring != 64 or preprocess or n or shape or circuit_given or linked or len(names) > 1:
+            raise ConfigError(
+                "mpcache is a table of its own: give no other name or option than --protocol, --repeat, --tiny, "
+                "--json, --plot"
+            )
+        bench_mpcache(as_json, repeat, tiny, protocol, plot)
+        return
     if names and CASCADE in names:
         if other:
             raise ConfigError(

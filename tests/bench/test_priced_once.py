@@ -13,6 +13,7 @@ from torch import nn
 
 from private_llm.kv_policies.fixed import SlidingWindow
 from private_llm.kv_policies.mpcache import MPCacheConfig
+from private_llm.kv_policies.policy import Level
 from private_llm.kv_policies.rivals import H2O, LongCache
 from private_llm.token_sharding import ShardingPlan
 from tests.bench.test_estimate import entries
@@ -20,7 +21,7 @@ from tests.hf import tiny
 
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 LIKE_LLAMA = {"qwen2", "qwen3", "mistral", "phi3"}
-SMALL = MPCacheConfig.paper(gamma=0.7, least=6, recent=2, levels=((4, 0.6), (2, 0.5)), apart=1)
+SMALL = MPCacheConfig.paper(gamma=0.7, least=6, recent=2, levels=(Level(4, 0.6), Level(2, 0.5)), apart=1)
 SEQUENCE = 13  # longer than the windows, and enough for the nodes of a plan
 
 

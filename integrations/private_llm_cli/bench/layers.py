@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -67,6 +67,26 @@ def _decode(name: str, shape: Shape, config: dict[str, Any], adapt: Adapt | None
     return _layer(name, shape, "OPTModel", config, ((batch, 1, hidden), past, past), None, _opt_forward, adapt)
 
 
+def alone(kind: Literal["gpt2", "llama"], shape: Shape) -> Work:
+    """One token through a decoder layer that attends to itself alone: what a step costs beside its cache.
+
+    shape: hidden x heads x feed-forward.
+    """
+    hidden, heads, wide = shape
+    if kind == "gpt2":
+        config: dict[str, Any] = {"n_embd": hidden, "n_head": heads, "n_inner": wide, "n_layer": 1, "n_positions": 2}
+    else:
+        config = {
+            "hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": wide, "num_hidden_layers": 1,
+            "max_position_embeddings": 2,
+        }  # fmt: skip
+    config |= {"model_type": kind, "vocab_size": 4, "bos_token_id": 0, "eos_token_id": 0}
+    name, class_name, forward = {
+        "gpt2": ("gpt2-alone", "GPT2Model", _gpt2_forward), "llama": ("llama-alone", "LlamaModel", _llama_forward)
+    }[kind]  # fmt: skip
+    return _layer(name, shape, class_name, config, ((1, 1, hidden),), None, forward)
+
+
 def bert_layer(shape: Shape) -> Work:
     """A post-norm GELU encoder layer; batch x tokens x hidden x heads x feed-forward."""
     batch, tokens, hidden, heads, wide = shape
@@ -92,6 +112,18 @@ def _opt_forward(model: nn.Module, values: Sequence[Tensor], cache: Any, mask: T
         cache.update(values[1], values[2], 0)
     out: Tensor = layer(values[0], attention_mask=mask, past_key_values=cache if len(values) > 1 else None)
     return out
+
+
+def _gpt2_forward(model: nn.Module, values: Sequence[Tensor], cache: Any, mask: Tensor | None) -> Tensor:  # noqa: ANN401
+    out: Any = model.get_submodule("h.0")(values[0])
+    return out if isinstance(out, Tensor) else out[0]
+
+
+def _llama_forward(model: nn.Module, values: Sequence[Tensor], cache: Any, mask: Tensor | None) -> Tensor:  # noqa: ANN401
+    turns = model.get_submodule("rotary_emb")(torch.zeros(1), torch.zeros(1, 1, dtype=torch.int64))
+    wide = tuple(turn.to(values[0].dtype) for turn in turns)
+    out: Any = model.get_submodule("layers.0")(values[0], position_embeddings=wide)
+    return out if isinstance(out, Tensor) else out[0]
 
 
 def _bert_forward(model: nn.Module, values: Sequence[Tensor], cache: Any, mask: Tensor | None) -> Tensor:  # noqa: ANN401

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +48,13 @@ class Saving:
         for label, part in (("prompt and first token", facts["prompt"]), ("each further token", facts["token"])):
             if part is not None:
                 full, kept = part["full"], part["kept"]
-                shown = (("bytes", size), ("rounds", round), ("seconds", duration))
+                shown: tuple[tuple[str, Callable[[float], object]], ...]
+                shown = (("bytes", size), ("rounds", "{:.0f}".format), ("seconds", duration))
                 for place, (what, say) in enumerate(shown):
                     pair = full[what], kept[what]
-                    cells.append(("" if place else label, what, *map(say, pair), _times(*pair)))
+                    cells.append(("" if place else label, what, say(pair[0]), say(pair[1]), _times(*pair)))
         cache = (self.full.cache_bytes, self.kept.cache_bytes)
-        cells.append(("at the end", "cache of a party", *map(size, cache), _times(*cache)))
+        cells.append(("at the end", "cache of a party", size(cache[0]), size(cache[1]), _times(*cache)))
         emit_table(f"{self.policy.name} beside a full cache", ("part", "what", "full", "kept", "full by kept"), cells)
 
 
