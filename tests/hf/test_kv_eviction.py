@@ -10,6 +10,7 @@ import copy
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,10 +32,13 @@ from private_llm.net.local import LocalMesh
 from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import Transport
 from private_llm.nn.evicting import Call, EvictingLayer
+from private_llm.sparsity_config import CometConfig
 from private_llm.tensor.fixed import Fixed
 from tests.hf import families, test_sinks, tiny
 from tests.hf.compare import LOGIT_ERROR, worst
 from tests.hf.conftest import PLAIN, TRIO
+from tests.sparsity.models import sparse
+from tests.sparsity.test_private import saved
 
 PROMPT = 40
 SECTION = (Level(4, 0.5), Level(2, 0.5))
@@ -225,6 +229,26 @@ def test_preprocessed_calls_are_refused() -> None:
 
     with pytest.raises(PrivateLLMError, match="helping party runs ahead of the data"):
         ahead()
+
+
+def test_with_heads_and_neurons_left_out_under_four_parties(tmp_path: Path) -> None:
+    """Comet, MPCache and quad in one configuration; with all heads foretold it is the executor's answer."""
+    model = sparse("llama")
+    asked = {**prompt(), **ASKED, "max_new_tokens": 4}
+    found = {}
+    for name, heads, foretold in (("all", 1.0, (0, 1, 2, 3)), ("two", 0.5, (1, 2))):
+        folder = saved(model, "llama", tmp_path / name, "ffn heads", foretold)
+        for base in (PLAIN, PROTOCOLS["quad"]):
+            comet = CometConfig(folder, orders="kept", neuron_budget=1.0, head_budget=heads)
+            with patch(model, replace(base, kv_cache=MPCACHE, sparsity=comet)) as private, torch.no_grad():
+                found[name, base.protocol] = private.generate(**asked)
+    for name in ("all", "two"):
+        one, other = found[name, "plain"], found[name, "quad"]
+        assert torch.equal(one.sequences, other.sequences)
+        assert max(worst(a, b) for a, b in zip(one.logits, other.logits, strict=True)) < LOGIT_ERROR
+    want = plain(model, MPCACHE, **asked)
+    assert max(worst(a, b) for a, b in zip(found["all", "quad"].logits, want.logits, strict=True)) < LOGIT_ERROR
+    assert worst(found["two", "quad"].logits[0], want.logits[0]) > 10 * LOGIT_ERROR
 
 
 # -- what is sent, and what is held ---------------------------------------------------------------------------

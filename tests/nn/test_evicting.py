@@ -26,7 +26,7 @@ from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
 from tests.harness import run_meta, run_parties
 from tests.nn.slow_layer import SlowLayer
-from tests.tensor.secrets import fixed, noise, plain_session
+from tests.tensor.secrets import fixed, noise, opened, plain_session
 
 BOUND = 1e-3
 SINKS = torch.tensor([-2.0, 0.5, 1.0, 2.0], dtype=torch.float64)
@@ -271,6 +271,11 @@ def test_rows_move_and_the_end_is_cropped(name: str) -> None:
     check(Case(policy, steps, padded="left"))
 
 
+def test_a_cluster_that_was_cropped_is_made_anew() -> None:
+    """Of 22 entries the last cluster is 19 to 21; two of them give way to others."""
+    check(Case(POLICIES["infllm"], (17, 1, 1, 3, ("crop", 2), 2, 1)))
+
+
 @pytest.mark.parametrize("name", ["once", "chosen", "hidden", "h2o", "tova"])
 def test_layers_that_share(name: str) -> None:
     check(Case(POLICIES[name], TALK, padded="left", layers=3))
@@ -293,6 +298,27 @@ def test_hiding_again_and_again_stays_in_range() -> None:
     """Forty evictions: penalties that added up would leave the range of scores, 2^20."""
     policy = MPCacheConfig.paper(gamma=0.1, least=4, recent=1, levels=(), every=1, drop=False)
     check(Case(policy, (6, *[1] * 40), 2, 1))
+
+
+def test_entries_without_any_attention_stay_before_hidden_ones() -> None:
+    """Almost all attention is on one entry, so hidden entries and most others got exactly nothing."""
+    session = plain_session()
+    layer = EvictingLayer(MPCacheConfig(gamma=0.5, least=6, recent=1, levels=(), every=2, drop=False))
+    before = torch.zeros(0, dtype=torch.float64)
+    for new in (17, 1, 1, 1, 1, 1):
+        start = layer.buffer.position
+        x = fixed(session, noise(1, 1, new, 4, seed=start, scale=12))
+        layer.buffer.append(x, x)
+        mask = table(torch.ones(1, 17, dtype=torch.bool), start, new)
+        layer.attend(Call(x, mask, mask, 0.5), new)
+        penalty = layer._penalty
+        if penalty is None:
+            raise AssertionError("nothing was hidden")
+        now = opened(penalty).view(-1)
+        assert not now[: len(before)][before < 0].eq(0).any()  # what is hidden stays so
+        assert int((now < 0).sum()) == layer._hidden
+        before = now
+    assert layer._hidden > 8
 
 
 def test_what_follows_an_eviction_cannot_be_cropped() -> None:

@@ -46,16 +46,16 @@ HIERARCHIES = [
     for first, second in ((0.9, 0.22), (0.7, 0.28), (0.5, 0.40), (0.3, 0.67))
 ]
 """Size and share of large clusters, share of those of 16: Table 6."""
-QUARTER = MPCacheConfig(gamma=0.25)
+PAPER = MPCacheConfig.paper()
 POLICIES: dict[str, CachePolicy] = {
-    "MPCache, a quarter": QUARTER, "MPCache": MPCacheConfig(), "LongCache": LongCache(kept=0.05),
+    "MPCache, the paper's": PAPER, "MPCache": MPCacheConfig(), "LongCache": LongCache(kept=0.05),
     "SnapKV": SnapKV(gamma=0.25), "H2O": H2O(gamma=0.25), "InfLLM": InfLLM(kept=0.1), "head merging": HeadMerging(),
 }  # fmt: skip
 ABLATION: dict[str, CachePolicy] = {
     "dynamic selection of tokens": LongCache(kept=0.25, first=0),
-    "+ static eviction": MPCacheConfig(gamma=0.25, levels=(Level(1, 0.25),), shared_layers=1),
-    "+ clusters, linearised": MPCacheConfig(gamma=0.25, shared_layers=1),
-    "+ layers share": QUARTER,
+    "+ static eviction": MPCacheConfig.paper(levels=(Level(1, 0.25),), shared_layers=1),
+    "+ clusters, linearised": MPCacheConfig.paper(shared_layers=1),
+    "+ layers share": PAPER,
 }
 """Three quarters evicted, a quarter of the rest chosen, as in Figure 11."""
 GATHERS = ("keys", "scores", "shuffled-scores")
@@ -199,7 +199,7 @@ def _usual(protocols: tuple[str, ...]) -> Iterator[Case]:
                 yield Case("ablation", label, "llama-2", protocol, 1024, policy, measured=True)
             yield from _gathers(protocol, 1024)
         for large, first, second in HIERARCHIES if trio else ():
-            policy = replace(QUARTER, levels=(Level(large, first), Level(16, second)))
+            policy = replace(PAPER, levels=(Level(large, first), Level(16, second)))
             yield Case("hierarchy", f"s{large}({first}), s16({second})", "llama-2", protocol, 1024, policy)
         for gamma in (1.0, 0.5, 0.25, 0.1) if trio else ():
             yield Case("memory", f"gamma {gamma}", "llama-2", protocol, 2048, MPCacheConfig(gamma=gamma))
@@ -214,12 +214,12 @@ def _usual(protocols: tuple[str, ...]) -> Iterator[Case]:
 def _gathers(protocol: str, tokens: int) -> Iterator[Case]:
     for size, what in ((1, "tokens"), (16, "clusters of 16")):
         for gather in GATHERS:
-            policy = MPCacheConfig(gamma=1.0, levels=(Level(size, 0.25),), shared_layers=1, gather=gather)  # type: ignore[arg-type]
+            policy = MPCacheConfig.paper(gamma=1.0, levels=(Level(size, 0.25),), shared_layers=1, gather=gather)  # type: ignore[arg-type]
             yield Case("gather", f"{what}, {gather}", "gpt2", protocol, tokens, policy, measured=True)
 
 
 def _tiny(protocols: tuple[str, ...]) -> Iterator[Case]:
-    small = MPCacheConfig(gamma=0.5, least=16, recent=3, levels=(Level(8, 0.5), Level(4, 0.5)))
+    small = MPCacheConfig.paper(gamma=0.5, least=16, recent=3, levels=(Level(8, 0.5), Level(4, 0.5)))
     for protocol in protocols:
         yield Case("step", "MPCache", "llama-2", protocol, 64, small, measured=True)
         yield Case("layer", "MPCache", "gpt2", protocol, 32, small)
