@@ -11,10 +11,10 @@ from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.policy import CachePolicy, Level
 from private_llm.kv_policies.rivals import H2O, HeadMerging, InfLLM, LongCache, SnapKV
 
-SMALL = MPCacheConfig(gamma=0.5, least=16, recent=3, levels=(Level(8, 0.5), Level(4, 0.5)))
+SMALL = MPCacheConfig.paper(gamma=0.5, least=16, recent=3, levels=(Level(8, 0.5), Level(4, 0.5)))
 POLICIES = [
-    KEEP_ALL, SMALL, MPCacheConfig(gamma=1.0, recent=2, levels=(Level(4, 0.3),), gather="keys", shared_layers=1),
-    MPCacheConfig(gamma=0.6, least=20, recent=2, levels=(Level(4, 0.5),), gather="shuffled-scores", shared_layers=3),
+    KEEP_ALL, SMALL, MPCacheConfig.paper(gamma=1.0, recent=2, levels=(Level(4, 0.3),), gather="keys", shared_layers=1),
+    MPCacheConfig.paper(gamma=0.6, least=20, recent=2, levels=(Level(4, 0.5),), gather="shuffled-scores", shared_layers=3),
     LongCache(recent=2), H2O(gamma=0.5, least=8), SnapKV(least=40), InfLLM(block=8, recent=1),
 ]  # fmt: skip
 
@@ -44,7 +44,7 @@ def test_what_is_kept_decides_about_bytes_and_memory() -> None:
     shape, config = AttentionShape(4, 4, 8, 256), PrivateConfig()
     full, half, quarter = (
         counted(config, policy, shape, 1)
-        for policy in (KEEP_ALL, MPCacheConfig(gamma=0.5, levels=()), MPCacheConfig(gamma=0.25, levels=()))
+        for policy in (KEEP_ALL, MPCacheConfig.paper(gamma=0.5, levels=()), MPCacheConfig.paper(gamma=0.25, levels=()))
     )
     assert full.steps[0][0] > half.steps[0][0] > quarter.steps[0][0]
     assert full.held_bytes == 2 * half.held_bytes == 4 * quarter.held_bytes == 2 * 2 * 4 * 8 * 256 * 8

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.policy import Level
 
-SMALL = MPCacheConfig(gamma=0.5, least=16, recent=3, levels=(Level(8, 0.5), Level(4, 0.5)))
+SMALL = MPCacheConfig.paper(gamma=0.5, least=16, recent=3, levels=(Level(8, 0.5), Level(4, 0.5)))
 
 
 def test_the_command_prints_rows_and_draws_them(tmp_path: Path) -> None:

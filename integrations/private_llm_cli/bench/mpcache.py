@@ -214,7 +214,7 @@ def _usual(protocols: tuple[str, ...]) -> Iterator[Case]:
 def _gathers(protocol: str, tokens: int) -> Iterator[Case]:
     for size, what in ((1, "tokens"), (16, "clusters of 16")):
         for gather in GATHERS:
-            policy = MPCacheConfig.paper(gamma=1.0, levels=(Level(size, 0.25),), shared_layers=1, gather=gather)  # type: ignore[arg-type]
+            policy = MPCacheConfig.paper(gamma=1.0, levels=(Level(size, 0.25),), shared_layers=1, gather=gather)
             yield Case("gather", f"{what}, {gather}", "gpt2", protocol, tokens, policy, measured=True)
 
 
