@@ -38,12 +38,12 @@ def kv_cache_of(text: str, old: str = "") -> dict[str, Any]:
         return {}
     name, *parts = (part.strip() for part in given.split(","))
     if name not in POLICIES:
-        raise ConfigError(f"kv-cache: got {name!r}; want {_offered()}")
+        raise ConfigError(f"kv_cache: got {name!r}; want {_offered()}")
     settings: dict[str, Any] = {}
     for part in parts:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not (key and equals and value) or key in settings:
-            raise ConfigError(f"kv-cache: got {part!r}; want KEY=VALUE once for each setting: {_of(name)}")
+            raise ConfigError(f"kv_cache: got {given!r}; want KEY=VALUE once for each setting: {_of(name)}")
         settings[key] = _levels(value) if key == "levels" else _value(value)
     try:
         policy_of({"name": name, **settings})
@@ -82,6 +82,6 @@ def _levels(text: str) -> list[list[Any]]:
     for part in text.split("+"):
         size, colon, kept = part.partition(":")
         if not colon:
-            raise ConfigError(f"kv-cache: levels: got {text!r}; want sizes and shares, as 32:0.5+16:0.5, or none")
+            raise ConfigError(f"kv_cache: levels: got {text!r}; want sizes and shares, as 32:0.5+16:0.5, or none")
         made.append([_value(size.strip()), _value(kept.strip())])
     return made
