@@ -92,7 +92,7 @@ def estimated(*options: str) -> dict[str, Any]:
 
 
 def test_an_estimate_shows_what_a_policy_saves() -> None:
-    policy = "mpcache,gamma=0.5,least=8,recent=4,levels=4:0.5"
+    policy = "mpcache,gamma=0.5,least=12,recent=4,levels=4:0.5"
     full, kept = estimated(), estimated("--cache-policy", policy)
     saving = kept["kv_cache"]
     assert "kv_cache" not in full

@@ -207,7 +207,7 @@ def _usual(protocols: tuple[str, ...]) -> Iterator[Case]:
             yield Case("alone", "beside the cache", model, protocol, 1, KEEP_ALL, measured=True)
         for tokens in (512, 1024, 2048):
             for model in MODELS:
-                for label in ("MPCache, a quarter", "MPCache"):
+                for label in ("MPCache, the paper's", "MPCache"):
                     yield Case("layer", label, model, protocol, tokens, POLICIES[label])
 
 
