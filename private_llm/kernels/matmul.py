@@ -30,7 +30,10 @@ RATE, BYTES = 2e10, 1e10
 
 @dataclass(slots=True)
 class _Task:
-    """out += x y by address: x [B, M, K], out [B, M, N], y [B, K, N] or, if turned, [B, N, K]; all contiguous."""
+    """out += x y by address: x [B, M, K], out [B, M, N], y [B, K, N] or, if turned, [B, N, K]; all contiguous.
+
+    step: elements from one matrix of y to the next, if they lie apart (entries of a cache in their larger buffers).
+    """
 
     x: int
     y: int
@@ -41,9 +44,14 @@ class _Task:
     columns: int
     turned: bool
     zero: np.unsignedinteger[Any]
+    step: int
 
     def run(self) -> None:
         """In one thread."""
+        if self.stacks > 1 and self.step != self.inner * self.columns:
+            for stack in range(self.stacks):
+                self.part(stack, stack + 1).run()
+            return
         sizes = (self.stacks, self.rows, self.inner, self.columns)
         if cpu_amx.usable() and tiled(self.rows, self.inner, self.columns, self.turned):
             cpu_amx.product(self.x, self.y, self.out, *sizes, self.turned, desk().address, self.zero)
@@ -56,7 +64,7 @@ class _Task:
         size = self.zero.itemsize
         return replace(
             self, stacks=last - first, x=self.x + first * self.rows * self.inner * size,
-            y=self.y + first * self.inner * self.columns * size, out=self.out + first * self.rows * self.columns * size,
+            y=self.y + first * self.step * size, out=self.out + first * self.rows * self.columns * size,
         )  # fmt: skip
 
     def run_part(self, first: int, last: int) -> None:
@@ -106,15 +114,36 @@ def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
     if not (inner and out.numel()):
         return out
     turned = y.stride(-2) == 1 and inner >= _SHORTEST_DOT
-    y = y.mT.contiguous() if turned else y.contiguous()
+    y = y.mT if turned else y
+    step = matrix_step(y)
+    if step is None:
+        y, step = y.contiguous(), inner * columns
     x = x.contiguous()
-    _spread(_task(x, y, out, stacks, rows_each, turned), x, y, out)
+    _spread(_task(x, y, out, stacks, rows_each, turned, step), x, y, out)
     return out
 
 
-def _task(x: Tensor, y: Tensor, out: Tensor, stacks: int, rows: int, turned: bool) -> _Task:
-    left, right, made = addresses(x, y, out)
-    return _Task(left, right, made, stacks, rows, x.shape[-1], out.shape[-1], turned, _ZERO[x.dtype])
+def matrix_step(y: Tensor) -> int | None:
+    """Elements from one contiguous matrix of y [.., a, b] to the next, if all are equally far apart; else None."""
+    a, b = y.shape[-2:]
+    if y.stride(-1) != 1 or y.stride(-2) != b:
+        return None
+    step = wanted = None
+    for size, stride in zip(reversed(y.shape[:-2]), reversed(y.stride()[:-2]), strict=True):
+        if size == 1:
+            continue
+        if wanted is None:
+            step = wanted = stride
+        if stride != wanted:
+            return None
+        wanted *= size
+    return a * b if step is None else step
+
+
+def _task(x: Tensor, y: Tensor, out: Tensor, stacks: int, rows: int, turned: bool, step: int) -> _Task:
+    first = y[(0,) * (y.dim() - 2)]  # the others are found from its address
+    left, right, made = addresses(x, first, out)
+    return _Task(left, right, made, stacks, rows, x.shape[-1], out.shape[-1], turned, _ZERO[x.dtype], step)
 
 
 def _spread(task: _Task, x: Tensor, y: Tensor, out: Tensor) -> None:
@@ -144,7 +173,7 @@ def _spread_matrix(x: Tensor, y: Tensor, out: Tensor, turned: bool, pieces: int)
 
     def part(first: int, last: int) -> None:
         lines = x if turned else x[:, first:last].contiguous()
-        _task(lines, y[first:last], made[numbers[first]], 1, len(x), turned).run()
+        _task(lines, y[first:last], made[numbers[first]], 1, len(x), turned, 0).run()
 
     parallel.each(part, ranges)
     for place, sums in zip(places, made, strict=True):

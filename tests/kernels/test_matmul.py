@@ -155,3 +155,23 @@ def test_small_work_stays_on_one_thread() -> None:
     finally:
         torch.set_num_threads(before)
     assert found == [1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 64, 33), (3, 16, 16), (20, 40, 48)])
+def test_matrices_that_lie_apart_are_read_where_they_lie(rows: int, inner: int, columns: int, turned: bool) -> None:
+    """Entries of a cache in larger buffers, and one matrix for many."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randint(-(2**62), 2**62, (2, 3, rows, inner), generator=generator)
+    for room in (0, 7):
+        lines = (columns, inner) if turned else (inner, columns)
+        buffer = torch.randint(-(2**62), 2**62, (2, 3, lines[0] + room, lines[1]), generator=generator)
+        y = buffer[:, :, : lines[0]]
+        assert matmul.matrix_step(y) == (lines[0] + room) * lines[1]
+        y = y.mT if turned else y
+        assert torch.equal(matmul.product(x, y), x @ y)
+    alike = torch.randint(-(2**62), 2**62, (inner, columns), generator=generator).expand(2, 3, inner, columns)
+    assert matmul.matrix_step(alike) == 0
+    assert torch.equal(matmul.product(x, alike), x @ alike)
+    assert matmul.matrix_step(buffer.transpose(0, 1)) is None
+    assert matmul.matrix_step(buffer[..., 1:]) is None
