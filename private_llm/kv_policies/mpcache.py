@@ -36,7 +36,7 @@ class MPCacheConfig(BudgetedPolicy):
     first: int = 4
     observed: float | int = 32
     pool: int = 7
-    levels: tuple[Level, ...] = (Level(16, 0.5),)
+    levels: tuple[Level, ...] = ()
     alpha: float = 0.6
     shared_layers: int = 1
     apart: int = 2
