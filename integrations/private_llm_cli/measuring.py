@@ -223,12 +223,12 @@ def bench(
             measured(as_json, repeat, tiny)
             return
     if names and MPCACHE in names:
-        if ring != 64 or preprocess or n or shape or circuit_given or linked or len(names) > 1:
+        if ring != 64 or preprocess or n or shape or circuit_given or len(names) > 1:
             raise ConfigError(
                 "mpcache is a table of its own: give no other name or option than --protocol, --repeat, --tiny, "
-                "--json, --plot"
+                "--json, --plot, --bandwidth, --latency"
             )
-        bench_mpcache(as_json, repeat, tiny, protocol, plot)
+        bench_mpcache(as_json, repeat, tiny, protocol, plot, link_speed(bandwidth, latency))
         return
     if names and CASCADE in names:
         if other:

@@ -30,6 +30,7 @@ from private_llm.protocols.session import Session, join, join_as_client, meta_se
 from private_llm.protocols.share import Share
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
+from private_llm_cli.bench.link import LinkSpeed, SlowMesh
 from private_llm_cli.bench.rows import party_threads, spread
 
 LAST_QUERIES = 2
@@ -163,13 +164,16 @@ class Timed:
 
 def timed(
     config: PrivateConfig, policies: Sequence[CachePolicy], shape: AttentionShape, repeat: int,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[], None] = lambda: None, speed: LinkSpeed | None = None,
 ) -> list[Timed]:  # fmt: skip
     """Prompts, then steps of all policies in turns, one warm-up and `repeat` timed ones; parties as threads.
 
+    speed: of every link, if they are to be slower than memory.
+
     A run lasts from when all parties are ready until the last one is done. Raises what a party raised.
     """
-    mesh = LocalMesh(config.parties, config.timeout_s)
+    slow = None if speed is None else SlowMesh(config.parties, config.timeout_s, speed, instant="control")
+    mesh = LocalMesh(config.parties, config.timeout_s) if slow is None else slow
     ready = threading.Barrier(config.parties)
     records: list[list[tuple[float, float, Cost]]] = [[] for _ in range(config.parties)]
     failures: list[BaseException] = []

@@ -25,6 +25,7 @@ from private_llm.kv_policies.policy import CachePolicy, Level
 from private_llm.kv_policies.rivals import H2O, HeadMerging, InfLLM, LongCache, SnapKV
 from private_llm_cli.bench.cache_steps import AttentionShape, Counted, Figures, counted, timed
 from private_llm_cli.bench.layers import alone
+from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.bench.measure import measure
 from private_llm_cli.bench.rows import machine, party_threads
 from private_llm_cli.bench.work import Shape
@@ -85,8 +86,10 @@ class Case:
         hidden, heads, _ = self.sizes
         return AttentionShape(heads, heads, hidden // heads, self.tokens)
 
-    def run(self, repeat: int, progress: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """The row as JSON. ratio_bytes, ratio_seconds: full by kept."""
+    def run(
+        self, repeat: int, progress: Callable[[], None] = lambda: None, speed: LinkSpeed | None = None
+    ) -> dict[str, Any]:
+        """The row as JSON. ratio_bytes, ratio_seconds: full by kept. speed: of the links of timed steps."""
         row: dict[str, Any] = {
             "name": "mpcache", "kind": self.kind, "label": self.label, "model": self.model, "protocol": self.protocol,
             "tokens": self.tokens, "heads": self.shape.heads, "depth": self.shape.depth,
@@ -98,7 +101,7 @@ class Case:
             return {**row, **_whole_layer(self)}
         row |= _counts(self)
         if self.measured:
-            row |= _seconds(self, repeat, progress)
+            row |= _seconds(self, repeat, progress, speed)
         return row
 
 
@@ -118,10 +121,12 @@ def _counts(case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _seconds(case: Case, repeat: int, progress: Callable[[], None]) -> dict[str, Any]:
+def _seconds(case: Case, repeat: int, progress: Callable[[], None], speed: LinkSpeed | None) -> dict[str, Any]:
     config = PrivateConfig(protocol=case.protocol, calibrate=False)
-    full, kept = timed(config, [KEEP_ALL, case.policy], case.shape, repeat, progress)
+    full, kept = timed(config, [KEEP_ALL, case.policy], case.shape, repeat, progress, speed)
     return {
+        "bandwidth_mbit": None if speed is None else speed.bandwidth_mbit,
+        "latency_ms": None if speed is None else speed.latency_ms,
         "seconds": kept.seconds, "full_seconds": full.seconds, "repeat": repeat,
         "ratio_seconds": full.seconds["median"] / kept.seconds["median"],
         "evicting_seconds": kept.prompt_seconds - full.prompt_seconds, "machine": machine(),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from private_llm.errors import ConfigError
+from private_llm_cli.bench.link import LinkSpeed
 from private_llm_cli.bench.mpcache import PROTOCOLS, cases
 from private_llm_cli.bench.rows import machine
 from private_llm_cli.commands.output import duration, emit_json, emit_table, progress_bar, size
@@ -15,8 +16,10 @@ from private_llm_cli.commands.plot_bench import check_name
 from private_llm_cli.commands.plot_mpcache import plot_mpcache
 
 
-def bench_mpcache(as_json: bool, repeat: int, tiny: bool, protocol: str | None, plot: Path | None) -> None:
-    """All rows of one protocol, or of trio, dealer and quad."""
+def bench_mpcache(
+    as_json: bool, repeat: int, tiny: bool, protocol: str | None, plot: Path | None, speed: LinkSpeed | None = None
+) -> None:
+    """All rows of one protocol, or of trio, dealer and quad. speed: of the links between parties (None: memory's)."""
     if repeat < 1:
         raise ConfigError(f"repeat: got {repeat}; want at least 1")
     if protocol is not None and protocol not in PROTOCOLS:
@@ -28,7 +31,7 @@ def bench_mpcache(as_json: bool, repeat: int, tiny: bool, protocol: str | None, 
     with progress_bar(sum(1 if not case.measured else repeat + 1 for case in todo), quiet=as_json) as step:
         for case in todo:
             told: Callable[[], None] = partial(step, f"{case.kind}, {case.model}, {case.tokens}, {case.label}")
-            rows.append(case.run(repeat, told))
+            rows.append(case.run(repeat, told, speed))
             if not case.measured:
                 told()
             if as_json:
