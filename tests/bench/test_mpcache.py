@@ -52,7 +52,8 @@ def test_every_model_length_and_policy_has_a_row() -> None:
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [(["--n", "3"], "table of its own"), (["--bandwidth", "0"], "a positive bandwidth"), (["--repeat", "0"], "at least 1"),
+    [(["--n", "3"], "table of its own"), (["--bandwidth", "0"], "a positive bandwidth"),
+     (["--repeat", "0"], "at least 1"),
      (["--protocol", "plain"], "one of trio, dealer, quad"), (["--plot", "x.txt"], "a name that ends in")],
 )  # fmt: skip
 def test_other_options_are_refused(options: list[str], says: str) -> None:
