@@ -77,7 +77,8 @@ def smallest_budget(
     returned was measured, and is within the loss, or is KEEP_ALL. Default: MPCache with the shares `BUDGETS`, with
     `base`'s clusters and without, and its other settings. trying: is told each policy before it is measured.
 
-    Raises ConfigError for a loss below 0 or, of agreement, of 1 or more, a text of fewer tokens than can show the loss, and no policies.
+    Raises ConfigError for a loss below 0 or, of agreement, of 1 or more, a text of fewer tokens than can show the loss,
+    and no policies.
     """
     tokens, length = ids.shape[0] * (continuation - 1), ids.shape[1] - continuation
     if loss < 0:
