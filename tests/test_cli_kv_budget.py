@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from private_llm_cli.commands.kv_budget import setting_of
+from private_llm_cli.commands.kv_budget import prompt_length, setting_of
 from private_llm_cli.kv_cache import kv_cache_of
 
 from private_llm.config import PrivateConfig
@@ -42,9 +42,18 @@ def test_the_budget_found_keeps_the_loss_that_was_asked_for(run: Run, tmp_path: 
     [
         (("--loss", "0.001"), "cannot show a loss"),
         (("--loss", "-1"), "want 0 or more"),
+        (("--loss", "2"), "below 1"),
+        (("--prompt", "509"), "want at most 512 together"),
         (("--count", "0"), "want 1 or more"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(run: Run, options: tuple[str, str], message: str) -> None:
     said = run("kv-budget", "--prompt", "100", "--continuation", "4", "--count", "2", *options, code=2)
     assert message in " ".join(said.split())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "positions", "length"), [(None, None, 1024), (None, 2048, 1024), (None, 512, 480), (480, 512, 480)]
+)
+def test_a_prompt_leaves_room_to_go_on(wanted: int | None, positions: int | None, length: int) -> None:
+    assert prompt_length(wanted, 32, positions) == length

@@ -93,7 +93,9 @@ def kv_budget(
     model: Annotated[str, typer.Argument(help="Model folder or hub id (default: the bundled model).")] = "",
     text: Annotated[Path | None, typer.Option(help="A text like those of your users (default: a bundled one).")] = None,
     loss: Annotated[float, typer.Option(help="Share of next tokens that may differ from the full cache's.")] = 0.02,
-    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1024,
+    prompt: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt (default: 1024, or as many as the model has room for).")
+    ] = None,
     continuation: Annotated[int, typer.Option(help="Tokens after it that are foretold.")] = 32,
     count: Annotated[int, typer.Option(help="Prompts.")] = 8,
     as_json: Json = False,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from private_llm.errors import ConfigError, refuse_unknown
 from private_llm.kv_policies.budgets import BudgetedPolicy
-from private_llm.kv_policies.policy import Eviction, LayerSharing, Level, Selection, check_pool, share, whole
+from private_llm.kv_policies.policy import Eviction, LayerSharing, Level, Selection, check_pool, whole
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,7 @@ class MPCacheConfig(BudgetedPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.observed, float):
-            share(self, "observed")
-        else:
-            whole(self, observed=1)
+        check_observed(self.observed)
         whole(self, shared_layers=1, apart=0)
         check_pool(self, self.pool)
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 <= self.alpha <= 1:
@@ -114,6 +111,16 @@ class MPCacheConfig(BudgetedPolicy):
         if "levels" in values:
             values["levels"] = levels_of(values["levels"])
         return cls(**values)
+
+
+def check_observed(observed: float | int) -> None:
+    """Raise ConfigError unless it is a whole number of tokens, or (a float) a share of the prompt."""
+    fits = (0 < observed <= 1) if isinstance(observed, float) else isinstance(observed, int) and observed >= 1
+    if not fits or isinstance(observed, bool):
+        raise ConfigError(
+            f"kv_cache: observed: got {observed!r}; want a whole number of tokens, at least 1, or a share of the "
+            "prompt with a point, above 0 and at most 1.0"
+        )
 
 
 def levels_of(given: object) -> tuple[Level, ...]:

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from private_llm.errors import ConfigError
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.mpcache import MPCacheConfig
+from private_llm.kv_policies.policy import CachePolicy
 from tests.hf import tiny
 from tests.long_context.test_plain_cache import TINY, built, text_of
 
@@ -50,7 +51,9 @@ def test_the_first_policy_within_the_loss_is_found(measure: str) -> None:
     want, text = losses(measure)
     assert want[-1] == pytest.approx(0, abs=1e-9)
     allowed = sorted(want)[1]
-    found = smallest_budget(built("llama"), text, allowed + 1e-5, measure, 8, ladder())
+    told: list[CachePolicy] = []
+    found = smallest_budget(built("llama"), text, allowed + 1e-5, measure, 8, ladder(), trying=told.append)
+    assert told == [one.policy for one in found.tried]
     at = ladder().index(found.policy)
     assert want[at] <= allowed + 1e-5
     assert at == 0 or want[at - 1] > allowed

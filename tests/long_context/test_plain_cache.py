@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -360,6 +361,15 @@ def test_an_even_window_is_refused() -> None:
 def test_no_cache_is_refused() -> None:
     with pytest.raises(ConfigError, match="use_cache=False"):
         PolicyCache(NoCache(), built("llama"))
+
+
+@pytest.mark.parametrize(
+    ("policy", "model", "message"),
+    [("mpcache", None, "want a policy, such as"), (TINY, None, "got NoneType; want a transformers model")],
+)
+def test_what_is_no_policy_and_no_model_is_refused(policy: Any, model: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PolicyCache(policy, model)
 
 
 def test_half_precision() -> None:

@@ -15,9 +15,14 @@ from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table, prog
 
 
 def kv_budget(
-    source: str, text: Path | None, loss: float, prompt: int, continuation: int, count: int, as_json: bool
+    source: str, text: Path | None, loss: float, prompt: int | None, continuation: int, count: int, as_json: bool
 ) -> None:
-    """Print what was tried, and the setting for `--kv-cache`. Raises ConfigError for texts that are too short."""
+    """Print what was tried, and the setting for `--kv-cache`.
+
+    prompt: None for 1024, or as many as the model has positions for. Raises ConfigError for texts that are too short,
+    and for prompts that are too long for the model.
+    """
+    from private_llm_hf.client.inputs import max_positions
     from private_llm_hf.long_context.budget import smallest_budget
     from private_llm_hf.long_context.perplexity import text_windows
 
@@ -29,10 +34,13 @@ def kv_budget(
     with progress_bar(None, as_json) as step:
         step("loading the model", 0)
         model, tokenizer = plaintext_model(source), tokenizer_of(source)
+        prompt = prompt_length(prompt, continuation, max_positions(model.config))
         windows = text_windows(tokenizer, prompt, continuation, count, words)
-        step(f"reading {count} prompts of {prompt} tokens, and trying budgets", 0)
+        step(f"reading {count} prompts of {prompt} tokens", 0)
         ids = torch.tensor([window.prompt + window.continuation for window in windows])
-        found = smallest_budget(model, ids, loss, continuation=continuation)
+        found = smallest_budget(
+            model, ids, loss, continuation=continuation, trying=lambda policy: step(f"trying {setting_of(policy)}")
+        )
     setting = setting_of(found.policy)
     rows = [
         {
@@ -55,10 +63,29 @@ def kv_budget(
     ]  # fmt: skip
     emit_table("budgets tried", ["--kv-cache", "held", "attended", "same next token", "perplexity"], cells)
     if found.policy == KEEP_ALL:
-        CONSOLE.print(f"no budget keeps within a loss of {loss:g} on {found.tokens} tokens: keep all", markup=False)
+        CONSOLE.print(
+            f"no budget keeps within a loss of {loss:g} on {found.tokens} tokens: keep all, or allow a larger --loss",
+            highlight=False,
+            markup=False,
+        )
     else:
         CONSOLE.print(f"use it with --kv-cache {setting}", highlight=False, markup=False)
     CONSOLE.print("Measured on this text; a task that looks for one thing far back may lose more.", style="yellow")
+
+
+def prompt_length(wanted: int | None, continuation: int, positions: int | None) -> int:
+    """`wanted`, or by default 1024 and at most what leaves room to go on. positions: of the model, None: no limit.
+
+    Raises ConfigError if prompt and continuation need more positions than the model has.
+    """
+    room = None if positions is None else positions - continuation
+    length = wanted if wanted is not None else 1024 if room is None else max(1, min(1024, room))
+    if room is not None and length > room:
+        raise ConfigError(
+            f"prompt: got {length} tokens and {continuation} after them; want at most {positions} together, the "
+            "positions of the model"
+        )
+    return length
 
 
 def setting_of(policy: CachePolicy) -> str:

@@ -10,7 +10,7 @@ What holds on this text holds for text like it: tasks that look for one thing fa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -67,6 +67,7 @@ def smallest_budget(
     continuation: int = 32,
     policies: Sequence[CachePolicy] | None = None,
     base: MPCacheConfig | None = None,
+    trying: Callable[[CachePolicy], object] = lambda policy: None,
 ) -> BudgetFound:
     """The first of `policies` whose loss against the full cache is at most `loss`, on `ids`, int64 [B, S].
 
@@ -74,13 +75,16 @@ def smallest_budget(
     tokens whose most likely value is another ("agreement"), or the relative rise of the perplexity. policies: from
     small to large budgets, searched by halves, so a loss that falls with the budget is found in log2 steps; what is
     returned was measured, and is within the loss, or is KEEP_ALL. Default: MPCache with the shares `BUDGETS`, with
-    `base`'s clusters and without, and its other settings.
+    `base`'s clusters and without, and its other settings. trying: is told each policy before it is measured.
 
-    Raises ConfigError for a loss below 0, a text of fewer tokens than can show the loss, and no policies.
+    Raises ConfigError for a loss below 0 or, of agreement, of 1 or more, a text of fewer tokens than can show the loss,
+    and no policies.
     """
     tokens, length = ids.shape[0] * (continuation - 1), ids.shape[1] - continuation
     if loss < 0:
         raise ConfigError(f"loss: got {loss}; want 0 or more")
+    if measure == "agreement" and loss >= 1:
+        raise ConfigError(f"loss: got {loss}; want a share of the tokens, below 1")
     if continuation < 2 or length < 1:
         raise ConfigError(
             f"ids: got rows of {ids.shape[1]} tokens, {continuation} of them to foretell; want 2 or more, and a prompt"
@@ -98,6 +102,7 @@ def smallest_budget(
         low, high = 0, len(candidates)
         while low < high:
             middle = (low + high) // 2
+            trying(candidates[middle])
             tried.append(_try(model, prefill, candidates[middle], ids[:, length:], full))
             low, high = (low, middle) if tried[-1].loss(measure) <= loss else (middle + 1, high)
     return BudgetFound(candidates[low] if low < len(candidates) else KEEP_ALL, tuple(tried), tokens)

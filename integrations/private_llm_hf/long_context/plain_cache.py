@@ -314,12 +314,16 @@ class PolicyCache(Cache):  # type: ignore[misc]
     Under a policy that chooses by attention or likeness, layers whose own attention is windowed or in chunks keep
     everything and never select, and one that would follow such a layer chooses for itself. Raises UnsupportedOp for
     layers that are no attention, and when a model attends in a way of its own, or outside `policy_attention`;
-    ConfigError for the policy that caches nothing.
+    ConfigError for the policy that caches nothing, and for what is no policy or no model.
     """
 
     is_compileable = False
 
     def __init__(self, policy: CachePolicy, model: PreTrainedModel | PreTrainedConfig) -> None:
+        if not isinstance(policy, CachePolicy):
+            raise ConfigError(f"kv_cache: got {policy!r}; want a policy, such as MPCacheConfig()")
+        if not isinstance(model, PreTrainedModel | PreTrainedConfig):
+            raise ConfigError(f"kv_cache: model: got {type(model).__name__}; want a transformers model, or its config")
         if isinstance(policy, NoCache):
             raise ConfigError("kv_cache: NoCache() is no cache; run the model with use_cache=False")
         self.policy = policy
