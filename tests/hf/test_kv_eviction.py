@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, PrivateLLMError
+from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.policy import CachePolicy, Level
 from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
@@ -217,6 +218,23 @@ def test_a_copied_cache_goes_on_for_itself() -> None:
         for step in range(3):
             second = private(ids[:, step : step + 1], past_key_values=twin).logits
     assert worst(first, second) < LOGIT_ERROR
+
+
+@pytest.mark.parametrize("policy", [KEEP_ALL, STREAM, POLICIES["hidden"]])
+@pytest.mark.parametrize("crop", [False, True])
+def test_an_emptied_cache_takes_another_batch(policy: CachePolicy, crop: bool) -> None:
+    ids = prompt()["input_ids"]
+    with patch(built("llama"), replace(PLAIN, kv_cache=policy)) as private, torch.no_grad():
+        cache = private(ids, use_cache=True).past_key_values
+        private(ids[:, :1], past_key_values=cache)
+        if crop:
+            cache.crop(-cache.position)
+        else:
+            cache.reset()
+        fresh = private(ids[1:], use_cache=True).past_key_values
+        private(ids[1:], past_key_values=cache)
+        got, want = (private(ids[1:, :1], past_key_values=each).logits for each in (cache, fresh))
+    assert torch.equal(got, want)
 
 
 def test_preprocessed_calls_are_refused() -> None:
