@@ -14,7 +14,8 @@ from private_llm.kv_policies.rivals import H2O, HeadMerging, InfLLM, LongCache, 
 SMALL = MPCacheConfig.paper(gamma=0.5, least=16, recent=3, levels=(Level(8, 0.5), Level(4, 0.5)))
 POLICIES = [
     KEEP_ALL, SMALL, MPCacheConfig.paper(gamma=1.0, recent=2, levels=(Level(4, 0.3),), gather="keys", shared_layers=1),
-    MPCacheConfig.paper(gamma=0.6, least=20, recent=2, levels=(Level(4, 0.5),), gather="shuffled-scores", shared_layers=3),
+    MPCacheConfig.paper(gamma=0.6, least=20, recent=2, levels=(Level(4, 0.5),), gather="shuffled-scores",
+                        shared_layers=3),
     LongCache(recent=2), H2O(gamma=0.5, least=8), SnapKV(least=40), InfLLM(block=8, recent=1),
 ]  # fmt: skip
 
