@@ -46,6 +46,10 @@ _AGREED = (
 """What all parties must agree upon: these settings change the order or the meaning of messages."""
 
 
+SQUARED_SOFTMAX = ("mpcformer", "secformer")
+"""Approximations whose softmax squares scores, so a score far below all others weighs most."""
+
+
 _OLD_NAMES = ("lanes", "permute", "cache_policy")
 """Settings that are called otherwise now (`PrivateConfig._take_old_names`)."""
 
@@ -334,6 +338,12 @@ class PrivateConfig:
             raise ConfigError(f"kv_cache: got {self.kv_cache!r}; want a policy, such as MPCacheConfig(), or KeepAll()")
         if self.plan is not None and self.kv_cache != KEEP_ALL:
             raise ConfigError("kv_cache: nodes of a sharding plan keep all entries; leave it out")
+        eviction = self.kv_cache.eviction
+        if eviction is not None and not eviction.drop and self.approximations in SQUARED_SOFTMAX:
+            raise ConfigError(
+                f"kv_cache: got drop=False with approximations={self.approximations!r}, whose softmax squares scores: "
+                "entries under a mask, far below all others, would weigh most; want drop=True"
+            )
 
     def _check_sparsity(self) -> None:
         if self.sparsity is None:

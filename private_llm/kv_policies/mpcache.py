@@ -50,6 +50,7 @@ class MPCacheConfig(BudgetedPolicy):
         check_pool(self, self.pool)
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 <= self.alpha <= 1:
             raise ConfigError(f"kv_cache: alpha: got {self.alpha!r}; want a number from 0 to 1")
+        object.__setattr__(self, "alpha", float(self.alpha))  # 1 and 1.0 are one setting, as in `share`
         gathers = ("auto", "scores", "shuffled-scores", "keys")
         if self.gather not in gathers:
             raise ConfigError(f"kv_cache: gather: got {self.gather!r}; want one of {', '.join(map(repr, gathers))}")

@@ -190,11 +190,13 @@ class EvictingLayer:
         if tokens is not None:
             mass = mass.scale_int(tokens[:, None].to(mass.share.parts[0]))
             mass = mass - (~tokens)[:, None].double().to(mass.share.parts[0].device)
-        if self._penalty is not None:  # hidden entries rank after padding
-            mass = mass + self._penalty.view(lambda part: part.squeeze(2)).scale_int(2)
+        bound = max(1, self._mass_bound * eviction.pool)
+        if self._penalty is not None:  # hidden entries rank after padding, whatever pooling lends them
+            below = 2 if eviction.pool == 1 else bound + 2
+            mass = mass + self._penalty.view(lambda part: part.squeeze(2)).scale_int(below)
+            bound = max(bound, below)
         middle = mass.view(lambda part: part[:, :, first : held - newest])
         wanted = kept - first - newest
-        bound = max(1, self._mass_bound * eviction.pool)
         marks = largest(middle, wanted, bits=middle.frac + bound.bit_length() + 2)
         made = compact(marks.view(lambda part: part.flatten(0, 1)), wanted)
         stay = None if tokens is None else _tokens_that_stay(tokens, first, newest, wanted)

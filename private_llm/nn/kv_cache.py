@@ -199,27 +199,32 @@ class KVBuffer:
         start = max(0, self.position - count)
         if self._rows is None:
             return
-        if start and self.newest is not None and count > self.newest:
+        if not start:  # what comes next may have another number of rows
+            self._forget()
+            return
+        if self.newest is not None and count > self.newest:
             raise DomainError(
                 f"crop: got {count} positions; of this cache only the last {self.newest} can be removed, because "
                 "entries before them were evicted"
             )
-        if self.positions is None:
-            length = max(0, self.length - count) if start else 0
-        else:
-            length = self.length - count if start else 0
-            if start and (length < 0 or not bool(((self.positions >= start).sum(-1) == count).all())):
+        length = max(0, self.length - count)
+        if self.positions is not None:
+            if self.length < count or not bool(((self.positions >= start).sum(-1) == count).all()):
                 raise DomainError(
                     f"crop: got {count} positions; some of them were evicted from this cache, so it cannot go back to "
                     f"position {start}"
                 )
-            self.positions = self.positions[..., :length] if start else None
+            self.positions = self.positions[..., :length]
         for rows in self._rows:
             rows.crop(length)
         self.position = start
-        self.newest = self.newest - count if start and self.newest is not None else None
+        self.newest = None if self.newest is None else self.newest - count
         self.hidden = min(self.hidden, length)
         self.tokens = None if self.tokens is None or not length else self.tokens[:, : self.hidden]
+
+    def _forget(self) -> None:
+        self.position = self.hidden = 0
+        self.positions = self.tokens = self.newest = self._rows = None
 
     def select(self, index: Tensor) -> None:
         """Keep, repeat or reorder batch rows by public indices (int64 [rows]); B becomes their number."""

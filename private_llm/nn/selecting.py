@@ -23,7 +23,7 @@ from private_llm.approx.tanh import precise_tanh
 from private_llm.exact.maximum import concatenated
 from private_llm.kv_policies.policy import ClusterShape
 from private_llm.nn.attention import mixed_values, pattern_of, scaled, soften
-from private_llm.nn.selection_costs import LIKENESS_BITS, cheapest_gather
+from private_llm.nn.selection_costs import LIKENESS_BITS, LIKENESS_REACH, cheapest_gather
 from private_llm.oblivious.chosen_rows import ChosenRows, one_hot_rows, shuffled_rows
 from private_llm.oblivious.topk import largest_bits
 from private_llm.ranges import REACH
@@ -66,7 +66,7 @@ def choose_clusters(
 ) -> Chosen:
     """The clusters most like a query [B, H, 1, D], by `representatives` [B, G, clusters, D] of each level.
 
-    Likeness must stay below 2^20; it is watched. One product of all levels' likenesses (a truncation before it, of a
+    Likeness must stay below 2^24; it is watched. One product of all levels' likenesses (a truncation before it, of a
     query that a rotary embedding left with many fractional bits: the ring has no room for both), and for each level a
     top-k and the making of its rows. gather: as `Selection`, value_size: of a value, for "auto".
     """
@@ -77,7 +77,7 @@ def choose_clusters(
     total = total.at(query.session.frac) if total.frac > query.session.frac + SLACK else total
     every = concatenated(list(representatives), 2)
     likeness = total.matmul(every.view(lambda part: part.transpose(-1, -2)), frac=LIKENESS_BITS)
-    watch_flat(likeness, REACH - 1 + likeness.frac)
+    watch_flat(likeness, LIKENESS_REACH - 1 + likeness.frac)
     likeness = likeness.view(lambda part: part.reshape(blocks, -1))
     if gather == "auto":
         gather = cheapest_gather(query.session, shape, blocks, shared, depth, value_size)
@@ -96,7 +96,7 @@ def choose_clusters(
 
 
 def _rows(likeness: Fixed, there: int, kept: int, gather: str) -> ChosenRows:
-    bits = largest_bits(likeness, kept, bits=likeness.frac + REACH + 1)
+    bits = largest_bits(likeness, kept, bits=likeness.frac + LIKENESS_REACH + 1)
     marks = arithmetic(likeness.session, bits, [1.0], 0).view(lambda part: part[: likeness.numel()].view(-1, there))
     return shuffled_rows(marks, bits, kept) if gather == "shuffled-scores" else one_hot_rows(marks, kept)
 

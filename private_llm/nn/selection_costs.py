@@ -29,6 +29,8 @@ from private_llm.ranges import REACH
 Gather = Literal["scores", "shuffled-scores", "keys"]
 LIKENESS_BITS = 8
 """Fractional bits of likeness: ranking needs no more."""
+LIKENESS_REACH = REACH + 4
+"""Bits of its magnitude: scores without their scale, of several query heads."""
 
 GATHERS: tuple[Gather, ...] = ("scores", "shuffled-scores", "keys")
 
@@ -93,7 +95,7 @@ def ranking_cost(pricing: Pricing, shape: ClusterShape, blocks: int, depth: int,
     total = prices.truncate(ring, blocks * depth, query_shift) if query_shift else Cost()
     total += prices.product(ring, blocks * clusters, 2 * frac - LIKENESS_BITS)
     for there, kept in zip(shape.there, shape.kept, strict=True):
-        total += topk_cost(pricing, blocks, there, kept, LIKENESS_BITS + REACH + 1)
+        total += topk_cost(pricing, blocks, there, kept, LIKENESS_BITS + LIKENESS_REACH + 1)
         total += prices.inject(ring, blocks * there, 1, 0, 0)
     return total
 

@@ -5,7 +5,8 @@
     shuffled    the rows move in a fresh secret order, in which the marks are opened: a uniform choice of `kept` places,
                 whatever is marked. Taking and putting back are a shuffle each, of all rows.
 
-Neither opens anything that depends on secrets. Either may be used for any number of tables (other layers' too).
+Neither opens anything that depends on secrets, as long as each block has `kept` marks. Either may be used for any
+number of tables (other layers' too).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from private_llm.errors import ProtocolAbort
 from private_llm.net.ledger import Cost
+from private_llm.oblivious.compaction import OUT_OF_STEP
 from private_llm.protocols.permutation import Permutation
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare, words_for
@@ -160,7 +162,7 @@ def shuffled_rows(marks: Fixed, bits: BitShare, kept: int) -> ShuffledRows:
     else:
         found = opened[0].view(blocks, rows)
         if not bool((found.sum(1) == kept).all()):
-            raise ProtocolAbort(f"shuffled_rows: {found.sum(1).tolist()} rows were opened; want {kept}")
+            raise ProtocolAbort(f"shuffled_rows: another number of rows than {kept} was opened: {OUT_OF_STEP}")
         places = found.flatten().nonzero()[:, 0].view(blocks, kept).cpu()
     return ShuffledRows(order, places, rows)
 

@@ -22,6 +22,8 @@ from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 
 _LANES = 64
+OUT_OF_STEP = "parties disagree, or what was ranked left its range"
+"""Why another number of rows may be marked than was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def _places(opened: Tensor, blocks: int, kept: int) -> Tensor:
     if not torch.equal(ordered[:, :kept], torch.arange(kept, 0, -1).expand(blocks, kept)) or bool(
         ordered[:, kept:].any()
     ):
-        raise ProtocolAbort("compact: what was opened does not number the rows that stay: parties disagree")
+        raise ProtocolAbort(f"compact: what was opened does not number the rows that stay: {OUT_OF_STEP}")
     return places[:, :kept].flip(1) + starts
 
 

@@ -22,6 +22,9 @@ from private_llm.tensor.fixed import Fixed
 Method = Literal["auto", "pairs", "network", "search"]
 """How the k largest are found; "auto" is the one that takes least time by its cost (`method_for`)."""
 
+MOST_PAIRS = 1 << 23
+"""Pairs that are compared at once take about 55 bytes of a party's memory each, half a gigabyte in all."""
+
 
 def largest_bits(x: Fixed, k: int, method: Method = "auto", bits: int | None = None) -> BitShare:
     """1 for the k largest entries over the last dimension of x [..., n], else 0: one row of x.numel() bits.
@@ -94,10 +97,11 @@ def values_cost(pricing: Pricing, rows: int, width: int, k: int, bits: int) -> C
 def method_for(pricing: Pricing, rows: int, width: int, k: int, bits: int) -> Literal["pairs", "network", "search"]:
     """The method that takes least time, by its rounds and bytes on the configured network. Public.
 
-    Without `bandwidth_mbit`, at 1 Gbit/s: on one machine a byte and a round take about what they do there
-    (docs/decisions.md).
+    Never more than MOST_PAIRS pairs, however far the parties. Without `bandwidth_mbit`, at 1 Gbit/s: on one machine a
+    byte and a round take about what they do there (docs/decisions.md).
     """
     methods: tuple[Literal["pairs", "network", "search"], ...] = ("pairs", "network", "search")
+    methods = methods if rows * width * (width - 1) // 2 <= MOST_PAIRS else methods[1:]
     return min(methods, key=lambda each: pricing.seconds(cost(pricing, rows, width, k, bits, each)))
 
 

@@ -38,8 +38,9 @@ CACHE_POLICY = Threat(
          "that they got, not whether two heads, layers that choose for themselves, or tokens agree"),
         ("parties of one run", "what is opened while entries are brought together is an arrangement of 1 .. kept "
          "(eviction) or of as many ones as clusters are kept (gather='shuffled-scores') in an order that is secret and "
-         "fresh for each row, key head and choice: uniform, whatever is chosen. Layers that share a choice use "
-         "the same order again and open nothing; so that they share is known, and it is a setting"),
+         "fresh for each row, key head and choice: uniform, whatever is chosen, as long as what is ranked stays in its "
+         "range; if it leaves it, another number of ones may be opened, and the session ends. Layers that share a "
+         "choice use the same order again and open nothing; so that they share is known, and it is a setting"),
         ("the user, and whoever reads the answer", "the answer is that of a model that forgets: later tokens do not "
          "see what was evicted, and see of the rest only what was chosen. A budget may therefore change what is said, "
          "most for what a prompt mentions once and is asked for late"),

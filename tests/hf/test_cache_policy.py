@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from private_llm.errors import ConfigError, DomainError, PartyFailed, UnsupportedOp
 from private_llm.kv_policies.fixed import KEEP_ALL, SlidingWindow
+from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.policy import CacheFacts, CachePolicy
 from tests.hf import families, tiny
 from tests.hf.compare import BATCH, LOGIT_ERROR, MASK, PADDED, worst
@@ -334,6 +335,7 @@ def test_a_policy_survives_json_and_parties_must_agree_upon_it() -> None:
     assert PrivateConfig.from_dict(TRIO.to_dict()).kv_cache == KEEP_ALL
     agreements = {c.agreement() for c in (TRIO, config, replace(TRIO, kv_cache=SlidingWindow(4, 1)))}
     assert len(agreements) == 3
+    assert len({replace(TRIO, kv_cache=MPCacheConfig(alpha=alpha)).agreement() for alpha in (1, 1.0)}) == 1
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from private_llm_hf.tools.estimate import estimate
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from private_llm.errors import ConfigError, DomainError, PrivateLLMError
+from private_llm.errors import ConfigError, DomainError, PrivateLLMError, UnsupportedOp
+from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.mpcache import MPCacheConfig
 from private_llm.kv_policies.policy import CachePolicy, Level
 from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
@@ -217,6 +218,41 @@ def test_a_copied_cache_goes_on_for_itself() -> None:
         for step in range(3):
             second = private(ids[:, step : step + 1], past_key_values=twin).logits
     assert worst(first, second) < LOGIT_ERROR
+
+
+@pytest.mark.filterwarnings("ignore::private_llm.errors.NeedsDistillation")
+@pytest.mark.parametrize("approximations", ["mpcformer", "secformer"])
+def test_a_softmax_of_squares_meets_no_score_far_below_others(approximations: str) -> None:
+    """It would give nearly all weight to padding in a chosen cluster, and to hidden entries."""
+    config = replace(PLAIN, approximations=approximations)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="drop=False with approximations="):
+        replace(config, kv_cache=POLICIES["hidden"])
+    asked = prompt()
+    with patch(built("llama"), replace(config, kv_cache=STREAM)) as private, torch.no_grad():
+        with pytest.raises(UnsupportedOp, match="got padding under kv_cache 'mpcache'"):
+            private.generate(**asked, **ASKED)
+        private(**asked, use_cache=False)
+        unpadded = {"input_ids": asked["input_ids"][1:], "attention_mask": asked["attention_mask"][1:]}
+        assert private.generate(**unpadded, **ASKED).sequences.shape == (1, PROMPT + 6)
+    with patch(built("llama"), replace(config, kv_cache=ONCE)) as private, torch.no_grad():
+        assert private.generate(**asked, **ASKED).sequences.shape == (2, PROMPT + 6)
+
+
+@pytest.mark.parametrize("policy", [KEEP_ALL, STREAM, POLICIES["hidden"]])
+@pytest.mark.parametrize("crop", [False, True])
+def test_an_emptied_cache_takes_another_batch(policy: CachePolicy, crop: bool) -> None:
+    ids = prompt()["input_ids"]
+    with patch(built("llama"), replace(PLAIN, kv_cache=policy)) as private, torch.no_grad():
+        cache = private(ids, use_cache=True).past_key_values
+        private(ids[:, :1], past_key_values=cache)
+        if crop:
+            cache.crop(-cache.position)
+        else:
+            cache.reset()
+        fresh = private(ids[1:], use_cache=True).past_key_values
+        private(ids[1:], past_key_values=cache)
+        got, want = (private(ids[1:, :1], past_key_values=each).logits for each in (cache, fresh))
+    assert torch.equal(got, want)
 
 
 def test_preprocessed_calls_are_refused() -> None:

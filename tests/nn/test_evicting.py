@@ -321,6 +321,29 @@ def test_entries_without_any_attention_stay_before_hidden_ones() -> None:
     assert layer._hidden > 8
 
 
+def test_hidden_entries_beside_one_of_much_attention_stay_hidden() -> None:
+    """Pooling lends them the attention of their neighbours, of all query heads and calls since the last eviction."""
+    session = plain_session()
+    layer = EvictingLayer(MPCacheConfig(gamma=0.25, least=6, recent=1, first=0, levels=(), every=6, drop=False))
+    before = torch.zeros(0, dtype=torch.float64)
+    for new in (20, *[1] * 16):
+        start = layer.buffer.position
+        key = noise(1, 1, new, 4, seed=start, scale=0.1)
+        key[:, :, 5:6] += 8 if not start else 0  # all attention is on entry 5
+        query, held = fixed(session, torch.ones(1, 4, new, 4, dtype=torch.float64)), fixed(session, key)
+        layer.buffer.append(held, held)
+        mask = table(torch.ones(1, 20, dtype=torch.bool), start, new)
+        layer.attend(Call(query, mask, mask, 0.5), new)
+        penalty = layer._penalty
+        if penalty is None:
+            raise AssertionError("nothing was hidden")
+        now = opened(penalty).view(-1)
+        assert not now[: len(before)][before < 0].eq(0).any()
+        assert int((now < 0).sum()) == layer._hidden
+        before = now
+    assert layer._hidden > 15
+
+
 def test_what_follows_an_eviction_cannot_be_cropped() -> None:
     session = plain_session()
     for policy in (ONCE, replace(ONCE, drop=False)):

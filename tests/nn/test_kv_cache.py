@@ -134,6 +134,15 @@ def test_cropping_goes_back_as_far_as_entries_are_held() -> None:
     assert _holds(whole, keys[:, :, :3])
 
 
+def test_an_emptied_cache_takes_other_rows() -> None:
+    buffer, keys = _filled(5)
+    buffer.crop(5)
+    assert (buffer.position, buffer.length, buffer.keys) == (0, 0, None)
+    other = keys[:1, :2]
+    buffer.append(fixed(S, other), fixed(S, -other))
+    assert _holds(buffer, other)
+
+
 @pytest.mark.parametrize("wrong", [[], [0, 0], [2, 1], [-1, 0], [5, 6], [[[0]], [[0]], [[0]]], [[[0], [0]]], [[0, 1]]])
 def test_indices_that_do_not_ascend_exist_or_fit_are_refused(wrong: list[object]) -> None:
     buffer, keys = _filled(6)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import DomainError
+from private_llm.errors import DomainError, ProtocolAbort
 from private_llm.oblivious.chosen_rows import (
     ChosenRows,
     one_hot_cost,
@@ -18,6 +19,7 @@ from private_llm.oblivious.chosen_rows import (
     shuffled_rows,
 )
 from private_llm.oblivious.compaction import compact, compaction_cost, number_bits
+from private_llm.oblivious.topk import largest_bits
 from private_llm.protocols.registry import protocol_names
 from private_llm.protocols.session import Session
 from private_llm.ring.ring import Ring
@@ -149,3 +151,22 @@ def test_other_shapes_are_refused() -> None:
     for shape, kept in (((4,), 1), ((2, 4), 0), ((2, 4), 5)):
         with pytest.raises(DomainError, match=r"compact: got marks .* want \[blocks, rows\], 1 to rows"):
             run_parties(config("plain"), lambda session, m, k=kept: compact(m, k) and m, [torch.ones(shape)], [0])
+
+
+def test_marks_of_values_beyond_their_range_end_the_run_without_a_count() -> None:
+    """Pairs of values that wrap around have no order. An error's text goes to everybody."""
+
+    def choose(session: Session, x: Fixed, shuffled: bool) -> Fixed:
+        bits = largest_bits(x, 3, "pairs", bits=session.frac + 4)  # for values below 8
+        marks = arithmetic(session, bits, [1.0], 0).view(lambda part: part[:8].view(1, 8))
+        if shuffled:
+            shuffled_rows(marks, bits, 3)
+        else:
+            compact(marks, 3)
+        return marks
+
+    x = torch.tensor([[0.0, 6, 12, 18, 24, 30, 2, 4]], dtype=torch.float64)
+    for shuffled in (True, False):
+        with pytest.raises(ProtocolAbort, match="or what was ranked left its range") as told:
+            run_parties(TRIO, partial(choose, shuffled=shuffled), [x])
+        assert "[2]" not in str(told.value)

@@ -389,3 +389,11 @@ def test_entries_come_back_from_their_lanes(rows: int, width: int, folds: int) -
         want = plan.spread(per_row.view(2, rows, 1)[vector].expand(rows, plan.folds * plan.across)[:, :width])
         real = plan.spread(torch.ones(rows, width, dtype=torch.uint8)).bool()
         assert torch.equal(repeated[vector][real], want[real])
+
+
+def test_pairs_fit_memory_however_far_the_parties() -> None:
+    """At 10 Gbit/s and 50 ms the pairs of 32 rows of 4096 would take least time, and 15 GB at each party."""
+    far = Pricing.of(config("trio", bandwidth_mbit=1e4, latency_ms=50.0))
+    by_pairs = [width for width in (64, 512, 4096) if method_for(far, 32, width, width // 4, 30) == "pairs"]
+    assert by_pairs == [64, 512]
+    assert far.seconds(cost(far, 32, 4096, 1024, 30, "pairs")) < far.seconds(cost(far, 32, 4096, 1024, 30))

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, modeling_outputs
 from transformers.modeling_outputs import ModelOutput
 
+from private_llm.config import SQUARED_SOFTMAX
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kv_policies.fixed import NoCache
 from private_llm.tensor.range_check import require
@@ -73,6 +74,8 @@ class Forward:
         past = cache.position if cache is not None else 0
         check.check_positions(self.config, past + length)
         mask = self.take_mask("attention_mask", rows, past + length)
+        if cache is not None and mask is not None and not bool(mask.all()):
+            self._check_padding()
         self._positions(rows, length, mask)
         kind = architecture(self.config).kind
         if kind == "decoder" and type(self.model).__name__.endswith("ForSequenceClassification"):
@@ -163,6 +166,15 @@ class Forward:
         if cache.position and cache.rows != rows:
             raise DomainError(f"past_key_values: got a cache of {cache.rows} rows; want {rows}, as many as the inputs")
         return cache
+
+    def _check_padding(self) -> None:
+        config = self.parties.config
+        if config.kv_cache.selection is not None and config.approximations in SQUARED_SOFTMAX:
+            raise UnsupportedOp(
+                f"attention_mask: got padding under kv_cache {config.kv_cache.name!r}, which chooses clusters, with "
+                f"approximations={config.approximations!r}, whose softmax squares scores: padding in a chosen cluster, "
+                "far below all others, would weigh most; want rows of one length, or another of the two settings"
+            )
 
     def take_mask(self, name: str, rows: int, length: int) -> Tensor | None:
         """A padding mask; one that masks nothing is left out."""
