@@ -24,6 +24,8 @@ _SHORTEST_DOT = 8
 """Below this inner size, lanes along k stay empty: y is copied into rows of columns instead."""
 _TILED_SIDE, _TILED_MACS = 16, 1 << 15
 """From 16 rows, 16 columns (32 of a turned y) and 2^15 multiply-adds (32^3) on, byte tiles are faster."""
+_LARGE = 1 << 14
+"""Elements from which matrices that lie apart are read where they lie; fewer are copied in less time than calls take."""
 RATE, BYTES = 2e10, 1e10
 """Multiply-adds and bytes of y in a second, to guess how many threads are worth their start."""
 
@@ -115,9 +117,13 @@ def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
         return out
     turned = y.stride(-2) == 1 and inner >= _SHORTEST_DOT
     y = y.mT if turned else y
-    step = matrix_step(y)
-    if step is None:
-        y, step = y.contiguous(), inner * columns
+    step = inner * columns
+    if not y.is_contiguous():
+        apart = matrix_step(y) if y.numel() >= _LARGE else None
+        if apart is None:
+            y = y.contiguous()
+        else:
+            step = apart
     x = x.contiguous()
     _spread(_task(x, y, out, stacks, rows_each, turned, step), x, y, out)
     return out
@@ -141,7 +147,7 @@ def matrix_step(y: Tensor) -> int | None:
 
 
 def _task(x: Tensor, y: Tensor, out: Tensor, stacks: int, rows: int, turned: bool, step: int) -> _Task:
-    first = y[(0,) * (y.dim() - 2)]  # the others are found from its address
+    first = y if y.is_contiguous() else y[(0,) * (y.dim() - 2)]  # the others are found from its address
     left, right, made = addresses(x, first, out)
     return _Task(left, right, made, stacks, rows, x.shape[-1], out.shape[-1], turned, _ZERO[x.dtype], step)
 

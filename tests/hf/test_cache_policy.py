@@ -341,7 +341,7 @@ def test_a_policy_survives_json_and_parties_must_agree_upon_it() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "newest"}, "got 'newest'; want one of 'keep-all', 'sliding-window'"),
+        ({"name": "newest"}, "got 'newest'; want one of 'keep-all', 'no-cache', 'sliding-window', 'mpcache'"),
         ({}, "got None; want one of"),
         ({"name": "sliding-window", "last": 3}, "kv_cache: unknown key"),
         ({"name": "sliding-window", "recent": 0}, "recent: got 0; want a whole number, at least 1"),

@@ -158,7 +158,9 @@ def test_small_work_stays_on_one_thread() -> None:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize(("rows", "inner", "columns"), [(1, 64, 33), (3, 16, 16), (20, 40, 48)])
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns"), [(1, 64, 33), (3, 16, 16), (20, 40, 48), (1, 64, 80), (3, 128, 64)]
+)
 def test_matrices_that_lie_apart_are_read_where_they_lie(rows: int, inner: int, columns: int, turned: bool) -> None:
     """Entries of a cache in larger buffers, and one matrix for many."""
     generator = torch.Generator().manual_seed(5)

@@ -44,7 +44,7 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         secret = policy.eviction is not None or policy.selection is not None
         first = None if leader is None else leader.evicting
         self.evicting: EvictingLayer | None = EvictingLayer(policy, first) if secret else None
-        self._plain = KVBuffer()
+        self.buffer = KVBuffer() if self.evicting is None else self.evicting.buffer
         self.is_initialized = False
         self._start, self._attended = 0, False
         self._mass: Fixed | None = None
@@ -56,9 +56,9 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self.evicting.leader = leader.evicting
 
     @property
-    def buffer(self) -> KVBuffer:
-        """What is held."""
-        return self._plain if self.evicting is None else self.evicting.buffer
+    def _held(self) -> KVBuffer | EvictingLayer:
+        """What rows and positions are taken from."""
+        return self.buffer if self.evicting is None else self.evicting
 
     @property
     def keys(self) -> SecretTensor | None:
@@ -135,9 +135,8 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything."""
-        if self.evicting is not None:
-            self.evicting.crop(self.buffer.position)
-        self._plain, self.is_initialized = KVBuffer(), False
+        self._held.crop(self.buffer.position)
+        self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop that many (given as a negative number, as transformers does) positions at the end.
@@ -146,11 +145,11 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         if tokens_to_remove > 0:
             raise DomainError(f"crop: got {tokens_to_remove}; want a negative number of positions to remove")
-        (self._plain if self.evicting is None else self.evicting).crop(-tokens_to_remove)
+        self._held.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows by public indices (beam search)."""
-        (self._plain if self.evicting is None else self.evicting).select(beam_idx)
+        self._held.select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows."""
@@ -169,9 +168,12 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def copy(self, leader: SecretCacheLayer | None) -> SecretCacheLayer:
         """The same entries so far, for a layer that follows `leader`."""
         twin = SecretCacheLayer(self.policy, leader)
-        if self.evicting is not None:
+        if self.evicting is None:
+            twin.buffer = self.buffer.copy()
+        else:
             twin.evicting = self.evicting.copy(None if leader is None else leader.evicting)
-        twin._plain, twin.is_initialized = self._plain.copy(), self.is_initialized
+            twin.buffer = twin.evicting.buffer
+        twin.is_initialized = self.is_initialized
         twin._start, twin._attended, twin._mass = self._start, self._attended, self._mass
         return twin
 
