@@ -25,7 +25,7 @@ _SHORTEST_DOT = 8
 _TILED_SIDE, _TILED_MACS = 16, 1 << 15
 """From 16 rows, 16 columns (32 of a turned y) and 2^15 multiply-adds (32^3) on, byte tiles are faster."""
 _LARGE = 1 << 14
-"""Elements from which matrices that lie apart are read where they lie; fewer are copied in less time than calls take."""
+"""Elements from which matrices that lie apart are read where they lie; to copy fewer takes less time than calls do."""
 RATE, BYTES = 2e10, 1e10
 """Multiply-adds and bytes of y in a second, to guess how many threads are worth their start."""
 

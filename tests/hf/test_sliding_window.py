@@ -68,7 +68,7 @@ def test_windows_over_random_texts(seed: int) -> None:
         if index is not None:
             buffer.keep(index)
         handle.extend(count)
-        assert buffer.length == policy.entries(before + count, call == 0)
+        assert buffer.length == policy.entries(before + count, buffer.position, count)
         assert (handle.position, handle.kv_length) == (buffer.position, buffer.length)
         assert handle.kv_length <= policy.first + policy.recent
         held = buffer.positions_held().expand(3, -1, -1)[:, 0]
