@@ -151,9 +151,13 @@ class LayerSharing:
     layers: int = 1
     apart: int = 0
 
-    def leader(self, number: int) -> int:
-        """The layer whose choices layer `number` uses: its own number if it chooses for itself."""
-        return number if number < self.apart else number - (number - self.apart) % self.layers
+    def leader(self, number: int, windowed: frozenset[int] = frozenset()) -> int:
+        """The layer whose choices layer `number` uses: its own number if it chooses for itself.
+
+        windowed: layers that choose nothing; the first other one of a group chooses for the group.
+        """
+        first = number if number < self.apart else number - (number - self.apart) % self.layers
+        return next((other for other in range(first, number) if other not in windowed), number)
 
 
 ALONE = LayerSharing()
@@ -195,6 +199,11 @@ class CachePolicy(ABC):
     def selection(self) -> Selection | None:
         """Which entries a single query attends to; None: all that are held."""
         return None
+
+    @property
+    def in_secret(self) -> bool:
+        """Whether anything is chosen by secrets, which layers with a window of their own cannot follow."""
+        return self.eviction is not None or self.selection is not None
 
     @property
     def sharing(self) -> LayerSharing:

@@ -86,8 +86,13 @@ def _in_buffer(part: Tensor, capacity: int) -> Tensor:
     return buffer
 
 
-def columns_at(table: Tensor, positions: Tensor) -> Tensor:
-    """Of a table [B or 1, H or 1, q, position] the columns `positions`, int64 [B or 1, H or 1, kept]."""
+def columns_at(table: Tensor, positions: Tensor, heads: int) -> Tensor:
+    """Of a table [B or 1, H or 1, q, position] the columns `positions`, int64 [B or 1, G or 1, kept].
+
+    heads: query heads, a multiple of G. Returns [B or 1, H or 1, q, kept].
+    """
+    if positions.shape[1] > 1:
+        positions = positions.repeat_interleave(heads // positions.shape[1], dim=1)
     outer = torch.broadcast_shapes(table.shape[:2], positions.shape[:2])
     wide = positions.unsqueeze(2).expand(*outer, table.shape[2], -1)
     return table.expand(*outer, -1, -1).gather(-1, wide.to(table.device))
@@ -191,8 +196,7 @@ class KVBuffer:
             return torch.cat([wide, newer.expand(*outer, -1, -1, -1)], -1)
         if self._rows is None or self.positions is None:
             return table
-        at = self.positions
-        return columns_at(table, at.repeat_interleave(heads // at.shape[1], dim=1) if at.shape[1] > 1 else at)
+        return columns_at(table, self.positions, heads)
 
     def crop(self, count: int) -> None:
         """Forget the last `count` positions. Raises DomainError if some of them were evicted and earlier ones not."""

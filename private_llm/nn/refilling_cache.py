@@ -273,7 +273,7 @@ class RefillingCache:
 
     def columns(self, table: Tensor) -> Tensor:
         """Of a public mask over all positions, [B or 1, 1, q, position], the held columns: for `ActiveHeads.mask`."""
-        return table if self.positions is None else columns_at(table, self.positions)
+        return table if self.positions is None else columns_at(table, self.positions, heads=1)
 
     def keep(self, index: Tensor) -> None:
         """Evict all positions but `index`: int64 [kept] or [B or 1, 1, kept], ascending, public. Local.

@@ -21,6 +21,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from private_llm.errors import ConfigError, UnsupportedOp
+from private_llm.nn.kv_cache import columns_at
+from private_llm.nn.merged_heads import can_merge
 
 NAME = "private_llm_policy"
 """What `config._attn_implementation` is while the policy attends."""
@@ -151,13 +153,6 @@ def attention(
     return out.transpose(1, 2), None
 
 
-def columns_at(table: Tensor, index: Tensor, heads: int) -> Tensor:
-    """Of a table [B or 1, H or 1, q, n] the columns `index`, int64 [B or 1, G or 1, kept]: [B, H or 1, q, kept]."""
-    index = index.repeat_interleave(heads // index.shape[1], dim=1) if index.shape[1] > 1 else index
-    outer = torch.broadcast_shapes(table.shape[:2], index.shape[:2])
-    return table.expand(*outer, -1, -1).gather(-1, index.unsqueeze(2).expand(*outer, table.shape[2], -1))
-
-
 def _weigh(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, call: Scoring, counted: int
 ) -> tuple[Tensor, Tensor | None]:
@@ -195,7 +190,7 @@ def probabilities(query: Tensor, key: Tensor, allowed: Tensor | None, call: Scor
     batch, heads, queries, size = query.shape
     groups = key.shape[1]
     shared = heads // groups
-    if heads % call.merged or (call.merged % shared and shared % call.merged):
+    if not can_merge(heads, groups, call.merged):
         raise ConfigError(
             f"kv_cache: merged: got {call.merged}; want a divisor of the {shared} query heads of a key head, or a "
             f"multiple of them that divides all {heads}"

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from private_llm.errors import ConfigError, DomainError, UnsupportedOp
 from private_llm.kv_policies.fixed import NoCache
 from private_llm.kv_policies.policy import CacheFacts, CachePolicy, ClusterShape, Selection
+from private_llm.nn.kv_cache import columns_at
 from private_llm_hf.long_context.choices import chosen_entries, entries_that_stay, representatives
-from private_llm_hf.long_context.plain_attention import HeldKeys, Scoring, columns_at
-
-_WINDOWED = ("sliding_attention", "chunked_attention")
+from private_llm_hf.long_context.plain_attention import HeldKeys, Scoring
+from private_llm_hf.models.windows import BOUNDED, FULL, layer_kinds, windowed_layers
 
 
 class PolicyLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -312,7 +312,7 @@ class PolicyCache(Cache):  # type: ignore[misc]
     """The cache of a decoder under a policy. model: the model, or its configuration.
 
     Under a policy that chooses by attention or likeness, layers whose own attention is windowed or in chunks keep
-    everything and never select, and one that would follow such a layer chooses for itself. Raises UnsupportedOp for
+    everything and never select, and the first other layer of a group chooses for it. Raises UnsupportedOp for
     layers that are no attention, and when a model attends in a way of its own, or outside `policy_attention`;
     ConfigError for the policy that caches nothing, and for what is no policy or no model.
     """
@@ -328,17 +328,16 @@ class PolicyCache(Cache):  # type: ignore[misc]
             raise ConfigError("kv_cache: NoCache() is no cache; run the model with use_cache=False")
         self.policy = policy
         config: Any = model.config if isinstance(model, PreTrainedModel) else model
-        types = get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0]
-        unknown = sorted(set(types) - {"full_attention", *_WINDOWED})
+        kinds = layer_kinds(config)
+        unknown = sorted(set(kinds) - {FULL, *BOUNDED})
         if unknown:
             raise UnsupportedOp(f"kv_cache: this model has layers of type {', '.join(unknown)}; want attention only")
-        secret = policy.eviction is not None or policy.selection is not None
+        windowed = windowed_layers(config) if policy.in_secret else frozenset[int]()
         layers: list[PolicyLayer] = []
-        for number, kind in enumerate(types):
-            first = policy.sharing.leader(number)
-            leader = None if first == number or layers[first].windowed else layers[first]
-            windowed = secret and kind in _WINDOWED
-            layers.append(PolicyLayer(policy, number, windowed, None if windowed else leader))
+        for number in range(len(kinds)):
+            first = policy.sharing.leader(number, windowed)
+            leader = None if first == number or number in windowed else layers[first]
+            layers.append(PolicyLayer(policy, number, number in windowed, leader))
         super().__init__(layers=layers)
 
     def update(

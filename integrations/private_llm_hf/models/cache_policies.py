@@ -29,8 +29,7 @@ def check_cache_policy(model: PreTrainedModel, config: PrivateConfig) -> None:
             f"{model_type!r} is not; use KeepAll()"
         )
     text = model.config.get_text_config(decoder=True)
-    secret = policy.eviction is not None or policy.selection is not None
-    if secret and len(windowed_layers(model.config)) >= text.num_hidden_layers:
+    if policy.in_secret and len(windowed_layers(model.config)) >= text.num_hidden_layers:
         raise ConfigError(
             f"{type(model).__name__}: kv_cache {policy.name!r} chooses among entries whose positions are secret, which "
             "a window over positions cannot follow, and every layer of this model has one; use SlidingWindow(...) or "

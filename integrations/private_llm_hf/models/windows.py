@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from transformers import PretrainedConfig
+from transformers.cache_utils import get_layer_types_and_kwargs
 
-_BOUNDED = ("sliding_attention", "chunked_attention")
+FULL, BOUNDED = "full_attention", ("sliding_attention", "chunked_attention")
+"""Kinds of layers that a cache policy can serve."""
+
+
+def layer_kinds(config: PretrainedConfig) -> list[str]:
+    """The kind of each layer, as transformers' own caches tell them."""
+    return list(get_layer_types_and_kwargs(config.get_text_config(decoder=True))[0])
 
 
 def windowed_layers(config: PretrainedConfig) -> frozenset[int]:
-    """Numbers of the layers with a window, as transformers' own caches tell them."""
-    text = config.get_text_config(decoder=True)
-    kinds = getattr(text, "layer_types", None)
-    if kinds is not None:
-        return frozenset(number for number, kind in enumerate(kinds) if kind in _BOUNDED)
-    bounded = any(getattr(text, name, None) is not None for name in ("sliding_window", "attention_chunk_size"))
-    return frozenset(range(text.num_hidden_layers)) if bounded else frozenset()
+    """Numbers of the layers with a window."""
+    return frozenset(number for number, kind in enumerate(layer_kinds(config)) if kind in BOUNDED)

@@ -41,9 +41,8 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, policy: CachePolicy = KEEP_ALL, leader: SecretCacheLayer | None = None) -> None:
         self.policy, self.leader = policy, leader
-        secret = policy.eviction is not None or policy.selection is not None
         first = None if leader is None else leader.evicting
-        self.evicting: EvictingLayer | None = EvictingLayer(policy, first) if secret else None
+        self.evicting: EvictingLayer | None = EvictingLayer(policy, first) if policy.in_secret else None
         self.buffer = KVBuffer() if self.evicting is None else self.evicting.buffer
         self.is_initialized = False
         self._start, self._attended = 0, False
@@ -211,11 +210,9 @@ class SecretCache(Cache):  # type: ignore[misc]
 
     def role(self, number: int) -> tuple[CachePolicy, int]:
         """The policy of a layer, and the layer whose choices it uses: its own number if it chooses for itself."""
-        policy = self.policy
-        if number in self.windowed and (policy.eviction is not None or policy.selection is not None):
+        if number in self.windowed and self.policy.in_secret:
             return KEEP_ALL, number
-        group = range(policy.sharing.leader(number), number)
-        return policy, next((other for other in group if other not in self.windowed), number)
+        return self.policy, self.policy.sharing.leader(number, self.windowed)
 
     def _next_layer(self) -> SecretCacheLayer:
         number = len(self.layers)
