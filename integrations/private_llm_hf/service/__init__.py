@@ -1,0 +1,1 @@
+"""A party as a service: many clients at a time, several models, and passes that serve several requests at once."""

@@ -1,0 +1,54 @@
+"""What a party service tells whoever watches it (logs, metrics): public facts, never a value.
+
+Every method may be called from any thread, returns quickly and must not raise. `session` is the first 12 hexadecimal
+digits of a session's number, the same at all parties.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PassFacts:
+    """One pass through a model. tokens: positions computed, over all rows. sent: bytes that this party sent."""
+
+    model: str
+    requests: int
+    users: int
+    rows: int
+    tokens: int
+    seconds: float
+    sent: int
+    rounds: int
+
+
+class Observer:
+    """Watches a service; this one looks away."""
+
+    def links_up(self) -> None:
+        """This party is connected with all others, and sessions may begin."""
+
+    def links_down(self, reason: str) -> None:
+        """The links between the parties ended, and all sessions with them; they are being made again."""
+
+    def session_began(self, session: str, user: str) -> None:
+        """A client came in. user: the name in its certificate, "" without one."""
+
+    def session_ended(self, session: str, user: str, seconds: float, reason: str | None) -> None:
+        """It left (None), or why it was ended."""
+
+    def refused(self, who: str, reason: str) -> None:
+        """A caller was not let in. who: what is known of it."""
+
+    def busy(self, user: str) -> None:
+        """A client was told to come later."""
+
+    def pass_done(self, facts: PassFacts) -> None:
+        """A pass is over."""
+
+    def load(self, sessions: int, requests: int) -> None:
+        """Sessions that are open, and requests that wait for a pass."""
+
+    def draining(self) -> None:
+        """No session begins any more; the service ends when those that run are over."""

@@ -1,0 +1,43 @@
+"""What a party service allows: models, numbers of sessions, sizes of passes, and how long it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from private_llm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """How a party serves many clients. Raises ConfigError for settings out of range.
+
+    models: this party's share file of each model, by a name for logs and metrics; clients find theirs by its digest.
+    sessions: clients' sessions at a time; sessions_per_user: of one user (the name in the certificate). waiting:
+    clients that may stand in line for a session. rows: of one pass, over all requests that it serves. positions: that
+    one session's caches may hold, over all rows (None: as the models allow). gather_s: seconds that a pass waits for
+    the next requests of sessions that were in the last one. drain_s: seconds that sessions may take to end after
+    `PartyService.drain`.
+    """
+
+    models: Mapping[str, Path] = field(default_factory=dict)
+    sessions: int = 64
+    sessions_per_user: int = 16
+    waiting: int = 64
+    rows: int = 32
+    positions: int | None = None
+    gather_s: float = 0.005
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ConfigError("models: got none; want the share file of at least one model, {name: path}")
+        for name in ("sessions", "sessions_per_user", "rows"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: got {getattr(self, name)}; want at least 1")
+        if self.positions is not None and self.positions < 1:
+            raise ConfigError(f"positions: got {self.positions}; want at least 1, or None")
+        for name in ("waiting", "gather_s", "drain_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name}: got {getattr(self, name)}; want 0 or more")

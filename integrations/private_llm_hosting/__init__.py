@@ -1,0 +1,1 @@
+"""What an organisation runs that hosts a party: its settings file, operator port, logs and certificates."""
