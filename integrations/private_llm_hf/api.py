@@ -28,7 +28,7 @@ from private_llm_hf.checkpoint.model_spec import ModelSpec, describe
 from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
 from private_llm_hf.checkpoint.share_files import ShareWriter, refuse_taken
 from private_llm_hf.checkpoint.weights import Sink, WeightList, stream_loaded
-from private_llm_hf.client.launch import start_parties
+from private_llm_hf.client.launch import choose_mode, start_parties
 from private_llm_hf.client.model import private_class
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.models.architectures import architecture
@@ -39,6 +39,7 @@ from private_llm_hf.sparsity.sharing import SharedPredictors, shared_predictors
 from private_llm_hf.token_sharding.client import check_sharding
 from private_llm_hf.tools.trial import AT_NODES, require_agreement
 from private_llm_hf.vision.network import Network
+from private_llm_hf.wire.commands import Description
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 Start = Callable[[PrivateConfig, LocalMesh | None], Parties]
@@ -230,7 +231,28 @@ def _open(
         raise
     patch_plan = dataclasses.replace(patch_plan, ranges=parties.ranges)
     made = private_class(model_class)(config, parties, patch_plan, generation)
+    made.joins = functools.partial(_join_again, private_config, description, start)
     return made
+
+
+def _join_again(private_config: PrivateConfig, description: Description, start: Start) -> Parties:
+    """Another session of parties that hold the model already.
+
+    Raises ConfigError for parties that do not outlive a session, ShareFileError if they hold another model than before.
+    """
+    if choose_mode(private_config) != "remote":
+        raise ConfigError(
+            f"sessions: the parties of party_mode={choose_mode(private_config)!r} end with their session; want parties "
+            "on hosts, or those of `private-llm gateway`, which hold share files"
+        )
+    parties = start(private_config, None)
+    try:
+        if not parties.use_stored(description, lambda: None):
+            raise ShareFileError("the parties hold no share file, and the model's weights are not here any more")
+    except BaseException:
+        parties.close()
+        raise
+    return parties
 
 
 def _stream(weights: Callable[[Sink], None], spec: ModelSpec, sparse: SharedPredictors | None, sink: Sink) -> None:

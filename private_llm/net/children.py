@@ -75,6 +75,37 @@ def start_children(
     return transport, stop
 
 
+def start_servers(
+    config: PrivateConfig, entry: str, extra: Mapping[str, Any], listeners: Sequence[socket.socket]
+) -> Callable[[], None]:
+    """Start all parties as servers, each at its own listening socket; a function that ends them (idempotent).
+
+    What is named runs as function(config, party, listener, **extra), where extra must be JSON. The listeners are
+    closed here. Raises PartyFailed if the parties do not start.
+    """
+    child = _spawn(config, listeners)
+    order = {
+        "config": config.to_dict(),
+        "hosts": (),
+        "token": None,
+        "entry": entry,
+        "extra": dict(extra),
+        "listeners": [listener.fileno() for listener in listeners],
+    }
+    try:
+        _hand_over(child, order, len(listeners))
+    except BaseException:
+        _end(child)
+        raise
+    for listener in listeners:
+        listener.close()
+
+    def stop() -> None:
+        _end(child)
+
+    return stop
+
+
 def _spawn(config: PrivateConfig, listeners: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
     threads = max(1, (os.cpu_count() or 1) // config.endpoints)
     if config.protocol == "cascade" and config.plan is not None:
@@ -145,13 +176,12 @@ def _be_party(config: PrivateConfig, order: Mapping[str, Any], number: int, run:
         if other != number:
             os.close(descriptor)
     os.write(sys.stdout.fileno(), _READY)
+    listener = socket.socket(fileno=order["listeners"][number])
     try:
+        if order["token"] is None:
+            return int(run(config, number, listener, **order["extra"]) is not None)
         transport = connect(
-            config,
-            number,
-            hosts=order["hosts"],
-            token=bytes.fromhex(order["token"]),
-            listener=socket.socket(fileno=order["listeners"][number]),
+            config, number, hosts=order["hosts"], token=bytes.fromhex(order["token"]), listener=listener
         )
         reason = run(config, number, transport, **order["extra"])
         transport.close()

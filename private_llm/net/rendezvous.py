@@ -4,9 +4,9 @@ Of two parties the one with the higher number connects to the other; the client,
 firewall, connects to all parties. Each pair makes two connections a parallel session, one per direction (see
 `socket_io.py`).
 
-One client at a time is served. Clients call the parties in order, and party 0 lets one of them in: the others are told
-that it is busy before any party holds a connection of theirs. So of clients that start together one gets all parties,
-and the others none.
+Without an `Admission` one client at a time is served. Clients call the parties in order, and party 0 lets one of them
+in: the others are told that it is busy before any party holds a connection of theirs. So of clients that start together
+one gets all parties, and the others none.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import PartiesBusy, TransportError
 from private_llm.net.acceptor import HANDSHAKE_S, Acceptor
 from private_llm.net.addresses import Address, addresses_of, listen
+from private_llm.net.admission import Admission, caller_name
 from private_llm.net.hello import CALLER_BYTES, Greeted, answer, greet
 from private_llm.net.sockets import Pair, SocketTransport
 from private_llm.net.tls import Credentials, explain
@@ -47,6 +48,7 @@ def connect(
     device: str = "cpu",
     wait_s: float | None = None,
     acceptor: Acceptor | None = None,
+    admission: Admission | None = None,
 ) -> SocketTransport:
     """Connect endpoint `me` (a party number or CLIENT) with all others and return its transport.
 
@@ -55,7 +57,8 @@ def connect(
     inherited from the process that chose the port (see `open_listeners`). acceptor: instead of a listener, what
     `open_acceptor` returned: it stays open, so that callers are answered between sessions and during them, and a
     session without a call for config.idle_s ends. wait_s: seconds to wait for the others (default: config.timeout_s; a
-    party that serves waits much longer); a client waits config.busy_wait_s for its turn besides.
+    party that serves waits much longer); a client waits config.busy_wait_s for its turn besides. admission: of a party
+    service: the links are then to the other parties only, and clients are handed to it, each with links of its own.
 
     Without config.tls the connections are plain TCP: on loopback addresses only, and only with
     config.allow_plain_loopback or (parties started on this machine, party_mode other than "remote") with a token.
@@ -64,8 +67,10 @@ def connect(
     is served all the time.
     """
     addresses = addresses_of(config, me, hosts, token)
-    mesh = _Mesh(config, me, addresses, token, config.timeout_s if wait_s is None else wait_s)
+    mesh = _Mesh(config, me, addresses, token, config.timeout_s if wait_s is None else wait_s, admission)
     idle_s = None if acceptor is None else config.idle_s
+    if admission is not None:  # party 0 says something more often than that
+        idle_s = config.timeout_s
     with contextlib.ExitStack() as stack:
         if acceptor is None and me != CLIENT:
             acceptor = Acceptor(listener or listen(addresses[me], anywhere=config.tls is not None), config.endpoints)
@@ -108,14 +113,17 @@ class _Mesh:
     """The connections made so far."""
 
     def __init__(
-        self, config: PrivateConfig, me: int, addresses: Sequence[Address], token: bytes, wait_s: float
-    ) -> None:
+        self, config: PrivateConfig, me: int, addresses: Sequence[Address], token: bytes, wait_s: float,
+        admission: Admission | None = None,
+    ) -> None:  # fmt: skip
         self._me, self._addresses, self._token = me, addresses, token
         self._timeout, self._wait, self._parallel_sessions = config.timeout_s, wait_s, config.parallel_sessions
         self._deadline = time.monotonic() + wait_s
         self._credentials = Credentials(config.tls) if config.tls else None
         self._calls = [p for p in range(len(addresses)) if p < me]
-        self._called_by = [] if me == CLIENT else [*range(me + 1, len(addresses)), CLIENT]
+        self._admission = admission
+        callers = [*range(me + 1, len(addresses)), *([] if admission else [CLIENT])]
+        self._called_by = [] if me == CLIENT else callers
         self._made: dict[tuple[int, bool, int], tuple[socket.socket, bytes]] = {}
         self._caller = secrets.token_bytes(CALLER_BYTES)
         self._busy_wait = config.busy_wait_s
@@ -270,7 +278,9 @@ class _Mesh:
 
     def _refuse(self, reason: str) -> None:
         """Remember why a caller was refused, and log it unless the one before was refused for the same reason."""
-        if reason != self._refused:
+        if self._admission is not None:
+            self._admission.refused(reason)
+        elif reason != self._refused:
             _LOG.warning("%s refused a caller: %s", endpoint_name(self._me), reason)
         self._refused = reason
 
@@ -280,14 +290,21 @@ class _Mesh:
         sock.settimeout(HANDSHAKE_S)
         users = self._credentials.users if self._credentials else None
 
-        def admit(caller: Greeted) -> None:
-            proved()
-            self._admit(caller)
-
         try:
             with self._handshake(sock, server=True) as secured:
+
+                def admit(caller: Greeted) -> None:
+                    proved()
+                    if caller.peer == CLIENT and self._admission is not None:
+                        self._admission.admit(caller, caller_name(secured))
+                    else:
+                        self._admit(caller)
+
                 greeted = answer(secured, self._me, self._token, admit, users)
-                self._keep(secured, greeted, sends=not greeted.inbound)
+                if greeted.peer == CLIENT and self._admission is not None:
+                    self._admission.keep(secured, greeted)
+                else:
+                    self._keep(secured, greeted, sends=not greeted.inbound)
         except PartiesBusy:
             return  # it comes again
         except ssl.SSLError as error:

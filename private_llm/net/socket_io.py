@@ -41,6 +41,7 @@ _BUFFER = 64 << 10
 _POLL_MS = 200
 """How often a blocked writer looks whether the link was closed under it."""
 
+_NOBODY = memoryview(b"")
 _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 Idle = Callable[["Incoming", float], None]
@@ -96,6 +97,20 @@ class Outgoing:
                 self._enqueue(_Queued(self._sequence, pieces, started=inline))
             self._sequence += 1
             self.wire_bytes += HEADER_BYTES + len(body)
+
+    def send_tensor(self, tag: str, payload: Tensor) -> None:
+        """Send a tensor, of any device, as `send` does."""
+        payload = payload.contiguous()
+        if payload.device.type != "cpu":
+            payload = payload.cpu()
+        count = payload.numel()
+        body = payload.view(-1).numpy().data.cast("B") if count else _NOBODY
+        self.send(Kind.DATA, tag, payload.dtype, count, body)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits to be written."""
+        return not self._queue
 
     def has_room(self, seconds: float) -> bool:
         """Wait at most `seconds` until the queue may take another frame."""

@@ -29,7 +29,6 @@ from private_llm.net.socket_io import Incoming, Outgoing
 from private_llm.net.transport import CLIENT, Transport, endpoint_name
 from private_llm.net.wire import Kind
 
-_NOBODY = memoryview(b"")
 _FIRST_HAND_S = 0.2
 """Seconds to wait for the words of the endpoint that failed, when another has passed them on."""
 _LIFE_S = 5.0
@@ -89,17 +88,12 @@ class SocketTransport(Transport):
         return self._parallel_sessions[number]
 
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
-        payload = payload.contiguous()
-        if payload.device.type != "cpu":
-            payload = payload.cpu()
-        count = payload.numel()
-        body = payload.view(-1).numpy().data.cast("B") if count else _NOBODY
         self._check()
         try:
             link = self._out[to]
             if not link.has_room(0):
                 self._wait_for_room(to)
-            link.send(Kind.DATA, tag, payload.dtype, count, body)
+            link.send_tensor(tag, payload)
         except TransportError as error:
             raise self._fail(error, to, f"while '{tag}' was sent to {endpoint_name(to)}") from None
         if self.me == CLIENT and time.monotonic() - self._life > _LIFE_S:
@@ -139,17 +133,30 @@ class SocketTransport(Transport):
 
         def look(but: Incoming, silence: float) -> None:
             nonlocal heard
+            self._check()
             self._glance(but)
             now = time.monotonic()
             if silence == 0.0:  # it has just said that it lives
                 heard = now
             elif self.idle_s is not None and now - heard >= self.idle_s:
-                raise PartyFailed(f"{endpoint_name(frm)} sent nothing for {self.idle_s:g} s and holds the parties")
+                holds = " and holds the parties" if frm == CLIENT else ""
+                raise PartyFailed(f"{endpoint_name(frm)} sent nothing for {self.idle_s:g} s{holds}")
 
         try:
             link.wait(look)
         except TransportError as error:
             raise self._fail(error, frm, f"while the next request of {endpoint_name(frm)} was awaited") from None
+
+    def look(self) -> None:
+        """Notice, without waiting, who has ended the session or is gone. Raises PartyFailed."""
+        self._check()
+        for peer, link in self._in.items():
+            try:
+                link.glance()
+            except TransportError as error:
+                raise self._fail(error, peer, "while nothing was awaited") from None
+            if link.ended is not None:
+                raise self._fail(PartyFailed(link.ended), peer, "while nothing was awaited")
 
     def abort(self, reason: str) -> None:
         """Tell all others that this endpoint stops and why."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
 import torch
@@ -13,6 +13,7 @@ from private_llm.errors import UnsupportedOp
 from private_llm.net.ledger import Ledger
 from private_llm.net.transport import Transport
 from private_llm.protocol_facts import names_where
+from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import Ring
 
 Links = Callable[[Transport], Transport]
@@ -26,6 +27,8 @@ class PartyEnd(ABC):
     """
 
     name: str
+    same_inputs = False
+    """Whether a client sends the same tensor to all parties that receive one of an input."""
 
     def __init__(self, party: int, transport: Transport, ring: Ring) -> None:
         self.party = party
@@ -47,6 +50,17 @@ class PartyEnd(ABC):
         """
         wanted = names_where(lambda facts: facts.helper is not None)
         raise UnsupportedOp(f"protocol '{self.name}' has no separate preprocessing; want {wanted}")
+
+    def input_masks(self, keys: Sequence[Seed]) -> list[Prg]:
+        """Streams of the masks of one client's inputs, from its keys that this party holds, in order. Local.
+
+        Empty for a protocol that does not mask inputs.
+        """
+        return []
+
+    def inputs_of(self, masks: list[Prg]) -> AbstractContextManager[None]:
+        """Inside, what is received from the client is masked by these streams (`input_masks`), which go on. Local."""
+        return nullcontext()
 
     def take_digests(self) -> list[str]:
         """What the client needs of a party that ran ahead to check what others will open (hexadecimal, in order).

@@ -94,6 +94,37 @@ def join(config: PrivateConfig, party: int, transport: Transport) -> Session:
     return _placed(config, _end(PartySetup(config, party, transport, seeds, keys)), device)
 
 
+def join_parties(config: PrivateConfig, party: int, transport: Transport) -> Session:
+    """As `join`, for parties that serve many clients: with the other parties alone. Each client meets by `meet_client`.
+
+    Sends a 64-byte greeting to each other party, and makes the protocol's end (quad: group keys, too). Raises
+    ConfigError as `join`.
+    """
+    device = device_for(config.device, party)
+    seeds = _meet(config, transport, [p for p in range(config.parties) if p != party])
+    return _placed(config, _end(PartySetup(config, party, transport, seeds, [])), device)
+
+
+def meet_client(config: PrivateConfig, party: int, transport: Transport) -> list[Seed]:
+    """Agree with a client on settings, over links of its own; its keys of input masks that this party holds, in order.
+
+    A 64-byte greeting each way, and 32 bytes for each key. Raises ConfigError when the client runs other settings or
+    another version.
+    """
+    _meet(config, transport, [CLIENT])
+    return [_input_key(transport) for _ in range(keys_held(config, party))]
+
+
+def receiving_end(config: PrivateConfig, party: int, transport: Transport) -> Protocol:
+    """An end that knows no key, to receive what a client sends for an input: what it makes of it is no share.
+
+    Nothing is sent. Raises ConfigError for a protocol that there is not.
+    """
+    zero = Seed(bytes(32))
+    seeds = dict.fromkeys([*range(config.parties), CLIENT], zero)
+    return _end(PartySetup(config, party, transport, seeds, [zero] * keys_held(config, party), counting=True))
+
+
 def _end(setup: PartySetup) -> Protocol:
     """This party's end. Raises ConfigError for a protocol that does not divide or check ranges as it was asked to."""
     end = protocol_spec(setup.config.protocol).party(setup)

@@ -26,6 +26,7 @@ from private_llm.threat.running import (
     PUBLIC_WEIGHTS,
     REVEAL_LOGITS,
     REVEAL_TOKEN,
+    SERVICE,
     SHAPES,
     SHARE_FILES,
     STOP_TIME,
@@ -55,6 +56,7 @@ _SHORTCUTS: tuple[Threat, ...] = (
     PARALLEL_SESSIONS,
     ONE_MACHINE,
     ADMISSION,
+    SERVICE,
 )
 
 

@@ -151,11 +151,32 @@ ADMISSION = Threat(
         ("a caller without a certificate", "that a party listens there. It keeps a connection for 10 s at most, less "
          "when many others call; a flood can still delay honest callers"),
         ("a user", "that another client is being served, not who. It keeps the parties as long as it calls, and "
-         "idle_s (30 minutes) after its last call"),
+         "idle_s (30 minutes) after its last call; of a party service only its own sessions, and in line how many wait "
+         "before it"),
         ("the parties", "the user's name, if its certificate has one; each party admits by its own list, and one that "
          "refuses suffices. A name that is taken off a list is refused from the next connection on; a session that "
          "runs goes on"),
     ),
     source="private_llm/net/acceptor.py, private_llm/net/users.py; one client at a time is admitted by party 0",
     setting="party_mode='remote'; TLSConfig(allow=...) or `private-llm party --allow` for users by name",
+)  # fmt: skip
+
+SERVICE = Threat(
+    name="passes that serve several clients",
+    kind="shortcut",
+    corrupt="as the protocol; and any number of clients, whatever they do",
+    learns=(
+        ("every party", "when each user's sessions ask for what (shapes as above), and which requests run together"),
+        ("a client", "of others nothing but time: its answer comes when the pass is over that it shares. Outputs are "
+         "opened by rows, each to its own client; the check of ranges has a verdict for each row, but where rows cannot "
+         "be told apart it counts for all"),
+        ("a client that breaks rules", "nothing. What it sends is received before a pass begins, by a thread of its own, "
+         "and compared: a client that tells the parties different things is sent away, and what is wrong with a call "
+         "ends the session of that call. Under quad, point functions cannot be compared before they are used: false "
+         "ones look as a party's lie does, end the pass, and with it all sessions, which may reconnect"),
+        ("party 0", "as every party. It chooses which requests run when, and can so keep a client waiting; it cannot make "
+         "the others run what they did not get from the client itself"),
+    ),
+    source="private_llm_hf/service/; argued in docs/decisions.md and tested with clients that leave, lie and stall",
+    setting="`private-llm party --config`, `private-llm gateway`; a party of one's own serves one client at a time",
 )  # fmt: skip

@@ -59,7 +59,8 @@ class PrivateModel:
         self._outputs: dict[tuple[int, ...], tuple[int, ...]] = {}
         if generation_config is not None:
             self.generation_config = generation_config
-        weakref.finalize(self, parties.close)
+        self.joins: Callable[[], SessionClient] | None = None
+        self._end = weakref.finalize(self, parties.close)
         self.training = False
 
     # -- images of any size ---------------------------------------------------------------------------------
@@ -114,8 +115,33 @@ class PrivateModel:
         """
         return replace(self.parties.costs(reset), kinds={row.name: row.kind for row in self.patch_plan.rows})
 
+    def open_session(self) -> PrivateModel:
+        """Another model object, on a session of its own of the same parties: its calls run beside this one's.
+
+        For parties that outlive a session. A party service merges what its sessions ask at the same time. Close it when
+        it is not needed any more. Raises ConfigError for parties that end with their session, PartiesBusy and
+        TransportError as `from_pretrained`.
+        """
+        made = type(self)(self.config, self._joined(), self.patch_plan, self.generation_config)
+        made.joins = self.joins
+        return made
+
+    def reconnect(self) -> None:
+        """Go on in a new session, after this one has ended: a party failed, or nothing was asked for too long.
+
+        Caches of the old session are gone. Raises as `open_session`; the model may try again then.
+        """
+        parties = self._joined()
+        self._end()
+        self.parties, self._end = parties, weakref.finalize(self, parties.close)
+
+    def _joined(self) -> SessionClient:
+        if self.joins is None:
+            raise ConfigError("sessions: this model was not made by from_pretrained() or patch()")
+        return self.joins()
+
     def close(self) -> None:
-        """Stop the parties; the model cannot be used afterwards."""
+        """Stop the parties (of a service: end this session); the model can be used again only by `reconnect`."""
         self.parties.close()
 
     def __enter__(self) -> PrivateModel:

@@ -144,7 +144,7 @@ class Parties(SessionClient):
         Raises ShareFileError if they hold different models, files of different sharings, or another model than this.
         """
         with self._call():
-            stored = self.stored_model()
+            stored = self.stored_model(description.model)
             if stored is None:
                 return False
             if stored != description.model:
@@ -157,9 +157,12 @@ class Parties(SessionClient):
             self.transport.ledger.reset()
             return True
 
-    def stored_model(self) -> str | None:
-        """Digest of the model that all parties hold, None if they hold none. Raises ShareFileError if they differ."""
-        self.tell(Hello())
+    def stored_model(self, wanted: str | None = None) -> str | None:
+        """Digest of the model that all parties hold, None if they hold none; of several, the wanted one if it is there.
+
+        Raises ShareFileError if they differ.
+        """
+        self.tell(Hello(wanted))
         answers = [self._answer(party, StoredFile) for party in self.members]
         if any(answer != answers[0] for answer in answers[1:]):
             raise ShareFileError(

@@ -154,7 +154,12 @@ Slices = tuple[tuple[int, tuple[Count, ...]], ...]
 # -- commands -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Hello(Message):
-    """What do you hold? Answered by `StoredFile`, or a node's `NodeModel`."""
+    """What do you hold? Answered by `StoredFile`, or a node's `NodeModel`.
+
+    model: digest of the model that is wanted, for parties that hold several.
+    """
+
+    model: str | None = None
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,8 @@ class QuadArithmetic(QuadRecords):
     a check, which would be a bug here, raises ProtocolAbort.
     """
 
+    same_inputs = True
+
     # -- local ---------------------------------------------------------------------------------------------------
     def add_public(self, x: Share, c: int | Tensor) -> Share:
         """Parties 0, 1 and 2 add c to their masked component. Local."""

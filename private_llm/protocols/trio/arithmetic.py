@@ -69,7 +69,20 @@ class TrioArithmetic(Protocol):
         self._sections: set[str] = set()
         self._apart = False  # inside a section: the helping party may be ahead
         self._streams: list[Prg] = [seed.stream("trio masks") for seed in self._seeds]
-        self._inputs: list[Prg] = [key.stream("client input") for key in self._keys]
+        self._inputs: list[Prg] = self.input_masks(self._keys)
+
+    def input_masks(self, keys: Sequence[Seed]) -> list[Prg]:
+        """One stream for each key."""
+        return [key.stream("client input") for key in keys]
+
+    @contextmanager
+    def inputs_of(self, masks: list[Prg]) -> Iterator[None]:
+        """As the interface says."""
+        kept, self._inputs = self._inputs, masks
+        try:
+            yield
+        finally:
+            self._inputs = kept
 
     @contextmanager
     def section(self, label: str, links: Links = lambda transport: transport) -> Iterator[None]:

@@ -1,0 +1,83 @@
+"""What the parties of a service say to each other before a pass: which requests are there, and which run now.
+
+Each step has three messages: party 0 offers requests, the others say which of them they have, and party 0 says which
+run. They carry numbers and digests of public facts. Whatever follows from them is done at the same place in the same
+order at all parties, so that all hold the same caches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from private_llm_hf.wire.codec import Between, Message
+
+Step = Annotated[int, Between(0, 1 << 62)]
+"""The number of a step, from 1 since the parties connected."""
+
+
+@dataclass(frozen=True)
+class Ticket(Message):
+    """A request: the session that it belongs to, and its number there, from 1."""
+
+    session: str
+    number: Step
+
+
+@dataclass(frozen=True)
+class Offer(Message):
+    """From party 0: have you got these? live: the sessions that party 0 serves, now and then (None: not said)."""
+
+    step: Step
+    tickets: tuple[Ticket, ...]
+    live: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Vote(Message):
+    """To party 0: for each ticket what this party holds of it, or None if it is not there (yet).
+
+    facts: digests by name; those of one name must be equal at all parties that state it. ended: sessions that are over
+    at this party. leaving: it wants to stop.
+    """
+
+    step: Step
+    facts: tuple[dict[str, str] | None, ...]
+    ended: tuple[str, ...]
+    leaving: bool
+
+
+@dataclass(frozen=True)
+class Run(Message):
+    """From party 0: these tickets of the offer, in this order, are the next pass. ended: sessions to forget first."""
+
+    step: Step
+    tickets: tuple[Step, ...]
+    ended: tuple[str, ...]
+
+
+def digest(*pieces: bytes | memoryview) -> str:
+    """32 hexadecimal digits that stand for public bytes, or for what all compared parties hold anyway."""
+    made = hashlib.blake2b(digest_size=16, person=b"pllm-service")
+    for piece in pieces:
+        made.update(len(piece).to_bytes(8, "little"))
+        made.update(piece)
+    return made.hexdigest()
+
+
+def agree(facts: Sequence[Mapping[str, str]]) -> bool:
+    """Whether no two parties state different digests under one name."""
+    seen: dict[str, str] = {}
+    return all(seen.setdefault(name, value) == value for each in facts for name, value in each.items())
+
+
+def chosen(votes: Iterable[Sequence[Mapping[str, str] | None]], own: Sequence[Mapping[str, str]]) -> list[bool | None]:
+    """Of each ticket offered: True if all parties have it and agree, None if one lacks it, False if they disagree."""
+    verdicts: list[bool | None] = []
+    for place, mine in enumerate(own):
+        theirs = [vote[place] for vote in votes]
+        present = [each for each in theirs if each is not None]
+        verdicts.append(None if len(present) < len(theirs) else agree([mine, *present]))
+    return verdicts

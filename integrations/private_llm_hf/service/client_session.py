@@ -1,0 +1,286 @@
+"""One client at one party: a thread that takes its commands and inputs, and hands its calls to the service.
+
+A session asks for one thing at a time, so a call that waits is all that a client holds here besides its caches. What
+goes wrong in it ends it, with the reason told to its client, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, assert_never
+
+from torch import Tensor
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError, ShareFileError, TransportError
+from private_llm.kernels.memory import trim_allocator
+from private_llm.net.admission import ClientLink
+from private_llm.net.roles import named
+from private_llm.net.transport import CLIENT
+from private_llm.protocols.registry import protocol_spec
+from private_llm.protocols.session import meet_client, receiving_end
+from private_llm.ring.prg import Prg, Seed
+from private_llm_hf.client.costs import rows_of
+from private_llm_hf.party.announced import input_shape
+from private_llm_hf.service.agreement import digest
+from private_llm_hf.service.costs import SessionCosts
+from private_llm_hf.service.links import Frame, Recorder
+from private_llm_hf.service.served_model import ServedModel
+from private_llm_hf.wire import commands
+from private_llm_hf.wire.answers import Alive, Loaded, Outputs
+from private_llm_hf.wire.codec import text_of
+from private_llm_hf.wire.commands import CacheEdit, Call, Forward, Stop
+from private_llm_hf.wire.frames import recv_message, send_message
+
+_LOG = logging.getLogger("private_llm")
+_TICK_S = 0.25
+"""How often a session that waits for a pass looks whether its client is still there."""
+_MOST_EDITS = 1024
+"""Changes of caches between two calls."""
+_MOST_INPUT = 1 << 27
+"""Elements that a party takes for one input: 1 GiB in the 64-bit ring."""
+
+_KEY_WORDS = 64
+"""Words of an index's keys, about."""
+
+_Commands = (
+    commands.Hello | commands.LoadFile | commands.LoadLike | commands.LoadModel | Forward | commands.ManageCache
+    | commands.Preprocess | commands.TellCosts | Stop
+)  # fmt: skip
+_KINDS: tuple[type[_Commands], ...] = (
+    commands.Hello, commands.LoadFile, commands.LoadLike, commands.LoadModel, Forward, commands.ManageCache,
+    commands.Preprocess, commands.TellCosts, Stop,
+)  # fmt: skip
+
+
+class Host(Protocol):
+    """What a session needs of the service."""
+
+    config: PrivateConfig
+    number: int
+    rows: int
+
+    def model_of(self, digest: str | None) -> ServedModel:
+        """The model that a client names."""
+        ...
+
+    def submit(self, request: Request) -> None:
+        """A call waits for a pass."""
+        ...
+
+    def over(self, session: ClientSession, reason: str | None) -> None:
+        """A session has ended; its thread is about to."""
+        ...
+
+
+@dataclass(eq=False)
+class Request:
+    """A call that waits for a pass. edits: changes of caches that come before it. free: handles that nobody needs."""
+
+    session: ClientSession
+    number: int
+    call: Call
+    edits: tuple[CacheEdit, ...]
+    free: tuple[int, ...]
+    frames: Sequence[Frame]
+    facts: dict[str, str]
+    since: float = field(default_factory=time.monotonic)
+    error: Exception | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def __repr__(self) -> str:
+        return f"Request({self.session.short}, {self.number})"
+
+    def fail(self, error: Exception) -> None:
+        """It will not be answered."""
+        self.error = error
+        self.done.set()
+
+
+class ClientSession:
+    """A client's session; `start` begins its thread. `masks` of its inputs are drawn during passes alone."""
+
+    def __init__(self, host: Host, link: ClientLink) -> None:
+        self.host, self.link = host, link
+        self.id, self.user, self.short = link.number, link.user, link.number[:12]
+        self.began = time.monotonic()
+        self.costs = SessionCosts(host.number)
+        self.keys: list[Seed] = []
+        self.masks: list[Prg] = []
+        self.model: ServedModel | None = None
+        self._edits: list[CacheEdit] = []
+        self._requests = 0
+        self._sending = threading.Lock()
+        self._answered = True
+        self._cut: str | None = None
+        self._thread = threading.Thread(target=self._run, name=f"session {self.short}", daemon=True)
+
+    def start(self) -> None:
+        """Serve the client from now on."""
+        self._thread.start()
+
+    def cut(self, reason: str) -> None:
+        """End the session from another thread; its client is told why."""
+        self._cut = self._cut or reason
+        self.link.abort(reason)
+
+    def join(self, seconds: float) -> None:
+        """Wait until its thread has ended."""
+        if self._thread is not threading.current_thread() and self._thread.is_alive():
+            self._thread.join(seconds)
+
+    def answer(self, outputs: Outputs) -> None:
+        """Say what is opened next. A client that is gone is not missed."""
+        with self._sending:
+            self._answered = True
+            self._quietly(lambda: send_message(self.link, CLIENT, outputs))
+
+    def give(self, tag: str, payload: Tensor) -> None:
+        """Send an opened part. A client that is gone is not missed."""
+        self._quietly(lambda: self.link.send(CLIENT, tag, payload))
+
+    def _quietly(self, send: Callable[[], None]) -> None:
+        try:
+            send()
+        except TransportError as error:
+            self._cut = self._cut or str(error)
+
+    # -- its thread -------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        reason: str | None = None
+        try:
+            self.keys = meet_client(self.host.config, self.host.number, self.link)
+            while self._obey():
+                pass
+        except PrivateLLMError as error:
+            reason = self._cut or self._told(error)
+        except Exception as error:  # noqa: BLE001 - the end of a session: whatever its client caused ends it alone
+            _LOG.exception("session %s stops", self.short)
+            reason = f"party {self.host.number}: {type(error).__name__}"
+        finally:
+            self._leave(reason)
+
+    def _told(self, error: PrivateLLMError) -> str:
+        """The reason of an end, as the client reads it. What the client said itself is not repeated to it."""
+        if isinstance(error, PartyFailed):
+            return str(error)
+        return named(self.host.config, f"party {self.host.number}: {type(error).__name__}: {error}")
+
+    def _leave(self, reason: str | None) -> None:
+        try:
+            if reason is not None:
+                self.link.abort(reason)
+        finally:
+            self.host.over(self, reason)
+            self.link.close()
+            trim_allocator()
+
+    def _obey(self) -> bool:
+        """Take the next command; False if it was the last."""
+        self.link.wait(CLIENT)
+        command: _Commands = recv_message(self.link, CLIENT, _KINDS)
+        match command:
+            case Stop():
+                return False
+            case commands.Hello():
+                self.model = self.host.model_of(command.model)
+                send_message(self.link, CLIENT, self.model.stored)
+            case commands.LoadFile():
+                send_message(self.link, CLIENT, Loaded(self._served().ranges.to_dict()))
+            case Forward():
+                self._forward(command)
+            case commands.ManageCache():
+                if len(self._edits) >= _MOST_EDITS:
+                    raise TransportError(f"caches: got more than {_MOST_EDITS} changes between two calls")
+                self._edits.append(command.edit)
+            case commands.TellCosts():
+                send_message(self.link, CLIENT, rows_of(self.costs.ledger))
+                if command.reset:
+                    self.costs.ledger.reset()
+            case commands.LoadModel() | commands.LoadLike():
+                raise ShareFileError("this party serves the models of its share files only, none that clients send")
+            case commands.Preprocess():
+                raise ConfigError(
+                    "preprocess: a party service merges calls of many clients as they come, so that none can be "
+                    "computed ahead; use a party of your own (`private-llm party --index`)"
+                )
+            case _:
+                assert_never(command)
+        return True
+
+    def _served(self) -> ServedModel:
+        if self.model is None:
+            self.model = self.host.model_of(None)
+        return self.model
+
+    def _forward(self, command: Forward) -> None:
+        """Receive what a call needs, and wait until a pass has answered it."""
+        if command.at is not None or command.slices is not None:
+            raise TransportError("a party service takes no calls that were computed ahead, and none of a split")
+        model = self._served()
+        self._answered = False
+        frames = self._receive(model, command.call)
+        self._requests += 1
+        edits, self._edits = tuple(self._edits), []
+        request = Request(
+            self, self._requests, command.call, edits, command.free, frames, self._facts(command, edits, frames)
+        )
+        self.host.submit(request)
+        self._await(request)
+        if request.error is not None:
+            raise request.error
+
+    def _receive(self, model: ServedModel, call: Call) -> list[Frame]:
+        """The secret inputs of a call, as they come: nothing is computed with them yet."""
+        recorder = Recorder(self.link)
+        end = receiving_end(self.host.config, self.host.number, recorder)
+        if not call.secret:
+            raise TransportError("a call has one secret input; got none")
+        for item in call.secret:
+            shape = input_shape(item.shape)
+            if shape[0] > self.host.rows:
+                raise DomainError(f"{item.name}: got {shape[0]} rows; this service takes {self.host.rows} at a time")
+            count = math.prod(shape)
+            if isinstance(item, commands.Tokens):
+                model.check_vocabulary(item.name, item.vocabulary)
+                self._bound(count * (item.vocabulary if getattr(end, "one_hot", False) else _KEY_WORDS))
+                end.receive_index(count, item.vocabulary)
+            else:
+                self._bound(count)
+                end.receive_input(shape)
+        return recorder.frames
+
+    def _bound(self, elements: int) -> None:
+        if elements > _MOST_INPUT:
+            raise DomainError(f"an input of {elements} elements is too large for this service; want {_MOST_INPUT}")
+
+    def _facts(self, command: Forward, edits: Sequence[CacheEdit], frames: Sequence[Frame]) -> dict[str, str]:
+        """Digests of all that another party must have got alike from this client."""
+        spec = protocol_spec(self.host.config.protocol)
+        text = text_of([command, list(edits)], ordered=True)
+        facts = {"call": digest(text.encode())}
+        for mask, key in zip(spec.masks_of(self.host.number), self.keys, strict=True):
+            facts[f"mask {mask}"] = digest(key.raw())
+        values = [frame.payload for frame in frames if frame.tag == "input"]
+        if values and self._served().session.protocol.same_inputs:
+            facts["values"] = digest(*(value.contiguous().view(-1).numpy().data.cast("B") for value in values))
+        return facts
+
+    def _await(self, request: Request) -> None:
+        """Wait for a pass, and tell the client meanwhile that it is not forgotten. Raises PartyFailed if it is gone."""
+        beat, last = self.host.config.timeout_s / 4, time.monotonic()
+        while not request.done.wait(_TICK_S):
+            if self._cut is not None:
+                raise PartyFailed(self._cut)
+            self.link.look()
+            now = time.monotonic()
+            if now - last > beat:
+                last = now
+                with self._sending:
+                    if not self._answered:
+                        send_message(self.link, CLIENT, Alive())

@@ -1,0 +1,80 @@
+"""Party services as processes of this machine, for a gateway or a test that has no hosts.
+
+They protect nobody from this machine's owner. They speak mutual TLS on loopback ports, so that all is as with hosts:
+the certificates are made for the occasion, in a folder that only this user may open and that goes with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from private_llm.config import PrivateConfig
+from private_llm.net.addresses import hosts_of, open_listeners
+from private_llm.net.certificates import make_certificates
+from private_llm.net.children import start_servers
+from private_llm.net.transport import CLIENT
+from private_llm_hf.checkpoint.share_files import share_path
+from private_llm_hf.service.party_service import PartyService
+from private_llm_hf.service.settings import ServiceSettings
+
+
+class LocalParties:
+    """All parties of a service. `config`: with which clients on this machine reach them."""
+
+    def __init__(
+        self, config: PrivateConfig, models: Mapping[str, str | Path], latency_ms: float = 0.0,
+        **limits: Any,  # noqa: ANN401 - ServiceSettings'
+    ) -> None:  # fmt: skip
+        """models: folders of share files, by name. limits: settings of `ServiceSettings`. latency_ms: between parties,
+        for measurements.
+
+        Raises ConfigError for settings that a service does not have, PartyFailed if the parties do not start.
+        """
+        self._folder = Path(tempfile.mkdtemp(prefix="private-llm-"))
+        try:
+            certificates = make_certificates(self._folder / "certs", config.endpoints)
+            listeners = open_listeners(config.endpoints)
+            config = dataclasses.replace(config, party_mode="remote", hosts=hosts_of(listeners))
+            self.config = dataclasses.replace(config, tls=certificates[CLIENT])
+            ServiceSettings({name: Path(folder) for name, folder in models.items()}, **limits)
+            extra = {
+                "tls": [dataclasses.asdict(certificates[party]) for party in range(config.endpoints)],
+                "models": {name: str(folder) for name, folder in models.items()},
+                "limits": limits,
+                "latency_ms": latency_ms,
+            }
+            self._stop = start_servers(config, "private_llm_hf.service.local:serve", extra, listeners)
+        except BaseException:
+            self._remove()
+            raise
+
+    def close(self) -> None:
+        """End the parties. Idempotent."""
+        self._stop()
+        self._remove()
+
+    def _remove(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> LocalParties:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve(
+    config: PrivateConfig, number: int, listener: socket.socket, tls: list[dict[str, Any]], models: dict[str, str],
+    limits: dict[str, Any], latency_ms: float,
+) -> None:  # fmt: skip
+    """Be one of them, until its process ends."""
+    values = {**config.to_dict(), "tls": tls[number]}
+    settings = ServiceSettings({name: share_path(Path(folder), number) for name, folder in models.items()}, **limits)
+    own = PrivateConfig.from_dict(values)
+    PartyService(own, number, settings, listener=listener, latency_ms=latency_ms).run()

@@ -1,0 +1,353 @@
+"""A party that serves many clients at once: one permanent mesh between the parties, and other links to each client.
+
+The thread of each session takes its client's commands and inputs (`client_session.py`). One thread, the one that calls
+`run`, computes: party 0 chooses among the requests that wait (`waiting.py`), all parties agree that they have them
+(`agreement.py`), and run them as one pass (`passes.py`). So a client that is slow, or leaves, or sends nonsense, makes
+nobody wait and ends nothing but its own session. When a party fails, all sessions end with its name; the others
+connect again, with the shares that they hold, as soon as it is back.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import closing
+
+import torch
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, PrivateLLMError, ShareFileError, TransportError
+from private_llm.kernels.memory import tune_allocator
+from private_llm.net.acceptor import Acceptor
+from private_llm.net.admission import Admission, ClientLink
+from private_llm.net.delayed import DelayedTransport
+from private_llm.net.rendezvous import connect, open_acceptor
+from private_llm.net.roles import called, named, named_errors
+from private_llm.net.sockets import SocketTransport
+from private_llm.protocols.session import join_parties
+from private_llm_hf.models.sparse_blocks import adopted
+from private_llm_hf.service.agreement import Offer, Run, Ticket, Vote, chosen
+from private_llm_hf.service.client_session import ClientSession, Request
+from private_llm_hf.service.links import ServiceLinks
+from private_llm_hf.service.observer import Observer, PassFacts
+from private_llm_hf.service.pass_of_requests import run_requests
+from private_llm_hf.service.served_model import ServedModel
+from private_llm_hf.service.settings import ServiceSettings
+from private_llm_hf.service.waiting import Waiting
+from private_llm_hf.wire.frames import recv_message, send_message
+
+_LOG = logging.getLogger("private_llm")
+_CONNECT_S = 10.0
+"""Seconds of one try to reach the others; between two it is looked whether the service should end."""
+_PAUSE_S = 0.2
+_TICK_S = 0.25
+"""How often an idle party looks after its links."""
+_GRACE_S = 0.02
+"""Seconds that a party waits for a request that party 0 has got already."""
+
+
+class PartyService:
+    """One party, for all clients of its models.
+
+    Raises ConfigError, ShareFileError and PatchMismatch before it listens: for settings that a service does not have,
+    and for share files that do not fit.
+    """
+
+    def __init__(
+        self, config: PrivateConfig, number: int, settings: ServiceSettings, observer: Observer | None = None,
+        listener: socket.socket | None = None, latency_ms: float = 0.0,
+    ) -> None:  # fmt: skip
+        """listener: this party's listening socket, if the process that started it has chosen the port.
+
+        latency_ms: what is sent to other parties leaves so much later, for measurements.
+        """
+        self._latency = latency_ms / 1e3
+        self.config, self.number = _checked(config, number), number
+        self.settings, self.observer, self.rows = settings, observer or Observer(), settings.rows
+        self._models = self._open_models()
+        self._listener = listener
+        self._waiting = Waiting(settings)
+        self._sessions: dict[str, ClientSession] = {}
+        self._lock = threading.Lock()
+        self._ended: list[str] = []
+        self._step = 0
+        self._leave_at: float | None = None
+        self._others_leave = False
+        self._up = threading.Event()
+        self._last_live = 0.0
+        self.admission = Admission(
+            number, self.config.timeout_s, self.config.idle_s, settings.sessions, settings.sessions_per_user,
+            settings.waiting, self._arrived, lambda reason: self.observer.refused("a caller", reason),
+            self.observer.busy,
+        )  # fmt: skip
+
+    def _open_models(self) -> dict[str, ServedModel]:
+        found: dict[str, ServedModel] = {}
+        for name, path in self.settings.models.items():
+            model = ServedModel(name, path, self.config, self.number)
+            if model.digest in found:
+                raise ShareFileError(f"models: {name} and {found[model.digest].name} are the same model; want it once")
+            found[model.digest] = model
+            own = adopted(self.config, model.file.description.config)
+            if own != self.config and len(self.settings.models) > 1:
+                raise ConfigError(f"models: {name} was shared with predictors; want it alone in a service")
+            self.config = own
+        return found
+
+    @property
+    def ready(self) -> bool:
+        """Whether clients may come: connected with all parties, models built, not about to end."""
+        return self._up.is_set() and self._leave_at is None
+
+    def drain(self) -> None:
+        """Let no session begin any more, and end when those that run are over, after drain_s at most."""
+        if self._leave_at is None:
+            self._leave_at = time.monotonic() + self.settings.drain_s
+            self.admission.close(f"{called(self.config, self.number)} is about to stop")
+            self.observer.draining()
+            self._waiting.wake()
+
+    def run(self) -> None:
+        """Serve until drained. Raises ConfigError if settings do not allow a safe connection, TransportError for a port
+        that is taken.
+        """
+        tune_allocator()
+        with named_errors(self.config):
+            listener = self._listener
+            acceptor = (
+                open_acceptor(self.config, self.number) if listener is None
+                else Acceptor(listener, self.config.endpoints)
+            )  # fmt: skip
+        with closing(acceptor):
+            while not self._gone():
+                self._serve_once(acceptor)
+
+    def _gone(self) -> bool:
+        """Whether the service should end now."""
+        if self._leave_at is None:
+            return False
+        return not self._sessions or time.monotonic() >= self._leave_at
+
+    def _serve_once(self, acceptor: Acceptor) -> None:
+        """Connect with the others and serve until a party fails."""
+        try:
+            links = connect(self.config, self.number, wait_s=_CONNECT_S, acceptor=acceptor, admission=self.admission)
+        except (TransportError, OSError) as error:
+            self.observer.links_down(named(self.config, str(error)))
+            time.sleep(_PAUSE_S)
+            return
+        reason = f"{called(self.config, self.number)} has stopped"
+        try:
+            self._serve(links)
+        except PrivateLLMError as error:
+            reason = named(self.config, str(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait for this party
+            _LOG.exception("%s lost its place in the computation", called(self.config, self.number))
+            reason = f"{called(self.config, self.number)}: {type(error).__name__}"
+        finally:
+            self._up.clear()
+            self.admission.close("the parties connect with each other")
+            links.abort(reason)
+            self._end_sessions(reason)
+            links.close()
+            self.observer.links_down(reason)
+
+    def _serve(self, mesh: SocketTransport) -> None:
+        links = ServiceLinks(DelayedTransport(mesh, self._latency) if self._latency else mesh)
+        session = join_parties(self.config, self.number, links)
+        with torch.no_grad():
+            for model in self._models.values():
+                model.begin(session)
+            self._step = 0
+            self._up.set()
+            self.observer.links_up()
+            if self._leave_at is None:
+                self.admission.reopen()
+            lead = self._lead if self.number == 0 else self._follow
+            while not self._gone():
+                lead(mesh, links)
+
+    # -- sessions -----------------------------------------------------------------------------------------------
+    def _arrived(self, link: ClientLink) -> None:
+        session = ClientSession(self, link)
+        with self._lock:
+            self._sessions[session.id] = session
+        self.observer.session_began(session.short, session.user)
+        session.start()
+
+    def model_of(self, digest: str | None) -> ServedModel:
+        """The model that a client names by its digest; the first one for an unknown one, which the client refuses."""
+        return self._models.get(digest or "", next(iter(self._models.values())))
+
+    def submit(self, request: Request) -> None:
+        """A call waits for a pass. Raises TransportError while the parties are not connected."""
+        if not self._up.is_set():
+            raise TransportError("the parties connect with each other; try again")
+        self._waiting.add(request)
+
+    def over(self, session: ClientSession, reason: str | None) -> None:
+        """A session has ended here."""
+        with self._lock:
+            self._sessions.pop(session.id, None)
+            self._ended.append(session.id)
+        self._waiting.drop(session.id)
+        self.admission.leave(session.link)
+        self.observer.session_ended(session.short, session.user, time.monotonic() - session.began, reason)
+
+    def _end_sessions(self, reason: str) -> None:
+        with self._lock:
+            sessions = list(self._sessions.values())
+            self._ended.clear()
+        for session in sessions:
+            session.cut(reason)
+        for session in sessions:
+            session.join(self.config.timeout_s)
+        self._waiting.clear()
+        with self._lock:
+            self._ended.clear()
+
+    def _take_ended(self) -> tuple[str, ...]:
+        with self._lock:
+            ended, self._ended = tuple(self._ended), []
+        return ended
+
+    # -- party 0 ------------------------------------------------------------------------------------------------
+    def _lead(self, mesh: SocketTransport, links: ServiceLinks) -> None:
+        """One step of party 0: choose, ask the others, run."""
+        requests = self._waiting.choose(_TICK_S, lambda r: self._model(r).kind(r.call, r.session.id))
+        ended = self._take_ended()
+        self._waiting.forget(ended)
+        now = time.monotonic()
+        pulse = now - self._last_live > min(2.0, self.config.timeout_s / 8)
+        if not requests and not ended and not pulse:
+            mesh.look()
+            return
+        live = None
+        if pulse:
+            self._last_live = now
+            with self._lock:
+                live = tuple(self._sessions)
+            self.observer.load(len(live), len(self._waiting))
+        self._step += 1
+        offer = Offer(self._step, tuple(Ticket(r.session.id, r.number) for r in requests), live)
+        others = [party for party in range(self.config.parties) if party != 0]
+        for party in others:
+            send_message(links, party, offer)
+        votes: list[Vote] = [recv_message(links, party, (Vote,)) for party in others]
+        for vote in votes:
+            if vote.step != self._step or len(vote.facts) != len(requests):
+                raise TransportError("the parties disagree on the step that they are at")
+        over = self._lost(votes)
+        runs: list[Request] = []
+        places = []
+        for place, verdict in enumerate(chosen([vote.facts for vote in votes], [r.facts for r in requests])):
+            request = requests[place]
+            if request.session.id in over or request.session.id in ended:
+                continue
+            if verdict is None:
+                self._waiting.again(request, self.config.timeout_s)
+            elif verdict:
+                runs.append(request)
+                places.append(place)
+            else:
+                request.session.cut("the client told the parties different things")
+        done = (*ended, *sorted(over))
+        for party in others:
+            send_message(links, party, Run(self._step, tuple(places), done))
+        self._carry_out(links, runs, done)
+
+    def _lost(self, votes: Sequence[Vote]) -> set[str]:
+        """Sessions that are over at another party, which are cut here; and parties that want to stop are noted."""
+        over = set()
+        for party, vote in enumerate(votes, 1):
+            if vote.leaving and not self._others_leave:
+                self._others_leave = True
+                self.admission.close(f"{called(self.config, party)} is about to stop")
+            for number in vote.ended:
+                with self._lock:
+                    session = self._sessions.get(number)
+                if session is not None:
+                    session.cut(f"{called(self.config, party)} lost its connection to the client")
+                    over.add(number)
+        return over
+
+    # -- the others ---------------------------------------------------------------------------------------------
+    def _follow(self, mesh: SocketTransport, links: ServiceLinks) -> None:
+        """One step of another party: say what is here, then run what party 0 says."""
+        links.wait(0)
+        offer: Offer = recv_message(links, 0, (Offer,))
+        self._step += 1
+        if offer.step != self._step:
+            raise TransportError("the parties disagree on the step that they are at")
+        wanted = [(ticket.session, ticket.number) for ticket in offer.tickets]
+        held = self._waiting.find(wanted, _GRACE_S)
+        facts = tuple(None if request is None else request.facts for request in held)
+        send_message(links, 0, Vote(self._step, facts, self._take_ended(), self._leave_at is not None))
+        run: Run = recv_message(links, 0, (Run,))
+        if run.step != self._step:
+            raise TransportError("the parties disagree on the step that they are at")
+        runs = []
+        for place in run.tickets:
+            request = held[place] if place < len(held) else None
+            if request is None:
+                raise TransportError("party 0 runs a request that is not here")
+            runs.append(request)
+        self._waiting.take(runs)
+        if offer.live is not None:
+            self._drop_strangers(offer.live)
+            self.observer.load(len(self._sessions), len(self._waiting))
+        self._carry_out(links, runs, run.ended)
+
+    def _drop_strangers(self, live: Sequence[str]) -> None:
+        """End sessions that party 0 does not have: it comes first, so they are over there, or never began."""
+        known, now = set(live), time.monotonic()
+        with self._lock:
+            strange = [s for s in self._sessions.values() if s.id not in known and now - s.began > _CONNECT_S]
+        for session in strange:
+            session.cut("party 0 has no such session")
+
+    # -- all ------------------------------------------------------------------------------------------------------
+    def _carry_out(self, links: ServiceLinks, requests: list[Request], ended: Sequence[str]) -> None:
+        """Forget what ended, and run a pass. Everything here is the same at all parties."""
+        for model in self._models.values():
+            for number in ended:
+                model.kept.forget(number)
+        if not requests:
+            return
+        began = time.perf_counter()
+        model = self._model(requests[0])
+        links.ledger.reset()
+        rows, tokens = run_requests(model, links, requests, self.settings.positions)
+        seconds = time.perf_counter() - began
+        self._waiting.ran(requests, seconds)
+        self.observer.pass_done(
+            PassFacts(
+                model=model.name,
+                requests=len(requests),
+                users=len({request.session.user for request in requests}),
+                rows=rows,
+                tokens=tokens,
+                seconds=seconds,
+                sent=sum(links.ledger.sent.values()),
+                rounds=sum(links.ledger.rounds.values()),
+            )
+        )
+
+    def _model(self, request: Request) -> ServedModel:
+        return request.session.model or self.model_of(None)
+
+
+def _checked(config: PrivateConfig, number: int) -> PrivateConfig:
+    """The configuration of a service. Raises ConfigError for what a service does not do."""
+    if config.facts is None or config.plan is not None:
+        raise ConfigError("a party service works with shares; nodes of token sharding serve one client at a time")
+    if config.weights != "secret" or config.parallel_sessions > 1:
+        raise ConfigError("a party service wants weights='secret' and parallel_sessions=1; it merges calls by itself")
+    if not 0 <= number < config.parties:
+        raise ConfigError(f"party: got {number}; want 0 to {config.parties - 1} for {config.protocol!r}")
+    if config.party_mode != "remote":
+        raise ConfigError(f"party_mode: got {config.party_mode!r}; a party service wants 'remote', and hosts")
+    return config

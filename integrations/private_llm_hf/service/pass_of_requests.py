@@ -1,0 +1,98 @@
+"""Run the requests that the parties have agreed upon as one pass, and answer each to its own client.
+
+What is done here depends on public facts alone and is the same at all parties: a request that is refused is refused
+everywhere, and the others go on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from private_llm.errors import DomainError, PrivateLLMError, ProtocolAbort, TransportError
+from private_llm.net.transport import CLIENT
+from private_llm.protocols.share import Index, Share
+from private_llm_hf.service.client_session import Request
+from private_llm_hf.service.links import ServiceLinks
+from private_llm_hf.service.passes import Part, check_call, run_pass
+from private_llm_hf.service.served_model import ServedModel
+from private_llm_hf.wire.answers import Output, Outputs
+from private_llm_hf.wire.commands import Tokens
+
+
+def run_requests(
+    model: ServedModel, links: ServiceLinks, requests: Sequence[Request], most_positions: int | None
+) -> tuple[int, int]:
+    """Answer these requests; rows and positions that were computed.
+
+    A request's own mistake ends its session. Raises TransportError and ProtocolAbort when the parties cannot go on.
+    """
+    accepted = [request for request in requests if _prepared(model, request, most_positions)]
+    if not accepted:
+        return 0, 0
+    try:
+        parts = [Part(r.session.id, r.call, tuple(_received(model, links, r))) for r in accepted]
+        answers = run_pass(model.model, model.session, model.kept, parts)
+    except (TransportError, ProtocolAbort):
+        raise
+    except PrivateLLMError as error:  # the same at all parties: it follows from public facts
+        model.session.known.owed, model.session.known.pending = [], None
+        for request in accepted:
+            model.kept.forget(request.session.id)
+            request.fail(type(error)(str(error)))
+        return 0, 0
+    opened, receivers = [], []
+    for request, answer in zip(accepted, answers, strict=True):
+        described = tuple(Output(name, tuple(fixed.shape), fixed.frac) for name, fixed in answer.outputs)
+        request.session.answer(Outputs(answer.class_, described))
+        for _, fixed in answer.outputs:
+            opened.append((CLIENT, fixed.share))
+            receivers.append(request.session.give)
+    links.serve((), receivers)
+    if opened:
+        model.session.protocol.reveal(opened)
+    rows = sum(request.call.rows for request in accepted)
+    for request in accepted:
+        request.session.costs.add(links.ledger, request.call.rows, rows)
+        request.done.set()
+    tokens = sum(math.prod(r.call.secret[0].shape[:2]) for r in accepted)
+    return rows, tokens
+
+
+def _prepared(model: ServedModel, request: Request, most_positions: int | None) -> bool:
+    """Bring a session's caches to where its call wants them; False, and its session ends, if the call is bad."""
+    kept, owner = model.kept, request.session.id
+    try:
+        for edit in request.edits:
+            kept.edit(owner, edit)
+        kept.free(owner, request.free)
+        check_call(model.model, model.session.config, request.call, kept, owner)
+        new = math.prod(request.call.secret[0].shape[:2])
+        held = kept.positions(owner) + new
+        if most_positions is not None and held > most_positions:
+            raise DomainError(f"caches: got {held} positions; this service keeps {most_positions} for a session")
+    except (PrivateLLMError, LookupError) as error:
+        kept.forget(owner)
+        known = isinstance(error, PrivateLLMError)
+        request.fail(error if known else TransportError("a cache that is not there"))
+        return False
+    return True
+
+
+def _received(model: ServedModel, links: ServiceLinks, request: Request) -> list[Share | Index]:
+    """A call's secret inputs, as shares of the parties' session."""
+    session = model.session
+    if not request.session.masks:
+        request.session.masks = session.protocol.input_masks(request.session.keys)
+    links.serve(request.frames, ())
+    protocol = session.protocol.on(torch.device(session.device))
+    made: list[Share | Index] = []
+    with protocol.inputs_of(request.session.masks):
+        for item in request.call.secret:
+            if isinstance(item, Tokens):
+                made.append(protocol.receive_index(math.prod(item.shape), item.vocabulary))
+            else:
+                made.append(protocol.receive_input(item.shape))
+    return made

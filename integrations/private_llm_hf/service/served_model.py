@@ -1,0 +1,80 @@
+"""A model that a party serves: read from its share file once, and used again whenever the parties connect anew."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import TransportError
+from private_llm.protocols.session import Known, Session
+from private_llm.ranges import Ranges
+from private_llm_hf.checkpoint.offload import Offloaded
+from private_llm_hf.checkpoint.share_files import ShareFile
+from private_llm_hf.party.held_weights import weights_of_file, weights_of_model
+from private_llm_hf.party.model import build_party_model, release
+from private_llm_hf.service.passes import Kept, kind
+from private_llm_hf.wire.answers import StoredFile
+from private_llm_hf.wire.commands import Call
+
+
+class ServedModel:
+    """One model at one party. `session`, `model` and `kept` are of the parties' present links."""
+
+    session: Session
+    model: PreTrainedModel
+    kept: Kept
+
+    def __init__(self, name: str, path: Path, config: PrivateConfig, number: int) -> None:
+        """Reads the header and checks the whole file. Raises ShareFileError."""
+        self.name, self.file = name, ShareFile.open(path, config, number)
+        self._built: PreTrainedModel | None = None
+        self._offloaded: dict[str, Offloaded] = {}
+
+    @property
+    def digest(self) -> str:
+        """Of its configuration and class: by this a client names it."""
+        return self.file.description.model
+
+    @property
+    def stored(self) -> StoredFile:
+        """What a client is told of it."""
+        return StoredFile(self.digest, self.file.sharing)
+
+    @property
+    def ranges(self) -> Ranges:
+        """With which it was shared."""
+        return Ranges(self.file.description.ranges)
+
+    def kind(self, call: Call, owner: str) -> Hashable | None:
+        """Which calls may share a pass with this one (those of equal kinds); None: it runs alone."""
+        past = 0 if call.cache is None else self.kept.past(owner, call.cache)
+        return kind(self.model, self.session.config, call, past)
+
+    def check_vocabulary(self, name: str, vocabulary: int) -> None:
+        """Raise TransportError unless a vocabulary is the model's: the size of what is sent follows from it."""
+        table = (self.model.get_decoder() if name.startswith("decoder_") else self.model).get_input_embeddings()
+        if vocabulary != table.num_embeddings:
+            raise TransportError(f"vocabulary: got {vocabulary}; the model has {table.num_embeddings} tokens")
+
+    def begin(self, session: Session) -> None:
+        """Build the model for the parties' new session; no cache is left of the one before. Local.
+
+        Raises PatchMismatch for a model that cannot run under the session's settings.
+        """
+        self.session = replace(session, known=Known())
+        self.session.known.ranges = self.ranges
+        before = self._built
+        if before is None:
+            weights = weights_of_file(self.session, self.file)
+            self._offloaded = {name: value for name, value in weights.items() if isinstance(value, Offloaded)}
+        else:
+            weights = weights_of_model(self.session, before, self._offloaded)
+        facts = self.file.description
+        self.model = self._built = build_party_model(facts.config, facts.class_, weights, self.session)
+        self.kept = Kept(self.model)
+        if before is not None:
+            release(before)

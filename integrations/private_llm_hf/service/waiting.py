@@ -1,0 +1,149 @@
+"""The requests that wait at a party, and (at party 0) which of them run next.
+
+The oldest request decides what kind of pass comes next; all that may share it come along, oldest first, up to a number
+of rows. Before a pass of decode steps, party 0 waits a little for the next steps of sessions that were in the last
+one: they come as soon as their clients have chosen a token, and each that joins saves a pass of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+
+from private_llm_hf.service.client_session import Request
+from private_llm_hf.service.settings import ServiceSettings
+
+_PATIENCE = 0.25
+"""A pass waits for others at most this part of the time that the last one took."""
+_AGAIN_S = 0.01
+"""Seconds before a request is offered again that another party had not got."""
+
+Kind = Callable[[Request], Hashable | None]
+
+
+class Waiting:
+    """Requests by session, in the order in which they came. Thread-safe."""
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self._settings = settings
+        self._requests: dict[str, Request] = {}
+        self._changed = threading.Condition()
+        self._expected: set[str] = set()
+        self._ran_at, self._took = 0.0, 0.0
+        self._not_before: dict[str, float] = {}
+        self._woken = False
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request: Request) -> None:
+        """One request a session waits at a time."""
+        with self._changed:
+            self._requests[request.session.id] = request
+            self._changed.notify_all()
+
+    def drop(self, session: str) -> None:
+        """A session is over: what it asked for is forgotten."""
+        with self._changed:
+            self._requests.pop(session, None)
+            self._expected.discard(session)
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let whoever waits look around."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """All sessions are over."""
+        with self._changed:
+            self._requests.clear()
+            self._expected.clear()
+            self._not_before.clear()
+
+    def forget(self, sessions: Sequence[str]) -> None:
+        """These sessions are over."""
+        with self._changed:
+            for session in sessions:
+                self._not_before.pop(session, None)
+                self._expected.discard(session)
+
+    # -- party 0 ------------------------------------------------------------------------------------------------
+    def choose(self, seconds: float, kind: Kind) -> list[Request]:
+        """Take the requests of the next pass out; none if nothing comes within `seconds`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._offered() or self._woken, seconds)
+            self._woken = False
+            if not self._offered():
+                return []
+            self._gather()
+            waiting = sorted(self._offered(), key=lambda request: request.since)
+            if not waiting:
+                return []
+            first = waiting[0]
+            wanted = (id(first.session.model), kind(first))
+            found = [first]
+            if wanted[1] is not None:
+                rows = first.call.rows
+                for other in waiting[1:]:
+                    same = (id(other.session.model), kind(other)) == wanted
+                    if same and rows + other.call.rows <= self._settings.rows:
+                        found.append(other)
+                        rows += other.call.rows
+            found.sort(key=lambda request: request.session.id)  # the same rows in the same order, if they can be
+            for request in found:
+                del self._requests[request.session.id]
+            return found
+
+    def _offered(self) -> list[Request]:
+        now = time.monotonic()
+        return [r for r in self._requests.values() if self._not_before.get(r.session.id, 0.0) <= now]
+
+    def _gather(self) -> None:
+        """Wait a little for sessions of the last pass that have not asked for the next step yet."""
+        limit = self._ran_at + max(self._settings.gather_s, _PATIENCE * self._took)
+
+        def all_there() -> bool:
+            return not self._expected - self._requests.keys()
+
+        self._changed.wait_for(all_there, max(0.0, limit - time.monotonic()))
+        self._expected &= self._requests.keys()
+
+    def again(self, request: Request, patience: float) -> None:
+        """A request that another party has not got yet waits a little longer; after `patience` its session ends."""
+        if time.monotonic() - request.since > patience:
+            request.session.cut("a party did not get this client's request in time; is it connected with all parties?")
+            return
+        with self._changed:
+            self._requests[request.session.id] = request
+            self._not_before[request.session.id] = time.monotonic() + _AGAIN_S
+
+    def ran(self, requests: Sequence[Request], seconds: float) -> None:
+        """A pass is over; its sessions will ask for the next step."""
+        with self._changed:
+            self._expected = {request.session.id for request in requests if request.error is None}
+            self._ran_at, self._took = time.monotonic(), seconds
+
+    # -- the others -----------------------------------------------------------------------------------------------
+    def find(self, wanted: Sequence[tuple[str, int]], seconds: float) -> list[Request | None]:
+        """The requests of these sessions and numbers, None for those that have not come within `seconds`."""
+
+        def held() -> list[Request | None]:
+            found = [self._requests.get(session) for session, _ in wanted]
+            return [
+                request if request is not None and request.number == number else None
+                for request, (_, number) in zip(found, wanted, strict=True)
+            ]
+
+        with self._changed:
+            self._changed.wait_for(lambda: None not in held(), seconds)
+            return held()
+
+    def take(self, requests: Sequence[Request]) -> None:
+        """These are run now."""
+        with self._changed:
+            for request in requests:
+                if self._requests.get(request.session.id) is request:
+                    del self._requests[request.session.id]

@@ -1,0 +1,182 @@
+"""Clients of a party service: who comes in, in which order, and their links to this party.
+
+A client makes two connections to every party, in order, under one random number (`Greeted.caller`). Party 0 decides:
+it lets a client in while there is room, all in all and for its user, and otherwise says "busy" with the client's place
+in line; clients call again, and the line goes by who came first. The other parties take in whom party 0 has taken in,
+as far as they can know it: they bound the number only. Places of callers that stay away are given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from private_llm.errors import PartiesBusy
+from private_llm.net.acceptor import HANDSHAKE_S
+from private_llm.net.hello import Greeted
+from private_llm.net.sockets import Pair, SocketTransport
+from private_llm.net.transport import CLIENT
+
+_GATE = 0
+_AWAY_S = 3.0
+"""Seconds after which a client in line that has not called again has left."""
+_SPARE = 8
+"""Sessions that a party besides party 0 holds beyond the limit: theirs may end a little later than at party 0."""
+
+
+class ClientLink(SocketTransport):
+    """This party's links to one client. What is sent to a slow client waits in memory: one answer at most.
+
+    One thread may receive while another sends.
+    """
+
+    def __init__(self, me: int, pair: Pair, caller: bytes, user: str, timeout: float, idle_s: float | None) -> None:
+        super().__init__(me, {CLIENT: pair}, timeout, idle_s=idle_s)
+        self.number, self.user = caller.hex(), user
+
+    @property
+    def taken(self) -> bool:
+        """Whether everything that was sent has left this machine."""
+        return self._out[CLIENT].idle
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        self._check()
+        self._out[to].send_tensor(tag, payload)
+
+
+@dataclass
+class _Caller:
+    """A client that was let in, and those of its two connections that are there: True for the one that sends."""
+
+    user: str
+    since: float
+    lines: dict[bool, tuple[socket.socket, bytes]] = field(default_factory=dict)
+    linked: bool = False
+
+
+class Admission:
+    """The clients of one party. `open`: whether any may come in now; why not is in `closed_because`."""
+
+    def __init__(
+        self, me: int, timeout: float, idle_s: float | None, sessions: int, per_user: int, waiting: int,
+        arrived: Callable[[ClientLink], None], refused: Callable[[str], None] = lambda reason: None,
+        busy: Callable[[str], None] = lambda user: None,
+    ) -> None:  # fmt: skip
+        """sessions, per_user: at a time. waiting: clients in line. arrived: is given each client that is connected."""
+        self.refused, self._busy = refused, busy
+        self._me, self._timeout, self._idle = me, timeout, idle_s
+        self._sessions, self._per_user, self._waiting = sessions, per_user, waiting
+        self._arrived = arrived
+        self._callers: dict[bytes, _Caller] = {}
+        self._line: dict[bytes, tuple[str, float]] = {}
+        self._lock = threading.Lock()
+        self.open, self.closed_because = False, "the parties connect with each other"
+
+    def admit(self, caller: Greeted, user: str) -> None:
+        """Let a client in that has proved who it is, or raise PartiesBusy."""
+        with self._lock:
+            self._drop_late()
+            if caller.caller in self._callers:
+                return
+            if not self.open:
+                raise PartiesBusy(self.closed_because)
+            full = len(self._callers) >= self._sessions + (0 if self._me == _GATE else _SPARE)
+            if self._me == _GATE:
+                self._take_turn(caller.caller, user)
+            elif full:
+                raise PartiesBusy(f"all {self._sessions} sessions are taken")
+            self._callers[caller.caller] = _Caller(user, time.monotonic())
+
+    def _take_turn(self, caller: bytes, user: str) -> None:
+        """Raise PartiesBusy unless there is room and nobody who could have it waits longer."""
+        now = time.monotonic()
+        self._line = {other: seen for other, seen in self._line.items() if now - seen[1] < _AWAY_S}
+        room = self._sessions - len(self._callers)
+        ahead = 0
+        for other, (theirs, _) in self._line.items():
+            if other == caller:
+                break
+            ahead += self._has_room(theirs)
+        if self._has_room(user) and ahead < room:
+            self._line.pop(caller, None)
+            return
+        if caller not in self._line and len(self._line) >= self._waiting:
+            self._busy(user)
+            raise PartiesBusy(f"all {self._sessions} sessions are taken, and {len(self._line)} clients wait already")
+        if caller not in self._line:
+            self._busy(user)
+        self._line[caller] = (user, now)
+        if not self._has_room(user):
+            raise PartiesBusy(f"user {user!r} has {self._per_user} sessions already, as many as one user may have")
+        raise PartiesBusy(f"all {self._sessions} sessions are taken, and {ahead} clients are before you")
+
+    def _has_room(self, user: str) -> bool:
+        return sum(other.user == user for other in self._callers.values()) < self._per_user
+
+    def keep(self, sock: socket.socket, greeted: Greeted) -> None:
+        """Keep a connection of a client that was let in; with the second one its links are made."""
+        with self._lock:
+            caller = self._callers.get(greeted.caller)
+            if caller is None or caller.linked or not self.open:
+                sock.close()
+                return
+            old = caller.lines.pop(not greeted.inbound, None)
+            if old is not None:
+                old[0].close()
+            caller.lines[not greeted.inbound] = (sock, greeted.session)
+            if len(caller.lines) < 2:
+                return
+            caller.linked = True
+            pair = Pair(*caller.lines[True], *caller.lines[False])
+        self._arrived(ClientLink(self._me, pair, greeted.caller, caller.user, self._timeout, self._idle))
+
+    def leave(self, link: ClientLink) -> None:
+        """A session is over; its place is free."""
+        with self._lock:
+            self._callers.pop(bytes.fromhex(link.number), None)
+
+    def close(self, reason: str) -> None:
+        """Let nobody in any more, because of `reason`, and forget those whose links are not made yet."""
+        with self._lock:
+            self.open, self.closed_because = False, reason
+            for number in [number for number, caller in self._callers.items() if not caller.linked]:
+                self._forget(number)
+
+    def reopen(self) -> None:
+        """Let clients in."""
+        with self._lock:
+            self.open = True
+
+    @property
+    def in_line(self) -> int:
+        """Clients that wait for a session."""
+        return len(self._line)
+
+    def _drop_late(self) -> None:
+        """Forget callers that have made one of their connections, or none, and left it at that."""
+        now = time.monotonic()
+        late = [n for n, c in self._callers.items() if not c.linked and now - c.since > 2 * HANDSHAKE_S]
+        for number in late:
+            self._forget(number)
+
+    def _forget(self, number: bytes) -> None:
+        for sock, _ in self._callers.pop(number).lines.values():
+            with contextlib.suppress(OSError):
+                sock.close()
+
+
+def caller_name(sock: socket.socket) -> str:
+    """The user whose certificate the other end has shown, "" for a client without a name or without TLS."""
+    if not isinstance(sock, ssl.SSLSocket):
+        return ""
+    certificate: Any = sock.getpeercert() or {}
+    names = [str(value) for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
+    return names[0].partition(":")[2] if len(names) == 1 else ""

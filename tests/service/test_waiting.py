@@ -1,0 +1,112 @@
+"""Which requests run next, and what the parties must agree upon."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from private_llm_hf.service.agreement import agree, chosen, digest
+from private_llm_hf.service.settings import ServiceSettings
+from private_llm_hf.service.waiting import Waiting
+
+
+def request(name: str, kind: str | None = "step", rows: int = 1, since: float = 0.0, number: int = 1) -> Any:
+    session = SimpleNamespace(id=name, model=None, cut=lambda reason: None)
+    return SimpleNamespace(
+        session=session, number=number, call=SimpleNamespace(rows=rows), kind=kind, since=since, error=None
+    )
+
+
+def waiting(**limits: Any) -> Waiting:
+    return Waiting(ServiceSettings({"m": "m"}, gather_s=0.0, **limits))  # type: ignore[dict-item]
+
+
+def names(found: list[Any]) -> list[str]:
+    return [each.session.id for each in found]
+
+
+def kind_of(each: Any) -> str | None:
+    return each.kind
+
+
+def test_the_oldest_decides_and_its_kind_comes_along() -> None:
+    queue = waiting()
+    for each in (request("d", since=4), request("c", "prompt", since=2), request("a", since=3), request("b", since=5)):
+        queue.add(each)
+    assert names(queue.choose(0, kind_of)) == ["c"]
+    assert names(queue.choose(0, kind_of)) == ["a", "b", "d"]
+    assert queue.choose(0, kind_of) == []
+
+
+def test_a_request_of_no_kind_runs_alone() -> None:
+    queue = waiting()
+    for name in "ab":
+        queue.add(request(name, None))
+    assert [len(queue.choose(0, kind_of)) for _ in range(3)] == [1, 1, 0]
+
+
+def test_a_pass_has_so_many_rows() -> None:
+    queue = waiting(rows=3)
+    for place, (name, rows) in enumerate((("a", 2), ("b", 2), ("c", 1))):
+        queue.add(request(name, rows=rows, since=place))
+    assert names(queue.choose(0, kind_of)) == ["a", "c"]
+    assert names(queue.choose(0, kind_of)) == ["b"]
+
+
+def test_a_pass_waits_for_the_sessions_of_the_last_one() -> None:
+    queue = waiting()
+    queue.ran([request("a"), request("b")], seconds=40.0)  # a quarter of it is patience enough
+    queue.add(request("a"))
+    threading.Timer(0.05, lambda: queue.add(request("b"))).start()
+    assert names(queue.choose(5, kind_of)) == ["a", "b"]
+    queue.ran([request("a"), request("b")], seconds=0.0)
+    queue.add(request("a"))
+    assert names(queue.choose(5, kind_of)) == ["a"]
+    queue.ran([request("a"), request("b")], seconds=40.0)
+    queue.drop("b")
+    queue.add(request("a"))
+    began = time.monotonic()
+    assert names(queue.choose(5, kind_of)) == ["a"]
+    assert time.monotonic() - began < 2
+
+
+def test_who_is_put_back_waits_a_little_and_not_for_ever() -> None:
+    queue = waiting()
+    told: list[str] = []
+    late = request("a", since=time.monotonic())
+    queue.again(late, patience=5.0)
+    assert queue.choose(0, kind_of) == []
+    assert names(queue.choose(1, kind_of)) in ([], ["a"])
+    old = request("b", since=time.monotonic() - 6)
+    old.session.cut = told.append
+    queue.again(old, patience=5.0)
+    assert told
+    assert "b" not in names(queue.choose(0.1, kind_of))
+
+
+def test_a_party_finds_what_it_has_and_what_comes_in_time() -> None:
+    queue = waiting()
+    first = request("a", number=2)
+    queue.add(first)
+    assert queue.find([("a", 2), ("b", 1)], 0.0) == [first, None]
+    assert queue.find([("a", 3)], 0.0) == [None]
+    second = request("b")
+    threading.Timer(0.05, lambda: queue.add(second)).start()
+    assert queue.find([("a", 2), ("b", 1)], 5.0) == [first, second]
+    queue.take([first])
+    assert queue.find([("a", 2)], 0.0) == [None]
+    assert len(queue) == 1
+
+
+def test_parties_agree_where_they_say_the_same_of_the_same() -> None:
+    assert agree([{"call": "1", "mask 0": "x"}, {"call": "1", "mask 1": "y"}])
+    assert not agree([{"call": "1"}, {"call": "1"}, {"call": "2"}])
+    votes = [[{"call": "1"}, None, {"call": "3"}], [{"call": "1"}, {"call": "2"}, {"call": "4"}]]
+    assert chosen(votes, [{"call": "1"}, {"call": "2"}, {"call": "3"}]) == [True, None, False]
+
+
+def test_digests_tell_where_a_piece_ends() -> None:
+    assert digest(b"ab", b"c") != digest(b"a", b"bc")
+    assert digest(b"ab") == digest(memoryview(b"ab"))
