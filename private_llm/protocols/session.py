@@ -28,17 +28,31 @@ from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 
 
+@dataclass(frozen=True, eq=False)
+class Owed:
+    """Signed sums [n] of watched rows, and the bits that they may have.
+
+    batch: int64 [n], the row of the batch that each belongs to; None: to all.
+    """
+
+    sums: Share
+    bits: int
+    batch: Tensor | None = None
+
+
 class Known:
     """The ranges that a session works with, set once when its model is loaded, and the checks that a call owes.
 
-    owed: (signed sums of rows, bits that they may have), see tensor/range_check.py. pending: a secret tensor, and the
-    bits that its sums may have, to be checked unless the operation on it checks it anyway.
+    owed: see tensor/range_check.py. pending: a secret tensor, and the bits that its sums may have, to be checked unless
+    the operation on it checks it anyway. batch: of a call whose rows belong to several clients their number, so that
+    each row has a verdict of its own; None: one verdict for the call.
     """
 
     def __init__(self) -> None:
         self.ranges = Ranges()
-        self.owed: list[tuple[Share, int]] = []
+        self.owed: list[Owed] = []
         self.pending: tuple[Any, int] | None = None
+        self.batch: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
