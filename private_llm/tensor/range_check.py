@@ -160,8 +160,8 @@ def _even(x: Fixed) -> Tensor | None:
 def verdict(session: Session) -> Fixed | None:
     """A secret [1], 0 fractional bits: 1 if a watched value of this call left its range, else 0.
 
-    With `Known.batch` [batch]: one for each row. None if nothing was watched. 8 sums for each watched row: 65 bytes each
-    in trio (64-bit ring) from 64 rows on, 8 to 10 rounds. What was owed is forgotten.
+    With `Known.batch` [batch]: one for each row. None if nothing was watched. 8 sums for each watched row: 65 bytes
+    each in trio (64-bit ring) from 64 rows on, 8 to 10 rounds. What was owed is forgotten.
     """
     watch_pending(session)
     owed, session.known.owed = session.known.owed, []
