@@ -27,17 +27,9 @@ from private_llm.ranges import Ranges
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 
-
-@dataclass(frozen=True, eq=False)
-class Owed:
-    """Signed sums [n] of watched rows, and the bits that they may have.
-
-    batch: int64 [n], the row of the batch that each belongs to; None: to all.
-    """
-
-    sums: Share
-    bits: int
-    batch: Tensor | None = None
+Owed = tuple[Share, int, Tensor | None]
+"""Signed sums [n] of watched rows, the bits that they may have, and in a batch of several clients which of its rows each
+belongs to, int64 [n] (the number of rows for all of them)."""
 
 
 class Known:

@@ -50,19 +50,17 @@ UNKNOWN = REACH + 3
 """Bits of magnitude that the signed sums of a module without calibration may have."""
 
 
-def watch(x: Fixed, bits: int | None = None) -> None:
+def watch(x: Fixed, bits: int | None = None, batch: Tensor | None = None) -> None:
     """Owe a check of the rows of x [.., width]: signed sums below 2^bits in ring elements. Local.
 
-    bits: default, the calibrated `output` of the module that is computed. Nothing is done with guard=False, or in a
-    32-bit ring without calibration: its products have no bit to spare for a bound that knows nothing. Debug sessions
-    compare the norms of the rows, and name the module.
+    bits: default, the calibrated `output` of the module that is computed. batch: of `Known.batch` rows of a batch the
+    one that each row of x belongs to; default, as the first dimension of x tells. Nothing is done with guard=False, or
+    in a 32-bit ring without calibration: its products have no bit to spare for a bound that knows nothing. Debug
+    sessions compare the norms of the rows, and name the module.
     """
-    _watch(x, bits, _even(x))
-
-
-def _watch(x: Fixed, bits: int | None, batch: Tensor | None) -> None:
-    """As `watch`. batch: which row of the batch each of the rows of x [.., width] belongs to; None: all."""
     session = x.session
+    if batch is None and session.known.batch is not None:
+        batch = _rows_of(x, session.known.batch)
     small = session.ring.bits < 64
     if not session.config.guard or not x.numel() or (small and not session.known.ranges.modules):
         return
@@ -82,7 +80,7 @@ def _watch(x: Fixed, bits: int | None, batch: Tensor | None) -> None:
     bits = max(width.bit_length() + 4, min(bits, session.ring.value_bits - 1))
     signs = _signs(width, session.ring.dtype, str(x.share.parts[0].device))
     sums = x.share.map(lambda part: ring_matmul(part.reshape(-1, width), signs).reshape(-1))
-    session.known.owed.append(Owed(sums, bits, None if batch is None else batch.repeat_interleave(SKETCHES)))
+    session.known.owed.append((sums, bits, None if batch is None else batch.repeat_interleave(SKETCHES)))
 
 
 def watch_later(x: SecretTensor) -> None:
@@ -128,33 +126,41 @@ def watch_flat(x: Fixed, bits: int, counts: Sequence[int] = ()) -> None:
     Local.
     """
     pieces, batch = _in_pieces(x, counts)
-    _watch(pieces, bits, batch)
+    watch(pieces, bits, batch)
 
 
 def _in_pieces(x: Fixed, counts: Sequence[int] = ()) -> tuple[Fixed, Tensor | None]:
-    """Pieces [n, PIECE] of all entries, and the row of the batch that each belongs to (None: all)."""
+    """Pieces [n, PIECE] of all entries, and which row of the batch each belongs to."""
     batch = x.session.known.batch
-    if batch is not None and _even(x) is not None:
-        counts = [x.numel() // batch] * batch
-    if batch is None or len(counts) != batch:
-        spare = -x.numel() % PIECE
-        return x.view(lambda part: torch.constant_pad_nd(part.reshape(-1), (0, spare)).view(-1, PIECE)), None
-    sizes = list(counts)
-
-    def cut(part: Tensor) -> Tensor:
-        each = part.reshape(-1).split(sizes)
-        return torch.cat([torch.constant_pad_nd(one, (0, -one.numel() % PIECE)) for one in each]).view(-1, PIECE)
-
-    pieces = torch.tensor([-(-size // PIECE) for size in sizes])
-    return x.view(cut), torch.arange(batch).repeat_interleave(pieces)
+    if batch is not None:
+        sizes = [x.numel() // batch] * batch if _is_even(x, batch) else list(counts)
+        if len(sizes) == batch:
+            return x.view(lambda part: _cut(part, sizes)), torch.arange(batch).repeat_interleave(_pieces(sizes))
+    spare = -x.numel() % PIECE
+    whole = x.view(lambda part: torch.constant_pad_nd(part.reshape(-1), (0, spare)).view(-1, PIECE))
+    return whole, None if batch is None else torch.full((len(whole.share.parts[0]),), batch)
 
 
-def _even(x: Fixed) -> Tensor | None:
-    """Of the rows of x [.., width] the row of the batch that each belongs to, if the first dimension tells it."""
-    batch = x.session.known.batch
-    if batch is None or len(x.shape) < 2 or not x.numel() or x.shape[0] % batch:
-        return None
-    return torch.arange(batch).repeat_interleave(x.numel() // x.shape[-1] // batch)
+def _cut(part: Tensor, sizes: list[int]) -> Tensor:
+    each = part.reshape(-1).split(sizes)
+    return torch.cat([torch.constant_pad_nd(one, (0, -one.numel() % PIECE)) for one in each]).view(-1, PIECE)
+
+
+def _pieces(sizes: list[int]) -> Tensor:
+    return torch.tensor([-(-size // PIECE) for size in sizes])
+
+
+def _is_even(x: Fixed, batch: int) -> bool:
+    """Whether the first dimension of x counts the rows of the batch, each the same number of times."""
+    return len(x.shape) > 1 and x.shape[0] % batch == 0
+
+
+def _rows_of(x: Fixed, batch: int) -> Tensor:
+    """Of the rows of x [.., width] the row of the batch that each belongs to; `batch` for all."""
+    count = x.numel() // max(x.shape[-1], 1)
+    if not _is_even(x, batch):
+        return torch.full((count,), batch)
+    return torch.arange(batch).repeat_interleave(count // batch)
 
 
 def verdict(session: Session) -> Fixed | None:
@@ -167,30 +173,28 @@ def verdict(session: Session) -> Fixed | None:
     owed, session.known.owed = session.known.owed, []
     if not owed:
         return None
-    alike: dict[int, list[Owed]] = {}
-    for each in owed:
-        alike.setdefault(each.bits, []).append(each)
-    device = owed[0].sums.parts[0].device
+    alike: dict[int, list[Share]] = {}
+    for sums, bits, _ in owed:
+        alike.setdefault(bits, []).append(sums)
+    device = owed[0][0].parts[0].device
     both = []
-    for bits, group in alike.items():
-        flat = Fixed(session, _joined([each.sums for each in group], device), 0)
+    for bits, shares in alike.items():
+        flat = Fixed(session, _joined(shares, device), 0)
         proto, bound = flat.proto, 1 << bits
         both += [proto.add_public(flat.share, -bound), proto.add_public(proto.neg(flat.share), -bound)]
     every = Fixed(session, _joined(both, device), 0)
     outside = every.proto.invert(every.below([0.0]))
-    left = arithmetic(session, outside, [1.0], 0)
-    batch = session.known.batch
-    count = left.sum(0, keepdim=True) if batch is None else _by_row(left, list(alike.values()), batch)
+    left, batch = arithmetic(session, outside, [1.0], 0), session.known.batch
+    count = left.sum(0, keepdim=True) if batch is None else _by_row(left, owed, list(alike), batch)
     some = (-count).below([0.0], bits=every.numel().bit_length() + 2)
     return arithmetic(session, some, [1.0], 0)
 
 
-def _by_row(left: Fixed, groups: list[list[Owed]], batch: int) -> Fixed:
-    """How many of the sums of each row of the batch left their range, [batch]; `left`: each group's, twice. Local."""
-    row = []
-    for group in groups:
-        row += 2 * [torch.full((o.sums.numel(),), batch) if o.batch is None else o.batch for o in group]
-    index = torch.cat(row)
+def _by_row(left: Fixed, owed: list[Owed], bounds: list[int], batch: int) -> Fixed:
+    """How many sums of each row of the batch left their range; `left`: bound by bound, each sum twice. Local."""
+    index = torch.cat([
+        rows for bound in bounds for _ in range(2) for _, bits, rows in owed if bits == bound and rows is not None
+    ])  # fmt: skip
 
     def added(part: Tensor) -> Tensor:
         sums = part.new_zeros(batch + 1).index_add(0, index.to(part.device), part)

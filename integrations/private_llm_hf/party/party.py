@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from typing import assert_never, get_args
 
@@ -247,8 +247,8 @@ class Party:
         finally:
             self._silent = False
 
-    def _free(self, handles: Iterable[int]) -> None:
-        if self.kept is not None:
+    def _free(self, handles: Sequence[int]) -> None:
+        if handles and self.kept is not None:
             self.kept.free("", handles)
 
     def forward(self, command: Forward) -> None:
