@@ -28,8 +28,8 @@ from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 
 Owed = tuple[Share, int, Tensor | None]
-"""Signed sums [n] of watched rows, the bits that they may have, and in a batch of several clients which of its rows each
-belongs to, int64 [n] (the number of rows for all of them)."""
+"""Signed sums [n] of watched rows, the bits that they may have, and in a batch of several clients which of its rows
+they belong to, int64 [n] (the number of rows for all of them)."""
 
 
 class Known:
