@@ -12,7 +12,7 @@ where it is off by 1/2 or more.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -82,7 +82,7 @@ def two_quad_ragged(x: Fixed, rows: Rows, sink: Fixed | None = None, inverse: In
     own = e if sink is None else rows.without_last(e)
     p = own.mul(rows.spread(_fitting(factor, e.frac)))
     if sink is None:
-        _watch(rows.sum(p))
+        _watch(rows.sum(p), rows.batch)
     return p
 
 
@@ -102,9 +102,9 @@ def _fitting(factor: Fixed, frac: int) -> Fixed:
     return factor.at(min(factor.frac, _PRODUCT - frac))
 
 
-def _watch(sums: Fixed) -> None:
-    """Owe a check that rows sum to 1."""
-    watch_flat(sums - 1.0, sums.frac - 1)
+def _watch(sums: Fixed, counts: Sequence[int] = ()) -> None:
+    """Owe a check that rows sum to 1. counts: as for `watch_flat`."""
+    watch_flat(sums - 1.0, sums.frac - 1, counts)
 
 
 def _length_bits(width: int) -> int:

@@ -18,20 +18,21 @@ from private_llm.tensor.fixed import Fixed
 class Rows:
     """Row r holds lengths[r] >= 0 consecutive entries; all lengths are public. Everything here is local.
 
-    Raises DomainError for a negative length.
+    batch: how many of the rows each row of a batch has, where that is known. Raises DomainError for a negative length.
     """
 
     lengths: tuple[int, ...]
+    batch: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if any(n < 0 for n in self.lengths):
             raise DomainError("rows: a length is negative")
 
     @classmethod
-    def of(cls, lengths: Tensor | Sequence[int]) -> Rows:
+    def of(cls, lengths: Tensor | Sequence[int], batch: tuple[int, ...] = ()) -> Rows:
         """From a tensor or sequence of lengths; empty rows are dropped."""
         numbers = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-        return cls(tuple(n for n in numbers if n))
+        return cls(tuple(n for n in numbers if n), batch)
 
     @property
     def count(self) -> int:

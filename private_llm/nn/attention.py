@@ -36,12 +36,13 @@ SCALE_BITS = 14
 class Pattern:
     """Which scores of shape [batch, heads, queries, keys] exist: flat positions (int64), and the rows they form.
 
-    `select` is None where all exist. Public.
+    `select` is None where all exist; else `entries` says how many each row of the batch has. Public.
     """
 
     shape: tuple[int, int, int, int]
     select: Tensor | None
     rows: Rows
+    entries: tuple[int, ...] = ()
 
     @cached_property
     def row_numbers(self) -> Tensor:
@@ -84,7 +85,9 @@ def _searched(allowed: Tensor, shape: tuple[int, int, int, int], device: torch.d
         select = torch.cat(found)
     else:
         select = allowed.expand(shape).reshape(-1).nonzero().view(-1)
-    return Pattern(shape, select.to(device), Rows.of(lengths))
+    apart = lengths.view(batch, -1)
+    rows = Rows.of(lengths, tuple((apart > 0).sum(-1).tolist()))
+    return Pattern(shape, select.to(device), rows, tuple(apart.sum(-1).tolist()))
 
 
 def attend(
@@ -133,7 +136,7 @@ def attend_and_weigh(
     else:
         capped = precise_tanh(_scores(query, key, scale / softcap, pattern.select, query.session.frac + SLACK))
         scores = times_scalar(SecretTensor(capped), softcap).at(query.session.frac)
-    watch_flat(scores, REACH - 1 + scores.frac)
+    watch_flat(scores, REACH - 1 + scores.frac, pattern.entries)
     if pattern.select is None:
         scores = scores.view(lambda part: part.reshape(pattern.shape))
     if bias is not None:

@@ -10,6 +10,9 @@ bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -18,6 +21,15 @@ from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 
 _SPARE = 32
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Of a cache the batch rows row .. row + rows - 1, without their first `column` entries."""
+
+    row: int
+    rows: int
+    column: int = 0
 
 
 class GrowingRows:
@@ -77,6 +89,28 @@ class GrowingRows:
     def held(self) -> Fixed:
         """The entries."""
         return self.sample.with_share(Share(tuple(part[:, :, : self.length] for part in self.parts)))
+
+
+def _stacked(pieces: Sequence[tuple[GrowingRows, Piece]], width: int) -> GrowingRows:
+    """The entries of pieces as rows of one buffer of `width` entries and room for more, zeros on the left. Local."""
+    first = pieces[0][0]
+    made = GrowingRows(first.sample)
+    made.length = width
+    total = sum(piece.rows for _, piece in pieces)
+    parts = []
+    for number, part in enumerate(first.parts):
+        _, heads, _, size = part.shape
+        buffer = torch.empty((total, heads, width + _SPARE, size), dtype=part.dtype, device=part.device)
+        start = 0
+        for rows, piece in pieces:
+            stop, left = start + piece.rows, width - (rows.length - piece.column)
+            buffer[start:stop, :, :left] = 0  # what everybody knows is a share of itself; nobody sees these entries
+            taken = rows.parts[number][piece.row : piece.row + piece.rows, :, piece.column : rows.length]
+            buffer[start:stop, :, left:width] = taken
+            start = stop
+        parts.append(buffer)
+    made.parts = tuple(parts)
+    return made
 
 
 def _in_buffer(part: Tensor, capacity: int) -> Tensor:
@@ -252,3 +286,26 @@ class KVBuffer:
         if self._rows is not None:
             twin._rows = (self._rows[0].copy(), self._rows[1].copy())
         return twin
+
+    @classmethod
+    def stacked(cls, pieces: Sequence[tuple[KVBuffer, Piece]]) -> KVBuffer:
+        """Pieces of caches as the batch rows of one, in this order, ending at the same position. Copies; local.
+
+        Shorter pieces get entries on the left that no mask may show. Raises DomainError for caches from which entries
+        were evicted, and where only some are empty.
+        """
+        if any(each.positions is not None or each.hidden or each.newest is not None for each, _ in pieces):
+            raise DomainError("stacked: want caches that hold all their entries; of these some were evicted")
+        empty = [each._rows is None for each, _ in pieces]
+        if any(empty) and not all(empty):
+            raise DomainError("stacked: got caches of which some are empty; want none of them, or all")
+        made = cls()
+        if not all(empty):
+            width = max(each.length - piece.column for each, piece in pieces)
+            held = [each._rows for each, _ in pieces if each._rows is not None]
+            keys, values = (
+                _stacked([(rows[i], piece) for rows, (_, piece) in zip(held, pieces, strict=True)], width)
+                for i in range(2)
+            )
+            made._rows, made.position = (keys, values), width
+        return made

@@ -27,18 +27,24 @@ from private_llm.ranges import Ranges
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 
+Owed = tuple[Share, int, Tensor | None]
+"""Signed sums [n] of watched rows, the bits that they may have, and in a batch of several clients which of its rows
+they belong to, int64 [n] (the number of rows for all of them)."""
+
 
 class Known:
     """The ranges that a session works with, set once when its model is loaded, and the checks that a call owes.
 
-    owed: (signed sums of rows, bits that they may have), see tensor/range_check.py. pending: a secret tensor, and the
-    bits that its sums may have, to be checked unless the operation on it checks it anyway.
+    owed: see tensor/range_check.py. pending: a secret tensor, and the bits that its sums may have, to be checked unless
+    the operation on it checks it anyway. batch: of a call whose rows belong to several clients their number, so that
+    each row has a verdict of its own; None: one verdict for the call.
     """
 
     def __init__(self) -> None:
         self.ranges = Ranges()
-        self.owed: list[tuple[Share, int]] = []
+        self.owed: list[Owed] = []
         self.pending: tuple[Any, int] | None = None
+        self.batch: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,10 @@ is never missed. A row of norm n has |p| above 8 n with probability below 10^-13
 seen, with its head room of 32, raise no alarm. What the client learns is declared in `threat`. A cheating party of a
 semi-honest protocol is not its subject: it finds honest mistakes, models whose values outgrow their plan.
 
+Where rows of a batch belong to several clients (`Known.batch`), each row has a verdict of its own, and no sum is over
+entries of two of them: of tensors whose first dimension counts the batch's rows, each the same number of times, and of
+flat ones of which it is known where each row's entries end. What cannot be told apart counts for all rows.
+
 Cost for n watched rows: 8 n comparisons over the whole ring and as many injections of a bit, 65 bytes each, 8 to 10
 rounds for a call of any length.
 """
@@ -19,6 +23,7 @@ rounds for a call of any length.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -26,7 +31,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.kernels.ops import ring_matmul
-from private_llm.protocols.session import Session
+from private_llm.protocols.session import Owed, Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
 from private_llm.tensor.fixed import Fixed, arithmetic
@@ -45,14 +50,17 @@ UNKNOWN = REACH + 3
 """Bits of magnitude that the signed sums of a module without calibration may have."""
 
 
-def watch(x: Fixed, bits: int | None = None) -> None:
+def watch(x: Fixed, bits: int | None = None, batch: Tensor | None = None) -> None:
     """Owe a check of the rows of x [.., width]: signed sums below 2^bits in ring elements. Local.
 
-    bits: default, the calibrated `output` of the module that is computed. Nothing is done with guard=False, or in a
-    32-bit ring without calibration: its products have no bit to spare for a bound that knows nothing. Debug sessions
-    compare the norms of the rows, and name the module.
+    bits: default, the calibrated `output` of the module that is computed. batch: of `Known.batch` rows of a batch the
+    one that each row of x belongs to; default, as the first dimension of x tells. Nothing is done with guard=False, or
+    in a 32-bit ring without calibration: its products have no bit to spare for a bound that knows nothing. Debug
+    sessions compare the norms of the rows, and name the module.
     """
     session = x.session
+    if batch is None and session.known.batch is not None:
+        batch = _rows_of(x, session.known.batch)
     small = session.ring.bits < 64
     if not session.config.guard or not x.numel() or (small and not session.known.ranges.modules):
         return
@@ -60,7 +68,7 @@ def watch(x: Fixed, bits: int | None = None) -> None:
         known = session.exponent("output")
         bits = x.frac + (UNKNOWN if known is None else known)
         if x.shape[-1] < PIECE:  # several short rows share their sums: head room is much more than their number
-            x = _in_pieces(x)
+            x, batch = _in_pieces(x)
     if session.config.debug_ranges:
         if session.known.ranges.modules:  # without calibration, the ring's own limits are all there is to keep
             x.proto.expect_rows("a value that calls watch", x.share, 4.0**bits)
@@ -72,7 +80,7 @@ def watch(x: Fixed, bits: int | None = None) -> None:
     bits = max(width.bit_length() + 4, min(bits, session.ring.value_bits - 1))
     signs = _signs(width, session.ring.dtype, str(x.share.parts[0].device))
     sums = x.share.map(lambda part: ring_matmul(part.reshape(-1, width), signs).reshape(-1))
-    session.known.owed.append((sums, bits))
+    session.known.owed.append((sums, bits, None if batch is None else batch.repeat_interleave(SKETCHES)))
 
 
 def watch_later(x: SecretTensor) -> None:
@@ -111,31 +119,62 @@ def watch_pending(session: Session, instead: SecretTensor | None = None) -> None
         watch_flat(pending[0].raw, pending[1])
 
 
-def watch_flat(x: Fixed, bits: int) -> None:
+def watch_flat(x: Fixed, bits: int, counts: Sequence[int] = ()) -> None:
     """As `watch`, for values without rows (scores of attention at the allowed positions): in pieces of `PIECE`.
 
+    counts: how many entries of x each row of a batch has, one after the other, where x is flat and that is known.
     Local.
     """
-    watch(_in_pieces(x), bits)
+    pieces, batch = _in_pieces(x, counts)
+    watch(pieces, bits, batch)
 
 
-def _in_pieces(x: Fixed) -> Fixed:
+def _in_pieces(x: Fixed, counts: Sequence[int] = ()) -> tuple[Fixed, Tensor | None]:
+    """Pieces [n, PIECE] of all entries, and which row of the batch each belongs to."""
+    batch = x.session.known.batch
+    if batch is not None:
+        sizes = [x.numel() // batch] * batch if _is_even(x, batch) else list(counts)
+        if len(sizes) == batch:
+            return x.view(lambda part: _cut(part, sizes)), torch.arange(batch).repeat_interleave(_pieces(sizes))
     spare = -x.numel() % PIECE
-    return x.view(lambda part: torch.constant_pad_nd(part.reshape(-1), (0, spare)).view(-1, PIECE))
+    whole = x.view(lambda part: torch.constant_pad_nd(part.reshape(-1), (0, spare)).view(-1, PIECE))
+    return whole, None if batch is None else torch.full((len(whole.share.parts[0]),), batch)
+
+
+def _cut(part: Tensor, sizes: list[int]) -> Tensor:
+    each = part.reshape(-1).split(sizes)
+    return torch.cat([torch.constant_pad_nd(one, (0, -one.numel() % PIECE)) for one in each]).view(-1, PIECE)
+
+
+def _pieces(sizes: list[int]) -> Tensor:
+    return torch.tensor([-(-size // PIECE) for size in sizes])
+
+
+def _is_even(x: Fixed, batch: int) -> bool:
+    """Whether the first dimension of x counts the rows of the batch, each the same number of times."""
+    return len(x.shape) > 1 and x.shape[0] % batch == 0
+
+
+def _rows_of(x: Fixed, batch: int) -> Tensor:
+    """Of the rows of x [.., width] the row of the batch that each belongs to; `batch` for all."""
+    count = x.numel() // max(x.shape[-1], 1)
+    if not _is_even(x, batch):
+        return torch.full((count,), batch)
+    return torch.arange(batch).repeat_interleave(count // batch)
 
 
 def verdict(session: Session) -> Fixed | None:
     """A secret [1], 0 fractional bits: 1 if a watched value of this call left its range, else 0.
 
-    None if nothing was watched. 8 sums for each watched row: 65 bytes each in trio (64-bit ring) from 64 rows on, 8 to
-    10 rounds. What was owed is forgotten.
+    With `Known.batch` [batch]: one for each row. None if nothing was watched. 8 sums for each watched row: 65 bytes
+    each in trio (64-bit ring) from 64 rows on, 8 to 10 rounds. What was owed is forgotten.
     """
     watch_pending(session)
     owed, session.known.owed = session.known.owed, []
     if not owed:
         return None
     alike: dict[int, list[Share]] = {}
-    for sums, bits in owed:
+    for sums, bits, _ in owed:
         alike.setdefault(bits, []).append(sums)
     device = owed[0][0].parts[0].device
     both = []
@@ -145,9 +184,23 @@ def verdict(session: Session) -> Fixed | None:
         both += [proto.add_public(flat.share, -bound), proto.add_public(proto.neg(flat.share), -bound)]
     every = Fixed(session, _joined(both, device), 0)
     outside = every.proto.invert(every.below([0.0]))
-    count = arithmetic(session, outside, [1.0], 0).sum(0, keepdim=True)
+    left, batch = arithmetic(session, outside, [1.0], 0), session.known.batch
+    count = left.sum(0, keepdim=True) if batch is None else _by_row(left, owed, list(alike), batch)
     some = (-count).below([0.0], bits=every.numel().bit_length() + 2)
     return arithmetic(session, some, [1.0], 0)
+
+
+def _by_row(left: Fixed, owed: list[Owed], bounds: list[int], batch: int) -> Fixed:
+    """How many sums of each row of the batch left their range; `left`: bound by bound, each sum twice. Local."""
+    index = torch.cat([
+        rows for bound in bounds for _ in range(2) for _, bits, rows in owed if bits == bound and rows is not None
+    ])  # fmt: skip
+
+    def added(part: Tensor) -> Tensor:
+        sums = part.new_zeros(batch + 1).index_add(0, index.to(part.device), part)
+        return sums[:batch] + sums[batch:]
+
+    return left.view(added)
 
 
 def _joined(shares: list[Share], device: torch.device) -> Share:

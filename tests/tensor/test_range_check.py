@@ -12,7 +12,7 @@ from private_llm.config import PrivateConfig
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.ops_matmul import linear_by
-from private_llm.tensor.range_check import SKETCHES, require, verdict, watch, watch_compared
+from private_llm.tensor.range_check import SKETCHES, require, verdict, watch, watch_compared, watch_flat
 from private_llm.tensor.secret import SecretTensor
 from tests.harness import run_meta, run_parties
 
@@ -122,3 +122,36 @@ def test_require() -> None:
     require(torch.zeros(3))
     with pytest.raises(ValueError, match="a value left its range"):
         require(torch.tensor([0.0, 1.0]))
+
+
+@PROTOCOLS
+def test_each_row_of_a_batch_has_its_own_verdict(protocol: str) -> None:
+    """Rows, short rows that share pieces, flat values of known lengths; what cannot be told apart counts for all."""
+    x = torch.ones(3, 2, 5, dtype=torch.float64)
+
+    def verdicts(bad: int | None, how: str) -> list[float]:
+        values = x.clone()
+        if bad is not None:
+            values[bad, 1, 2] = 2.0**30
+
+        def check(session: Session, secret: Fixed) -> Fixed:
+            session.known.batch = 3
+            if how == "rows":
+                watch(secret, 18 + 8)
+            elif how == "pieces":
+                watch(secret.view(lambda part: part.reshape(6, 5)))
+            elif how == "flat":
+                watch_flat(secret.view(lambda part: part.reshape(-1)[7:]), 18 + 12, (3, 10, 10))
+            else:
+                watch_flat(secret.view(lambda part: part.reshape(-1)), 18 + 12)
+            found = verdict(session)
+            assert found is not None
+            return found
+
+        return run_parties(config(protocol), check, [values]).value.tolist()
+
+    for how in ("rows", "pieces", "flat"):
+        for bad in (0, 1, 2):
+            assert verdicts(bad, how) == [float(row == bad) for row in range(3)], how
+    assert verdicts(None, "flat") == [0.0] * 3
+    assert verdicts(1, "all") == [1.0] * 3

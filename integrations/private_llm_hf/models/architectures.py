@@ -199,6 +199,12 @@ def positions_by_mask() -> frozenset[str]:
     return frozenset(found)
 
 
+def batch_first() -> frozenset[str]:
+    """Model types of encoders whose every tensor has the rows of the batch, or all their tokens in order, first."""
+    found: list[str] = _read("replacements.json")["batch_first"]
+    return frozenset(found)
+
+
 def _read(name: str) -> Any:  # noqa: ANN401 - a JSON value
     found: Any = json.loads(resources.files("private_llm_hf").joinpath("models", name).read_text())
     return found

@@ -8,6 +8,7 @@ cost no traffic; what stays in memory is decided by a policy (private_llm/kv_pol
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.policy import CacheFacts, CachePolicy
 from private_llm.nn.evicting import EvictingLayer
-from private_llm.nn.kv_cache import KVBuffer
+from private_llm.nn.kv_cache import KVBuffer, Piece
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 
@@ -224,6 +225,17 @@ class SecretCache(Cache):  # type: ignore[misc]
         for number, layer in enumerate(self.layers):
             if layer.policy != KEEP_ALL:
                 layer.evict(number, None if padding is None else padding.bool())
+
+    @classmethod
+    def stacked(cls, pieces: Sequence[tuple[SecretCache, Piece]]) -> SecretCache:
+        """Rows of caches that keep all, as those of one; cost and errors as `KVBuffer.stacked`."""
+        first = pieces[0][0]
+        made = cls(first.policy, first.windowed)
+        for number in range(len(first.layers)):
+            made.add_layer()
+            made.layers[number].buffer = KVBuffer.stacked([(each.layers[number].buffer, p) for each, p in pieces])
+            made.layers[number].is_initialized = first.layers[number].is_initialized
+        return made
 
     def __deepcopy__(self, memo: dict[int, object]) -> SecretCache:
         """Another cache with the same entries so far; layers that share choices still do."""

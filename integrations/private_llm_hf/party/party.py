@@ -6,48 +6,46 @@ and text (never a value) go to all endpoints, who stop as well.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from typing import Any, assert_never, get_args
+from typing import assert_never, get_args
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput, ModelOutput
+from transformers.modeling_outputs import ModelOutput
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ShareFileError, TransportError, UnsupportedOp
-from private_llm.exact.argmax import argmax
+from private_llm.errors import ShareFileError, TransportError
 from private_llm.kernels.memory import trim_allocator, tune_allocator
 from private_llm.net.parallel_sessions import RoleAssignment, assignment, parallel_session_links
 from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.offline_phase import OfflinePhase
 from private_llm.protocols.session import Session, join
+from private_llm.protocols.share import Index, Share
 from private_llm.protocols.weight_sharing import assemble, keys_held, pieces, sends_parts
 from private_llm.ranges import Ranges
 from private_llm.ring.prg import Seed
 from private_llm.tensor.fixed import Fixed
-from private_llm.tensor.range_check import verdict
 from private_llm.tensor.secret import SecretTensor
-from private_llm.tensor.secret_index import SecretIndex
 from private_llm_hf.checkpoint.node_checkpoint import NodeCheckpoint
 from private_llm_hf.checkpoint.offload import Offloaded, OffloadFile
 from private_llm_hf.checkpoint.share_files import ShareFile
 from private_llm_hf.client.costs import rows_of
 from private_llm_hf.party.announced import Shapes, announced_shapes, input_shape, take_announced
-from private_llm_hf.party.cache import SecretCache
+from private_llm_hf.party.calls import Answer, answer, arguments, refuse_unknown, run_alone, table_of
 from private_llm_hf.party.command_loop import Heartbeat, reported, serve_commands
+from private_llm_hf.party.kept import Kept
 from private_llm_hf.party.model import build_party_model, release
 from private_llm_hf.token_sharding.cut import states_before_cut, stop_behind
 from private_llm_hf.token_sharding.node import Node
 from private_llm_hf.wire import commands
-from private_llm_hf.wire.answers import GUARD, Loaded, Output, Outputs, Prepared, StoredFile
+from private_llm_hf.wire.answers import Loaded, Output, Outputs, Prepared, StoredFile
 from private_llm_hf.wire.codec import Message
-from private_llm_hf.wire.commands import OPENED, PUBLIC, CacheEdit, Call, Forward, LoadModel, PartyCommand, Slices
+from private_llm_hf.wire.commands import CacheEdit, Call, Forward, LoadModel, PartyCommand, Slices
 from private_llm_hf.wire.frames import recv_weight, send_message
 
 _COMMANDS: tuple[type[PartyCommand], ...] = get_args(PartyCommand)
@@ -71,7 +69,7 @@ class Party:
         self.model: PreTrainedModel | None = None
         self.offloaded: dict[str, Offloaded] = {}
         self.loaded: LoadModel | None = None
-        self.kept: dict[int, Any] = {}
+        self.kept: Kept | None = None
         self._heartbeat = Heartbeat(links, config.timeout_s / 4)
         self.ahead = OfflinePhase(self.session, links, self._run_ahead, self._heartbeat.beat)
         self._silent = False
@@ -110,7 +108,7 @@ class Party:
         if model is not None:
             release(model)
         self.offloaded.clear()
-        self.kept.clear()
+        self.kept = None
         del self.ahead  # which holds a method of this object
 
     def _following(self, command: PartyCommand) -> AbstractContextManager[None]:
@@ -153,6 +151,7 @@ class Party:
         self.session.known.ranges = Ranges(facts.ranges)
         self.offloaded = {name: value for name, value in weights.items() if isinstance(value, Offloaded)}
         self.model = build_party_model(facts.config, facts.class_, weights, self.session, self._heartbeat.beat)
+        self.kept = Kept(self.model)
         if loaded.stop_behind is not None:
             stop_behind(self.model, loaded.stop_behind)
         self.transport.ledger.reset()
@@ -248,9 +247,9 @@ class Party:
         finally:
             self._silent = False
 
-    def _free(self, handles: Iterable[int]) -> None:
-        for handle in handles:
-            self.kept.pop(handle, None)
+    def _free(self, handles: Sequence[int]) -> None:
+        if handles and self.kept is not None:
+            self.kept.free("", handles)
 
     def forward(self, command: Forward) -> None:
         """The command of the same name: run the model once.
@@ -263,66 +262,27 @@ class Party:
             self._run(self.ready(), command.call, command.slices)
 
     def _run(self, model: PreTrainedModel, call: Call, slices: Slices | None) -> None:
-        inputs: dict[str, Any] = dict(call.public)
-        refused = sorted({*inputs} - PUBLIC) + sorted({*call.outputs} - {*OPENED})
-        if refused:
-            raise UnsupportedOp(f"the client asks for {', '.join(refused)}, which parties do not take or open")
-        for item in call.secret:
-            inputs.update(self._receive(model, item))
-        cache = call.cache
-        if cache is not None:
-            if cache not in self.kept:
-                self.kept[cache] = model.new_cache()
-            inputs["past_key_values"] = self.kept[cache]
-        if call.encoded is not None:
-            inputs["encoder_outputs"] = self._encoded(call.encoded)
-        if slices is not None:
+        refuse_unknown(call)
+        kept, secrets = self._kept(), [self._receive(model, item) for item in call.secret]
+        if slices is None:
+            self._reveal(run_alone(model, self.session, kept, "", call, secrets))
+        else:
+            inputs = arguments(model, self.session, kept, "", call, secrets)
             self._pass_on(states_before_cut(model, inputs), slices)
-            return
-        target = model.get_encoder() if call.encode_to is not None else model
-        result = target(**inputs, return_dict=True)
-        if isinstance(inputs.get("past_key_values"), SecretCache):
-            with self.transport.ledger.scope("cache policy"):
-                inputs["past_key_values"].evict(inputs.get("attention_mask"))
-        if call.encode_to is not None:
-            self.kept[call.encode_to] = result.last_hidden_state
-            self._reveal(ModelOutput(), ())
-            return
-        self._reveal(result, call.outputs)
 
-    def _receive(self, model: PreTrainedModel, item: commands.Tokens | commands.Values) -> dict[str, Tensor]:
-        """One secret input: token ids arrive as index shares and become embeddings, values come as they are."""
-        shape, name = input_shape(item.shape), item.name
+    def _receive(self, model: PreTrainedModel, item: commands.Tokens | commands.Values) -> Share | Index:
+        """One secret input: shares of token ids, or of values as they are."""
+        shape = input_shape(item.shape)
         protocol = self.session.protocol.on(torch.device(self.session.device))
         if isinstance(item, commands.Values):
-            share = protocol.receive_input(shape)
-            return {name: SecretTensor(Fixed(self.session, share, self.session.frac))}
-        table = (model.get_decoder() if name.startswith("decoder_") else model).get_input_embeddings()
-        if item.vocabulary != table.num_embeddings:  # the work of a lookup follows from this number
-            raise TransportError(f"vocabulary: got {item.vocabulary}; the model has {table.num_embeddings} tokens")
-        index = protocol.receive_index(math.prod(shape), table.num_embeddings)
-        ids = SecretIndex(self.session, index, shape)
-        return {name.replace("input_ids", "inputs_embeds"): table(ids)}
+            return protocol.receive_input(shape)
+        return protocol.receive_index(math.prod(shape), table_of(model, item).num_embeddings)
 
-    def _reveal(self, result: ModelOutput, wanted: Iterable[str]) -> None:
+    def _reveal(self, answer: Answer) -> None:
         """State names, shapes and fractional bits of the outputs, then open them towards the client."""
-        outputs = []
-        with self.transport.ledger.scope(GUARD):
-            checked = verdict(self.session)
-        for name in wanted:
-            value = result.get(name)
-            if not isinstance(value, SecretTensor):
-                continue
-            if self.config.reveal == "logits":
-                outputs.append((name, value.to_fixed()))
-            elif name == "logits":  # and nothing else, whatever the client asks for
-                with self.transport.ledger.scope(self.config.reveal):
-                    outputs.append((self.config.reveal, argmax(value.to_fixed())))
-        if checked is not None:
-            outputs.append((GUARD, checked))
-        described = tuple(Output(name, tuple(fixed.shape), fixed.frac) for name, fixed in outputs)
-        self._answer(Outputs(type(result).__name__, described))
-        for _, fixed in outputs:
+        described = tuple(Output(name, tuple(fixed.shape), fixed.frac) for name, fixed in answer.outputs)
+        self._answer(Outputs(answer.class_, described))
+        for _, fixed in answer.outputs:
             self.session.protocol.reveal_to_client(fixed.share)
 
     def _pass_on(self, states: SecretTensor, slices: Slices) -> None:
@@ -334,7 +294,7 @@ class Party:
             raise TransportError(f"hidden states go to CompNodes, {nodes.start} to {nodes.stop - 1}; got {wrong}")
         share = states.to_fixed().share
         pieces = [(endpoint, share.map(functools.partial(_rows_of, list(rows)))) for endpoint, rows in slices]
-        self._reveal(ModelOutput(), ())
+        self._reveal(answer(self.session, ModelOutput(), ()))
         with self.transport.ledger.scope("states to the nodes"):
             self.session.protocol.reveal(pieces)
 
@@ -344,22 +304,15 @@ class Party:
             raise TransportError("a call arrived before a model was loaded")
         return self.model
 
-    def _encoded(self, reference: commands.Encoded) -> ModelOutput:
-        hidden, rows = self.kept[reference.handle], reference.rows
-        return BaseModelOutput(last_hidden_state=hidden if rows is None else hidden[rows])
+    def _kept(self) -> Kept:
+        """What is kept for the model. Raises TransportError before it is loaded."""
+        if self.kept is None:
+            raise TransportError("a request arrived before a model was loaded")
+        return self.kept
 
     def manage_cache(self, edit: CacheEdit) -> None:
-        """Crop, select, copy or forget entries."""
-        cache = self.kept[edit.handle]
-        match edit:
-            case commands.SelectRows():
-                cache.reorder_cache(edit.index)
-            case commands.CropCache():
-                cache.crop(-edit.count)
-            case commands.ResetCache():
-                cache.reset()
-            case commands.CopyCache():
-                self.kept[edit.to] = copy.deepcopy(cache)
+        """Crop, select, copy or forget entries. Raises TransportError and DomainError as `Kept.edit`."""
+        self._kept().edit("", edit)
 
 
 def _rows_of(rows: list[int], part: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from private_llm.net.ledger import Ledger
-from private_llm.protocols.share import Share
+from private_llm.protocols.session import Owed
 from private_llm.tensor.guard import Guarded
 from private_llm.tensor.range_check import watch_pending
 from private_llm.tensor.secret import SecretTensor
@@ -84,7 +84,7 @@ class _Ran:
     counts: _Counts
     output: Any
     rescaled: tuple[bool, ...]
-    owed: tuple[tuple[Share, int], ...]
+    owed: tuple[Owed, ...]
 
 
 def price_once(model: nn.Module, ledger: Ledger) -> None:

@@ -1,0 +1,127 @@
+"""One call at a party: what it may ask for, its inputs as the model takes them, and what is opened of its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+
+from private_llm.errors import TransportError, UnsupportedOp
+from private_llm.exact.argmax import argmax
+from private_llm.protocols.session import Session
+from private_llm.protocols.share import Index, Share
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.range_check import verdict
+from private_llm.tensor.secret import SecretTensor
+from private_llm.tensor.secret_index import SecretIndex
+from private_llm_hf.party.cache import SecretCache
+from private_llm_hf.party.kept import Kept
+from private_llm_hf.wire.answers import GUARD
+from private_llm_hf.wire.commands import OPENED, PUBLIC, Call, Tokens, Values
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call opens towards its client, in this order; the verdict of the range check comes last.
+
+    class_: of the model's output.
+    """
+
+    class_: str
+    outputs: tuple[tuple[str, Fixed], ...]
+
+
+def refuse_unknown(call: Call) -> None:
+    """Raise UnsupportedOp for inputs or outputs that parties do not take or open."""
+    refused = sorted({*call.public} - PUBLIC) + sorted({*call.outputs} - {*OPENED})
+    if refused:
+        raise UnsupportedOp(f"the client asks for {', '.join(refused)}, which parties do not take or open")
+
+
+def table_of(model: PreTrainedModel, item: Tokens) -> nn.Embedding:
+    """The embedding that looks token ids up. Raises TransportError unless it has `item.vocabulary` rows."""
+    stack = model.get_decoder() if item.name.startswith("decoder_") else model
+    table: nn.Embedding = stack.get_input_embeddings()
+    if item.vocabulary != table.num_embeddings:  # the work of a lookup follows from this number
+        raise TransportError(f"vocabulary: got {item.vocabulary}; the model has {table.num_embeddings} tokens")
+    return table
+
+
+def taken(
+    model: PreTrainedModel, session: Session, item: Tokens | Values, held: Share | Index, shape: tuple[int, ...]
+) -> SecretTensor:
+    """A secret input, arranged as `shape`, as the model takes it: token ids become embeddings (one lookup).
+
+    Raises TransportError as `table_of`.
+    """
+    if isinstance(held, Share):
+        return SecretTensor(Fixed(session, held.map(lambda part: part.reshape(shape)), session.frac))
+    if not isinstance(item, Tokens):
+        raise TransportError(f"{item.name}: got shares of indices; want shares of real numbers")
+    made: SecretTensor = table_of(model, item)(SecretIndex(session, held, shape))
+    return made
+
+
+def model_name(item: Tokens | Values) -> str:
+    """The argument of the model that a secret input becomes."""
+    return item.name.replace("input_ids", "inputs_embeds")
+
+
+def arguments(
+    model: PreTrainedModel, session: Session, kept: Kept, owner: str, call: Call, secrets: Iterable[Share | Index]
+) -> dict[str, Any]:
+    """What the model is called with; a new cache is kept under its handle. Raises TransportError as `table_of`."""
+    inputs: dict[str, Any] = dict(call.public)
+    for item, held in zip(call.secret, secrets, strict=True):
+        inputs[model_name(item)] = taken(model, session, item, held, item.shape)
+    if call.cache is not None:
+        inputs["past_key_values"] = kept.cache(owner, call.cache)
+    if call.encoded is not None:
+        inputs["encoder_outputs"] = kept.encoded(owner, call.encoded)
+    return inputs
+
+
+def run_alone(
+    model: PreTrainedModel, session: Session, kept: Kept, owner: str, call: Call, secrets: Iterable[Share | Index]
+) -> Answer:
+    """Run the model for one call; nothing is opened. Raises TransportError for a vocabulary that is not the model's."""
+    inputs = arguments(model, session, kept, owner, call, secrets)
+    result = run_model(model.get_encoder() if call.encode_to is not None else model, session, inputs)
+    if call.encode_to is None:
+        return answer(session, result, call.outputs)
+    kept.keep_encoded(owner, call.encode_to, result.last_hidden_state)
+    return answer(session, ModelOutput(), ())
+
+
+def run_model(model: nn.Module, session: Session, inputs: dict[str, Any]) -> ModelOutput:
+    """The model's output; behind it the cache's policy decides what stays."""
+    result: ModelOutput = model(**inputs, return_dict=True)
+    cache = inputs.get("past_key_values")
+    if isinstance(cache, SecretCache):
+        with session.protocol.ledger.scope("cache policy"):
+            cache.evict(inputs.get("attention_mask"))
+    return result
+
+
+def answer(session: Session, result: ModelOutput, wanted: Iterable[str]) -> Answer:
+    """What `reveal` lets a client have of the outputs that it wants, and the verdict of the range check."""
+    outputs: list[tuple[str, Fixed]] = []
+    ledger, reveal = session.protocol.ledger, session.config.reveal
+    with ledger.scope(GUARD):
+        checked = verdict(session)
+    for name in wanted:
+        value: Tensor | None = result.get(name)
+        if not isinstance(value, SecretTensor):
+            continue
+        if reveal == "logits":
+            outputs.append((name, value.to_fixed()))
+        elif name == "logits":  # and nothing else, whatever the client asks for
+            with ledger.scope(reveal):
+                outputs.append((reveal, argmax(value.to_fixed())))
+    if checked is not None:
+        outputs.append((GUARD, checked))
+    return Answer(type(result).__name__, tuple(outputs))

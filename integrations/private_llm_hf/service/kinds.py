@@ -1,0 +1,75 @@
+"""Which requests may share a pass: those of equal kind. Public facts alone decide, and every party finds the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+
+from private_llm.config import PrivateConfig
+from private_llm.kv_policies.fixed import KEEP_ALL
+from private_llm_hf.models.architectures import architecture, batch_first
+from private_llm_hf.models.shifted import stands_shifting
+from private_llm_hf.wire.commands import Call
+
+WASTE = 4
+"""Padding takes at most one of so many positions of a pass that reads prompts."""
+
+_NARROW = 1024
+"""Positions up to which caches share their columns, whatever they hold; beyond, each holds at least half of them."""
+
+_DECODER = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep"})
+
+_shifting: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
+
+def kind(model: PreTrainedModel, config: PrivateConfig, call: Call, past: int) -> Hashable | None:
+    """Requests of equal kind may share a pass; None: alone. past: positions that the call's cache holds.
+
+    Decoders share decode steps whatever their caches hold (up to a factor of two beyond 1024 positions), and prompts
+    whose lengths differ by less than a third; encoders share texts of one length. Alone: cache policies other than
+    KeepAll, sparsity, encoder-decoders, images, and models that take positions from columns. The first call of a
+    model tries a small one, a tenth of a second; others take microseconds.
+    """
+    alone = config.kv_cache != KEEP_ALL or config.sparsity is not None
+    if alone or len(call.secret) != 1 or call.encoded is not None or call.encode_to is not None:
+        return None
+    item = call.secret[0]
+    given = {*call.public}
+    wanted = (item.name, call.outputs, call.public.get("use_cache"), "logits_to_keep" in given)
+    which = architecture(model.config)
+    if which.kind == "encoder":
+        whole = model.config.model_type in batch_first() and call.cache is None
+        return ("rows", *wanted, item.shape[1:], tuple(sorted(given - {"attention_mask"}))) if whole else None
+    if which.kind != "decoder" or not given <= _DECODER or not _shifts(model):
+        return None
+    if call.cache is None and "position_ids" in given:  # may say that several texts are in one row
+        return None
+    length = item.shape[1]
+    held = (call.cache is not None, *wanted, *item.shape[2:], kept_positions(call))
+    if past:
+        return ("on", *held, length, 0 if past < _NARROW else past.bit_length())
+    return ("prompt", *held, bucket(length))
+
+
+def kept_positions(call: Call) -> int:
+    """Of how many last positions logits are made; 0: all of them."""
+    keep = call.public.get("logits_to_keep", 0)
+    return keep if isinstance(keep, int) and keep < call.secret[0].shape[1] else 0
+
+
+@functools.cache
+def bucket(length: int) -> int:
+    """The longest of the prompts that may be read together with one of this length: 1, 2, 4, 6, 9, 13, 18, 25 .."""
+    longest = 1
+    while longest < length:
+        longest = (longest + 1) * WASTE // (WASTE - 1)
+    return longest
+
+
+def _shifts(model: PreTrainedModel) -> bool:
+    if model not in _shifting:
+        _shifting[model] = stands_shifting(type(model), model.config)
+    return _shifting[model]

@@ -1,0 +1,211 @@
+"""A pass: one run of a model for the requests of several sessions, each of which gets its own rows.
+
+    rows of all parts, below each other          Index and Share parts joined, one lookup
+    shorter prompts and caches begin later       padding on the left, hidden by masks; positions are stated
+    one KV cache for all of them                 `Kept.together`: nothing is copied while the company stays
+    one verdict of the range check for each row  `Known.batch`
+
+Rounds are those of one request and bytes those of a batch. Every party runs the same passes in the same order. What a
+client gets depends on its own rows alone, but for the order of roundings, and for what the range check cannot tell
+apart (tensor/range_check.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from private_llm.protocols.session import Session
+from private_llm.protocols.share import Index, Share
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SecretTensor
+from private_llm_hf.models.architectures import architecture, positions_by_mask
+from private_llm_hf.party.calls import Answer, answer, model_name, run_alone, run_model, taken
+from private_llm_hf.party.kept import Kept
+from private_llm_hf.service.checks import check_call
+from private_llm_hf.service.kinds import kept_positions, kind
+from private_llm_hf.wire.answers import GUARD
+from private_llm_hf.wire.commands import Call
+
+__all__ = ["Answer", "Kept", "Part", "check_call", "kind", "run_pass"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One session's request in a pass.
+
+    owner: the session. inputs: as received, in the order of `call.secret` (an `Index` for Tokens, a `Share` for
+    Values).
+    """
+
+    owner: str
+    call: Call
+    inputs: tuple[Share | Index, ...]
+
+
+def run_pass(model: PreTrainedModel, session: Session, kept: Kept, parts: Sequence[Part]) -> list[Answer]:
+    """Run the model once for parts of equal `kind` that `check_call` let pass; one alone may be of any kind.
+
+    Opens nothing. Returns what each part opens, its verdict [rows] under GUARD (alone: [1]).
+    """
+    with torch.no_grad(), session.protocol.ledger.scope(""):
+        if len(parts) == 1:
+            (part,) = parts
+            return [run_alone(model, session, kept, part.owner, part.call, part.inputs)]
+        order = sorted(range(len(parts)), key=lambda i: (parts[i].owner, parts[i].call.cache or 0))
+        found = _run_shared(model, session, kept, [parts[i] for i in order])
+        return [answer for _, answer in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Where a part lies: rows start .. start + rows - 1, the last `length` new columns, behind `past` of its own."""
+
+    start: int
+    rows: int
+    length: int
+    past: int
+    padding: int
+
+    def mask(self, given: object) -> Tensor:
+        """[rows, all columns] of its own mask or none, 0 at the padding."""
+        own = given if isinstance(given, Tensor) else torch.ones(self.rows, self.past + self.length, dtype=torch.int64)
+        return torch.constant_pad_nd(own.to(torch.int64), (self.padding, 0))
+
+
+def _run_shared(model: PreTrainedModel, session: Session, kept: Kept, parts: Sequence[Part]) -> list[Answer]:
+    cached = [((p.owner, p.call.cache), p.call.rows, p.call.secret[0].shape[1]) for p in parts if p.call.cache]
+    pasts = [0 if p.call.cache is None else kept.past(p.owner, p.call.cache) for p in parts]
+    inputs: dict[str, Any] = {}
+    if cached:
+        inputs["past_key_values"] = kept.together(cached)
+    spans = _spans(parts, pasts)
+    inputs |= _public(model, parts, spans)
+    inputs[model_name(parts[0].call.secret[0])] = _secret(model, session, parts, spans)
+    rows = spans[-1].start + spans[-1].rows
+    with _apart(session, rows):
+        made = answer(session, run_model(model, session, inputs), parts[0].call.outputs)
+    keep = kept_positions(parts[0].call)
+    width = max(span.length for span in spans)
+    return [_own(made, span, width if keep == 0 else 0) for span in spans]
+
+
+def _spans(parts: Sequence[Part], pasts: Sequence[int]) -> list[_Span]:
+    columns = max(pasts) + max(part.call.secret[0].shape[1] for part in parts)
+    spans, start = [], 0
+    for part, past in zip(parts, pasts, strict=True):
+        length = part.call.secret[0].shape[1]
+        spans.append(_Span(start, part.call.rows, length, past, columns - past - length))
+        start += part.call.rows
+    return spans
+
+
+@contextmanager
+def _apart(session: Session, rows: int) -> Iterator[None]:
+    """Each row has a verdict of its own."""
+    session.known.batch = rows
+    try:
+        yield
+    finally:
+        session.known.batch = None
+
+
+# -- inputs -------------------------------------------------------------------------------------------------------
+def _secret(model: PreTrainedModel, session: Session, parts: Sequence[Part], spans: Sequence[_Span]) -> SecretTensor:
+    """The secret inputs of all parts, as the model takes them, [rows, columns, width]: one lookup for all."""
+    item, held = parts[0].call.secret[0], [part.inputs[0] for part in parts]
+    rows, width = spans[-1].start + spans[-1].rows, max(span.length for span in spans)
+    if isinstance(held[0], Index):
+        same = all(span.length == width for span in spans)
+        count = sum(span.rows * span.length for span in spans)
+        joined = _joined_index([each for each in held if isinstance(each, Index)])
+        found = taken(model, session, item, joined, (rows, width) if same else (count,))
+        return found if same else found.viewed(lambda part: _padded(part, spans, width))
+    flat = _joined([each.map(_flat) for each in held if isinstance(each, Share)])
+    return SecretTensor(Fixed(session, flat.map(lambda part: _padded(part, spans, width)), session.frac))
+
+
+def _joined_index(held: Sequence[Index]) -> Index:
+    keys = tuple(torch.cat(column) for column in zip(*(each.keys for each in held), strict=True))
+    return Index(keys, sum(each.count for each in held), held[0].domain, held[0].one_hot)
+
+
+def _joined(held: Sequence[Share]) -> Share:
+    return Share(tuple(torch.cat(column) for column in zip(*(each.parts for each in held), strict=True)))
+
+
+def _flat(part: Tensor) -> Tensor:
+    return part.reshape(-1, part.shape[-1])
+
+
+def _padded(flat: Tensor, spans: Sequence[_Span], width: int) -> Tensor:
+    """[tokens of all, size] as [rows, width, size]: the first of a row once more for each column before it.
+
+    Zeros would leave the ranges of norms; what a token makes of itself does not.
+    """
+    made, start = [], 0
+    for span in spans:
+        stop = start + span.rows * span.length
+        own = flat[start:stop].reshape(span.rows, span.length, flat.shape[-1])
+        made.append(torch.cat([own[:, :1].expand(-1, width - span.length, -1), own], 1))
+        start = stop
+    return torch.cat(made)
+
+
+def _public(model: PreTrainedModel, parts: Sequence[Part], spans: Sequence[_Span]) -> dict[str, Any]:
+    """Masks, positions and the rest. No mask where nobody has one and nothing is padded."""
+    each = [part.call.public for part in parts]
+    public: dict[str, Any] = {name: each[0][name] for name in ("use_cache", "logits_to_keep") if name in each[0]}
+    if "logits_to_keep" in public:
+        public["logits_to_keep"] = kept_positions(parts[0].call)
+    if any("attention_mask" in own for own in each) or any(span.padding for span in spans):
+        masks = [span.mask(own.get("attention_mask")) for own, span in zip(each, spans, strict=True)]
+        public["attention_mask"] = torch.cat(masks)
+    if architecture(model.config).kind == "decoder":
+        by_mask = model.config.model_type in positions_by_mask()
+        found = [_positions(own, span, by_mask) for own, span in zip(each, spans, strict=True)]
+        public["position_ids"] = _left(found)
+        return public
+    for name in sorted({*each[0]} - {*public, "attention_mask"}):
+        rows = [own[name] for own in each]
+        public[name] = torch.cat([_rows(value, span.rows) for value, span in zip(rows, spans, strict=True)])
+    return public
+
+
+def _positions(public: dict[str, Any], span: _Span, by_mask: bool) -> Tensor:
+    """[rows, length]: those that are given, else as the model counts: from the mask, or on from the past."""
+    given, mask = public.get("position_ids"), public.get("attention_mask")
+    if isinstance(given, Tensor):
+        return _rows(given, span.rows)
+    if by_mask and isinstance(mask, Tensor):
+        return (mask.cumsum(1) * mask - 1)[:, span.past :]
+    return torch.arange(span.past, span.past + span.length).expand(span.rows, -1)
+
+
+def _rows(value: object, rows: int) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"a fact of each row: got {type(value).__name__}; want a tensor")
+    return value.expand(rows, -1)
+
+
+def _left(each: Sequence[Tensor]) -> Tensor:
+    width = max(one.shape[1] for one in each)
+    return torch.cat([torch.constant_pad_nd(one, (width - one.shape[1], 0)) for one in each])
+
+
+# -- outputs ------------------------------------------------------------------------------------------------------
+def _own(every: Answer, span: _Span, width: int) -> Answer:
+    """A part's rows; and where outputs are of all `width` columns (0: of equally many of each part), its own ones."""
+    rows = slice(span.start, span.start + span.rows)
+
+    def cut(name: str, value: Fixed) -> Fixed:
+        padded = width > span.length and name != GUARD
+        return value.view(lambda part: part[rows, -span.length :] if padded else part[rows])
+
+    return Answer(every.class_, tuple((name, cut(name, value)) for name, value in every.outputs))
