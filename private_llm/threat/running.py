@@ -168,14 +168,14 @@ SERVICE = Threat(
     learns=(
         ("every party", "when each user's sessions ask for what (shapes as above), and which requests run together"),
         ("a client", "of others nothing but time: its answer comes when the pass is over that it shares. Outputs are "
-         "opened by rows, each to its own client; the check of ranges has a verdict for each row, but where rows cannot "
-         "be told apart it counts for all"),
-        ("a client that breaks rules", "nothing. What it sends is received before a pass begins, by a thread of its own, "
-         "and compared: a client that tells the parties different things is sent away, and what is wrong with a call "
-         "ends the session of that call. Under quad, point functions cannot be compared before they are used: false "
-         "ones look as a party's lie does, end the pass, and with it all sessions, which may reconnect"),
-        ("party 0", "as every party. It chooses which requests run when, and can so keep a client waiting; it cannot make "
-         "the others run what they did not get from the client itself"),
+         "opened by rows, each to its own client; the check of ranges has a verdict for each row, but where rows "
+         "cannot be told apart it counts for all"),
+        ("a client that breaks rules", "nothing. What it sends is received before a pass begins, by a thread of its "
+         "own, and compared: a client that tells the parties different things is sent away, and what is wrong with a "
+         "call ends the session of that call. Under quad, point functions cannot be compared before they are used: "
+         "false ones look as a party's lie does, end the pass, and with it all sessions, which may reconnect"),
+        ("party 0", "as every party. It chooses which requests run when, and can so keep a client waiting; it cannot "
+         "make the others run what they did not get from the client itself"),
     ),
     source="private_llm_hf/service/; argued in docs/decisions.md and tested with clients that leave, lie and stall",
     setting="`private-llm party --config`, `private-llm gateway`; a party of one's own serves one client at a time",

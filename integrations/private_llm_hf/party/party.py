@@ -38,6 +38,7 @@ from private_llm_hf.client.costs import rows_of
 from private_llm_hf.party.announced import Shapes, announced_shapes, input_shape, take_announced
 from private_llm_hf.party.calls import Answer, answer, arguments, refuse_unknown, run_alone, table_of
 from private_llm_hf.party.command_loop import Heartbeat, reported, serve_commands
+from private_llm_hf.party.held_weights import Weights, weights_of_file, weights_of_model
 from private_llm_hf.party.kept import Kept
 from private_llm_hf.party.model import build_party_model, release
 from private_llm_hf.token_sharding.cut import states_before_cut, stop_behind
@@ -122,17 +123,13 @@ class Party:
 
     # -- the model --------------------------------------------------------------------------------------------
     def _load(self, command: commands.Load) -> None:
-        weights: dict[str, Fixed | Tensor | Offloaded]
+        weights: Weights
         if isinstance(command, commands.LoadFile):
             if self.share_file is None:
                 raise ShareFileError("the client wants a model that this party holds no share file of")
             self._check_assignment(tuple(range(self.config.parties)), "a share file")
             loaded = LoadModel(self.share_file.description, None)
-            ranges = Ranges(loaded.description.ranges)
-            weights = {
-                name: Offloaded(shape, functools.partial(self._from_file, self.share_file, name, ranges))
-                for name, shape in self.share_file.shapes.items()
-            }
+            weights = weights_of_file(self.session, self.share_file)
         elif isinstance(command, commands.LoadLike):
             other = self.parallel_sessions.get(command.parallel_session)
             if other is None or other.loaded is None:
@@ -141,7 +138,7 @@ class Party:
                 )
             if self.config.weights == "secret":
                 self._check_assignment(other.assignment, f"the model of parallel session {command.parallel_session}")
-            loaded, weights = other.loaded, self._weights_of(other)
+            loaded, weights = other.loaded, weights_of_model(self.session, other.ready(), other.offloaded)
         elif self.share_file is not None:
             raise ShareFileError("this party was started with a share file and serves the model of that file only")
         else:
@@ -171,25 +168,6 @@ class Party:
         if self.config.weights == "public":
             each = torch.float32.itemsize
         return announced_shapes(description, each, whole=self.config.offload_folder is None)
-
-    def _from_file(self, share_file: ShareFile, name: str, ranges: Ranges) -> Fixed:
-        return Fixed(self.session, share_file.weight(name), ranges.frac_of_weight(name, self.session.frac))
-
-    def _weights_of(self, other: Party) -> dict[str, Fixed | Tensor | Offloaded]:
-        """The shares of another parallel session with the same assignment: the same memory or file, used in this
-        parallel session's session."""
-        found = dict(other.ready().named_parameters())
-        if any(value.is_meta for value in found.values()):  # some weights stay on disk
-            return {n: Offloaded(v.shape, functools.partial(self._offloaded_of, v)) for n, v in other.offloaded.items()}
-        return {name: self._mine(value) for name, value in found.items()}
-
-    def _offloaded_of(self, value: Offloaded) -> Fixed | Tensor:
-        return self._mine(value.read())
-
-    def _mine(self, value: Fixed | Tensor) -> Fixed | Tensor:
-        if isinstance(value, SecretTensor):
-            value = value.raw
-        return Fixed(self.session, value.share, value.frac) if isinstance(value, Fixed) else value.detach()
 
     def _receive_weights(self, wanted: Shapes, ranges: Ranges) -> Iterator[tuple[str, Fixed | Tensor | Offloaded]]:
         public = self.config.weights == "public"
