@@ -34,6 +34,7 @@ class Ask:
     cache: int | None = 1
     public: dict[str, Any] = field(default_factory=dict)
     vocabulary: int = 128
+    outputs: tuple[str, ...] = OPENED
 
     @property
     def call(self) -> Call:
@@ -41,7 +42,7 @@ class Ask:
         shape = tuple(self.given.shape)
         ids = self.given.dtype == torch.int64
         item = Tokens("input_ids", shape, self.vocabulary) if ids else Values("inputs_embeds", shape)
-        return Call(self.public, (item,), self.cache, None, None, OPENED)
+        return Call(self.public, (item,), self.cache, None, None, self.outputs)
 
 
 @dataclass
