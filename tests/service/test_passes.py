@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import private_llm_hf
 import pytest
 import torch
 from private_llm_hf.party.kept import Kept
+from private_llm_hf.party.model import build_party_model, empty_model, meta_parameters
 from torch import Tensor
+from transformers import OPTForCausalLM
 
 from private_llm.config import PrivateConfig
+from private_llm.net.ledger import Ledger, merge
+from private_llm.protocols.session import meta_session
+from private_llm.tensor.range_check import verdict
+from private_llm.tensor.secret_index import SecretIndex
 from tests.harness import PLAIN, TRIO
 from tests.hf import tiny
 from tests.hf.compare import LOGIT_ERROR
-from tests.hf_party.parties import ids
-from tests.service.sessions import Ask, run_service
+from tests.hf_party.parties import description, ids
+from tests.service.sessions import Ask, copied, run_service
 
 SAME = 2e-3
 """What a session gets in company and alone differ by roundings only."""
@@ -131,7 +140,7 @@ def test_padding_in_a_sessions_own_prompt(name: str) -> None:
     assert worst(got, wanted) <= SAME
 
 
-@pytest.mark.parametrize("config", [PLAIN, TRIO], ids=["plain", "trio"])
+@pytest.mark.parametrize("config", [PLAIN, TRIO, QUAD], ids=["plain", "trio", "quad"])
 @pytest.mark.parametrize("bad", [0, 1])
 def test_an_overflow_is_flagged_to_its_session_alone(config: PrivateConfig, bad: int) -> None:
     """Embeddings far out of range in one session's row: the other's answer stands, and is right."""
@@ -156,3 +165,69 @@ def test_the_price_of_company() -> None:
     )
     assert 0 <= every.cost.rounds - one.cost.rounds <= 4
     assert every.cost.total < 4 * one.cost.total  # comparisons are made of whole words: few fill none
+
+
+def test_one_session_pays_what_a_party_always_paid() -> None:
+    """The bytes and rounds of the model's own forward, a lookup and one verdict, as counted without data."""
+    model = tiny.build("llama")
+    details = description(model)
+    prompt, step = run_service(TRIO, model, [[Ask("a", ids(2, 6))], [Ask("a", ids(2, 1))]])
+    ledgers: list[list[Ledger]] = [[], []]
+    for number in range(3):
+        session = meta_session(TRIO, number)
+        party = build_party_model(*details, meta_parameters(empty_model(*details), session), session)
+        cache = party.new_cache()
+        for place, length in enumerate((6, 1)):
+            session.protocol.ledger.reset()
+            index = session.protocol.receive_index(2 * length, 128)
+            embeds = party.get_input_embeddings()(SecretIndex(session, index, (2, length)))
+            made = party(inputs_embeds=embeds, past_key_values=cache, return_dict=True)
+            verdict(session)
+            made.logits.to_fixed()
+            ledgers[place].append(copied(session.protocol.ledger))
+    for done, counted in zip((prompt, step), ledgers, strict=True):
+        wanted = merge(counted)
+        assert (done.cost.sent, done.cost.rounds) == (wanted.sent, wanted.rounds)
+        assert done.opened[0]["range check"].shape == (1,)
+
+
+def test_the_most_likely_token_of_each() -> None:
+    """One arg max over all rows; only the last logits are made, of prompts of different lengths."""
+    config = PrivateConfig(reveal="token")
+    model = tiny.build("llama")
+    asks = [Ask(owner, ids(1, n, seed=n), public={"logits_to_keep": 1}) for owner, n in (("b", 10), ("a", 13))]
+    (done,) = run_service(config, model, [asks])
+    assert [sorted(each) for each in done.opened] == [["range check", "token"]] * 2
+    wanted = [model(ask.given).logits[:, -1:].argmax(-1) for ask in asks]
+    assert [each["token"].tolist() for each in done.opened] == [each.tolist() for each in wanted]
+
+
+@pytest.mark.parametrize("name", tiny.ENCODERS)
+def test_encoders_share_a_batch(name: str) -> None:
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0]])
+    facts = {"position_ids": torch.arange(2, 8).view(1, -1)} if name == "roberta" else {}
+    given = {"a": facts, "b": {**facts, "attention_mask": mask}, "c": facts}
+    asks = [Ask(owner, ids(1 + (owner == "c"), 6, seed=ord(owner)), None, public) for owner, public in given.items()]
+    done, *apart = run_service(PLAIN, tiny.build(name), [asks, *alone(asks)])
+    assert done.alike
+    for got, single in zip(done.opened, apart, strict=True):
+        assert sorted(got) == sorted(single.opened[0])
+        for output in ("last_hidden_state", "pooler_output"):
+            if output in got:
+                assert worst([got[output]], [single.opened[0][output]]) <= SAME
+        assert got["range check"].tolist() == [0.0] * len(got["last_hidden_state"])
+
+
+def test_the_bundled_model() -> None:
+    folder = Path(private_llm_hf.__file__).parent / "demo_model"
+    model = OPTForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    texts = [torch.arange(n).view(1, -1) * 13 % 4000 + 5 for n in (4, 6, 9)]
+
+    def asks(given: list[Tensor]) -> list[Ask]:
+        return [Ask(owner, ids_, vocabulary=4096) for owner, ids_ in zip("abc", given, strict=True)]
+
+    last = [text[:, :1] for text in texts]
+    *_, done = run_service(TRIO, model, [*alone(asks(texts)), asks(last)])
+    plain = [model(torch.cat(pair, 1)).logits[:, -1:].detach() for pair in zip(texts, last, strict=True)]
+    assert worst(done.logits, plain) <= 10 * LOGIT_ERROR  # logits of size 20, six layers
+    assert [int(each.argmax()) for each in done.logits] == [int(each.argmax()) for each in plain]
