@@ -143,3 +143,20 @@ def test_two_stacks() -> None:
             check_call(model, session.config, asked, kept, "a")
     with pytest.raises(TransportError, match="no encoder output 1"):
         check_call(model, session.config, decode, kept, "b")
+
+
+def test_a_pass_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its caches are gone, for some of their layers may have grown; nothing of it reaches the next verdict."""
+    model, session, kept = opened("llama")
+    for owner in "abc":
+        fill(model, session, kept, call(1, 4, cache=1), owner)
+
+    def fail(*_: object, **__: object) -> None:
+        raise DomainError("in the second layer")
+
+    monkeypatch.setattr(model.model.layers[1], "forward", fail)
+    parts = [Part(owner, call(1, 1, cache=1), (Index((ids(1, 1).reshape(-1),), 1, 128),)) for owner in "ab"]
+    with pytest.raises(DomainError, match="second layer"):
+        run_pass(model, session, kept, parts)
+    assert [kept.past(owner, 1) for owner in "abc"] == [0, 0, 4]
+    assert (session.known.owed, session.known.pending, session.known.batch) == ([], None, None)
