@@ -25,7 +25,7 @@ from tests.service.sessions import Ask, copied, run_service
 
 SAME = 2e-3
 """What a session gets in company and alone differ by roundings only."""
-QUAD = PrivateConfig(protocol="quad")
+QUAD, DEALER = PrivateConfig(protocol="quad"), PrivateConfig(protocol="dealer")
 LENGTHS = {"a": 5, "b": 9, "c": 12}
 
 
@@ -62,7 +62,7 @@ def test_decode_steps_of_sessions_with_different_pasts(name: str) -> None:
     assert max(float((got[n][0, 0] - plain[i]).abs().max()) for i, n in enumerate((2, 5, 8))) <= LOGIT_ERROR
 
 
-@pytest.mark.parametrize("config", [TRIO, QUAD], ids=["trio", "quad"])
+@pytest.mark.parametrize("config", [TRIO, QUAD, DEALER], ids=["trio", "quad", "dealer"])
 def test_on_shares(config: PrivateConfig) -> None:
     model = tiny.build("llama")
     both = [*alone(prompts()), steps(1), *alone(prompts("'")), *alone(steps(1, "'"))]
