@@ -36,9 +36,15 @@ class GrowingRows:
     """Shares [B, G, length, D] in buffers that grow by half. Entries below `length` change by `fill` alone."""
 
     def __init__(self, first: Fixed) -> None:
-        self.sample = first
-        self.parts = first.share.parts
+        self.session, self.frac, self.parts = first.session, first.frac, first.share.parts
         self.length = first.shape[2]
+
+    @classmethod
+    def within(cls, buffers: Fixed, length: int) -> GrowingRows:
+        """The first `length` entries of buffers [B, G, capacity, D] that nobody else holds."""
+        made = cls(buffers)
+        made.length = length
+        return made
 
     def append(self, new: Fixed) -> None:
         """More entries at the end; the same batch, heads and size."""
@@ -82,20 +88,16 @@ class GrowingRows:
     def copy(self) -> GrowingRows:
         """Another holder of the same entries; either goes on in a buffer of its own."""
         self.seal()
-        twin = GrowingRows(self.sample)
-        twin.parts, twin.length = self.parts, self.length
-        return twin
+        return GrowingRows(self.held())
 
     def held(self) -> Fixed:
         """The entries."""
-        return self.sample.with_share(Share(tuple(part[:, :, : self.length] for part in self.parts)))
+        return Fixed(self.session, Share(tuple(part[:, :, : self.length] for part in self.parts)), self.frac)
 
 
 def _stacked(pieces: Sequence[tuple[GrowingRows, Piece]], width: int) -> GrowingRows:
     """The entries of pieces as rows of one buffer of `width` entries and room for more, zeros on the left. Local."""
     first = pieces[0][0]
-    made = GrowingRows(first.sample)
-    made.length = width
     total = sum(piece.rows for _, piece in pieces)
     parts = []
     for number, part in enumerate(first.parts):
@@ -109,8 +111,7 @@ def _stacked(pieces: Sequence[tuple[GrowingRows, Piece]], width: int) -> Growing
             buffer[start:stop, :, left:width] = taken
             start = stop
         parts.append(buffer)
-    made.parts = tuple(parts)
-    return made
+    return GrowingRows.within(Fixed(first.session, Share(tuple(parts)), first.frac), width)
 
 
 def _in_buffer(part: Tensor, capacity: int) -> Tensor:

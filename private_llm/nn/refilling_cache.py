@@ -150,8 +150,8 @@ class RefillingCache:
             )
         if width != made.weight.shape[1]:
             raise DomainError(f"refill: got inputs of {width} elements; want {made.weight.shape[1]}")
-        if self._rows is not None and self._rows[0].sample.frac != x.frac:
-            held = self._rows[0].sample.frac
+        if self._rows is not None and self._rows[0].frac != x.frac:
+            held = self._rows[0].frac
             raise DomainError(f"refill: got inputs with {x.frac} fractional bits; want {held} as before")
         active, old = active.cpu(), self.length
         if self._manager is None:
@@ -336,7 +336,7 @@ def _by_heads(x: Fixed, heads: int) -> Fixed:
 
 def _adopt(rows: GrowingRows, vectors: Fixed) -> None:
     """Take over the fractional bits of what is stored: a turn adds some. Those of zeros mean nothing."""
-    rows.sample = vectors
+    rows.frac = vectors.frac
 
 
 def _queries(active: Tensor, old: int) -> list[_Piece]:

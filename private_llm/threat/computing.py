@@ -116,8 +116,8 @@ RANGES = Threat(
         ),
         (
             "the client",
-            "the same exponents (explain() prints them), and one bit per call: whether a value left its range. "
-            "If so, the answer is withheld",
+            "the same exponents (explain() prints them), and one bit per call: whether a value left its range; of a "
+            "pass that several sessions share one bit for each of its own rows. If so, the answer is withheld",
         ),
         ("parties", "of that bit nothing: a refused call looks like any other"),
         (

@@ -193,12 +193,14 @@ def attention_of(model_type: str, cls: type[PreTrainedModel]) -> str:
     return found
 
 
+@functools.cache
 def positions_by_mask() -> frozenset[str]:
     """Model types that number positions by unmasked tokens unless they are given numbers."""
     found: list[str] = _read("replacements.json")["positions_by_mask"]
     return frozenset(found)
 
 
+@functools.cache
 def batch_first() -> frozenset[str]:
     """Model types of encoders whose every tensor has the rows of the batch, or all their tokens in order, first."""
     found: list[str] = _read("replacements.json")["batch_first"]

@@ -69,7 +69,7 @@ def _check_input(model: PreTrainedModel, which: Architecture, call: Call) -> Tok
         table_of(model, item)
         wanted: tuple[int | None, ...] = (None, None)
     elif which.kind == "vision":
-        wanted = _image(model.config, which)
+        wanted = _image(model.config, which, len(shape))
     else:
         wanted = (None, None, model.get_input_embeddings().embedding_dim)
     fits = len(shape) == len(wanted)
@@ -78,13 +78,13 @@ def _check_input(model: PreTrainedModel, which: Architecture, call: Call) -> Tok
     return item
 
 
-def _image(config: PretrainedConfig, which: Architecture) -> tuple[int | None, ...]:
-    channels = getattr(config, "num_channels", None)
+def _image(config: PretrainedConfig, which: Architecture, dimensions: int) -> tuple[int | None, ...]:
+    """Sizes that an image must have; where they are the layers' business, as many as it has."""
     if which.images == "any":
-        return (None, channels, None, None)
+        return (None,) * max(dimensions, 2)
     size = config.image_size
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    return (None, channels, height, width)
+    return (None, config.num_channels, height, width)
 
 
 def _check_cache(which: Architecture, config: PrivateConfig, call: Call, kept: Kept, owner: str) -> int:

@@ -52,15 +52,32 @@ class Part:
 def run_pass(model: PreTrainedModel, session: Session, kept: Kept, parts: Sequence[Part]) -> list[Answer]:
     """Run the model once for parts of equal `kind` that `check_call` let pass; one alone may be of any kind.
 
-    Opens nothing. Returns what each part opens, its verdict [rows] under GUARD (alone: [1]).
+    Opens nothing. Returns what each part opens, its verdict [rows] under GUARD (alone: [1]). After an error the caches
+    of all parts are gone, and nothing is owed.
     """
-    with torch.no_grad(), session.protocol.ledger.scope(""):
-        if len(parts) == 1:
-            (part,) = parts
-            return [run_alone(model, session, kept, part.owner, part.call, part.inputs)]
-        order = sorted(range(len(parts)), key=lambda i: (parts[i].owner, parts[i].call.cache or 0))
-        found = _run_shared(model, session, kept, [parts[i] for i in order])
-        return [answer for _, answer in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
+    try:
+        with torch.no_grad(), session.protocol.ledger.scope(""):
+            return _run(model, session, kept, parts)
+    except BaseException:
+        _abandon(session, kept, parts)
+        raise
+
+
+def _run(model: PreTrainedModel, session: Session, kept: Kept, parts: Sequence[Part]) -> list[Answer]:
+    if len(parts) == 1:
+        (part,) = parts
+        return [run_alone(model, session, kept, part.owner, part.call, part.inputs)]
+    order = sorted(range(len(parts)), key=lambda i: (parts[i].owner, parts[i].call.cache or 0))
+    found = _run_shared(model, session, kept, [parts[i] for i in order])
+    return [answer for _, answer in sorted(zip(order, found, strict=True), key=lambda pair: pair[0])]
+
+
+def _abandon(session: Session, kept: Kept, parts: Sequence[Part]) -> None:
+    """Forget what a pass that failed left half done: checks owed, and caches whose layers may differ in length."""
+    session.known.owed, session.known.pending = [], None
+    for part in parts:
+        if part.call.cache is not None:
+            kept.free(part.owner, [part.call.cache])
 
 
 @dataclass(frozen=True)
