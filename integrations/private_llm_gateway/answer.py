@@ -110,6 +110,11 @@ class Answer:
         elif self.left == 0:
             self._end("length")
 
+    def end_if_full(self) -> None:
+        """An answer of no tokens ends before its first."""
+        if self.finish is None and self.left == 0:
+            self._end("length")
+
     def new(self) -> Piece | None:
         """What may be shown since the last call, if anything."""
         upto = len(self.text) if self.finish is not None else len(self.text) - self._held()

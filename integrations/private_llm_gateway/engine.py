@@ -140,10 +140,15 @@ def embed(
 
 def _write_group(run: _Run, group: Sequence[Answer], tell: Tell) -> None:
     """Generate all answers of one prompt that are not finished, side by side."""
-    live = [answer for answer in group if answer.finish is None and answer.left > 0]
+    for answer in group:
+        answer.end_if_full()
+    live = [answer for answer in group if answer.finish is None]
+    written = sum(len(answer.tokens) for answer in live)
 
     def after() -> bool:
-        run.meter.token(sum(1 for answer in live if answer.finish is None or answer.tokens))
+        nonlocal written
+        before, written = written, sum(len(answer.tokens) for answer in live)
+        run.meter.token(written - before)
         _tell(run, live, tell)
         return run.gone()
 
@@ -152,8 +157,7 @@ def _write_group(run: _Run, group: Sequence[Answer], tell: Tell) -> None:
         _leave(run)
         return
     ids = torch.tensor([[*answer.prompt, *answer.tokens] for answer in live])
-    plain = all(answer.writing.plain for answer in live)
-    chooser = None if plain else Chooser(live)
+    chooser = None if all(answer.writing.plain for answer in live) else Chooser(live)
     ends = live[0].ends
     run.model.generate(
         input_ids=ids,

@@ -89,9 +89,7 @@ class Repeat(Node):
         if self.least == 0 and self.most is None:
             return self
         if not self._fewer:
-            self._fewer.append(
-                Repeat(self.part, max(0, self.least - 1), None if self.most is None else self.most - 1)
-            )
+            self._fewer.append(Repeat(self.part, max(0, self.least - 1), None if self.most is None else self.most - 1))
         return self._fewer[0]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ class Served:
     name: str
     pool: SessionPool
     tokenizer: Any
+    _encoding: Any = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         kind = architecture(self.pool.first.config).kind
@@ -89,6 +91,11 @@ class Served:
     def any_object(self) -> Grammar:
         """Any JSON object."""
         return Grammar(any_object(), self.texts)
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """All tokens of a text, none cut off. `special`: with those that the model wants around it."""
+        with self._encoding:  # a tokenizer that pads or cuts by default is changed for a moment
+            return list(self.tokenizer(text, add_special_tokens=special, truncation=False, verbose=False)["input_ids"])
 
     def text_of(self, token: int) -> str:
         """What a token adds to a text; its name for a special one or a part of a character."""
