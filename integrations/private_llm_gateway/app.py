@@ -42,7 +42,7 @@ def create_app(
     app.include_router(Endpoints(known, settings, runner, Metrics(known, runner)).router)
     if page_router is not None:
         app.include_router(page_router)
-    app.add_middleware(Guard, settings=settings)  # type: ignore[arg-type]
+    app.add_middleware(Guard, settings=settings)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _other_error)
     return app
@@ -59,8 +59,8 @@ def bound_socket(settings: GatewaySettings) -> socket.socket:
     except OSError as error:
         made.close()
         raise ConfigError(
-            f"port: cannot listen at {settings.host}:{settings.port} ({error.strerror}); another gateway may run there: "
-            "stop it, or want another --port"
+            f"port: cannot listen at {settings.host}:{settings.port} ({error.strerror}); another gateway may run "
+            "there: stop it, or give another --port"
         ) from None
     return made
 

@@ -39,20 +39,14 @@ class Endpoints:
         self.models, self.settings, self.runner, self.metrics = models, settings, runner, metrics
         self._began = int(time.time())
         self.router = APIRouter()
-        for path, endpoint in (
-            ("/v1/chat/completions", partial(self._text, requests.chat)),
-            ("/v1/completions", partial(self._text, requests.completion)),
-            ("/v1/embeddings", self._embeddings),
-        ):
-            self._add(path, endpoint, "POST")
-        for path, endpoint in (
-            ("/v1/models", self._models),
-            ("/v1/models/{name:path}", self._model),
-            ("/v1/private/info", self._info),
-            ("/health", self._health),
-            ("/metrics", self._metrics),
-        ):
-            self._add(path, endpoint, "GET")
+        self._add("/v1/chat/completions", partial(self._text, requests.chat), "POST")
+        self._add("/v1/completions", partial(self._text, requests.completion), "POST")
+        self._add("/v1/embeddings", self._embeddings, "POST")
+        self._add("/v1/models", self._models, "GET")
+        self._add("/v1/models/{name:path}", self._model, "GET")
+        self._add("/v1/private/info", self._info, "GET")
+        self._add("/health", self._health, "GET")
+        self._add("/metrics", self._metrics, "GET")
 
     def _add(self, path: str, endpoint: Callable[[Request], Any], method: str) -> None:
         async def answer(request: Request) -> Response:
@@ -167,8 +161,8 @@ class Endpoints:
 
     async def _health(self, _: Request) -> Response:
         ready = all(served.pool.healthy for served in self.models.values())
-        return JSONResponse({"status": "ok" if ready else "a session with the parties ended; the next request renews it"},
-                            200 if ready else 503)  # fmt: skip
+        ended = "a session with the parties ended; the next request renews it"
+        return JSONResponse({"status": "ok" if ready else ended}, 200 if ready else 503)
 
     async def _metrics(self, _: Request) -> Response:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")

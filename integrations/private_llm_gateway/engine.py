@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from private_llm_gateway.pool import Abandoned
 from private_llm_gateway.sampling import Chooser, Watcher, choose, likelihood, likelihoods_of_prompt
 from private_llm_gateway.served import Served
 
-_LOOK_S = 1.0
+_LOOK_S = 0.5
 """How often the parties are asked what they sent: asking takes a trip to them."""
 
 
@@ -49,23 +50,25 @@ class _Meter:
         self._before = (0, 0)
         self._now = (0, 0)
         self._looked = time.monotonic()
-        self._first: float | None = None
-        self.tokens = 0
+        self._first: tuple[float, int] | None = None
+        self._tokens = 0
         self._read(reset=True)
         self._now = (0, 0)
 
     def token(self, count: int) -> None:
         """Tokens came."""
-        self._first = self._first or time.monotonic()
-        self.tokens += count
+        self._tokens += count
+        if self._first is None:
+            self._first = (time.monotonic(), self._tokens)
 
     def spent(self, now: bool = False) -> Spent:
-        """The cost, as of a second ago or of `now`."""
+        """The cost, as of a moment ago or of `now`."""
         if now or time.monotonic() - self._looked > _LOOK_S:
             self._read(reset=False)
             self._looked = time.monotonic()
-        seconds = 0.0 if self._first is None else time.monotonic() - self._first
-        speed = (self.tokens - 1) / seconds if seconds > 0 and self.tokens > 1 else 0.0
+        began, first = self._first or (time.monotonic(), 0)
+        seconds = time.monotonic() - began
+        speed = (self._tokens - first) / seconds if seconds > 0 else 0.0
         return Spent(self._before[0] + self._now[0], self._before[1] + self._now[1], speed)
 
     def renewed(self) -> None:
@@ -116,9 +119,9 @@ def write(
     """
     with served.pool.session(wait_s, gone) as model, torch.inference_mode():
         run = _Run(served, model, gone)
-        prompts = [run.trying(lambda group=group: _prompt(run, group)) for group in groups] if echo else []
+        prompts = [run.trying(partial(_prompt, run, group)) for group in groups] if echo else []
         for group in groups:
-            run.trying(lambda group=group: _write_group(run, group, tell))
+            run.trying(partial(_write_group, run, group, tell))
         return run.trying(lambda: run.meter.spent(now=True)), prompts
 
 

@@ -1,4 +1,4 @@
-"""Who may call the gateway: tokens, host names, origins, sizes and times of bodies. Before anything else sees a request.
+"""Who may call the gateway: tokens, host names, origins, sizes and times of bodies.
 
 A web page that resolves its own name to this machine (DNS rebinding) sends its own name as Host, and any other page's
 request carries its Origin; both are refused, on loopback also where no token is asked for.

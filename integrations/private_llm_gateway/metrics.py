@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -41,9 +42,9 @@ class Metrics:
             )
         }
         for name, served in models.items():
-            gauges["sessions_in_use"].labels(name).set_function(lambda pool=served.pool: pool.in_use)
-            gauges["requests_in_flight"].labels(name).set_function(lambda name=name: runner.taken[name])
-            gauges["ready"].labels(name).set_function(lambda pool=served.pool: float(pool.healthy))
+            gauges["sessions_in_use"].labels(name).set_function(partial(getattr, served.pool, "in_use"))
+            gauges["requests_in_flight"].labels(name).set_function(partial(runner.taken.__getitem__, name))
+            gauges["ready"].labels(name).set_function(partial(getattr, served.pool, "healthy"))
 
     def answered(self, endpoint: str, status: int, seconds: float) -> None:
         """A request is over. endpoint: one of the gateway's, so that there are few."""
