@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from private_llm.errors import ConfigError
 
@@ -22,7 +22,7 @@ class GatewaySettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     allowed_hosts: tuple[str, ...] = ()
     max_waiting: int = 16
     retry_after_s: int = 5
