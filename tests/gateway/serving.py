@@ -1,4 +1,4 @@
-"""A gateway on a free port in a thread, over the bundled model or another, and the official client before it."""
+"""A gateway on a free port in a thread, over a small model, and the official client before it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+import torch
 from fastapi import FastAPI
 from openai import OpenAI
 from private_llm_gateway.app import bound_socket, create_app, server_of
@@ -17,13 +18,17 @@ from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
 from private_llm_hf import patch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, OPTConfig, OPTForCausalLM
 
 from private_llm.config import PrivateConfig
 
 TOKEN = "a-token-of-tests"
 BUNDLED = str(resources.files("private_llm_hf").joinpath("demo_model"))
-PLAIN = PrivateConfig(protocol="plain", insecure=True, party_mode="threads", timeout_s=60)
+PLAIN = PrivateConfig(protocol="plain", insecure=True, party_mode="threads", timeout_s=60, calibrate=False)
+PROMPT = "The history of the city begins with"
+CHAT = [{"role": "user", "content": PROMPT}]
+LOGIT_ERROR = 2e-3
+"""Of log-probabilities of the small model with 18 fractional bits."""
 
 
 @cache
@@ -32,11 +37,34 @@ def tokenizer() -> Any:
 
 
 @cache
-def plain_model() -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(BUNDLED).eval()
+def plain_model() -> OPTForCausalLM:
+    """Small, with the bundled model's vocabulary, and weights that make it choose different tokens."""
+    torch.manual_seed(5)
+    config = OPTConfig(
+        vocab_size=4096, hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0, init_std=0.3,
+    )  # fmt: skip
+    return OPTForCausalLM(config).eval().requires_grad_(False)
 
 
-def bundled(config: PrivateConfig = PLAIN, name: str = "demo") -> Served:
+def prompt_ids() -> torch.Tensor:
+    return tokenizer()(PROMPT, return_tensors="pt")["input_ids"]
+
+
+@cache
+def greedy(count: int) -> list[int]:
+    made = plain_model().generate(prompt_ids(), max_new_tokens=count, do_sample=False)
+    return made[0, prompt_ids().shape[1] :].tolist()
+
+
+def text_of(tokens: list[int]) -> str:
+    """As it stands behind the prompt."""
+    before = tokenizer().decode(prompt_ids()[0], skip_special_tokens=True)
+    whole = tokenizer().decode([*prompt_ids()[0].tolist(), *tokens], skip_special_tokens=True)
+    return whole[len(before) :]
+
+
+def small(config: PrivateConfig = PLAIN, name: str = "small") -> Served:
     return Served(name, SessionPool(patch(plain_model(), config), 1), tokenizer())
 
 
