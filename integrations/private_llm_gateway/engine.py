@@ -188,7 +188,7 @@ def _tell(run: _Run, answers: Sequence[Answer], tell: Tell) -> None:
 def _config(count: int, ends: tuple[int, ...], served: Served) -> GenerationConfig:
     """Greedy decoding without the model's own habits (its repetition penalty, for instance): the request says all."""
     return GenerationConfig(
-        max_new_tokens=count, min_new_tokens=0, do_sample=False, num_beams=1, repetition_penalty=1.0,
+        max_new_tokens=count, min_length=0, do_sample=False, num_beams=1, repetition_penalty=1.0,
         no_repeat_ngram_size=0, encoder_no_repeat_ngram_size=0, eos_token_id=list(ends) or None,
         pad_token_id=served.pad, bos_token_id=served.tokenizer.bos_token_id, use_cache=True,
         return_dict_in_generate=False,

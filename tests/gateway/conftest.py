@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from openai import OpenAI
 
-from tests.gateway.serving import Gateway, serving, small
+from tests.gateway.small_gateway import Gateway, serving, small
 
 
 @pytest.fixture(scope="package")

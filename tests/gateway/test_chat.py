@@ -14,7 +14,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from private_llm.config import PrivateConfig
-from tests.gateway.serving import (
+from tests.gateway.small_gateway import (
     CHAT, LOGIT_ERROR, PROMPT, TOKEN, Gateway, greedy, plain_model, prompt_ids, serving, small, text_of, tokenizer,
 )  # fmt: skip
 
