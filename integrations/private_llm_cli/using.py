@@ -1,4 +1,4 @@
-"""What users of models type: a demonstration, text, and classes of images.
+"""What users of models type: a demonstration, text, a gateway for chat clients, and classes of images.
 
 Each function parses the options of the command of its name, and imports what runs it (`commands/`) when it is called.
 """
@@ -124,6 +124,48 @@ def generate(
     more |= kv_cache_of(kv_cache, cache_policy) | sparsity_of(sparsity, orders, levels, neuron_budget, head_budget)
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **more)
     run(model, prompt, config, new_tokens, as_json, chosen, preprocess, gguf_file, ranges)
+
+
+def gateway(
+    model: Annotated[
+        str, typer.Argument(help="Model folder, hub id, or the client folder of share files (default: the demo model).")
+    ] = "",
+    port: Annotated[int, typer.Option(help="Where it listens; 0: any free port.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen at; others than loopback want a token.")] = "127.0.0.1",
+    token: Annotated[
+        str, typer.Option(envvar="PRIVATE_LLM_GATEWAY_TOKEN", help="What clients must send (default: a random one).")
+    ] = "",
+    no_token: Annotated[bool, typer.Option("--no-token", help="Ask for none; on loopback only.")] = False,
+    allow_host: Annotated[
+        list[str] | None, typer.Option("--allow-host", help="A further name by which clients may call it.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="What clients call the model (default: its folder's name).")] = "",
+    sessions: Annotated[int, typer.Option(help="Requests that run at a time.")] = 1,
+    max_waiting: Annotated[int, typer.Option(help="Further requests that may wait.")] = 16,
+    protocol: ProtocolOption = "trio",
+    ring: RingOption = 64,
+    reveal: Annotated[str, typer.Option(help="What the client opens: 'logits' or 'token'.")] = "logits",
+    weights: Annotated[str, typer.Option(help="'secret', or 'public' for open-weight models.")] = "secret",
+    party_mode: PartyOption = PartyMode.AUTO,
+    hosts: HostsOption = None,
+    tls: TlsOption = None,
+    allow_plain_loopback: LoopbackOption = False,
+    ranges: RangesOption = None,
+    kv_cache: KvCacheOption = "",
+) -> None:
+    """Serve a private model to chat clients: the OpenAI API on this machine, and a chat page."""
+    from private_llm_gateway.settings import GatewaySettings
+
+    from private_llm_cli.commands.gateway import GatewayChoices, token_of
+    from private_llm_cli.commands.gateway import gateway as run
+
+    more = remote(hosts, tls, "client", allow_plain_loopback) | kv_cache_of(kv_cache, "")
+    config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, **more)
+    choices = GatewayChoices(model, name, sessions, ranges, token, no_token)
+    settings = GatewaySettings(
+        host=host, port=port, token=token_of(choices), allowed_hosts=tuple(allow_host or ()), max_waiting=max_waiting
+    )
+    run(choices, config, settings)
 
 
 def classify(
