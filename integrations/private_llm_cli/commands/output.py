@@ -37,7 +37,8 @@ def show_text(text: str) -> None:
     """
     if CONSOLE.is_terminal:
         text = "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf") else "\ufffd" for c in text)
-    CONSOLE.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+    CONSOLE.file.write(text)
+    CONSOLE.file.flush()
 
 
 def emit_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> None:
