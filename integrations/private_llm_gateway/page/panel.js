@@ -1,0 +1,82 @@
+// Who holds what, and what it cost. All text is set as text, never read as markup.
+
+const $ = (id) => document.getElementById(id);
+
+/** An element with text in it. */
+export function element(name, text = "", kind = "") {
+  const made = document.createElement(name);
+  made.textContent = text;
+  if (kind) made.className = kind;
+  return made;
+}
+
+/** Bytes for people. */
+export function size(bytes) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let step = 0;
+  let value = bytes;
+  while (value >= 1000 && step < units.length - 1) {
+    value /= 1000;
+    step += 1;
+  }
+  return `${step ? value.toFixed(value < 10 ? 2 : 1) : value} ${units[step]}`;
+}
+
+/** Fill in what the gateway says of the model and its parties. */
+export function showInfo(info) {
+  $("model").textContent = `${info.model} · protocol ${info.protocol}`;
+  $("sentence").textContent = info.sentence ?? "";
+  $("warning").hidden = info.one_machine !== true;
+  $("parties").replaceChildren(
+    ...(info.parties ?? []).map((party) => {
+      const row = element("li", "", "holder");
+      row.append(element("h3", party.name), element("p", party.holds), element("p", party.host, "host"));
+      return row;
+    }),
+  );
+}
+
+/** The cost of the answer that runs, or ran. */
+export class Cost {
+  constructor() {
+    this.bytes = this.rounds = this.tokens = 0;
+    this.started = performance.now();
+    this.clock = setInterval(() => this.#time(), 200);
+    for (const id of ["speed", "bytes", "rounds"]) $(id).textContent = "–";
+    this.#time();
+  }
+
+  /** A chunk's running totals. */
+  take(chunk) {
+    const told = chunk.private_llm;
+    if (Number.isFinite(chunk.usage?.completion_tokens)) this.tokens = chunk.usage.completion_tokens;
+    if (!told) return;
+    if (Number.isFinite(told.bytes)) $("bytes").textContent = size((this.bytes = told.bytes));
+    if (Number.isFinite(told.rounds)) $("rounds").textContent = (this.rounds = told.rounds).toLocaleString("en");
+    if (Number.isFinite(told.tokens_per_s)) $("speed").textContent = `${told.tokens_per_s.toFixed(2)} tokens/s`;
+  }
+
+  /** The answer is over: its cost in a line. */
+  end() {
+    clearInterval(this.clock);
+    this.#time();
+    const parts = [`${this.#seconds().toFixed(1)} s`];
+    if (this.tokens) parts.unshift(`${this.tokens} tokens`);
+    if (this.bytes) parts.push(`${size(this.bytes)} sent`, `${this.rounds.toLocaleString("en")} rounds`);
+    return parts.join(" · ");
+  }
+
+  #seconds() {
+    return (performance.now() - this.started) / 1000;
+  }
+
+  #time() {
+    $("time").textContent = `${this.#seconds().toFixed(1)} s`;
+  }
+}
+
+/** What all answers of this conversation cost. */
+export function showTotal(total) {
+  const sums = `${size(total.bytes)} over all links, ${total.rounds.toLocaleString("en")} rounds`;
+  $("total").textContent = total.answers ? `This conversation so far: ${sums}.` : "";
+}
