@@ -42,14 +42,10 @@ _TYPES = {
 }
 
 
-def _read() -> dict[str, Response]:
+def _read() -> dict[str, tuple[bytes, str]]:
     folder = resources.files("private_llm_gateway") / "page"
-    found = {}
-    for file in folder.iterdir():
-        ending = file.name[file.name.rfind(".") :]
-        if ending in _TYPES:
-            found[file.name] = Response(file.read_bytes(), media_type=_TYPES[ending], headers=HEADERS)
-    return found
+    ending = {file.name: file.name[file.name.rfind(".") :] for file in folder.iterdir()}
+    return {name: ((folder / name).read_bytes(), _TYPES[end]) for name, end in ending.items() if end in _TYPES}
 
 
 _FILES = _read()
@@ -60,10 +56,13 @@ page_router = APIRouter(include_in_schema=False)
 @page_router.get("/")
 def index() -> Response:
     """The page."""
-    return _FILES["index.html"]
+    return file("index.html")
 
 
 @page_router.get("/page/{name}")
 def file(name: str) -> Response:
     """What the page loads; 404 for anything else."""
-    return _FILES.get(name) or Response("no such file", status_code=404, media_type="text/plain", headers=HEADERS)
+    found = _FILES.get(name)
+    if found is None:
+        return Response("no such file", 404, HEADERS, "text/plain; charset=utf-8")
+    return Response(found[0], 200, HEADERS, found[1])

@@ -66,6 +66,7 @@ function say(body, text) {
 }
 
 function busy(is) {
+  if (!is) running = null;
   $("send").hidden = is;
   $("stop").hidden = !is;
 }
@@ -81,7 +82,7 @@ async function ask(text) {
   const mine = (running = new AbortController());
   const history = messages;
   history.push({ role: "user", content: text });
-  const cost = new Cost();
+  const cost = new Cost(mine.signal);
   busy(true);
   let state = "";
   let problem = null;
@@ -91,13 +92,12 @@ async function ask(text) {
     if (error.name === "AbortError") state = "stopped";
     else problem = error instanceof Trouble ? error : new Trouble("The connection ended before the answer did.");
   } finally {
-    running = null;
-    busy(false);
+    if (running === mine) busy(false);
     made.classList.remove("waiting");
     made.removeAttribute("aria-busy");
   }
-  const spent = cost.end();
   if (history !== messages) return; // another conversation was begun meanwhile
+  const spent = cost.end();
   total = { answers: total.answers + 1, bytes: total.bytes + cost.bytes, rounds: total.rounds + cost.rounds };
   showTotal(total);
   if (body.textContent) {
@@ -140,6 +140,7 @@ async function receive(history, signal, body, made, cost) {
 
 function restart() {
   running?.abort();
+  busy(false);
   messages = [];
   total = { answers: 0, bytes: 0, rounds: 0 };
   for (const old of log.querySelectorAll("article")) old.remove();

@@ -38,10 +38,12 @@ export function showInfo(info) {
 
 /** The cost of the answer that runs, or ran. */
 export class Cost {
-  constructor() {
+  /** signal: tells when the answer is given up, and the clock stops. */
+  constructor(signal) {
     this.bytes = this.rounds = this.tokens = 0;
     this.started = performance.now();
     this.clock = setInterval(() => this.#time(), 200);
+    signal.addEventListener("abort", () => clearInterval(this.clock));
     for (const id of ["speed", "bytes", "rounds"]) $(id).textContent = "–";
     this.#time();
   }
