@@ -101,7 +101,7 @@ def test_the_token_of_the_address_never_reaches_the_server(page: WebDriver, fake
 
 
 def test_who_holds_what_is_shown(page: WebDriver) -> None:
-    assert texts(page, "#parties h3") == [party["name"] for party in INFO["parties"]]
+    assert texts(page, "#parties .party h3") == [party["name"] for party in INFO["parties"]]
     shown = element(page, "#protection").text
     for party in INFO["parties"]:
         assert party["host"] in shown

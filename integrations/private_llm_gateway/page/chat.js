@@ -45,6 +45,7 @@ function trouble(words, again = null) {
     button.addEventListener("click", () => again());
     place.append(button);
   }
+  if (words) log.scrollTop = log.scrollHeight; // it takes room from the log
 }
 
 function bubble(kind, who, text = "") {

@@ -27,13 +27,38 @@ export function showInfo(info) {
   $("model").textContent = `${info.model} · protocol ${info.protocol}`;
   $("sentence").textContent = info.sentence ?? "";
   $("warning").hidden = info.one_machine !== true;
-  $("parties").replaceChildren(
-    ...(info.parties ?? []).map((party) => {
-      const row = element("li", "", "holder");
-      row.append(element("h3", party.name), element("p", party.holds), element("p", party.host, "host"));
-      return row;
-    }),
-  );
+  const parties = info.parties ?? [];
+  draw(parties.map((party) => party.name));
+  for (const old of document.querySelectorAll("#parties .party")) old.remove();
+  for (const party of parties) {
+    const row = element("li", "", "holder party");
+    row.append(element("h3", party.name), element("p", party.holds), element("p", party.host, "host"));
+    $("parties").append(row);
+  }
+}
+
+/** You above, the parties below; shares go down, masked values between the parties. */
+function draw(names) {
+  const add = (name, attributes, text = "") => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    made.textContent = text;
+    $("drawing").append(made);
+  };
+  const node = (x, y, text, kind) => {
+    const width = 18 + 7.5 * text.length;
+    add("rect", { x: x - width / 2, y: y - 13, width, height: 26, rx: 13, class: kind });
+    add("text", { x, y: y + 4.5, class: kind }, text);
+  };
+  const at = (index) => (300 * (index + 0.5)) / names.length;
+  $("drawing").replaceChildren();
+  $("drawing").setAttribute("aria-label", `You send shares to ${names.join(", ")}, who compute together`);
+  if (names.length > 1) add("line", { x1: at(0), y1: 112, x2: at(names.length - 1), y2: 112, class: "between" });
+  names.forEach((_, index) => add("line", { x1: 150, y1: 20, x2: at(index), y2: 98, class: "share" }));
+  add("rect", { x: 118, y: 49, width: 64, height: 20, class: "label" });
+  add("text", { x: 150, y: 63, class: "label" }, "shares");
+  node(150, 18, "you", "you");
+  names.forEach((name, index) => node(at(index), 112, name, "party"));
 }
 
 /** The cost of the answer that runs, or ran. */
