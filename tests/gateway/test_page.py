@@ -12,8 +12,11 @@ from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
+from private_llm.config import PrivateConfig
 from tests.gateway.browser import PHONE, browser, element, look, origins, texts, until
 from tests.gateway.page_server import ATTACK, INFO, TOKEN, Fake, served
+from tests.gateway.serving import TOKEN as TOKEN_OF_GATEWAY
+from tests.gateway.serving import bundled, serving
 
 ANSWER = "The capital is Pâris.\n  Next line."
 IDLE = "document.querySelector('#stop').hidden"
@@ -243,3 +246,24 @@ def test_everything_has_a_name(page: WebDriver) -> None:
                 "outerHTML"
             )
     assert page.execute_script("return document.documentElement.lang") == "en"
+
+
+def test_a_private_model_answers_and_is_stopped(chrome: WebDriver) -> None:
+    """The real gateway, with three parties as threads."""
+    served_model = bundled(PrivateConfig(party_mode="threads", timeout_s=60))
+    with serving(served_model) as gateway:
+        chrome.get(f"{gateway.url}/#token={TOKEN_OF_GATEWAY}")
+        until(chrome, "document.querySelector('#model').textContent === 'demo · protocol trio'")
+        assert element(chrome, "#warning").is_displayed()
+        assert len(texts(chrome, "#parties .party")) == 3
+        ask(chrome, "My fellow citizens", wait=False)
+        until(chrome, "document.querySelector('.assistant .text')?.textContent.length > 20", 60)
+        assert "MB" in texts(chrome, "#bytes")[0]
+        element(chrome, "#stop").click()
+        until(chrome, "document.querySelector('.spent')?.textContent.endsWith('stopped')")
+        asked = {"model": "demo", "messages": [{"role": "user", "content": "My fellow"}], "max_tokens": 2}
+        made = gateway.client().chat.completions.create(**asked)
+        assert made.usage is not None
+        assert made.usage.completion_tokens == 2, "the session is there for the next"
+        assert not [line for line in chrome.get_log("browser") if "Security Policy" in line["message"]]
+        chrome.get("about:blank")

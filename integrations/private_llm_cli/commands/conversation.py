@@ -102,7 +102,7 @@ class Conversation:
                 self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
         else:
-            turns = self.tokenizer(" ".join(turn["content"].strip() for turn in self.messages), return_tensors="pt")
+            turns = self.tokenizer("\n".join(turn["content"] for turn in self.messages), return_tensors="pt")
         ids: Tensor = turns["input_ids"][0].to(torch.int64)
         if not len(ids):
             raise DomainError("the message: got no tokens; want at least one")
