@@ -20,7 +20,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (
-    "demo", "generate", "classify", "audit", "share", "party", "certs", "estimate", "bench", "diff", "doctor",
+    "demo", "generate", "chat", "classify", "audit", "share", "party", "certs", "estimate", "bench", "diff", "doctor",
     "predictors",
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ from private_llm_cli.deploying import calibrate, certs, kv_budget, party, share
 from private_llm_cli.measuring import audit, bench, diff, doctor, estimate
 from private_llm_cli.options import PLUGINS
 from private_llm_cli.training import predictors
-from private_llm_cli.using import classify, demo, gateway, generate
+from private_llm_cli.using import chat, classify, demo, gateway, generate
 
 app = typer.Typer(
     name="private-llm",
@@ -31,6 +31,7 @@ app = typer.Typer(
 for command in (
     demo,
     generate,
+    chat,
     gateway,
     audit,
     classify,

@@ -1,4 +1,4 @@
-"""What users of models type: a demonstration, text, a gateway for chat clients, and classes of images.
+"""What users of models type: a demonstration, text, a chat, a gateway for chat clients, and classes of images.
 
 Each function parses the options of the command of its name, and imports what runs it (`commands/`) when it is called.
 """
@@ -166,6 +166,37 @@ def gateway(
         host=host, port=port, token=token_of(choices), allowed_hosts=tuple(allow_host or ()), max_waiting=max_waiting
     )
     run(choices, config, settings)
+
+
+def chat(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Model folder, hub id, or client folder of share files (default: SmolLM2, else the bundled)."
+        ),
+    ] = "",
+    new_tokens: TokensOption = 256,
+    protocol: ProtocolOption = "trio",
+    ring: RingOption = 64,
+    reveal: Annotated[str, typer.Option(help="What the client opens: 'logits' or 'token'.")] = "logits",
+    weights: Annotated[str, typer.Option(help="'secret', or 'public' for open-weight models.")] = "secret",
+    party_mode: PartyOption = PartyMode.AUTO,
+    hosts: HostsOption = None,
+    tls: TlsOption = None,
+    allow_plain_loopback: LoopbackOption = False,
+    temperature: Annotated[float, typer.Option(help="Above 0: sample. 0: greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="With a temperature: nucleus sampling.")] = 1.0,
+    kv_cache: KvCacheOption = "",
+) -> None:
+    """Talk with a private model in the terminal, or with lines from a pipe. /reset, /cost, /quit; Ctrl-C stops."""
+    from private_llm_cli.commands.terminal_chat import terminal_chat
+
+    chosen = sampling(temperature, top_p)
+    more = remote(hosts, tls, "client", allow_plain_loopback) | kv_cache_of(kv_cache, "")
+    config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, **more)
+    if not model and config.hosts:
+        raise ConfigError("model: got none with --hosts; want the client folder that the model's owner gave you")
+    terminal_chat(model, config, new_tokens, chosen)
 
 
 def classify(

@@ -8,7 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 
 import uvicorn
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
@@ -17,18 +17,14 @@ from private_llm_gateway.endpoints import Endpoints
 from private_llm_gateway.errors import ApiError, in_words
 from private_llm_gateway.guard import Guard
 from private_llm_gateway.metrics import Metrics
+from private_llm_gateway.page import page_router
 from private_llm_gateway.running import Runner
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
 
 
-def create_app(
-    models: Mapping[str, Served], settings: GatewaySettings, page_router: APIRouter | None = None
-) -> FastAPI:
-    """The application over models by name. page_router: serves the chat page at / and /page/.
-
-    Raises ConfigError without models.
-    """
+def create_app(models: Mapping[str, Served], settings: GatewaySettings) -> FastAPI:
+    """The application over models by name, and the chat page. Raises ConfigError without models."""
     if not models:
         raise ConfigError("models: got none; want at least one")
     known = dict(models)
@@ -41,8 +37,7 @@ def create_app(
 
     app = FastAPI(title="private-llm", docs_url=None, redoc_url=None, openapi_url=None, lifespan=life)
     app.include_router(Endpoints(known, settings, runner, Metrics(known, runner)).router)
-    if page_router is not None:
-        app.include_router(page_router)
+    app.include_router(page_router)
     app.add_middleware(Guard, settings=settings)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _other_error)

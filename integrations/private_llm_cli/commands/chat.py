@@ -7,35 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm_cli.commands.generate import Made, cost_line, figures
 from private_llm_cli.commands.models import plaintext_model, smollm2_model, tokenizer_of
-from private_llm_cli.commands.output import CONSOLE, emit_json, progress_bar
-from private_llm_cli.commands.text import TokenClock, agreement
-
-
-class _Spoken(TokenClock):
-    """Writes the words of an answer as soon as their tokens are there."""
-
-    def __init__(self, tokenizer: Any, shown: bool) -> None:  # noqa: ANN401 - a transformers tokenizer
-        super().__init__(lambda _: None)
-        self._tokenizer, self._shown = tokenizer, shown
-        self._ids: list[int] = []
-        self._written = ""
-
-    def put(self, value: Tensor) -> None:
-        """The prompt comes first, then one token at a time."""
-        super().put(value)
-        if len(self.arrived) == 1:
-            return
-        self._ids += value.flatten().tolist()
-        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        if self._shown and not text.endswith("\ufffd"):  # half a character waits for the rest of its bytes
-            CONSOLE.print(text[len(self._written) :], end="", markup=False, highlight=False, soft_wrap=True)
-            self._written = text
+from private_llm_cli.commands.output import CONSOLE, emit_json, progress_bar, show_text
+from private_llm_cli.commands.text import TextStream, agreement
 
 
 def chat(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, cache: Path | None) -> None:
@@ -66,7 +43,7 @@ def chat(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, cac
             _say("prompt", prompt)
             _say("plaintext", tokenizer.decode(reference[start:], skip_special_tokens=True))
             _say("private", "", end="")
-        clock = _Spoken(tokenizer, not as_json)
+        clock = TextStream(tokenizer, show_text if not as_json else lambda _: None)
         ids = private.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, streamer=clock)[0]
         made = Made(inputs["input_ids"][0], ids, clock, private.cost())
     equal, total = agreement(ids[start:], reference[start:])
@@ -85,4 +62,4 @@ def chat(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, cac
 
 def _say(what: str, text: str, end: str = "\n") -> None:
     CONSOLE.print(f"[bold]{what:<9}[/] ", end="", highlight=False)
-    CONSOLE.print(text, end=end, markup=False, highlight=False, soft_wrap=True)
+    show_text(text + end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,18 @@ from private_llm_cli.bench.record import RecordingMesh
 from private_llm_cli.bench.rows import machine
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.models import demo_model, gguf_options, loaded_from, plaintext_model, tokenizer_of
-from private_llm_cli.commands.output import CONSOLE, duration, emit_json, emit_table, progress_bar, size
+from private_llm_cli.commands.output import (
+    CONSOLE,
+    compile_notes,
+    duration,
+    emit_json,
+    emit_table,
+    progress_bar,
+    show_text,
+    size,
+)
 from private_llm_cli.commands.plot_bench import check_name
-from private_llm_cli.commands.text import TokenClock, agreement, by_link, margin
+from private_llm_cli.commands.text import TextStream, TokenClock, agreement, by_link, margin
 
 if TYPE_CHECKING:
     from private_llm_hf.client.costs import Costs
@@ -42,15 +52,39 @@ def generate(
     source: str, prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, sampling: dict[str, Any],
     preprocess: bool = False, gguf_file: str | None = None, ranges: Path | None = None,
 ) -> None:  # fmt: skip
-    """Generate privately and print the text as soon as it is complete, with its cost."""
+    """Generate privately and print the text as it comes, and its cost.
+
+    If generation fails, the error is raised after what there is: the text so far is printed already, as JSON it is an
+    object with the text and the error.
+    """
     tokenizer = tokenizer_of(source, gguf_file)
     form = {**gguf_options(gguf_file), "ranges": ranges_from(ranges)}
-    made = run(source, tokenizer, prompt, config, new_tokens, as_json, sampling, preprocess=preprocess, form=form)
-    text = tokenizer.decode(made.ids, skip_special_tokens=True)
+    text = TextStream(tokenizer, show_text if not as_json else lambda _: None, prompt=True)
+    facts = {"model": source, "prompt": prompt}
+    try:
+        made = run(
+            source,
+            tokenizer,
+            prompt,
+            config,
+            new_tokens,
+            as_json,
+            sampling,
+            preprocess=preprocess,
+            form=form,
+            text=text,
+        )
+    except Exception as error:
+        if as_json and text.arrived:
+            emit_json({**facts, "private_text": text.text, "error": str(error)})
+        raise
+    finally:
+        if text.arrived and not as_json:
+            text.end()
+            show_text("\n")
     if as_json:
-        emit_json({"model": source, "prompt": prompt, "private_text": text, **figures(made, config)})
+        emit_json({**facts, "private_text": text.text, **figures(made, config)})
         return
-    CONSOLE.print(text, markup=False, highlight=False)
     CONSOLE.print(cost_line(made), style="dim", highlight=False)
 
 
@@ -102,21 +136,25 @@ def demo(prompt: str, config: PrivateConfig, new_tokens: int, as_json: bool, plo
 def run(
     source: str, tokenizer: Any, prompt: str, config: PrivateConfig, new_tokens: int, quiet: bool,  # noqa: ANN401
     sampling: dict[str, Any], loaded: Any = None, mesh: LocalMesh | None = None, preprocess: bool = False,  # noqa: ANN401
-    form: dict[str, Any] | None = None,
+    form: dict[str, Any] | None = None, text: TextStream | None = None,
 ) -> Made:  # fmt: skip
-    """Share the model (`loaded`, or the checkpoint `source` in a `form`), generate, and collect times and costs."""
+    """Share the model (`loaded`, or the checkpoint `source` in a `form`), generate, and collect times and costs.
+
+    text: takes the text as it comes, in the place of a progress bar.
+    """
     from private_llm_hf import AutoPrivateModelForCausalLM, GeneratePlan, patch
 
     if new_tokens < 1:
         raise ConfigError(f"max-new-tokens: got {new_tokens}; want at least 1")
     inputs = _inputs(tokenizer, prompt)
-    with progress_bar(new_tokens, quiet) as step:
+    with ExitStack() as shown:
+        step = shown.enter_context(progress_bar(new_tokens, quiet))
         step("sharing the weights", 0)
         if loaded is None:
             model = loaded_from(AutoPrivateModelForCausalLM, source, config, **(form or {}))
         else:
             model = patch(loaded, config, mesh)
-        try:
+        with closing(model):
             spent = None
             if preprocess:
                 step("preprocessing", 0)
@@ -124,11 +162,13 @@ def run(
                 model.preprocess(GeneratePlan(prompt=inputs["input_ids"].shape[1], new_tokens=new_tokens))
                 spent = time.perf_counter() - started
             step("private prompt", 0)
-            clock = TokenClock(step)
+            if text is not None and not quiet:
+                shown.close()  # the text takes the place of the bar
+                shown.enter_context(compile_notes())
+            clock = text or TokenClock(step)
+            clock.started = time.perf_counter()
             ids = model.generate(**inputs, max_new_tokens=new_tokens, streamer=clock, **sampling)[0]
             costs: Costs = model.cost()
-        finally:
-            model.close()
     return Made(inputs["input_ids"][0], ids, clock, costs, spent)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,17 @@ def emit_json(value: object) -> None:
     """One JSON object on one line."""
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
+
+
+def show_text(text: str) -> None:
+    """A piece of text on stdout, as it is; a terminal gets no control characters of it but ends of lines and tabs.
+
+    A model may write anything, and its user's terminal obeys escape sequences.
+    """
+    if CONSOLE.is_terminal:
+        text = "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf") else "\ufffd" for c in text)
+    CONSOLE.file.write(text)
+    CONSOLE.file.flush()
 
 
 def emit_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> None:

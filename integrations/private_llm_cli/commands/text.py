@@ -1,4 +1,4 @@
-"""Times of tokens, agreement of two texts, and bytes by link, for `demo` and `generate`."""
+"""Times of tokens, text as it comes, agreement of two texts, and bytes by link."""
 
 from __future__ import annotations
 
@@ -50,6 +50,59 @@ class TokenClock:
         """Seconds for each further token."""
         later = self.arrived[1:]
         return (later[-1] - later[0]) / (len(later) - 1) if len(later) > 1 else self.first
+
+
+class TextStream(TokenClock):
+    """A streamer for generate() of one row: hands on text as soon as its tokens are there.
+
+    write: takes each further piece of text. prompt: whether the prompt's text comes first. Half a character (a token
+    may end within one) waits for the rest of its bytes, at most until `end`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,  # noqa: ANN401 - a transformers tokenizer
+        write: Callable[[str], None],
+        prompt: bool = False,
+        step: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        super().__init__(step)
+        self._tokenizer, self._write, self._prompt = tokenizer, write, prompt
+        self.ids: list[int] = []
+        self._written = 0
+        self._prompt_next = True
+
+    @property
+    def text(self) -> str:
+        """All text so far."""
+        return str(self._tokenizer.decode(self.ids, skip_special_tokens=True))
+
+    def put(self, value: Tensor) -> None:
+        """The prompt comes first, then one token at a time."""
+        skipped, self._prompt_next = self._prompt_next and not self._prompt, False
+        if skipped and self.arrived:
+            return
+        super().put(value)
+        if skipped:
+            return
+        self.ids += value.flatten().tolist()
+        text = self.text
+        if not text.endswith("\ufffd"):
+            self._hand_on(text)
+
+    def go_on(self) -> None:
+        """Another call of generate() goes on with the text; its prompt holds what there is."""
+        self._prompt_next = True
+
+    def end(self) -> None:
+        """Generation is over, or failed: what waited is handed on as it is. Idempotent."""
+        if self.ids:
+            self._hand_on(self.text)
+
+    def _hand_on(self, text: str) -> None:
+        if len(text) > self._written:
+            self._write(text[self._written :])
+            self._written = len(text)
 
 
 def agreement(private: Tensor, plain: Tensor) -> tuple[int, int]:

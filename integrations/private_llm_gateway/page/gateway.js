@@ -1,0 +1,62 @@
+// What the page asks of the gateway that served it, and failures in words.
+
+const KEY = "private-llm token";
+
+/** A failure with a sentence for people. token: whether another access token may help. */
+export class Trouble extends Error {
+  constructor(message, token = false) {
+    super(message);
+    this.token = token;
+  }
+}
+
+/** Keep the token of `#token=...`, which is never sent, and take it out of the address. */
+export function takeToken() {
+  const given = new URLSearchParams(location.hash.slice(1)).get("token");
+  if (given === null) return;
+  keepToken(given);
+  history.replaceState(null, "", location.pathname + location.search);
+}
+
+export function keepToken(token) {
+  sessionStorage.setItem(KEY, token.trim());
+}
+
+async function call(path, options = {}) {
+  const token = sessionStorage.getItem(KEY);
+  const headers = { "Content-Type": "application/json" };
+  if (token) headers.Authorization = `Bearer ${token}`;
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers, credentials: "omit", redirect: "error" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Trouble("The gateway does not answer. Is it still running?");
+  }
+  if (!response.ok) throw await refusal(response);
+  return response;
+}
+
+async function refusal(response) {
+  const said = await response.json().catch(() => null);
+  const words = message(said?.error) || `The gateway answered with status ${response.status}.`;
+  if (response.status === 401) return new Trouble(words, true);
+  const wait = response.headers.get("Retry-After");
+  return new Trouble(/^\d+$/.test(wait ?? "") ? `${words} Try again in ${wait} s.` : words);
+}
+
+/** The sentence of an OpenAI error, if there is one. */
+export function message(error) {
+  return typeof error?.message === "string" && error.message !== "" ? error.message : "";
+}
+
+/** Which model, which parties, and what is protected. */
+export async function info() {
+  return (await call("/v1/private/info")).json();
+}
+
+/** The streaming answer to these messages. */
+export function complete(model, messages, signal) {
+  const body = { model, messages, stream: true, stream_options: { include_usage: true } };
+  return call("/v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal });
+}
