@@ -174,21 +174,3 @@ def party(
         protocol, ring, reveal=reveal, matmul=matmul, offline_folder=offline_folder, timeout_s=timeout, **more
     )
     run(index, config, shares, sessions, model or None)
-
-
-def certs(
-    out: Annotated[str, typer.Option("--out", help="Folder for ca.pem and one certificate per endpoint.")],
-    parties: Annotated[int | None, typer.Option(help="How many parties (default: those of --protocol).")] = None,
-    days: Annotated[float, typer.Option(help="How long they are valid.")] = 365.0,
-    protocol: ProtocolOption = "trio",
-    plan: PlanOption = "",
-    split: SplitOption = None,
-    user: Annotated[
-        list[str] | None, typer.Option("--user", help="Name of a user with a certificate of its own; repeat.")
-    ] = None,
-) -> None:
-    """Certificates for trying out mutual TLS on machines of your own."""
-    from private_llm_cli.commands.parties import certs as run
-
-    config = config_of(protocol, 64, **plan_of(plan, split=split))
-    run(folder_of(out), config, parties, days, user or ())
