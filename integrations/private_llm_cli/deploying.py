@@ -1,4 +1,4 @@
-"""What model owners and parties type: share files, ranges, certificates, and being a party.
+"""What model owners and parties type: share files, ranges, and being a party.
 
 Each function parses the options of the command of its name, and imports what runs it (`commands/`) when it is called.
 """
@@ -108,7 +108,8 @@ def kv_budget(
 
 
 def party(
-    index: Annotated[int, typer.Option("--index", help="This party's or node's number, from 0.")],
+    context: typer.Context,
+    index: Annotated[int | None, typer.Option("--index", help="This party's or node's number, from 0.")] = None,
     hosts: HostsOption = None,
     shares: Annotated[Path | None, typer.Option("--shares", help="This party's share file.")] = None,
     tls: TlsOption = None,
@@ -142,11 +143,22 @@ def party(
         str | None, typer.Option(help="Users to admit: a file, one name a line, read at every handshake, or a,b.")
     ] = None,
     idle: Annotated[float, typer.Option(help="Seconds without a call that end a session (0: never).")] = 1800.0,
+    settings: Annotated[
+        Path | None, typer.Option("--config", help="Serve many clients at a time, as this settings file says (TOML).")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="With --config: look at everything, and end.")] = False,
+    example_config: Annotated[bool, typer.Option("--example-config", help="Print a settings file, and end.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Be one party or node: wait for the others and for clients, one session after the other."""
+    """Be one party or node: with --config for many clients at a time, otherwise for one session after the other."""
     from private_llm_cli.commands.parties import devices
     from private_llm_cli.commands.parties import party as run
 
+    if settings is not None or check or example_config:
+        _hosted(context, settings, check, example_config, as_json)
+        return
+    if index is None:
+        raise ConfigError("index: got none; want this party's number, from 0, or --config with a settings file")
     if not hosts:
         raise ConfigError("hosts: got none; want host:port of every party, in order, the same at all endpoints")
     if sessions is not None and sessions < 1:
@@ -174,3 +186,24 @@ def party(
         protocol, ring, reveal=reveal, matmul=matmul, offline_folder=offline_folder, timeout_s=timeout, **more
     )
     run(index, config, shares, sessions, model or None)
+
+
+def _hosted(context: typer.Context, settings: Path | None, check: bool, example_config: bool, as_json: bool) -> None:
+    """`party` with a settings file, which no other option may contradict."""
+    from private_llm_cli.commands import hosting
+
+    own = ("settings", "check", "example_config", "as_json")
+    sources = {name: context.get_parameter_source(name) for name in context.params if name not in own}
+    typed = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    others = sorted(name.replace("_", "-") for name in typed)
+    if others:
+        raise ConfigError(f"--config: the file holds all settings; leave out --{', --'.join(others)}")
+    if example_config:
+        hosting.example()
+        return
+    if settings is None:
+        raise ConfigError("--check: got no settings file; want --config party.toml")
+    if check:
+        hosting.check(settings, as_json)
+        return
+    hosting.party(settings)

@@ -71,7 +71,7 @@ def _hosts(settings: HostingSettings) -> Iterator[Finding]:
     secure = config.tls is not None
     if not secure:
         yield Finding("tls", "none: unencrypted, on loopback addresses only; for trying out", "warning")
-    for number, (host, port) in enumerate(addresses):
+    for number, (host, _) in enumerate(addresses):
         if number != settings.party and not _has_address(host):
             yield Finding(f"party {number}", f"{host} has no address yet; want one in DNS or /etc/hosts", "warning")
     host, port = addresses[settings.party]

@@ -21,6 +21,8 @@ _CLASSES = (
     ("slow or gone", ("timed out", "closed", "reset", "handshake")),
 )
 OTHER = "other"
+_SHARED = ("", "others")
+"""Key of those for whom there is no place."""
 CLASSES = (*(name for name, _ in _CLASSES), OTHER)
 
 
@@ -45,9 +47,9 @@ class Throttle:
         """None: hold this one back. Otherwise how many of its key were held back since the last that was let."""
         now = self._clock()
         with self._lock:
-            if key not in self._windows and len(self._windows) >= self._keys:
+            if key not in self._windows and self._full():
                 self._forget(now)
-                key = key if len(self._windows) < self._keys else ("",)
+                key = _SHARED if self._full() else key
             since, let, held = self._windows.get(key, (now, 0, 0))
             if now - since >= self._period:
                 since, let = now, 0
@@ -56,6 +58,9 @@ class Throttle:
                 return None
             self._windows[key] = (since, let + 1, 0)
             return held
+
+    def _full(self) -> bool:
+        return len(self._windows) - (_SHARED in self._windows) >= self._keys
 
     def _forget(self, now: float) -> None:
         """Drop keys whose time is over and that hold nothing back."""
