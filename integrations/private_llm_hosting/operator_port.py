@@ -67,6 +67,7 @@ class OperatorPort:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 64
     allow_reuse_address = True
 
     def __init__(self, address: Address, answer: Callable[[str], Answer]) -> None:
