@@ -60,7 +60,7 @@ def test_commands_parse(line: str) -> None:
     words = shlex.split(line)[1:]
     with group.make_context("private-llm", [words[0]]) as context:
         name, command, rest = group.resolve_command(context, words)
-        if hasattr(command, "resolve_command"):  # a group inside: `predictors train`
+        if hasattr(command, "resolve_command") and rest[:1] and not rest[0].startswith("-"):  # `predictors train`
             _, command, rest = command.resolve_command(context, rest)
         with command.make_context(name, rest, parent=context) as inner:
             assert inner.params

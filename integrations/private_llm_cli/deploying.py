@@ -1,4 +1,4 @@
-"""What model owners and parties type: share files, ranges, certificates, and being a party.
+"""What model owners and parties type: share files, ranges, and being a party.
 
 Each function parses the options of the command of its name, and imports what runs it (`commands/`) when it is called.
 """
@@ -108,7 +108,8 @@ def kv_budget(
 
 
 def party(
-    index: Annotated[int, typer.Option("--index", help="This party's or node's number, from 0.")],
+    context: typer.Context,
+    index: Annotated[int | None, typer.Option("--index", help="This party's or node's number, from 0.")] = None,
     hosts: HostsOption = None,
     shares: Annotated[Path | None, typer.Option("--shares", help="This party's share file.")] = None,
     tls: TlsOption = None,
@@ -142,11 +143,22 @@ def party(
         str | None, typer.Option(help="Users to admit: a file, one name a line, read at every handshake, or a,b.")
     ] = None,
     idle: Annotated[float, typer.Option(help="Seconds without a call that end a session (0: never).")] = 1800.0,
+    settings: Annotated[
+        Path | None, typer.Option("--config", help="Serve many clients at a time, as this settings file says (TOML).")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="With --config: look at everything, and end.")] = False,
+    example_config: Annotated[bool, typer.Option("--example-config", help="Print a settings file, and end.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Be one party or node: wait for the others and for clients, one session after the other."""
+    """Be one party or node: with --config for many clients at a time, otherwise for one session after the other."""
     from private_llm_cli.commands.parties import devices
     from private_llm_cli.commands.parties import party as run
 
+    if settings is not None or check or example_config:
+        _hosted(context, settings, check, example_config, as_json)
+        return
+    if index is None:
+        raise ConfigError("index: got none; want this party's number, from 0, or --config with a settings file")
     if not hosts:
         raise ConfigError("hosts: got none; want host:port of every party, in order, the same at all endpoints")
     if sessions is not None and sessions < 1:
@@ -176,19 +188,22 @@ def party(
     run(index, config, shares, sessions, model or None)
 
 
-def certs(
-    out: Annotated[str, typer.Option("--out", help="Folder for ca.pem and one certificate per endpoint.")],
-    parties: Annotated[int | None, typer.Option(help="How many parties (default: those of --protocol).")] = None,
-    days: Annotated[float, typer.Option(help="How long they are valid.")] = 365.0,
-    protocol: ProtocolOption = "trio",
-    plan: PlanOption = "",
-    split: SplitOption = None,
-    user: Annotated[
-        list[str] | None, typer.Option("--user", help="Name of a user with a certificate of its own; repeat.")
-    ] = None,
-) -> None:
-    """Certificates for trying out mutual TLS on machines of your own."""
-    from private_llm_cli.commands.parties import certs as run
+def _hosted(context: typer.Context, settings: Path | None, check: bool, example_config: bool, as_json: bool) -> None:
+    """`party` with a settings file, which no other option may contradict."""
+    from private_llm_cli.commands import hosting
 
-    config = config_of(protocol, 64, **plan_of(plan, split=split))
-    run(folder_of(out), config, parties, days, user or ())
+    own = ("settings", "check", "example_config", "as_json")
+    sources = {name: context.get_parameter_source(name) for name in context.params if name not in own}
+    typed = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    others = sorted(name.replace("_", "-") for name in typed)
+    if others:
+        raise ConfigError(f"--config: the file holds all settings; leave out --{', --'.join(others)}")
+    if example_config:
+        hosting.example()
+        return
+    if settings is None:
+        raise ConfigError("--check: got no settings file; want --config party.toml")
+    if check:
+        hosting.check(settings, as_json)
+        return
+    hosting.party(settings)

@@ -10,15 +10,21 @@ should be renewed after about 2^24 records (RFC 8446 section 5.5; 256 GiB of ful
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 import ssl
+import threading
 from pathlib import Path
 from typing import Any
 
 from private_llm.config import TLSConfig
 from private_llm.errors import ConfigError, TransportError
+from private_llm.net.certificate_facts import certificate_facts, check_signed
 from private_llm.net.transport import CLIENT, endpoint_name
 from private_llm.net.users import Users, client_name, is_client
+
+_LOG = logging.getLogger("private_llm")
 
 _REMEDIES = {
     "CERTIFICATE_EXPIRED": "its certificate has expired; issue new ones (private-llm certs makes a local set)",
@@ -52,6 +58,9 @@ def common_name(endpoint: int) -> str:
 class Credentials:
     """This endpoint's TLS contexts, and the `users` it admits (None: all of its CA).
 
+    Files that have changed are read anew at the next handshake, so that a certificate is renewed without a restart.
+    New files that do not fit together, or are another endpoint's, are reported once in the log, and what was there
+    before stays in use. Connections that exist are not touched.
     Raises ConfigError if a file is missing, unreadable or does not fit.
     """
 
@@ -60,9 +69,10 @@ class Credentials:
             path = Path(getattr(tls, field))
             if not path.is_file():
                 raise ConfigError(f"tls.{field}: no file at {path}; private-llm certs makes a set for local use")
-        self._server = _context(tls, ssl.PROTOCOL_TLS_SERVER)
-        self._server.num_tickets = 0
-        self._client = _context(tls, ssl.PROTOCOL_TLS_CLIENT)
+        self._tls, self._lock = tls, threading.Lock()
+        self._seen = _stamps(tls)
+        self._server, self._client = _contexts(tls)
+        self._name = certificate_facts(Path(tls.certificate))[0].name
         self.users = None if tls.allow is None else Users(tls.allow)
 
     def wrap(self, sock: socket.socket, *, server: bool) -> ssl.SSLSocket:
@@ -70,8 +80,30 @@ class Credentials:
 
         The handshake raises ssl.SSLError (see `explain`), or another OSError if the connection breaks.
         """
-        context = self._server if server else self._client
+        with self._lock:
+            self._renew()
+            context = self._server if server else self._client
         return context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
+
+    def _renew(self) -> None:
+        """Use the files as they are now, if they have changed and are good."""
+        found = _stamps(self._tls)
+        if found == self._seen:
+            return
+        self._seen = found
+        try:
+            contexts = _contexts(self._tls)
+            facts = check_signed(self._tls)
+            if facts.name != self._name:
+                raise ConfigError(f"{self._tls.certificate}: got the name {facts.name!r}; want {self._name!r}")
+        except (ConfigError, OSError) as error:
+            _LOG.error("new certificate files are not used, the old ones stay: %s", error)
+            return
+        if _stamps(self._tls) != found:  # SAFE: written while they were read; whatever was loaded is not used
+            self._seen = None
+            return
+        self._server, self._client = contexts
+        _LOG.info("certificate of %s renewed: valid until %s", facts.name, f"{facts.ends:%Y-%m-%d %H:%M} UTC")
 
 
 def check_name(sock: socket.socket, endpoint: int, users: Users | None = None) -> None:
@@ -103,6 +135,22 @@ def explain(error: ssl.SSLError, who: str) -> str:
     remedy = next((text for key, text in _REMEDIES.items() if key in reason), "check the tls settings of both ends")
     side = f"{who} refused" if "ALERT" in reason else "failed"
     return f"TLS with {who}: {side} ({reason.replace('_', ' ').lower()}): {remedy}"
+
+
+def _stamps(tls: TLSConfig) -> tuple[tuple[int, ...], ...] | None:
+    """What changes with every file that takes the place of another, or is written to; None while one is missing."""
+    try:
+        found = [os.stat(path) for path in (tls.certificate, tls.key, tls.ca)]
+    except OSError:
+        return None
+    return tuple((each.st_mtime_ns, each.st_ino, each.st_size) for each in found)
+
+
+def _contexts(tls: TLSConfig) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """For accepting and for calling. Raises ConfigError."""
+    server = _context(tls, ssl.PROTOCOL_TLS_SERVER)
+    server.num_tickets = 0
+    return server, _context(tls, ssl.PROTOCOL_TLS_CLIENT)
 
 
 def _context(tls: TLSConfig, protocol: int) -> ssl.SSLContext:

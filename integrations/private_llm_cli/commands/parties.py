@@ -1,4 +1,4 @@
-"""`private-llm share`, `party` and `certs`: what the model owner and the parties' hosts run."""
+"""`private-llm share` and `party`: what the model owner and the parties' hosts run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, PrivateLLMError
 from private_llm.net.roles import named
-from private_llm.net.transport import endpoint_name
 from private_llm.net.wire import legible
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.models import gguf_options, image_config, quiet
@@ -21,10 +19,6 @@ from private_llm_cli.commands.output import CONSOLE, compile_notes, emit_json, p
 
 TASKS = ("causal-lm", "seq2seq", "classification", "features", "image", "masked-lm")
 """What a shared checkpoint will be used for: which of transformers' auto classes loads it."""
-
-
-_LONGEST = 36500
-"""Days that a certificate is valid at most: dates of certificates end with the year 9999."""
 
 
 def auto_class(task: str) -> Any:  # noqa: ANN401 - one of the integration's auto classes
@@ -118,25 +112,3 @@ def _mapping(option: str, text: str) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         raise ConfigError(f"--{option}: got {text!r}; want a JSON object")
     return found
-
-
-def certs(out: Path, config: PrivateConfig, parties: int | None, days: float, users: Sequence[str] = ()) -> None:
-    """Write a CA and one certificate per endpoint: `parties` of them, or all of `config`, and the client or `users`."""
-    from private_llm.net.certificates import make_certificates, user_folder
-
-    if parties is not None and parties < 1:
-        raise ConfigError(f"parties: got {parties}; want at least 1")
-    if not 0 < days <= _LONGEST:
-        raise ConfigError(f"days: got {days:g}; want more than 0, at most {_LONGEST}")
-    made = make_certificates(out, config.endpoints if parties is None else parties, days, users=users)
-    for endpoint, tls in made.items():
-        holder = named(config, endpoint_name(endpoint))
-        CONSOLE.print(f"for {holder} alone: {tls.certificate} with {tls.key}", highlight=False, markup=False)
-    for user in users:
-        CONSOLE.print(f"for user {user} alone: the folder {user_folder(out, user)}", highlight=False, markup=False)
-    CONSOLE.print(
-        f"signed by {out / 'ca.pem'}. All keys were made on this machine: for trying out. Parties that distrust each "
-        "other make their own keys and let a CA they agree upon sign them.",
-        highlight=False,
-        markup=False,
-    )

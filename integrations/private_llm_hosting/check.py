@@ -1,0 +1,133 @@
+"""Everything about a party that can be checked before it runs: files, certificates, share files, ports, names."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from private_llm_hf.checkpoint.share_files import ShareFile
+
+from private_llm.config import TLSConfig
+from private_llm.errors import ConfigError, PrivateLLMError
+from private_llm.net.addresses import Address, addresses_of, listen
+from private_llm.net.certificate_facts import certificate_facts, check_signed
+from private_llm.net.ledger import size
+from private_llm.net.tls import Credentials, common_name
+from private_llm_hosting.expiry import in_words
+from private_llm_hosting.settings import HostingSettings
+
+Verdict = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was looked at, what was found, and whether that will do."""
+
+    what: str
+    found: str
+    verdict: Verdict = "ok"
+
+
+def check_party(settings: HostingSettings) -> list[Finding]:
+    """Look at everything; nothing is sent to anybody, and nothing is changed."""
+    config = settings.config
+    found = [Finding("party", f"{settings.party} of {config.endpoints}, protocol {config.protocol}")]
+    found += _tried("hosts", lambda: _hosts(settings))
+    if config.tls is not None:
+        tls = config.tls
+        found += _tried("tls", lambda: _tls(tls, common_name(settings.party)))
+    for name, path in settings.service.models.items():
+        found += _tried(f"model {name}", lambda path=path: _model(settings, path))  # type: ignore[misc]
+    for name in ("offline_folder", "offload_folder"):
+        folder = getattr(config, name)
+        if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
+            found.append(Finding(name, f"{folder}: no folder that this user may write to; make one", "error"))
+    found += _tried("operator port", lambda: _operator(settings.operator))
+    return found
+
+
+def _tried(what: str, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    """What a look finds, up to the first thing that is wrong."""
+    found = []
+    try:
+        for finding in look():
+            found.append(finding)
+    except PrivateLLMError as error:
+        found.append(Finding(what, str(error), "error"))
+    except OSError as error:
+        found.append(Finding(what, f"{error.filename or what}: {error.strerror or type(error).__name__}", "error"))
+    return found
+
+
+def _hosts(settings: HostingSettings) -> Iterator[Finding]:
+    config = settings.config
+    addresses = addresses_of(config, settings.party, (), b"")
+    secure = config.tls is not None
+    if not secure:
+        yield Finding("tls", "none: unencrypted, on loopback addresses only; for trying out", "warning")
+    for number, (host, _) in enumerate(addresses):
+        if number != settings.party and not _has_address(host):
+            yield Finding(f"party {number}", f"{host} has no address yet; want one in DNS or /etc/hosts", "warning")
+    host, port = addresses[settings.party]
+    listen((host, port), anywhere=secure).close()
+    yield Finding("port", f"{host}:{port} is free")
+
+
+def _has_address(host: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
+
+
+def _tls(tls: TLSConfig, name: str) -> Iterator[Finding]:
+    users = Credentials(tls).users
+    facts = check_signed(tls)
+    if facts.name != name:
+        raise ConfigError(f"{tls.certificate}: got the name {facts.name!r}; want {name!r}; check party and certificate")
+    for file, path in (("certificate", tls.certificate), ("ca", tls.ca)):
+        for each in certificate_facts(Path(path)):
+            soon = in_words(file, each)
+            good = f"{each.name}, {each.days_left():.0f} days left"
+            yield Finding(file, soon or good, "warning" if soon else "ok")
+    yield _private("key", Path(tls.key))
+    if users is None:
+        yield Finding("users", "everybody with a client's certificate of the CA")
+    else:
+        users.verify()
+        yield Finding("users", f"those on the list ({tls.allow})" if "/" in str(tls.allow) else str(tls.allow))
+
+
+def _private(what: str, path: Path) -> Finding:
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        return Finding(what, f"{path}: others may open it (mode {mode:03o}); chmod 600 {path}", "warning")
+    return Finding(what, f"{path} (mode {mode:03o})")
+
+
+def _model(settings: HostingSettings, path: Path) -> Iterator[Finding]:
+    file = ShareFile.open(path, settings.config, settings.party)
+    bytes_ = path.stat().st_size
+    yield Finding(f"model {file.description.model}", f"{size(bytes_)}, sharing {file.sharing[:12]}, digest fits")
+    yield _private("share file", path)
+
+
+def _operator(address: Address | None) -> Iterator[Finding]:
+    if address is None:
+        yield Finding("operator port", "none")
+        return
+    with closing(listen(address, anywhere=False)) as sock:
+        local = sock.getsockname()[0] in ("127.0.0.1", "::1")
+    text = f"{address[0]}:{address[1]} is free"
+    if local:
+        yield Finding("operator port", text)
+    else:
+        yield Finding(
+            "operator port", f"{text}; it has no authentication: let the firewall admit operators only", "warning"
+        )

@@ -1,0 +1,229 @@
+"""A party's settings file: TOML, checked as a whole; environment variables may replace single settings.
+
+`PRIVATE_LLM_PARTY__LIMITS__ROWS=8` replaces `rows` of `[limits]`. Relative paths are seen from the file's folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from private_llm_hf.checkpoint.share_files import share_path
+from private_llm_hf.service.settings import ServiceSettings
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError, refuse_unknown
+from private_llm.net.addresses import Address, parse_address
+from private_llm.net.users import check_user
+from private_llm.net.wire import legible
+
+PREFIX = "PRIVATE_LLM_PARTY__"
+_ELSEWHERE = {"protocol": "protocol", "hosts": "hosts", "tls": "[tls]", "party_mode": "nothing (it is 'remote')"}
+"""Settings of PrivateConfig that have a place of their own in the file."""
+_PATHS = ("offline_folder", "offload_folder")
+_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_LONGEST = 120
+
+
+def _split(value: object) -> object:
+    """Lists from the environment: with commas."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _Tls(_Table):
+    certificate: Path
+    key: Path
+    ca: Path
+    allow: Annotated[list[str], BeforeValidator(_split)] | None = None
+    allow_file: Path | None = None
+
+
+class _Limits(_Table):
+    sessions: int = ServiceSettings.sessions
+    sessions_per_user: int = ServiceSettings.sessions_per_user
+    waiting: int = ServiceSettings.waiting
+    rows: int = ServiceSettings.rows
+    positions: int | None = None
+    gather_s: float = ServiceSettings.gather_s
+
+
+class _Operator(_Table):
+    address: str = "127.0.0.1:9100"
+
+
+class _Log(_Table):
+    format: Literal["text", "json"] = "text"
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class _File(BaseSettings):
+    """The tables of the file."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True)
+
+    party: int
+    hosts: Names
+    protocol: str = "trio"
+    drain_s: float = ServiceSettings.drain_s
+    models: dict[str, Path]
+    tls: _Tls | None = None
+    computation: dict[str, Any] = Field(default_factory=dict)
+    limits: _Limits = _Limits()
+    operator: _Operator = _Operator()
+    log: _Log = _Log()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The environment before the file, which is handed in as keywords."""
+        return env_settings, init_settings
+
+
+@dataclass(frozen=True)
+class HostingSettings:
+    """How an organisation runs its party. operator: where the operator port listens (None: nowhere).
+
+    log_format: "text" or "json". log_level: as of Python's logging, in small letters.
+    """
+
+    party: int
+    config: PrivateConfig
+    service: ServiceSettings
+    operator: Address | None
+    log_format: Literal["text", "json"]
+    log_level: str
+
+
+def read_settings(path: Path, environment: Mapping[str, str] | None = None) -> HostingSettings:
+    """The settings of a file. Raises ConfigError saying which setting is wrong, what was found and what is wanted."""
+    text = _text_of(path)
+    _check_environment(os.environ if environment is None else environment)
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: {error}; want TOML, as `private-llm party --example-config` prints") from None
+    refuse_unknown(values, _File.model_fields, f"{path.name}: ")
+    try:
+        return _settings(_File(**values), path.resolve().parent)
+    except ValidationError as error:
+        raise ConfigError(f"{path.name}: " + "; ".join(_in_words(each, values) for each in error.errors())) from None
+    except SettingsError as error:
+        raise ConfigError(f"{PREFIX}...: {legible(str(error))[:_LONGEST]}; want JSON for a whole table") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path.name}: {error}") from None
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+        raise ConfigError(
+            f"--config: {path}: {cause}; want a settings file; `private-llm party --example-config` prints one"
+        ) from None
+
+
+def _check_environment(environment: Mapping[str, str]) -> None:
+    names = [name for name in environment if name.upper().startswith(PREFIX)]
+    refuse_unknown(
+        [name[len(PREFIX) :].split("__")[0].lower() for name in names], _File.model_fields, f"environment, {PREFIX}: "
+    )
+
+
+def _settings(file: _File, base: Path) -> HostingSettings:
+    config = _config(file, base)
+    if not 0 <= file.party < config.endpoints:
+        raise ConfigError(f"party: got {file.party}; want 0 to {config.endpoints - 1} for {file.protocol!r}")
+    for name in file.models:
+        if not _MODEL.fullmatch(name):
+            raise ConfigError(f"models: got the name {name!r}; want 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+    models = {name: _share_file(base / path, file.party) for name, path in file.models.items()}
+    service = ServiceSettings(models, **file.limits.model_dump(), drain_s=file.drain_s)
+    operator = parse_address(file.operator.address) if file.operator.address else None
+    return HostingSettings(file.party, config, service, operator, file.log.format, file.log.level)
+
+
+def _config(file: _File, base: Path) -> PrivateConfig:
+    values = dict(file.computation)
+    for name, place in _ELSEWHERE.items():
+        if name in values:
+            raise ConfigError(f"computation: got {name!r}, whose place is {place}; leave it out of [computation]")
+    refuse_unknown(values, [each.name for each in fields(PrivateConfig)], "computation: ")
+    for name in _PATHS:
+        if isinstance(values.get(name), str):
+            values[name] = str(base / values[name])
+    if values.get("idle_s") == 0:  # TOML has no None
+        values["idle_s"] = None
+    for host in file.hosts:
+        parse_address(host)
+    values |= {"protocol": file.protocol, "hosts": file.hosts, "party_mode": "remote"}
+    if file.tls is not None:
+        values["tls"] = _tls(file.tls, base)
+    try:
+        return PrivateConfig.from_dict(values)
+    except TypeError:  # a text where a number is wanted, and the like
+        raise ConfigError(f"computation: a setting has the wrong type; got {sorted(file.computation)}") from None
+
+
+def _tls(tls: _Tls, base: Path) -> dict[str, str | None]:
+    if tls.allow is not None and tls.allow_file is not None:
+        raise ConfigError("tls.allow, tls.allow_file: got both; want the names, or the file that lists them")
+    if tls.allow == []:
+        raise ConfigError("tls.allow: got no name, which admits nobody; leave it out to admit all users of the CA")
+    for name in tls.allow or ():
+        check_user(name)
+    allow = None if tls.allow is None else ",".join(tls.allow)
+    if tls.allow_file is not None:
+        allow = str(base / tls.allow_file)
+    return {
+        "certificate": str(base / tls.certificate),
+        "key": str(base / tls.key),
+        "ca": str(base / tls.ca),
+        "allow": allow,
+    }
+
+
+def _share_file(path: Path, party: int) -> Path:
+    return share_path(path, party) if path.is_dir() else path
+
+
+def _in_words(error: Any, values: Mapping[str, Any]) -> str:  # noqa: ANN401 - pydantic's own dictionary
+    place = ".".join(map(str, error["loc"]))
+    if error["type"] == "missing":
+        return f"{place}: got none; want one; `private-llm party --example-config` shows it"
+    if error["type"] == "extra_forbidden":
+        table = _File.model_fields[str(error["loc"][0])].annotation
+        known = next((each for each in _TABLES if table in (each, each | None)), None)
+        names = ", ".join(sorted(known.model_fields)) if known else "none here"
+        return f"{place}: unknown key; known keys: {names}"
+    found = legible(repr(error["input"]))[:_LONGEST]
+    return f"{place}: got {found}; want: {error['msg'].removeprefix('Input should be ')}"
+
+
+_TABLES: tuple[type[_Table], ...] = (_Tls, _Limits, _Operator, _Log)

@@ -1,0 +1,113 @@
+"""The settings file: what it becomes, and what it says about mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from private_llm_hosting.example import EXAMPLE
+from private_llm_hosting.settings import HostingSettings, read_settings
+
+from private_llm.config import TLSConfig
+from private_llm.errors import ConfigError
+
+from .party import settings, write_settings
+
+
+def read(folder: Path, text: str, environment: dict[str, str] | None = None) -> HostingSettings:
+    (folder / "party.toml").write_text(text)
+    return read_settings(folder / "party.toml", environment or {})
+
+
+def test_the_example_parses_and_states_the_defaults(tmp_path: Path) -> None:
+    found = read(tmp_path, EXAMPLE)
+    assert found.party == 0
+    assert found.config.tls == TLSConfig(
+        str(tmp_path / "tls/party0.pem"), str(tmp_path / "tls/party0.key"), str(tmp_path / "tls/ca.pem"),
+        str(tmp_path / "users.txt"),
+    )  # fmt: skip
+    assert found.service.models == {"demo": tmp_path / "shares/party0.safetensors"}
+    least = EXAMPLE.split("[limits]")[0]
+    without = read(tmp_path, least)
+    assert (without.service, without.operator, without.log_format, without.log_level) == (
+        found.service, found.operator, found.log_format, found.log_level,
+    )  # fmt: skip
+    assert without.config == found.config
+
+
+def test_a_folder_of_shares_means_this_partys_file(tmp_path: Path) -> None:
+    (tmp_path / "shares").mkdir()
+    assert settings(tmp_path).service.models == {"demo": tmp_path / "shares" / "party1.safetensors"}
+
+
+def test_computation_becomes_the_configuration(tmp_path: Path) -> None:
+    more = '[computation]\nring = 32\nfrac_bits = 10\nidle_s = 0\noffline_folder = "ahead"\n'
+    config = settings(tmp_path, more, head='protocol = "dealer"').config
+    assert (config.protocol, config.ring, config.frac_bits, config.idle_s) == ("dealer", 32, 10, None)
+    assert config.party_mode == "remote"
+    assert config.offline_folder == str(tmp_path / "ahead")
+
+
+def test_users_by_name_or_by_file(tmp_path: Path) -> None:
+    text = write_settings(tmp_path).read_text()
+    listed = read(tmp_path, text.replace("[tls]", '[tls]\nallow = ["alice", "bob"]')).config.tls
+    assert listed is not None
+    assert listed.allow == "alice,bob"
+    filed = read(tmp_path, text.replace("[tls]", '[tls]\nallow_file = "users"')).config.tls
+    assert filed is not None
+    assert filed.allow == str(tmp_path / "users")
+
+
+def test_the_environment_replaces_single_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_settings(tmp_path, "[limits]\nrows = 3\nsessions = 5\n")
+    for name, value in {"LIMITS__ROWS": "8", "HOSTS": "a:1, b:2,c:3", "LOG__FORMAT": "json", "DRAIN_S": "2.5"}.items():
+        monkeypatch.setenv(f"PRIVATE_LLM_PARTY__{name}", value)
+    found = read_settings(path)
+    assert (found.service.rows, found.service.sessions, found.service.drain_s) == (8, 5, 2.5)
+    assert found.config.hosts == ("a:1", "b:2", "c:3")
+    assert found.log_format == "json"
+    monkeypatch.setenv("PRIVATE_LLM_PARTY__LIMIT__ROWS", "8")
+    with pytest.raises(
+        ConfigError, match=r"environment, PRIVATE_LLM_PARTY__: unknown key\(s\) limit; known keys: .*limi"
+    ):
+        read_settings(path)
+    monkeypatch.delenv("PRIVATE_LLM_PARTY__LIMIT__ROWS")
+    monkeypatch.setenv("PRIVATE_LLM_PARTY__LIMITS__ROWZ", "8")
+    with pytest.raises(ConfigError, match=r"limits.rowz: unknown key; known keys: .*rows"):
+        read_settings(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("party = 1", "partei = 1", r"unknown key\(s\) partei; known keys: .*party"),
+        ("party = 1", "", "party: got none; want one"),
+        ("party = 1", 'party = "one"', "party: got 'one'; want: a valid integer"),
+        ("party = 1", "party = 3", "party: got 3; want 0 to 2 for 'trio'"),
+        ("party = 1", "party = ", "party.toml: Invalid value.*want TOML"),
+        ("party = 1", 'party = 1\nprotocol = "duo"', "protocol: got 'duo'"),
+        ("127.0.0.1:", "127.0.0.1-", "hosts: got '127.0.0.1-.*want host:port"),
+        ("[tls]", "[tls]\nalow = []", "tls.alow: unknown key; known keys: allow, allow_file, ca, certificate, key"),
+        ("[tls]", "[tls]\nallow = []", "tls.allow: got no name, which admits nobody"),
+        ("[tls]", '[tls]\nallow = ["a b"]', "user: got 'a b'"),
+        ("[tls]", '[tls]\nallow = ["a"]\nallow_file = "b"', "tls.allow, tls.allow_file: got both"),
+        ("demo =", '"a b" =', "models: got the name 'a b'"),
+        ("[models]\ndemo", "[models]\n[models.demo]\nx", "models.demo: got {.*want: "),
+        ("[operator]", "[limits]\nrows = 0\n[operator]", "rows: got 0; want at least 1"),
+        ("[operator]", '[log]\nformat = "xml"\n[operator]', "log.format: got 'xml'; want: 'text' or 'json'"),
+        ("[operator]", "[computation]\nrings = 64\n[operator]", r"computation: unknown key\(s\) rings; known"),
+        ("[operator]", "[computation]\nhosts = []\n[operator]", "computation: got 'hosts', whose place is hosts"),
+        ("[operator]", "[computation]\nring = 16\n[operator]", "ring: got 16; want one of 64, 32"),
+        ("[operator]", '[computation]\ntimeout_s = "x"\n[operator]', "computation: a setting has the wrong type"),
+    ],
+)
+def test_mistakes(tmp_path: Path, old: str, new: str, said: str) -> None:
+    text = write_settings(tmp_path).read_text()
+    assert old in text
+    with pytest.raises(ConfigError, match=rf"(?s)party\.toml.*{said}|{said}"):
+        read(tmp_path, text.replace(old, new))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--config: .*none\.toml: No such file.*--example-config"):
+        read_settings(tmp_path / "none.toml", {})
