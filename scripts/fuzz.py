@@ -4,7 +4,8 @@ python scripts/fuzz.py --target frames --cases 1000000 --seed 1
 python scripts/fuzz.py --target messages --again failures/messages-17.json     a failure once more
 python scripts/fuzz.py --tiny                                                  a sample of everything, in seconds
 
-Targets: frames, handshake, messages (see fuzz_wire.py), shares (fuzz_files.py). A case is made from seed, target and
+Targets: frames, handshake, messages (see fuzz_wire.py), shares (fuzz_files.py), service (parties that run, see
+fuzz_service.py). A case is made from seed, target and
 its number, and is plain JSON: what failed is written to --out and runs again from there. A case that takes longer than
 --limit seconds is a hang: all stacks are printed and the run ends. Memory is flat if, by its slope without the first
 quarter, the run added less than 5 % and 8 MB. The exit status is 1 if anything failed.
@@ -28,6 +29,7 @@ from random import Random
 from typing import Any, Protocol
 
 from fuzz_files import Shares
+from fuzz_service import Service
 from fuzz_wire import Frames, Handshake, Messages
 from private_llm_cli.bench.memory import growth, process_mb
 from rich.console import Console
@@ -42,7 +44,10 @@ _SAMPLES = 200
 
 
 class Target(Protocol):
-    """Something to feed: makes cases, runs them, raises for what must not happen."""
+    """Something to feed: makes cases, runs them, raises for what must not happen.
+
+    It may have `processes`, whose memory is watched too, and `close`, which may find failures of its own.
+    """
 
     def make(self, random: Random) -> dict[str, Any]:
         """A case, as JSON."""
@@ -52,9 +57,9 @@ class Target(Protocol):
 
 
 TARGETS: dict[str, Callable[[], Target]] = {
-    "frames": Frames, "handshake": Handshake, "messages": Messages, "shares": Shares,
+    "frames": Frames, "handshake": Handshake, "messages": Messages, "shares": Shares, "service": Service,
 }  # fmt: skip
-TINY = {"frames": 2000, "handshake": 1500, "messages": 2500, "shares": 300}
+TINY = {"frames": 2000, "handshake": 1500, "messages": 2500, "shares": 300, "service": 40}
 """Cases of a sample."""
 
 
@@ -87,7 +92,8 @@ class Watchdog:
 def fuzz(name: str, cases: int, seed: int, first: int, out: Path, limit_s: float) -> bool:
     """Run cases of one target; prints its result. Returns whether all passed and memory stayed flat."""
     target = TARGETS[name]()
-    failed, memory, every = 0, [], max(1, cases // _SAMPLES)
+    watched = {"self": [], **{each: [] for each in getattr(target, "processes", ())}}  # type: dict[int | str, list[float]]
+    failed, every = 0, max(1, cases // _SAMPLES)
 
     def write(case: dict[str, Any], error: str) -> Path:
         path = out / f"{name}-{seed}-{number}.json"
@@ -118,21 +124,35 @@ def fuzz(name: str, cases: int, seed: int, first: int, out: Path, limit_s: float
                     progress.console.print(f"{path}: {type(error).__name__}: {error}"[:400], markup=False)
             done = number - first + 1
             if done % every == 0:
-                memory.append(process_mb(entry="RssAnon"))
+                for process, series in watched.items():
+                    series.append(process_mb(process, "RssAnon"))
                 progress.update(task, completed=done, note=f"{done / (time.monotonic() - start):.0f}/s {failed} failed")
     watchdog.close()
     seconds = time.monotonic() - start
-    added, bound = growth(memory) * len(memory), max(ALLOWED_MB, ALLOWED * memory[-1])
-    flat = added <= bound
-    row = f"{name}: {cases - failed} passed, {failed} failed; {cases / seconds:.0f} cases/s, {seconds:.0f} s"
-    print(f"{row}; memory {added:+.1f} MB of {memory[-1]:.0f} MB (bound {bound:.0f} MB){'' if flat else ': NOT FLAT'}")
-    return flat and not failed
+    if hasattr(target, "close"):
+        target.close()
+    print(f"{name}: {cases - failed} passed, {failed} failed; {cases / seconds:.0f} cases/s, {seconds:.0f} s", end="")
+    steady = [flat(process, series) for process, series in watched.items()]
+    print(flush=True)
+    return all(steady) and not failed
+
+
+def flat(process: int | str, series: list[float]) -> bool:
+    """Print what a process's memory did; whether it stayed within its bound."""
+    added, bound = growth(series) * len(series), max(ALLOWED_MB, ALLOWED * series[-1])
+    who = "memory" if process == "self" else f"of process {process}"
+    print(f"; {who} {added:+.1f} MB of {series[-1]:.0f} MB (bound {bound:.0f} MB)", end="")
+    print("" if added <= bound else " NOT FLAT", end="")
+    return added <= bound
 
 
 def again(path: Path) -> None:
     """Run a case that was written down; what it raises is shown."""
     saved = json.loads(path.read_text())
-    TARGETS[saved["target"]]().run(saved["case"])
+    target = TARGETS[saved["target"]]()
+    target.run(saved["case"])
+    if hasattr(target, "close"):
+        target.close()
     print(f"{path}: 1 passed, 0 failed")
 
 
