@@ -5,7 +5,7 @@ python scripts/fuzz.py --target messages --again failures/messages-17.json     a
 python scripts/fuzz.py --tiny                                                  a sample of everything, in seconds
 
 Targets: frames, handshake, messages (see fuzz_wire.py), shares (fuzz_files.py), service (parties that run, see
-fuzz_service.py). A case is made from seed, target and
+fuzz_service.py), http (the gateway, fuzz_http.py). A case is made from seed, target and
 its number, and is plain JSON: what failed is written to --out and runs again from there. A case that takes longer than
 --limit seconds is a hang: all stacks are printed and the run ends. Memory is flat if, by its slope without the first
 quarter, the run added less than 5 % and 8 MB. The exit status is 1 if anything failed.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib
 import json
 import logging
 import os
@@ -28,9 +29,6 @@ from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
-from fuzz_files import Shares
-from fuzz_service import Service
-from fuzz_wire import Frames, Handshake, Messages
 from private_llm_cli.bench.memory import growth, process_mb
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -56,11 +54,20 @@ class Target(Protocol):
         """Raise whatever the code under test must not raise, or Failure."""
 
 
-TARGETS: dict[str, Callable[[], Target]] = {
-    "frames": Frames, "handshake": Handshake, "messages": Messages, "shares": Shares, "service": Service,
+TARGETS = {
+    "frames": "fuzz_wire.Frames", "handshake": "fuzz_wire.Handshake", "messages": "fuzz_wire.Messages",
+    "shares": "fuzz_files.Shares", "service": "fuzz_service.Service", "http": "fuzz_http.Http",
 }  # fmt: skip
-TINY = {"frames": 2000, "handshake": 1500, "messages": 2500, "shares": 300, "service": 40}
+"""Where each is; one is imported when it is fuzzed."""
+TINY = {"frames": 2000, "handshake": 1500, "messages": 2500, "shares": 300, "service": 40, "http": 300}
 """Cases of a sample."""
+
+
+def made(name: str) -> Target:
+    """A target by its name."""
+    module, _, kind = TARGETS[name].partition(".")
+    target: Target = getattr(importlib.import_module(module), kind)()
+    return target
 
 
 class Watchdog:
@@ -91,7 +98,7 @@ class Watchdog:
 
 def fuzz(name: str, cases: int, seed: int, first: int, out: Path, limit_s: float) -> bool:
     """Run cases of one target; prints its result. Returns whether all passed and memory stayed flat."""
-    target = TARGETS[name]()
+    target = made(name)
     watched = {"self": [], **{each: [] for each in getattr(target, "processes", ())}}  # type: dict[int | str, list[float]]
     failed, every = 0, max(1, cases // _SAMPLES)
 
@@ -149,7 +156,7 @@ def flat(process: int | str, series: list[float]) -> bool:
 def again(path: Path) -> None:
     """Run a case that was written down; what it raises is shown."""
     saved = json.loads(path.read_text())
-    target = TARGETS[saved["target"]]()
+    target = made(saved["target"])
     target.run(saved["case"])
     if hasattr(target, "close"):
         target.close()

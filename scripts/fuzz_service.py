@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from fuzz_mutators import changed, edited, edits, encoded
-from fuzz_wire import KINDS, Failure, valid
+from fuzz_wire import Failure, facts
 from private_llm_hf import AutoPrivateModelForCausalLM
 from private_llm_hf.client.launch import start_parties
 from private_llm_hf.client.parties import Parties
@@ -59,7 +59,7 @@ class Service:
         acts = []
         for _ in range(random.randrange(1, 4)):
             kind = random.choice(ACTS)
-            value: object = json.loads(text_of(valid(random.choice(KINDS), random)))
+            value: object = facts(random)
             if kind == "call":
                 call = Call({}, (Tokens("input_ids", (1, 4), VOCABULARY),), 1, None, None, OPENED)
                 value = json.loads(text_of(Forward(call)))
