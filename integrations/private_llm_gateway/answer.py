@@ -1,0 +1,172 @@
+"""One answer while it is written: its tokens, the text that may be shown so far, and why it ended.
+
+Text is decoded as tokens come; what may still become a stop text, or half a character, is held back.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from private_llm_gateway.constrained import Grammar, Written
+
+Finish = Literal["stop", "length"]
+_TAIL = 4
+"""Tokens of the prompt that the first token's text is decoded behind."""
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How to write. logprobs: how many of the likeliest tokens to report beside each token's own (None: nothing).
+
+    temperature 0 is greedy. frequency, presence, bias: added to logits as OpenAI defines them. grammar: what the text
+    must be.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    presence: float = 0.0
+    frequency: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    grammar: Grammar | None = field(default=None, compare=False)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the likeliest token is all that is wanted."""
+        bare = self.presence == self.frequency == 0 and not self.bias
+        return self.temperature == 0 and bare and self.logprobs is None and self.grammar is None
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """A token's log-probability and the likeliest tokens', before temperature and penalties. at: where its text is."""
+
+    token: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+    at: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new of an answer."""
+
+    index: int
+    text: str
+    likelihoods: tuple[Likelihood, ...]
+    finish: Finish | None
+
+
+class Answer:
+    """One answer. ends: the tokens that end any text."""
+
+    def __init__(
+        self, index: int, prompt: list[int], writing: Writing, tokenizer: Any, ends: tuple[int, ...],  # noqa: ANN401
+        sample: int = 0,
+    ) -> None:  # fmt: skip
+        self.index, self.prompt, self.writing, self.ends = index, prompt, writing, ends
+        self.tokens: list[int] = []
+        self.finish: Finish | None = None
+        self.text = ""
+        self.likelihoods: list[Likelihood] = []
+        self.generator = torch.Generator().manual_seed(
+            secrets.randbits(62) if writing.seed is None else (writing.seed * 1_000_003 + sample) % (1 << 62)
+        )
+        self.written = None if writing.grammar is None else Written(writing.grammar, ends)
+        self._tokenizer = tokenizer
+        self._tail = prompt[-_TAIL:]
+        self._from, self._read = 0, len(self._tail)
+        self._shown = self._told = 0
+        self._reported = False
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still come."""
+        return self.writing.max_tokens - len(self.tokens)
+
+    def take(self, token: int, logprob: float | None = None, top: tuple[tuple[int, float], ...] = ()) -> None:
+        """The next token."""
+        self.tokens.append(token)
+        if token in self.ends:
+            self._end("stop")
+            return
+        if self.writing.logprobs is not None:
+            self.likelihoods.append(Likelihood(token, logprob, top, len(self.text)))
+        before = len(self.text)
+        self.text += self._decoded(whole=False)
+        if self.written is not None:
+            self.written.take(token)
+        if self._stopped(before):
+            return
+        if self.written is not None and self.written.finished:
+            self._end("stop")
+        elif self.left == 0:
+            self._end("length")
+
+    def end_if_full(self) -> None:
+        """An answer of no tokens ends before its first."""
+        if self.finish is None and self.left == 0:
+            self._end("length")
+
+    def new(self) -> Piece | None:
+        """What may be shown since the last call, if anything."""
+        upto = len(self.text) if self.finish is not None else len(self.text) - self._held()
+        told = self._told
+        while told < len(self.likelihoods) and (self.finish is not None or self.likelihoods[told].at < upto):
+            told += 1
+        ended = self.finish is not None and not self._reported
+        if upto <= self._shown and told == self._told and not ended:
+            return None
+        self._reported = self.finish is not None
+        made = Piece(self.index, self.text[self._shown : upto], tuple(self.likelihoods[self._told : told]), self.finish)
+        self._shown, self._told = max(upto, self._shown), told
+        return made
+
+    def _end(self, why: Finish) -> None:
+        self.finish = why
+        before = len(self.text)
+        self.text += self._decoded(whole=True)
+        self._stopped(before)
+
+    def _decoded(self, whole: bool) -> str:
+        """The text of tokens that were not decoded yet; `whole`: half a character, too."""
+        tokens = [*self._tail, *self.tokens]
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        before = self._tokenizer.decode(tokens[self._from : self._read], **options)
+        now = self._tokenizer.decode(tokens[self._from :], **options)
+        if len(now) <= len(before) or (now.endswith("\ufffd") and not whole):
+            return ""
+        self._from, self._read = self._read, len(tokens)
+        return str(now[len(before) :])
+
+    def _stopped(self, before: int) -> bool:
+        """Cut the text before the first stop text that ends behind `before`, if there is one."""
+        longest = max((len(stop) for stop in self.writing.stop), default=0)
+        begin = max(0, before - longest + 1)
+        found = [at for stop in self.writing.stop if (at := self.text.find(stop, begin)) >= 0]
+        if not found:
+            return False
+        self.text = self.text[: min(found)]
+        self.likelihoods = [each for each in self.likelihoods if each.at < len(self.text)]
+        self._told = min(self._told, len(self.likelihoods))
+        self.finish = "stop"
+        return True
+
+    def _held(self) -> int:
+        """Characters at the end with which a stop text may begin."""
+        return max(
+            (
+                size
+                for stop in self.writing.stop
+                for size in range(1, min(len(stop), len(self.text) + 1))
+                if self.text.endswith(stop[:size])
+            ),
+            default=0,
+        )

@@ -1,0 +1,96 @@
+"""The gateway as an ASGI application, and serving it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Mapping
+
+import uvicorn
+from fastapi import APIRouter, FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from private_llm.errors import ConfigError
+from private_llm_gateway.endpoints import Endpoints
+from private_llm_gateway.errors import ApiError, in_words
+from private_llm_gateway.guard import Guard
+from private_llm_gateway.metrics import Metrics
+from private_llm_gateway.running import Runner
+from private_llm_gateway.served import Served
+from private_llm_gateway.settings import GatewaySettings
+
+
+def create_app(
+    models: Mapping[str, Served], settings: GatewaySettings, page_router: APIRouter | None = None
+) -> FastAPI:
+    """The application over models by name. page_router: serves the chat page at / and /page/.
+
+    Raises ConfigError without models.
+    """
+    if not models:
+        raise ConfigError("models: got none; want at least one")
+    known = dict(models)
+    runner = Runner(known, settings)
+
+    @contextlib.asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        runner.close()
+
+    app = FastAPI(title="private-llm", docs_url=None, redoc_url=None, openapi_url=None, lifespan=life)
+    app.include_router(Endpoints(known, settings, runner, Metrics(known, runner)).router)
+    if page_router is not None:
+        app.include_router(page_router)
+    app.add_middleware(Guard, settings=settings)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _other_error)
+    return app
+
+
+def bound_socket(settings: GatewaySettings) -> socket.socket:
+    """A socket that listens at the address of `settings`. Raises ConfigError if another program does so."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((settings.host, settings.port))
+        made.listen(settings.connections)
+    except OSError as error:
+        made.close()
+        raise ConfigError(
+            f"port: cannot listen at {settings.host}:{settings.port} ({error.strerror}); another gateway may run "
+            "there: stop it, or give another --port"
+        ) from None
+    return made
+
+
+def server_of(app: FastAPI, settings: GatewaySettings) -> uvicorn.Server:
+    """What serves the application. Requests are not logged: addresses and times are in the metrics."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=30,
+            limit_concurrency=settings.connections, timeout_graceful_shutdown=5, lifespan="on",
+        )
+    )  # fmt: skip
+
+
+def serve(app: FastAPI, settings: GatewaySettings, listening: socket.socket | None = None) -> None:
+    """Serve until a signal. listening: of `bound_socket`, made before a model was started. Raises ConfigError."""
+    at = listening or bound_socket(settings)
+    try:
+        server_of(app, settings).run(sockets=[at])
+    finally:
+        at.close()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    words = {404: "there is nothing at this address", 405: "this address wants another method"}
+    told = ApiError(status, words.get(status, "the request was refused"), code="unknown_url")
+    return JSONResponse(told.body(), status)
+
+
+async def _other_error(request: Request, error: Exception) -> Response:
+    told = in_words(error)
+    return JSONResponse(told.body(), told.status)

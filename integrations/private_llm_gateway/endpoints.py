@@ -1,0 +1,177 @@
+"""What each address of the API does, once a request has come in."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse, Response
+
+from private_llm_gateway import engine, requests, responses
+from private_llm_gateway.answer import Piece
+from private_llm_gateway.errors import ApiError, bad, in_words
+from private_llm_gateway.fields import Fields, body_of, refuse_unsupported
+from private_llm_gateway.metrics import Metrics
+from private_llm_gateway.prompts import check_context, of_field
+from private_llm_gateway.requests import Wanted, find_model
+from private_llm_gateway.running import ClientGone, Runner, Running
+from private_llm_gateway.served import Served
+from private_llm_gateway.settings import GatewaySettings
+
+_FIRST_S = 10.0
+"""Errors within this time have a status of their own; later ones are events of the stream that has begun."""
+_PING_S = 15
+Reader = Callable[[Mapping[str, Served], Mapping[str, Any], int], Wanted]
+
+
+class Endpoints:
+    """All addresses over some models."""
+
+    def __init__(
+        self, models: Mapping[str, Served], settings: GatewaySettings, runner: Runner, metrics: Metrics
+    ) -> None:
+        self.models, self.settings, self.runner, self.metrics = models, settings, runner, metrics
+        self._began = int(time.time())
+        self.router = APIRouter()
+        self._add("/v1/chat/completions", partial(self._text, requests.chat), "POST")
+        self._add("/v1/completions", partial(self._text, requests.completion), "POST")
+        self._add("/v1/embeddings", self._embeddings, "POST")
+        self._add("/v1/models", self._models, "GET")
+        self._add("/v1/models/{name:path}", self._model, "GET")
+        self._add("/v1/private/info", self._info, "GET")
+        self._add("/health", self._health, "GET")
+        self._add("/metrics", self._metrics, "GET")
+
+    def _add(self, path: str, endpoint: Callable[[Request], Any], method: str) -> None:
+        async def answer(request: Request) -> Response:
+            began = time.monotonic()
+            try:
+                response: Response = await endpoint(request)
+            except ClientGone:
+                response = Response(status_code=499)
+            except ApiError as error:
+                response = JSONResponse(error.body(), error.status, error.headers())
+            except Exception as error:  # noqa: BLE001 - whatever it is, the client is told in the envelope
+                told = in_words(error)
+                response = JSONResponse(told.body(), told.status, told.headers())
+            self.metrics.answered(path, response.status_code, time.monotonic() - began)
+            return response
+
+        self.router.add_route(path, answer, [method])
+
+    # -- texts --------------------------------------------------------------------------------------------------
+    async def _text(self, read: Reader, request: Request) -> Response:
+        body = body_of(await request.body())
+        wanted = await run_in_threadpool(read, self.models, body, self.settings.max_choices)
+        made = responses.Response(wanted)
+
+        def work(tell: engine.Tell, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
+            ahead = wanted.echo and wanted.logprobs
+            return engine.write(wanted.served, wanted.groups, tell, gone, self.settings.wait_s, ahead)
+
+        running = self.runner.start(wanted.served, work)
+        if not wanted.stream:
+            spent, prompts = await running.whole(request.is_disconnected)
+            self._count(wanted, spent)
+            return JSONResponse(await run_in_threadpool(made.whole, prompts, spent))
+        await running.first(_FIRST_S, request.is_disconnected)
+        return EventSourceResponse(self._events(wanted, made, running), sep="\n", ping=_PING_S)
+
+    async def _events(
+        self, wanted: Wanted, made: responses.Response, running: Running
+    ) -> AsyncIterator[ServerSentEvent]:
+        try:
+            for chunk in made.opening():
+                yield _event(chunk)
+            ended: list[Piece] = []
+            async for piece, spent in running.pieces():
+                if piece.text or piece.likelihoods:
+                    yield _event(made.chunk(Piece(piece.index, piece.text, piece.likelihoods, None), spent))
+                if piece.finish is not None:
+                    ended.append(piece)
+            total, _ = await running.result()
+            for piece in ended:
+                yield _event(made.chunk(Piece(piece.index, "", (), piece.finish), total))
+            if wanted.usage:
+                yield _event(made.usage(total))
+            self._count(wanted, total)
+            yield ServerSentEvent(data="[DONE]")
+        except ClientGone:
+            return
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told in the envelope
+            yield _event(in_words(error).body())
+        finally:
+            running.gone.set()
+
+    def _count(self, wanted: Wanted, spent: engine.Spent) -> None:
+        counts = wanted.counts
+        self.metrics.spent(wanted.served.name, counts["prompt_tokens"], counts["completion_tokens"], spent)
+
+    # -- vectors ------------------------------------------------------------------------------------------------
+    async def _embeddings(self, request: Request) -> Response:
+        body = body_of(await request.body())
+        served, rows, encoded = await run_in_threadpool(self._read_embeddings, body)
+        tokens = sum(map(len, rows))
+
+        def work(_: engine.Tell, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
+            return engine.embed(served, rows, gone, self.settings.wait_s)
+
+        spent, vectors = await self.runner.start(served, work).whole(request.is_disconnected)
+        self.metrics.spent(served.name, tokens, 0, spent)
+        return JSONResponse(await run_in_threadpool(responses.embeddings, served, vectors, tokens, encoded, spent))
+
+    def _read_embeddings(self, body: Mapping[str, Any]) -> tuple[Served, list[list[int]], bool]:
+        served = find_model(self.models, body, "encoder")
+        refuse_unsupported(body)
+        fields = Fields(body)
+        form = body.get("encoding_format") or "float"
+        if form not in ("float", "base64"):
+            raise bad("encoding_format", "encoding_format: want float or base64", "invalid_value")
+        size = served.pool.first.config.get_text_config().hidden_size
+        if fields.integer("dimensions", 1, 1 << 20) not in (None, size):
+            raise bad("dimensions", f"dimensions: unsupported; this model's vectors have {size}",
+                      "unsupported_parameter")  # fmt: skip
+        rows = of_field(served, "input", body.get("input"), self.settings.max_choices)
+        check_context(served, max(map(len, rows)), 0, "input")
+        return served, rows, form == "base64"
+
+    # -- facts --------------------------------------------------------------------------------------------------
+    async def _models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._entry(served) for served in self.models.values()]})
+
+    async def _model(self, request: Request) -> Response:
+        return JSONResponse(self._entry(find_any(self.models, request.path_params["name"])))
+
+    def _entry(self, served: Served) -> dict[str, Any]:
+        more = {"kind": served.kind, "context": served.context, "protocol": served.config.protocol}
+        if served.kind == "decoder":
+            more["chat_template"] = served.chat
+        made = {"id": served.name, "object": "model", "created": self._began, "owned_by": "private-llm"}
+        return {**made, "private_llm": more}
+
+    async def _info(self, request: Request) -> Response:
+        name = request.query_params.get("model") or next(iter(self.models))
+        return JSONResponse(find_any(self.models, name).about())
+
+    async def _health(self, _: Request) -> Response:
+        ready = all(served.pool.healthy for served in self.models.values())
+        ended = "a session with the parties ended; the next request renews it"
+        return JSONResponse({"status": "ok" if ready else ended}, 200 if ready else 503)
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+def find_any(models: Mapping[str, Served], name: str) -> Served:
+    """A model by its name. Raises ApiError (404)."""
+    return find_model(models, {"model": name}, models[name].kind if name in models else "decoder")
+
+
+def _event(made: Mapping[str, Any]) -> ServerSentEvent:
+    return ServerSentEvent(data=json.dumps(made, ensure_ascii=False, separators=(",", ":")))

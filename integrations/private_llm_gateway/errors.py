@@ -1,0 +1,57 @@
+"""OpenAI's error envelope, and which status an error of the library has.
+
+No message here repeats anything of a prompt or an answer: errors of the library are made without values, and of any
+other error only its type is told.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from private_llm.errors import PartiesBusy, PrivateLLMError, ProtocolAbort, TransportError
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+
+
+class ApiError(Exception):
+    """What a client is told. status: of HTTP. param: the field of the request that is wrong."""
+
+    def __init__(
+        self, status: int, message: str, kind: str = INVALID, param: str | None = None, code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(message)
+        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """The envelope."""
+        told = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": told}
+
+    def headers(self) -> dict[str, str]:
+        """Those that belong to the status."""
+        made = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        return {**made, "WWW-Authenticate": "Bearer"} if self.status == 401 else made
+
+
+def bad(param: str | None, message: str, code: str | None = None) -> ApiError:
+    """400 for a field."""
+    return ApiError(400, message, INVALID, param, code)
+
+
+def in_words(error: BaseException) -> ApiError:
+    """What a client is told of any error of an engine."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, PartiesBusy):
+        return ApiError(503, f"the parties are busy: {error}", SERVER, None, "parties_busy", 5)
+    if isinstance(error, TransportError):
+        return ApiError(503, f"a party cannot be reached: {error}", SERVER, None, "party_unavailable", 5)
+    if isinstance(error, ProtocolAbort):
+        told = f"the parties' answers did not fit together, so nothing of this answer may be trusted: {error}"
+        return ApiError(500, told, SERVER, None, "protocol_abort")
+    if isinstance(error, PrivateLLMError):
+        return ApiError(500, str(error), SERVER, None, "model_error")
+    return ApiError(500, f"unforeseen {type(error).__name__} in the gateway", SERVER, None, "internal_error")

@@ -1,0 +1,129 @@
+"""Reading the fields of a request's body, with an error of OpenAI's form for each that is wrong.
+
+No error repeats a value that a client sent: it may be a secret.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from private_llm_gateway.errors import bad
+
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    # what would change an answer and is not supported, and the values with which it does not
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+    "audio": (), "modalities": (["text"],), "prediction": (), "web_search_options": (), "suffix": ("",),
+    "reasoning_effort": ("none",), "verbosity": ("medium",), "store": (False,), "service_tier": ("auto", "default"),
+    "top_k": (0, -1), "min_p": (0,), "typical_p": (1,), "repetition_penalty": (1,), "length_penalty": (1,),
+    "min_tokens": (0,), "ignore_eos": (False,), "best_of": (1,), "use_beam_search": (False,), "guided_json": (),
+    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "grammar": (), "structured_outputs": (),
+    "chat_template": (), "chat_template_kwargs": ({},), "continue_final_message": (False,),
+    "add_generation_prompt": (True,), "bad_words": ([],), "stop_token_ids": ([],), "prompt_logprobs": (0,),
+    "logits_processors": ([],), "truncate_prompt_tokens": (), "return_tokens_as_token_ids": (False,),
+}  # fmt: skip
+
+
+def body_of(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a body. Raises ApiError (400) for anything else."""
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise bad(None, "the body is no JSON; want an object as OpenAI's API describes it", "invalid_json") from None
+    if not isinstance(found, dict):
+        raise bad(None, "the body is JSON, but no object; want one as OpenAI's API describes it", "invalid_json")
+    return found
+
+
+def refuse_unsupported(body: Mapping[str, Any], alright: tuple[str, ...] = ()) -> None:
+    """Raises ApiError (400) naming a field that asks for something that is not done here."""
+    for name, neutral in _NEUTRAL.items():
+        value = body.get(name)
+        same = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
+        if name not in alright and value is not None and not same:
+            raise bad(name, f"{name}: unsupported here; leave it out", "unsupported_parameter")
+
+
+class Fields:
+    """A body's fields; null counts as absent. Every method raises ApiError (400) naming the field."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self.body = body
+
+    def text(self, name: str) -> str:
+        """A text that must be there."""
+        value = self.body.get(name)
+        if not isinstance(value, str) or not value:
+            raise bad(name, f"{name}: {_kind(value)}; want a text", _code(value))
+        return value
+
+    def flag(self, name: str) -> bool:
+        """True or false (default)."""
+        value = self.body.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise bad(name, f"{name}: {_kind(value)}; want true or false", _code(value))
+        return bool(value)
+
+    def number(self, name: str, low: float, high: float) -> float | None:
+        """A number in a range."""
+        value = self.body.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise bad(name, f"{name}: {_kind(value)}; want a number", _code(value))
+        if not (math.isfinite(value) and low <= value <= high):
+            raise bad(name, f"{name}: out of range; want {low:g} to {high:g}", "invalid_value")
+        return float(value)
+
+    def integer(self, name: str, low: int, high: int) -> int | None:
+        """A whole number in a range."""
+        value = self.body.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise bad(name, f"{name}: {_kind(value)}; want a whole number", _code(value))
+        if not low <= value <= high:
+            raise bad(name, f"{name}: out of range; want {low} to {high}", "invalid_value")
+        return value
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """An object (default: empty)."""
+        value = self.body.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise bad(name, f"{name}: {_kind(value)}; want an object", _code(value))
+        return value or {}
+
+    def stops(self) -> tuple[str, ...]:
+        """`stop`: a text, or up to four."""
+        value = self.body.get("stop")
+        listed = [value] if isinstance(value, str) else value or []
+        if not isinstance(listed, list) or len(listed) > 4 or not all(isinstance(s, str) and s for s in listed):
+            raise bad("stop", "stop: want a text, or a list of up to four, none empty", "invalid_value")
+        return tuple(listed)
+
+    def bias(self, vocabulary: int) -> tuple[tuple[int, float], ...]:
+        """`logit_bias`: numbers from -100 to 100 by token id."""
+        made = []
+        for token, value in self.mapping("logit_bias").items():
+            good = token.isascii() and token.isdecimal() and len(token) < 10 and int(token) < vocabulary
+            if not good or isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+                raise bad(
+                    "logit_bias",
+                    f"logit_bias: want numbers from -100 to 100 by token ids from 0 to {vocabulary - 1}",
+                    "invalid_value",
+                )
+            made.append((int(token), float(value)))
+        return tuple(made)
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "missing"
+    names = {"str": "a text", "int": "a number", "float": "a number", "bool": "true or false", "dict": "an object"}
+    return f"got {'an empty text' if value == '' else names.get(type(value).__name__, 'a list')}"
+
+
+def _code(value: object) -> str:
+    return "missing_required_parameter" if value is None else "invalid_type"

@@ -1,0 +1,116 @@
+"""Who may call the gateway: tokens, host names, origins, sizes and times of bodies.
+
+A web page that resolves its own name to this machine (DNS rebinding) sends its own name as Host, and any other page's
+request carries its Origin; both are refused, on loopback also where no token is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from private_llm_gateway.errors import ApiError
+from private_llm_gateway.settings import GatewaySettings
+
+_OPEN = ("/", "/health", "/favicon.ico")
+_OPEN_BELOW = "/page/"
+
+
+class Guard:
+    """Refuses what may not come in, reads bodies within their limits, and passes on the rest."""
+
+    def __init__(self, app: ASGIApp, settings: GatewaySettings) -> None:
+        self.app, self.settings = app, settings
+        names = {settings.host, *settings.allowed_hosts}
+        if settings.loopback:
+            names |= {"localhost", "127.0.0.1", "::1"}
+        self._names = {name.strip("[]").lower() for name in names}
+        self._any_name = not settings.loopback and not settings.allowed_hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            return
+        try:
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            self._check(scope["path"], headers)
+            body = await self._body(headers, receive)
+        except ApiError as error:
+            await JSONResponse(error.body(), error.status, error.headers())(scope, receive, send)
+            return
+        if body is None:  # the client left
+            return
+        read = False
+
+        async def replay() -> Message:
+            nonlocal read
+            if read:
+                return await receive()
+            read = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self.app(scope, replay, send)
+
+    def _check(self, path: str, headers: Mapping[str, str]) -> None:
+        host = headers.get("host", "")
+        name = _name(f"//{host}")
+        if name is None or (not self._any_name and name not in self._names):
+            raise ApiError(
+                403, "host: this gateway is not called by that name; start it with --allow-host", code="unknown_host"
+            )
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+            raise ApiError(403, "origin: pages of other sites may not call this gateway", code="origin_not_allowed")
+        token = self.settings.token
+        if token is None or path in _OPEN or path.startswith(_OPEN_BELOW):
+            return
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
+            raise ApiError(
+                401,
+                "Incorrect API key provided: want the token that the gateway printed when it started, as "
+                "'Authorization: Bearer TOKEN'",
+                code="invalid_api_key",
+            )
+
+    async def _body(self, headers: Mapping[str, str], receive: Receive) -> bytes | None:
+        most = self.settings.max_body
+        length = headers.get("content-length", "0")
+        if length.isascii() and length.isdecimal() and len(length) < 19 and int(length) > most:
+            raise _too_large(most)
+        parts, size, more = [], 0, True
+        try:
+            async with asyncio.timeout(self.settings.body_s):
+                while more:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        return None
+                    part = message.get("body", b"")
+                    size += len(part)
+                    if size > most:
+                        raise _too_large(most)
+                    parts.append(part)
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            told = f"the body did not arrive within {self.settings.body_s:g} s"
+            raise ApiError(408, told, code="request_timeout") from None
+        return b"".join(parts)
+
+
+def _name(address: str) -> str | None:
+    try:
+        found = urlsplit(address).hostname
+    except ValueError:
+        return None
+    return None if found is None else found.lower()
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {most} bytes", code="request_too_large")

@@ -1,0 +1,115 @@
+"""Turning messages, texts and token ids into the tokens of a prompt, and refusing what does not fit the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jinja2
+
+from private_llm_gateway.errors import ApiError, bad
+from private_llm_gateway.served import Served
+
+_ROLES = ("system", "developer", "user", "assistant")
+_MOST_MESSAGES = 4096
+
+
+def of_messages(served: Served, messages: object) -> list[int]:
+    """Tokens of a chat, by the model's template or, without one, of the messages joined by line ends.
+
+    Raises ApiError (400) for messages that are no text, and those that the template refuses.
+    """
+    if not isinstance(messages, list) or not 0 < len(messages) <= _MOST_MESSAGES:
+        raise bad("messages", f"messages: want a list of 1 to {_MOST_MESSAGES}", "invalid_value")
+    said = [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    if not served.tokenizer.chat_template:
+        return _checked(served, served.encode("\n".join(text for _, text in said)), "messages")
+    listed = [{"role": "system" if role == "developer" else role, "content": text} for role, text in said]
+    try:
+        text = served.tokenizer.apply_chat_template(listed, add_generation_prompt=True, tokenize=False)
+    except jinja2.TemplateError:
+        raise bad(
+            "messages", "messages: the model's chat template refuses this order of roles", "invalid_value"
+        ) from None
+    return _checked(served, served.encode(text, special=False), "messages")
+
+
+def of_field(served: Served, name: str, value: object, most: int) -> list[list[int]]:
+    """Token rows of a field that is a text, token ids, or a list of either. Raises ApiError (400)."""
+    if isinstance(value, str) or _is_ids(value):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise bad(name, f"{name}: want a text, token ids, or a list of these", "invalid_type")
+    if len(value) > most:
+        raise bad(name, f"{name}: got {len(value)} items; want {most} at most", "invalid_value")
+    rows = []
+    for item in value:
+        if isinstance(item, str):
+            rows.append(_checked(served, served.encode(item), name))
+        elif _is_ids(item):
+            rows.append(_checked(served, item, name))
+        else:
+            raise bad(name, f"{name}: want a text, token ids, or a list of these", "invalid_type")
+    return rows
+
+
+def check_context(served: Served, prompt: int, wanted: int, param: str) -> None:
+    """Raises ApiError (400) where prompt and answer do not fit the model: nothing is cut off."""
+    limit = served.context
+    if limit is not None and prompt + wanted > limit:
+        raise bad(
+            param,
+            f"This model's maximum context length is {limit} tokens. However, you requested {prompt + wanted} tokens "
+            f"({prompt} in the {param}, {wanted} in the completion). Please reduce the length of the {param} or "
+            "completion.",
+            "context_length_exceeded",
+        )
+
+
+def _message(message: object, where: str) -> tuple[str, str]:
+    if not isinstance(message, dict):
+        raise bad(where, f"{where}: want an object with role and content", "invalid_type")
+    role = message.get("role")
+    if role in ("tool", "function"):
+        raise _unsupported(f"{where}.role")
+    if role not in _ROLES:
+        raise bad(f"{where}.role", f"{where}.role: want one of {', '.join(_ROLES)}", "invalid_value")
+    for name in ("tool_calls", "function_call", "audio", "name", "refusal"):
+        if message.get(name):
+            raise _unsupported(f"{where}.{name}")
+    return role, _content(message.get("content"), f"{where}.content")
+
+
+def _content(content: Any, where: str) -> str:  # noqa: ANN401 - as it came
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad(where, f"{where}: want a text, or a list of parts of type 'text'", "invalid_type")
+    parts = []
+    for at, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise _unsupported(f"{where}[{at}].type")
+        if not isinstance(part.get("text"), str):
+            raise bad(f"{where}[{at}].text", f"{where}[{at}].text: want a text", "invalid_type")
+        parts.append(part["text"])
+    return "".join(parts)
+
+
+def _unsupported(where: str) -> ApiError:
+    return bad(where, f"{where}: unsupported here; this model reads and writes text only", "unsupported_parameter")
+
+
+def _is_ids(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(token, int) and not isinstance(token, bool) for token in value)
+    )
+
+
+def _checked(served: Served, ids: list[int], name: str) -> list[int]:
+    if not ids:
+        raise bad(name, f"{name}: got no tokens; want at least one", "invalid_value")
+    if not all(0 <= token < served.vocabulary for token in ids):
+        raise bad(name, f"{name}: a token id is out of range; want 0 to {served.vocabulary - 1}", "invalid_value")
+    return ids

@@ -1,0 +1,165 @@
+"""What a request of each kind asks for, checked against the model that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from private_llm_gateway.answer import Answer, Writing
+from private_llm_gateway.constrained import Grammar
+from private_llm_gateway.errors import ApiError, bad
+from private_llm_gateway.fields import Fields, refuse_unsupported
+from private_llm_gateway.json_schema import of_schema
+from private_llm_gateway.prompts import check_context, of_field, of_messages
+from private_llm_gateway.served import Served
+
+_MOST_LOGPROBS = 20
+_COMPLETION_TOKENS = 16
+"""Of a completion that does not say how many, as OpenAI defines it."""
+_ANY = 1 << 62
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A text that is wanted. groups: answers by prompt. logprobs, echo, stream, usage: what is sent of it, and how."""
+
+    served: Served
+    chat: bool
+    groups: tuple[tuple[Answer, ...], ...]
+    stream: bool
+    usage: bool
+    logprobs: bool
+    echo: bool = False
+
+    @property
+    def answers(self) -> list[Answer]:
+        """All answers in order."""
+        return [answer for group in self.groups for answer in group]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Tokens, as `usage` reports them."""
+        prompt = sum(len(group[0].prompt) for group in self.groups)
+        made = sum(len(answer.tokens) for answer in self.answers)
+        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+
+def find_model(models: Mapping[str, Served], body: Mapping[str, Any], kind: str) -> Served:
+    """The model that a body names. Raises ApiError (404, 400) if there is none of that name or kind."""
+    name = Fields(body).text("model")
+    if name not in models:
+        offered = ", ".join(models)
+        raise ApiError(404, f"The model does not exist here; want one of: {offered}", param="model",
+                       code="model_not_found")  # fmt: skip
+    served = models[name]
+    if served.kind != kind:
+        does = "writes text (/v1/chat/completions, /v1/completions)" if served.kind == "decoder" else (
+            "gives vectors (/v1/embeddings)")  # fmt: skip
+        raise bad("model", f"model: {name!r} is an {served.kind} model, which {does}"
+                  .replace("an decoder", "a decoder"), "model_not_supported")  # fmt: skip
+    return served
+
+
+def chat(models: Mapping[str, Served], body: Mapping[str, Any], most: int) -> Wanted:
+    """A request to /v1/chat/completions. Raises ApiError (400, 404)."""
+    served = find_model(models, body, "decoder")
+    refuse_unsupported(body)
+    fields = Fields(body)
+    prompt = of_messages(served, body.get("messages"))
+    told = fields.flag("logprobs")
+    top = fields.integer("top_logprobs", 0, _MOST_LOGPROBS)
+    if top and not told:
+        raise bad("top_logprobs", "top_logprobs: want logprobs true as well", "invalid_value")
+    names = [name for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
+    room = _ANY if served.context is None else max(1, served.context - len(prompt))
+    limit = (fields.integer(names[0], 1, _ANY) if names else None) or min(room, 1 << 20)
+    check_context(served, len(prompt), limit, "messages")
+    writing = _writing(fields, served, limit, (top or 0) if told else None)
+    return _wanted(served, fields, [prompt], writing, most, chat=True, logprobs=told)
+
+
+def completion(models: Mapping[str, Served], body: Mapping[str, Any], most: int) -> Wanted:
+    """A request to /v1/completions. Raises ApiError (400, 404)."""
+    served = find_model(models, body, "decoder")
+    fields = Fields(body)
+    refuse_unsupported(body, ("best_of",) if body.get("best_of") == body.get("n", 1) else ())
+    prompts = of_field(served, "prompt", body.get("prompt"), most)
+    echo = fields.flag("echo")
+    limit = fields.integer("max_tokens", 0 if echo else 1, _ANY)
+    limit = _COMPLETION_TOKENS if limit is None else limit
+    check_context(served, max(map(len, prompts)), limit, "prompt")
+    told = fields.integer("logprobs", 0, _MOST_LOGPROBS)
+    if echo and told is not None and fields.flag("stream"):
+        raise bad("stream", "stream: unsupported with echo and logprobs together", "unsupported_parameter")
+    writing = _writing(fields, served, limit, told)
+    return _wanted(served, fields, prompts, writing, most, chat=False, logprobs=told is not None, echo=echo)
+
+
+def _wanted(
+    served: Served, fields: Fields, prompts: list[list[int]], writing: Writing, most: int, chat: bool, logprobs: bool,
+    echo: bool = False,
+) -> Wanted:  # fmt: skip
+    n = fields.integer("n", 1, most) or 1
+    if n * len(prompts) > most:
+        raise bad("n", f"n: {len(prompts)} prompts with {n} answers each; want {most} answers at most", "invalid_value")
+    groups = tuple(
+        tuple(
+            Answer(number * n + sample, prompt, writing, served.tokenizer, served.ends, sample) for sample in range(n)
+        )
+        for number, prompt in enumerate(prompts)
+    )
+    stream = fields.flag("stream")
+    options = fields.mapping("stream_options")
+    if options and not stream:
+        raise bad("stream_options", "stream_options: want stream true as well", "invalid_value")
+    return Wanted(served, chat, groups, stream, Fields(options).flag("include_usage"), logprobs, echo)
+
+
+def _writing(fields: Fields, served: Served, limit: int, logprobs: int | None) -> Writing:
+    temperature = fields.number("temperature", 0, 2)
+    top_p = fields.number("top_p", 0, 1)
+    only_token = served.config.reveal == "token"
+    default = 0.0 if only_token else 1.0
+    writing = Writing(
+        max_tokens=limit,
+        temperature=default if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
+        seed=fields.integer("seed", -_ANY, _ANY),
+        presence=fields.number("presence_penalty", -2, 2) or 0.0,
+        frequency=fields.number("frequency_penalty", -2, 2) or 0.0,
+        bias=fields.bias(served.vocabulary),
+        stop=fields.stops(),
+        logprobs=logprobs,
+        grammar=_grammar(fields, served),
+    )
+    if only_token and not (writing.plain and writing.top_p == 1):
+        names = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs",
+                 "response_format")  # fmt: skip
+        given = next((name for name in names if fields.body.get(name)), "temperature")
+        raise bad(
+            given,
+            f"{given}: the parties open only the most likely token (reveal='token'), so logits cannot be used; leave "
+            "it out, or start the gateway with --reveal logits",
+            "unsupported_parameter",
+        )
+    return writing
+
+
+def _grammar(fields: Fields, served: Served) -> Grammar | None:
+    """`response_format`: none for free text."""
+    form = fields.mapping("response_format")
+    kind = form.get("type", "text")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return served.any_object
+    if kind != "json_schema":
+        raise bad(
+            "response_format.type", "response_format.type: want text, json_object or json_schema", "invalid_value"
+        )
+    named = form.get("json_schema")
+    if not isinstance(named, dict) or "schema" not in named:
+        raise bad("response_format.json_schema", "response_format.json_schema: want an object with name and schema",
+                  "missing_required_parameter")  # fmt: skip
+    return Grammar(of_schema(named["schema"]), served.texts)

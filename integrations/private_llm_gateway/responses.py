@@ -1,0 +1,132 @@
+"""OpenAI's response objects, made of answers."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from private_llm_gateway.answer import Likelihood, Piece
+from private_llm_gateway.engine import Spent
+from private_llm_gateway.requests import Wanted
+from private_llm_gateway.served import Served
+
+_LEAST = -9999.0
+"""What OpenAI writes for the logarithm of nothing, which JSON cannot say."""
+
+
+class Response:
+    """The objects of one request, which share a number and a time."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        kind = "chatcmpl" if wanted.chat else "cmpl"
+        self._head = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": wanted.served.name}
+
+    def whole(self, prompts: Sequence[Sequence[Likelihood]], spent: Spent) -> dict[str, Any]:
+        """All answers at once. prompts: likelihoods of each prompt's tokens, if it is echoed with them."""
+        choices = []
+        for number, group in enumerate(self.wanted.groups):
+            ahead = list(prompts[number]) if prompts else []
+            for answer in group:
+                text, shift = answer.text, 0
+                if self.wanted.echo:
+                    shift = len(self._echoed(answer.prompt))
+                    text = self._echoed(answer.prompt) + text
+                piece = Piece(answer.index, text, tuple(answer.likelihoods), answer.finish)
+                choices.append(self._choice(piece, "message", ahead, shift))
+        made = {**self._head, "object": "chat.completion" if self.wanted.chat else "text_completion"}
+        return {**made, "choices": choices, "usage": self.wanted.counts, "private_llm": spent.to_dict()}
+
+    def opening(self) -> list[dict[str, Any]]:
+        """What a stream begins with."""
+        if self.wanted.chat:
+            blank = {"role": "assistant", "content": ""}
+            rows = [{"index": answer.index, "delta": blank, "logprobs": None, "finish_reason": None}
+                    for answer in self.wanted.answers]  # fmt: skip
+            return [self._chunk([row], None) for row in rows]
+        if not self.wanted.echo:
+            return []
+        pieces = [Piece(answer.index, self._echoed(answer.prompt), (), None) for answer in self.wanted.answers]
+        return [self.chunk(piece, None) for piece in pieces]
+
+    def chunk(self, piece: Piece, spent: Spent | None) -> dict[str, Any]:
+        """A part of a stream."""
+        return self._chunk([self._choice(piece, "delta")], spent)
+
+    def usage(self, spent: Spent) -> dict[str, Any]:
+        """The last part of a stream that was asked to count tokens."""
+        return {**self._chunk([], spent), "usage": self.wanted.counts}
+
+    def _chunk(self, choices: list[dict[str, Any]], spent: Spent | None) -> dict[str, Any]:
+        made = {**self._head, "object": "chat.completion.chunk" if self.wanted.chat else "text_completion"}
+        made["choices"] = choices
+        if self.wanted.usage:
+            made["usage"] = None
+        return made if spent is None else {**made, "private_llm": spent.to_dict()}
+
+    def _choice(self, piece: Piece, field: str, ahead: Sequence[Likelihood] = (), shift: int = 0) -> dict[str, Any]:
+        made: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish, "logprobs": None}
+        if not self.wanted.chat:
+            made["text"] = piece.text
+            if self.wanted.logprobs and (piece.likelihoods or ahead or field == "message"):
+                made["logprobs"] = _completion_logprobs(self.wanted.served, ahead, piece.likelihoods, shift)
+            return made
+        if field == "message":
+            made[field] = {"role": "assistant", "content": piece.text, "refusal": None}
+        else:
+            made[field] = {"content": piece.text} if piece.text or piece.likelihoods else {}
+        if self.wanted.logprobs and (piece.likelihoods or field == "message"):
+            rows = [_chat_logprob(self.wanted.served, each) for each in piece.likelihoods]
+            made["logprobs"] = {"content": rows, "refusal": None}
+        return made
+
+    def _echoed(self, prompt: list[int]) -> str:
+        return str(self.wanted.served.tokenizer.decode(prompt, skip_special_tokens=True))
+
+
+def embeddings(served: Served, vectors: Tensor, tokens: int, encoded: bool, spent: Spent) -> dict[str, Any]:
+    """Vectors [B, hidden] as lists of numbers, or as base64 of little-endian float32."""
+    rows = vectors.float().numpy().astype("<f4")
+    data = [
+        {"object": "embedding", "index": at,
+         "embedding": base64.b64encode(row.tobytes()).decode() if encoded else row.tolist()}
+        for at, row in enumerate(rows)
+    ]  # fmt: skip
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": data, "model": served.name, "usage": usage, "private_llm": spent.to_dict()}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST)
+
+
+def _chat_logprob(served: Served, each: Likelihood) -> dict[str, Any]:
+    def one(token: int, logprob: float | None) -> dict[str, Any]:
+        text = served.text_of(token)
+        return {"token": text, "logprob": _finite(logprob or 0.0), "bytes": list(text.encode())}
+
+    return {**one(each.token, each.logprob), "top_logprobs": [one(*pair) for pair in each.top]}
+
+
+def _completion_logprobs(
+    served: Served, ahead: Sequence[Likelihood], rows: Sequence[Likelihood], shift: int
+) -> dict[str, Any]:
+    """ahead: of the prompt, whose text is `shift` characters long."""
+    every = [*ahead, *rows]
+    top: list[dict[str, float] | None] = []
+    for each in every:
+        named: dict[str, float] = {}
+        for token, logprob in each.top:
+            named.setdefault(served.text_of(token), _finite(logprob))
+        top.append(None if each.logprob is None else named)
+    return {
+        "tokens": [served.text_of(each.token) for each in every],
+        "token_logprobs": [None if each.logprob is None else _finite(each.logprob) for each in every],
+        "top_logprobs": top,
+        "text_offset": [each.at for each in ahead] + [each.at + shift for each in rows],
+    }

@@ -1,0 +1,148 @@
+"""Requests in worker threads, watched from the event loop: admission, what comes out as it comes, and who went away.
+
+The event loop never computes, and never waits for a party.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from private_llm_gateway.answer import Piece
+from private_llm_gateway.engine import Spent, Tell
+from private_llm_gateway.errors import ApiError
+from private_llm_gateway.pool import Abandoned, PoolBusy
+from private_llm_gateway.served import Served
+from private_llm_gateway.settings import GatewaySettings
+
+_LOOK_S = 0.2
+"""How often it is asked whether a client is still there."""
+
+Work = Callable[[Tell, Callable[[], bool]], Any]
+"""What runs in a thread: told pieces go to the client; the second argument says whether the client is gone."""
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer."""
+
+
+class Running:
+    """One request in its thread."""
+
+    def __init__(self) -> None:
+        self.gone = threading.Event()
+        self._loop = asyncio.get_running_loop()
+        self._news: asyncio.Queue[tuple[Piece, Spent] | None] = asyncio.Queue()
+        self._waiting: asyncio.Task[tuple[Piece, Spent] | None] | None = None
+        self.future: Future[Any]
+
+    def tell(self, piece: Piece, spent: Spent) -> None:
+        """From the thread: something is new."""
+        self._put((piece, spent))
+
+    def end(self) -> None:
+        """From the thread: nothing more comes."""
+        self._put(None)
+
+    def _put(self, news: tuple[Piece, Spent] | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the gateway ends
+            self._loop.call_soon_threadsafe(self._news.put_nowait, news)
+
+    async def result(self) -> Any:  # noqa: ANN401 - of the work
+        """What the work returned. Raises what it raised."""
+        return await asyncio.wrap_future(self.future)
+
+    async def present(self, ready: asyncio.Task[Any], disconnected: Callable[[], Awaitable[bool]]) -> None:
+        """Wait for a task while the client is there. Raises ClientGone."""
+        while not ready.done():
+            await asyncio.wait({ready}, timeout=_LOOK_S)
+            if not ready.done() and await disconnected():
+                ready.cancel()
+                raise ClientGone
+
+    async def whole(self, disconnected: Callable[[], Awaitable[bool]]) -> Any:  # noqa: ANN401 - of the work
+        """The result, while the client waits for it. Raises ClientGone, and what the work raised."""
+        try:
+            ready = asyncio.ensure_future(self.result())
+            await self.present(ready, disconnected)
+            return await ready
+        finally:
+            self.gone.set()
+
+    async def first(self, seconds: float, disconnected: Callable[[], Awaitable[bool]]) -> None:
+        """Wait until something is there to send, or for so long. Raises ClientGone, and what the work raised."""
+        self._waiting = asyncio.ensure_future(self._news.get())
+        try:
+            async with asyncio.timeout(seconds):
+                await self.present(asyncio.ensure_future(asyncio.shield(self._waiting)), disconnected)
+        except TimeoutError:
+            return
+        except BaseException:
+            self.gone.set()
+            raise
+        if self._waiting.result() is None:
+            await self.result()
+
+    async def pieces(self) -> AsyncIterator[tuple[Piece, Spent]]:
+        """What comes, until all is there."""
+        while True:
+            waiting, self._waiting = self._waiting, None
+            news = await (waiting or self._news.get())
+            if news is None:
+                return
+            yield news
+
+
+class Runner:
+    """Threads for all requests of a gateway: one for each session, and one for each request that may wait."""
+
+    def __init__(self, models: dict[str, Served], settings: GatewaySettings) -> None:
+        self._settings = settings
+        self._most = {name: served.pool.size + settings.max_waiting for name, served in models.items()}
+        self._threads = ThreadPoolExecutor(sum(self._most.values()), thread_name_prefix="request")
+        self._lock = threading.Lock()
+        self._running: set[Running] = set()
+        self.taken: Counter[str] = Counter()
+
+    def start(self, served: Served, work: Work) -> Running:
+        """Begin. Raises ApiError (429) if too many wait already."""
+        with self._lock:
+            if self.taken[served.name] >= self._most[served.name]:
+                raise self._busy(f"{self.taken[served.name]} requests run or wait already")
+            self.taken[served.name] += 1
+        running = Running()
+        with self._lock:
+            self._running.add(running)
+        running.future = self._threads.submit(self._run, served.name, running, work)
+        return running
+
+    def close(self) -> None:
+        """Stop all requests, each at its next token."""
+        with self._lock:
+            for running in self._running:
+                running.gone.set()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, name: str, running: Running, work: Work) -> Any:  # noqa: ANN401
+        try:
+            return work(running.tell, running.gone.is_set)
+        except PoolBusy:
+            raise self._busy(f"no session came free within {self._settings.wait_s:g} s") from None
+        except Abandoned:
+            raise ClientGone from None
+        finally:
+            with self._lock:
+                self.taken[name] -= 1
+                self._running.discard(running)
+            running.end()
+
+    def _busy(self, why: str) -> ApiError:
+        return ApiError(
+            429, f"the gateway is busy: {why}; try again later", "rate_limit_error", None, "rate_limit_exceeded",
+            self._settings.retry_after_s,
+        )  # fmt: skip

@@ -1,0 +1,169 @@
+"""A model that a gateway serves: its sessions, its tokenizer, and what clients may know of it."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from private_llm_hf.client.inputs import max_positions
+from private_llm_hf.models.architectures import architecture
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
+from private_llm.protocol_facts import CASCADE
+from private_llm_gateway.constrained import Grammar, TokenTexts
+from private_llm_gateway.json_schema import any_object
+from private_llm_gateway.pool import SessionPool
+
+PLAIN_CHAT = "none: messages are joined by line ends and continued"
+OWN_CHAT = "the model's own"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model by its name. tokenizer: of transformers. Raises ConfigError for models without a place in this API."""
+
+    name: str
+    pool: SessionPool
+    tokenizer: Any
+    _encoding: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        kind = architecture(self.pool.first.config).kind
+        if kind not in ("decoder", "encoder") or (kind == "decoder") != bool(self.pool.first.can_generate()):
+            raise ConfigError(
+                f"model {self.name!r}: got {type(self.pool.first).__name__}; a gateway serves decoders that generate "
+                "and encoders that give hidden states (AutoPrivateModel)"
+            )
+        if kind == "encoder" and not type(self.pool.first).__name__.endswith("Model"):
+            raise ConfigError(
+                f"model {self.name!r}: got {type(self.pool.first).__name__}, which gives no hidden states; want one "
+                "of AutoPrivateModel"
+            )
+
+    @property
+    def kind(self) -> Literal["decoder", "encoder"]:
+        """What it does: writes text, or gives vectors."""
+        return "decoder" if architecture(self.pool.first.config).kind == "decoder" else "encoder"
+
+    @property
+    def config(self) -> PrivateConfig:
+        """How it runs."""
+        config: PrivateConfig = self.pool.first.parties.config
+        return config
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below."""
+        return int(self.pool.first.config.get_text_config().vocab_size)
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of prompt and answer together, or None if there is no limit."""
+        return max_positions(self.pool.first.config)
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
+        found = getattr(self.pool.first.generation_config, "eos_token_id", None)
+        listed = found if isinstance(found, list) else [found, self.tokenizer.eos_token_id]
+        return tuple(dict.fromkeys(int(token) for token in listed if token is not None))
+
+    @property
+    def pad(self) -> int:
+        """What stands behind a text that ended while others go on."""
+        found = self.tokenizer.pad_token_id
+        return int(found) if found is not None else (self.ends or (0,))[0]
+
+    @property
+    def chat(self) -> str:
+        """How messages become a prompt."""
+        return OWN_CHAT if self.tokenizer.chat_template else PLAIN_CHAT
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        """What each token adds to a text."""
+        return TokenTexts(self.tokenizer, self.vocabulary)
+
+    @cached_property
+    def any_object(self) -> Grammar:
+        """Any JSON object."""
+        return Grammar(any_object(), self.texts)
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """All tokens of a text, none cut off. `special`: with those that the model wants around it."""
+        with self._encoding:  # a tokenizer that pads or cuts by default is changed for a moment
+            return list(self.tokenizer(text, add_special_tokens=special, truncation=False, verbose=False)["input_ids"])
+
+    def text_of(self, token: int) -> str:
+        """What a token adds to a text; its name for a special one or a part of a character."""
+        if token in self._special:
+            return str(self.tokenizer.convert_ids_to_tokens(token))
+        added = str(self.tokenizer.decode([*self._anchor[0], token]))[len(self._anchor[1]) :]
+        return str(self.tokenizer.convert_ids_to_tokens(token)) if "\ufffd" in added or not added else added
+
+    def offsets(self, tokens: list[int]) -> list[int]:
+        """Where each token's text begins in the text of all."""
+        found, at = [], 0
+        for token in tokens:
+            found.append(at)
+            at += 0 if token in self._special else len(self.text_of(token))
+        return found
+
+    def about(self) -> dict[str, Any]:
+        """What the page shows: model, protocol, parties, and a sentence on what is protected."""
+        config, here = self.config, self.one_machine
+        return {
+            "model": self.name, "protocol": config.protocol, "parties": self._parties(), "sentence": self.sentence,
+            "one_machine": here, "weights": config.weights, "chat_template": self.chat,
+        }  # fmt: skip
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether all parties run where the gateway does, or are all called by one loopback address."""
+        names = {host.rpartition(":")[0] for host in self.config.hosts}
+        return self.config.party_mode != "remote" or names <= {"127.0.0.1", "localhost", "::1", "[::1]"}
+
+    @property
+    def sentence(self) -> str:
+        """What is protected, for people."""
+        config = self.config
+        if config.protocol == CASCADE or config.plan is not None:
+            return "Each node sees a part of the tokens in the clear, and nobody all of them: a statistical protection."
+        if config.facts is not None and not config.facts.hides:
+            return "Nothing is protected: this protocol computes in the clear, for tests."
+        count = "one" if config.protocol == "quad" else "any one"
+        what = "your text and the model's weights" if config.weights == "secret" else "your text"
+        told = f"Your text leaves this machine as random shares only; {count} of the parties alone learns nothing of "
+        told += f"{what}, and two that put their shares together learn all."
+        if self.one_machine:
+            told += " Here all parties run on one machine, so its owner can see everything."
+        return told
+
+    def _parties(self) -> list[dict[str, str]]:
+        config, holds = self.config, "random shares of your text"
+        if config.weights == "secret":
+            holds += " and of the weights"
+        if config.protocol == CASCADE or (config.facts is not None and not config.facts.hides):
+            holds = "text and weights in the clear" if config.protocol != CASCADE else "some tokens, and the weights"
+        made = []
+        for number in range(config.endpoints):
+            host = config.hosts[number] if config.hosts else "this machine"
+            what = "masks only: it deals random numbers" if self._deals(number) else holds
+            made.append({"name": f"party {number}", "host": host, "holds": what})
+        return made
+
+    def _deals(self, number: int) -> bool:
+        facts = self.config.facts
+        return facts is not None and facts.dealer and number == facts.helper
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.all_special_ids)
+
+    @cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        ids = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        return ids, str(self.tokenizer.decode(ids))

@@ -1,0 +1,63 @@
+"""How a gateway listens and what it allows."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from private_llm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """Settings of one gateway. Raises ConfigError for those out of range or unsafe.
+
+    host, port: where it listens. token: what clients send as `Authorization: Bearer` (None: nothing, which only
+    loopback addresses allow). allowed_hosts: names by which clients may call it, besides `host` (on loopback:
+    localhost); behind another address than loopback any name will do if none is given, since a token is wanted there.
+    max_waiting: requests that may wait for a session, beyond which 429 is answered after `retry_after_s`. wait_s: how
+    long one waits. max_body: bytes of a request; body_s: seconds in which they must arrive. max_choices: answers to one
+    request (`n` times prompts). connections: open at a time, idle ones included.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    max_waiting: int = 16
+    retry_after_s: int = 5
+    wait_s: float = 600.0
+    max_body: int = 4 << 20
+    body_s: float = 30.0
+    max_choices: int = 64
+    connections: int = 256
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 1 << 16:
+            raise ConfigError(f"port: got {self.port}; want 0 (any that is free) to 65535")
+        if self.token is None and not self.loopback:
+            raise ConfigError(
+                f"token: got none for host {self.host!r}, which others can reach; want a token, or host 127.0.0.1"
+            )
+        if self.token is not None and (len(self.token) < 8 or not self.token.isascii() or " " in self.token):
+            raise ConfigError("token: want at least 8 ASCII characters without spaces")
+        for name in ("retry_after_s", "wait_s", "max_body", "body_s", "max_choices", "connections"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}: got {getattr(self, name)}; want a positive number")
+        if self.max_waiting < 0:
+            raise ConfigError(f"max_waiting: got {self.max_waiting}; want 0 or more")
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only programs of this machine can connect."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @property
+    def url(self) -> str:
+        """Where clients find it."""
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
