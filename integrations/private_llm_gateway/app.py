@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from private_llm.errors import ConfigError
+from private_llm_gateway.connections import Connection
 from private_llm_gateway.endpoints import Endpoints
 from private_llm_gateway.errors import ApiError, in_words
 from private_llm_gateway.guard import Guard
@@ -74,7 +75,7 @@ def server_of(app: FastAPI, settings: GatewaySettings) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=30,
-            limit_concurrency=settings.connections, timeout_graceful_shutdown=5, lifespan="on",
+            limit_concurrency=settings.connections, timeout_graceful_shutdown=5, lifespan="on", http=Connection,
         )
     )  # fmt: skip
 

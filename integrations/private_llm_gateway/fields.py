@@ -6,7 +6,6 @@ No error repeats a value that a client sent: it may be a secret.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +29,7 @@ def body_of(raw: bytes) -> dict[str, Any]:
     """The JSON object of a body. Raises ApiError (400) for anything else."""
     try:
         found = json.loads(raw)
+        json.dumps(found, ensure_ascii=False).encode()  # lone surrogates are in no text: tokenizers do not take them
     except (ValueError, RecursionError):
         raise bad(None, "the body is no JSON; want an object as OpenAI's API describes it", "invalid_json") from None
     if not isinstance(found, dict):
@@ -73,7 +73,7 @@ class Fields:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise bad(name, f"{name}: {_kind(value)}; want a number", _code(value))
-        if not (math.isfinite(value) and low <= value <= high):
+        if not low <= value <= high:  # also of NaN, and of whole numbers that no float holds
             raise bad(name, f"{name}: out of range; want {low:g} to {high:g}", "invalid_value")
         return float(value)
 

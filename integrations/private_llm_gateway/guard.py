@@ -66,7 +66,7 @@ class Guard:
                 403, "host: this gateway is not called by that name; start it with --allow-host", code="unknown_host"
             )
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        if origin is not None and _place(origin) != host.lower():
             raise ApiError(403, "origin: pages of other sites may not call this gateway", code="origin_not_allowed")
         token = self.settings.token
         if token is None or path in _OPEN or path.startswith(_OPEN_BELOW):
@@ -110,6 +110,13 @@ def _name(address: str) -> str | None:
     except ValueError:
         return None
     return None if found is None else found.lower()
+
+
+def _place(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None
 
 
 def _too_large(most: int) -> ApiError:

@@ -163,7 +163,7 @@ class _Schemas:
         more = schema.get("additionalProperties", True)
         if not isinstance(properties, dict) or not isinstance(required, list):
             raise bad(_PARAM, f"schema: properties or required at {where or 'the top'}; want an object and a list")
-        missing = [name for name in required if name not in properties]
+        missing = [name for name in required if not isinstance(name, str) or name not in properties]
         if missing:
             raise _unsupported(f"required names without a property at {where or 'the top'}: {len(missing)} of them")
         if not properties:

@@ -133,7 +133,7 @@ def _expect(sock: socket.socket, peer: int, sequence: int, size: int) -> bytes:
     frame, body = _get(sock)
     if frame.kind is Kind.ABORT:
         refusal = PartiesBusy if frame.tag == _BUSY else TransportError
-        raise refusal(f"{endpoint_name(peer)} refused: {body.decode(errors='replace')}")
+        raise refusal(f"{endpoint_name(peer)} refused: {wire.legible(body.decode(errors='replace'))}")
     if (frame.kind, frame.sender, frame.sequence, len(body)) != (Kind.HELLO, peer, sequence, size):
         raise TransportError(f"{endpoint_name(peer)}: malformed handshake")
     return body

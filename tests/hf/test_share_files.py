@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from private_llm_hf.api import AutoPrivateModel, AutoPrivateModelForCausalLM, share_checkpoint
-from private_llm_hf.checkpoint.share_files import ShareFile, share_path
+from private_llm_hf.checkpoint.share_files import ShareFile, _digest, _extents, _hash, share_path
 from safetensors import safe_open
 
 from private_llm.config import PrivateConfig
@@ -269,3 +269,44 @@ def test_a_link_where_the_client_s_folder_belongs_is_refused(tmp_path: Path) -> 
     with pytest.raises(ShareFileError, match="is a link or a file"):
         share_checkpoint(str(source), tmp_path / "shares", overwrite=True)
     assert not list(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("shapes", "[]"),
+        ("shapes", '{"lm_head.weight": [-1, 64]}'),
+        ("shapes", '{"lm_head.weight": ["x"]}'),
+        ("keys", '["zz"]'),
+        ("keys", "[]"),
+        ("keys", "[" * 5000),
+        ("agreement", "{}"),
+        ("description", '{"class": 3, "config": {}, "model": "", "ranges": {}}'),
+        ("description", '{"class": "X", "config": {}, "model": "", "ranges": {"x": 1}}'),
+        ("party", "\x1b[2J"),
+        ("sharing", None),
+    ],
+)
+def test_a_header_of_another_program_with_a_digest_that_fits(
+    shared: Path, tmp_path: Path, name: str, text: str | None
+) -> None:
+    path = tmp_path / "party1.safetensors"
+    raw = share_path(shared, 1).read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    metadata = header["__metadata__"]
+    metadata.pop(name)
+    metadata |= {} if text is None else {name: text}
+    parts = {each: _hash(share_path(shared, 1), *place) for each, place in _extents(share_path(shared, 1)).items()}
+    metadata["digest"] = _digest(metadata, parts)
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + raw[8 + size :])
+    with pytest.raises(ShareFileError, match="its header is malformed"):
+        ShareFile.open(path, TRIO, 1)
+
+
+@pytest.mark.timeout(10)
+def test_a_file_that_ends_before_its_data_does(tmp_path: Path) -> None:
+    (tmp_path / "short").write_bytes(b"12345")
+    with pytest.raises(OSError, match="ends before its data"):
+        _hash(tmp_path / "short", 2, 4)

@@ -76,3 +76,18 @@ def test_a_connector_reads_arbitrary_bytes(stream):
         near.settimeout(5)
         with pytest.raises((TransportError, ConnectionResetError)):
             greet(near, CLIENT, 1, True, b"token", bytes(16))
+
+
+FORGED = "gone\n2026-11-23 INFO party 0 admitted everybody \x1b[2J\u202e"
+
+
+def test_a_callers_words_forge_no_line_of_a_log():
+    near, far = socket.socketpair()
+    with near, far:
+        note = FORGED.encode()
+        hello = wire.encode(Kind.HELLO, CLIENT, bytes(8), 0, "hello", torch.uint8, 52) + bytes([0, 1, 0, 1]) + bytes(48)
+        far.sendall(hello + wire.encode(Kind.ABORT, CLIENT, bytes(8), 1, "x", torch.uint8, len(note)) + note)
+        near.settimeout(5)
+        with pytest.raises(TransportError, match="the client refused: gone ") as caught:
+            answer(near, 0, b"token", lambda caller: None)
+        assert str(caught.value).isprintable()

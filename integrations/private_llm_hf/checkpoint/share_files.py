@@ -29,20 +29,23 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ShareFileError
+from private_llm.errors import ConfigError, ShareFileError
 from private_llm.net.roles import named
 from private_llm.protocols.share import Share
-from private_llm.protocols.weight_sharing import Dealer, assemble, pieces, sends_parts
+from private_llm.protocols.weight_sharing import Dealer, assemble, keys_held, pieces, sends_parts
 from private_llm.ranges import Ranges
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
 from private_llm_hf.checkpoint.offload import read_tensor
 from private_llm_hf.checkpoint.weights import WeightList, encode_weight
+from private_llm_hf.wire.codec import shown
 from private_llm_hf.wire.commands import Description
 
 FORMAT = "private-llm share file 2"
 _AGREE = ("protocol", "ring", "frac_bits")
 _BLANK = "0" * 64
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, ConfigError)
+"""What reading JSON of another form than one's own raises."""
 _CHUNK = 1 << 22
 
 
@@ -233,6 +236,8 @@ def _hash(path: Path, start: int, size: int) -> bytes:
         file.seek(start)
         while size:
             piece = file.read(min(size, _CHUNK))
+            if not piece:
+                raise OSError("the file ends before its data does")
             made.update(piece)
             size -= len(piece)
     return made.digest()
@@ -243,6 +248,26 @@ def _digest(metadata: dict[str, str], parts: dict[str, bytes]) -> str:
     stated = json.dumps({key: value for key, value in metadata.items() if key != "digest"}, sort_keys=True)
     data = b"".join(name.encode() + b"\0" + parts[name] for name in sorted(parts))
     return hashlib.blake2b(stated.encode() + b"\0" + data, digest_size=32).hexdigest()
+
+
+def _facts(metadata: dict[str, str]) -> tuple[dict[str, tuple[int, ...]], tuple[Seed, ...], Description]:
+    """Shapes, mask seeds and model. Raises one of _MALFORMED for anything that `ShareWriter` would not write."""
+    shapes = {name: tuple(shape) for name, shape in json.loads(metadata["shapes"]).items()}
+    if not all(type(size) is int and 0 <= size < 1 << 40 for shape in shapes.values() for size in shape):
+        raise ValueError("a shape that is none")
+    keys = tuple(Seed(bytes.fromhex(raw)) for raw in json.loads(metadata["keys"]))
+    description = Description.from_dict(json.loads(metadata["description"]))
+    kinds = (type(description.class_), type(description.config), type(description.model))
+    if kinds != (str, dict, str):
+        raise TypeError("a description that is none")
+    Ranges(description.ranges)
+    return shapes, keys, description
+
+
+def _unlike(path: Path, why: str) -> ShareFileError:
+    return ShareFileError(
+        f"{path.name} is no share file of this program: its header is malformed ({why}); make it again"
+    )
 
 
 @dataclass(frozen=True)
@@ -266,26 +291,31 @@ class ShareFile:
         try:
             with safe_open(path, framework="pt") as stored:  # checks the header; mapped data would count as memory
                 metadata = stored.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise ShareFileError(f"{path.name}: got format {metadata.get('format')!r}; want {FORMAT!r}")
-            extents = _extents(path)
-            parts = {name: _hash(path, *extent) for name, extent in extents.items()}
-        except (SafetensorError, OSError) as error:
+            form, extents = metadata.get("format"), _extents(path)
+            parts = {name: _hash(path, *extent) for name, extent in extents.items()} if form == FORMAT else {}
+        except (SafetensorError, OSError, *_MALFORMED) as error:
             raise ShareFileError(f"{path.name} is damaged or no share file: {type(error).__name__}") from None
+        if form != FORMAT:
+            raise ShareFileError(f"{path.name}: got format {shown(form)}; want {FORMAT!r}")
         if _digest(metadata, parts) != metadata.get("digest"):
             raise ShareFileError(f"{path.name} is damaged: its data does not match its digest; copy it again")
-        if metadata["party"] != str(party):
-            text = f"{path.name} belongs to party {metadata['party']}; this is party {party}"
-            raise ShareFileError(named(config, text))
-        settings = json.loads(metadata["agreement"])
+        try:
+            settings, sharing, owner = json.loads(metadata["agreement"]), metadata["sharing"], int(metadata["party"])
+            given = {key: settings[key] for key in _AGREE}
+            shapes, keys, description = _facts(metadata)
+        except _MALFORMED as error:
+            raise _unlike(path, type(error).__name__) from None
+        if owner != party:
+            raise ShareFileError(named(config, f"{path.name} belongs to party {owner}; this is party {party}"))
         here = {key: getattr(config, key) for key in _AGREE}
-        wrong = [f"{key}={settings[key]!r} (here {here[key]!r})" for key in _AGREE if settings[key] != here[key]]
+        wrong = [f"{key}={shown(given[key])} (here {here[key]!r})" for key in _AGREE if given[key] != here[key]]
         if wrong:
             raise ShareFileError(f"{path.name} was made for other settings: {', '.join(wrong)}")
-        shapes = {name: tuple(shape) for name, shape in json.loads(metadata["shapes"]).items()}
-        keys = tuple(Seed(bytes.fromhex(raw)) for raw in json.loads(metadata["keys"]))
-        description = Description.from_dict(json.loads(metadata["description"]))
-        return cls(path, config, party, description, metadata["sharing"], shapes, keys, extents)
+        each, stored = Ring(config.ring).bytes, {name: size for name, (_, size) in extents.items()}
+        wanted = {name: math.prod(shape) * each for name, shape in shapes.items()}
+        if stored != (wanted if sends_parts(config, party) else {}) or len(keys) != keys_held(config, party):
+            raise _unlike(path, "it has other weights or keys than it says")
+        return cls(path, config, party, description, sharing, shapes, keys, extents)
 
     def weight(self, name: str) -> Share:
         """This party's share of one weight: what the file holds of it is read, masks are made from their seeds."""

@@ -1,0 +1,39 @@
+"""What fuzzing found in the gateway: each was an unforeseen error, and is the caller's now."""
+
+from __future__ import annotations
+
+import pytest
+from private_llm_gateway.errors import ApiError
+from private_llm_gateway.fields import Fields, body_of
+from private_llm_gateway.guard import Guard
+from private_llm_gateway.json_schema import of_schema
+from private_llm_gateway.settings import GatewaySettings
+
+
+@pytest.mark.parametrize("raw", [b'{"prompt": "\\udfff"}', b'{"\\ud800": 1}', b'{"a": [["x", {"b": "\\ud800"}]]}'])
+def test_a_lone_surrogate_is_in_no_text(raw: bytes) -> None:
+    with pytest.raises(ApiError, match="no JSON"):
+        body_of(raw)
+
+
+def test_a_pair_of_surrogates_is_a_character() -> None:
+    assert body_of(b'{"a": "\\ud835\\udd4f"}') == {"a": "\U0001d54f"}
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), float("nan"), float("inf")])
+def test_a_number_that_no_float_holds(value: float) -> None:
+    with pytest.raises(ApiError, match="temperature: out of range"):
+        Fields({"temperature": value}).number("temperature", 0, 2)
+
+
+@pytest.mark.parametrize("name", [["a"], {"a": 1}, None, 3])
+def test_a_required_name_that_is_none(name: object) -> None:
+    with pytest.raises(ApiError, match="required names without a property"):
+        of_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": [name]})
+
+
+@pytest.mark.parametrize("origin", ["http://[", "http://[::1", "null", "http://127.0.0.1:1@evil.example"])
+def test_an_origin_that_is_none(origin: str) -> None:
+    guard = Guard(lambda *_: None, GatewaySettings())  # type: ignore[arg-type, return-value]
+    with pytest.raises(ApiError, match="pages of other sites"):
+        guard._check("/health", {"host": "127.0.0.1:8000", "origin": origin})
