@@ -38,8 +38,8 @@ class Client:
         settings.write_text(json.dumps({"hosts": hosts, "tokens": tokens, "timeout_s": timeout_s}))
         with (folder / "client.log").open("wb") as log:
             self._process = subprocess.Popen(
-                [*prefix, sys.executable, str(SCRIPT), CLIENT_OPTION, str(settings)], cwd=home, text=True, stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=log,
+                [*prefix, sys.executable, str(SCRIPT), CLIENT_OPTION, str(settings)],
+                cwd=home, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
             )  # fmt: skip
         self._answers: queue.Queue[Answer] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -4,8 +4,8 @@ python scripts/walk_deploy.py               the guide, then ten faults at random
 python scripts/walk_deploy.py --tiny        the guide, then two faults
 python scripts/walk_deploy.py --loopback    without namespaces (needs no root): 127.0.1.x, parties are killed only
 
-Three organisations and a user get a network namespace each, joined by a bridge with shaped links. Each runs, in a folder
-of its own, the commands that the guide names for it; files travel between the folders as the guide says. The user's
+Three organisations and a user get a network namespace each, joined by a bridge with shaped links. Each runs, in a
+folder of its own, the commands that the guide names for it; files travel between the folders as it says. The user's
 text must be the plaintext model's. Then, while the user generates, a party's link goes down for a while, or a party is
 killed and started again: each request must end in time, with the right text or an error that names the party; the
 service must come back, and the other parties' processes must be the same as before.

@@ -140,7 +140,7 @@ def gateway(
         list[str] | None, typer.Option("--allow-host", help="A further name by which clients may call it.")
     ] = None,
     name: Annotated[str, typer.Option(help="What clients call the model (default: its folder's name).")] = "",
-    sessions: Annotated[int, typer.Option(help="Requests that run at a time.")] = 1,
+    sessions: Annotated[int, typer.Option(help="Requests that run at a time; their passes are shared.")] = 8,
     max_waiting: Annotated[int, typer.Option(help="Further requests that may wait.")] = 16,
     protocol: ProtocolOption = "trio",
     ring: RingOption = 64,

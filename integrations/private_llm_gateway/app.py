@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import socket
 from collections.abc import AsyncIterator, Mapping
 
@@ -43,14 +42,6 @@ def create_app(models: Mapping[str, Served], settings: GatewaySettings) -> FastA
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _other_error)
     return app
-
-
-def installed_page() -> APIRouter | None:
-    """The router of the chat page, where this installation has one."""
-    if importlib.util.find_spec("private_llm_gateway.page") is None:
-        return None
-    found: APIRouter = importlib.import_module("private_llm_gateway.page").page_router
-    return found
 
 
 def bound_socket(settings: GatewaySettings) -> socket.socket:

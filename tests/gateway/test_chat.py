@@ -15,7 +15,18 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from private_llm.config import PrivateConfig
 from tests.gateway.small_gateway import (
-    CHAT, LOGIT_ERROR, PROMPT, TOKEN, Gateway, greedy, plain_model, prompt_ids, serving, small, text_of, tokenizer,
+    CHAT,
+    LOGIT_ERROR,
+    PROMPT,
+    TOKEN,
+    Gateway,
+    greedy,
+    plain_model,
+    prompt_ids,
+    serving,
+    small,
+    text_of,
+    tokenizer,
 )  # fmt: skip
 
 GREEDY: dict[str, Any] = {"model": "small", "messages": CHAT, "max_tokens": 8, "temperature": 0}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,20 +41,15 @@ class GatewayChoices:
 
 def gateway(choices: GatewayChoices, config: PrivateConfig, settings: GatewaySettings) -> None:
     """Start the model, say where the gateway is, and serve until interrupted. Raises ConfigError for a taken port."""
-    from private_llm_gateway.app import bound_socket, create_app, installed_page, serve
+    from private_llm_gateway.app import bound_socket, create_app, serve
 
     listening = bound_socket(settings)
     settings = dataclasses.replace(settings, port=listening.getsockname()[1])
-    try:
-        served = start_model(choices, config)
-    except BaseException:
-        listening.close()
-        raise
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(listening.close)
+        served = start_model(choices, config, stack)
         _announce(served, settings, shown=not choices.token)
-        serve(create_app({served.name: served}, settings, installed_page()), settings, listening)
-    finally:
-        served.pool.close()
+        serve(create_app({served.name: served}, settings), settings, listening)
 
 
 def token_of(choices: GatewayChoices) -> str | None:
@@ -64,30 +61,49 @@ def token_of(choices: GatewayChoices) -> str | None:
     return choices.token or secrets.token_urlsafe(24)
 
 
-def start_model(choices: GatewayChoices, config: PrivateConfig) -> Served:
-    """The model with its sessions: at the parties of `config.hosts`, or with parties on this machine."""
+def start_model(choices: GatewayChoices, config: PrivateConfig, stack: contextlib.ExitStack) -> Served:
+    """The model with its sessions, which end with `stack`: at the parties of `config.hosts`, or at services that run on
+    this machine.
+    """
     from private_llm_gateway.pool import SessionPool
     from private_llm_gateway.served import Served
     from private_llm_hf import AutoPrivateModel, AutoPrivateModelForCausalLM
+    from private_llm_hf.api import share_checkpoint
+    from private_llm_hf.checkpoint.share_files import share_path
     from private_llm_hf.models.architectures import architecture
+    from private_llm_hf.service.local import LocalParties
     from transformers import AutoConfig
 
     source = choices.source or demo_model()
     name = choices.name or (DEMO if not choices.source else Path(source.rstrip("/")).name)
     if not name:
         raise ConfigError(f"name: {source!r} gives none; want --name")
+    shared = (Path(source) / "client").is_dir() and share_path(Path(source), 0).is_file()
+    client = str(Path(source) / "client") if shared else source
     with progress_bar(None, False) as step:
         step("loading the tokenizer", 0)
-        tokenizer = tokenizer_of(source)
-        writes = architecture(AutoConfig.from_pretrained(source)).kind == "decoder"
+        tokenizer = tokenizer_of(client)
+        writes = architecture(AutoConfig.from_pretrained(client)).kind == "decoder"
         auto = AutoPrivateModelForCausalLM if writes else AutoPrivateModel
+        if not config.hosts and _served(config):
+            folder = Path(source) if shared else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            if not shared:
+                step("sharing the weights", 0)
+                share_checkpoint(source, folder, config, auto=auto, ranges=ranges_from(choices.ranges))
+            step("starting the parties", 0)
+            config = stack.enter_context(LocalParties(config, {name: folder})).config
+            client = str(folder / "client")
         step("calling the parties" if config.hosts else "sharing the weights", 0)
-        model = loaded_from(auto, source, config, ranges=ranges_from(choices.ranges))
-    try:
-        return Served(name, SessionPool(model, choices.sessions), tokenizer)
-    except BaseException:
-        model.close()
-        raise
+        model = loaded_from(auto, client, config, ranges=None if config.hosts else ranges_from(choices.ranges))
+    stack.callback(model.close)
+    served = Served(name, SessionPool(model, choices.sessions if config.hosts else 1), tokenizer)
+    stack.callback(served.pool.close)
+    return served
+
+
+def _served(config: PrivateConfig) -> bool:
+    """Whether party services can do it: they work with shares of secret weights."""
+    return config.facts is not None and config.facts.hides and config.weights == "secret" and config.plan is None
 
 
 def _announce(served: Served, settings: GatewaySettings, shown: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import typer
@@ -39,6 +38,6 @@ def check(path: Path, as_json: bool) -> None:
 
 def party(path: Path) -> None:
     """Serve until a signal comes."""
-    settings = read_settings(path)
-    service = import_module("private_llm_hf.service.party_service").PartyService
-    run_party(settings, service)
+    from private_llm_hf.service.party_service import PartyService
+
+    run_party(read_settings(path), PartyService)

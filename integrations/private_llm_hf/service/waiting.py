@@ -14,8 +14,13 @@ from collections.abc import Callable, Hashable, Sequence
 from private_llm_hf.service.client_session import Request
 from private_llm_hf.service.settings import ServiceSettings
 
-_PATIENCE = 0.25
-"""A pass waits for others at most this part of the time that the last one took."""
+_PATIENCE = 2.0
+"""A pass waits for a session this many times as long as its client usually takes, and no longer than the last pass
+took: to run twice would take longer than to wait."""
+_FIRST = 0.25
+"""What a client is thought to take before it is known, in parts of the last pass."""
+_MEMORY = 0.5
+"""How much of what a client usually takes is what it took the last time."""
 _AGAIN_S = 0.01
 """Seconds before a request is offered again that another party had not got."""
 
@@ -31,6 +36,7 @@ class Waiting:
         self._changed = threading.Condition()
         self._expected: set[str] = set()
         self._ran_at, self._took = 0.0, 0.0
+        self._turns: dict[str, float] = {}
         self._not_before: dict[str, float] = {}
         self._woken = False
 
@@ -40,7 +46,11 @@ class Waiting:
     def add(self, request: Request) -> None:
         """One request a session waits at a time."""
         with self._changed:
-            self._requests[request.session.id] = request
+            number = request.session.id
+            self._requests[number] = request
+            if number in self._expected:
+                turn = request.since - self._ran_at
+                self._turns[number] = _MEMORY * turn + (1 - _MEMORY) * self._turns.get(number, turn)
             self._changed.notify_all()
 
     def drop(self, session: str) -> None:
@@ -62,12 +72,14 @@ class Waiting:
             self._requests.clear()
             self._expected.clear()
             self._not_before.clear()
+            self._turns.clear()
 
     def forget(self, sessions: Sequence[str]) -> None:
         """These sessions are over."""
         with self._changed:
             for session in sessions:
                 self._not_before.pop(session, None)
+                self._turns.pop(session, None)
                 self._expected.discard(session)
 
     # -- party 0 ------------------------------------------------------------------------------------------------
@@ -103,12 +115,11 @@ class Waiting:
 
     def _gather(self) -> None:
         """Wait a little for sessions of the last pass that have not asked for the next step yet."""
-        limit = self._ran_at + max(self._settings.gather_s, _PATIENCE * self._took)
-
-        def all_there() -> bool:
-            return not self._expected - self._requests.keys()
-
-        self._changed.wait_for(all_there, max(0.0, limit - time.monotonic()))
+        while missing := self._expected - self._requests.keys():
+            turn = max(self._turns.get(session, _FIRST * self._took) for session in missing)
+            limit = self._ran_at + max(self._settings.gather_s, min(self._took, _PATIENCE * turn))
+            if not self._changed.wait(max(0.0, limit - time.monotonic())):
+                break
         self._expected &= self._requests.keys()
 
     def again(self, request: Request, patience: float) -> None:
