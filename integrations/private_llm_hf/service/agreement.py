@@ -1,8 +1,8 @@
 """What the parties of a service say to each other before a pass: which requests are there, and which run now.
 
 Each step has three messages: party 0 offers requests, the others say which of them they have, and party 0 says which
-run. They carry numbers and digests of public facts. Whatever follows from them is done at the same place in the same
-order at all parties, so that all hold the same caches.
+run; and a fourth when a pass is over. They carry numbers and digests of public facts. Whatever follows from them is
+done at the same place in the same order at all parties, so that all hold the same caches.
 """
 
 from __future__ import annotations
@@ -56,6 +56,13 @@ class Run(Message):
     step: Step
     tickets: tuple[Step, ...]
     ended: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Done(Message):
+    """To party 0: the pass is over here. A helping party is through with its own part long before the others."""
+
+    step: Step
 
 
 def digest(*pieces: bytes | memoryview) -> str:

@@ -29,7 +29,7 @@ from private_llm.net.roles import called, named, named_errors
 from private_llm.net.sockets import SocketTransport
 from private_llm.protocols.session import join_parties
 from private_llm_hf.models.sparse_blocks import adopted
-from private_llm_hf.service.agreement import Offer, Run, Ticket, Vote, chosen
+from private_llm_hf.service.agreement import Done, Offer, Run, Ticket, Vote, chosen
 from private_llm_hf.service.client_session import ClientSession, Request
 from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.observer import Observer, PassFacts
@@ -321,6 +321,10 @@ class PartyService:
         model = self._model(requests[0])
         links.ledger.reset()
         rows, tokens = run_requests(model, links, requests, self.settings.positions)
+        if self.number == 0:
+            self._await_all(links)
+        else:
+            send_message(links, 0, Done(self._step))
         seconds = time.perf_counter() - began
         self._waiting.ran(requests, seconds)
         self.observer.pass_done(
@@ -335,6 +339,13 @@ class PartyService:
                 rounds=sum(links.ledger.rounds.values()),
             )
         )
+
+    def _await_all(self, links: ServiceLinks) -> None:
+        """Wait until the others are through with a pass: only then is it known which of its sessions go on."""
+        for party in range(1, self.config.parties):
+            done: Done = recv_message(links, party, (Done,))
+            if done.step != self._step:
+                raise TransportError("the parties disagree on the step that they are at")
 
     def _model(self, request: Request) -> ServedModel:
         return request.session.model or self.model_of(None)
