@@ -22,6 +22,7 @@ def main() -> None:
         print("model: ", model)
 
         print("answer: ", end="")
+        usage = spent = None
         stream = client.chat.completions.create(
             model=model,
             messages=[{"role": "user", "content": QUESTION}],
@@ -33,7 +34,12 @@ def main() -> None:
         for chunk in stream:
             if chunk.choices:
                 print(chunk.choices[0].delta.content or "", end="", flush=True)
-            usage, spent = chunk.usage, chunk.private_llm  # this gateway's own field: totals of the answer so far
+            usage = chunk.usage or usage
+            spent = (
+                getattr(chunk, "private_llm", None) or spent
+            )  # this gateway's own field: totals of the answer so far
+        if usage is None or spent is None:
+            raise SystemExit("the answer ended before its costs came")
         print(f"\nusage:  {usage.prompt_tokens} tokens of prompt, {usage.completion_tokens} new ones")
         print(f"cost:   {spent['bytes'] / 1e6:.2f} MB over all links, {spent['rounds']} rounds")
 

@@ -69,9 +69,25 @@ def hosts_answer(out: str) -> None:
     assert tokenizer.decode(made[0], skip_special_tokens=True) in out.splitlines()
 
 
+def chat_streams_the_plaintext_text(out: str) -> None:
+    assert len(printed(out, "answer:")) > 10
+    assert float(printed(out, "cost:").split()[0]) > 1
+
+
+def chain_answers(out: str) -> None:
+    assert len(out.split()) > 5
+
+
+def vectors_tell_sentences_apart(out: str) -> None:
+    assert len(re.findall(r"\d\.\d+", out)) >= 2
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
+    "chat_langchain": chain_answers,
+    "chat_openai": chat_streams_the_plaintext_text,
     "classify_images": digits_are_read,
     "compare_sentences": likenesses_are_those_of_the_plaintext_model,
+    "embed_openai": vectors_tell_sentences_apart,
     "generate_text": text_is_that_of_the_plaintext_model,
     "own_network": networks_agree,
     "share_to_files": files_hold_shares,

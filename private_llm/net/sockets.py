@@ -148,7 +148,10 @@ class SocketTransport(Transport):
             raise self._fail(error, frm, f"while the next request of {endpoint_name(frm)} was awaited") from None
 
     def look(self) -> None:
-        """Notice, without waiting, who has ended the session or is gone. Raises PartyFailed."""
+        """Notice, without waiting, who has ended the session or is gone.
+
+        Raises PartyFailed, and TransportError for a frame that is none.
+        """
         self._check()
         for peer, link in self._in.items():
             try:

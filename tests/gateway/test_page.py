@@ -15,8 +15,8 @@ from selenium.webdriver.support.ui import WebDriverWait
 from private_llm.config import PrivateConfig
 from tests.gateway.browser import PHONE, browser, element, look, origins, texts, until
 from tests.gateway.page_server import ATTACK, INFO, TOKEN, Fake, served
-from tests.gateway.serving import TOKEN as TOKEN_OF_GATEWAY
-from tests.gateway.serving import bundled, serving
+from tests.gateway.small_gateway import TOKEN as TOKEN_OF_GATEWAY
+from tests.gateway.small_gateway import bundled, serving
 
 ANSWER = "The capital is Pâris.\n  Next line."
 IDLE = "document.querySelector('#stop').hidden"

@@ -27,7 +27,8 @@ def run_requests(
 ) -> tuple[int, int]:
     """Answer these requests; rows and positions that were computed.
 
-    A request's own mistake ends its session. Raises TransportError and ProtocolAbort when the parties cannot go on.
+    A request's own mistake, and a DomainError or other error of the whole pass, ends the sessions of their requests; it
+    is not raised. Raises TransportError and ProtocolAbort when the parties cannot go on.
     """
     accepted = [request for request in requests if _prepared(model, request, most_positions)]
     if not accepted:
