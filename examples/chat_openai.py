@@ -35,9 +35,7 @@ def main() -> None:
             if chunk.choices:
                 print(chunk.choices[0].delta.content or "", end="", flush=True)
             usage = chunk.usage or usage
-            spent = (
-                getattr(chunk, "private_llm", None) or spent
-            )  # this gateway's own field: totals of the answer so far
+            spent = getattr(chunk, "private_llm", None) or spent  # totals so far, of this gateway alone
         if usage is None or spent is None:
             raise SystemExit("the answer ended before its costs came")
         print(f"\nusage:  {usage.prompt_tokens} tokens of prompt, {usage.completion_tokens} new ones")

@@ -68,6 +68,12 @@ def small(config: PrivateConfig = PLAIN, name: str = "small") -> Served:
     return Served(name, SessionPool(patch(plain_model(), config), 1), tokenizer())
 
 
+def bundled(config: PrivateConfig) -> Served:
+    """All of the demo model."""
+    whole = OPTForCausalLM.from_pretrained(BUNDLED).float().eval()
+    return Served("demo", SessionPool(patch(whole, config), 1), tokenizer())
+
+
 @dataclass(frozen=True)
 class Gateway:
     url: str
