@@ -13,6 +13,7 @@ import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,13 +100,14 @@ class Admission:
         """Raise PartiesBusy unless there is room and nobody who could have it waits longer."""
         now = time.monotonic()
         self._line = {other: seen for other, seen in self._line.items() if now - seen[1] < _AWAY_S}
-        room = self._sessions - len(self._callers)
-        ahead = 0
+        room, ahead = self._sessions - len(self._callers), 0
+        asked: Counter[str] = Counter()
         for other, (theirs, _) in self._line.items():
             if other == caller:
                 break
-            ahead += self._has_room(theirs)
-        if self._has_room(user) and ahead < room:
+            ahead += asked[theirs] < self._room(theirs)  # who asks for more than it may have keeps nobody waiting
+            asked[theirs] += 1
+        if self._room(user) > asked[user] and ahead < room:
             self._line.pop(caller, None)
             return
         if caller not in self._line and len(self._line) >= self._waiting:
@@ -114,12 +116,13 @@ class Admission:
         if caller not in self._line:
             self._busy(user)
         self._line[caller] = (user, now)
-        if not self._has_room(user):
+        if self._room(user) <= 0:
             raise PartiesBusy(f"user {user!r} has {self._per_user} sessions already, as many as one user may have")
         raise PartiesBusy(f"all {self._sessions} sessions are taken, and {ahead} clients are before you")
 
-    def _has_room(self, user: str) -> bool:
-        return sum(other.user == user for other in self._callers.values()) < self._per_user
+    def _room(self, user: str) -> int:
+        """Further sessions that a user may have."""
+        return self._per_user - sum(other.user == user for other in self._callers.values())
 
     def keep(self, sock: socket.socket, greeted: Greeted) -> None:
         """Keep a connection of a client that was let in; with the second one its links are made."""

@@ -99,3 +99,15 @@ def test_places_of_callers_that_never_finish_are_given_up(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "HANDSHAKE_S", 0.001)
     time.sleep(0.01)
     at.admit(hello(late), "")
+
+
+def test_a_user_with_many_callers_in_line_keeps_nobody_waiting_for_more_than_it_may_have() -> None:
+    at = gate(sessions=3, per_user=2, waiting=20)
+    first = caller()
+    at.admit(hello(first), "alice")
+    for _ in range(2):
+        at.admit(hello(caller()), "carol")
+    for _ in range(10):
+        refused(at, caller(), "alice")
+    bob = caller()
+    assert "1 clients are before you" in refused(at, bob, "bob")
