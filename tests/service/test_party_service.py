@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from private_llm_hf import PrivateConfig
-from private_llm_hf.wire.commands import Call, CropCache, Forward, LoadModel, ManageCache, Tokens
+from private_llm_hf.wire.commands import Call, CropCache, Forward, LoadModel, ManageCache, SelectRows, TellCosts, Tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -197,6 +198,45 @@ def test_a_client_that_tells_the_parties_different_things_is_sent_away(start: St
                 Call({}, ids, None, None, None, ("logits",)), [(ids_of(0)[0], model.config.vocab_size)]
             )
         assert same(text_of(model, 6), text_of(plain, 6))
+
+
+def test_a_client_that_names_different_models_is_sent_away(start: Start, plain: Any) -> None:
+    running = start()
+    with running.model() as model:
+        liar = model.open_session()
+        for session in running.services[1]._sessions.values():
+            if session.id != min(running.services[1]._sessions, key=lambda n: running.services[1]._sessions[n].began):
+                other = SimpleNamespace(**{**vars(session.model), "digest": "another"})
+                other.check_vocabulary = session.model.check_vocabulary  # type: ignore[union-attr]
+                session.model = other  # type: ignore[assignment]
+        with pytest.raises(TransportError, match="different things"):
+            text_of(liar, 6)
+        assert same(text_of(model, 6), text_of(plain, 6))
+
+
+def test_who_never_reads_is_sent_away_and_who_selects_too_much(start: Start, plain: Any) -> None:
+    running = start(timeout_s=3.0)
+    with running.model() as model:
+        greedy, deaf = model.open_session(), model.open_session()
+        greedy.parties.tell(ManageCache(SelectRows(1, torch.zeros(33, dtype=torch.int64))))
+        assert eventually(lambda: any("33" in str(reason) for reason in running.watches[0].ended))
+        session = max(running.services[0]._sessions.values(), key=lambda each: each.began)
+        object.__setattr__(session, "link", Deaf(session.link))
+        deaf.parties.tell(TellCosts(False))
+        assert eventually(lambda: any("read nothing" in str(reason) for reason in running.watches[0].ended))
+        assert same(text_of(model, 6), text_of(plain, 6))
+
+
+class Deaf:
+    """A client's link whose other end reads nothing."""
+
+    taken = False
+
+    def __init__(self, link: Any) -> None:
+        self._link = link
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
 
 
 def test_sessions_want_parties_that_outlive_them() -> None:

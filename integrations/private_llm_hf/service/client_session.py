@@ -40,6 +40,8 @@ from private_llm_hf.wire.frames import recv_message, send_message
 _LOG = logging.getLogger("private_llm")
 _TICK_S = 0.25
 """How often a session that waits for a pass looks whether its client is still there."""
+_READ_S = 0.01
+"""How often it is looked whether a client has read its answers."""
 _MOST_EDITS = 1024
 """Changes of caches between two calls."""
 _MOST_INPUT = 1 << 27
@@ -182,6 +184,7 @@ class ClientSession:
 
     def _obey(self) -> bool:
         """Take the next command; False if it was the last."""
+        self._await_reader()
         self.link.wait(CLIENT)
         command: _Commands = recv_message(self.link, CLIENT, _KINDS)
         match command:
@@ -195,9 +198,7 @@ class ClientSession:
             case Forward():
                 self._forward(command)
             case commands.ManageCache():
-                if len(self._edits) >= _MOST_EDITS:
-                    raise TransportError(f"caches: got more than {_MOST_EDITS} changes between two calls")
-                self._edits.append(command.edit)
+                self._keep_edit(command.edit)
             case commands.TellCosts():
                 send_message(self.link, CLIENT, rows_of(self.costs.ledger))
                 if command.reset:
@@ -212,6 +213,25 @@ class ClientSession:
             case _:
                 assert_never(command)
         return True
+
+    def _await_reader(self) -> None:
+        """Wait until the client has read what was sent to it: who only asks would fill this machine's memory."""
+        until = time.monotonic() + self.host.config.timeout_s
+        while not self.link.taken:
+            self.link.look()
+            if time.monotonic() > until:
+                raise PartyFailed(f"the client read nothing for {self.host.config.timeout_s:g} s")
+            time.sleep(_READ_S)
+
+    def _keep_edit(self, edit: CacheEdit) -> None:
+        """Keep a change of a cache for the next call. Raises for more, or larger ones, than a client needs."""
+        if len(self._edits) >= _MOST_EDITS:
+            raise TransportError(f"caches: got more than {_MOST_EDITS} changes between two calls")
+        if isinstance(edit, commands.SelectRows) and edit.index.numel() > self.host.rows:
+            raise DomainError(
+                f"rows of a cache: got {edit.index.numel()}; this service takes {self.host.rows} at a time"
+            )
+        self._edits.append(edit)
 
     def _served(self) -> ServedModel:
         if self.model is None:
@@ -263,7 +283,7 @@ class ClientSession:
         """Digests of all that another party must have got alike from this client."""
         spec = protocol_spec(self.host.config.protocol)
         text = text_of([command, list(edits)], ordered=True)
-        facts = {"call": digest(text.encode())}
+        facts = {"call": digest(text.encode()), "model": digest(self._served().digest.encode())}
         for mask, key in zip(spec.masks_of(self.host.number), self.keys, strict=True):
             facts[f"mask {mask}"] = digest(key.raw())
         values = [frame.payload for frame in frames if frame.tag == "input"]
