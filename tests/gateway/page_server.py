@@ -42,6 +42,8 @@ class Fake:
     addresses: list[str] = field(default_factory=list)
     gone: int = 0
     """Answers that the page gave up."""
+    go_on: threading.Event = field(default_factory=threading.Event)
+    """An answer to "slow" waits for this after its second piece."""
 
     def app(self) -> FastAPI:
         """The server."""
@@ -82,6 +84,8 @@ class Fake:
         try:
             for count, piece in enumerate(pieces, 1):
                 await asyncio.sleep(0.02)
+                while text == "slow" and count > 2 and not self.go_on.is_set():
+                    await asyncio.sleep(0.01)
                 yield data(chunk({"content": piece}, count))
             if text == "fail":
                 yield data({"error": {"message": f"Party 1 stopped. {ATTACK}", "type": "server_error"}})

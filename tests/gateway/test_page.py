@@ -73,13 +73,14 @@ def test_files_come_with_headers_and_nothing_else_does(fake: Fake) -> None:
 
 
 def test_text_streams_in_with_its_cost(page: WebDriver, fake: Fake) -> None:
-    ask(page, "What is the capital?", wait=False)
+    ask(page, "slow", wait=False)
     until(page, "document.querySelector('.assistant .text').textContent.startsWith('The capital')")
     assert element(page, ".assistant").get_attribute("aria-busy") == "true"
     assert element(page, "#stop").is_displayed()
+    fake.go_on.set()
     until(page, IDLE)
     assert texts(page, ".assistant .text") == [ANSWER]
-    assert texts(page, ".user .text") == ["What is the capital?"]
+    assert texts(page, ".user .text") == ["slow"]
     assert element(page, ".assistant").get_attribute("aria-busy") is None
     assert texts(page, "#cost dd")[:3] == ["3.46 tokens/s", "8.64 MB", "2,100"]
     (spent,) = texts(page, ".spent")

@@ -66,7 +66,7 @@ def test_an_exp_beyond_its_bound_is_noticed() -> None:
     for largest, fine in ((12.2, True), (12.3, False)):
         session.known.owed.clear()
         torch.exp(secret(session, torch.tensor([[0.0, largest, -3.0]])))
-        excess, bits = session.known.owed[-1]
+        excess, bits, _ = session.known.owed[-1]
         assert (int(excess.parts[0].abs().max()) < 1 << bits) == fine
 
 
