@@ -28,6 +28,7 @@ sessions = 64                   # clients' sessions at a time
 sessions_per_user = 16          # of one user (the name in the certificate)
 waiting = 64                    # clients that may wait in line for one
 rows = 32                       # of one pass, over all requests that it serves
+offline_bytes = 1073741824      # on this party's disk, of what is prepared for planned calls (0: nothing is)
 gather_s = 0.005                # how long a pass waits for the next requests of sessions that were in the last one
 # positions = 4096              # that one session's caches may hold (default: as the models allow)
 

@@ -242,7 +242,7 @@ class OfflineStoreTransport(Transport):
         self._inner.wait(frm)
 
 
-def store_call(transport: Transport, helper: int, store: OfflineStore, beat: Callable[[], None]) -> None:
+def store_call(transport: Transport, helper: int, store: OfflineStore, beat: Callable[[], None] = lambda: None) -> None:
     """Write the messages of one call of `helper` to the store as they come; `beat` is called for each.
 
     Raises TransportError for an announcement that is malformed, ShareFileError for one that the disk has no room for.
@@ -255,6 +255,32 @@ def store_call(transport: Transport, helper: int, store: OfflineStore, beat: Cal
             return
         store.append_pieces(frame.tag, frame.dtype, frame.count, _coming(transport, helper, frame))
         beat()
+
+
+def store_call_within(transport: Transport, helper: int, store: OfflineStore, room: int) -> str | None:
+    """As `store_call`, but what goes wrong with the disk, or takes more than `room` bytes, is received and dropped.
+
+    Returns why, or None; the links go on either way. Raises TransportError for an announcement that is malformed.
+    """
+    problem: str | None = None
+    start = store.nbytes
+    while True:
+        raw = transport.recv(helper, ANNOUNCED, (HEADER_BYTES,), torch.uint8)
+        frame = wire.decode(raw.cpu().numpy().tobytes())
+        if frame.kind is Kind.BYE:
+            if problem is None:
+                store.end_call()
+            return problem
+        coming = _coming(transport, helper, frame)
+        if problem is None and store.nbytes - start + frame.count * frame.dtype.itemsize > room:
+            problem = f"what is prepared takes more than the {room} bytes that are left for it on disk"
+        if problem is None:
+            try:
+                store.append_pieces(frame.tag, frame.dtype, frame.count, coming)
+            except (ShareFileError, OSError) as error:
+                problem = str(error)
+        for _ in coming:
+            pass
 
 
 def _coming(transport: Transport, helper: int, frame: Frame) -> Iterator[Tensor]:

@@ -51,10 +51,11 @@ class PartyEnd(ABC):
         wanted = names_where(lambda facts: facts.helper is not None)
         raise UnsupportedOp(f"protocol '{self.name}' has no separate preprocessing; want {wanted}")
 
-    def input_masks(self, keys: Sequence[Seed]) -> list[Prg]:
+    def input_masks(self, keys: Sequence[Seed], label: str = "") -> list[Prg]:
         """Streams of the masks of one client's inputs, from its keys that this party holds, in order. Local.
 
-        Empty for a protocol that does not mask inputs.
+        label: of the `section` that the client makes these inputs in, "" for none. Empty for a protocol that does not
+        mask inputs.
         """
         return []
 

@@ -14,7 +14,13 @@ from private_llm.net import offline_store as module
 from private_llm.net import wire
 from private_llm.net.ledger import CONTROL
 from private_llm.net.local import LocalMesh
-from private_llm.net.offline_store import OfflineStore, OfflineStoreTransport, OfflineTransport, store_call
+from private_llm.net.offline_store import (
+    OfflineStore,
+    OfflineStoreTransport,
+    OfflineTransport,
+    store_call,
+    store_call_within,
+)
 from private_llm.net.transport import MetaTransport
 
 MESSAGES = [
@@ -188,6 +194,30 @@ def test_an_announcement_takes_no_memory_and_no_more_disk_than_there_is(
     with pytest.raises(TransportError, match="the helper stopped"):
         store_call(Announcing(2), 0, store, lambda: None)
     assert max(asked) == module._PIECE
+    store.close()
+
+
+@pytest.mark.parametrize("trouble", ["", "room", "disk"])
+def test_what_does_not_fit_is_dropped_and_the_links_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    mesh = LocalMesh(3, timeout=5)
+    ahead, store = OfflineTransport(mesh.transport(0)), OfflineStore(tmp_path)
+    for tag, payload in MESSAGES:
+        ahead.send(2, tag, payload)
+    ahead.end_call([2])
+    mesh.transport(0).send(2, "next", torch.zeros(1, dtype=torch.int64))
+    if trouble == "disk":
+        room = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
+        monkeypatch.setattr(module.os, "fstatvfs", lambda _: room)
+    keeper = mesh.transport(2)
+    problem = store_call_within(keeper, 0, store, 8 if trouble == "room" else 1 << 20)
+    wanted = {"": "None", "room": "more than the 8 bytes", "disk": "the disk of the store has room for 0"}
+    assert wanted[trouble] in str(problem)
+    keeper.recv(0, "next", (1,), torch.int64)
+    if not trouble:
+        store.rewind()
+        read_call(store)
     store.close()
 
 

@@ -115,7 +115,6 @@ def bad_commands(model: Any) -> dict[str, Any]:
         "a model": lambda: (
             model.parties.tell(LoadModel(model.joins.args[1], None)), model.parties.stored_model()
         ),
-        "work ahead": lambda: model.parties.preprocess([]),
     }  # fmt: skip
 
 

@@ -15,8 +15,9 @@ from private_llm_hf.service.waiting import Waiting
 def request(name: str, kind: str | None = "step", rows: int = 1, since: float = 0.0, number: int = 1) -> Any:
     session = SimpleNamespace(id=name, model=None, cut=lambda reason: None)
     return SimpleNamespace(
-        session=session, number=number, call=SimpleNamespace(rows=rows), kind=kind, since=since, error=None
-    )
+        session=session, number=number, call=SimpleNamespace(rows=rows), kind=kind, since=since, error=None,
+        prepares=False,
+    )  # fmt: skip
 
 
 def waiting(**limits: Any) -> Waiting:
@@ -38,6 +39,15 @@ def test_the_oldest_decides_and_its_kind_comes_along() -> None:
     assert names(queue.choose(0, kind_of)) == ["c"]
     assert names(queue.choose(0, kind_of)) == ["a", "b", "d"]
     assert queue.choose(0, kind_of) == []
+
+
+def test_what_is_only_planned_waits_until_nobody_else_does() -> None:
+    queue = waiting()
+    ahead = request("a", None)
+    ahead.prepares = True
+    for each in (ahead, request("c", since=2), request("b", None, since=1)):
+        queue.add(each)
+    assert [names(queue.choose(0, kind_of)) for _ in range(3)] == [["b"], ["c"], ["a"]]
 
 
 def test_a_request_of_no_kind_runs_alone() -> None:

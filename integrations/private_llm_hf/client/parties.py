@@ -15,7 +15,7 @@ import itertools
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -82,6 +82,7 @@ class Parties(SessionClient):
         self._over: str | None = None
         self._plans = itertools.count(1)
         self._schedule: Schedule | None = None
+        self._ask_all = False
         self._filled: dict[bool, set[int]] = {False: set(), True: set()}  # handles, by whether they were preprocessed
 
     # -- one call at a time ---------------------------------------------------------------------------------
@@ -234,7 +235,7 @@ class Parties(SessionClient):
             self.ask(call, secrets)
             yield self.opened
             return
-        self.tell(Forward(call, at=place), self.online)
+        self.tell(Forward(call, at=place), self._asked)
         with self._apart(place):
             self._share(secrets)
             yield functools.partial(self.opened, self.online)
@@ -265,7 +266,7 @@ class Parties(SessionClient):
         with self.lock:
             place = self.place_of(edit)
             with self._call():
-                self.tell(ManageCache(edit, place), None if place is None else self.online)
+                self.tell(ManageCache(edit, place), None if place is None else self._asked)
 
     # -- preprocessing ------------------------------------------------------------------------------------------
     def preprocess(self, entries: list[Request]) -> int:
@@ -298,6 +299,7 @@ class Parties(SessionClient):
             answers = [self._answer(party, Prepared) for party in self.members]
             self.end.take_digests(answers[helper].digests)
             self._schedule = schedule if entries else None
+            self._ask_all = any(answer.ask_all for answer in answers)
             return sum(answer.stored for answer in answers)
 
         return prepared
@@ -329,6 +331,11 @@ class Parties(SessionClient):
     def online(self) -> list[int]:
         """Who computes when the helping party has run ahead."""
         return [party for party in self.members if party != self.config.helper]
+
+    @property
+    def _asked(self) -> Sequence[int]:
+        """Who hears of a request that was preprocessed."""
+        return self.members if self._ask_all else self.online
 
     def _apart(self, place: tuple[int, int]) -> AbstractContextManager[None]:
         """Masks of a preprocessed call."""

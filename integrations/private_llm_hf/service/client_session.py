@@ -11,7 +11,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Protocol, assert_never
 
 from torch import Tensor
@@ -30,10 +31,11 @@ from private_llm_hf.party.announced import input_shape
 from private_llm_hf.service.agreement import digest
 from private_llm_hf.service.costs import SessionCosts
 from private_llm_hf.service.links import Frame, Recorder
+from private_llm_hf.service.plan import Plan, Step
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.wire import commands
-from private_llm_hf.wire.answers import Alive, Loaded, Outputs
-from private_llm_hf.wire.codec import text_of
+from private_llm_hf.wire.answers import Alive, Loaded, Outputs, Prepared
+from private_llm_hf.wire.codec import Message, text_of
 from private_llm_hf.wire.commands import CacheEdit, Call, Forward, Stop
 from private_llm_hf.wire.frames import recv_message, send_message
 
@@ -82,7 +84,11 @@ class Host(Protocol):
 
 @dataclass(eq=False)
 class Request:
-    """A call that waits for a pass. edits: changes of caches that come before it. free: handles that nobody needs."""
+    """A call that waits for a pass. edits: changes of caches that come before it. free: handles that nobody needs.
+
+    step: of a plan. prepares: it is computed ahead (stored and digests say what came of it), else it was. drop: the
+    session's older plan is over.
+    """
 
     session: ClientSession
     number: int
@@ -92,6 +98,11 @@ class Request:
     frames: Sequence[Frame]
     facts: dict[str, str]
     since: float = field(default_factory=time.monotonic)
+    step: Step | None = None
+    prepares: bool = False
+    drop: bool = False
+    stored: int = 0
+    digests: tuple[str, ...] = ()
     error: Exception | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -116,6 +127,8 @@ class ClientSession:
         self.masks: list[Prg] = []
         self.model: ServedModel | None = None
         self._edits: list[CacheEdit] = []
+        self._plan = Plan(0, (), -1)
+        self._drop = False
         self._requests = 0
         self._sending = threading.Lock()
         self._answered = True
@@ -198,7 +211,8 @@ class ClientSession:
             case Forward():
                 self._forward(command)
             case commands.ManageCache():
-                self._keep_edit(command.edit)
+                if command.at is None:  # a plan knows its own
+                    self._keep_edit(command.edit)
             case commands.TellCosts():
                 send_message(self.link, CLIENT, rows_of(self.costs.ledger))
                 if command.reset:
@@ -206,10 +220,7 @@ class ClientSession:
             case commands.LoadModel() | commands.LoadLike():
                 raise ShareFileError("this party serves the models of its share files only, none that clients send")
             case commands.Preprocess():
-                raise ConfigError(
-                    "preprocess: a party service merges calls of many clients as they come, so that none can be "
-                    "computed ahead; use a party of your own (`private-llm party --index`)"
-                )
+                self._preprocess(command)
             case _:
                 assert_never(command)
         return True
@@ -227,11 +238,14 @@ class ClientSession:
         """Keep a change of a cache for the next call. Raises for more, or larger ones, than a client needs."""
         if len(self._edits) >= _MOST_EDITS:
             raise TransportError(f"caches: got more than {_MOST_EDITS} changes between two calls")
+        self._check_edit(edit)
+        self._edits.append(edit)
+
+    def _check_edit(self, edit: CacheEdit) -> None:
         if isinstance(edit, commands.SelectRows) and edit.index.numel() > self.host.rows:
             raise DomainError(
                 f"rows of a cache: got {edit.index.numel()}; this service takes {self.host.rows} at a time"
             )
-        self._edits.append(edit)
 
     def _served(self) -> ServedModel:
         if self.model is None:
@@ -240,27 +254,62 @@ class ClientSession:
 
     def _forward(self, command: Forward) -> None:
         """Receive what a call needs, and wait until a pass has answered it."""
-        if command.at is not None or command.slices is not None:
-            raise TransportError("a party service takes no calls that were computed ahead, and none of a split")
-        model = self._served()
-        self._answered = False
-        frames = self._receive(model, command.call)
+        if command.slices is not None:
+            raise TransportError("a party service takes no calls of a split")
+        step = None
+        if command.at is not None:
+            step = self._plan.take(command.at)
+            command = replace(command, call=step.call)
+        self._answered = step is not None and self.host.number == self.host.config.helper
+        frames = self._receive(command.call, step is not None)
+        edits: list[CacheEdit] = []
+        if step is None:
+            edits, self._edits = self._edits, []
+        self._run_request(command.call, self._facts(command, edits, frames), edits, command.free, frames, step)
+
+    def _run_request(
+        self, call: Call, facts: dict[str, str], edits: Sequence[CacheEdit] = (), free: tuple[int, ...] = (),
+        frames: Sequence[Frame] = (), step: Step | None = None, prepares: bool = False,
+    ) -> Request:  # fmt: skip
+        """Wait until a pass has run a request. Raises what went wrong with it."""
         self._requests += 1
-        edits, self._edits = tuple(self._edits), []
+        drop, self._drop = self._drop, False
         request = Request(
-            self, self._requests, command.call, edits, command.free, frames, self._facts(command, edits, frames)
+            self, self._requests, call, tuple(edits), free, frames, facts, step=step, prepares=prepares, drop=drop
         )
         self.host.submit(request)
         self._await(request)
         if request.error is not None:
             raise request.error
+        return request
 
-    def _receive(self, model: ServedModel, call: Call) -> list[Frame]:
-        """The secret inputs of a call, as they come: nothing is computed with them yet."""
-        recorder = Recorder(self.link)
-        end = receiving_end(self.host.config, self.host.number, recorder)
+    def _preprocess(self, command: commands.Preprocess) -> None:
+        """Prepare every call of a plan, whenever nobody else waits; what is left of an older one is dropped."""
+        config = self.host.config
+        if config.helper is None or config.sparsity is not None:
+            raise ConfigError(
+                f"preprocess: nothing can be computed ahead under {config.protocol!r}"
+                + (" with sparsity" if config.sparsity is not None else "")
+            )
+        plan = Plan(command.plan, command.calls, self._plan.number)
+        for step in plan.steps:
+            self._check_inputs(step.call, one_hot=True)
+            for edit in step.edits:
+                self._check_edit(edit)
+        facts = self._facts(command, [], [])
+        free, stored, digests = command.free, 0, list[str]()
+        self._drop, self._answered = True, False
+        for step in plan.steps:
+            request = self._run_request(step.call, facts, free=free, step=step, prepares=True)
+            free, stored, digests = (), stored + request.stored, [*digests, *request.digests]
+        self._plan, self._answered = plan, True
+        send_message(self.link, CLIENT, Prepared(stored, tuple(digests), ask_all=True))
+
+    def _check_inputs(self, call: Call, one_hot: bool) -> None:
+        """Raise for inputs that are larger than this service takes, and for another vocabulary than the model's."""
         if not call.secret:
             raise TransportError("a call has one secret input; got none")
+        model = self._served()
         for item in call.secret:
             shape = input_shape(item.shape)
             if shape[0] > self.host.rows:
@@ -268,18 +317,24 @@ class ClientSession:
             count = math.prod(shape)
             if isinstance(item, commands.Tokens):
                 model.check_vocabulary(item.name, item.vocabulary)
-                self._bound(count * (item.vocabulary if getattr(end, "one_hot", False) else _KEY_WORDS))
-                end.receive_index(count, item.vocabulary)
-            else:
-                self._bound(count)
-                end.receive_input(shape)
+                count *= item.vocabulary if one_hot else _KEY_WORDS
+            if count > _MOST_INPUT:
+                raise DomainError(f"an input of {count} elements is too large for this service; want {_MOST_INPUT}")
+
+    def _receive(self, call: Call, planned: bool) -> list[Frame]:
+        """The secret inputs of a call, as they come: nothing is computed with them yet."""
+        recorder = Recorder(self.link)
+        end = receiving_end(self.host.config, self.host.number, recorder)
+        with end.section("planned") if planned else nullcontext():
+            self._check_inputs(call, getattr(end, "one_hot", False))
+            for item in call.secret:
+                if isinstance(item, commands.Tokens):
+                    end.receive_index(math.prod(item.shape), item.vocabulary)
+                else:
+                    end.receive_input(item.shape)
         return recorder.frames
 
-    def _bound(self, elements: int) -> None:
-        if elements > _MOST_INPUT:
-            raise DomainError(f"an input of {elements} elements is too large for this service; want {_MOST_INPUT}")
-
-    def _facts(self, command: Forward, edits: Sequence[CacheEdit], frames: Sequence[Frame]) -> dict[str, str]:
+    def _facts(self, command: Message, edits: Sequence[CacheEdit], frames: Sequence[Frame]) -> dict[str, str]:
         """Digests of all that another party must have got alike from this client."""
         spec = protocol_spec(self.host.config.protocol)
         text = text_of([command, list(edits)], ordered=True)

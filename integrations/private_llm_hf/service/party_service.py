@@ -10,10 +10,11 @@ connect again, with the shares that they hold, as soon as it is back.
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import closing
 
 import torch
@@ -30,6 +31,7 @@ from private_llm.net.sockets import SocketTransport
 from private_llm.protocols.session import join_parties
 from private_llm_hf.models.sparse_blocks import adopted
 from private_llm_hf.service.agreement import Done, Offer, Run, Ticket, Vote, chosen
+from private_llm_hf.service.ahead import Ahead
 from private_llm_hf.service.client_session import ClientSession, Request
 from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.observer import Observer, PassFacts
@@ -69,7 +71,7 @@ class PartyService:
         self.settings, self.observer, self.rows = settings, observer or Observer(), settings.rows
         self._models = self._open_models()
         self._listener = listener
-        self._waiting = Waiting(settings)
+        self._waiting, self._ahead = Waiting(settings), Ahead()
         self._sessions: dict[str, ClientSession] = {}
         self._lock = threading.Lock()
         self._ended: list[str] = []
@@ -153,6 +155,7 @@ class PartyService:
             links.abort(reason)
             self._end_sessions(reason)
             links.close()
+            self._ahead.close()
             self.observer.links_down(reason)
 
     def _serve(self, mesh: SocketTransport) -> None:
@@ -217,7 +220,7 @@ class PartyService:
     # -- party 0 ------------------------------------------------------------------------------------------------
     def _lead(self, mesh: SocketTransport, links: ServiceLinks) -> None:
         """One step of party 0: choose, ask the others, run."""
-        requests = self._waiting.choose(_TICK_S, lambda r: self._model(r).kind(r.call, r.session.id))
+        requests = self._waiting.choose(_TICK_S, self._kind)
         ended = self._take_ended()
         self._waiting.forget(ended)
         now = time.monotonic()
@@ -315,12 +318,14 @@ class PartyService:
         for model in self._models.values():
             for number in ended:
                 model.kept.forget(number)
+        for number in ended:
+            self._ahead.forget(number)
         if not requests:
             return
         began = time.perf_counter()
         model = self._model(requests[0])
         links.ledger.reset()
-        rows, tokens = run_requests(model, links, requests, self.settings.positions)
+        rows, tokens = self._run_pass(model, links, requests)
         if self.number == 0:
             self._await_all(links)
         else:
@@ -339,6 +344,26 @@ class PartyService:
                 rounds=sum(links.ledger.rounds.values()),
             )
         )
+
+    def _run_pass(self, model: ServedModel, links: ServiceLinks, requests: list[Request]) -> tuple[int, int]:
+        """Rows and positions that were computed."""
+        for request in requests:
+            if request.drop:
+                self._ahead.forget(request.session.id)
+        first, positions = requests[0], self.settings.positions
+        if first.step is None:
+            return run_requests(model, links, requests, positions)
+        model.kept.free(first.session.id, first.free)
+        if first.prepares:
+            room = self.settings.offline_bytes - self._ahead.nbytes
+            self._ahead.prepare(model, links, first, f"ahead {self._step}", room, positions)
+        else:
+            self._ahead.run(model, links, first, positions)
+        return first.call.rows, math.prod(first.call.secret[0].shape[:2])
+
+    def _kind(self, request: Request) -> Hashable | None:
+        """Which requests may share a pass; None: it runs alone, as all of a plan."""
+        return None if request.step is not None else self._model(request).kind(request.call, request.session.id)
 
     def _await_all(self, links: ServiceLinks) -> None:
         """Wait until the others are through with a pass: only then is it known which of its sessions go on."""

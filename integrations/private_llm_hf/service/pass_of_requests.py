@@ -13,13 +13,16 @@ import torch
 
 from private_llm.errors import DomainError, PrivateLLMError, ProtocolAbort, TransportError
 from private_llm.net.transport import CLIENT
+from private_llm.protocols.session import Session
 from private_llm.protocols.share import Index, Share
+from private_llm.ring.prg import Prg
+from private_llm_hf.party.calls import Answer
 from private_llm_hf.service.client_session import Request
 from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.passes import Part, check_call, run_pass
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.wire.answers import Output, Outputs
-from private_llm_hf.wire.commands import Tokens
+from private_llm_hf.wire.commands import Call, Tokens
 
 
 def run_requests(
@@ -46,8 +49,7 @@ def run_requests(
         return 0, 0
     opened, receivers = [], []
     for request, answer in zip(accepted, answers, strict=True):
-        described = tuple(Output(name, tuple(fixed.shape), fixed.frac) for name, fixed in answer.outputs)
-        request.session.answer(Outputs(answer.class_, described))
+        request.session.answer(announced(answer))
         for _, fixed in answer.outputs:
             opened.append((CLIENT, fixed.share))
             receivers.append(request.session.give)
@@ -88,12 +90,22 @@ def _received(model: ServedModel, links: ServiceLinks, request: Request) -> list
     if not request.session.masks:
         request.session.masks = session.protocol.input_masks(request.session.keys)
     links.serve(request.frames, ())
+    return inputs_received(session, request.session.masks, request.call)
+
+
+def inputs_received(session: Session, masks: list[Prg], call: Call) -> list[Share | Index]:
+    """A call's secret inputs, masked by these streams of its client. Local: they came before."""
     protocol = session.protocol.on(torch.device(session.device))
     made: list[Share | Index] = []
-    with protocol.inputs_of(request.session.masks):
-        for item in request.call.secret:
+    with protocol.inputs_of(masks):
+        for item in call.secret:
             if isinstance(item, Tokens):
                 made.append(protocol.receive_index(math.prod(item.shape), item.vocabulary))
             else:
                 made.append(protocol.receive_input(item.shape))
     return made
+
+
+def announced(answer: Answer) -> Outputs:
+    """What a client is told before the outputs are opened to it."""
+    return Outputs(answer.class_, tuple(Output(name, tuple(f.shape), f.frac) for name, f in answer.outputs))

@@ -1,8 +1,9 @@
 """The requests that wait at a party, and (at party 0) which of them run next.
 
 The oldest request decides what kind of pass comes next; all that may share it come along, oldest first, up to a number
-of rows. Before a pass of decode steps, party 0 waits a little for the next steps of sessions that were in the last
-one: they come as soon as their clients have chosen a token, and each that joins saves a pass of its own.
+of rows. What prepares a call that is only planned runs when nothing else waits. Before a pass of decode steps, party 0
+waits a little for the next steps of sessions that were in the last one: they come as soon as their clients have chosen
+a token, and each that joins saves a pass of its own.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Waiting:
             if not self._offered():
                 return []
             self._gather()
-            waiting = sorted(self._offered(), key=lambda request: request.since)
+            waiting = sorted(self._offered(), key=lambda request: (request.prepares, request.since))
             if not waiting:
                 return []
             first = waiting[0]

@@ -99,10 +99,14 @@ class NodeOutputs(Message):
 
 @dataclass(frozen=True)
 class Prepared(Message):
-    """A preprocessing plan was prepared. stored: bytes. digests: digests (hex) of what a quad's helper opens later."""
+    """A preprocessing plan was prepared. stored: bytes. digests: digests (hex) of what a quad's helper opens later.
+
+    ask_all: planned requests go to the helping party, too, which has nothing to do for them but must hear of them.
+    """
 
     stored: Number
     digests: tuple[str, ...]
+    ask_all: bool = False
 
 
 @dataclass(frozen=True)

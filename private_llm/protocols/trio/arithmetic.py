@@ -71,9 +71,9 @@ class TrioArithmetic(Protocol):
         self._streams: list[Prg] = [seed.stream("trio masks") for seed in self._seeds]
         self._inputs: list[Prg] = self.input_masks(self._keys)
 
-    def input_masks(self, keys: Sequence[Seed]) -> list[Prg]:
+    def input_masks(self, keys: Sequence[Seed], label: str = "") -> list[Prg]:
         """One stream for each key."""
-        return [key.stream("client input") for key in keys]
+        return [key.stream(f"client input/{label}" if label else "client input") for key in keys]
 
     @contextmanager
     def inputs_of(self, masks: list[Prg]) -> Iterator[None]:
@@ -95,7 +95,7 @@ class TrioArithmetic(Protocol):
         self._sections.add(label)
         kept = self._streams, self._inputs, self.one_hot, self.transport, self._apart
         self._streams = [seed.stream(f"trio masks/{label}") for seed in self._seeds]
-        self._inputs = [key.stream(f"client input/{label}") for key in self._keys]
+        self._inputs = self.input_masks(self._keys, label)
         self.one_hot, self.transport, self._apart = True, links(self.transport), True
         try:
             yield

@@ -1,0 +1,218 @@
+"""What a service computes before a client asks for it: the helping party's part of calls that a session has planned.
+
+It is prepared when no other request waits, one call a pass, so that whoever comes waits for one call at most. What the
+helping party sends lies on its receivers' disks, encrypted, up to a bound; it goes when it is used, when its session
+ends, and when the parties connect anew.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from private_llm.errors import ConfigError, PrivateLLMError, ProtocolAbort, ShareFileError, TransportError
+from private_llm.net.offline_store import OfflineStore, OfflineStoreTransport, OfflineTransport, store_call_within
+from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocols.offline_phase import section_label
+from private_llm.protocols.session import Session
+from private_llm_hf.party.calls import Answer, run_alone
+from private_llm_hf.service.checks import check_call
+from private_llm_hf.service.client_session import Request
+from private_llm_hf.service.links import ServiceLinks
+from private_llm_hf.service.pass_of_requests import announced, inputs_received
+from private_llm_hf.service.plan import Step
+from private_llm_hf.service.served_model import ServedModel
+
+
+@dataclass
+class _Stock:
+    """What was prepared for one session's plan: a label of masks for each step, and what the helping party sent."""
+
+    model: ServedModel
+    plan: int
+    store: OfflineStore | None
+    labels: list[str] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.store is None else self.store.nbytes
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+            self.store = None
+
+
+class Ahead:
+    """The stocks of all sessions at this party. Used by the thread that computes, at the same place of the
+    same step at every party.
+    """
+
+    def __init__(self) -> None:
+        self._stocks: dict[str, _Stock] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """On this party's disk."""
+        return sum(stock.nbytes for stock in self._stocks.values())
+
+    def forget(self, session: str) -> None:
+        """Delete what is left of a session's plan, and its caches."""
+        stock = self._stocks.pop(session, None)
+        if stock is not None:
+            stock.close()
+            stock.model.kept.forget(owner_of(session))
+
+    def close(self) -> None:
+        """Delete all."""
+        for stock in self._stocks.values():
+            stock.close()
+        self._stocks.clear()
+
+    # -- before -------------------------------------------------------------------------------------------------
+    def prepare(
+        self, model: ServedModel, links: ServiceLinks, request: Request, label: str, room: int, positions: int | None
+    ) -> None:
+        """One step of a plan. label: of its masks, never used before. room: bytes that may be added on disk.
+
+        The helping party computes and sends, its receivers store, the others do nothing. A step that the model does
+        not take, or that does not fit on a disk, ends its session and nothing else.
+        """
+        session, step = model.session, _step(request)
+        facts = session.config.facts
+        helper, keepers = (None, ()) if facts is None else (facts.helper, facts.offline_receivers)
+        keeps = session.party in keepers
+        if step.index == 0:
+            self.forget(request.session.id)
+            made = OfflineStore(session.config.offline_folder) if keeps else None
+            self._stocks[request.session.id] = _Stock(model, step.plan, made)
+        stock = self._stocks[request.session.id]
+        stock.labels.append(label)
+        before = stock.nbytes
+        if session.party == helper:
+            self._run_ahead(model, links, request, label, keepers, positions)
+        elif stock.store is not None and helper is not None:
+            problem = store_call_within(links, helper, stock.store, room)
+            if problem is not None:
+                stock.close()
+                request.fail(ConfigError(f"preprocess: {problem}; plan fewer calls"))
+        request.stored = stock.nbytes - before
+        if step.last and stock.store is not None:
+            stock.store.rewind()
+        request.session.costs.add(links.ledger, 1, 1)
+        request.done.set()
+
+    def _run_ahead(
+        self, model: ServedModel, links: ServiceLinks, request: Request, label: str, keepers: tuple[int, ...],
+        positions: int | None,
+    ) -> None:  # fmt: skip
+        session = model.session
+        links.serve((), ())
+        try:
+            if _fits(model, request, positions):
+                with session.protocol.section(label, OfflineTransport):
+                    answer = _computed(model, request)
+                    session.protocol.reveal([(CLIENT, fixed.share) for _, fixed in answer.outputs])
+        except (TransportError, ProtocolAbort):
+            raise
+        except PrivateLLMError as error:
+            _give_up(model, request, error)
+        request.digests = tuple(session.protocol.take_digests())
+        OfflineTransport(links).end_call(keepers)  # also after a mistake: its receivers wait for it
+
+    # -- when the data are there ----------------------------------------------------------------------------------
+    def run(self, model: ServedModel, links: ServiceLinks, request: Request, positions: int | None) -> None:
+        """A step that was prepared: the helping party is silent, what it sent comes from the store.
+
+        Raises TransportError if what is stored is damaged: the others would wait for this party.
+        """
+        session, step = model.session, _step(request)
+        stock = self._stocks.get(request.session.id)
+        if stock is None or stock.plan != step.plan or step.index >= len(stock.labels):
+            raise TransportError("a call was prepared at some parties only")
+        if session.party != (session.config.facts.helper if session.config.facts else None):
+            self._answer(model, links, request, stock, positions)
+        request.session.costs.add(links.ledger, 1, 1)
+        if step.last:
+            self.forget(request.session.id)
+        request.done.set()
+
+    def _answer(
+        self, model: ServedModel, links: ServiceLinks, request: Request, stock: _Stock, positions: int | None
+    ) -> None:
+        session, store = model.session, stock.store
+        helper = session.config.helper
+
+        def reading(transport: Transport) -> Transport:
+            if store is None or helper is None:
+                return transport
+            return OfflineStoreTransport(transport, helper, store, lambda: session.protocol.device)
+
+        links.serve(request.frames, ())
+        if not _fits(model, request, positions):
+            return
+        try:
+            with session.protocol.section(stock.labels[_step(request).index], reading):
+                answer = _computed(model, request)
+                _open(session, links, request, answer)
+            if store is not None:
+                store.finish_call()
+        except ShareFileError as error:
+            raise TransportError(str(error)) from None
+        except (TransportError, ProtocolAbort):
+            raise
+        except PrivateLLMError as error:  # the same at all who compute: it follows from public facts
+            _give_up(model, request, error)
+
+
+def owner_of(session: str) -> str:
+    """Under this name the caches of a session's plan are kept: no other call can name them."""
+    return f"{session} plan"
+
+
+def _step(request: Request) -> Step:
+    if request.step is None:
+        raise TransportError("a call that nobody planned")
+    return request.step
+
+
+def _give_up(model: ServedModel, request: Request, error: Exception) -> None:
+    """The session ends; nothing that it half did is left."""
+    model.session.known.owed, model.session.known.pending = [], None
+    model.kept.forget(owner_of(request.session.id))
+    known = isinstance(error, PrivateLLMError)
+    request.fail(error if known else TransportError("a cache that is not there"))
+
+
+def _fits(model: ServedModel, request: Request, positions: int | None) -> bool:
+    """Bring the plan's caches to where the call wants them; False, and the session ends, if the call is bad. Local."""
+    step, kept, owner = _step(request), model.kept, owner_of(request.session.id)
+    try:
+        for edit in step.edits:
+            kept.edit(owner, edit)
+        check_call(model.model, model.session.config, step.call, kept, owner)
+        held = kept.positions(owner) + kept.positions(request.session.id) + math.prod(step.call.secret[0].shape[:2])
+        if positions is not None and held > positions:
+            raise ConfigError(f"caches: got {held} positions; this service keeps {positions} for a session")
+    except (PrivateLLMError, LookupError) as error:
+        _give_up(model, request, error)
+        return False
+    return True
+
+
+def _computed(model: ServedModel, request: Request) -> Answer:
+    """Inside a section: inputs and the model."""
+    session, step = model.session, _step(request)
+    masks = session.protocol.input_masks(request.session.keys, section_label(step.plan, step.number))
+    with torch.no_grad(), session.protocol.ledger.scope(""):
+        secrets = inputs_received(session, masks, step.call)
+        return run_alone(model.model, session, model.kept, owner_of(request.session.id), step.call, secrets)
+
+
+def _open(session: Session, links: ServiceLinks, request: Request, answer: Answer) -> None:
+    request.session.answer(announced(answer))
+    links.serve((), [request.session.give for _ in answer.outputs])
+    if answer.outputs:
+        session.protocol.reveal([(CLIENT, fixed.share) for _, fixed in answer.outputs])
