@@ -36,7 +36,7 @@ PREPROCESSED = Threat(
     learns=(
         (
             "who runs ahead (party 0, the dealer, in quad party 3)",
-            "the planned shapes, before the data; afterwards not even when calls happen",
+            "the planned shapes, before the data; afterwards not even when calls happen (a party service tells it)",
         ),
         (
             "who reads the disk of party 2 (in quad also of party 0)",
@@ -51,7 +51,8 @@ PREPROCESSED = Threat(
         "Masks of each planned call come from streams of their own, used once: a second use is refused by every party "
         "and by the file, which is gone when read. In quad what party 3 sent ahead is recorded when it is read, so a "
         "lie ends the session before anything is opened, as ever; party 3 needs no verdict, because it opens nothing "
-        "but those digests. private_llm/protocols/offline_phase.py, private_llm/net/offline_store.py"
+        "but those digests. private_llm/protocols/offline_phase.py, private_llm/net/offline_store.py; in a service "
+        "private_llm_hf/service/ahead.py"
     ),
     setting="model.preprocess(...), with protocol='trio', 'quad' or 'dealer'",
 )

@@ -97,8 +97,9 @@ class PrivateModel:
 
         Online it is then silent. Its receivers store what it sends, encrypted, in `PrivateConfig.offline_folder`, until
         it is used (once) or the session ends. Then the planned calls must come in their order; any other raises
-        DomainError. When all were made the session is as before. A new plan, or none, throws away what is left. Raises
-        ConfigError for a protocol without a helping party.
+        DomainError. When all were made the session is as before. A new plan, or none, throws away what is left. A party
+        service does this while nobody else waits, up to its `offline_bytes`; planned calls then run alone there. Raises
+        ConfigError for a protocol without a helping party, and where the disk has no room.
         """
         if self.parties.config.sparsity is not None:
             raise ConfigError(

@@ -78,7 +78,8 @@ class Ahead:
         """One step of a plan. label: of its masks, never used before. room: bytes that may be added on disk.
 
         The helping party computes and sends, its receivers store, the others do nothing. A step that the model does
-        not take, or that does not fit on a disk, ends its session and nothing else.
+        not take, or that does not fit on a disk, ends its session (ConfigError, DomainError, UnsupportedOp) and nothing
+        else. Raises TransportError for a request that is no step of a plan.
         """
         session, step = model.session, _step(request)
         facts = session.config.facts
@@ -126,7 +127,8 @@ class Ahead:
     def run(self, model: ServedModel, links: ServiceLinks, request: Request, positions: int | None) -> None:
         """A step that was prepared: the helping party is silent, what it sent comes from the store.
 
-        Raises TransportError if what is stored is damaged: the others would wait for this party.
+        A call that does not fit ends its session (ConfigError for too many positions). Raises TransportError if what is
+        stored is damaged: the others would wait for this party.
         """
         session, step = model.session, _step(request)
         stock = self._stocks.get(request.session.id)
