@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig
+from private_llm_hf import (
+    AutoPrivateModel,
+    AutoPrivateModelForCausalLM,
+    AutoPrivateModelForSeq2SeqLM,
+    PrivateConfig,
+)
 from private_llm_hf.api import share_checkpoint
 from private_llm_hf.checkpoint.share_files import share_path
 from private_llm_hf.service.observer import Observer, PassFacts
@@ -47,7 +52,7 @@ class Running:
     """The services of all parties, each in a thread, and how clients reach them."""
 
     def __init__(
-        self, config: PrivateConfig, folder: Path, shares: Path, users: tuple[str, ...], **limits: Any
+        self, config: PrivateConfig, folder: Path, shares: dict[str, Path], users: tuple[str, ...], **limits: Any
     ) -> None:
         certificates = make_certificates(folder / "certs", config.parties, users=users)
         listeners = open_listeners(config.parties)
@@ -65,7 +70,7 @@ class Running:
             self.start(party, listeners[party])
 
     def start(self, party: int, listener: socket.socket | None = None) -> None:
-        settings = ServiceSettings({"tiny": share_path(self.shares, party)}, **self.limits)
+        settings = ServiceSettings({name: share_path(at, party) for name, at in self.shares.items()}, **self.limits)
         service = PartyService(self.configs[party], party, settings, self.watches[party], listener)
         self.services[party] = service
         self.threads[party] = threading.Thread(target=service.run, daemon=True)
@@ -79,9 +84,10 @@ class Running:
         self.threads[party].join(30)
         assert not self.threads[party].is_alive()
 
-    def model(self, user: str | None = None) -> Any:
+    def model(self, user: str | None = None, name: str = "llama") -> Any:
         config = self.client if user is None else self.clients[user]
-        return AutoPrivateModelForCausalLM.from_pretrained(str(self.shares / "client"), config)
+        auto = KINDS.get(name, AutoPrivateModelForCausalLM)
+        return auto.from_pretrained(str(self.shares[name] / "client"), config)
 
     def close(self) -> None:
         for service in self.services:
@@ -92,6 +98,7 @@ class Running:
 
 
 Start = Callable[..., Running]
+KINDS: dict[str, Any] = {"bert": AutoPrivateModel, "t5": AutoPrivateModelForSeq2SeqLM}
 
 
 @pytest.fixture(scope="session")
@@ -102,25 +109,37 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def shares(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
+def shares(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    made: dict[tuple[str, str], Path] = {}
 
-    def of(protocol: str) -> Path:
-        if protocol not in made:
-            made[protocol] = tmp_path_factory.mktemp(f"shares-{protocol}")
-            share_checkpoint(str(tiny_folder), made[protocol], PrivateConfig(protocol=protocol))
-        return made[protocol]
+    def of(protocol: str, name: str) -> Path:
+        key = (protocol, name)
+        if key not in made:
+            folder = tiny_folder
+            if name != "llama":
+                folder = tmp_path_factory.mktemp(name)
+                tiny.build(name).save_pretrained(folder)
+            made[key] = tmp_path_factory.mktemp(f"shares-{protocol}-{name}")
+            share_checkpoint(
+                str(folder), made[key], PrivateConfig(protocol=protocol), KINDS.get(name, AutoPrivateModelForCausalLM)
+            )
+        return made[key]
 
     return of
 
 
 @pytest.fixture
-def start(tmp_path: Path, shares: Callable[[str], Path]) -> Iterator[Start]:
+def start(tmp_path: Path, shares: Callable[[str, str], Path]) -> Iterator[Start]:
     running: list[Running] = []
 
-    def begin(protocol: str = "trio", users: tuple[str, ...] = (), timeout_s: float = 10.0, **limits: Any) -> Running:
-        config = PrivateConfig(protocol=protocol, timeout_s=timeout_s, busy_wait_s=limits.pop("busy_wait_s", 20.0))
-        running.append(Running(config, tmp_path / str(len(running)), shares(protocol), users, **limits))
+    def begin(
+        protocol: str = "trio", users: tuple[str, ...] = (), timeout_s: float = 10.0,
+        models: tuple[str, ...] = ("llama",), idle_s: float | None = 1800.0, **limits: Any,
+    ) -> Running:  # fmt: skip
+        wait = limits.pop("busy_wait_s", 20.0)
+        config = PrivateConfig(protocol=protocol, timeout_s=timeout_s, busy_wait_s=wait, idle_s=idle_s)
+        folders = {name: shares(protocol, name) for name in models}
+        running.append(Running(config, tmp_path / str(len(running)), folders, users, **limits))
         return running[-1]
 
     yield begin
