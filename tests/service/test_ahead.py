@@ -14,6 +14,7 @@ from private_llm_hf.wire.commands import Call, CropCache, Preprocess, Tokens
 from transformers import AutoModelForCausalLM
 
 from private_llm.errors import ConfigError, DomainError, PrivateLLMError, ProtocolAbort, TransportError
+from tests.hf.compare import LOGIT_ERROR, worst
 from tests.service.conftest import Running, Start, eventually
 from tests.service.test_party_service import ids_of, same, text_of
 
@@ -178,6 +179,35 @@ def test_a_cheat_ends_its_own_session(start: Start, plain: Any, protocol: str) -
                 cheats(other)[name]()
             assert same(text_of(model, 6), text_of(plain, 6)), name
         assert on_disk(running) == 0
+    assert not any(watch.downs for watch in running.watches)
+
+
+def test_planned_changes_of_a_cache_and_caches_of_one_number(start: Start, plain: Any) -> None:
+    running = start()
+    with running.model() as model, torch.no_grad():
+        vocabulary = model.config.vocab_size
+
+        def call(length: int) -> Call:
+            return Call(
+                {"use_cache": True}, (Tokens("input_ids", (1, length), vocabulary),), 7, None, None, ("logits",)
+            )
+
+        model.parties.preprocess([call(6), CropCache(7, 2), call(3)])
+        # a call beside the plan on a cache of the plan's number: the helping party has that one filled already
+        with model.parties._call():
+            model.parties.ask(call(6), [(ids_of(4)[0], vocabulary)])
+            got = model.parties.opened()[1]["logits"]
+        assert worst(got, plain(ids_of(4)).logits) < LOGIT_ERROR
+        model.parties.forward(call(6), [(ids_of(1)[0], vocabulary)])
+        model.parties.command(CropCache(7, 2))
+        got = model.parties.forward(call(3), [(ids_of(2, 3)[0], vocabulary)])[1]["logits"]
+        want = plain(torch.cat([ids_of(1)[:, :4], ids_of(2, 3)], 1)).logits[:, 4:]
+        assert worst(got, want) < LOGIT_ERROR
+        with model.parties._call():  # the other cache is as it was
+            model.parties.ask(call(3), [(ids_of(2, 3)[0], vocabulary)])
+            got = model.parties.opened()[1]["logits"]
+        assert worst(got, plain(torch.cat([ids_of(4), ids_of(2, 3)], 1)).logits[:, 6:]) < LOGIT_ERROR
+        assert same(text_of(model, 5), text_of(plain, 5))
     assert not any(watch.downs for watch in running.watches)
 
 
