@@ -9,7 +9,7 @@ from typing import Any
 
 from private_llm_hf.service.agreement import agree, chosen, digest
 from private_llm_hf.service.settings import ServiceSettings
-from private_llm_hf.service.waiting import Waiting
+from private_llm_hf.service.waiting import Waiting, Weighed
 
 
 def request(name: str, kind: str | None = "step", rows: int = 1, since: float = 0.0, number: int = 1) -> Any:
@@ -27,32 +27,32 @@ def names(found: list[Any]) -> list[str]:
     return [each.session.id for each in found]
 
 
-def kind_of(each: Any) -> str | None:
-    return each.kind
+def kind_of(each: Any) -> Weighed:
+    return Weighed(each.kind, 1)
 
 
 def test_the_oldest_decides_and_its_kind_comes_along() -> None:
     queue = waiting()
     for each in (request("d", since=4), request("c", "prompt", since=2), request("a", since=3), request("b", since=5)):
         queue.add(each)
-    assert names(queue.choose(0, kind_of)) == ["c"]
-    assert names(queue.choose(0, kind_of)) == ["a", "b", "d"]
-    assert queue.choose(0, kind_of) == []
+    assert names(queue.choose(0, kind_of, 100)) == ["c"]
+    assert names(queue.choose(0, kind_of, 100)) == ["a", "b", "d"]
+    assert queue.choose(0, kind_of, 100) == []
 
 
 def test_a_request_of_no_kind_runs_alone() -> None:
     queue = waiting()
     for name in "ab":
         queue.add(request(name, None))
-    assert [len(queue.choose(0, kind_of)) for _ in range(3)] == [1, 1, 0]
+    assert [len(queue.choose(0, kind_of, 100)) for _ in range(3)] == [1, 1, 0]
 
 
 def test_a_pass_has_so_many_rows() -> None:
     queue = waiting(rows=3)
     for place, (name, rows) in enumerate((("a", 2), ("b", 2), ("c", 1))):
         queue.add(request(name, rows=rows, since=place))
-    assert names(queue.choose(0, kind_of)) == ["a", "c"]
-    assert names(queue.choose(0, kind_of)) == ["b"]
+    assert names(queue.choose(0, kind_of, 100)) == ["a", "c"]
+    assert names(queue.choose(0, kind_of, 100)) == ["b"]
 
 
 def test_a_pass_waits_for_the_sessions_of_the_last_one() -> None:
@@ -60,15 +60,15 @@ def test_a_pass_waits_for_the_sessions_of_the_last_one() -> None:
     queue.ran([request("a"), request("b")], seconds=40.0)  # a quarter of it is patience enough
     queue.add(request("a"))
     threading.Timer(0.05, lambda: queue.add(request("b"))).start()
-    assert names(queue.choose(5, kind_of)) == ["a", "b"]
+    assert names(queue.choose(5, kind_of, 100)) == ["a", "b"]
     queue.ran([request("a"), request("b")], seconds=0.0)
     queue.add(request("a"))
-    assert names(queue.choose(5, kind_of)) == ["a"]
+    assert names(queue.choose(5, kind_of, 100)) == ["a"]
     queue.ran([request("a"), request("b")], seconds=40.0)
     queue.drop("b")
     queue.add(request("a"))
     began = time.monotonic()
-    assert names(queue.choose(5, kind_of)) == ["a"]
+    assert names(queue.choose(5, kind_of, 100)) == ["a"]
     assert time.monotonic() - began < 2
 
 
@@ -77,13 +77,13 @@ def test_who_is_put_back_waits_a_little_and_not_for_ever() -> None:
     told: list[str] = []
     late = request("a", since=time.monotonic())
     queue.again(late, patience=5.0)
-    assert queue.choose(0, kind_of) == []
-    assert names(queue.choose(1, kind_of)) in ([], ["a"])
+    assert queue.choose(0, kind_of, 100) == []
+    assert names(queue.choose(1, kind_of, 100)) in ([], ["a"])
     old = request("b", since=time.monotonic() - 6)
     old.session.cut = told.append
     queue.again(old, patience=5.0)
     assert told
-    assert "b" not in names(queue.choose(0.1, kind_of))
+    assert "b" not in names(queue.choose(0.1, kind_of, 100))
 
 
 def test_a_party_finds_what_it_has_and_what_comes_in_time() -> None:

@@ -24,11 +24,13 @@ from private_llm.net.roles import named
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.registry import protocol_spec
 from private_llm.protocols.session import meet_client, receiving_end
+from private_llm.ring.dpf import key_words
 from private_llm.ring.prg import Prg, Seed
 from private_llm_hf.client.costs import rows_of
 from private_llm_hf.party.announced import input_shape
 from private_llm_hf.service.agreement import digest
 from private_llm_hf.service.costs import SessionCosts
+from private_llm_hf.service.limits import Limits
 from private_llm_hf.service.links import Frame, Recorder
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.wire import commands
@@ -42,13 +44,8 @@ _TICK_S = 0.25
 """How often a session that waits for a pass looks whether its client is still there."""
 _READ_S = 0.01
 """How often it is looked whether a client has read its answers."""
-_MOST_EDITS = 1024
-"""Changes of caches between two calls."""
-_MOST_INPUT = 1 << 27
-"""Elements that a party takes for one input: 1 GiB in the 64-bit ring."""
-
-_KEY_WORDS = 64
-"""Words of an index's keys, about."""
+_KEYS = 4
+"""Keys of point functions for each index, at most (quad)."""
 
 _Commands = (
     commands.Hello | commands.LoadFile | commands.LoadLike | commands.LoadModel | Forward | commands.ManageCache
@@ -66,6 +63,7 @@ class Host(Protocol):
     config: PrivateConfig
     number: int
     rows: int
+    limits: Limits
 
     def model_of(self, digest: str | None) -> ServedModel:
         """The model that a client names."""
@@ -186,7 +184,7 @@ class ClientSession:
         """Take the next command; False if it was the last."""
         self._await_reader()
         self.link.wait(CLIENT)
-        command: _Commands = recv_message(self.link, CLIENT, _KINDS)
+        command: _Commands = recv_message(self.link, CLIENT, _KINDS, self.host.limits.message_bytes)
         match command:
             case Stop():
                 return False
@@ -225,8 +223,7 @@ class ClientSession:
 
     def _keep_edit(self, edit: CacheEdit) -> None:
         """Keep a change of a cache for the next call. Raises for more, or larger ones, than a client needs."""
-        if len(self._edits) >= _MOST_EDITS:
-            raise TransportError(f"caches: got more than {_MOST_EDITS} changes between two calls")
+        self.host.limits.check_edits(0, len(self._edits) + 1)
         if isinstance(edit, commands.SelectRows) and edit.index.numel() > self.host.rows:
             raise DomainError(
                 f"rows of a cache: got {edit.index.numel()}; this service takes {self.host.rows} at a time"
@@ -268,7 +265,8 @@ class ClientSession:
             count = math.prod(shape)
             if isinstance(item, commands.Tokens):
                 model.check_vocabulary(item.name, item.vocabulary)
-                self._bound(count * (item.vocabulary if getattr(end, "one_hot", False) else _KEY_WORDS))
+                one_hot = getattr(end, "one_hot", False)
+                self._bound(count * item.vocabulary if one_hot else _KEYS * count * key_words(item.vocabulary))
                 end.receive_index(count, item.vocabulary)
             else:
                 self._bound(count)
@@ -276,14 +274,16 @@ class ClientSession:
         return recorder.frames
 
     def _bound(self, elements: int) -> None:
-        if elements > _MOST_INPUT:
-            raise DomainError(f"an input of {elements} elements is too large for this service; want {_MOST_INPUT}")
+        most = self.host.limits.elements
+        if elements > most:
+            raise DomainError(f"an input of {elements} elements is too large for this service; want {most}")
 
     def _facts(self, command: Forward, edits: Sequence[CacheEdit], frames: Sequence[Frame]) -> dict[str, str]:
         """Digests of all that another party must have got alike from this client."""
         spec = protocol_spec(self.host.config.protocol)
         text = text_of([command, list(edits)], ordered=True)
         facts = {"call": digest(text.encode()), "model": digest(self._served().digest.encode())}
+        facts["user"] = digest(self.user.encode())
         for mask, key in zip(spec.masks_of(self.host.number), self.keys, strict=True):
             facts[f"mask {mask}"] = digest(key.raw())
         values = [frame.payload for frame in frames if frame.tag == "input"]

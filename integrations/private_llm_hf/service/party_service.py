@@ -31,12 +31,13 @@ from private_llm.protocols.session import join_parties
 from private_llm_hf.models.sparse_blocks import adopted
 from private_llm_hf.service.agreement import Done, Offer, Run, Ticket, Vote, chosen
 from private_llm_hf.service.client_session import ClientSession, Request
+from private_llm_hf.service.limits import Holdings, Limits, elements_of, meet
 from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.observer import Observer, PassFacts
 from private_llm_hf.service.pass_of_requests import run_requests
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.service.settings import ServiceSettings
-from private_llm_hf.service.waiting import Waiting
+from private_llm_hf.service.waiting import Waiting, Weighed
 from private_llm_hf.wire.frames import recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")
@@ -55,6 +56,8 @@ class PartyService:
     Raises ConfigError, ShareFileError and PatchMismatch before it listens: for settings that a service does not have,
     and for share files that do not fit.
     """
+
+    limits: Limits
 
     def __init__(
         self, config: PrivateConfig, number: int, settings: ServiceSettings, observer: Observer | None = None,
@@ -161,6 +164,9 @@ class PartyService:
         with torch.no_grad():
             for model in self._models.values():
                 model.begin(session)
+            own = Limits.own(self.settings, self.config, [model.model.config for model in self._models.values()])
+            self.limits = meet(links, self.config.parties, own)
+            self._holdings = Holdings(self.limits)
             self._step = 0
             self._up.set()
             self.observer.links_up()
@@ -217,7 +223,7 @@ class PartyService:
     # -- party 0 ------------------------------------------------------------------------------------------------
     def _lead(self, mesh: SocketTransport, links: ServiceLinks) -> None:
         """One step of party 0: choose, ask the others, run."""
-        requests = self._waiting.choose(_TICK_S, lambda r: self._model(r).kind(r.call, r.session.id))
+        requests = self._waiting.choose(_TICK_S, self._weighed, self.limits.elements)
         ended = self._take_ended()
         self._waiting.forget(ended)
         now = time.monotonic()
@@ -258,6 +264,12 @@ class PartyService:
         for party in others:
             send_message(links, party, Run(self._step, tuple(places), done))
         self._carry_out(links, runs, done)
+
+    def _weighed(self, request: Request) -> Weighed:
+        """What kind of pass a request wants, and how large its part of it is."""
+        model = self._model(request)
+        past = model.past(request.session.id, request.call, request.edits, request.free)
+        return Weighed(model.kind(request.call, past), elements_of(model.model.config, request.call, past))
 
     def _lost(self, votes: Sequence[Vote]) -> set[str]:
         """Sessions that are over at another party, which are cut here; and parties that want to stop are noted."""
@@ -312,15 +324,16 @@ class PartyService:
     # -- all ------------------------------------------------------------------------------------------------------
     def _carry_out(self, links: ServiceLinks, requests: list[Request], ended: Sequence[str]) -> None:
         """Forget what ended, and run a pass. Everything here is the same at all parties."""
-        for model in self._models.values():
-            for number in ended:
+        for number in ended:
+            self._holdings.forget(number)
+            for model in self._models.values():
                 model.kept.forget(number)
         if not requests:
             return
         began = time.perf_counter()
         model = self._model(requests[0])
         links.ledger.reset()
-        rows, tokens = run_requests(model, links, requests, self.settings.positions)
+        rows, tokens = run_requests(model, links, requests, self._holdings)
         if self.number == 0:
             self._await_all(links)
         else:

@@ -7,7 +7,7 @@ everywhere, and the others go on.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -15,22 +15,23 @@ from private_llm.errors import DomainError, PrivateLLMError, ProtocolAbort, Tran
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.share import Index, Share
 from private_llm_hf.service.client_session import Request
+from private_llm_hf.service.limits import MOST_HANDLES, Holdings
 from private_llm_hf.service.links import ServiceLinks
-from private_llm_hf.service.passes import Part, check_call, run_pass
+from private_llm_hf.service.passes import Kept, Part, check_call, run_pass
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.wire.answers import Output, Outputs
-from private_llm_hf.wire.commands import Tokens
+from private_llm_hf.wire.commands import SelectRows, Tokens
 
 
 def run_requests(
-    model: ServedModel, links: ServiceLinks, requests: Sequence[Request], most_positions: int | None
+    model: ServedModel, links: ServiceLinks, requests: Sequence[Request], holdings: Holdings
 ) -> tuple[int, int]:
     """Answer these requests; rows and positions that were computed.
 
     A request's own mistake, and a DomainError or other error of the whole pass, ends the sessions of their requests; it
     is not raised. Raises TransportError and ProtocolAbort when the parties cannot go on.
     """
-    accepted = [request for request in requests if _prepared(model, request, most_positions)]
+    accepted = [request for request in requests if _prepared(model, request, holdings)]
     if not accepted:
         return 0, 0
     try:
@@ -42,6 +43,7 @@ def run_requests(
         model.session.known.owed, model.session.known.pending = [], None
         for request in accepted:
             model.kept.forget(request.session.id)
+            holdings.forget(request.session.id)
             request.fail(type(error)(str(error)))
         return 0, 0
     opened, receivers = [], []
@@ -62,24 +64,41 @@ def run_requests(
     return rows, tokens
 
 
-def _prepared(model: ServedModel, request: Request, most_positions: int | None) -> bool:
+def _prepared(model: ServedModel, request: Request, holdings: Holdings) -> bool:
     """Bring a session's caches to where its call wants them; False, and its session ends, if the call is bad."""
     kept, owner = model.kept, request.session.id
     try:
-        for edit in request.edits:
-            kept.edit(owner, edit)
+        _edit(kept, owner, request, holdings)
         kept.free(owner, request.free)
-        check_call(model.model, model.session.config, request.call, kept, owner)
-        new = math.prod(request.call.secret[0].shape[:2])
-        held = kept.positions(owner) + new
-        if most_positions is not None and held > most_positions:
-            raise DomainError(f"caches: got {held} positions; this service keeps {most_positions} for a session")
+        call = request.call
+        check_call(model.model, model.session.config, call, kept, owner)
+        holdings.limits.check_call(model.model.config, call, 0 if call.cache is None else kept.past(owner, call.cache))
+        _check_handles({*kept.handles(owner), call.cache or call.encode_to})
+        new = math.prod(call.secret[0].shape[:2]) if call.cache or call.encode_to else 0
+        holdings.take(owner, request.session.user, model.name, kept.positions(owner) + new)
     except (PrivateLLMError, LookupError) as error:
         kept.forget(owner)
+        holdings.forget(owner)
         known = isinstance(error, PrivateLLMError)
         request.fail(error if known else TransportError("a cache that is not there"))
         return False
     return True
+
+
+def _edit(kept: Kept, owner: str, request: Request, holdings: Holdings) -> None:
+    """Change a session's caches; refuses before it what copies, or keeps, more than a session may."""
+    copied = 0
+    for number, edit in enumerate(request.edits, 1):
+        rows = edit.index.numel() if isinstance(edit, SelectRows) else kept.rows(owner, edit.handle)
+        copied += max(rows, kept.rows(owner, edit.handle)) * kept.past(owner, edit.handle)
+        holdings.limits.check_edits(copied, number)
+        kept.edit(owner, edit)
+        _check_handles(kept.handles(owner))
+
+
+def _check_handles(handles: Collection[int | None]) -> None:
+    if len(handles) > MOST_HANDLES:
+        raise DomainError(f"caches: got more than {MOST_HANDLES} of them; give up those that are not needed")
 
 
 def _received(model: ServedModel, links: ServiceLinks, request: Request) -> list[Share | Index]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 from private_llm_hf.service.client_session import Request
 from private_llm_hf.service.settings import ServiceSettings
@@ -24,7 +25,18 @@ _MEMORY = 0.5
 _AGAIN_S = 0.01
 """Seconds before a request is offered again that another party had not got."""
 
-Kind = Callable[[Request], Hashable | None]
+
+@dataclass(frozen=True)
+class Weighed:
+    """What a request wants of a pass. kind: requests of equal kinds may share one; None: it runs alone. elements: of
+    the largest array that its part of the pass makes.
+    """
+
+    kind: Hashable | None
+    elements: int
+
+
+Weigh = Callable[[Request], Weighed]
 
 
 class Waiting:
@@ -83,8 +95,11 @@ class Waiting:
                 self._expected.discard(session)
 
     # -- party 0 ------------------------------------------------------------------------------------------------
-    def choose(self, seconds: float, kind: Kind) -> list[Request]:
-        """Take the requests of the next pass out; none if nothing comes within `seconds`."""
+    def choose(self, seconds: float, weigh: Weigh, most: int) -> list[Request]:
+        """Take the requests of the next pass out, of `most` elements together, or the first alone.
+
+        None if nothing comes within `seconds`.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._offered() or self._woken, seconds)
             self._woken = False
@@ -95,15 +110,15 @@ class Waiting:
             if not waiting:
                 return []
             first = waiting[0]
-            wanted = (id(first.session.model), kind(first))
-            found = [first]
-            if wanted[1] is not None:
-                rows = first.call.rows
+            wanted, found = weigh(first), [first]
+            if wanted.kind is not None:
+                rows, elements = first.call.rows, wanted.elements
                 for other in waiting[1:]:
-                    same = (id(other.session.model), kind(other)) == wanted
-                    if same and rows + other.call.rows <= self._settings.rows:
+                    if other.session.model is not first.session.model or (own := weigh(other)).kind != wanted.kind:
+                        continue
+                    if rows + other.call.rows <= self._settings.rows and elements + own.elements <= most:
                         found.append(other)
-                        rows += other.call.rows
+                        rows, elements = rows + other.call.rows, elements + own.elements
             found.sort(key=lambda request: request.session.id)  # the same rows in the same order, if they can be
             for request in found:
                 del self._requests[request.session.id]
