@@ -29,6 +29,8 @@ from private_llm.net.transport import CLIENT
 _GATE = 0
 _AWAY_S = 3.0
 """Seconds after which a client in line that has not called again has left."""
+_NOTES = 16
+"""Words that it waits which a client may say in the time in which it has reason for two."""
 _SPARE = 8
 """Sessions that a party besides party 0 holds beyond the limit: theirs may end a little later than at party 0."""
 
@@ -42,6 +44,12 @@ class ClientLink(SocketTransport):
     def __init__(self, me: int, pair: Pair, caller: bytes, user: str, timeout: float, idle_s: float | None) -> None:
         super().__init__(me, {CLIENT: pair}, timeout, idle_s=idle_s)
         self.number, self.user = caller.hex(), user
+        self._in[CLIENT].bound_notes(self._slice / _NOTES, 32 * _NOTES)
+
+    def abort(self, reason: str) -> None:
+        """As the interface says; whatever the client goes on sending, it is not waited for."""
+        super().abort(reason)
+        self._in[CLIENT].give_up(reason)
 
     @property
     def taken(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from private_llm_hf.wire.commands import (
     Call,
     CopyCache,
     CropCache,
+    Forward,
     ManageCache,
     ResetCache,
     SelectRows,
@@ -24,7 +27,12 @@ from private_llm_hf.wire.commands import (
 )
 from torch import Tensor
 
-from private_llm.errors import DomainError, PrivateLLMError, TransportError
+from private_llm.errors import DomainError, PartyFailed, PrivateLLMError, TransportError
+from private_llm.net import wire
+from private_llm.net.socket_io import Allowance, Outgoing
+from private_llm.net.transport import CLIENT
+from private_llm.net.wire import Kind
+from private_llm.ring.dpf import key_words
 from tests.hf import tiny
 from tests.service.conftest import Running, Start, eventually
 
@@ -218,3 +226,57 @@ def test_a_long_command_is_refused_unread(start: Start) -> None:
         with pytest.raises(TransportError, match="at most 10"):
             step(other, 1, attention_mask=torch.ones(1, 1 << 20, dtype=torch.int64))
         step(model, 6)
+
+
+def test_a_flood_of_notes_and_a_trickled_input_end_their_sessions(start: Start) -> None:
+    running = start()
+    with running.model() as model:
+        noisy, slow = model.open_session(), model.open_session()
+        link = noisy.parties.transport._out[0]
+        for _ in range(2000):
+            link.note(Kind.WAITING, bytes([CLIENT]))
+        assert eventually(lambda: any("more notes" in str(reason) for reason in running.watches[0].ended))
+        vocabulary = model.config.vocab_size
+        slow.parties.tell(Forward(Call({}, (Tokens("input_ids", (1, 50), vocabulary),), None, None, None, ("logits",))))
+        link = slow.parties.transport._out[0]
+        words = 2 * 50 * key_words(vocabulary)
+        link._sock.send(wire.encode(Kind.DATA, CLIENT, link._session, link._sequence, "index", torch.int64, words))
+        session = max(running.services[0]._sessions.values(), key=lambda each: each.began)
+        ended = threading.Event()
+
+        def trickle() -> None:
+            with contextlib.suppress(OSError):
+                while not ended.wait(0.05):
+                    link._sock.send(b"\0")
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        time.sleep(0.2)
+        session.cut("the service is about to stop")
+        assert eventually(lambda: not session._thread.is_alive())
+        ended.set()
+        thread.join()
+        step(model, 6)
+
+
+def test_an_allowance_is_used_up_and_grows_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    allowance = Allowance(0.5, 3)
+    assert [allowance.lacks() for _ in range(5)] == [0.0, 0.0, 0.0, 0.5, 1.0]
+    now[0] += 10
+    assert [allowance.lacks() for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
+
+
+def test_a_connection_without_a_thread_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    here, there = socket.socketpair()
+    with here, there:
+        out = Outgoing(here, 0, CLIENT, bytes(8))
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(PartyFailed, match="no thread left to write to the client"):
+            out.send_tensor("reveal", torch.zeros(1 << 20, dtype=torch.int64))
+        out.abort("it is over")
+        assert out.idle

@@ -100,6 +100,17 @@ def test_a_party_finds_what_it_has_and_what_comes_in_time() -> None:
     assert len(queue) == 1
 
 
+def test_nothing_stays_of_a_session_that_is_over() -> None:
+    queue = waiting()
+    queue.ran([request("a")], seconds=1.0)
+    queue.add(request("a", since=1.0))
+    queue.again(request("a", since=time.monotonic()), patience=5.0)
+    queue.drop("a")
+    assert not queue._turns
+    assert not queue._not_before
+    assert not queue._expected
+
+
 def test_parties_agree_where_they_say_the_same_of_the_same() -> None:
     assert agree([{"call": "1", "mask 0": "x"}, {"call": "1", "mask 1": "y"}])
     assert not agree([{"call": "1"}, {"call": "1"}, {"call": "2"}])

@@ -21,6 +21,7 @@ from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLM
 from private_llm.kernels.memory import trim_allocator
 from private_llm.net.admission import ClientLink
 from private_llm.net.roles import named
+from private_llm.net.socket_io import Allowance
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.registry import protocol_spec
 from private_llm.protocols.session import meet_client, receiving_end
@@ -44,6 +45,8 @@ _TICK_S = 0.25
 """How often a session that waits for a pass looks whether its client is still there."""
 _READ_S = 0.01
 """How often it is looked whether a client has read its answers."""
+_EACH_S, _AT_ONCE = 0.02, 100
+"""Seconds between two questions of a session, but for so many at once: who only asks would take the time of all."""
 _KEYS = 4
 """Keys of point functions for each index, at most (quad)."""
 
@@ -118,6 +121,7 @@ class ClientSession:
         self._sending = threading.Lock()
         self._answered = True
         self._cut: str | None = None
+        self._questions = Allowance(_EACH_S, _AT_ONCE)
         self._thread = threading.Thread(target=self._run, name=f"session {self.short}", daemon=True)
 
     def start(self) -> None:
@@ -185,6 +189,8 @@ class ClientSession:
         self._await_reader()
         self.link.wait(CLIENT)
         command: _Commands = recv_message(self.link, CLIENT, _KINDS, self.host.limits.message_bytes)
+        if not isinstance(command, Forward | commands.ManageCache | Stop):
+            time.sleep(self._questions.lacks())
         match command:
             case Stop():
                 return False

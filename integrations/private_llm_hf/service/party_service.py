@@ -209,8 +209,9 @@ class PartyService:
             self._ended.clear()
         for session in sessions:
             session.cut(reason)
+        until = time.monotonic() + self.config.timeout_s
         for session in sessions:
-            session.join(self.config.timeout_s)
+            session.join(max(0.0, until - time.monotonic()))
         self._waiting.clear()
         with self._lock:
             self._ended.clear()

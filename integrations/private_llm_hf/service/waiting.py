@@ -69,7 +69,7 @@ class Waiting:
         """A session is over: what it asked for is forgotten."""
         with self._changed:
             self._requests.pop(session, None)
-            self._expected.discard(session)
+            self._forget(session)
             self._changed.notify_all()
 
     def wake(self) -> None:
@@ -90,9 +90,12 @@ class Waiting:
         """These sessions are over."""
         with self._changed:
             for session in sessions:
-                self._not_before.pop(session, None)
-                self._turns.pop(session, None)
-                self._expected.discard(session)
+                self._forget(session)
+
+    def _forget(self, session: str) -> None:
+        self._not_before.pop(session, None)
+        self._turns.pop(session, None)
+        self._expected.discard(session)
 
     # -- party 0 ------------------------------------------------------------------------------------------------
     def choose(self, seconds: float, weigh: Weigh, most: int) -> list[Request]:
