@@ -3,7 +3,8 @@
 A client makes two connections to every party, in order, under one random number (`Greeted.caller`). Party 0 decides:
 it lets a client in while there is room, all in all and for its user, and otherwise says "busy" with the client's place
 in line; clients call again, and the line goes by who came first. The other parties take in whom party 0 has taken in,
-as far as they can know it: they bound the number only. Places of callers that stay away are given up.
+as far as they can know it: they bound the numbers, and hear now and then whom party 0 serves (`confirm`). Of callers
+that it does not serve, those of the user who has most of them make room. Places of callers that stay away are given up.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import ssl
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from private_llm.errors import PartiesBusy
+from private_llm.errors import PartiesBusy, TransportError
 from private_llm.net.acceptor import HANDSHAKE_S
 from private_llm.net.hello import Greeted
 from private_llm.net.sockets import Pair, SocketTransport
@@ -63,12 +64,17 @@ class ClientLink(SocketTransport):
 
 @dataclass
 class _Caller:
-    """A client that was let in, and those of its two connections that are there: True for the one that sends."""
+    """A client that was let in, and those of its two connections that are there: True for the one that sends.
+
+    known: party 0 has it, too.
+    """
 
     user: str
     since: float
     lines: dict[bool, tuple[socket.socket, bytes]] = field(default_factory=dict)
     linked: bool = False
+    link: ClientLink | None = None
+    known: bool = False
 
 
 class Admission:
@@ -93,16 +99,43 @@ class Admission:
         """Let a client in that has proved who it is, or raise PartiesBusy."""
         with self._lock:
             self._drop_late()
-            if caller.caller in self._callers:
+            found = self._callers.get(caller.caller)
+            if found is not None and found.user != user:
+                raise TransportError("this caller's number belongs to a session of another user")
+            if found is not None:
                 return
             if not self.open:
                 raise PartiesBusy(self.closed_because)
-            full = len(self._callers) >= self._sessions + (0 if self._me == _GATE else _SPARE)
             if self._me == _GATE:
                 self._take_turn(caller.caller, user)
-            elif full:
-                raise PartiesBusy(f"all {self._sessions} sessions are taken")
+            else:
+                self._make_room(user)
             self._callers[caller.caller] = _Caller(user, time.monotonic())
+
+    def confirm(self, served: Collection[str]) -> None:
+        """Party 0 serves these sessions."""
+        with self._lock:
+            for number in served:
+                found = self._callers.get(bytes.fromhex(number))
+                if found is not None:
+                    found.known = True
+
+    def _make_room(self, user: str) -> None:
+        """Raise PartiesBusy unless there is room for one more, or a caller that party 0 does not serve gives it up."""
+        strangers: dict[str, list[bytes]] = {}
+        for number, caller in self._callers.items():
+            if not caller.known:
+                strangers.setdefault(caller.user, []).append(number)
+        mine = strangers.get(user, [])
+        if self._room(user) + _SPARE <= 0:
+            if not mine:
+                raise PartiesBusy(f"user {user!r} has {self._per_user} sessions already, as many as one user may have")
+            self._forget(mine[0])
+        elif len(self._callers) >= self._sessions + _SPARE:
+            most = max(strangers.values(), key=len, default=[])
+            if len(most) <= len(mine):
+                raise PartiesBusy(f"all {self._sessions} sessions are taken")
+            self._forget(most[0])
 
     def _take_turn(self, caller: bytes, user: str) -> None:
         """Raise PartiesBusy unless there is room and nobody who could have it waits longer."""
@@ -118,6 +151,10 @@ class Admission:
         if self._room(user) > asked[user] and ahead < room:
             self._line.pop(caller, None)
             return
+        own = sum(theirs == user for theirs, _ in self._line.values())
+        if caller not in self._line and user and own >= self._per_user:
+            self._busy(user)
+            raise PartiesBusy(f"user {user!r} has {own} clients in line already, as many as one user may have sessions")
         if caller not in self._line and len(self._line) >= self._waiting:
             self._busy(user)
             raise PartiesBusy(f"all {self._sessions} sessions are taken, and {len(self._line)} clients wait already")
@@ -147,12 +184,15 @@ class Admission:
                 return
             caller.linked = True
             pair = Pair(*caller.lines[True], *caller.lines[False])
-        self._arrived(ClientLink(self._me, pair, greeted.caller, caller.user, self._timeout, self._idle))
+            caller.link = link = ClientLink(self._me, pair, greeted.caller, caller.user, self._timeout, self._idle)
+        self._arrived(link)
 
     def leave(self, link: ClientLink) -> None:
         """A session is over; its place is free."""
         with self._lock:
-            self._callers.pop(bytes.fromhex(link.number), None)
+            found = self._callers.get(bytes.fromhex(link.number))
+            if found is not None and found.link in (None, link):
+                del self._callers[bytes.fromhex(link.number)]
 
     def close(self, reason: str) -> None:
         """Let nobody in any more, because of `reason`, and forget those whose links are not made yet."""
@@ -179,7 +219,11 @@ class Admission:
             self._forget(number)
 
     def _forget(self, number: bytes) -> None:
-        for sock, _ in self._callers.pop(number).lines.values():
+        caller = self._callers.pop(number)
+        if caller.link is not None:
+            caller.link.abort("party 0 has no such session, and its place was needed")
+            return
+        for sock, _ in caller.lines.values():
             with contextlib.suppress(OSError):
                 sock.close()
 

@@ -310,6 +310,7 @@ class PartyService:
             runs.append(request)
         self._waiting.take(runs)
         if offer.live is not None:
+            self.admission.confirm(offer.live)
             self._drop_strangers(offer.live)
             self.observer.load(len(self._sessions), len(self._waiting))
         self._carry_out(links, runs, run.ended)
