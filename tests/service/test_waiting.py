@@ -12,8 +12,10 @@ from private_llm_hf.service.settings import ServiceSettings
 from private_llm_hf.service.waiting import Waiting, Weighed
 
 
-def request(name: str, kind: str | None = "step", rows: int = 1, since: float = 0.0, number: int = 1) -> Any:
-    session = SimpleNamespace(id=name, model=None, cut=lambda reason: None)
+def request(
+    name: str, kind: str | None = "step", rows: int = 1, since: float = 0.0, number: int = 1, user: str = ""
+) -> Any:
+    session = SimpleNamespace(id=name, user=user, model=None, cut=lambda reason: None)
     return SimpleNamespace(
         session=session, number=number, call=SimpleNamespace(rows=rows), kind=kind, since=since, error=None
     )
@@ -92,9 +94,9 @@ def test_a_party_finds_what_it_has_and_what_comes_in_time() -> None:
     queue.add(first)
     assert queue.find([("a", 2), ("b", 1)], 0.0) == [first, None]
     assert queue.find([("a", 3)], 0.0) == [None]
-    second = request("b")
+    second = request("b", number=2)
     threading.Timer(0.05, lambda: queue.add(second)).start()
-    assert queue.find([("a", 2), ("b", 1)], 5.0) == [first, second]
+    assert queue.find([("a", 2), ("b", 2)], 5.0) == [first, second]
     queue.take([first])
     assert queue.find([("a", 2)], 0.0) == [None]
     assert len(queue) == 1
@@ -109,6 +111,59 @@ def test_nothing_stays_of_a_session_that_is_over() -> None:
     assert not queue._turns
     assert not queue._not_before
     assert not queue._expected
+
+
+def test_who_had_least_of_the_passes_comes_first() -> None:
+    queue = waiting(rows=2)
+    queue.ran([request("a", rows=3, user="eve"), request("z", user="bob")], seconds=4.0)
+    for place, (name, user) in enumerate((("a", "eve"), ("b", "eve"), ("c", "eve"), ("z", "bob"), ("y", "carol"))):
+        queue.add(request(name, since=place, user=user))
+    assert names(queue.choose(0, kind_of, 100)) == ["y", "z"]
+    assert names(queue.choose(0, kind_of, 100)) == ["a", "b"]
+    queue.ran([request("z", user="bob")], seconds=3.0)
+    assert queue._had["eve"] < 3.0 < 3.5 < queue._had["bob"]
+    queue.ran([request("z", user="bob")], seconds=1000.0)
+    assert {*queue._had} == {"bob"}
+
+
+def test_a_pass_has_so_many_elements() -> None:
+    queue = waiting()
+    for place, name in enumerate("abcd"):
+        queue.add(request(name, since=place))
+    sizes = {"a": 50, "b": 60, "c": 50, "d": 1}
+    found = queue.choose(0, lambda each: Weighed(each.kind, sizes[each.session.id]), 100)
+    assert names(found) == ["a", "c"]
+
+
+def test_who_tells_party_0_first_is_offered_ever_later() -> None:
+    queue = waiting()
+    late = request("a", since=time.monotonic())
+    for seconds in (0.01, 0.02, 0.04):
+        queue.again(late, patience=60.0)
+        assert queue._late["a"] == seconds
+        assert not queue.choose(0, kind_of, 100)
+        queue._not_before.clear()
+        assert queue.choose(0, kind_of, 100) == [late]
+    queue.add(late)
+    assert not queue.choose(0, kind_of, 100)
+    assert queue.choose(5.0, kind_of, 100) == [late]
+    queue.ran([late], 1.0)
+    queue.ran([late], 1.0)
+    assert queue._late["a"] == 0.01
+    queue.ran([late], 1.0)
+    assert not queue._late
+
+
+def test_a_request_that_was_awaited_in_vain_is_not_awaited_again() -> None:
+    queue = waiting()
+    waits: list[float] = []
+    wait_for = queue._changed.wait_for
+    queue._changed.wait_for = lambda true, seconds: waits.append(0.0 if true() else seconds) or wait_for(true, 0.0)  # type: ignore[method-assign, func-returns-value]
+    queue.add(request("b"))
+    for _ in range(2):
+        assert [each is None for each in queue.find([("a", 1), ("b", 1)], 7.0)] == [True, False]
+    queue.find([("a", 2)], 7.0)
+    assert waits == [7.0, 0.0, 7.0]
 
 
 def test_parties_agree_where_they_say_the_same_of_the_same() -> None:
