@@ -78,7 +78,10 @@ class _Caller:
 
 
 class Admission:
-    """The clients of one party. `open`: whether any may come in now; why not is in `closed_because`."""
+    """The clients of one party. `open`: whether any may come in now; why not is in `closed_because`.
+
+    out_for: seconds for which a user is not let in.
+    """
 
     def __init__(
         self, me: int, timeout: float, idle_s: float | None, sessions: int, per_user: int, waiting: int,
@@ -94,6 +97,7 @@ class Admission:
         self._line: dict[bytes, tuple[str, float]] = {}
         self._lock = threading.Lock()
         self.open, self.closed_because = False, "the parties connect with each other"
+        self.out_for: Callable[[str], float] = lambda user: 0.0
 
     def admit(self, caller: Greeted, user: str) -> None:
         """Let a client in that has proved who it is, or raise PartiesBusy."""
@@ -106,6 +110,12 @@ class Admission:
                 return
             if not self.open:
                 raise PartiesBusy(self.closed_because)
+            left = self.out_for(user)
+            if left:
+                raise TransportError(
+                    f"inputs of user {user!r} ended the sessions of all, twice: come again in {left:.0f} s, or ask who "
+                    "runs this party"
+                )
             if self._me == _GATE:
                 self._take_turn(caller.caller, user)
             else:

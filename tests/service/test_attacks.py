@@ -13,6 +13,7 @@ import pytest
 import torch
 from private_llm_hf.service.kinds import past_of
 from private_llm_hf.service.limits import MOST_EDITS, MOST_HANDLES, Holdings, Limits, elements_of
+from private_llm_hf.service.suspects import Suspects
 from private_llm_hf.wire.commands import (
     CacheEdit,
     Call,
@@ -280,3 +281,41 @@ def test_a_connection_without_a_thread_fails_alone(monkeypatch: pytest.MonkeyPat
             out.send_tensor("reveal", torch.zeros(1 << 20, dtype=torch.int64))
         out.abort("it is over")
         assert out.idle
+
+
+def test_whose_inputs_end_the_sessions_of_all_runs_alone_and_stays_out() -> None:
+    now = [0.0]
+    suspects = Suspects(lambda: now[0])
+    suspects.aborted(["eve", "bob", ""])
+    assert [suspects.runs_alone(user) for user in ("eve", "bob", "", "carol")] == [True, True, False, False]
+    assert not any(suspects.out_for(user) for user in ("eve", "bob", ""))
+    suspects.aborted(["eve", "eve"])
+    assert not suspects.out_for("eve")
+    suspects.aborted(["eve"])
+    assert suspects.out_for("eve") == 600.0
+    now[0] = 601.0
+    assert not suspects.out_for("eve")
+    assert [suspects.runs_alone(user) for user in ("eve", "bob")] == [True, False]
+    suspects.aborted(["eve"])
+    assert suspects.out_for("eve") == 2400.0
+
+
+def test_function_keys_that_do_not_fit_end_sessions_twice_and_no_more(start: Start) -> None:
+    running = start("quad", users=("eve", "bob"))
+    with running.model("bob") as model:
+        for _ in range(2):
+            assert eventually(lambda: all(service.ready for service in running.services), 30)
+            eve = running.model("eve")
+            send = eve.parties.end.transport.send
+
+            def lie(to: int, tag: str, payload: Tensor, send: Any = send) -> None:
+                send(to, tag, payload + 1 if tag == "index" and to == 2 else payload)
+
+            eve.parties.end.transport.send = lie
+            with pytest.raises(PrivateLLMError):
+                step(eve, 1)
+        assert eventually(lambda: all(service.ready for service in running.services), 30)
+        with pytest.raises(TransportError, match="user 'eve' ended the sessions of all"):
+            running.model("eve")
+        model.reconnect()
+        assert opened(step(model, 1)).shape == (1, 1, model.config.vocab_size)

@@ -19,7 +19,7 @@ from contextlib import closing
 import torch
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, PrivateLLMError, ShareFileError, TransportError
+from private_llm.errors import ConfigError, PrivateLLMError, ProtocolAbort, ShareFileError, TransportError
 from private_llm.kernels.memory import tune_allocator
 from private_llm.net.acceptor import Acceptor
 from private_llm.net.admission import Admission, ClientLink
@@ -37,6 +37,7 @@ from private_llm_hf.service.observer import Observer, PassFacts
 from private_llm_hf.service.pass_of_requests import run_requests
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.service.settings import ServiceSettings
+from private_llm_hf.service.suspects import Suspects
 from private_llm_hf.service.waiting import Waiting, Weighed
 from private_llm_hf.wire.frames import recv_message, send_message
 
@@ -86,6 +87,8 @@ class PartyService:
             settings.waiting, self._arrived, lambda reason: self.observer.refused("a caller", reason),
             self.observer.busy,
         )  # fmt: skip
+        self._suspects = Suspects()
+        self.admission.out_for = self._suspects.out_for
 
     def _open_models(self) -> dict[str, ServedModel]:
         found: dict[str, ServedModel] = {}
@@ -270,7 +273,9 @@ class PartyService:
         """What kind of pass a request wants, and how large its part of it is."""
         model = self._model(request)
         past = model.past(request.session.id, request.call, request.edits, request.free)
-        return Weighed(model.kind(request.call, past), elements_of(model.model.config, request.call, past))
+        alone = self._suspects.runs_alone(request.session.user)
+        kind = None if alone else model.kind(request.call, past)
+        return Weighed(kind, elements_of(model.model.config, request.call, past))
 
     def _lost(self, votes: Sequence[Vote]) -> set[str]:
         """Sessions that are over at another party, which are cut here; and parties that want to stop are noted."""
@@ -335,7 +340,11 @@ class PartyService:
         began = time.perf_counter()
         model = self._model(requests[0])
         links.ledger.reset()
-        rows, tokens = run_requests(model, links, requests, self._holdings)
+        try:
+            rows, tokens = run_requests(model, links, requests, self._holdings)
+        except ProtocolAbort:
+            self._suspects.aborted(request.session.user for request in requests)
+            raise
         if self.number == 0:
             self._await_all(links)
         else:
