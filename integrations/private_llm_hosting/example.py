@@ -30,7 +30,9 @@ waiting = 64                    # clients that may wait in line for one
 rows = 32                       # of one pass, over all requests that it serves
 offline_bytes = 1073741824      # on this party's disk, of what is prepared for planned calls (0: nothing is)
 gather_s = 0.005                # how long a pass waits for the next requests of sessions that were in the last one
-# positions = 4096              # that one session's caches may hold (default: as the models allow)
+# positions = 4096              # that one session's caches may hold (default: as this machine's memory allows)
+# positions_in_all = 65536      # those of all sessions together, half of them of one user (default: the same)
+# elements = 50000000           # of the largest array of one pass (default: the same)
 
 [computation]                   # settings of PrivateConfig (docs/api.md); those that parties agree upon as everywhere
 timeout_s = 120.0               # seconds of silence after which another endpoint counts as dead

@@ -64,6 +64,8 @@ class _Limits(_Table):
     waiting: int = ServiceSettings.waiting
     rows: int = ServiceSettings.rows
     positions: int | None = None
+    positions_in_all: int | None = None
+    elements: int | None = None
     offline_bytes: int = ServiceSettings.offline_bytes
     gather_s: float = ServiceSettings.gather_s
 

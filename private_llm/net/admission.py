@@ -3,7 +3,8 @@
 A client makes two connections to every party, in order, under one random number (`Greeted.caller`). Party 0 decides:
 it lets a client in while there is room, all in all and for its user, and otherwise says "busy" with the client's place
 in line; clients call again, and the line goes by who came first. The other parties take in whom party 0 has taken in,
-as far as they can know it: they bound the number only. Places of callers that stay away are given up.
+as far as they can know it: they bound the numbers, and hear now and then whom party 0 serves (`confirm`). Of callers
+that it does not serve, those of the user who has most of them make room. Places of callers that stay away are given up.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import ssl
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from private_llm.errors import PartiesBusy
+from private_llm.errors import PartiesBusy, TransportError
 from private_llm.net.acceptor import HANDSHAKE_S
 from private_llm.net.hello import Greeted
 from private_llm.net.sockets import Pair, SocketTransport
@@ -29,6 +30,8 @@ from private_llm.net.transport import CLIENT
 _GATE = 0
 _AWAY_S = 3.0
 """Seconds after which a client in line that has not called again has left."""
+_NOTES = 16
+"""Words that it waits which a client may say in the time in which it has reason for two."""
 _SPARE = 8
 """Sessions that a party besides party 0 holds beyond the limit: theirs may end a little later than at party 0."""
 
@@ -42,6 +45,12 @@ class ClientLink(SocketTransport):
     def __init__(self, me: int, pair: Pair, caller: bytes, user: str, timeout: float, idle_s: float | None) -> None:
         super().__init__(me, {CLIENT: pair}, timeout, idle_s=idle_s)
         self.number, self.user = caller.hex(), user
+        self._in[CLIENT].bound_notes(self._slice / _NOTES, 32 * _NOTES)
+
+    def abort(self, reason: str) -> None:
+        """As the interface says; whatever the client goes on sending, it is not waited for."""
+        super().abort(reason)
+        self._in[CLIENT].give_up(reason)
 
     @property
     def taken(self) -> bool:
@@ -55,16 +64,24 @@ class ClientLink(SocketTransport):
 
 @dataclass
 class _Caller:
-    """A client that was let in, and those of its two connections that are there: True for the one that sends."""
+    """A client that was let in, and those of its two connections that are there: True for the one that sends.
+
+    known: party 0 has it, too.
+    """
 
     user: str
     since: float
     lines: dict[bool, tuple[socket.socket, bytes]] = field(default_factory=dict)
     linked: bool = False
+    link: ClientLink | None = None
+    known: bool = False
 
 
 class Admission:
-    """The clients of one party. `open`: whether any may come in now; why not is in `closed_because`."""
+    """The clients of one party. `open`: whether any may come in now; why not is in `closed_because`.
+
+    out_for: seconds for which a user is not let in.
+    """
 
     def __init__(
         self, me: int, timeout: float, idle_s: float | None, sessions: int, per_user: int, waiting: int,
@@ -80,21 +97,55 @@ class Admission:
         self._line: dict[bytes, tuple[str, float]] = {}
         self._lock = threading.Lock()
         self.open, self.closed_because = False, "the parties connect with each other"
+        self.out_for: Callable[[str], float] = lambda user: 0.0
 
     def admit(self, caller: Greeted, user: str) -> None:
         """Let a client in that has proved who it is, or raise PartiesBusy."""
         with self._lock:
             self._drop_late()
-            if caller.caller in self._callers:
+            found = self._callers.get(caller.caller)
+            if found is not None and found.user != user:
+                raise TransportError("this caller's number belongs to a session of another user")
+            if found is not None:
                 return
             if not self.open:
                 raise PartiesBusy(self.closed_because)
-            full = len(self._callers) >= self._sessions + (0 if self._me == _GATE else _SPARE)
+            left = self.out_for(user)
+            if left:
+                raise TransportError(
+                    f"inputs of user {user!r} ended the sessions of all, twice: come again in {left:.0f} s, or ask who "
+                    "runs this party"
+                )
             if self._me == _GATE:
                 self._take_turn(caller.caller, user)
-            elif full:
-                raise PartiesBusy(f"all {self._sessions} sessions are taken")
+            else:
+                self._make_room(user)
             self._callers[caller.caller] = _Caller(user, time.monotonic())
+
+    def confirm(self, served: Collection[str]) -> None:
+        """Party 0 serves these sessions."""
+        with self._lock:
+            for number in served:
+                found = self._callers.get(bytes.fromhex(number))
+                if found is not None:
+                    found.known = True
+
+    def _make_room(self, user: str) -> None:
+        """Raise PartiesBusy unless there is room for one more, or a caller that party 0 does not serve gives it up."""
+        strangers: dict[str, list[bytes]] = {}
+        for number, caller in self._callers.items():
+            if not caller.known:
+                strangers.setdefault(caller.user, []).append(number)
+        mine = strangers.get(user, [])
+        if self._room(user) + _SPARE <= 0:
+            if not mine:
+                raise PartiesBusy(f"user {user!r} has {self._per_user} sessions already, as many as one user may have")
+            self._forget(mine[0])
+        elif len(self._callers) >= self._sessions + _SPARE:
+            most = max(strangers.values(), key=len, default=[])
+            if len(most) <= len(mine):
+                raise PartiesBusy(f"all {self._sessions} sessions are taken")
+            self._forget(most[0])
 
     def _take_turn(self, caller: bytes, user: str) -> None:
         """Raise PartiesBusy unless there is room and nobody who could have it waits longer."""
@@ -110,6 +161,10 @@ class Admission:
         if self._room(user) > asked[user] and ahead < room:
             self._line.pop(caller, None)
             return
+        own = sum(theirs == user for theirs, _ in self._line.values())
+        if caller not in self._line and user and own >= self._per_user:
+            self._busy(user)
+            raise PartiesBusy(f"user {user!r} has {own} clients in line already, as many as one user may have sessions")
         if caller not in self._line and len(self._line) >= self._waiting:
             self._busy(user)
             raise PartiesBusy(f"all {self._sessions} sessions are taken, and {len(self._line)} clients wait already")
@@ -139,12 +194,15 @@ class Admission:
                 return
             caller.linked = True
             pair = Pair(*caller.lines[True], *caller.lines[False])
-        self._arrived(ClientLink(self._me, pair, greeted.caller, caller.user, self._timeout, self._idle))
+            caller.link = link = ClientLink(self._me, pair, greeted.caller, caller.user, self._timeout, self._idle)
+        self._arrived(link)
 
     def leave(self, link: ClientLink) -> None:
         """A session is over; its place is free."""
         with self._lock:
-            self._callers.pop(bytes.fromhex(link.number), None)
+            found = self._callers.get(bytes.fromhex(link.number))
+            if found is not None and found.link in (None, link):
+                del self._callers[bytes.fromhex(link.number)]
 
     def close(self, reason: str) -> None:
         """Let nobody in any more, because of `reason`, and forget those whose links are not made yet."""
@@ -171,7 +229,11 @@ class Admission:
             self._forget(number)
 
     def _forget(self, number: bytes) -> None:
-        for sock, _ in self._callers.pop(number).lines.values():
+        caller = self._callers.pop(number)
+        if caller.link is not None:
+            caller.link.abort("party 0 has no such session, and its place was needed")
+            return
+        for sock, _ in caller.lines.values():
             with contextlib.suppress(OSError):
                 sock.close()
 

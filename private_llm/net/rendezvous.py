@@ -294,11 +294,11 @@ class _Mesh:
             with self._handshake(sock, server=True) as secured:
 
                 def admit(caller: Greeted) -> None:
-                    proved()
                     if caller.peer == CLIENT and self._admission is not None:
                         self._admission.admit(caller, caller_name(secured))
                     else:
                         self._admit(caller)
+                    proved()  # who is refused goes on counting as a stranger until its connection is closed
 
                 greeted = answer(secured, self._me, self._token, admit, users)
                 if greeted.peer == CLIENT and self._admission is not None:

@@ -49,6 +49,20 @@ Idle = Callable[["Incoming", float], None]
 raises PartyFailed when the silence was too long."""
 
 
+class Allowance:
+    """So many at once, and one more every `each_s` seconds. Of one thread."""
+
+    def __init__(self, each_s: float, at_once: int) -> None:
+        self._each, self._most = each_s, at_once * each_s
+        self._full_at = 0.0
+
+    def lacks(self) -> float:
+        """Take one; how many seconds too early that is, 0 if it is not."""
+        now = time.monotonic()
+        self._full_at = max(self._full_at, now) + self._each
+        return max(0.0, self._full_at - now - self._most)
+
+
 @dataclass
 class _Queued:
     """A frame that waits for the writer thread: what is left of it, in pieces."""
@@ -173,8 +187,15 @@ class Outgoing:
         self._queued += frame.size
         if self._writer is None:
             name = f"to {endpoint_name(self.peer)}"
-            self._writer = threading.Thread(target=self._drain, name=name, daemon=True)
-            self._writer.start()
+            writer = threading.Thread(target=self._drain, name=name, daemon=True)
+            try:
+                writer.start()
+            except RuntimeError:  # no more threads: this connection fails, and nothing else
+                self._queue.clear()
+                self._queued = 0
+                self.failure = f"this machine has no thread left to write to {endpoint_name(self.peer)}"
+                self._check()
+            self._writer = writer
         self._room.notify_all()
 
     def _drain(self) -> None:
@@ -221,6 +242,7 @@ class Incoming:
         sock.setblocking(False)
         self.peer = peer
         self._patience = patience_s
+        self._notes: Allowance | None = None
         self.waits_for: int | None = None
         self.ended: str | None = None
         self.left = False
@@ -286,6 +308,16 @@ class Incoming:
         if self.ended is not None and not self.left:
             raise PartyFailed(self.ended)
 
+    def bound_notes(self, each_s: float, at_once: int) -> None:
+        """From now on, a peer whose notes come more often than every `each_s` seconds breaks the rules."""
+        self._notes = Allowance(each_s, at_once)
+
+    def give_up(self, reason: str) -> None:
+        """Take no further byte. Callable from any thread: the one that reads, however fast bytes come, raises
+        PartyFailed.
+        """
+        self.ended = self.ended or reason
+
     def close(self) -> None:
         """Close the connection."""
         self._sock.close()
@@ -340,6 +372,8 @@ class Incoming:
 
     def _take_note(self) -> None:
         """Act upon the note at the front of the buffer."""
+        if self._notes is not None and self._notes.lacks():
+            raise TransportError(f"from {endpoint_name(self.peer)}: more notes than any endpoint has reason to send")
         frame = self._checked(self._buffer[self._start : self._start + HEADER_BYTES])
         body = bytes(self._buffer[self._start + HEADER_BYTES :][: frame.nbytes])
         self._start += HEADER_BYTES + frame.nbytes

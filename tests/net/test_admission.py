@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from private_llm.errors import PartiesBusy
+from private_llm.errors import PartiesBusy, TransportError
 from private_llm.net import admission as module
 from private_llm.net.admission import Admission
 from private_llm.net.hello import CALLER_BYTES, Greeted
@@ -86,9 +87,56 @@ def test_a_user_with_all_its_sessions_keeps_nobody_waiting() -> None:
 
 def test_other_parties_follow_party_0_within_a_bound() -> None:
     at: Any = gate(me=1, sessions=1, per_user=1)
+    known = [caller() for _ in range(1 + module._SPARE)]
+    for number in known:
+        at.admit(hello(number), "alice")
+    at.confirm([number.hex() for number in known] + [caller().hex()])
+    assert "all 1 sessions are taken" in refused(at, caller(), "bob")
+    assert "user 'alice' has 1 sessions already" in refused(at, caller(), "alice")
+    leave(at, known[0])
+    at.admit(hello(caller()), "bob")
+
+
+def test_callers_that_party_0_does_not_serve_make_room_at_the_others() -> None:
+    at: Any = gate(me=1, sessions=10, per_user=9)
+    served = caller()
+    at.admit(hello(served), "bob")
+    at.confirm([served.hex()])
+    eves = [caller() for _ in range(9 + module._SPARE)]
+    for number in eves:
+        at.admit(hello(number), "eve")
+    assert len(at._callers) == 10 + module._SPARE
+    at.admit(hello(caller()), "bob")  # at the cost of eve's oldest
+    assert eves[0] not in at._callers
+    assert "all 10 sessions are taken" in refused(at, caller(), "eve")
+    assert served in at._callers
+    assert len(at._callers) == 10 + module._SPARE
+
+
+def test_a_stranger_whose_links_are_made_is_told_why_it_goes() -> None:
+    at: Any = gate(me=1, sessions=1, per_user=1)
+    first, told = caller(), []
+    at.admit(hello(first), "eve")
+    at._callers[first].link = SimpleNamespace(abort=told.append)
     for _ in range(1 + module._SPARE):
-        at.admit(hello(caller()), "alice")
-    assert "all 1 sessions are taken" in refused(at, caller())
+        at.admit(hello(caller()), "eve")
+    assert told == ["party 0 has no such session, and its place was needed"]
+
+
+def test_a_session_is_of_the_user_that_began_it() -> None:
+    at, number = gate(), caller()
+    at.admit(hello(number), "alice")
+    with pytest.raises(TransportError, match="another user"):
+        at.admit(hello(number, inbound=False), "eve")
+
+
+def test_a_user_has_so_many_places_in_line() -> None:
+    at = gate(sessions=1, per_user=2, waiting=9)
+    at.admit(hello(caller()), "bob")
+    for _ in range(2):
+        assert "clients are before you" in refused(at, caller(), "eve")
+    assert "user 'eve' has 2 clients in line already" in refused(at, caller(), "eve")
+    assert "2 clients are before you" in refused(at, caller(), "carol")
 
 
 def test_places_of_callers_that_never_finish_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ ends, and when the parties connect anew.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -18,10 +17,10 @@ from private_llm.net.transport import CLIENT, Transport
 from private_llm.protocols.offline_phase import section_label
 from private_llm.protocols.session import Session
 from private_llm_hf.party.calls import Answer, run_alone
-from private_llm_hf.service.checks import check_call
 from private_llm_hf.service.client_session import Request
+from private_llm_hf.service.limits import Holdings
 from private_llm_hf.service.links import ServiceLinks
-from private_llm_hf.service.pass_of_requests import announced, inputs_received
+from private_llm_hf.service.pass_of_requests import announced, change, check_fits, inputs_received
 from private_llm_hf.service.plan import Step
 from private_llm_hf.service.served_model import ServedModel
 
@@ -50,6 +49,9 @@ class Ahead:
     same step at every party.
     """
 
+    holdings: Holdings
+    """Of the parties' present links."""
+
     def __init__(self) -> None:
         self._stocks: dict[str, _Stock] = {}
 
@@ -64,6 +66,7 @@ class Ahead:
         if stock is not None:
             stock.close()
             stock.model.kept.forget(owner_of(session))
+            self.holdings.forget(owner_of(session))
 
     def close(self) -> None:
         """Delete all."""
@@ -72,9 +75,7 @@ class Ahead:
         self._stocks.clear()
 
     # -- before -------------------------------------------------------------------------------------------------
-    def prepare(
-        self, model: ServedModel, links: ServiceLinks, request: Request, label: str, room: int, positions: int | None
-    ) -> None:
+    def prepare(self, model: ServedModel, links: ServiceLinks, request: Request, label: str, room: int) -> None:
         """One step of a plan. label: of its masks, never used before. room: bytes that may be added on disk.
 
         The helping party computes and sends, its receivers store, the others do nothing. A step that the model does
@@ -89,11 +90,12 @@ class Ahead:
             self.forget(request.session.id)
             made = OfflineStore(session.config.offline_folder) if keeps else None
             self._stocks[request.session.id] = _Stock(model, step.plan, made)
+            self._reserve(model, request, step)
         stock = self._stocks[request.session.id]
         stock.labels.append(label)
         before = stock.nbytes
         if session.party == helper:
-            self._run_ahead(model, links, request, label, keepers, positions)
+            self._run_ahead(model, links, request, label, keepers)
         elif stock.store is not None and helper is not None:
             problem = store_call_within(links, helper, stock.store, room)
             if problem is not None:
@@ -106,13 +108,12 @@ class Ahead:
         request.done.set()
 
     def _run_ahead(
-        self, model: ServedModel, links: ServiceLinks, request: Request, label: str, keepers: tuple[int, ...],
-        positions: int | None,
-    ) -> None:  # fmt: skip
+        self, model: ServedModel, links: ServiceLinks, request: Request, label: str, keepers: tuple[int, ...]
+    ) -> None:
         session = model.session
         links.serve((), ())
         try:
-            if _fits(model, request, positions):
+            if self._fits(model, request):
                 with session.protocol.section(label, OfflineTransport):
                     answer = _computed(model, request)
                     session.protocol.reveal([(CLIENT, fixed.share) for _, fixed in answer.outputs])
@@ -124,7 +125,7 @@ class Ahead:
         OfflineTransport(links).end_call(keepers)  # also after a mistake: its receivers wait for it
 
     # -- when the data are there ----------------------------------------------------------------------------------
-    def run(self, model: ServedModel, links: ServiceLinks, request: Request, positions: int | None) -> None:
+    def run(self, model: ServedModel, links: ServiceLinks, request: Request) -> None:
         """A step that was prepared: the helping party is silent, what it sent comes from the store.
 
         A call that does not fit ends its session (ConfigError for too many positions). Raises TransportError if what is
@@ -135,15 +136,13 @@ class Ahead:
         if stock is None or stock.plan != step.plan or step.index >= len(stock.labels):
             raise TransportError("a call was prepared at some parties only")
         if session.party != (session.config.facts.helper if session.config.facts else None):
-            self._answer(model, links, request, stock, positions)
+            self._answer(model, links, request, stock)
         request.session.costs.add(links.ledger, 1, 1)
         if step.last:
             self.forget(request.session.id)
         request.done.set()
 
-    def _answer(
-        self, model: ServedModel, links: ServiceLinks, request: Request, stock: _Stock, positions: int | None
-    ) -> None:
+    def _answer(self, model: ServedModel, links: ServiceLinks, request: Request, stock: _Stock) -> None:
         session, store = model.session, stock.store
         helper = session.config.helper
 
@@ -153,7 +152,7 @@ class Ahead:
             return OfflineStoreTransport(transport, helper, store, lambda: session.protocol.device)
 
         links.serve(request.frames, ())
-        if not _fits(model, request, positions):
+        if not self._fits(model, request):
             return
         try:
             with session.protocol.section(stock.labels[_step(request).index], reading):
@@ -167,6 +166,24 @@ class Ahead:
             raise
         except PrivateLLMError as error:  # the same at all who compute: it follows from public facts
             _give_up(model, request, error)
+
+    # -- both -----------------------------------------------------------------------------------------------------
+    def _reserve(self, model: ServedModel, request: Request, step: Step) -> None:
+        """Count all that the plan will keep from its beginning on: what it keeps so far differs between the parties."""
+        try:
+            self.holdings.take(owner_of(request.session.id), request.session.user, model.name, step.positions)
+        except PrivateLLMError as error:
+            _give_up(model, request, error)
+
+    def _fits(self, model: ServedModel, request: Request) -> bool:
+        """Bring the plan's caches to where the call wants them; False, and the session ends, if the call is bad."""
+        step, owner = _step(request), owner_of(request.session.id)
+        try:
+            change(model.kept, owner, step.edits, self.holdings.limits)
+            check_fits(model, owner, step.call, self.holdings.limits)
+        except (PrivateLLMError, LookupError) as error:
+            _give_up(model, request, error)
+        return request.error is None
 
 
 def owner_of(session: str) -> str:
@@ -186,22 +203,6 @@ def _give_up(model: ServedModel, request: Request, error: Exception) -> None:
     model.kept.forget(owner_of(request.session.id))
     known = isinstance(error, PrivateLLMError)
     request.fail(error if known else TransportError("a cache that is not there"))
-
-
-def _fits(model: ServedModel, request: Request, positions: int | None) -> bool:
-    """Bring the plan's caches to where the call wants them; False, and the session ends, if the call is bad. Local."""
-    step, kept, owner = _step(request), model.kept, owner_of(request.session.id)
-    try:
-        for edit in step.edits:
-            kept.edit(owner, edit)
-        check_call(model.model, model.session.config, step.call, kept, owner)
-        held = kept.positions(owner) + kept.positions(request.session.id) + math.prod(step.call.secret[0].shape[:2])
-        if positions is not None and held > positions:
-            raise ConfigError(f"caches: got {held} positions; this service keeps {positions} for a session")
-    except (PrivateLLMError, LookupError) as error:
-        _give_up(model, request, error)
-        return False
-    return True
 
 
 def _computed(model: ServedModel, request: Request) -> Answer:

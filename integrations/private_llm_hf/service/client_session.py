@@ -22,14 +22,17 @@ from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLM
 from private_llm.kernels.memory import trim_allocator
 from private_llm.net.admission import ClientLink
 from private_llm.net.roles import named
+from private_llm.net.socket_io import Allowance
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.registry import protocol_spec
 from private_llm.protocols.session import meet_client, receiving_end
+from private_llm.ring.dpf import key_words
 from private_llm.ring.prg import Prg, Seed
 from private_llm_hf.client.costs import rows_of
 from private_llm_hf.party.announced import input_shape
 from private_llm_hf.service.agreement import digest
 from private_llm_hf.service.costs import SessionCosts
+from private_llm_hf.service.limits import Limits
 from private_llm_hf.service.links import Frame, Recorder
 from private_llm_hf.service.plan import Plan, Step
 from private_llm_hf.service.served_model import ServedModel
@@ -44,13 +47,10 @@ _TICK_S = 0.25
 """How often a session that waits for a pass looks whether its client is still there."""
 _READ_S = 0.01
 """How often it is looked whether a client has read its answers."""
-_MOST_EDITS = 1024
-"""Changes of caches between two calls."""
-_MOST_INPUT = 1 << 27
-"""Elements that a party takes for one input: 1 GiB in the 64-bit ring."""
-
-_KEY_WORDS = 64
-"""Words of an index's keys, about."""
+_EACH_S, _AT_ONCE = 0.02, 100
+"""Seconds between two questions of a session, but for so many at once: who only asks would take the time of all."""
+_KEYS = 4
+"""Keys of point functions for each index, at most (quad)."""
 
 _Commands = (
     commands.Hello | commands.LoadFile | commands.LoadLike | commands.LoadModel | Forward | commands.ManageCache
@@ -68,6 +68,7 @@ class Host(Protocol):
     config: PrivateConfig
     number: int
     rows: int
+    limits: Limits
 
     def model_of(self, digest: str | None) -> ServedModel:
         """The model that a client names."""
@@ -133,6 +134,7 @@ class ClientSession:
         self._sending = threading.Lock()
         self._answered = True
         self._cut: str | None = None
+        self._questions = Allowance(_EACH_S, _AT_ONCE)
         self._thread = threading.Thread(target=self._run, name=f"session {self.short}", daemon=True)
 
     def start(self) -> None:
@@ -199,7 +201,9 @@ class ClientSession:
         """Take the next command; False if it was the last."""
         self._await_reader()
         self.link.wait(CLIENT)
-        command: _Commands = recv_message(self.link, CLIENT, _KINDS)
+        command: _Commands = recv_message(self.link, CLIENT, _KINDS, self.host.limits.message_bytes)
+        if not isinstance(command, Forward | commands.ManageCache | Stop):
+            time.sleep(self._questions.lacks())
         match command:
             case Stop():
                 return False
@@ -236,8 +240,7 @@ class ClientSession:
 
     def _keep_edit(self, edit: CacheEdit) -> None:
         """Keep a change of a cache for the next call. Raises for more, or larger ones, than a client needs."""
-        if len(self._edits) >= _MOST_EDITS:
-            raise TransportError(f"caches: got more than {_MOST_EDITS} changes between two calls")
+        self.host.limits.check_edits(0, len(self._edits) + 1)
         self._check_edit(edit)
         self._edits.append(edit)
 
@@ -293,6 +296,7 @@ class ClientSession:
             )
         plan = Plan(command.plan, command.calls, self._plan.number)
         for step in plan.steps:
+            self.host.limits.check_edits(0, len(step.edits))
             self._check_inputs(step.call, one_hot=True)
             for edit in step.edits:
                 self._check_edit(edit)
@@ -317,9 +321,10 @@ class ClientSession:
             count = math.prod(shape)
             if isinstance(item, commands.Tokens):
                 model.check_vocabulary(item.name, item.vocabulary)
-                count *= item.vocabulary if one_hot else _KEY_WORDS
-            if count > _MOST_INPUT:
-                raise DomainError(f"an input of {count} elements is too large for this service; want {_MOST_INPUT}")
+                count *= item.vocabulary if one_hot else _KEYS * key_words(item.vocabulary)
+            most = self.host.limits.elements
+            if count > most:
+                raise DomainError(f"an input of {count} elements is too large for this service; want {most}")
 
     def _receive(self, call: Call, planned: bool) -> list[Frame]:
         """The secret inputs of a call, as they come: nothing is computed with them yet."""
@@ -339,6 +344,7 @@ class ClientSession:
         spec = protocol_spec(self.host.config.protocol)
         text = text_of([command, list(edits)], ordered=True)
         facts = {"call": digest(text.encode()), "model": digest(self._served().digest.encode())}
+        facts["user"] = digest(self.user.encode())
         for mask, key in zip(spec.masks_of(self.host.number), self.keys, strict=True):
             facts[f"mask {mask}"] = digest(key.raw())
         values = [frame.payload for frame in frames if frame.tag == "input"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
@@ -12,7 +12,7 @@ from private_llm.config import PrivateConfig
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm_hf.models.architectures import architecture, batch_first
 from private_llm_hf.models.shifted import stands_shifting
-from private_llm_hf.wire.commands import Call
+from private_llm_hf.wire.commands import CacheEdit, Call, CopyCache, CropCache, ResetCache
 
 WASTE = 4
 """Padding takes at most one of so many positions of a pass that reads prompts."""
@@ -52,6 +52,22 @@ def kind(model: PreTrainedModel, config: PrivateConfig, call: Call, past: int) -
     if past:
         return ("on", *held, length, 0 if past < _NARROW else past.bit_length())
     return ("prompt", *held, bucket(length))
+
+
+def past_of(held: Callable[[int], int], call: Call, edits: Iterable[CacheEdit], free: Iterable[int]) -> int:
+    """Positions that a call's cache will hold behind these changes, of what each cache holds now (by handle)."""
+    if call.cache is None or call.cache in free:
+        return 0
+    found: dict[int, int] = {}
+    for edit in edits:
+        past = found.get(edit.handle, held(edit.handle))
+        if isinstance(edit, CropCache):
+            found[edit.handle] = max(0, past - edit.count)
+        elif isinstance(edit, ResetCache):
+            found[edit.handle] = 0
+        elif isinstance(edit, CopyCache):
+            found[edit.to] = past
+    return found.get(call.cache, held(call.cache))
 
 
 def kept_positions(call: Call) -> int:

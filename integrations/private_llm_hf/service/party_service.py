@@ -14,13 +14,13 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 
 import torch
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, PrivateLLMError, ShareFileError, TransportError
+from private_llm.errors import ConfigError, PrivateLLMError, ProtocolAbort, ShareFileError, TransportError
 from private_llm.kernels.memory import tune_allocator
 from private_llm.net.acceptor import Acceptor
 from private_llm.net.admission import Admission, ClientLink
@@ -33,12 +33,14 @@ from private_llm_hf.models.sparse_blocks import adopted
 from private_llm_hf.service.agreement import Done, Offer, Run, Ticket, Vote, chosen
 from private_llm_hf.service.ahead import Ahead
 from private_llm_hf.service.client_session import ClientSession, Request
+from private_llm_hf.service.limits import Holdings, Limits, elements_of, meet
 from private_llm_hf.service.links import ServiceLinks
 from private_llm_hf.service.observer import Observer, PassFacts
 from private_llm_hf.service.pass_of_requests import run_requests
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.service.settings import ServiceSettings
-from private_llm_hf.service.waiting import Waiting
+from private_llm_hf.service.suspects import Suspects
+from private_llm_hf.service.waiting import Waiting, Weighed
 from private_llm_hf.wire.frames import recv_message, send_message
 
 _LOG = logging.getLogger("private_llm")
@@ -57,6 +59,8 @@ class PartyService:
     Raises ConfigError, ShareFileError and PatchMismatch before it listens: for settings that a service does not have,
     and for share files that do not fit.
     """
+
+    limits: Limits
 
     def __init__(
         self, config: PrivateConfig, number: int, settings: ServiceSettings, observer: Observer | None = None,
@@ -85,6 +89,8 @@ class PartyService:
             settings.waiting, self._arrived, lambda reason: self.observer.refused("a caller", reason),
             self.observer.busy,
         )  # fmt: skip
+        self._suspects = Suspects()
+        self.admission.out_for = self._suspects.out_for
 
     def _open_models(self) -> dict[str, ServedModel]:
         found: dict[str, ServedModel] = {}
@@ -164,6 +170,10 @@ class PartyService:
         with torch.no_grad():
             for model in self._models.values():
                 model.begin(session)
+            own = Limits.own(self.settings, self.config, [model.model.config for model in self._models.values()])
+            self.limits = meet(links, self.config.parties, own)
+            self._holdings = Holdings(self.limits)
+            self._ahead.holdings = self._holdings
             self._step = 0
             self._up.set()
             self.observer.links_up()
@@ -206,8 +216,9 @@ class PartyService:
             self._ended.clear()
         for session in sessions:
             session.cut(reason)
+        until = time.monotonic() + self.config.timeout_s
         for session in sessions:
-            session.join(self.config.timeout_s)
+            session.join(max(0.0, until - time.monotonic()))
         self._waiting.clear()
         with self._lock:
             self._ended.clear()
@@ -220,7 +231,7 @@ class PartyService:
     # -- party 0 ------------------------------------------------------------------------------------------------
     def _lead(self, mesh: SocketTransport, links: ServiceLinks) -> None:
         """One step of party 0: choose, ask the others, run."""
-        requests = self._waiting.choose(_TICK_S, self._kind)
+        requests = self._waiting.choose(_TICK_S, self._weighed, self.limits.elements)
         ended = self._take_ended()
         self._waiting.forget(ended)
         now = time.monotonic()
@@ -262,6 +273,16 @@ class PartyService:
             send_message(links, party, Run(self._step, tuple(places), done))
         self._carry_out(links, runs, done)
 
+    def _weighed(self, request: Request) -> Weighed:
+        """What kind of pass a request wants, and how large its part of it is; what is planned runs alone."""
+        if request.step is not None:
+            return Weighed(None, 0)
+        model = self._model(request)
+        past = model.past(request.session.id, request.call, request.edits, request.free)
+        alone = self._suspects.runs_alone(request.session.user)
+        kind = None if alone else model.kind(request.call, past)
+        return Weighed(kind, elements_of(model.model.config, request.call, past))
+
     def _lost(self, votes: Sequence[Vote]) -> set[str]:
         """Sessions that are over at another party, which are cut here; and parties that want to stop are noted."""
         over = set()
@@ -300,6 +321,7 @@ class PartyService:
             runs.append(request)
         self._waiting.take(runs)
         if offer.live is not None:
+            self.admission.confirm(offer.live)
             self._drop_strangers(offer.live)
             self.observer.load(len(self._sessions), len(self._waiting))
         self._carry_out(links, runs, run.ended)
@@ -315,8 +337,9 @@ class PartyService:
     # -- all ------------------------------------------------------------------------------------------------------
     def _carry_out(self, links: ServiceLinks, requests: list[Request], ended: Sequence[str]) -> None:
         """Forget what ended, and run a pass. Everything here is the same at all parties."""
-        for model in self._models.values():
-            for number in ended:
+        for number in ended:
+            self._holdings.forget(number)
+            for model in self._models.values():
                 model.kept.forget(number)
         for number in ended:
             self._ahead.forget(number)
@@ -325,7 +348,11 @@ class PartyService:
         began = time.perf_counter()
         model = self._model(requests[0])
         links.ledger.reset()
-        rows, tokens = self._run_pass(model, links, requests)
+        try:
+            rows, tokens = self._run_pass(model, links, requests)
+        except ProtocolAbort:
+            self._suspects.aborted(request.session.user for request in requests)
+            raise
         if self.number == 0:
             self._await_all(links)
         else:
@@ -350,20 +377,16 @@ class PartyService:
         for request in requests:
             if request.drop:
                 self._ahead.forget(request.session.id)
-        first, positions = requests[0], self.settings.positions
+        first = requests[0]
         if first.step is None:
-            return run_requests(model, links, requests, positions)
+            return run_requests(model, links, requests, self._holdings)
         model.kept.free(first.session.id, first.free)
         if first.prepares:
             room = self.settings.offline_bytes - self._ahead.nbytes
-            self._ahead.prepare(model, links, first, f"ahead {self._step}", room, positions)
+            self._ahead.prepare(model, links, first, f"ahead {self._step}", room)
         else:
-            self._ahead.run(model, links, first, positions)
+            self._ahead.run(model, links, first)
         return first.call.rows, math.prod(first.call.secret[0].shape[:2])
-
-    def _kind(self, request: Request) -> Hashable | None:
-        """Which requests may share a pass; None: it runs alone, as all of a plan."""
-        return None if request.step is not None else self._model(request).kind(request.call, request.session.id)
 
     def _await_all(self, links: ServiceLinks) -> None:
         """Wait until the others are through with a pass: only then is it known which of its sessions go on."""

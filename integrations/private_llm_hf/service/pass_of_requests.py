@@ -7,7 +7,7 @@ everywhere, and the others go on.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -18,22 +18,23 @@ from private_llm.protocols.share import Index, Share
 from private_llm.ring.prg import Prg
 from private_llm_hf.party.calls import Answer
 from private_llm_hf.service.client_session import Request
+from private_llm_hf.service.limits import MOST_HANDLES, Holdings, Limits
 from private_llm_hf.service.links import ServiceLinks
-from private_llm_hf.service.passes import Part, check_call, run_pass
+from private_llm_hf.service.passes import Kept, Part, check_call, run_pass
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.wire.answers import Output, Outputs
-from private_llm_hf.wire.commands import Call, Tokens
+from private_llm_hf.wire.commands import CacheEdit, Call, SelectRows, Tokens
 
 
 def run_requests(
-    model: ServedModel, links: ServiceLinks, requests: Sequence[Request], most_positions: int | None
+    model: ServedModel, links: ServiceLinks, requests: Sequence[Request], holdings: Holdings
 ) -> tuple[int, int]:
     """Answer these requests; rows and positions that were computed.
 
     A request's own mistake, and a DomainError or other error of the whole pass, ends the sessions of their requests; it
     is not raised. Raises TransportError and ProtocolAbort when the parties cannot go on.
     """
-    accepted = [request for request in requests if _prepared(model, request, most_positions)]
+    accepted = [request for request in requests if _prepared(model, request, holdings)]
     if not accepted:
         return 0, 0
     try:
@@ -45,6 +46,7 @@ def run_requests(
         model.session.known.owed, model.session.known.pending = [], None
         for request in accepted:
             model.kept.forget(request.session.id)
+            holdings.forget(request.session.id)
             request.fail(type(error)(str(error)))
         return 0, 0
     opened, receivers = [], []
@@ -64,24 +66,46 @@ def run_requests(
     return rows, tokens
 
 
-def _prepared(model: ServedModel, request: Request, most_positions: int | None) -> bool:
+def _prepared(model: ServedModel, request: Request, holdings: Holdings) -> bool:
     """Bring a session's caches to where its call wants them; False, and its session ends, if the call is bad."""
-    kept, owner = model.kept, request.session.id
+    kept, owner, call = model.kept, request.session.id, request.call
     try:
-        for edit in request.edits:
-            kept.edit(owner, edit)
+        change(kept, owner, request.edits, holdings.limits)
         kept.free(owner, request.free)
-        check_call(model.model, model.session.config, request.call, kept, owner)
-        new = math.prod(request.call.secret[0].shape[:2])
-        held = kept.positions(owner) + new
-        if most_positions is not None and held > most_positions:
-            raise DomainError(f"caches: got {held} positions; this service keeps {most_positions} for a session")
+        check_fits(model, owner, call, holdings.limits)
+        new = math.prod(call.secret[0].shape[:2]) if call.cache or call.encode_to else 0
+        holdings.take(owner, request.session.user, model.name, kept.positions(owner) + new)
     except (PrivateLLMError, LookupError) as error:
         kept.forget(owner)
+        holdings.forget(owner)
         known = isinstance(error, PrivateLLMError)
         request.fail(error if known else TransportError("a cache that is not there"))
         return False
     return True
+
+
+def change(kept: Kept, owner: str, edits: Sequence[CacheEdit], limits: Limits) -> None:
+    """Change caches. Raises DomainError, before it, for what copies or keeps more than a session may."""
+    copied = 0
+    for number, edit in enumerate(edits, 1):
+        rows = edit.index.numel() if isinstance(edit, SelectRows) else kept.rows(owner, edit.handle)
+        copied += max(rows, kept.rows(owner, edit.handle)) * kept.past(owner, edit.handle)
+        limits.check_edits(copied, number)
+        kept.edit(owner, edit)
+        _check_handles(kept.handles(owner))
+
+
+def check_fits(model: ServedModel, owner: str, call: Call, limits: Limits) -> None:
+    """Refuse a call that the model does not take (as `check_call`), or that is too large (DomainError)."""
+    kept = model.kept
+    check_call(model.model, model.session.config, call, kept, owner)
+    limits.check_call(model.model.config, call, 0 if call.cache is None else kept.past(owner, call.cache))
+    _check_handles({*kept.handles(owner), call.cache or call.encode_to})
+
+
+def _check_handles(handles: Collection[int | None]) -> None:
+    if len(handles) > MOST_HANDLES:
+        raise DomainError(f"caches: got more than {MOST_HANDLES} of them; give up those that are not needed")
 
 
 def _received(model: ServedModel, links: ServiceLinks, request: Request) -> list[Share | Index]:

@@ -6,6 +6,7 @@ the session's others, and end with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,10 @@ MOST_STEPS = 1 << 12
 
 @dataclass(frozen=True)
 class Step:
-    """A call of a plan. number: its own among the plan's requests. index: among its calls. last: whether it ends it."""
+    """A call of a plan. number: its own among the plan's requests. index: among its calls. last: whether it ends it.
+
+    positions: that the caches of the whole plan hold at most.
+    """
 
     plan: int
     number: int
@@ -26,6 +30,7 @@ class Step:
     call: Call
     edits: tuple[CacheEdit, ...]
     last: bool
+    positions: int
 
 
 class Plan:
@@ -63,11 +68,13 @@ class Plan:
 def _steps(plan: int, requests: Sequence[Request]) -> tuple[Step, ...]:
     """One step for each call; changes of caches behind the last one matter to nobody."""
     places = [number for number, request in enumerate(requests) if isinstance(request, Call)]
+    calls = [request for request in requests if isinstance(request, Call)]
+    held = sum(math.prod(call.secret[0].shape[:2]) for call in calls if call.secret and (call.cache or call.encode_to))
     steps: list[Step] = []
     edits: list[CacheEdit] = []
     for number, request in enumerate(requests):
         if isinstance(request, Call):
-            steps.append(Step(plan, number, len(steps), request, tuple(edits), number == places[-1]))
+            steps.append(Step(plan, number, len(steps), request, tuple(edits), number == places[-1], held))
             edits = []
         else:
             edits.append(request)

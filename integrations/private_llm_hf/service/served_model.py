@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +16,10 @@ from private_llm_hf.checkpoint.offload import Offloaded
 from private_llm_hf.checkpoint.share_files import ShareFile
 from private_llm_hf.party.held_weights import weights_of_file, weights_of_model
 from private_llm_hf.party.model import build_party_model, release
-from private_llm_hf.service.passes import Kept, kind
+from private_llm_hf.service.kinds import kind, past_of
+from private_llm_hf.service.passes import Kept
 from private_llm_hf.wire.answers import StoredFile
-from private_llm_hf.wire.commands import Call
+from private_llm_hf.wire.commands import CacheEdit, Call
 
 
 class ServedModel:
@@ -49,10 +50,13 @@ class ServedModel:
         """With which it was shared."""
         return Ranges(self.file.description.ranges)
 
-    def kind(self, call: Call, owner: str) -> Hashable | None:
+    def kind(self, call: Call, past: int) -> Hashable | None:
         """Which calls may share a pass with this one (those of equal kinds); None: it runs alone."""
-        past = 0 if call.cache is None else self.kept.past(owner, call.cache)
         return kind(self.model, self.session.config, call, past)
+
+    def past(self, owner: str, call: Call, edits: Iterable[CacheEdit], free: Iterable[int]) -> int:
+        """Positions that a call's cache will hold when it runs, behind the changes that come before it."""
+        return past_of(lambda handle: self.kept.past(owner, handle), call, edits, free)
 
     def check_vocabulary(self, name: str, vocabulary: int) -> None:
         """Raise TransportError unless a vocabulary is the model's: the size of what is sent follows from it."""

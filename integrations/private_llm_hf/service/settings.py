@@ -16,10 +16,12 @@ class ServiceSettings:
     models: this party's share file of each model, by a name for logs and metrics; clients find theirs by its digest.
     sessions: clients' sessions at a time; sessions_per_user: of one user (the name in the certificate). waiting:
     clients that may stand in line for a session. rows: of one pass, over all requests that it serves. positions: that
-    one session's caches may hold, over all rows (None: as the models allow). offline_bytes: on this party's disk (in
-    `PrivateConfig.offline_folder`), of what is prepared for calls that sessions have planned (0: nothing is). gather_s:
-    seconds that a pass waits for the next requests of sessions that were in the last one. drain_s: seconds that
-    sessions may take to end after `PartyService.drain`.
+    one session's caches may hold, over all rows, and positions_in_all those of all sessions, of which half for one user
+    with a name. elements: of the largest array that one pass may make (`limits.elements_of`). None, for these three: as
+    this machine's memory allows; of what the parties state, the smallest numbers hold. offline_bytes: on this party's
+    disk (in `PrivateConfig.offline_folder`), of what is prepared for calls that sessions have planned (0: nothing is).
+    gather_s: seconds that a pass waits for the next requests of sessions that were in the last one. drain_s: seconds
+    that sessions may take to end after `PartyService.drain`.
     """
 
     models: Mapping[str, Path] = field(default_factory=dict)
@@ -28,6 +30,8 @@ class ServiceSettings:
     waiting: int = 64
     rows: int = 32
     positions: int | None = None
+    positions_in_all: int | None = None
+    elements: int | None = None
     offline_bytes: int = 1 << 30
     gather_s: float = 0.005
     drain_s: float = 30.0
@@ -38,8 +42,10 @@ class ServiceSettings:
         for name in ("sessions", "sessions_per_user", "rows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: got {getattr(self, name)}; want at least 1")
-        if self.positions is not None and self.positions < 1:
-            raise ConfigError(f"positions: got {self.positions}; want at least 1, or None")
+        for name in ("positions", "positions_in_all", "elements"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: got {value}; want at least 1, or None")
         for name in ("waiting", "offline_bytes", "gather_s", "drain_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}: got {getattr(self, name)}; want 0 or more")

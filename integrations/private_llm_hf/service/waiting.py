@@ -1,16 +1,19 @@
 """The requests that wait at a party, and (at party 0) which of them run next.
 
-The oldest request decides what kind of pass comes next; all that may share it come along, oldest first, up to a number
-of rows. What prepares a call that is only planned runs when nothing else waits. Before a pass of decode steps, party 0
-waits a little for the next steps of sessions that were in the last one: they come as soon as their clients have chosen
-a token, and each that joins saves a pass of its own.
+Who has had least of the last half minute's passes comes first (users, by the rows of their requests), and of one user
+the oldest request. It decides what kind of pass comes next; all that may share it come along, in the same order, up to
+a number of rows. What prepares a call that is only planned runs when nothing else waits. Before a pass of decode steps,
+party 0 waits a little for the next steps of sessions that were in the last one: they come as soon as their clients have
+chosen a token, and each that joins saves a pass of its own.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 from private_llm_hf.service.client_session import Request
 from private_llm_hf.service.settings import ServiceSettings
@@ -22,10 +25,27 @@ _FIRST = 0.25
 """What a client is thought to take before it is known, in parts of the last pass."""
 _MEMORY = 0.5
 """How much of what a client usually takes is what it took the last time."""
-_AGAIN_S = 0.01
-"""Seconds before a request is offered again that another party had not got."""
+_AGAIN_S, _LATEST_S = 0.01, 0.5
+"""Seconds before a request is offered again that another party had not got: at first, and at most. They double with
+each offer in vain, and the session's next requests wait as long before they are offered: who sends to party 0 first
+keeps the others waiting."""
+_MEMORY_S = 30.0
+"""Seconds of passes after which a third is left of what a user has had."""
+_LACKED = 256
+"""Requests of which it is remembered that they were awaited in vain."""
 
-Kind = Callable[[Request], Hashable | None]
+
+@dataclass(frozen=True)
+class Weighed:
+    """What a request wants of a pass. kind: requests of equal kinds may share one; None: it runs alone. elements: of
+    the largest array that its part of the pass makes.
+    """
+
+    kind: Hashable | None
+    elements: int
+
+
+Weigh = Callable[[Request], Weighed]
 
 
 class Waiting:
@@ -39,6 +59,9 @@ class Waiting:
         self._ran_at, self._took = 0.0, 0.0
         self._turns: dict[str, float] = {}
         self._not_before: dict[str, float] = {}
+        self._late: dict[str, float] = {}
+        self._had: dict[str, float] = {}
+        self._lacked: set[tuple[str, int]] = set()
         self._woken = False
 
     def __len__(self) -> int:
@@ -49,6 +72,8 @@ class Waiting:
         with self._changed:
             number = request.session.id
             self._requests[number] = request
+            if number in self._late:
+                self._not_before[number] = time.monotonic() + self._late[number]
             if number in self._expected:
                 turn = request.since - self._ran_at
                 self._turns[number] = _MEMORY * turn + (1 - _MEMORY) * self._turns.get(number, turn)
@@ -58,7 +83,7 @@ class Waiting:
         """A session is over: what it asked for is forgotten."""
         with self._changed:
             self._requests.pop(session, None)
-            self._expected.discard(session)
+            self._forget(session)
             self._changed.notify_all()
 
     def wake(self) -> None:
@@ -72,43 +97,56 @@ class Waiting:
         with self._changed:
             self._requests.clear()
             self._expected.clear()
-            self._not_before.clear()
-            self._turns.clear()
+            for each in (self._not_before, self._late, self._turns, self._lacked):
+                each.clear()
 
     def forget(self, sessions: Sequence[str]) -> None:
         """These sessions are over."""
         with self._changed:
             for session in sessions:
-                self._not_before.pop(session, None)
-                self._turns.pop(session, None)
-                self._expected.discard(session)
+                self._forget(session)
+
+    def _forget(self, session: str) -> None:
+        for each in (self._not_before, self._late, self._turns):
+            each.pop(session, None)
+        self._expected.discard(session)
 
     # -- party 0 ------------------------------------------------------------------------------------------------
-    def choose(self, seconds: float, kind: Kind) -> list[Request]:
-        """Take the requests of the next pass out; none if nothing comes within `seconds`."""
+    def choose(self, seconds: float, weigh: Weigh, most: int) -> list[Request]:
+        """Take the requests of the next pass out, of `most` elements together, or the first alone.
+
+        None if nothing comes within `seconds`.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._offered() or self._woken, seconds)
+            self._await_offers(time.monotonic() + seconds)
             self._woken = False
             if not self._offered():
                 return []
             self._gather()
-            waiting = sorted(self._offered(), key=lambda request: (request.prepares, request.since))
+            waiting = sorted(self._offered(), key=lambda r: (r.prepares, self._had.get(r.session.user, 0.0), r.since))
             if not waiting:
                 return []
             first = waiting[0]
-            wanted = (id(first.session.model), kind(first))
-            found = [first]
-            if wanted[1] is not None:
-                rows = first.call.rows
+            wanted, found = weigh(first), [first]
+            if wanted.kind is not None:
+                rows, elements = first.call.rows, wanted.elements
                 for other in waiting[1:]:
-                    same = (id(other.session.model), kind(other)) == wanted
-                    if same and rows + other.call.rows <= self._settings.rows:
+                    if other.session.model is not first.session.model or (own := weigh(other)).kind != wanted.kind:
+                        continue
+                    if rows + other.call.rows <= self._settings.rows and elements + own.elements <= most:
                         found.append(other)
-                        rows += other.call.rows
+                        rows, elements = rows + other.call.rows, elements + own.elements
             found.sort(key=lambda request: request.session.id)  # the same rows in the same order, if they can be
             for request in found:
                 del self._requests[request.session.id]
             return found
+
+    def _await_offers(self, until: float) -> None:
+        while not self._offered() and not self._woken:
+            now = time.monotonic()
+            if now >= until:
+                return
+            self._changed.wait(min([until, *(self._not_before[number] for number in self._requests)]) - now)
 
     def _offered(self) -> list[Request]:
         now = time.monotonic()
@@ -129,18 +167,36 @@ class Waiting:
             request.session.cut("a party did not get this client's request in time; is it connected with all parties?")
             return
         with self._changed:
-            self._requests[request.session.id] = request
-            self._not_before[request.session.id] = time.monotonic() + _AGAIN_S
+            number = request.session.id
+            self._late[number] = min(_LATEST_S, max(_AGAIN_S, 2 * self._late.get(number, 0.0)))
+            self._requests[number] = request
+            self._not_before[number] = time.monotonic() + self._late[number]
 
     def ran(self, requests: Sequence[Request], seconds: float) -> None:
         """A pass is over; its sessions will ask for the next step."""
         with self._changed:
             self._expected = {request.session.id for request in requests if request.error is None}
             self._ran_at, self._took = time.monotonic(), seconds
+            self._charge(requests, seconds)
+
+    def _charge(self, requests: Sequence[Request], seconds: float) -> None:
+        """Who had what of a pass; and sessions whose requests were everywhere are offered sooner again."""
+        left = math.exp(-seconds / _MEMORY_S)
+        self._had = {user: had * left for user, had in self._had.items() if had * left > _AGAIN_S}
+        rows = sum(request.call.rows for request in requests)
+        for request in requests:
+            user, late = request.session.user, self._late.pop(request.session.id, 0.0) / 2
+            self._had[user] = self._had.get(user, 0.0) + seconds * request.call.rows / rows
+            if late >= _AGAIN_S:
+                self._late[request.session.id] = late
 
     # -- the others -----------------------------------------------------------------------------------------------
     def find(self, wanted: Sequence[tuple[str, int]], seconds: float) -> list[Request | None]:
-        """The requests of these sessions and numbers, None for those that have not come within `seconds`."""
+        """The requests of these sessions and numbers, None for those that have not come within `seconds`.
+
+        Those that were awaited in vain before are not awaited again.
+        """
+        awaited = [place for place, ticket in enumerate(wanted) if ticket not in self._lacked]
 
         def held() -> list[Request | None]:
             found = [self._requests.get(session) for session, _ in wanted]
@@ -150,8 +206,13 @@ class Waiting:
             ]
 
         with self._changed:
-            self._changed.wait_for(lambda: None not in held(), seconds)
-            return held()
+            self._changed.wait_for(lambda: None not in map(held().__getitem__, awaited), seconds)
+            found = held()
+            self._lacked.difference_update(wanted)
+            if len(self._lacked) > _LACKED:
+                self._lacked.clear()
+            self._lacked.update(ticket for ticket, one in zip(wanted, found, strict=True) if one is None)
+            return found
 
     def take(self, requests: Sequence[Request]) -> None:
         """These are run now."""

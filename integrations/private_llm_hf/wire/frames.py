@@ -25,9 +25,9 @@ def send_message(transport: Transport, to: int, message: Message) -> None:
         transport.send_bytes(to, CONTROL, raw)
 
 
-def recv_message(transport: Transport, frm: int, kinds: tuple[type[M], ...]) -> M:
-    """The next message from `frm`. Raises TransportError unless it is one of these, and well-formed."""
-    raw = transport.recv_bytes(frm, CONTROL, MOST_BYTES)
+def recv_message(transport: Transport, frm: int, kinds: tuple[type[M], ...], most: int = MOST_BYTES) -> M:
+    """The next message from `frm`. Raises TransportError unless it is one of these, well-formed and not too long."""
+    raw = transport.recv_bytes(frm, CONTROL, most)
     return message_of(raw, kinds, endpoint_name(frm), "command" if frm == CLIENT else "answer")
 
 
