@@ -6,18 +6,20 @@ python scripts/bench_gateway.py --tiny             the bundled model, in seconds
 
 The gateway starts the parties as services of this machine. The official OpenAI client asks one question after the
 other, streamed; then 1, 2 and 4 questions at once, each with a client of its own. One JSON row for each; `at_once` rows
-count from the first request to the last answer. Memory is what /proc tells of each process (VmRSS, VmHWM), in MiB.
-Returns 1 if an answer is not the plaintext's.
+count from the first request to the last answer. Memory is what /proc tells of each process, in MiB: resident, at its
+peak, and its share where pages are shared with others. Returns 1 if an answer is not the plaintext's.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,29 +87,31 @@ def plaintext(source: str, prompts: tuple[str, ...], new: int) -> list[str]:
 
 
 def memory() -> dict[str, dict[str, float]]:
-    """Of the processes that this one started, by what they are."""
+    """Of the processes that this one started: the gateway, the process that starts the parties, and these."""
     parents = {}
     for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
+        with contextlib.suppress(OSError):  # it may end meanwhile
+            if entry.name.isdecimal():
                 parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:  # it ended meanwhile
-                continue
     gateways = [pid for pid, parent in parents.items() if parent == os.getpid()]
-    parties = sorted(pid for pid, parent in parents.items() if parent in gateways)
-    found = {}
-    for name, pid in [*(("gateway", pid) for pid in gateways), *((f"child {n}", p) for n, p in enumerate(parties))]:
-        told = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
-        if "VmRSS" in told:
-            found[name] = {key: int(told[key].split()[0]) / 1024 for key in ("VmRSS", "VmHWM")}
-    return found
+    starters = [pid for pid, parent in parents.items() if parent in gateways]
+    parties = sorted(pid for pid, parent in parents.items() if parent in starters)
+    named = [("gateway", pid) for pid in gateways] + [("starter", pid) for pid in starters]
+    named += [(f"party {number}", pid) for number, pid in enumerate(parties)]
+    return {name: _memory_of(pid) for name, pid in named}
 
 
-def measure(source: str, name: str, prompts: tuple[str, ...], new: int, at_once: list[int]) -> list[dict[str, Any]]:
-    """Rows: one for each prompt, one for each number at a time, one of memory."""
+def _memory_of(pid: int) -> dict[str, float]:
+    kept = {"VmRSS": "rss", "VmHWM": "peak", "Pss": "share"}
+    text = "".join(Path(f"/proc/{pid}/{name}").read_text() for name in ("status", "smaps_rollup"))
+    told = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return {name: round(int(told[key].split()[0]) / 1024) for key, name in kept.items()}
+
+
+def measure(source: str, name: str, prompts: tuple[str, ...], new: int, at_once: list[int]) -> Iterator[dict[str, Any]]:
+    """Rows as they come: one for each prompt, one for each number at a time, one of memory."""
     wanted = plaintext(source, prompts, new)
     head = {"name": "gateway", "model": name, "new": new, "version": VERSION, "machine": machine()}
-    rows: list[dict[str, Any]] = []
     began = time.perf_counter()
     with child_gateway(source, "--name", name) as gateway:
         started = time.perf_counter() - began
@@ -115,30 +119,25 @@ def measure(source: str, name: str, prompts: tuple[str, ...], new: int, at_once:
         ask(client, name, prompts[0], 2)  # compiles kernels
         for prompt, text in zip(track(prompts, "questions", console=Console(stderr=True)), wanted, strict=True):
             made = ask(client, name, prompt, new)
-            rows.append(
-                {
-                    **head, "prompt": prompt, "private_text": made.text, "plain_text": text, "equal": made.text == text,
-                    "first_s": made.first_s, "each_s": made.each_s, "tokens": made.tokens,
-                    "bytes": made.spent["bytes"], "rounds": made.spent["rounds"],
-                }
-            )  # fmt: skip
+            yield {
+                **head, "prompt": prompt, "private_text": made.text, "plain_text": text, "equal": made.text == text,
+                "first_s": made.first_s, "each_s": made.each_s, "tokens": made.tokens, "load": os.getloadavg()[0],
+                "bytes": made.spent["bytes"], "rounds": made.spent["rounds"],
+            }  # fmt: skip
         for count in track(at_once, "at once", console=Console(stderr=True)):
             with ThreadPoolExecutor(count) as threads:
                 began = time.perf_counter()
                 chosen = [(prompts[n % len(prompts)], wanted[n % len(prompts)]) for n in range(count)]
                 answers = list(threads.map(lambda each: ask(client, name, each[0], new), chosen))
                 seconds = time.perf_counter() - began
-            rows.append(
-                {
-                    **head, "at_once": count, "seconds": seconds, "load": os.getloadavg()[0],
-                    "equal": all(made.text == text for made, (_, text) in zip(answers, chosen, strict=True)),
-                    "tokens_per_s": sum(made.tokens for made in answers) / seconds,
-                    "first_s": statistics.median(made.first_s for made in answers),
-                    "each_s": statistics.median(made.each_s for made in answers),
-                }
-            )  # fmt: skip
-        rows.append({**head, "start_s": started, "memory_mib": memory()})
-    return rows
+            yield {
+                **head, "at_once": count, "seconds": seconds, "load": os.getloadavg()[0],
+                "equal": all(made.text == text for made, (_, text) in zip(answers, chosen, strict=True)),
+                "tokens_per_s": sum(made.tokens for made in answers) / seconds,
+                "first_s": statistics.median(made.first_s for made in answers),
+                "each_s": statistics.median(made.each_s for made in answers),
+            }  # fmt: skip
+        yield {**head, "start_s": started, "memory_mib": memory()}
 
 
 def main() -> int:
@@ -154,10 +153,11 @@ def main() -> int:
     if args.tiny:
         args.new, args.at_once, prompts, name = 3, [2], DEMO_PROMPTS, "demo"
     source = args.model or (demo_model() if args.tiny else smollm2_model())
-    rows = measure(source, name, prompts, args.new, args.at_once)
-    for row in rows:
-        print(json.dumps(row))
-    return 0 if all(row.get("equal", True) for row in rows) else 1
+    different = 0
+    for row in measure(source, name, prompts, args.new, args.at_once):
+        print(json.dumps(row), flush=True)
+        different += not row.get("equal", True)
+    return min(different, 1)
 
 
 if __name__ == "__main__":
