@@ -14,7 +14,6 @@ itself answers in plaintext; lm-eval's scores must be those of its own `hf` mode
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
 import os
@@ -25,10 +24,11 @@ import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from walk_commands import Commands, Running
+from walk_commands import Commands, Fork, Running
 from walk_deploy import MODEL, PARTIES, Failed, Walk, prepare
 from walk_faults import START_S, TIMEOUT_S
 from walk_network import loopback, namespaces, why_no_namespaces
@@ -44,15 +44,18 @@ PROGRAM_S = 900.0
 LOGPROB_ERROR = 0.02
 """Of one token's log-probability; the bundled model's logits are off by some thousandths."""
 VECTOR_ERROR = 2e-3
-_IMPORTS = ("private_llm_gateway.app", "private_llm_cli.commands.gateway", "transformers.models.bert.modeling_bert")
+_IMPORTS = (
+    "private_llm_gateway.app", "private_llm_cli.commands.gateway", "transformers.models.bert.modeling_bert", "openai",
+    "lm_eval.models.huggingface", "lm_eval.models.openai_completions", "lm_eval.tasks",
+)  # fmt: skip
+"""What forks want besides."""
 
 
 @dataclass
 class Gateways(Walk):
-    """The walk with a user who has gateways."""
+    """The walk with a user who has gateways. running: these, and the clients."""
 
     running: list[Running] = field(default_factory=list)
-    programs: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def step(self, what: str, good: bool, found: str) -> None:
         """Count a check, and say how it went in a line."""
@@ -78,25 +81,29 @@ class Gateways(Walk):
                 time.sleep(0.1)
         raise Failed(f"user: no gateway within {START_S:g} s; it said: {log.read_text(errors='replace')[-1500:]}")
 
-    def start_program(self, name: str, place: str, settings: dict[str, Any]) -> subprocess.Popen[bytes]:
+    def start_program(self, name: str, place: str, settings: dict[str, Any]) -> Running:
         """One of `PROGRAMS` at a place, as a process of its own."""
         path = self.folder / f"{name}.json"
         path.write_text(json.dumps(settings))
         with path.with_suffix(".log").open("wb") as log:
-            words = [sys.executable, str(Path(__file__).resolve()), CLIENT_OPTION, name, str(path)]
-            process = subprocess.Popen(
-                [*self.network.prefix(place), *words], cwd=self.home(place), stdout=log, stderr=log
-            )
-        self.programs.append(process)
+            process: Running
+            if self.commands.forks:
+                place_name = self.network.names.get(place)
+                process = Fork(place_name, self.home(place), partial(serve, name, path), log, log)
+            else:
+                words = [sys.executable, str(Path(__file__).resolve()), CLIENT_OPTION, name, str(path)]
+                process = subprocess.Popen(
+                    [*self.network.prefix(place), *words], cwd=self.home(place), stdout=log, stderr=log
+                )
+        self.running.append(process)
         return process
 
-    def seen(self, name: str, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-        """What a program saw. Raises Failed if it ends badly, or not in time."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(PROGRAM_S)
-        if process.returncode != 0:
+    def seen(self, name: str, process: Running) -> dict[str, Any]:
+        """What a program saw. Raises Failed if it ends badly, subprocess.TimeoutExpired if it does not end."""
+        code = process.wait(PROGRAM_S)
+        if code:
             log = (self.folder / f"{name}.log").read_text(errors="replace")
-            raise Failed(f"{name}: ended with {process.returncode}; it said: {log[-2500:]}")
+            raise Failed(f"{name}: ended with {code}; it said: {log[-2500:]}")
         seen: dict[str, Any] = json.loads((self.folder / f"{name}.seen").read_text())
         return seen
 
@@ -111,7 +118,7 @@ class Gateways(Walk):
 
     def stop(self) -> None:
         """End everything."""
-        for process in (*self.programs, *self.running):
+        for process in self.running:
             if process.poll() is None:
                 process.kill()
                 process.wait()
