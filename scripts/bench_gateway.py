@@ -6,8 +6,9 @@ python scripts/bench_gateway.py --tiny             the bundled model, in seconds
 
 The gateway starts the parties as services of this machine. The official OpenAI client asks one question after the
 other, streamed; then 1, 2 and 4 questions at once, each with a client of its own. One JSON row for each; `at_once` rows
-count from the first request to the last answer. Memory is what /proc tells of each process, in MiB: resident, at its
-peak, and its share where pages are shared with others. Returns 1 if an answer is not the plaintext's.
+count from the first request to the last answer. processor_s: of gateway and parties together, which other work on the
+machine hardly changes. Memory is what /proc tells of each process, in MiB: resident, at its peak, and its share where
+pages are shared with others. Returns 1 if an answer is not the plaintext's.
 """
 
 from __future__ import annotations
@@ -86,22 +87,36 @@ def plaintext(source: str, prompts: tuple[str, ...], new: int) -> list[str]:
     return found
 
 
-def memory() -> dict[str, dict[str, float]]:
-    """Of the processes that this one started: the gateway, the process that starts the parties, and these."""
+def processes() -> dict[str, int]:
+    """Process ids of the gateway that this one started, of the process that starts the parties, and of these."""
     parents = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # it may end meanwhile
             if entry.name.isdecimal():
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                parents[int(entry.name)] = int(_stat(int(entry.name))[1])
     gateways = [pid for pid, parent in parents.items() if parent == os.getpid()]
     starters = [pid for pid, parent in parents.items() if parent in gateways]
     parties = sorted(pid for pid, parent in parents.items() if parent in starters)
     named = [("gateway", pid) for pid in gateways] + [("starter", pid) for pid in starters]
-    named += [(f"party {number}", pid) for number, pid in enumerate(parties)]
-    return {name: _memory_of(pid) for name, pid in named}
+    return dict(named + [(f"party {number}", pid) for number, pid in enumerate(parties)])
 
 
-def _memory_of(pid: int) -> dict[str, float]:
+def processor_s() -> float:
+    """Seconds of processor time that gateway and parties have taken so far."""
+    ticks = [sum(map(int, _stat(pid)[11:13])) for pid in processes().values()]
+    return sum(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def memory() -> dict[str, dict[str, int]]:
+    """MiB of gateway and parties."""
+    return {name: _memory_of(pid) for name, pid in processes().items()}
+
+
+def _stat(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _memory_of(pid: int) -> dict[str, int]:
     kept = {"VmRSS": "rss", "VmHWM": "peak", "Pss": "share"}
     text = "".join(Path(f"/proc/{pid}/{name}").read_text() for name in ("status", "smaps_rollup"))
     told = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
@@ -118,13 +133,16 @@ def measure(source: str, name: str, prompts: tuple[str, ...], new: int, at_once:
         client = OpenAI(base_url=gateway.openai_url, api_key=gateway.token, timeout=1800, max_retries=0)
         ask(client, name, prompts[0], 2)  # compiles kernels
         for prompt, text in zip(track(prompts, "questions", console=Console(stderr=True)), wanted, strict=True):
+            busy = processor_s()
             made = ask(client, name, prompt, new)
+            busy = processor_s() - busy
             yield {
                 **head, "prompt": prompt, "private_text": made.text, "plain_text": text, "equal": made.text == text,
-                "first_s": made.first_s, "each_s": made.each_s, "tokens": made.tokens, "load": os.getloadavg()[0],
-                "bytes": made.spent["bytes"], "rounds": made.spent["rounds"],
+                "first_s": made.first_s, "each_s": made.each_s, "tokens": made.tokens, "processor_s": busy,
+                "load": os.getloadavg()[0], "bytes": made.spent["bytes"], "rounds": made.spent["rounds"],
             }  # fmt: skip
         for count in track(at_once, "at once", console=Console(stderr=True)):
+            busy = processor_s()
             with ThreadPoolExecutor(count) as threads:
                 began = time.perf_counter()
                 chosen = [(prompts[n % len(prompts)], wanted[n % len(prompts)]) for n in range(count)]
@@ -132,6 +150,7 @@ def measure(source: str, name: str, prompts: tuple[str, ...], new: int, at_once:
                 seconds = time.perf_counter() - began
             yield {
                 **head, "at_once": count, "seconds": seconds, "load": os.getloadavg()[0],
+                "processor_s": processor_s() - busy,
                 "equal": all(made.text == text for made, (_, text) in zip(answers, chosen, strict=True)),
                 "tokens_per_s": sum(made.tokens for made in answers) / seconds,
                 "first_s": statistics.median(made.first_s for made in answers),
