@@ -168,7 +168,8 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     quiet()
-    prompts, name = smollm2.PROMPTS, Path(args.model).name or "smollm2"
+    prompts: tuple[str, ...] = smollm2.PROMPTS
+    name = Path(args.model).name or "smollm2"
     if args.tiny:
         args.new, args.at_once, prompts, name = 3, [2], DEMO_PROMPTS, "demo"
     source = args.model or (demo_model() if args.tiny else smollm2_model())

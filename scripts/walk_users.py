@@ -31,7 +31,8 @@ def official_client(settings: dict[str, Any]) -> dict[str, Any]:
     client = OpenAI(base_url=f"{settings['url']}/v1", api_key=settings["token"], timeout=600, max_retries=0)
     model = client.models.list().data[0].id
     began = time.monotonic()
-    text, first, usage, spent = "", 0.0, None, {}
+    text, first, usage = "", 0.0, None
+    spent: dict[str, float] = {}
     stream = client.chat.completions.create(
         model=model, messages=[{"role": "user", "content": QUESTION}], max_tokens=settings["tokens"], temperature=0,
         stream=True, stream_options={"include_usage": True},
@@ -105,7 +106,7 @@ def page(settings: dict[str, Any]) -> dict[str, Any]:
             "seen": seen, "text": texts(".assistant .text")[-1], "cost": cost, "spent": texts(".spent")[-1],
             "parties": texts("#parties .party"), "trouble": texts("#trouble")[0], "model": texts("#model")[0],
             "warned": chrome.find_element(By.CSS_SELECTOR, "#warning").is_displayed(),
-            "complaints": [line["message"] for line in chrome.get_log("browser") if line["level"] == "SEVERE"],
+            "complaints": [line["message"] for line in _console(chrome) if line["level"] == "SEVERE"],
         }  # fmt: skip
     finally:
         chrome.quit()
@@ -163,6 +164,11 @@ def serve(name: str, settings: Path) -> None:
     """Run one of `PROGRAMS`, and write what it saw beside its settings."""
     seen = PROGRAMS[name](json.loads(settings.read_text()))
     settings.with_suffix(".seen").write_text(json.dumps(seen, default=float))
+
+
+def _console(chrome: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - selenium's driver
+    found: list[dict[str, Any]] = chrome.get_log("browser")
+    return found
 
 
 def _evaluate(
