@@ -7,8 +7,8 @@ python scripts/bench_gateway.py --tiny             the bundled model, in seconds
 The gateway starts the parties as services of this machine. The official OpenAI client asks one question after the
 other, streamed; then 1, 2 and 4 questions at once, each with a client of its own. One JSON row for each; `at_once` rows
 count from the first request to the last answer. processor_s: of gateway and parties together, which depends less on
-other work on the machine. Memory is what /proc tells of each process, in MiB: resident, at its peak, and its share where
-pages are shared with others. Returns 1 if an answer is not the plaintext's.
+other work on the machine. Memory is what /proc tells of each process, in MiB: resident, at its peak, and its share
+where pages are shared with others. Returns 1 if an answer is not the plaintext's.
 """
 
 from __future__ import annotations
