@@ -114,7 +114,7 @@ def _first_session(call: Callable[[], Any], wait_s: float) -> Any:  # noqa: ANN4
         try:
             return call()
         except PartiesBusy:
-            if time.monotonic() > until:
+            if time.monotonic() >= until:
                 raise
 
 
