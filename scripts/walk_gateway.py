@@ -30,7 +30,7 @@ from typing import Any
 
 from walk_commands import Commands, Fork, Running
 from walk_deploy import MODEL, PARTIES, Failed, Walk, prepare
-from walk_faults import START_S, TIMEOUT_S
+from walk_faults import TIMEOUT_S
 from walk_network import loopback, namespaces, why_no_namespaces
 from walk_users import LIKELIHOOD_TASKS, LOOK_FOR, PROGRAMS, TASKS, serve
 
@@ -40,7 +40,9 @@ CLIENT_OPTION = "--client"
 NAME = "demo"
 SILENCE_S = 60.0
 """Seconds of silence after which an endpoint counts as dead: a busy machine may take long for a step."""
+READY_S = 600.0
 PROGRAM_S = 900.0
+"""Seconds that gateways may take to be ready, and a client to end."""
 LOGPROB_ERROR = 0.02
 """Of one token's log-probability; the bundled model's logits are off by some thousandths."""
 VECTOR_ERROR = 2e-3
@@ -68,7 +70,7 @@ class Gateways(Walk):
         words = ["gateway", client, "--name", name, "--port", "0", "--hosts", ",".join(self.hosts()), "--tls", "tls"]
         print(f"  user: private-llm {' '.join(words)}", flush=True)
         log = self.folder / f"gateway-{name}.log"
-        until = time.monotonic() + START_S
+        until = time.monotonic() + READY_S
         while time.monotonic() < until:
             with log.open("wb") as out:
                 process = self.commands.start(self.network.names.get("user"), self.home("user"), words, out, out)
@@ -79,7 +81,7 @@ class Gateways(Walk):
                     (page,) = (line.split()[-1] for line in lines if line.startswith("chat page"))
                     return page.rstrip("/")
                 time.sleep(0.1)
-        raise Failed(f"user: no gateway within {START_S:g} s; it said: {log.read_text(errors='replace')[-1500:]}")
+        raise Failed(f"user: no gateway within {READY_S:g} s; it said: {log.read_text(errors='replace')[-1500:]}")
 
     def start_program(self, name: str, place: str, settings: dict[str, Any]) -> Running:
         """One of `PROGRAMS` at a place, as a process of its own."""
