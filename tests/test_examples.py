@@ -82,12 +82,24 @@ def vectors_tell_sentences_apart(out: str) -> None:
     assert len(re.findall(r"\d\.\d+", out)) >= 2
 
 
+def scores_are_those_of_the_plaintext_model(out: str) -> None:
+    rows = re.findall(r"^(\w+) (\w+): +private (\S+), plaintext (\S+)$", out, re.MULTILINE)
+    assert [(task, measure) for task, measure, *_ in rows] == [
+        ("private_next_word", "perplexity"), ("private_next_word", "acc"), ("private_which_word", "acc"),
+        ("private_write_on", "exact_match"),
+    ]  # fmt: skip
+    assert float(rows[0][2]) == pytest.approx(float(rows[0][3]), rel=5e-3)
+    for _, _, private, plain in rows[1:]:
+        assert float(private) == float(plain) > 0
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "chat_langchain": chain_answers,
     "chat_openai": chat_streams_the_plaintext_text,
     "classify_images": digits_are_read,
     "compare_sentences": likenesses_are_those_of_the_plaintext_model,
     "embed_openai": vectors_tell_sentences_apart,
+    "evaluate_lm_eval": scores_are_those_of_the_plaintext_model,
     "generate_text": text_is_that_of_the_plaintext_model,
     "own_network": networks_agree,
     "share_to_files": files_hold_shares,

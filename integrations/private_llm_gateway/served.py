@@ -12,10 +12,12 @@ from private_llm_hf.models.architectures import architecture
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
+from private_llm.net.addresses import parse_address
 from private_llm.protocol_facts import CASCADE
 from private_llm_gateway.constrained import Grammar, TokenTexts
 from private_llm_gateway.json_schema import any_object
 from private_llm_gateway.pool import SessionPool
+from private_llm_gateway.settings import is_loopback
 
 PLAIN_CHAT = "none: messages are joined by line ends and continued"
 OWN_CHAT = "the model's own"
@@ -122,9 +124,10 @@ class Served:
 
     @property
     def one_machine(self) -> bool:
-        """Whether all parties run where the gateway does, or are all called by one loopback address."""
-        names = {host.rpartition(":")[0] for host in self.config.hosts}
-        return self.config.party_mode != "remote" or names <= {"127.0.0.1", "localhost", "::1", "[::1]"}
+        """Whether all parties run where the gateway does, or are all called by loopback addresses."""
+        return self.config.party_mode != "remote" or all(
+            is_loopback(parse_address(host)[0]) for host in self.config.hosts
+        )
 
     @property
     def sentence(self) -> str:

@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import secrets
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, PartiesBusy
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.models import demo_model, loaded_from, tokenizer_of
 from private_llm_cli.commands.output import CONSOLE, NOTES, progress_bar
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 DEMO = "demo"
 """The name of the bundled model."""
+_LOADING_S = 900.0
+"""Seconds that parties which were started here may take to load a model: a large one, on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,8 @@ def start_model(choices: GatewayChoices, config: PrivateConfig, stack: contextli
         tokenizer = tokenizer_of(client)
         writes = architecture(AutoConfig.from_pretrained(client)).kind == "decoder"
         auto = AutoPrivateModelForCausalLM if writes else AutoPrivateModel
-        if not config.hosts and _served(config):
+        own = not config.hosts and _served(config)
+        if own:
             folder = Path(source) if shared else Path(stack.enter_context(tempfile.TemporaryDirectory()))
             if not shared:
                 step("sharing the weights", 0)
@@ -94,11 +99,23 @@ def start_model(choices: GatewayChoices, config: PrivateConfig, stack: contextli
             config = stack.enter_context(LocalParties(config, {name: folder})).config
             client = str(folder / "client")
         step("calling the parties" if config.hosts else "sharing the weights", 0)
-        model = loaded_from(auto, client, config, ranges=None if config.hosts else ranges_from(choices.ranges))
+        ranges = None if config.hosts else ranges_from(choices.ranges)
+        model = _first_session(lambda: loaded_from(auto, client, config, ranges=ranges), _LOADING_S if own else 0.0)
     stack.callback(model.close)
     served = Served(name, SessionPool(model, choices.sessions if config.hosts else 1), tokenizer)
     stack.callback(served.pool.close)
     return served
+
+
+def _first_session(call: Callable[[], Any], wait_s: float) -> Any:  # noqa: ANN401 - a private model
+    """What `call` makes, as soon as the parties have loaded their models. Raises PartiesBusy after `wait_s`."""
+    until = time.monotonic() + wait_s
+    while True:
+        try:
+            return call()
+        except PartiesBusy:
+            if time.monotonic() >= until:
+                raise
 
 
 def _served(config: PrivateConfig) -> bool:
