@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -61,21 +61,39 @@ def bound_socket(settings: GatewaySettings) -> socket.socket:
     return made
 
 
-def server_of(app: FastAPI, settings: GatewaySettings) -> uvicorn.Server:
+class Server(uvicorn.Server):
+    """A server that says when it answers. ready: called then."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn."""
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+
+def server_of(app: FastAPI, settings: GatewaySettings, ready: Callable[[], None] = lambda: None) -> Server:
     """What serves the application. Requests are not logged: addresses and times are in the metrics."""
-    return uvicorn.Server(
-        uvicorn.Config(
-            app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=30,
-            limit_concurrency=settings.connections, timeout_graceful_shutdown=5, lifespan="on", http=Connection,
-        )
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=30,
+        limit_concurrency=settings.connections, timeout_graceful_shutdown=5, lifespan="on", http=Connection,
     )  # fmt: skip
+    return Server(config, ready)
 
 
-def serve(app: FastAPI, settings: GatewaySettings, listening: socket.socket | None = None) -> None:
-    """Serve until a signal. listening: of `bound_socket`, made before a model was started. Raises ConfigError."""
+def serve(
+    app: FastAPI, settings: GatewaySettings, listening: socket.socket | None = None,
+    ready: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Serve until a signal. listening: of `bound_socket`, made before a model was started. ready: called as soon as
+    requests are answered. Raises ConfigError.
+    """
     at = listening or bound_socket(settings)
     try:
-        server_of(app, settings).run(sockets=[at])
+        server_of(app, settings, ready).run(sockets=[at])
     finally:
         at.close()
 

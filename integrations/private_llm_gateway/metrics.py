@@ -7,9 +7,9 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from private_llm_gateway.engine import Spent
 from private_llm_gateway.running import Runner
 from private_llm_gateway.served import Served
+from private_llm_gateway.spending import Spent
 
 _SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 

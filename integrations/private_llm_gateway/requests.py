@@ -90,8 +90,6 @@ def completion(models: Mapping[str, Served], body: Mapping[str, Any], most: int)
     limit = _COMPLETION_TOKENS if limit is None else limit
     check_context(served, max(map(len, prompts)), limit, "prompt")
     told = fields.integer("logprobs", 0, _MOST_LOGPROBS)
-    if echo and told is not None and fields.flag("stream"):
-        raise bad("stream", "stream: unsupported with echo and logprobs together", "unsupported_parameter")
     writing = _writing(fields, served, limit, told)
     return _wanted(served, fields, prompts, writing, most, chat=False, logprobs=told is not None, echo=echo)
 

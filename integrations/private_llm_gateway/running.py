@@ -14,11 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from private_llm_gateway.answer import Piece
-from private_llm_gateway.engine import Spent, Tell
+from private_llm_gateway.engine import Tell
 from private_llm_gateway.errors import ApiError
 from private_llm_gateway.pool import Abandoned, PoolBusy
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
+from private_llm_gateway.spending import Spent
 
 _LOOK_S = 0.2
 """How often it is asked whether a client is still there."""

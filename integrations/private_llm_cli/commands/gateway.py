@@ -49,7 +49,7 @@ def gateway(choices: GatewayChoices, config: PrivateConfig, settings: GatewaySet
         stack.callback(listening.close)
         served = start_model(choices, config, stack)
         _announce(served, settings, shown=not choices.token)
-        serve(create_app({served.name: served}, settings), settings, listening)
+        serve(create_app({served.name: served}, settings), settings, listening, _say_ready)
 
 
 def token_of(choices: GatewayChoices) -> str | None:
@@ -122,4 +122,7 @@ def _announce(served: Served, settings: GatewaySettings, shown: bool) -> None:
         CONSOLE.print(f"[bold]{what:<11}[/]", end="", highlight=False)
         CONSOLE.print(told, markup=False, highlight=False, soft_wrap=True)
     NOTES.print(served.sentence, style="yellow" if served.one_machine else "", markup=False, highlight=False)
+
+
+def _say_ready() -> None:
     CONSOLE.print("ready; Ctrl-C ends it", highlight=False)
