@@ -99,10 +99,13 @@ def serve(
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    words = {404: "there is nothing at this address", 405: "this address wants another method"}
-    told = ApiError(status, words.get(status, "the request was refused"), code="unknown_url")
-    return JSONResponse(told.body(), status)
+    status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (500, None)
+    words = {
+        404: ("there is nothing at this address", "unknown_url"),
+        405: ("this address wants another method", "method_not_allowed"),
+    }
+    message, code = words.get(status, ("the request was refused", None))
+    return JSONResponse(ApiError(status, message, code=code).body(), status, headers)
 
 
 async def _other_error(request: Request, error: Exception) -> Response:

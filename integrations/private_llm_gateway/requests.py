@@ -111,6 +111,9 @@ def _wanted(
     options = fields.mapping("stream_options")
     if options and not stream:
         raise bad("stream_options", "stream_options: want stream true as well", "invalid_value")
+    if options.get("include_obfuscation"):
+        name = "stream_options.include_obfuscation"
+        raise bad(name, f"{name}: unsupported here; leave it out", "unsupported_parameter")
     return Wanted(served, chat, groups, stream, Fields(options).flag("include_usage"), logprobs, echo)
 
 
