@@ -128,10 +128,10 @@ class SessionPool:
             yield model
             with self._changed:
                 self._trouble = False
-        except (TransportError, ProtocolAbort) as error:
+        except (TransportError, ProtocolAbort):
             with self._changed:
                 self._ended.add(id(model))
-                self._trouble = not isinstance(error, PartiesBusy)
+                self._trouble = True
             raise
         finally:
             with self._changed:
