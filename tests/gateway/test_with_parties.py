@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,9 @@ from openai import OpenAI
 from private_llm_cli.app import main
 from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.served import Served
+from private_llm_hf import AutoPrivateModelForCausalLM
 from private_llm_hf.api import share_checkpoint
+from private_llm_hf.service.local import LocalParties
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed, TransportError
@@ -256,6 +260,30 @@ def test_an_expired_certificate_is_named(
     finally:
         Path(tls.certificate).write_bytes(certificate)
         Path(tls.key).write_bytes(key)
+
+
+def children(process: int) -> list[int]:
+    tasks = Path(f"/proc/{process}/task").iterdir()
+    return sorted(int(child) for task in tasks for child in (task / "children").read_text().split())
+
+
+def test_a_local_party_that_is_killed_comes_back(shared: Path) -> None:
+    """In the middle of an answer, which goes on."""
+    config = PrivateConfig(timeout_s=60.0, busy_wait_s=60.0)
+    with LocalParties(config, {"small": shared}) as parties:
+        model = AutoPrivateModelForCausalLM.from_pretrained(str(shared / "client"), parties.config)
+        starter = next(pid for pid in children(os.getpid()) if len(children(pid)) == config.parties)
+        before = children(starter)
+        with serving(Served("small", SessionPool(model, 2), tokenizer())) as gateway, gateway.client() as client:
+            text = ""
+            for count, chunk in enumerate(client.chat.completions.create(**{**LONG, "max_tokens": 10}, stream=True)):
+                text += chunk.choices[0].delta.content or ""
+                if count == 3:
+                    os.kill(before[1], signal.SIGKILL)
+        after = children(starter)
+    assert text == text_of(greedy(10))
+    assert len(set(before) & set(after)) == config.parties - 1
+    assert len(after) == config.parties
 
 
 def test_a_closing_gateway_tells_those_who_wait(shared: Path) -> None:
