@@ -92,6 +92,7 @@ def start_model(choices: GatewayChoices, config: PrivateConfig, stack: contextli
                 share_checkpoint(source, folder, config, auto=auto, ranges=ranges_from(choices.ranges))
             step("starting the parties", 0)
             config = stack.enter_context(LocalParties(config, {name: folder})).config
+            config = dataclasses.replace(config, busy_wait_s=max(config.busy_wait_s, config.timeout_s))  # they load
             client = str(folder / "client")
         step("calling the parties" if config.hosts else "sharing the weights", 0)
         model = loaded_from(auto, client, config, ranges=None if config.hosts else ranges_from(choices.ranges))
