@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -36,6 +38,7 @@ def create_app(models: Mapping[str, Served], settings: GatewaySettings) -> FastA
         runner.close()
 
     app = FastAPI(title="private-llm", docs_url=None, redoc_url=None, openapi_url=None, lifespan=life)
+    app.state.runner = runner
     app.include_router(Endpoints(known, settings, runner, Metrics(known, runner)).router)
     app.include_router(page_router)
     app.add_middleware(Guard, settings=settings)
@@ -62,17 +65,28 @@ def bound_socket(settings: GatewaySettings) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """A server that says when it answers. ready: called then."""
+    """A server that says when it answers, and when it is about to end.
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+    ready, ending: called in its event loop, then and as soon as a signal has come.
+    """
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], ending: Callable[[], None]) -> None:
         super().__init__(config)
-        self._ready = ready
+        self._ready, self._ending = ready, ending
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn."""
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
             self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """As uvicorn. Called by the signal, maybe in the middle of anything, so what is to be done comes later."""
+        super().handle_exit(sig, frame)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._ending)
 
 
 def server_of(app: FastAPI, settings: GatewaySettings, ready: Callable[[], None] = lambda: None) -> Server:
@@ -81,7 +95,8 @@ def server_of(app: FastAPI, settings: GatewaySettings, ready: Callable[[], None]
         app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=30,
         limit_concurrency=settings.connections, timeout_graceful_shutdown=5, lifespan="on", http=Connection,
     )  # fmt: skip
-    return Server(config, ready)
+    runner: Runner = app.state.runner
+    return Server(config, ready, runner.stop)
 
 
 def serve(

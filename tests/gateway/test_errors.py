@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +16,7 @@ from openai import OpenAI
 from private_llm_gateway.app import bound_socket
 from private_llm_gateway.settings import GatewaySettings
 
+from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from tests.gateway.small_gateway import CHAT, PROMPT, TOKEN, Gateway, greedy, prompt_ids, serving, small, text_of
 from tests.service.conftest import eventually
@@ -263,6 +266,28 @@ def test_the_official_client_comes_again_by_itself() -> None:
         threading.Timer(0.5, lambda: busy.__exit__(None, None, None)).start()
         made = client.with_options(max_retries=3).chat.completions.create(**ASKED)
     assert made.choices[0].message.content == text_of(greedy(2))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_interrupt_is_told_to_those_who_wait(stream: bool) -> None:
+    asked = {**ASKED, "max_tokens": 100}
+    served = small(PrivateConfig(party_mode="threads", timeout_s=60, calibrate=False))
+    with serving(served) as gateway, gateway.client() as client:
+        if stream:
+            parts = client.chat.completions.create(**asked, stream=True)
+            text = "".join(next(parts).choices[0].delta.content or "" for _ in range(4))
+            gateway.server.handle_exit(signal.SIGINT, None)
+            with pytest.raises(openai.APIError, match="the gateway was stopped"):
+                list(parts)
+            assert text
+            assert text_of(greedy(100)).startswith(text)
+            return
+        with ThreadPoolExecutor(1) as threads:
+            made = threads.submit(client.chat.completions.create, **asked)
+            assert eventually(lambda: served.pool.in_use == 1)
+            gateway.server.handle_exit(signal.SIGINT, None)
+            with pytest.raises(openai.InternalServerError, match="the gateway was stopped"):
+                made.result(30)
 
 
 def test_a_second_gateway_at_the_same_place(gateway: Gateway) -> None:
