@@ -30,7 +30,7 @@ from private_llm.errors import ConfigError
 OUT = Path(__file__).resolve().parent.parent / "docs" / "gateway.png"
 QUESTIONS = {"smollm2": "What is the capital of France?", "": "My fellow citizens"}
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-_SIZE = (1200, 800)
+_SIZE = (1200, 900)
 _PATIENCE_S = 600.0
 _DONE = "return document.querySelector('.spent') !== null || !document.querySelector('#trouble').hidden"
 
