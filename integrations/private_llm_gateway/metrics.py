@@ -38,7 +38,7 @@ class Metrics:
             for name, told in (
                 ("sessions_in_use", "Sessions that serve a request."),
                 ("requests_in_flight", "Requests that run or wait."),
-                ("ready", "1 if no session is known to have ended."),
+                ("ready", "1 if the parties did what was asked last."),
             )
         }
         for name, served in models.items():
