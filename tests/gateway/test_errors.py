@@ -15,6 +15,7 @@ import pytest
 from openai import OpenAI
 from private_llm_gateway.app import bound_socket
 from private_llm_gateway.settings import GatewaySettings
+from sse_starlette.sse import AppStatus
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
@@ -269,7 +270,8 @@ def test_the_official_client_comes_again_by_itself() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_interrupt_is_told_to_those_who_wait(stream: bool) -> None:
+def test_an_interrupt_is_told_to_those_who_wait(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AppStatus, "should_exit", False)  # a signal ends the streams of all servers of a process
     asked = {**ASKED, "max_tokens": 100}
     served = small(PrivateConfig(party_mode="threads", timeout_s=60, calibrate=False))
     with serving(served) as gateway, gateway.client() as client:

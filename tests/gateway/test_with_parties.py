@@ -126,6 +126,12 @@ def test_a_request_takes_no_session_that_somebody_waits_for(whole: Whole) -> Non
         assert spare is None
     with whole.pool.spare_session() as spare:
         assert spare is not None
+    whole.pool._waiting += 1  # who waits has been told of a free session, and is about to take it
+    try:
+        with whole.pool.spare_session() as spare:
+            assert spare is None
+    finally:
+        whole.pool._waiting -= 1
 
 
 def test_more_answers_than_a_pass_has_rows(whole: Whole) -> None:
