@@ -33,6 +33,7 @@ from private_llm_cli.options import (
     SparsityOption,
     SplitOption,
     TaskOption,
+    TimeoutOption,
     TlsOption,
     WeakOption,
     bits,
@@ -120,7 +121,7 @@ def party(
     matmul: MatmulOption = "masked",
     offline_folder: Annotated[str | None, typer.Option(help="Where this party stores preprocessing.")] = None,
     sessions: Annotated[int | None, typer.Option(help="Stop after this many sessions (default: never).")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds of silence after which another endpoint is dead.")] = 120.0,
+    timeout: TimeoutOption = 120.0,
     device: Annotated[str, typer.Option(help="Where shares live: 'cpu', 'cuda:N', or 'cuda'.")] = "cpu",
     device_map: Annotated[
         str, typer.Option(help="'auto', 'disk' (read layers as they run), or JSON {module: device}.")

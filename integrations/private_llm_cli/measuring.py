@@ -28,10 +28,12 @@ from private_llm_cli.options import (
     RangesOption,
     ReluBitsOption,
     ReluLowOption,
+    RevealOption,
     RingOption,
     RotateRolesOption,
     SplitOption,
     WeakOption,
+    WeightsOption,
     config_of,
     plan_of,
     protocol_name,
@@ -71,7 +73,7 @@ def estimate(
     as_json: Json = False,
     protocol: ProtocolOption = "trio",
     ring: RingOption = 64,
-    reveal: Annotated[str, typer.Option(help="What the client opens: 'logits' or 'token'.")] = "logits",
+    reveal: RevealOption = "logits",
     bandwidth: Annotated[float, typer.Option(help="Mbit/s of each direction of a link.")] = 1000.0,
     latency: Annotated[float, typer.Option(help="One-way latency in ms.")] = 1.0,
     gmacs: Annotated[float | None, typer.Option(help="GMAC/s of a party (default: this machine's).")] = None,
@@ -79,7 +81,7 @@ def estimate(
         str | None, typer.Option(help="Images: channels x height x width, for instance 3x224x224.")
     ] = None,
     matmul: MatmulOption = "masked",
-    weights: Annotated[str, typer.Option(help="'secret', or 'public' for open-weight models.")] = "secret",
+    weights: WeightsOption = "secret",
     plan: Annotated[
         list[str] | None, typer.Option("--plan", help="Under 'cascade': alpha,c,m[,rho]; several are compared.")
     ] = None,

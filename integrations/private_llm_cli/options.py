@@ -212,6 +212,13 @@ TlsOption = Annotated[Path | None, typer.Option("--tls", help="Folder with ca.pe
 LoopbackOption = Annotated[bool, typer.Option(help="Allow unencrypted sockets, on loopback addresses only.")]
 
 
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout", help="Seconds of silence after which another endpoint is dead.")
+]
+RevealOption = Annotated[str, typer.Option("--reveal", help="What the client opens: 'logits' or 'token'.")]
+WeightsOption = Annotated[str, typer.Option("--weights", help="'secret', or 'public' for open-weight models.")]
+TemperatureOption = Annotated[float, typer.Option("--temperature", help="Above 0: sample. 0: greedy.")]
+TopPOption = Annotated[float, typer.Option("--top-p", help="With a temperature: nucleus sampling.")]
 TaskOption = Annotated[str, typer.Option(help="causal-lm, seq2seq, classification, features, image or masked-lm.")]
 RangesOption = Annotated[Path | None, typer.Option("--ranges", help="A file of `private-llm calibrate --out`.")]
 GgufOption = Annotated[str | None, typer.Option("--gguf-file", help="A GGUF file in the model's folder or repository.")]

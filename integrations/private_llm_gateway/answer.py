@@ -56,12 +56,13 @@ class Likelihood:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of an answer."""
+    """What is new of an answer. ahead: of the prompt's tokens, if they are wanted, once."""
 
     index: int
     text: str
     likelihoods: tuple[Likelihood, ...]
     finish: Finish | None
+    ahead: tuple[Likelihood, ...] = ()
 
 
 class Answer:
@@ -76,6 +77,7 @@ class Answer:
         self.finish: Finish | None = None
         self.text = ""
         self.likelihoods: list[Likelihood] = []
+        self.ahead: tuple[Likelihood, ...] = ()
         self.generator = torch.Generator().manual_seed(
             secrets.randbits(62) if writing.seed is None else (writing.seed * 1_000_003 + sample) % (1 << 62)
         )
@@ -84,7 +86,7 @@ class Answer:
         self._tail = prompt[-_TAIL:]
         self._from, self._read = 0, len(self._tail)
         self._shown = self._told = 0
-        self._reported = False
+        self._reported = self._ahead_told = False
 
     @property
     def left(self) -> int:
@@ -122,10 +124,13 @@ class Answer:
         while told < len(self.likelihoods) and (self.finish is not None or self.likelihoods[told].at < upto):
             told += 1
         ended = self.finish is not None and not self._reported
-        if upto <= self._shown and told == self._told and not ended:
+        ahead = () if self._ahead_told else self.ahead
+        if upto <= self._shown and told == self._told and not ended and not ahead:
             return None
         self._reported = self.finish is not None
-        made = Piece(self.index, self.text[self._shown : upto], tuple(self.likelihoods[self._told : told]), self.finish)
+        self._ahead_told = self._ahead_told or bool(ahead)
+        likelihoods = tuple(self.likelihoods[self._told : told])
+        made = Piece(self.index, self.text[self._shown : upto], likelihoods, self.finish, ahead)
         self._shown, self._told = max(upto, self._shown), told
         return made
 

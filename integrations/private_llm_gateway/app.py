@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -36,6 +38,7 @@ def create_app(models: Mapping[str, Served], settings: GatewaySettings) -> FastA
         runner.close()
 
     app = FastAPI(title="private-llm", docs_url=None, redoc_url=None, openapi_url=None, lifespan=life)
+    app.state.runner = runner
     app.include_router(Endpoints(known, settings, runner, Metrics(known, runner)).router)
     app.include_router(page_router)
     app.add_middleware(Guard, settings=settings)
@@ -61,30 +64,63 @@ def bound_socket(settings: GatewaySettings) -> socket.socket:
     return made
 
 
-def server_of(app: FastAPI, settings: GatewaySettings) -> uvicorn.Server:
+class Server(uvicorn.Server):
+    """A server that says when it answers, and when it is about to end.
+
+    ready, ending: called in its event loop, then and as soon as a signal has come.
+    """
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], ending: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready, self._ending = ready, ending
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """As uvicorn. Called by the signal, maybe in the middle of anything, so what is to be done comes later."""
+        super().handle_exit(sig, frame)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._ending)
+
+
+def server_of(app: FastAPI, settings: GatewaySettings, ready: Callable[[], None] = lambda: None) -> Server:
     """What serves the application. Requests are not logged: addresses and times are in the metrics."""
-    return uvicorn.Server(
-        uvicorn.Config(
-            app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=30,
-            limit_concurrency=settings.connections, timeout_graceful_shutdown=5, lifespan="on", http=Connection,
-        )
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=30,
+        limit_concurrency=settings.connections, timeout_graceful_shutdown=5, lifespan="on", http=Connection,
     )  # fmt: skip
+    runner: Runner = app.state.runner
+    return Server(config, ready, runner.stop)
 
 
-def serve(app: FastAPI, settings: GatewaySettings, listening: socket.socket | None = None) -> None:
-    """Serve until a signal. listening: of `bound_socket`, made before a model was started. Raises ConfigError."""
+def serve(
+    app: FastAPI, settings: GatewaySettings, listening: socket.socket | None = None,
+    ready: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Serve until a signal. listening: of `bound_socket`, made before a model was started. ready: called as soon as
+    requests are answered. Raises ConfigError.
+    """
     at = listening or bound_socket(settings)
     try:
-        server_of(app, settings).run(sockets=[at])
+        server_of(app, settings, ready).run(sockets=[at])
     finally:
         at.close()
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    words = {404: "there is nothing at this address", 405: "this address wants another method"}
-    told = ApiError(status, words.get(status, "the request was refused"), code="unknown_url")
-    return JSONResponse(told.body(), status)
+    status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (500, None)
+    words = {
+        404: ("there is nothing at this address", "unknown_url"),
+        405: ("this address wants another method", "method_not_allowed"),
+    }
+    message, code = words.get(status, ("the request was refused", None))
+    return JSONResponse(ApiError(status, message, code=code).body(), status, headers)
 
 
 async def _other_error(request: Request, error: Exception) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -23,6 +24,7 @@ from private_llm_gateway.requests import Wanted, find_model
 from private_llm_gateway.running import ClientGone, Runner, Running
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
+from private_llm_gateway.spending import Spent
 
 _FIRST_S = 10.0
 """Errors within this time have a status of their own; later ones are events of the stream that has begun."""
@@ -73,13 +75,14 @@ class Endpoints:
 
         def work(tell: engine.Tell, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
             ahead = wanted.echo and wanted.logprobs
-            return engine.write(wanted.served, wanted.groups, tell, gone, self.settings.wait_s, ahead)
+            limits = engine.Limits(self.settings.wait_s, self.settings.rows)
+            return engine.write(wanted.served, wanted.groups, tell, gone, limits, ahead)
 
         running = self.runner.start(wanted.served, work)
         if not wanted.stream:
-            spent, prompts = await running.whole(request.is_disconnected)
+            spent = await running.whole(request.is_disconnected)
             self._count(wanted, spent)
-            return JSONResponse(await run_in_threadpool(made.whole, prompts, spent))
+            return JSONResponse(await run_in_threadpool(made.whole, spent))
         await running.first(_FIRST_S, request.is_disconnected)
         return EventSourceResponse(self._events(wanted, made, running), sep="\n", ping=_PING_S)
 
@@ -91,11 +94,11 @@ class Endpoints:
                 yield _event(chunk)
             ended: list[Piece] = []
             async for piece, spent in running.pieces():
-                if piece.text or piece.likelihoods:
-                    yield _event(made.chunk(Piece(piece.index, piece.text, piece.likelihoods, None), spent))
+                if piece.text or piece.likelihoods or piece.ahead:
+                    yield _event(made.chunk(dataclasses.replace(piece, finish=None), spent))
                 if piece.finish is not None:
                     ended.append(piece)
-            total, _ = await running.result()
+            total = await running.result()
             for piece in ended:
                 yield _event(made.chunk(Piece(piece.index, "", (), piece.finish), total))
             if wanted.usage:
@@ -109,7 +112,7 @@ class Endpoints:
         finally:
             running.gone.set()
 
-    def _count(self, wanted: Wanted, spent: engine.Spent) -> None:
+    def _count(self, wanted: Wanted, spent: Spent) -> None:
         counts = wanted.counts
         self.metrics.spent(wanted.served.name, counts["prompt_tokens"], counts["completion_tokens"], spent)
 
@@ -120,7 +123,7 @@ class Endpoints:
         tokens = sum(map(len, rows))
 
         def work(_: engine.Tell, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
-            return engine.embed(served, rows, gone, self.settings.wait_s)
+            return engine.embed(served, rows, gone, engine.Limits(self.settings.wait_s, self.settings.rows))
 
         spent, vectors = await self.runner.start(served, work).whole(request.is_disconnected)
         self.metrics.spent(served.name, tokens, 0, spent)
@@ -161,7 +164,9 @@ class Endpoints:
 
     async def _health(self, _: Request) -> Response:
         ready = all(served.pool.healthy for served in self.models.values())
-        ended = "a session with the parties ended; the next request renews it"
+        for served in self.models.values():
+            served.pool.heal()
+        ended = "the parties failed when they were asked last; they are called again"
         return JSONResponse({"status": "ok" if ready else ended}, 200 if ready else 503)
 
     async def _metrics(self, _: Request) -> Response:

@@ -1,12 +1,15 @@
-"""Running requests on sessions: generation, logits of prompts, hidden states, in a worker thread.
+"""Running requests on sessions: generation, logits of prompts, hidden states, in worker threads.
 
 A request whose session fails goes on once on a renewed session: what was written so far becomes part of its prompt, so
-that greedy text stays the same and nothing is lost.
+that greedy text stays the same and nothing is lost. The prompts of one request run side by side on as many sessions as
+nobody else waits for; party services merge what sessions ask at the same time.
 """
 
 from __future__ import annotations
 
-import time
+import logging
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,81 +19,35 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from private_llm.errors import ConfigError, PartiesBusy, TransportError
+from private_llm.errors import PartiesBusy, TransportError
 from private_llm_gateway.answer import Answer, Likelihood, Piece
 from private_llm_gateway.pool import Abandoned
 from private_llm_gateway.sampling import Chooser, Watcher, choose, likelihood, likelihoods_of_prompt
 from private_llm_gateway.served import Served
+from private_llm_gateway.spending import Bill, Meter, Spent
 
-_LOOK_S = 0.5
-"""How often the parties are asked what they sent: asking takes a trip to them."""
-
-
-@dataclass(frozen=True)
-class Spent:
-    """What a request cost so far: bytes over all links, rounds, and tokens in a second since its first."""
-
-    bytes: int = 0
-    rounds: int = 0
-    tokens_per_s: float = 0.0
-
-    def to_dict(self) -> dict[str, float]:
-        """For JSON."""
-        return {"bytes": self.bytes, "rounds": self.rounds, "tokens_per_s": round(self.tokens_per_s, 3)}
-
+_LOG = logging.getLogger("private_llm")
+_LOOK_S = 0.2
+"""How often a thread that waits for others looks after its client."""
 
 Tell = Callable[[Piece, Spent], None]
 
 
-class _Meter:
-    """What one request costs, over the sessions that it runs on."""
+@dataclass(frozen=True)
+class Limits:
+    """wait_s: seconds that a request waits for a session. rows: texts side by side on one session."""
 
-    def __init__(self, model: Any) -> None:  # noqa: ANN401 - a private model
-        self._model = model
-        self._before = (0, 0)
-        self._now = (0, 0)
-        self._looked = time.monotonic()
-        self._first: tuple[float, int] | None = None
-        self._tokens = 0
-        self._read(reset=True)
-        self._now = (0, 0)
-
-    def token(self, count: int) -> None:
-        """Tokens came."""
-        self._tokens += count
-        if self._first is None:
-            self._first = (time.monotonic(), self._tokens)
-
-    def spent(self, now: bool = False) -> Spent:
-        """The cost, as of a moment ago or of `now`."""
-        if now or time.monotonic() - self._looked > _LOOK_S:
-            self._read(reset=False)
-            self._looked = time.monotonic()
-        began, first = self._first or (time.monotonic(), 0)
-        seconds = time.monotonic() - began
-        speed = (self._tokens - first) / seconds if seconds > 0 else 0.0
-        return Spent(self._before[0] + self._now[0], self._before[1] + self._now[1], speed)
-
-    def renewed(self) -> None:
-        """The session that was counted is over; a new one begins."""
-        self._before = (self._before[0] + self._now[0], self._before[1] + self._now[1])
-        self._now = (0, 0)
-
-    def _read(self, reset: bool) -> None:
-        try:
-            costs = self._model.cost(reset=reset)
-        except ConfigError:  # nothing is counted with these parties
-            return
-        self._now = (costs.bytes_total, costs.rounds)
+    wait_s: float
+    rows: int
 
 
 class _Run:
-    """One request on one session, which may be renewed once."""
+    """A request, or a part of it, on one session, which may be renewed once."""
 
-    def __init__(self, served: Served, model: Any, gone: Callable[[], bool]) -> None:  # noqa: ANN401
-        self.served, self.model, self.gone = served, model, gone
+    def __init__(self, served: Served, model: Any, gone: Callable[[], bool], bill: Bill, rows: int) -> None:  # noqa: ANN401
+        self.served, self.model, self.gone, self.bill, self.rows = served, model, gone, bill, rows
         self.again = True
-        self.meter = self.trying(lambda: _Meter(model))
+        self.meter: Meter = self.trying(lambda: Meter(model, bill))
 
     def trying(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401
         """The result of `work`, which is done again on a renewed session if the first one fails meanwhile."""
@@ -108,57 +65,142 @@ class _Run:
                     self.meter.renewed()
 
 
-def write(
-    served: Served, groups: Sequence[Sequence[Answer]], tell: Tell, gone: Callable[[], bool], wait_s: float,
-    echo: bool = False,
-) -> tuple[Spent, list[list[Likelihood]]]:  # fmt: skip
-    """Write answers, group by group (each of one prompt), telling what is new after every token.
+class _Crew:
+    """The sessions of one request, which take its groups one after the other."""
 
-    Returns the cost and, with `echo`, the likelihoods of each group's prompt. Raises Abandoned if the client is gone,
+    def __init__(
+        self, served: Served, groups: Sequence[Sequence[Answer]], tell: Tell, gone: Callable[[], bool], rows: int,
+        echo: bool,
+    ) -> None:  # fmt: skip
+        self.served, self.tell, self.gone, self.rows, self.echo = served, tell, gone, rows, echo
+        self.bill = Bill()
+        self._left = deque(groups)
+        self._at_work = 0
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def work(self, model: Any) -> None:  # noqa: ANN401
+        """Write groups on a session until none is left. Raises what went wrong, which ends the others' work, too."""
+        run: _Run | None = None
+        while (group := self._next()) is not None:
+            try:
+                run = run or _Run(self.served, model, self._over, self.bill, self.rows)
+                if self.echo:
+                    run.trying(partial(_prompt, run, group))
+                run.trying(partial(_write_group, run, group, self.tell))
+                run.trying(partial(run.meter.look, now=True))
+            except BaseException as error:
+                with self._changed:
+                    self._error = self._error or error
+                raise
+            finally:
+                with self._changed:
+                    self._at_work -= 1
+                    self._changed.notify_all()
+
+    def help(self) -> None:
+        """Work on a further session, if there is one. What goes wrong is told by `finish`."""
+        try:
+            with self.served.pool.spare_session() as model, torch.inference_mode():
+                if model is not None:
+                    self.work(model)
+        except Exception as error:  # noqa: BLE001 - `work` has kept it; a session that cannot be had is no failure
+            _LOG.debug("a further session ended: %s", error)
+
+    def finish(self) -> None:
+        """Wait for the others' groups. Raises what went wrong with the first that failed."""
+        with self._changed:
+            while self._at_work:
+                self._changed.wait(_LOOK_S)
+            if self._error is not None:
+                raise self._error
+
+    def _over(self) -> bool:
+        return self._error is not None or self.gone()
+
+    def _next(self) -> Sequence[Answer] | None:
+        with self._changed:
+            if not self._left or self._error is not None:
+                return None
+            self._at_work += 1
+            return self._left.popleft()
+
+
+def write(
+    served: Served, groups: Sequence[Sequence[Answer]], tell: Tell, gone: Callable[[], bool], limits: Limits,
+    echo: bool = False,
+) -> Spent:  # fmt: skip
+    """Write answers, in groups of one prompt each, telling what is new after every token.
+
+    echo: find the likelihoods of the prompts' tokens as well. Returns the cost. Raises Abandoned if the client is gone,
     PoolBusy, and errors of the library.
     """
-    with served.pool.session(wait_s, gone) as model, torch.inference_mode():
-        run = _Run(served, model, gone)
-        prompts = [run.trying(partial(_prompt, run, group)) for group in groups] if echo else []
-        for group in groups:
-            run.trying(partial(_write_group, run, group, tell))
-        return run.trying(lambda: run.meter.spent(now=True)), prompts
+    crew = _Crew(served, groups, tell, gone, limits.rows, echo)
+    with served.pool.session(limits.wait_s, gone) as model, torch.inference_mode():
+        for _ in range(min(len(groups), served.pool.size) - 1):
+            threading.Thread(target=crew.help, name="further session", daemon=True).start()
+        try:
+            crew.work(model)
+        finally:
+            crew.finish()
+    return crew.bill.spent
 
 
 def embed(
-    served: Served, rows: list[list[int]], gone: Callable[[], bool], wait_s: float
+    served: Served, rows: list[list[int]], gone: Callable[[], bool], limits: Limits
 ) -> tuple[Spent, Tensor]:  # fmt: skip
     """Sentence vectors [B, hidden] of token rows: the mean of each row's hidden states, of length 1."""
+    order = sorted(range(len(rows)), key=lambda at: len(rows[at]))  # rows of about one length need little padding
+    made: list[Tensor] = [torch.empty(0)] * len(rows)
+    bill = Bill()
+    with served.pool.session(limits.wait_s, gone) as model, torch.inference_mode():
+        run = _Run(served, model, gone, bill, limits.rows)
+        for first in range(0, len(order), limits.rows):
+            if gone():
+                raise Abandoned
+            part = order[first : first + limits.rows]
+            vectors = run.trying(partial(_vectors, run, [rows[at] for at in part]))
+            for at, vector in zip(part, vectors, strict=True):
+                made[at] = vector
+        run.trying(partial(run.meter.look, now=True))
+    return bill.spent, torch.stack(made)
+
+
+def _vectors(run: _Run, rows: list[list[int]]) -> Tensor:
+    """Of rows in one call."""
     length = max(map(len, rows))
-    pad = served.tokenizer.pad_token_id or 0
+    pad = run.served.tokenizer.pad_token_id or 0
     ids = torch.tensor([[*row, *[pad] * (length - len(row))] for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
-    with served.pool.session(wait_s, gone) as model, torch.inference_mode():
-        run = _Run(served, model, gone)
-        states = run.trying(lambda: model(input_ids=ids, attention_mask=mask).last_hidden_state)
-        weights = mask[..., None].to(states.dtype)
-        made = torch.nn.functional.normalize((states * weights).sum(1) / weights.sum(1), dim=1)
-        return run.trying(lambda: run.meter.spent(now=True)), made
+    states = run.model(input_ids=ids, attention_mask=mask).last_hidden_state
+    weights = mask[..., None].to(states.dtype)
+    return torch.nn.functional.normalize((states * weights).sum(1) / weights.sum(1), dim=1)
 
 
 def _write_group(run: _Run, group: Sequence[Answer], tell: Tell) -> None:
-    """Generate all answers of one prompt that are not finished, side by side."""
+    """Generate all answers of one prompt that are not finished, side by side as far as the parties allow."""
     for answer in group:
         answer.end_if_full()
+    _tell(run, group, tell)
     live = [answer for answer in group if answer.finish is None]
+    for first in range(0, len(live), run.rows):
+        if not run.gone():
+            _write_rows(run, live[first : first + run.rows], tell)
+    if run.gone():
+        raise Abandoned
+
+
+def _write_rows(run: _Run, live: Sequence[Answer], tell: Tell) -> None:
+    """Generate answers in one call after the other."""
     written = sum(len(answer.tokens) for answer in live)
 
     def after() -> bool:
         nonlocal written
         before, written = written, sum(len(answer.tokens) for answer in live)
-        run.meter.token(written - before)
+        run.bill.tokens(written - before)
         _tell(run, live, tell)
         return run.gone()
 
-    _tell(run, group, tell)
-    if not live or run.gone():
-        _leave(run)
-        return
     ids = torch.tensor([[*answer.prompt, *answer.tokens] for answer in live])
     chooser = None if all(answer.writing.plain for answer in live) else Chooser(live)
     ends = live[0].ends
@@ -169,20 +211,14 @@ def _write_group(run: _Run, group: Sequence[Answer], tell: Tell) -> None:
         logits_processor=LogitsProcessorList([] if chooser is None else [chooser]),
         stopping_criteria=StoppingCriteriaList([Watcher(live, chooser, after)]),
     )
-    _leave(run)
-
-
-def _leave(run: _Run) -> None:
-    if run.gone():
-        raise Abandoned
 
 
 def _tell(run: _Run, answers: Sequence[Answer], tell: Tell) -> None:
-    """What is new, with the cost: that of now for the last piece."""
+    """What is new, with the cost."""
     for answer in answers:
         piece = answer.new()
         if piece is not None:
-            tell(piece, run.meter.spent())
+            tell(piece, run.meter.look())
 
 
 def _config(count: int, ends: tuple[int, ...], served: Served) -> GenerationConfig:
@@ -195,14 +231,15 @@ def _config(count: int, ends: tuple[int, ...], served: Served) -> GenerationConf
     )  # fmt: skip
 
 
-def _prompt(run: _Run, group: Sequence[Answer]) -> list[Likelihood]:
+def _prompt(run: _Run, group: Sequence[Answer]) -> None:
     """The likelihoods of a prompt's tokens, by one forward call, whose last logits also give the first new token."""
     prompt = group[0].prompt
     count = group[0].writing.logprobs or 0
     logits = run.model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
+    ahead: tuple[Likelihood, ...] = tuple(likelihoods_of_prompt(logits, prompt, count, run.served.offsets(prompt)))
     for answer in group:
+        answer.ahead = ahead
         if answer.left and not answer.tokens:
             token = choose(answer, logits[-1])
             answer.take(token, *likelihood(logits[-1], token, count))
-            run.meter.token(1)
-    return likelihoods_of_prompt(logits, prompt, count, run.served.offsets(prompt))
+            run.bill.tokens(1)

@@ -33,6 +33,8 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         """Those that belong to the status."""
         made = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        if self.status in (408, 413):  # the rest of the body is not read
+            made["Connection"] = "close"
         return {**made, "WWW-Authenticate": "Bearer"} if self.status == 401 else made
 
 

@@ -14,8 +14,9 @@ from private_llm_gateway.errors import bad
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     # what would change an answer and is not supported, and the values with which it does not
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
-    "audio": (), "modalities": (["text"],), "prediction": (), "web_search_options": (), "suffix": ("",),
-    "reasoning_effort": ("none",), "verbosity": ("medium",), "store": (False,), "service_tier": ("auto", "default"),
+    "audio": (), "moderation": (), "modalities": (["text"],), "prediction": (), "web_search_options": (),
+    "suffix": ("",), "reasoning_effort": ("none",), "verbosity": ("medium",), "store": (False,),
+    "service_tier": ("auto", "default"),
     "top_k": (0, -1), "min_p": (0,), "typical_p": (1,), "repetition_penalty": (1,), "length_penalty": (1,),
     "min_tokens": (0,), "ignore_eos": (False,), "best_of": (1,), "use_beam_search": (False,), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "grammar": (), "structured_outputs": (),

@@ -41,6 +41,7 @@ class Guard:
         try:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             self._check(scope["path"], headers)
+            _check_form(scope["method"], headers)
             body = await self._body(headers, receive)
         except ApiError as error:
             await JSONResponse(error.body(), error.status, error.headers())(scope, receive, send)
@@ -102,6 +103,17 @@ class Guard:
             told = f"the body did not arrive within {self.settings.body_s:g} s"
             raise ApiError(408, told, code="request_timeout") from None
         return b"".join(parts)
+
+
+def _check_form(method: str, headers: Mapping[str, str]) -> None:
+    """Raises ApiError (415) for a body that says itself that it is no JSON. A page of another site cannot send JSON
+    without asking first, which is refused.
+    """
+    kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if method == "POST" and kind != "application/json":
+        raise ApiError(415, "want a body of Content-Type: application/json", code="unsupported_media_type")
+    if headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise ApiError(415, "want a body without Content-Encoding", code="unsupported_media_type")
 
 
 def _name(address: str) -> str | None:

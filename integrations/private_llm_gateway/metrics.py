@@ -7,9 +7,9 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from private_llm_gateway.engine import Spent
 from private_llm_gateway.running import Runner
 from private_llm_gateway.served import Served
+from private_llm_gateway.spending import Spent
 
 _SECONDS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
@@ -38,7 +38,7 @@ class Metrics:
             for name, told in (
                 ("sessions_in_use", "Sessions that serve a request."),
                 ("requests_in_flight", "Requests that run or wait."),
-                ("ready", "1 if no session is known to have ended."),
+                ("ready", "1 if the parties did what was asked last."),
             )
         }
         for name, served in models.items():

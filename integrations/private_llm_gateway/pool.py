@@ -1,19 +1,21 @@
 """A pool of sessions with the same parties: each request has one to itself while it runs.
 
 A session that failed is renewed before it is used again, by whoever uses it next, so that parties that come back are
-found without a restart.
+found without a restart. Sessions that are not known to have ended are used first.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from private_llm.errors import ConfigError, PartyFailed, PrivateLLMError, ProtocolAbort, TransportError
+from private_llm.errors import ConfigError, PartiesBusy, PartyFailed, PrivateLLMError, ProtocolAbort, TransportError
 
+_LOG = logging.getLogger("private_llm")
 _LOOK_S = 0.1
 """How often a waiting request looks whether its client is still there."""
 
@@ -44,6 +46,8 @@ class SessionPool:
         self._idle, self._all = [first], [first]
         self._opened = 1
         self._ended: set[int] = set()
+        self._waiting = 0
+        self._trouble = self._healing = False
         self._changed = threading.Condition()
         self._closed = False
 
@@ -55,9 +59,9 @@ class SessionPool:
 
     @property
     def healthy(self) -> bool:
-        """Whether no session is known to have ended."""
+        """Whether the parties did what was asked last."""
         with self._changed:
-            return not self._ended and not self._closed
+            return not self._trouble and not self._closed
 
     @contextmanager
     def session(self, timeout_s: float, gone: Callable[[], bool] = lambda: False) -> Iterator[Any]:
@@ -65,21 +69,20 @@ class SessionPool:
 
         Raises PoolBusy after `timeout_s`, Abandoned, and what `renew` and opening a session raise.
         """
-        model = self._take(timeout_s, gone)
-        try:
-            with self._changed:
-                ended = id(model) in self._ended
-            if ended:
-                self.renew(model)
+        with self._using(self._take(timeout_s, gone)) as model:
             yield model
-        except (TransportError, ProtocolAbort):
-            with self._changed:
-                self._ended.add(id(model))
-            raise
-        finally:
-            with self._changed:
-                self._idle.append(model)
-                self._changed.notify()
+
+    @contextmanager
+    def spare_session(self) -> Iterator[Any]:
+        """A further private model for a request that has one, unless somebody waits for it: then None. Raises as
+        `session`.
+        """
+        model = self._take_spare()
+        if model is None:
+            yield None
+            return
+        with self._using(model):
+            yield model
 
     def renew(self, model: Any) -> None:  # noqa: ANN401
         """Give a model whose session ended a new one. Raises PartyFailed and other errors of the library."""
@@ -91,6 +94,49 @@ class SessionPool:
         reconnect()
         with self._changed:
             self._ended.discard(id(model))
+            self._trouble = False
+
+    def heal(self) -> None:
+        """After a failure: renew a session that ended in the background, unless that is being done."""
+        with self._changed:
+            ended = [model for model in self._idle if id(model) in self._ended]
+            if self._healing or self._closed or not self._trouble or not ended:
+                return
+            self._healing = True
+            self._idle.remove(ended[0])
+        threading.Thread(target=self._heal, args=(ended[0],), name="renew", daemon=True).start()
+
+    def _heal(self, model: Any) -> None:  # noqa: ANN401
+        try:
+            self.renew(model)
+        except (PrivateLLMError, OSError) as error:
+            _LOG.warning("the parties still cannot be reached: %s", error)
+        finally:
+            with self._changed:
+                self._healing = False
+                self._idle.append(model)
+                self._changed.notify()
+
+    @contextmanager
+    def _using(self, model: Any) -> Iterator[Any]:  # noqa: ANN401
+        """Renew a model's session if need be, and give it back in the end."""
+        try:
+            with self._changed:
+                ended = id(model) in self._ended
+            if ended:
+                self.renew(model)
+            yield model
+            with self._changed:
+                self._trouble = False
+        except (TransportError, ProtocolAbort):
+            with self._changed:
+                self._ended.add(id(model))
+                self._trouble = True
+            raise
+        finally:
+            with self._changed:
+                self._idle.append(model)
+                self._changed.notify()
 
     def close(self) -> None:
         """End all sessions."""
@@ -104,22 +150,48 @@ class SessionPool:
     def _take(self, timeout_s: float, gone: Callable[[], bool]) -> Any:  # noqa: ANN401
         until = time.monotonic() + timeout_s
         with self._changed:
-            while not self._idle and (self._opened == self.size or self._closed):
-                self._check(until, gone)
-                self._changed.wait(_LOOK_S)
-            self._check(until, gone, waited=False)
+            self._waiting += 1
+            try:
+                while not self._idle and (self._opened == self.size or self._closed):
+                    self._check(until, gone)
+                    self._changed.wait(_LOOK_S)
+                self._check(until, gone, waited=False)
+            finally:
+                self._waiting -= 1
             if self._idle:
-                return self._idle.pop()
+                return self._pop()
             self._opened += 1
+        return self._open()
+
+    def _take_spare(self) -> Any:  # noqa: ANN401
+        with self._changed:
+            if self._waiting or self._closed:
+                return None
+            if self._idle:
+                return self._pop()
+            if self._opened == self.size:
+                return None
+            self._opened += 1
+        return self._open()
+
+    def _pop(self) -> Any:  # noqa: ANN401
+        """An idle model, one whose session goes on if there is one."""
+        live = [at for at, model in enumerate(self._idle) if id(model) not in self._ended]
+        return self._idle.pop(live[-1] if live else -1)
+
+    def _open(self) -> Any:  # noqa: ANN401
+        """A model on a new session, which is counted already."""
         try:
             made = self._opening()  # type: ignore[misc]
-        except (PrivateLLMError, OSError):
+        except (PrivateLLMError, OSError) as error:
             with self._changed:
                 self._opened -= 1
+                self._trouble = self._trouble or not isinstance(error, PartiesBusy)
                 self._changed.notify()
             raise
         with self._changed:
             self._all.append(made)
+            self._trouble = False
         return made
 
     def _check(self, until: float, gone: Callable[[], bool], waited: bool = True) -> None:

@@ -90,8 +90,6 @@ def completion(models: Mapping[str, Served], body: Mapping[str, Any], most: int)
     limit = _COMPLETION_TOKENS if limit is None else limit
     check_context(served, max(map(len, prompts)), limit, "prompt")
     told = fields.integer("logprobs", 0, _MOST_LOGPROBS)
-    if echo and told is not None and fields.flag("stream"):
-        raise bad("stream", "stream: unsupported with echo and logprobs together", "unsupported_parameter")
     writing = _writing(fields, served, limit, told)
     return _wanted(served, fields, prompts, writing, most, chat=False, logprobs=told is not None, echo=echo)
 
@@ -113,6 +111,9 @@ def _wanted(
     options = fields.mapping("stream_options")
     if options and not stream:
         raise bad("stream_options", "stream_options: want stream true as well", "invalid_value")
+    if options.get("include_obfuscation"):
+        name = "stream_options.include_obfuscation"
+        raise bad(name, f"{name}: unsupported here; leave it out", "unsupported_parameter")
     return Wanted(served, chat, groups, stream, Fields(options).flag("include_usage"), logprobs, echo)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import secrets
 import time
 from collections.abc import Sequence
@@ -11,9 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from private_llm_gateway.answer import Likelihood, Piece
-from private_llm_gateway.engine import Spent
 from private_llm_gateway.requests import Wanted
 from private_llm_gateway.served import Served
+from private_llm_gateway.spending import Spent
 
 _LEAST = -9999.0
 """What OpenAI writes for the logarithm of nothing, which JSON cannot say."""
@@ -27,18 +28,13 @@ class Response:
         kind = "chatcmpl" if wanted.chat else "cmpl"
         self._head = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": wanted.served.name}
 
-    def whole(self, prompts: Sequence[Sequence[Likelihood]], spent: Spent) -> dict[str, Any]:
-        """All answers at once. prompts: likelihoods of each prompt's tokens, if it is echoed with them."""
+    def whole(self, spent: Spent) -> dict[str, Any]:
+        """All answers at once."""
         choices = []
-        for number, group in enumerate(self.wanted.groups):
-            ahead = list(prompts[number]) if prompts else []
-            for answer in group:
-                text, shift = answer.text, 0
-                if self.wanted.echo:
-                    shift = len(self._echoed(answer.prompt))
-                    text = self._echoed(answer.prompt) + text
-                piece = Piece(answer.index, text, tuple(answer.likelihoods), answer.finish)
-                choices.append(self._choice(piece, "message", ahead, shift))
+        for answer in self.wanted.answers:
+            text = self._echoed(answer.prompt) + answer.text if self.wanted.echo else answer.text
+            piece = Piece(answer.index, text, tuple(answer.likelihoods), answer.finish, answer.ahead)
+            choices.append(self._choice(piece, "message"))
         made = {**self._head, "object": "chat.completion" if self.wanted.chat else "text_completion"}
         return {**made, "choices": choices, "usage": self.wanted.counts, "private_llm": spent.to_dict()}
 
@@ -49,13 +45,16 @@ class Response:
             rows = [{"index": answer.index, "delta": blank, "logprobs": None, "finish_reason": None}
                     for answer in self.wanted.answers]  # fmt: skip
             return [self._chunk([row], None) for row in rows]
-        if not self.wanted.echo:
+        if not self.wanted.echo or self.wanted.logprobs:  # a prompt with its likelihoods comes when these are known
             return []
         pieces = [Piece(answer.index, self._echoed(answer.prompt), (), None) for answer in self.wanted.answers]
         return [self.chunk(piece, None) for piece in pieces]
 
     def chunk(self, piece: Piece, spent: Spent | None) -> dict[str, Any]:
         """A part of a stream."""
+        if piece.ahead:
+            echoed = self._echoed(self.wanted.answers[piece.index].prompt)
+            piece = dataclasses.replace(piece, text=echoed + piece.text)
         return self._chunk([self._choice(piece, "delta")], spent)
 
     def usage(self, spent: Spent) -> dict[str, Any]:
@@ -69,12 +68,14 @@ class Response:
             made["usage"] = None
         return made if spent is None else {**made, "private_llm": spent.to_dict()}
 
-    def _choice(self, piece: Piece, field: str, ahead: Sequence[Likelihood] = (), shift: int = 0) -> dict[str, Any]:
+    def _choice(self, piece: Piece, field: str) -> dict[str, Any]:
         made: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish, "logprobs": None}
         if not self.wanted.chat:
             made["text"] = piece.text
-            if self.wanted.logprobs and (piece.likelihoods or ahead or field == "message"):
-                made["logprobs"] = _completion_logprobs(self.wanted.served, ahead, piece.likelihoods, shift)
+            if self.wanted.logprobs and (piece.likelihoods or piece.ahead or field == "message"):
+                prompt = self.wanted.answers[piece.index].prompt
+                shift = len(self._echoed(prompt)) if self.wanted.echo else 0
+                made["logprobs"] = _completion_logprobs(self.wanted.served, piece.ahead, piece.likelihoods, shift)
             return made
         if field == "message":
             made[field] = {"role": "assistant", "content": piece.text, "refusal": None}

@@ -14,11 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from private_llm_gateway.answer import Piece
-from private_llm_gateway.engine import Spent, Tell
-from private_llm_gateway.errors import ApiError
+from private_llm_gateway.engine import Tell
+from private_llm_gateway.errors import SERVER, ApiError
 from private_llm_gateway.pool import Abandoned, PoolBusy
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
+from private_llm_gateway.spending import Spent
 
 _LOOK_S = 0.2
 """How often it is asked whether a client is still there."""
@@ -31,11 +32,17 @@ class ClientGone(Exception):
     """Nobody waits for the answer."""
 
 
+def stopping() -> ApiError:
+    """What those are told whose answer is not whole when the gateway ends."""
+    return ApiError(503, "the gateway was stopped before the answer was whole", SERVER, None, "gateway_stopped")
+
+
 class Running:
     """One request in its thread."""
 
     def __init__(self) -> None:
         self.gone = threading.Event()
+        self.stopped = False
         self._loop = asyncio.get_running_loop()
         self._news: asyncio.Queue[tuple[Piece, Spent] | None] = asyncio.Queue()
         self._waiting: asyncio.Task[tuple[Piece, Spent] | None] | None = None
@@ -48,6 +55,12 @@ class Running:
     def end(self) -> None:
         """From the thread: nothing more comes."""
         self._put(None)
+
+    def stop(self) -> None:
+        """Nothing more may come: the gateway ends. In the event loop."""
+        self.stopped = True
+        self.gone.set()
+        self._news.put_nowait(None)
 
     def _put(self, news: tuple[Piece, Spent] | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the gateway ends
@@ -71,6 +84,10 @@ class Running:
             ready = asyncio.ensure_future(self.result())
             await self.present(ready, disconnected)
             return await ready
+        except ClientGone:
+            if self.stopped:
+                raise stopping() from None
+            raise
         finally:
             self.gone.set()
 
@@ -86,13 +103,17 @@ class Running:
             self.gone.set()
             raise
         if self._waiting.result() is None:
+            if self.stopped:
+                raise stopping()
             await self.result()
 
     async def pieces(self) -> AsyncIterator[tuple[Piece, Spent]]:
-        """What comes, until all is there."""
+        """What comes, until all is there. Raises ApiError if the gateway ends before."""
         while True:
             waiting, self._waiting = self._waiting, None
             news = await (waiting or self._news.get())
+            if news is None and self.stopped:
+                raise stopping()
             if news is None:
                 return
             yield news
@@ -120,6 +141,12 @@ class Runner:
             self._running.add(running)
         running.future = self._threads.submit(self._run, served.name, running, work)
         return running
+
+    def stop(self) -> None:
+        """Tell all clients that the gateway ends, and their requests to end at their next token. In the event loop."""
+        with self._lock:
+            for running in self._running:
+                running.stop()
 
     def close(self) -> None:
         """Stop all requests, each at its next token."""

@@ -17,7 +17,8 @@ class GatewaySettings:
     localhost); behind another address than loopback any name will do if none is given, since a token is wanted there.
     max_waiting: requests that may wait for a session, beyond which 429 is answered after `retry_after_s`. wait_s: how
     long one waits. max_body: bytes of a request; body_s: seconds in which they must arrive. max_choices: answers to one
-    request (`n` times prompts). connections: open at a time, idle ones included.
+    request (`n` times prompts). rows: texts that run side by side on one session, as the parties allow. connections:
+    open at a time, idle ones included.
     """
 
     host: str = "127.0.0.1"
@@ -30,6 +31,7 @@ class GatewaySettings:
     max_body: int = 4 << 20
     body_s: float = 30.0
     max_choices: int = 64
+    rows: int = 32
     connections: int = 256
 
     def __post_init__(self) -> None:
@@ -41,7 +43,7 @@ class GatewaySettings:
             )
         if self.token is not None and (len(self.token) < 8 or not self.token.isascii() or " " in self.token):
             raise ConfigError("token: want at least 8 ASCII characters without spaces")
-        for name in ("retry_after_s", "wait_s", "max_body", "body_s", "max_choices", "connections"):
+        for name in ("retry_after_s", "wait_s", "max_body", "body_s", "max_choices", "rows", "connections"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: got {getattr(self, name)}; want a positive number")
         if self.max_waiting < 0:

@@ -6,6 +6,9 @@ seconds, are paid once. The forked parties share code only: keys, sockets and sh
 The child gets its orders (one line of JSON) on standard input, which stays open as long as the parent lives. What the
 parties run is named as "module:function" and called as function(config, party, transport, **extra); any result but
 None is a reason for which it failed.
+
+Servers outlive their clients' sessions, so one that is killed is started again, at the same address, while the others
+go on; one that ends by itself has a reason, which would be there again.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -36,6 +40,9 @@ _READY = b"ready\n"
 """What each party writes to standard output once it has started."""
 _EXIT_S = 5.0
 """Seconds the parties may take to end before they are killed."""
+_STARTS = 20
+"""How often a server is started at most: one that is killed each time again has too little memory, for instance."""
+_PAUSE_S = 0.2
 
 Run = Callable[..., str | None]
 
@@ -80,6 +87,7 @@ def start_servers(
 ) -> Callable[[], None]:
     """Start all parties as servers, each at its own listening socket; a function that ends them (idempotent).
 
+    A server that is killed is started again.
     What is named runs as function(config, party, listener, **extra), where extra must be JSON. The listeners are
     closed here. Raises PartyFailed if the parties do not start.
     """
@@ -154,19 +162,37 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 # -- in the child ---------------------------------------------------------------------------------------------
 def main() -> NoReturn:
-    """Read the order, import, fork one party for each listener, wait for all, and exit (0 if all ended well)."""
+    """Read the order, import, fork one party for each listener, wait for all, and exit (0 if all ended well).
+
+    Servers that are killed are forked again: this process has imported only, and still has their listeners.
+    """
     order = json.loads(sys.stdin.buffer.readline())
     module, _, name = order["entry"].partition(":")
     run: Run = getattr(importlib.import_module(module), name)
     config = PrivateConfig.from_dict(order["config"])  # a protocol that only the parent registered ends all here
-    parties = []
-    for number in range(len(order["listeners"])):
+    again = order["token"] is None
+    starts = [0] * len(order["listeners"])
+    parties: dict[int, int] = {}
+    failed = False
+
+    def start(number: int) -> None:
+        starts[number] += 1
         process = os.fork()
         if process == 0:
             os._exit(_be_party(config, order, number, run))
-        parties.append(process)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in parties]
-    os._exit(int(any(codes)))  # at once: an orderly end of the interpreter takes seconds and has nothing to do
+        parties[process] = number
+
+    for number in range(len(starts)):
+        start(number)
+    while parties:
+        process, status = os.wait()
+        number = parties.pop(process)
+        if again and os.WIFSIGNALED(status) and starts[number] < _STARTS:
+            time.sleep(_PAUSE_S)
+            start(number)
+        else:
+            failed = failed or status != 0
+    os._exit(int(failed))  # at once: an orderly end of the interpreter takes seconds and has nothing to do
 
 
 def _be_party(config: PrivateConfig, order: Mapping[str, Any], number: int, run: Run) -> int:

@@ -68,6 +68,10 @@ class Fake:
             body = await request.json()
             self.asked.append(body)
             text = body["messages"][-1]["content"]
+            if text == "nearly full" and body.get("max_tokens", 0) > 9:
+                return refused(400, "Too long.", code="context_length_exceeded")
+            if text == "full":
+                return refused(400, "Too long.", code="context_length_exceeded")
             if text == "busy":
                 return refused(429, "Too many requests wait.", {"Retry-After": "7"})
             return EventSourceResponse(self._answer(text), ping=1)
@@ -111,9 +115,9 @@ def chunk(delta: dict[str, str], tokens: int, finish: str | None = None) -> dict
     return {**head, "choices": [choice], "private_llm": spent}
 
 
-def refused(status: int, words: str, headers: dict[str, str] | None = None) -> JSONResponse:
+def refused(status: int, words: str, headers: dict[str, str] | None = None, code: str | None = None) -> JSONResponse:
     """OpenAI's error envelope."""
-    error = {"message": words, "type": "invalid_request_error", "param": None, "code": None}
+    error = {"message": words, "type": "invalid_request_error", "param": None, "code": code}
     return JSONResponse({"error": error}, status, headers)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from fastapi import FastAPI
 from openai import OpenAI
-from private_llm_gateway.app import bound_socket, create_app, server_of
+from private_llm_gateway.app import Server, bound_socket, create_app, server_of
 from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
@@ -79,6 +79,7 @@ class Gateway:
     url: str
     app: FastAPI
     models: dict[str, Served]
+    server: Server
 
     def client(self, token: str = TOKEN, **more: Any) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=token, max_retries=0, timeout=60, **more)
@@ -94,7 +95,7 @@ def serving(*models: Served, **settings: Any) -> Iterator[Gateway]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     try:
-        yield Gateway(chosen.url, app, known)
+        yield Gateway(chosen.url, app, known, server)
     finally:
         server.should_exit = True
         thread.join(30)

@@ -175,6 +175,29 @@ def test_the_prompts_likelihood_as_evaluations_ask_for_it(client: OpenAI) -> Non
         assert choice.text == tokenizer().decode([*row, int(wanted[-1].argmax())], skip_special_tokens=True)
 
 
+def test_streamed_prompts_have_the_same_likelihoods(client: OpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": "small", "prompt": [PROMPT, "The city"], "echo": True, "logprobs": 2, "max_tokens": 3,
+        "temperature": 0,
+    }  # fmt: skip
+    whole = client.completions.create(**asked)
+    parts = [part.choices[0] for part in client.completions.create(**asked, stream=True)]
+    for choice in whole.choices:
+        mine = [part for part in parts if part.index == choice.index]
+        assert "".join(part.text for part in mine) == choice.text
+        assert mine[-1].finish_reason == choice.finish_reason
+        wanted = choice.logprobs
+        assert wanted is not None
+        told = [part.logprobs for part in mine if part.logprobs is not None]
+        assert [token for each in told for token in each.tokens or []] == wanted.tokens
+        assert [at for each in told for at in each.text_offset or []] == wanted.text_offset
+        found = [value for each in told for value in each.token_logprobs or []]
+        assert found[0] is None
+        assert found[1:] == pytest.approx((wanted.token_logprobs or [])[1:], abs=LOGIT_ERROR)
+    nothing = list(client.completions.create(**{**asked, "max_tokens": 0}, stream=True))
+    assert "".join(part.choices[0].text for part in nothing if part.choices[0].index == 0) == PROMPT
+
+
 def test_completions_continue_texts(client: OpenAI) -> None:
     made = client.completions.create(model="small", prompt=[PROMPT, "The"], max_tokens=4, temperature=0, n=2)
     assert [choice.index for choice in made.choices] == [0, 1, 2, 3]

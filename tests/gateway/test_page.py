@@ -240,6 +240,37 @@ def test_keys_and_a_new_chat(page: WebDriver, fake: Fake) -> None:
     assert texts(page, ".assistant .text") == [ANSWER], "what was given up writes nowhere"
 
 
+def test_how_it_answers_is_a_choice(page: WebDriver, fake: Fake) -> None:
+    """Greedy and of a length that one waits for, unless somebody wants it otherwise."""
+    ask(page, "first")
+    assert (fake.asked[-1]["temperature"], fake.asked[-1]["max_tokens"]) == (0, 256)
+    temperature, longest = element(page, "#temperature"), element(page, "#longest")
+    for field, value in ((temperature, "0.7"), (longest, "12")):
+        field.clear()
+        field.send_keys(value)
+    ask(page, "second")
+    assert (fake.asked[-1]["temperature"], fake.asked[-1]["max_tokens"]) == (0.7, 12)
+    temperature.clear()
+    longest.clear()
+    ask(page, "third")
+    assert fake.asked[-1]["temperature"] == 0
+    assert "max_tokens" not in fake.asked[-1]
+    temperature.send_keys("7")
+    before = len(fake.asked)
+    element(page, "#question").send_keys("too hot", Keys.ENTER)
+    assert page.execute_script("return document.querySelector('#temperature').validity.rangeOverflow")
+    assert len(fake.asked) == before
+
+
+def test_an_answer_takes_the_room_that_is_left(page: WebDriver, fake: Fake) -> None:
+    ask(page, "nearly full")
+    assert texts(page, ".assistant .text") == [ANSWER]
+    assert ["max_tokens" in body for body in fake.asked] == [True, False]
+    ask(page, "full")
+    assert texts(page, "#trouble")[0].startswith("Too long.")
+    element(page, "#question").clear()
+
+
 def test_everything_has_a_name(page: WebDriver) -> None:
     for selector in ("button", "textarea", "input", "[role]", "aside", "section"):
         for found in page.find_elements("css selector", selector):

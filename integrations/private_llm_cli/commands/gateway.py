@@ -53,7 +53,7 @@ def gateway(choices: GatewayChoices, config: PrivateConfig, settings: GatewaySet
         stack.callback(listening.close)
         served = start_model(choices, config, stack)
         _announce(served, settings, shown=not choices.token)
-        serve(create_app({served.name: served}, settings), settings, listening)
+        serve(create_app({served.name: served}, settings), settings, listening, _say_ready)
 
 
 def token_of(choices: GatewayChoices) -> str | None:
@@ -97,6 +97,7 @@ def start_model(choices: GatewayChoices, config: PrivateConfig, stack: contextli
                 share_checkpoint(source, folder, config, auto=auto, ranges=ranges_from(choices.ranges))
             step("starting the parties", 0)
             config = stack.enter_context(LocalParties(config, {name: folder})).config
+            config = dataclasses.replace(config, busy_wait_s=max(config.busy_wait_s, config.timeout_s))  # they load
             client = str(folder / "client")
         step("calling the parties" if config.hosts else "sharing the weights", 0)
         ranges = None if config.hosts else ranges_from(choices.ranges)
@@ -139,4 +140,7 @@ def _announce(served: Served, settings: GatewaySettings, shown: bool) -> None:
         CONSOLE.print(f"[bold]{what:<11}[/]", end="", highlight=False)
         CONSOLE.print(told, markup=False, highlight=False, soft_wrap=True)
     NOTES.print(served.sentence, style="yellow" if served.one_machine else "", markup=False, highlight=False)
+
+
+def _say_ready() -> None:
     CONSOLE.print("ready; Ctrl-C ends it", highlight=False)

@@ -121,10 +121,18 @@ async function ask(text) {
   if (!$("door").open) question.focus();
 }
 
+/** What the fields below the question say. */
+function how() {
+  const longest = $("longest").valueAsNumber;
+  const temperature = $("temperature").valueAsNumber;
+  const said = { temperature: Number.isFinite(temperature) ? temperature : 0 };
+  return Number.isFinite(longest) ? { ...said, max_tokens: longest } : said;
+}
+
 /** Write the answer as it comes; how it ended, in words ("" for its own end). */
 async function receive(history, signal, body, made, cost) {
   let state = "";
-  for await (const event of events(await complete(facts.model, history, signal))) {
+  for await (const event of events(await complete(facts.model, history, how(), signal))) {
     if (event === "[DONE]") return state;
     const chunk = JSON.parse(event);
     if (chunk.error) throw new Trouble(message(chunk.error) || "The gateway could not go on.");
@@ -166,7 +174,7 @@ $("ask").addEventListener("submit", (event) => {
 question.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
-    $("ask").requestSubmit();
+    $("ask").requestSubmit(); // refused by the browser, with its reason, where a number is out of range
   }
 });
 question.addEventListener("input", grow);

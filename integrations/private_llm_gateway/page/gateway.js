@@ -2,11 +2,12 @@
 
 const KEY = "private-llm token";
 
-/** A failure with a sentence for people. token: whether another access token may help. */
+/** A failure with a sentence for people. token: whether another access token may help. code: OpenAI's word for it. */
 export class Trouble extends Error {
-  constructor(message, token = false) {
+  constructor(message, token = false, code = null) {
     super(message);
     this.token = token;
+    this.code = code;
   }
 }
 
@@ -42,7 +43,7 @@ async function refusal(response) {
   const words = message(said?.error) || `The gateway answered with status ${response.status}.`;
   if (response.status === 401) return new Trouble(words, true);
   const wait = response.headers.get("Retry-After");
-  return new Trouble(/^\d+$/.test(wait ?? "") ? `${words} Try again in ${wait} s.` : words);
+  return new Trouble(/^\d+$/.test(wait ?? "") ? `${words} Try again in ${wait} s.` : words, false, said?.error?.code);
 }
 
 /** The sentence of an OpenAI error, if there is one. */
@@ -55,8 +56,17 @@ export async function info() {
   return (await call("/v1/private/info")).json();
 }
 
-/** The streaming answer to these messages. */
-export function complete(model, messages, signal) {
-  const body = { model, messages, stream: true, stream_options: { include_usage: true } };
-  return call("/v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal });
+/** The streaming answer to these messages. how: temperature, and max_tokens if an answer has a limit. */
+export async function complete(model, messages, how, signal) {
+  const ask = (more) => {
+    const body = { model, messages, stream: true, stream_options: { include_usage: true }, ...more };
+    return call("/v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal });
+  };
+  try {
+    return await ask(how);
+  } catch (error) {
+    if (error.code !== "context_length_exceeded" || how.max_tokens === undefined) throw error;
+    const { max_tokens: _, ...rest } = how; // less than that may still fit
+    return ask(rest);
+  }
 }

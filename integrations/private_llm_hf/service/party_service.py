@@ -144,7 +144,9 @@ class PartyService:
         try:
             links = connect(self.config, self.number, wait_s=_CONNECT_S, acceptor=acceptor, admission=self.admission)
         except (TransportError, OSError) as error:
-            self.observer.links_down(named(self.config, str(error)))
+            reason = named(self.config, str(error))
+            self.admission.close(f"the parties connect with each other ({reason})")
+            self.observer.links_down(reason)
             time.sleep(_PAUSE_S)
             return
         reason = f"{called(self.config, self.number)} has stopped"
@@ -157,7 +159,7 @@ class PartyService:
             reason = f"{called(self.config, self.number)}: {type(error).__name__}"
         finally:
             self._up.clear()
-            self.admission.close("the parties connect with each other")
+            self.admission.close(f"the parties connect with each other ({reason})")
             links.abort(reason)
             self._end_sessions(reason)
             links.close()

@@ -1,0 +1,89 @@
+"""What a request costs while it runs, over all sessions that it has, renewed ones among them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from private_llm.errors import ConfigError
+
+_LOOK_S = 0.5
+"""How often the parties are asked what they sent: asking takes a trip to them."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a request cost so far: bytes over all links, rounds, and tokens in a second since its first.
+
+    Rounds of sessions that run side by side are added, though they may be the same rounds at the parties.
+    """
+
+    bytes: int = 0
+    rounds: int = 0
+    tokens_per_s: float = 0.0
+
+    def to_dict(self) -> dict[str, float]:
+        """For JSON."""
+        return {"bytes": self.bytes, "rounds": self.rounds, "tokens_per_s": round(self.tokens_per_s, 3)}
+
+
+class Bill:
+    """The cost of one request. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes = self._rounds = self._tokens = 0
+        self._first: tuple[float, int] | None = None
+
+    def tokens(self, count: int) -> None:
+        """Tokens came."""
+        with self._lock:
+            self._tokens += count
+            if self._first is None:
+                self._first = (time.monotonic(), self._tokens)
+
+    def add(self, sent: int, rounds: int) -> None:
+        """More was sent."""
+        with self._lock:
+            self._bytes += sent
+            self._rounds += rounds
+
+    @property
+    def spent(self) -> Spent:
+        """The sum."""
+        with self._lock:
+            began, first = self._first or (time.monotonic(), 0)
+            seconds = time.monotonic() - began
+            return Spent(self._bytes, self._rounds, (self._tokens - first) / seconds if seconds > 0 else 0.0)
+
+
+class Meter:
+    """What one session adds to a bill. Only the thread that uses the session may call it."""
+
+    def __init__(self, model: Any, bill: Bill) -> None:  # noqa: ANN401 - a private model
+        self._model, self._bill = model, bill
+        self._looked = time.monotonic()
+        self._now = (0, 0)
+        self._costs(reset=True)
+
+    def look(self, now: bool = False) -> Spent:
+        """The bill, as of a moment ago or, for this session, of `now`."""
+        if now or time.monotonic() - self._looked > _LOOK_S:
+            found = self._costs(reset=False)
+            self._bill.add(found[0] - self._now[0], found[1] - self._now[1])
+            self._now = found
+            self._looked = time.monotonic()
+        return self._bill.spent
+
+    def renewed(self) -> None:
+        """The session that was counted is over; a new one begins at nothing."""
+        self._now = (0, 0)
+
+    def _costs(self, reset: bool) -> tuple[int, int]:
+        try:
+            costs = self._model.cost(reset=reset)
+        except ConfigError:  # nothing is counted with these parties
+            return (0, 0)
+        return (costs.bytes_total, costs.rounds)

@@ -1,0 +1,96 @@
+"""Connections that send no request, half of one, or a body that never ends: they are closed, and keep nobody out."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from openai import OpenAI
+from private_llm_gateway import connections
+
+from tests.gateway.small_gateway import TOKEN, Gateway, serving, small
+
+HEAD_S, BODY_S, MOST = 0.5, 0.6, 12
+HEAD = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\n"
+HEAD += "Content-Type: application/json\r\n"
+PATIENCE_S = 20.0
+"""A machine may be busy; what is waited for comes much sooner."""
+
+
+@pytest.fixture(scope="module")
+def short() -> Iterator[Gateway]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connections, "HEAD_S", HEAD_S)
+        with serving(small(), body_s=BODY_S, connections=MOST) as made:
+            yield made
+
+
+def call(gateway: Gateway) -> socket.socket:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+
+
+def rest(sock: socket.socket) -> bytes:
+    """All that comes before the end."""
+    found = b""
+    try:
+        while part := sock.recv(4096):
+            found += part
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def answers(gateway: Gateway) -> bool:
+    return httpx.get(f"{gateway.url}/health", timeout=PATIENCE_S).status_code == 200
+
+
+@pytest.mark.parametrize("begin", ["", "P", "POST /v1/comp", HEAD, HEAD + "X: y"], ids=len)
+def test_heads_that_do_not_end(short: Gateway, begin: str) -> None:
+    began = time.monotonic()
+    with call(short) as sock:
+        sock.sendall(begin.encode())
+        assert rest(sock) == b""
+    assert time.monotonic() - began > HEAD_S / 2, "not before its time"
+    assert answers(short)
+
+
+def test_a_head_that_comes_a_byte_at_a_time(short: Gateway) -> None:
+    """Each byte is no new beginning."""
+
+    def dribble(sock: socket.socket) -> None:
+        for _ in range(int(PATIENCE_S * 20)):
+            sock.sendall(b"G")
+            time.sleep(0.05)
+
+    with call(short) as sock, pytest.raises(OSError, match=r"reset|[Bb]roken"):
+        dribble(sock)
+
+
+@pytest.mark.parametrize("length", ["Content-Length: 100\r\n\r\n", "Transfer-Encoding: chunked\r\n\r\n5\r\n"])
+def test_bodies_that_do_not_end(short: Gateway, length: str) -> None:
+    with call(short) as sock:
+        sock.sendall((HEAD + length + '{"a"').encode())
+        answer = rest(sock)
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"request_timeout" in answer
+    assert answers(short)
+
+
+def test_many_that_say_nothing_keep_nobody_out(short: Gateway) -> None:
+    held = [call(short) for _ in range(MOST * 2)]
+    try:
+        assert answers(short)
+    finally:
+        for sock in held:
+            sock.close()
+
+
+def test_kept_connections_serve_again(short: Gateway) -> None:
+    with OpenAI(base_url=f"{short.url}/v1", api_key=TOKEN, max_retries=0) as client:
+        for _ in range(2):
+            assert client.models.list().data[0].id == "small"
+            time.sleep(HEAD_S / 5)

@@ -1,0 +1,298 @@
+"""What a client is told when something is wrong: OpenAI's envelope, the status of its own exception classes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+from private_llm_gateway.app import bound_socket
+from private_llm_gateway.settings import GatewaySettings
+from sse_starlette.sse import AppStatus
+
+from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
+from tests.gateway.small_gateway import CHAT, PROMPT, TOKEN, Gateway, greedy, prompt_ids, serving, small, text_of
+from tests.service.conftest import eventually
+
+ASKED: dict[str, Any] = {"model": "small", "messages": CHAT, "max_tokens": 2, "temperature": 0}
+CONTINUED: dict[str, Any] = {"model": "small", "prompt": PROMPT, "max_tokens": 2, "temperature": 0}
+HEADERS = {"Authorization": f"Bearer {TOKEN}"}
+SECRET = "what nobody may repeat"
+
+
+def told(error: openai.APIStatusError) -> dict[str, Any]:
+    """The envelope, which has these four fields and no other."""
+    found = error.response.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"}
+    assert isinstance(found["message"], str)
+    assert SECRET not in error.response.text
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "code"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+        ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+        ({"modalities": ["audio"]}, "modalities", "unsupported_parameter"),
+        ({"prediction": {"type": "content", "content": SECRET}}, "prediction", "unsupported_parameter"),
+        ({"moderation": {"model": "any"}}, "moderation", "unsupported_parameter"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
+        ({"top_k": 5}, "top_k", "unsupported_parameter"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty", "unsupported_parameter"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation",
+         "unsupported_parameter"),
+        ({"temperature": 2.5}, "temperature", "invalid_value"),
+        ({"temperature": SECRET}, "temperature", "invalid_type"),
+        ({"temperature": True}, "temperature", "invalid_type"),
+        ({"top_p": -0.1}, "top_p", "invalid_value"),
+        ({"seed": 1.5}, "seed", "invalid_type"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"n": 65}, "n", "invalid_value"),
+        ({"stop": ["a"] * 5}, "stop", "invalid_value"),
+        ({"stop": [""]}, "stop", "invalid_value"),
+        ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+        ({"logprobs": 3}, "logprobs", "invalid_type"),
+        ({"logit_bias": {"4096": 1}}, "logit_bias", "invalid_value"),
+        ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"max_tokens": 1000}, "messages", "context_length_exceeded"),
+        ({"max_completion_tokens": 1000}, "messages", "context_length_exceeded"),
+        ({"messages": [{"role": "user", "content": f"{SECRET} " * 100}]}, "messages", "context_length_exceeded"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": [{"role": SECRET, "content": "a"}]}, "messages[0].role", "invalid_value"),
+        ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]}, "messages[0].role",
+         "unsupported_parameter"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": SECRET}}]}]},
+         "messages[0].content[0].type", "unsupported_parameter"),
+        ({"response_format": {"type": SECRET}}, "response_format.type", "invalid_value"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema",
+         "missing_required_parameter"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"pattern": SECRET}}}},
+         "response_format.json_schema.schema", "unsupported_schema"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-".join(value)[:40],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_field_that_is_wrong_is_named(client: OpenAI, more: dict[str, Any], param: str, code: str) -> None:
+    body = {**ASKED, **more}
+    if "max_completion_tokens" in more:
+        del body["max_tokens"]
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.post("/chat/completions", body=body, cast_to=object)
+    found = told(refused.value)
+    assert (found["type"], found["param"], found["code"]) == ("invalid_request_error", param, code)
+    assert refused.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "code"),
+    [
+        ({"suffix": "end"}, "suffix", "unsupported_parameter"),
+        ({"best_of": 3}, "best_of", "unsupported_parameter"),
+        ({"prompt": [SECRET] * 65}, "prompt", "invalid_value"),
+        ({"prompt": [[4096]]}, "prompt", "invalid_value"),
+        ({"prompt": []}, "prompt", "invalid_type"),
+        ({"prompt": [["a"]]}, "prompt", "invalid_type"),
+        ({"prompt": None}, "prompt", "invalid_type"),
+        ({"prompt": list(range(3, 130))}, "prompt", "context_length_exceeded"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"logprobs": True}, "logprobs", "invalid_type"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "-".join(value)[:40],
+)
+def test_completions_name_theirs(client: OpenAI, more: dict[str, Any], param: str, code: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.post("/completions", body={**CONTINUED, **more}, cast_to=object)
+    found = told(refused.value)
+    assert (found["param"], found["code"]) == (param, code)
+
+
+def test_the_context_error_counts_as_openai_does(client: OpenAI) -> None:
+    count = prompt_ids().shape[1]
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 128 tokens") as refused:
+        client.chat.completions.create(**{**ASKED, "max_tokens": 1000})
+    assert f"requested {count + 1000} tokens ({count} in the messages, 1000 in" in refused.value.message
+    fits = client.chat.completions.create(**{**ASKED, "max_tokens": 128 - count}, logit_bias={"2": 100})
+    assert fits.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b"null", b"{}", b'{"model": 3}', b"\xff"])
+def test_bodies_that_are_no_requests_are_never_422(gateway: Gateway, body: bytes) -> None:
+    for path in ("chat/completions", "completions", "embeddings"):
+        answer = httpx.post(f"{gateway.url}/v1/{path}", content=body, headers=HEADERS)
+        assert answer.status_code == 400, path
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_unknown_fields_are_tolerated(client: OpenAI) -> None:
+    more = {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "a_field_of_next_year": [1], "store": False}
+    made = client.chat.completions.create(**ASKED, extra_body=more)
+    assert made.choices[0].message.content == text_of(greedy(2))
+
+
+def test_a_wrong_token(gateway: Gateway) -> None:
+    with gateway.client("another-token") as client, pytest.raises(openai.AuthenticationError) as refused:
+        client.models.list()
+    assert told(refused.value)["code"] == "invalid_api_key"
+    assert refused.value.response.headers["www-authenticate"] == "Bearer"
+    assert httpx.get(f"{gateway.url}/health").status_code == 200, "which tells nothing"
+    for path in ("/v1/models", "/metrics", "/v1/private/info"):
+        assert httpx.get(f"{gateway.url}{path}").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"Host": "evil.example"}, "unknown_host"),
+        ({"Host": "evil.example:8000"}, "unknown_host"),
+        ({"Origin": "http://evil.example"}, "origin_not_allowed"),
+        ({"Origin": "null"}, "origin_not_allowed"),
+    ],
+)
+def test_pages_of_other_sites(gateway: Gateway, headers: dict[str, str], code: str) -> None:
+    with gateway.client(default_headers=headers) as client, pytest.raises(openai.PermissionDeniedError) as refused:
+        client.chat.completions.create(**ASKED)
+    assert told(refused.value)["code"] == code
+    asked = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+    preflight = httpx.options(f"{gateway.url}/v1/chat/completions", headers=asked)
+    assert preflight.status_code == 403
+    assert not [name for name in preflight.headers if name.startswith("access-control")]
+
+
+def test_models_that_are_not_there(client: OpenAI) -> None:
+    for path, body in (("chat/completions", ASKED), ("completions", CONTINUED), ("embeddings", {"input": "a"})):
+        with pytest.raises(openai.NotFoundError) as refused:
+            client.post(f"/{path}", body={**body, "model": SECRET}, cast_to=object)
+        found = told(refused.value)
+        assert (found["param"], found["code"]) == ("model", "model_not_found")
+        assert found["message"].endswith("want one of: small")
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve(SECRET)
+    with pytest.raises(openai.BadRequestError) as unfit:
+        client.embeddings.create(model="small", input="a")
+    assert told(unfit.value)["code"] == "model_not_supported"
+
+
+def test_addresses_and_methods(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as nothing:
+        client.responses.create(model="small", input="a")
+    assert told(nothing.value)["code"] == "unknown_url"
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.get("/chat/completions", cast_to=object)
+    assert refused.value.status_code == 405
+    assert told(refused.value)["code"] == "method_not_allowed"
+    assert refused.value.response.headers["allow"] == "POST"
+
+
+def test_bodies_that_are_too_large(client: OpenAI, gateway: Gateway) -> None:
+    large = "a" * (4 << 20)
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.completions.create(model="small", prompt=large)
+    assert refused.value.status_code == 413
+    assert told(refused.value)["code"] == "request_too_large"
+
+    def pieces() -> Iterator[bytes]:
+        for _ in range(65):
+            yield b" " * (64 << 10)
+
+    answer = httpx.post(f"{gateway.url}/v1/completions", content=pieces(), headers=HEADERS)  # of no announced length
+    assert answer.status_code == 413
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"},
+                {"Content-Encoding": "gzip"}]
+)  # fmt: skip
+def test_bodies_of_another_kind(client: OpenAI, headers: dict[str, str]) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.chat.completions.create(**ASKED, extra_headers=headers)
+    assert refused.value.status_code == 415
+    assert told(refused.value)["code"] == "unsupported_media_type"
+
+
+@contextmanager
+def waiting(gateway: Gateway) -> Iterator[None]:
+    """A request that waits for the only session, which somebody else has."""
+    pool = gateway.models["small"].pool
+    done: list[Any] = []
+    with gateway.client() as client:
+        with pool.session(5):
+            thread = threading.Thread(target=lambda: done.append(client.chat.completions.create(**ASKED)))
+            thread.start()
+            assert eventually(lambda: 'private_llm_requests_in_flight{model="small"} 1.0' in metrics(gateway))
+            yield
+        thread.join(30)
+    assert done[0].choices[0].message.content == text_of(greedy(2)), "who waits is served"
+
+
+def metrics(gateway: Gateway) -> str:
+    return httpx.get(f"{gateway.url}/metrics", headers=HEADERS).text
+
+
+def test_a_full_queue_says_when_to_come_again() -> None:
+    with serving(small(), max_waiting=0, retry_after_s=3) as gateway, waiting(gateway), gateway.client() as client:
+        for stream in (False, True):
+            with pytest.raises(openai.RateLimitError) as refused:
+                client.chat.completions.create(**ASKED, stream=stream)
+            found = told(refused.value)
+            assert (found["type"], found["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+            assert refused.value.response.headers["retry-after"] == "3"
+
+
+def test_nobody_waits_for_ever() -> None:
+    with serving(small(), wait_s=0.2) as gateway, gateway.client() as client:
+        with (
+            gateway.models["small"].pool.session(5),
+            pytest.raises(openai.RateLimitError, match="no session came free"),
+        ):
+            client.chat.completions.create(**ASKED)
+        assert client.chat.completions.create(**ASKED).choices[0].finish_reason == "length"
+
+
+def test_the_official_client_comes_again_by_itself() -> None:
+    with serving(small(), max_waiting=0, retry_after_s=1) as gateway, gateway.client() as client:
+        busy = waiting(gateway)
+        busy.__enter__()
+        threading.Timer(0.5, lambda: busy.__exit__(None, None, None)).start()
+        made = client.with_options(max_retries=3).chat.completions.create(**ASKED)
+    assert made.choices[0].message.content == text_of(greedy(2))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_interrupt_is_told_to_those_who_wait(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AppStatus, "should_exit", False)  # a signal ends the streams of all servers of a process
+    asked = {**ASKED, "max_tokens": 100}
+    served = small(PrivateConfig(party_mode="threads", timeout_s=60, calibrate=False))
+    with serving(served) as gateway, gateway.client() as client:
+        if stream:
+            parts = client.chat.completions.create(**asked, stream=True)
+            text = "".join(next(parts).choices[0].delta.content or "" for _ in range(4))
+            gateway.server.handle_exit(signal.SIGINT, None)
+            with pytest.raises(openai.APIError, match="the gateway was stopped"):
+                list(parts)
+            assert text
+            assert text_of(greedy(100)).startswith(text)
+            return
+        with ThreadPoolExecutor(1) as threads:
+            made = threads.submit(client.chat.completions.create, **asked)
+            assert eventually(lambda: served.pool.in_use == 1)
+            gateway.server.handle_exit(signal.SIGINT, None)
+            with pytest.raises(openai.InternalServerError, match="the gateway was stopped"):
+                made.result(30)
+
+
+def test_a_second_gateway_at_the_same_place(gateway: Gateway) -> None:
+    port = int(gateway.url.rpartition(":")[2])
+    with pytest.raises(ConfigError, match="another gateway may run there: stop it, or give another --port"):
+        bound_socket(GatewaySettings(port=port))
