@@ -56,7 +56,7 @@ def parsed(words: Iterable[str]) -> tuple[str, dict[str, Any]]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """Words of all `private-llm ...` in a shell script or a comment, up to a redirection or the end of a substitution."""
+    """Words of all `private-llm ...` in a shell script or a comment, up to a redirection."""
     found = []
     for line in text.replace("\\\n", " ").splitlines():
         start = line.strip().removeprefix("# ").strip()

@@ -53,7 +53,9 @@ def test_images_have_a_version_and_files_no_secret(path: Path) -> None:
         assert not [pattern for pattern in SECRETS if re.search(pattern, line)], line
 
 
-@pytest.mark.parametrize("line", ["PRIVATE_LLM_GATEWAY_TOKEN=abcdefghijklmnop", "key: 0123456789abcdef0", "-----BEGIN X"])
+@pytest.mark.parametrize(
+    "line", ["PRIVATE_LLM_GATEWAY_TOKEN=abcdefghijklmnop", "key: 0123456789abcdef0", "-----BEGIN X"]
+)
 def test_the_search_for_secrets_finds_one(line: str) -> None:
     assert any(re.search(pattern, line) for pattern in SECRETS)
 

@@ -108,7 +108,7 @@ def test_the_gateway_s_unit() -> None:
     assert values["host"] == "127.0.0.1"
     assert values["token"] == ""  # from the file
     assert not values["no_token"]
-    assert values["hosts"] == ",".join(SETTINGS["hosts"])
+    assert values["hosts"] == [",".join(SETTINGS["hosts"])]
     assert found["EnvironmentFile"] == ["%h/.config/private-llm/gateway.env"]
     written = re.findall(r"^#   (PARTIES|PRIVATE_LLM_GATEWAY_TOKEN)=(\S+)", GATEWAY.read_text(), re.MULTILINE)
     assert dict(written) == {"PARTIES": ",".join(SETTINGS["hosts"]), "PRIVATE_LLM_GATEWAY_TOKEN": "..."}
