@@ -29,7 +29,7 @@ SLACK_S = 4.0
 START_S = 120.0
 BACK_S = 90.0
 """Seconds in which the service must be back."""
-CAUSES = ("its connection closed", "sent nothing for", "was not reached within", "stopped answering")
+CAUSES = ("its connection closed", "was silent for", "sent nothing for", "was not reached within")
 """What an error may say of the party that a fault hit."""
 
 
