@@ -51,9 +51,8 @@ def guide_commands(text: str) -> list[tuple[str, list[str]]]:
     for block in text.split("```bash\n# at ")[1:]:
         head, _, rest = block.partition("\n")
         for line in rest.partition("```")[0].splitlines():
-            words = shlex.split(line, comments=True)
-            if words[:1] == ["private-llm"]:
-                found.append((head.split()[0].rstrip(":"), words[1:]))
+            if line.startswith("private-llm "):
+                found.append((head.split()[0], shlex.split(line, comments=True)[1:]))
     return found
 
 
