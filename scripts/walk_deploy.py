@@ -6,7 +6,8 @@ python scripts/walk_deploy.py --loopback    without namespaces (needs no root): 
 
 Three organisations and a user get a network namespace each, joined by a bridge with shaped links. Each runs, in a
 folder of its own, the commands that the guide names for it; files travel between the folders as it says. The user's
-text must be the plaintext model's. Then, while the user generates, a party's link goes down for a while, or a party is
+text must be the plaintext model's. A certificate is renewed and a user taken off a list for a while, without a restart.
+Then, while the user generates, a party's link goes down for a while, or a party is
 killed and started again (walk_faults.py): each request must end in time, with the right text or an error that names the
 party; the service must come back, and the other parties' processes must be the same as before.
 """
@@ -27,9 +28,9 @@ from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
-from walk_client import CLIENT_OPTION, Client, serve
+from walk_client import CLIENT_OPTION, Answer, Client, serve
 from walk_commands import Commands, Running
-from walk_faults import NEXT, PROMPT, START_S, TIMEOUT_S, TOKENS, happen, plan, until_right
+from walk_faults import BACK_S, NEXT, PROMPT, START_S, TIMEOUT_S, TOKENS, happen, plan, until_right
 from walk_network import Network, loopback, namespaces, why_no_namespaces
 
 from private_llm.errors import PrivateLLMError
@@ -169,6 +170,27 @@ def prepare(walk: Walk) -> None:
                 shutil.copytree(walk.folder / "owner/shares/client", walk.folder / "user/client")
 
 
+def rotate(walk: Walk, client: Client, right: Answer) -> None:
+    """The guide's rotation: party 1 gets a new certificate, and party 2 takes the user off its list for a while."""
+    home = walk.home("party1")
+    walk.call("party1", ["certs", "request", "--name", "party1", "--out", "tls-new"])
+    walk.send("party1/tls-new/party1.csr", "ca/inbox/new/party1.csr")
+    walk.call("ca", ["certs", "sign", "inbox/new/party1.csr", "--ca", "ca", "--name", "party1", "--out", "signed-new"])
+    walk.send("ca/signed-new/party1.pem", "party1/tls-new/party1.pem")
+    walk.call("party1", ["certs", "show", "tls-new/party1.pem"])
+    for name in ("party1.key", "party1.pem"):
+        (home / "tls-new" / name).replace(home / "tls" / name)
+    users = walk.home("party2") / "users.txt"
+    users.write_text("bob\n")
+    answer = client.ask(PROMPT, NEXT, START_S)
+    refused = answer is not None and "list" in str(answer.error) and not answer.ids
+    walk.check("a user who was taken off a list is refused", refused, str(answer))
+    users.write_text("alice\n")
+    until_right(walk, client, right, BACK_S, "a request after the rotation")
+    renewed = "certificate of party1 renewed" in (home / "log").read_text(errors="replace")
+    walk.check("the new certificate is used", renewed, "no word of it in the log of party 1")
+
+
 def run(walk: Walk, client: Client, count: int, seed: int) -> None:
     """The whole walk."""
     print(f"1. the guide's steps ({walk.network.words})", flush=True)
@@ -188,8 +210,10 @@ def run(walk: Walk, client: Client, count: int, seed: int) -> None:
     usual = time.monotonic() - began
     walk.check("a second request", answer is not None and answer.ids == right.ids[:NEXT], str(answer))
     print(f"   first answer after {first:.1f} s, {NEXT} tokens take {usual:.1f} s; whole: {right.text!r}", flush=True)
+    print("2. the guide's rotation of a certificate and of the list of users", flush=True)
+    rotate(walk, client, right)
     faults = plan(count, walk.network.faults, PARTIES, random.Random(seed))
-    print(f"2. {count} faults (seed {seed}, timeout {TIMEOUT_S:g} s)", flush=True)
+    print(f"3. {count} faults (seed {seed}, timeout {TIMEOUT_S:g} s)", flush=True)
     row = "   {:<8}{:<9}{:>6}{:>6}{:>7}{:>7}{:>7}  {}".format
     print(row("fault", "party", "after", "kept", "for s", "ended", "back", "the request"), flush=True)
     for fault in faults:
