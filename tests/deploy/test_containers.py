@@ -44,6 +44,10 @@ def instructions() -> list[tuple[str, str]]:
     return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1]) for line in lines]
 
 
+def name_of(value: Path | str) -> str:
+    return value.stem if isinstance(value, Path) else value
+
+
 def seconds(text: str) -> float:
     return float(text.removesuffix("s"))
 
@@ -96,7 +100,7 @@ def test_the_schema_would_find_something() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "name"), [(path, name) for path in (ORGANISATION, DESK) for name in services(path)], ids=str
+    ("path", "name"), [(path, name) for path in (ORGANISATION, DESK) for name in services(path)], ids=name_of
 )
 def test_every_container_is_shut_in(path: Path, name: str) -> None:
     service = services(path)[name]
@@ -114,7 +118,9 @@ def test_every_container_is_shut_in(path: Path, name: str) -> None:
         assert "cap_add" not in service
 
 
-@pytest.mark.parametrize(("path", "name"), [(ORGANISATION, "party"), *((DESK, f"party{n}") for n in range(3))], ids=str)
+@pytest.mark.parametrize(
+    ("path", "name"), [(ORGANISATION, "party"), *((DESK, f"party{n}") for n in range(3))], ids=name_of
+)
 def test_parties_run_what_the_guide_says(path: Path, name: str) -> None:
     service = services(path)[name]
     assert service["command"] == PARTY
