@@ -152,12 +152,12 @@ def party(
     as_json: Json = False,
 ) -> None:
     """Be one party or node: with --config for many clients at a time, otherwise for one session after the other."""
-    from private_llm_cli.commands.parties import devices
-    from private_llm_cli.commands.parties import party as run
-
     if settings is not None or check or example_config:
         _hosted(context, settings, check, example_config, as_json)
         return
+    from private_llm_cli.commands.parties import devices
+    from private_llm_cli.commands.parties import party as run
+
     if index is None:
         raise ConfigError("index: got none; want this party's number, from 0, or --config with a settings file")
     if not hosts:

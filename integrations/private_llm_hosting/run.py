@@ -1,7 +1,7 @@
 """Running a party until it is told to stop: service, operator port, logs, certificates, signals.
 
 SIGTERM or SIGINT: no session begins any more, those that run may end (`drain_s`), exit code 0. A second signal ends the
-process at once, with 128 and its number, as shells say.
+process at once, with 128 and its number, as shells say. A crash leaves no core dump, which would hold shares.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def run_party(settings: HostingSettings, make: MakeService) -> None:
     Raises ConfigError for an operator port that is taken, and what `make` and the service raise.
     """
     configure_logs(f"party{settings.party}", settings.log_format, settings.log_level)
+    _forbid_core_dumps()
     metrics = Metrics(settings.party, settings.config.protocol, settings.service.models)
     with contextlib.ExitStack() as stack:
         stops = stack.enter_context(_Stops())
@@ -67,6 +68,14 @@ def run_party(settings: HostingSettings, make: MakeService) -> None:
         stops.service = state.service
         _serve(state.service)
     _LOG.info("stopped", extra={"event": "stop"})
+
+
+def _forbid_core_dumps() -> None:
+    try:
+        import resource
+    except ImportError:  # not POSIX: no such limit
+        return
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 class _State:

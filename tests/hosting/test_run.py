@@ -84,6 +84,21 @@ def test_a_signal_drains(tmp_path: Path) -> None:
     assert events == ["start", "certificate", "certificate", "links_up", "signal", "draining", "stop"]
 
 
+def core_limits(pid: int) -> set[str]:
+    (line,) = [line for line in Path(f"/proc/{pid}/limits").read_text().splitlines() if line.startswith("Max core")]
+    return set(line.split()[4:6])
+
+
+@pytest.mark.skipif(not Path("/proc/self/limits").exists(), reason="no /proc")
+def test_a_crash_leaves_no_core_dump(tmp_path: Path) -> None:
+    path = write_settings(tmp_path, tls=False)
+    with start(path) as process:
+        wait_for(path, 200)
+        assert core_limits(process.pid) == {"0"}
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+
+
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     path = write_settings(tmp_path, tls=False)
     with start(path, "slow") as process:
@@ -112,6 +127,17 @@ def test_what_ends_the_service_ends_the_program(tmp_path: Path, monkeypatch: pyt
 def test_the_example_on_the_command_line() -> None:
     result = CliRunner().invoke(app, ["party", "--example-config"])
     assert (result.exit_code, result.output) == (0, EXAMPLE)
+
+
+def test_the_example_is_printed_at_once() -> None:
+    """Without what serves: importing it takes seconds."""
+    code = "import sys; from private_llm_cli.app import app; app(sys.argv[1:], standalone_mode=False); "
+    code += "sys.exit(sorted({'transformers', 'numba', 'private_llm_hf'} & set(sys.modules)) or 0)"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'integrations'}"}
+    words = [sys.executable, "-c", code, "party", "--example-config"]
+    result = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == EXAMPLE
 
 
 @pytest.mark.parametrize(

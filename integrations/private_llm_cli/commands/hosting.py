@@ -1,4 +1,7 @@
-"""`private-llm party --config`: serving as a settings file says, checking it, and an example of it."""
+"""`private-llm party --config`: serving as a settings file says, checking it, and an example of it.
+
+The example is printed without importing what serves, which takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,7 @@ import sys
 from pathlib import Path
 
 import typer
-from private_llm_hosting.check import check_party
 from private_llm_hosting.example import EXAMPLE
-from private_llm_hosting.run import run_party
-from private_llm_hosting.settings import read_settings
 
 from private_llm.net.wire import legible
 from private_llm_cli.commands.output import CONSOLE, emit_json, emit_table
@@ -22,6 +22,9 @@ def example() -> None:
 
 def check(path: Path, as_json: bool) -> None:
     """Print a row for each thing looked at; exit code 2 if one of them is wrong."""
+    from private_llm_hosting.check import check_party
+    from private_llm_hosting.settings import read_settings
+
     found = check_party(read_settings(path))
     if as_json:
         for each in found:
@@ -39,5 +42,7 @@ def check(path: Path, as_json: bool) -> None:
 def party(path: Path) -> None:
     """Serve until a signal comes."""
     from private_llm_hf.service.party_service import PartyService
+    from private_llm_hosting.run import run_party
+    from private_llm_hosting.settings import read_settings
 
     run_party(read_settings(path), PartyService)
