@@ -207,7 +207,7 @@ def wrong(around: Around, random: Random) -> Outcome:
             ("/v1/chat/completions", {**body, "temperature": "hot"}, 400),
             ("/v1/chat/completions", {**body, "tools": [{}]}, 400),
             ("/v1/completions", {"model": WORDS, "prompt": [1 << 40]}, 400),
-            ("/v1/embeddings", {"model": VECTORS, "input": ""}, 400),
+            ("/v1/embeddings", {"model": VECTORS, "input": []}, 400),
             ("/v1/nothing", {}, 404),
         )
     )
