@@ -71,6 +71,10 @@ def any_value(random: Random, depth: int = 3) -> object:
     return inner if kind == 6 else {any_text(random): value for value in inner}
 
 
+_MANY = 1000
+"""Places of a value that grows no further by repetition: repeated repetitions would fill the memory."""
+
+
 def changed(random: Random, value: object) -> object:
     """A JSON value with one place changed: another value there, a key or an item more or less, or a deep nest."""
     places = list(_places(value))
@@ -85,7 +89,7 @@ def changed(random: Random, value: object) -> object:
     elif act == 5 and isinstance(holder, dict):
         holder[any_text(random)] = any_value(random)
     elif act == 5:
-        holder.extend([holder[key]] * random.choice((1, 3, 300)))
+        holder.extend([holder[key]] * random.choice((1, 3, 300 if len(places) < _MANY else 1)))
     elif act == 6:
         other, name = random.choice(places)
         holder[key] = json.loads(json.dumps(other[name]))

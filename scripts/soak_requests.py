@@ -1,9 +1,9 @@
 """The requests of `soak_service.py`: each kind asks for one thing, and says what became of it.
 
-    answered   as it must be: texts, log-probabilities and vectors are the plaintext model's
-    refused    with a status and a reason that the API foresees
-    left       given up by us, on purpose
-    failed     anything else
+answered   as it must be: texts, log-probabilities and vectors are the plaintext model's
+refused    with a status and a reason that the API foresees
+left       given up by us, on purpose
+failed     anything else
 """
 
 from __future__ import annotations

@@ -84,7 +84,11 @@ class Tally:
     def row(self, kind: str | None = None) -> dict[str, Any]:
         """For JSON: of one kind, or of all."""
         kinds = [kind] if kind else list(self.sent)
-        row: dict[str, Any] = {"name": "soak requests", "kind": kind or "all", "sent": sum(self.sent[each] for each in kinds)}
+        row: dict[str, Any] = {
+            "name": "soak requests",
+            "kind": kind or "all",
+            "sent": sum(self.sent[each] for each in kinds),
+        }
         for what in ("answered", "refused", "left", "failed"):
             row[what] = sum(self.found[each, what] for each in kinds)
         row["lost"] = row["sent"] - sum(self.found[each, what] for each, what in self.found if each in kinds)
