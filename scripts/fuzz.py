@@ -4,9 +4,10 @@ python scripts/fuzz.py --target frames --cases 1000000 --seed 1
 python scripts/fuzz.py --target messages --again failures/messages-17.json     a failure once more
 python scripts/fuzz.py --tiny                                                  a sample of everything, in seconds
 
-Targets: frames, handshake, messages (see fuzz_wire.py), shares (fuzz_files.py), service (party services that run, see
-fuzz_service.py), http (the gateway and a model, fuzz_http.py), bodies (the gateway alone, fuzz_bodies.py). A case is made from seed, target and
-its number, and is plain JSON: what failed is written to --out and runs again from there. A case that takes longer than
+Targets: frames, handshake, messages (see fuzz_wire.py), shares (fuzz_files.py), service (party services that run,
+fuzz_service.py), http (the gateway and a model, fuzz_http.py), bodies (the gateway alone, fuzz_bodies.py). A case is
+made from seed, target and its number, and is plain JSON: what failed is written to --out and runs again from there. A
+case that takes longer than
 --limit seconds is a hang: all stacks are printed and the run ends. Memory is flat if, by its slope without the first
 quarter, the run added less than 5 % and 8 MB. The exit status is 1 if anything failed.
 """

@@ -8,6 +8,7 @@ failed     anything else
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import ssl
@@ -308,10 +309,8 @@ def _opened(around: Around, random: Random, user: str) -> Any:  # noqa: ANN401 -
 
 def _hello() -> bytes:
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    try:
+    with contextlib.suppress(ssl.SSLWantReadError):
         ssl.create_default_context().wrap_bio(incoming, outgoing, server_hostname="party0").do_handshake()
-    except ssl.SSLWantReadError:
-        pass
     return outgoing.read()
 
 

@@ -52,7 +52,7 @@ CLIENTS = 8
 NEW = 10
 """Tokens of the longest answers."""
 MARGIN = 0.05
-"""How much more likely (log-probability) the plaintext model's choice is than the next one, where texts are compared."""
+"""By how much the plaintext model prefers its choices to the next ones (log-probability) where texts are compared."""
 _LIMITS = {"body_s": 4.0, "connections": 64, "max_waiting": 8, "wait_s": 120.0}
 _PATIENCE_S = 180.0
 """How long a request is waited for before it counts as not answered."""
@@ -119,7 +119,7 @@ def models(folder: Path) -> tuple[OPTForCausalLM, BertModel]:
 
 
 def texts(words: OPTForCausalLM, vectors: BertModel, tokenizer: Any, count: int) -> list[Text]:  # noqa: ANN401
-    """Prompts of 3 to 40 tokens, where the plaintext model's choices are clear and every token adds whole characters."""
+    """Prompts of 3 to 40 tokens, with clear choices of the plaintext model, where every token adds whole characters."""
     whole = resources.files("private_llm_hf").joinpath("data", "shakespeare.txt").read_text(encoding="utf-8").split()
     random, found = Random(1), []  # type: tuple[Random, list[Text]]
     for _ in range(200 * count):
