@@ -4,12 +4,12 @@ python scripts/fuzz.py --target frames --cases 1000000 --seed 1
 python scripts/fuzz.py --target messages --again failures/messages-17.json     a failure once more
 python scripts/fuzz.py --tiny                                                  a sample of everything, in seconds
 
-Targets: frames, handshake, messages (see fuzz_wire.py), shares (fuzz_files.py), service (party services that run,
-fuzz_service.py), http (the gateway and a model, fuzz_http.py), bodies (the gateway alone, fuzz_bodies.py). A case is
-made from seed, target and its number, and is plain JSON: what failed is written to --out and runs again from there. A
-case that takes longer than
---limit seconds is a hang: all stacks are printed and the run ends. Memory is flat if, by its slope without the first
-quarter, the run added less than 5 % and 8 MB. The exit status is 1 if anything failed.
+Targets: frames, handshake, messages (see fuzz_wire.py), shares (fuzz_files.py), party (parties that serve one client at
+a time, fuzz_party.py), service (party services, fuzz_service.py), http (the gateway and a model, fuzz_http.py), bodies
+(the gateway alone, fuzz_bodies.py). A case is made from seed, target and its number, and is plain JSON: what failed is
+written to --out and runs again from there. A case that takes longer than --limit seconds is a hang: all
+stacks are printed and the run ends. Memory is flat if, by its slope without the first quarter, the run added less than
+5 % and 8 MB. The exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -57,11 +57,20 @@ class Target(Protocol):
 
 TARGETS = {
     "frames": "fuzz_wire.Frames", "handshake": "fuzz_wire.Handshake", "messages": "fuzz_wire.Messages",
-    "shares": "fuzz_files.Shares", "service": "fuzz_service.Service", "http": "fuzz_http.Http",
-    "bodies": "fuzz_bodies.Bodies",
+    "shares": "fuzz_files.Shares", "party": "fuzz_party.Party", "service": "fuzz_service.Service",
+    "http": "fuzz_http.Http", "bodies": "fuzz_bodies.Bodies",
 }  # fmt: skip
 """Where each is; one is imported when it is fuzzed."""
-TINY = {"frames": 2000, "handshake": 1500, "messages": 2500, "shares": 300, "service": 40, "http": 200, "bodies": 500}
+TINY = {
+    "frames": 2000,
+    "handshake": 1500,
+    "messages": 2500,
+    "shares": 300,
+    "party": 25,
+    "service": 25,
+    "http": 200,
+    "bodies": 500,
+}
 """Cases of a sample."""
 
 
