@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import subprocess
 import sys
@@ -20,6 +21,9 @@ from private_llm_hf import AutoPrivateModel, AutoPrivateModelForCausalLM
 from transformers import AutoTokenizer
 
 from private_llm.config import PrivateConfig
+
+_END_S = 60
+"""Seconds that the gateway may take to end, once nobody asks any more."""
 
 
 @contextlib.contextmanager
@@ -39,8 +43,8 @@ def gateway(order: dict[str, Any]) -> Iterator[tuple[int, int]]:
             raise RuntimeError("the gateway did not begin; its own message is above")
         yield child.pid, int(port)
         child.stdin.close()
-        if child.wait(30) != 0:
-            raise RuntimeError(f"the gateway ended with status {child.returncode}")
+        if child.wait(_END_S + 30) != 0:
+            raise RuntimeError(f"the gateway ended with status {child.returncode}, or not in {_END_S} s (stacks above)")
     finally:
         child.kill()
         child.wait()
@@ -63,6 +67,7 @@ def serve() -> None:
 
     def end() -> None:
         sys.stdin.read()
+        faulthandler.dump_traceback_later(_END_S, exit=True)
         server.should_exit = True
 
     threading.Thread(target=end, daemon=True).start()

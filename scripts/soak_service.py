@@ -218,8 +218,8 @@ def soak(
     return tally, held
 
 
-def report(tally: Tally, held: Sequence[Held], left: Sequence[str]) -> bool:
-    """Print all rows; whether all was well."""
+def report(tally: Tally, held: Sequence[Held], left: Sequence[str], judged: bool) -> bool:
+    """Print all rows; whether all was well. judged: whether processes must be flat, which some seconds do not show."""
     for kind in KINDS:
         print(json.dumps(tally.row(kind.__name__)))
     for (kind, why), count in sorted(tally.why.items()):
@@ -227,7 +227,7 @@ def report(tally: Tally, held: Sequence[Held], left: Sequence[str]) -> bool:
     for each in held:
         print(json.dumps(each.row()))
     row = tally.row()
-    well = not row["failed"] and not row["lost"] and not left and all(each.flat() for each in held)
+    well = not row["failed"] and not row["lost"] and not left and all(each.flat() or not judged for each in held)
     print(json.dumps({**row, "files_left": left, "well": well}), flush=True)
     return well
 
@@ -257,13 +257,17 @@ def main() -> None:
                 note = f"{row['sent']} sent, {row['failed']} failed; MB {memory}"
                 progress.update(bar, total=whole, completed=whole - left, note=note)
 
-            with running(folder, given.protocol, 8 if given.tiny else 60) as (around, processes):
-                before = set(files_below(Path(name)))
-                tally, held = soak(around, processes, seconds, given.seed, show)
-                after = set(files_below(Path(name)))
-        own = {path for path in files_below(Path(name)) if not path.startswith("models/")}
-        fine = report(tally, held, sorted((after - before) | own))
-    sys.exit(not fine)
+            try:
+                with running(folder, given.protocol, 8 if given.tiny else 60) as (around, processes):
+                    before = set(files_below(Path(name)))
+                    tally, held = soak(around, processes, seconds, given.seed, show)
+                    after = set(files_below(Path(name)))
+                    fine = report(tally, held, sorted(after - before), judged=not given.tiny)
+            except RuntimeError as error:
+                sys.exit(str(error))
+        left = sorted(path for path in files_below(Path(name)) if not path.startswith("models/"))
+        print(json.dumps({"name": "soak end", "files_left": left}))
+    sys.exit(not fine or bool(left))
 
 
 if __name__ == "__main__":

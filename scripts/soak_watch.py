@@ -40,10 +40,11 @@ class Held:
         )
 
     def row(self) -> dict[str, object]:
-        """For JSON: of each unit the first, the most, the last, and what the run added."""
+        """For JSON: of each unit 11 samples from the first to the last, the most, and what the run added."""
         row: dict[str, object] = {"name": "soak process", "process": self.name, "samples": len(self.series["mb"])}
         for unit, values in self.series.items():
-            row[unit] = [round(values[0]), round(max(values)), round(values[-1])]
+            row[unit] = [round(values[step * (len(values) - 1) // 10]) for step in range(11)]
+            row[f"{unit}_most"] = round(max(values))
             row[f"{unit}_added"] = round(self.added(unit), 2)
         return row | {"flat": self.flat()}
 
