@@ -322,6 +322,8 @@ KINDS: Mapping[Callable[[Around, Random], Outcome], int] = {
     stranger: 3, session: 6, deserter: 3, caller: 2,
 }  # fmt: skip
 """Kinds of requests, and how often each comes up."""
+LONG = (half_open, caller)
+"""Those that take as long as the other end lets them: ten seconds and more."""
 
 
 def run(kind: Callable[[Around, Random], Outcome], around: Around, random: Random) -> Outcome:

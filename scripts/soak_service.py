@@ -41,7 +41,7 @@ from private_llm_hf.service.local import LocalParties
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from soak_gateway import gateway
-from soak_requests import KINDS, VECTORS, WORDS, Around, Outcome, Text, run
+from soak_requests import KINDS, LONG, VECTORS, WORDS, Around, Outcome, Text, run
 from soak_watch import Held, Watch, children, files_below
 from transformers import AutoTokenizer, BertConfig, BertModel, OPTConfig, OPTForCausalLM
 
@@ -184,10 +184,11 @@ def running(folder: Path, protocol: str, count: int) -> Iterator[tuple[Around, d
         )  # fmt: skip
 
 
-def ask(around: Around, tally: Tally, seed: str, until: float) -> None:
-    """Be a client: one request after the other."""
+def ask(around: Around, tally: Tally, seed: str, until: float, brief: bool) -> None:
+    """Be a client: one request after the other. brief: none that takes long by its nature."""
     random = Random(seed)
-    kinds, weights = list(KINDS), list(KINDS.values())
+    kinds = [kind for kind in KINDS if not (brief and kind in LONG)]
+    weights = [KINDS[kind] for kind in kinds]
     while time.monotonic() < until:
         (kind,) = random.choices(kinds, weights)
         began = time.monotonic()
@@ -203,7 +204,9 @@ def soak(
     for span, last in ((warm, False), (seconds, True)):
         tally, until = Tally(), time.monotonic() + span
         clients = [
-            threading.Thread(target=ask, args=(around, tally, f"{seed}/{last}/{number}", until), daemon=True)
+            threading.Thread(
+                target=ask, args=(around, tally, f"{seed}/{last}/{number}", until, seconds < 20), daemon=True
+            )
             for number in range(CLIENTS)
         ]
         watch = Watch(processes, max(0.5, span / 400))
