@@ -73,8 +73,8 @@ class Http:
         self._loop = asyncio.new_event_loop()
         self._unforeseen = ""
         endpoints.in_words = app.in_words = self._in_words
-        for path, body in POSTS.items():  # a valid request of each kind is one
-            status, raw = self._loop.run_until_complete(self._ask(path, "POST", _HEADERS, [json.dumps(body).encode()]))
+        for path, value in POSTS.items():  # a valid request of each kind is one
+            status, raw = self._loop.run_until_complete(self._ask(path, "POST", HEADERS, [json.dumps(value).encode()]))
             if status != 200:
                 raise Failure(f"{path}: {status}: {raw[:300]!r}")
 
@@ -87,20 +87,7 @@ class Http:
 
     def make(self, random: Random) -> dict[str, Any]:
         """A request: a path, headers and a body in pieces; or bytes on a connection."""
-        path = random.choice(list(POSTS))
-        value: object = json.loads(json.dumps(POSTS[path]))
-        for name in list(value):  # type: ignore[call-overload]
-            if random.random() < 0.4 and name != "model":
-                del value[name]  # type: ignore[attr-defined]
-        if random.random() < 0.15:
-            value["stream"] = True  # type: ignore[index]
-        for _ in range(random.choice((0, 1, 1, 1, 2, 3))):
-            value = changed(random, value)
-        if isinstance(value, dict) and random.random() < 0.5:
-            value[random.choice(list(CHAT) + list(COMPLETION))] = any_value(random)
-        if isinstance(value, dict):
-            value["max_tokens"] = value.get("max_tokens") if random.random() < 0.3 else 1
-        raw = encoded(random, value)
+        path, raw = body(random)
         if random.random() < 0.85:
             cuts = sorted(random.randrange(len(raw) + 1) for _ in range(random.randrange(3)))
             pieces = [raw[a:b].hex() for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
@@ -113,13 +100,17 @@ class Http:
             self._speak([bytes.fromhex(piece) for piece in case["sent"]], case["end"])
             return
         pieces = [bytes.fromhex(piece) for piece in case["pieces"]]
-        asked = self._ask(case["path"], "POST", _HEADERS, pieces, case["leaves"])
+        asked = self._ask(case["path"], "POST", HEADERS, pieces, case["leaves"])
         status, raw = self._loop.run_until_complete(asked)
         if not case["leaves"]:
-            try:
-                _check(status, raw)
-            except Failure as error:
-                raise Failure(f"{error}{self._unforeseen}") from None
+            self._check(status, raw)
+
+    def _check(self, status: int, raw: bytes, enveloped: bool = True) -> None:
+        """Raise Failure for an answer that is none of the API. enveloped: in JSON."""
+        try:
+            check(status, raw, enveloped)
+        except Failure as error:
+            raise Failure(f"{error}{self._unforeseen}") from None
 
     async def _ask(
         self, path: str, method: str, headers: list[tuple[bytes, bytes]], pieces: list[bytes], leaves: bool = False
@@ -182,7 +173,7 @@ class Http:
             served.pool.close()
 
 
-_HEADERS = [(b"host", b"127.0.0.1"), (b"authorization", f"Bearer {TOKEN}".encode()),
+HEADERS = [(b"host", b"127.0.0.1"), (b"authorization", f"Bearer {TOKEN}".encode()),
             (b"content-type", b"application/json")]  # fmt: skip
 _ENDS = ("wait", "wait", "half", "leave", "reset")
 _METHODS = ("GET", "POST", "HEAD", "PUT", "OPTIONS", "BREW", "get", "")
@@ -192,6 +183,24 @@ _LINES = ("Content-Length: -1", "Content-Length: 99999999999999999999", "Content
           "Upgrade: websocket", "Connection: Upgrade", "X: " + "a" * 70_000, "X:", ":", "no colon", "X: \0", " folded",
           "Cookie: " + "a=b;" * 500, "Content-Type: text/plain", "Content-Encoding: gzip", "Range: bytes=0-",
           "Content-Length: 3")  # fmt: skip
+
+
+def body(random: Random) -> tuple[str, bytes]:
+    """A path and a body for it, changed."""
+    path = random.choice(list(POSTS))
+    value: object = json.loads(json.dumps(POSTS[path]))
+    for name in list(value):  # type: ignore[call-overload]
+        if random.random() < 0.4 and name != "model":
+            del value[name]  # type: ignore[attr-defined]
+    if random.random() < 0.15:
+        value["stream"] = True  # type: ignore[index]
+    for _ in range(random.choice((0, 1, 1, 1, 2, 3))):
+        value = changed(random, value)
+    if isinstance(value, dict) and random.random() < 0.5:
+        value[random.choice(list(CHAT) + list(COMPLETION))] = any_value(random)
+    if isinstance(value, dict):
+        value["max_tokens"] = value.get("max_tokens") if random.random() < 0.3 else 1
+    return path, encoded(random, value)
 
 
 def _spoken(random: Random, path: str, raw: bytes) -> list[bytes]:
@@ -220,10 +229,12 @@ def _spoken(random: Random, path: str, raw: bytes) -> list[bytes]:
     return [whole[:at], whole[at:]]
 
 
-def _check(status: int, raw: bytes) -> None:
-    """Raise Failure for an answer that is none of the API."""
+def check(status: int, raw: bytes, enveloped: bool = True) -> None:
+    """Raise Failure for an answer that is none of the API. enveloped: in JSON, or a stream of it."""
     if status != 200 and status not in REFUSED:
         raise Failure(f"answered {status}: {raw[:500]!r}")
+    if not enveloped:
+        return
     text = raw.decode("utf-8")
     if status == 200 and text.startswith("data:"):
         if '"error"' in text and "unforeseen" in text:

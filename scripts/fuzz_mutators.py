@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from random import Random
+from typing import Any
 
 Edit = tuple[str, float, str]
 """What happens (see `edited`), where (0 to 1 of the length), and the bytes for it (hexadecimal)."""
@@ -71,9 +72,13 @@ def any_value(random: Random, depth: int = 3) -> object:
     return inner if kind == 6 else {any_text(random): value for value in inner}
 
 
+_MANY = 100
+"""Places of a value that grows no further by repetition: repeated repetitions would fill the memory."""
+
+
 def changed(random: Random, value: object) -> object:
     """A JSON value with one place changed: another value there, a key or an item more or less, or a deep nest."""
-    places = list(_places(value))
+    places = _places(value)
     holder, key = random.choice(places) if places else (None, None)
     if holder is None or random.random() < 0.03:
         return any_value(random)
@@ -85,7 +90,7 @@ def changed(random: Random, value: object) -> object:
     elif act == 5 and isinstance(holder, dict):
         holder[any_text(random)] = any_value(random)
     elif act == 5:
-        holder.extend([holder[key]] * random.choice((1, 3, 300)))
+        holder.extend([holder[key]] * random.choice((1, 3, 300 if len(places) < _MANY else 1)))
     elif act == 6:
         other, name = random.choice(places)
         holder[key] = json.loads(json.dumps(other[name]))
@@ -102,12 +107,17 @@ def nested(depth: int, objects: bool = False) -> object:
     return made
 
 
-def _places(value: object):  # noqa: ANN202 - pairs of a list or dict and a key of it
-    """Every place in a JSON value, with what holds it."""
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in list(pairs):
-        yield value, key
-        yield from _places(inner)
+def _places(value: object) -> list[tuple[Any, Any]]:
+    """Every place in a JSON value: what holds it, and its key or number there."""
+    found: list[tuple[Any, Any]] = []
+    open_ = [value]
+    while open_:
+        each = open_.pop()
+        pairs = each.items() if isinstance(each, dict) else enumerate(each) if isinstance(each, list) else ()
+        for key, inner in pairs:
+            found.append((each, key))
+            open_.append(inner)
+    return found
 
 
 _WORDS = ("NaN", "-Infinity", "1e999", "-1e999", "1E+400", "9" * 400, "9" * 5000, "0.1e-400", "-0", "01", "1.", "+1",

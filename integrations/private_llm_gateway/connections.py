@@ -2,7 +2,8 @@
 
 uvicorn closes connections that are idle behind an answer, but waits for ever for the first request of one, and for the
 rest of a request line or headers. Here that takes `HEAD_S` at most; and when more than half of all connections allowed
-wait so, the one that waits longest makes room. A body's time is limited in `guard.py`.
+wait so, the one that waits longest makes room. A body's time is limited in `guard.py`. Whoever does not read its answer
+has `READ_S`: otherwise the rest of the answer, the request and the connection would stay for ever.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 10.0
 """Seconds from a connection, or from the first byte behind an answer, to the end of a request's headers."""
+READ_S = 60.0
+"""Seconds in which a client that has fallen behind must catch up (to 16 KiB here), or take the end of an answer."""
 
 
 class Connection(H11Protocol):
@@ -21,6 +24,7 @@ class Connection(H11Protocol):
 
     since: float | None = None
     _timer: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for a request."""
@@ -38,7 +42,25 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It is over."""
         self._stop()
+        self._caught_up()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client reads less than it is sent."""
+        super().pause_writing()
+        self._fall_behind()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        self._caught_up()
+        super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        """An answer is written, or waits to be."""
+        super().on_response_complete()
+        self._fall_behind()
+        if self.conn.trailing_data[0]:
+            self._follow()
 
     def _follow(self) -> None:
         """Start waiting, or stop."""
@@ -52,6 +74,21 @@ class Connection(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self.since = None, None
+
+    def _fall_behind(self) -> None:
+        """Give the client its time to read."""
+        self._caught_up()
+        if self.transport.get_write_buffer_size():
+            self._unread = self.loop.call_later(READ_S, self._end_unread)
+
+    def _caught_up(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+        self._unread = None
+
+    def _end_unread(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self._end()
 
     def _end(self) -> None:
         self._stop()

@@ -19,6 +19,8 @@ from private_llm_gateway.settings import GatewaySettings
 
 _OPEN = ("/", "/health", "/favicon.ico")
 _OPEN_BELOW = "/page/"
+_UNREAD = (408, 413)
+"""Statuses behind which the rest of a body is not waited for."""
 
 
 class Guard:
@@ -44,7 +46,8 @@ class Guard:
             _check_form(scope["method"], headers)
             body = await self._body(headers, receive)
         except ApiError as error:
-            await JSONResponse(error.body(), error.status, error.headers())(scope, receive, send)
+            headers = error.headers() | ({"Connection": "close"} if error.status in _UNREAD else {})
+            await JSONResponse(error.body(), error.status, headers)(scope, receive, send)
             return
         if body is None:  # the client left
             return

@@ -110,6 +110,7 @@ def _is_ids(value: object) -> bool:
 def _checked(served: Served, ids: list[int], name: str) -> list[int]:
     if not ids:
         raise bad(name, f"{name}: got no tokens; want at least one", "invalid_value")
-    if not all(0 <= token < served.vocabulary for token in ids):
-        raise bad(name, f"{name}: a token id is out of range; want 0 to {served.vocabulary - 1}", "invalid_value")
+    vocabulary = served.vocabulary
+    if not all(0 <= token < vocabulary for token in ids):
+        raise bad(name, f"{name}: a token id is out of range; want 0 to {vocabulary - 1}", "invalid_value")
     return ids

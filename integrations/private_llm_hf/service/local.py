@@ -10,13 +10,13 @@ import dataclasses
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from private_llm.config import PrivateConfig
+from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.net.addresses import hosts_of, open_listeners
-from private_llm.net.certificates import make_certificates
+from private_llm.net.certificates import make_certificates, user_folder
 from private_llm.net.children import start_servers
 from private_llm.net.transport import CLIENT
 from private_llm_hf.checkpoint.share_files import share_path
@@ -29,19 +29,22 @@ class LocalParties:
 
     def __init__(
         self, config: PrivateConfig, models: Mapping[str, str | Path], latency_ms: float = 0.0,
-        **limits: Any,  # noqa: ANN401 - ServiceSettings'
+        users: Sequence[str] = (), **limits: Any,  # noqa: ANN401 - ServiceSettings'
     ) -> None:  # fmt: skip
         """models: folders of share files, by name. limits: settings of `ServiceSettings`. latency_ms: between parties,
-        for measurements.
+        for measurements. users: clients with a certificate each (see `config_of`; `config` is the first one's).
 
         Raises ConfigError for settings that a service does not have, PartyFailed if the parties do not start.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="private-llm-"))
         try:
-            certificates = make_certificates(self._folder / "certs", config.endpoints)
+            certificates = make_certificates(self._folder / "certs", config.endpoints, users=users)
             listeners = open_listeners(config.endpoints)
             config = dataclasses.replace(config, party_mode="remote", hosts=hosts_of(listeners))
-            self.config = dataclasses.replace(config, tls=certificates[CLIENT])
+            self._remote = config
+            self.config = (
+                self.config_of(users[0]) if users else dataclasses.replace(config, tls=certificates[CLIENT])
+            )  # fmt: skip
             ServiceSettings({name: Path(folder) for name, folder in models.items()}, **limits)
             extra = {
                 "tls": [dataclasses.asdict(certificates[party]) for party in range(config.endpoints)],
@@ -53,6 +56,12 @@ class LocalParties:
         except BaseException:
             self._remove()
             raise
+
+    def config_of(self, user: str) -> PrivateConfig:
+        """With which one of `users` reaches the parties. Raises ConfigError for a name that no user may have."""
+        place = user_folder(self._folder / "certs", user)
+        paths = (str(place / name) for name in ("client.pem", "client.key", "ca.pem"))
+        return dataclasses.replace(self._remote, tls=TLSConfig(*paths))
 
     def close(self) -> None:
         """End the parties. Idempotent."""

@@ -218,8 +218,8 @@ def _float(value: object) -> float:
         number = float(value) if type(value) in (int, float) else math.nan  # type: ignore[arg-type]
     except OverflowError:
         number = math.nan
-    if not math.isfinite(number):
-        raise Unfit(value, "a finite number")
+    if number != value:  # not a number, or a whole one between two floats
+        raise Unfit(value, "a number that a float holds")
     return number
 
 
