@@ -12,13 +12,9 @@ import multiprocessing
 import os
 import subprocess
 import sys
-<<<<<<< HEAD
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-=======
-from dataclasses import dataclass
->>>>>>> ha
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -62,16 +58,11 @@ class Commands:
     def start(self, namespace: str | None, home: Path, words: list[str], out: IO[bytes], err: IO[bytes]) -> Running:
         """`private-llm WORDS` in a network namespace (None: this one) and a folder."""
         if self.forks:
-<<<<<<< HEAD
             return Fork(namespace, home, partial(_command_line, words), out, err)
-=======
-            return _Fork(namespace, home, words, out, err)
->>>>>>> ha
         prefix = [] if namespace is None else ["ip", "netns", "exec", namespace]
         return subprocess.Popen([*prefix, *PRIVATE_LLM, *words], cwd=home, stdout=out, stderr=err)
 
 
-<<<<<<< HEAD
 class Fork:
     """A child of this process that does something in a network namespace and a folder."""
 
@@ -82,22 +73,10 @@ class Fork:
         sys.stderr.flush()
         context = multiprocessing.get_context("fork")
         self._process = context.Process(target=_run, args=(namespace, home, work, out.fileno(), err.fileno()))
-=======
-class _Fork:
-    """A child of this process that runs a command line."""
-
-    def __init__(self, namespace: str | None, home: Path, words: list[str], out: IO[bytes], err: IO[bytes]) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._words = words
-        context = multiprocessing.get_context("fork")
-        self._process = context.Process(target=_run, args=(namespace, home, words, out.fileno(), err.fileno()))
->>>>>>> ha
         self._process.start()
 
     @property
     def pid(self) -> int:
-<<<<<<< HEAD
         """Its number."""
         return self._process.pid or 0
 
@@ -119,25 +98,6 @@ class _Fork:
 
 
 def _run(namespace: str | None, home: Path, work: Callable[[], None], out: int, err: int) -> None:
-=======
-        return self._process.pid or 0
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        code = self._process.exitcode
-        if code is None:
-            raise subprocess.TimeoutExpired(self._words, timeout or 0.0)
-        return code
-
-
-def _run(namespace: str | None, home: Path, words: list[str], out: int, err: int) -> None:
->>>>>>> ha
     if namespace is not None:
         with open(f"/run/netns/{namespace}", "rb") as found:
             if ctypes.CDLL(None, use_errno=True).setns(found.fileno(), _CLONE_NEWNET):
@@ -145,12 +105,9 @@ def _run(namespace: str | None, home: Path, words: list[str], out: int, err: int
     os.chdir(home)
     os.dup2(out, 1)
     os.dup2(err, 2)
-<<<<<<< HEAD
     work()
 
 
 def _command_line(words: list[str]) -> None:
-=======
->>>>>>> ha
     sys.argv = ["private-llm", *words]
     importlib.import_module("private_llm_cli.app").main()
