@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,7 +40,9 @@ def serving(**limits: Any) -> Iterator[uvicorn.Server]:
     settings = GatewaySettings(body_s=LIMIT_S, **limits)
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections inherit it
-    server = server_of(Guard(answering, settings), settings)  # type: ignore[arg-type]
+    app: Any = Guard(answering, settings)
+    app.state = SimpleNamespace(runner=SimpleNamespace(stop=lambda: None))
+    server = server_of(app, settings)
     server.config.lifespan = "off"
     server.address = listening.getsockname()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
