@@ -100,7 +100,10 @@ class Admission:
         self.out_for: Callable[[str], float] = lambda user: 0.0
 
     def admit(self, caller: Greeted, user: str) -> None:
-        """Let a client in that has proved who it is. Raises PartiesBusy, and TransportError for a user who must stay out."""
+        """Let a client in that has proved who it is.
+
+        Raises PartiesBusy, and TransportError for a user who must stay out.
+        """
         with self._lock:
             self._drop_late()
             found = self._callers.get(caller.caller)
