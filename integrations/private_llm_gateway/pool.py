@@ -72,9 +72,11 @@ class SessionPool:
             if ended:
                 self.renew(model)
             yield model
-        except (TransportError, ProtocolAbort):
-            with self._changed:
-                self._ended.add(id(model))
+        except PrivateLLMError as error:
+            over = getattr(getattr(model, "parties", None), "over", None)  # as when the parties refuse a call
+            if over is not None or isinstance(error, TransportError | ProtocolAbort):
+                with self._changed:
+                    self._ended.add(id(model))
             raise
         finally:
             with self._changed:
