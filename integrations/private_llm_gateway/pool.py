@@ -128,10 +128,13 @@ class SessionPool:
             yield model
             with self._changed:
                 self._trouble = False
-        except (TransportError, ProtocolAbort):
+        except PrivateLLMError as error:
+            failed = isinstance(error, TransportError | ProtocolAbort)
             with self._changed:
-                self._ended.add(id(model))
-                self._trouble = True
+                self._trouble = self._trouble or failed
+                # also when the parties refuse a call
+                if failed or getattr(getattr(model, "parties", None), "over", None) is not None:
+                    self._ended.add(id(model))
             raise
         finally:
             with self._changed:

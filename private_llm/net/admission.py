@@ -100,9 +100,9 @@ class Admission:
         self.out_for: Callable[[str], float] = lambda user: 0.0
 
     def admit(self, caller: Greeted, user: str) -> None:
-        """Let a client in that has proved who it is.
+        """Let a client in that has proved who it is, or raise PartiesBusy.
 
-        Raises PartiesBusy, and TransportError for a user who must stay out.
+        Raises TransportError for a user who is kept out, and for a number that belongs to another user.
         """
         with self._lock:
             self._drop_late()

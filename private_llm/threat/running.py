@@ -173,9 +173,9 @@ SERVICE = Threat(
         ("a client that breaks rules", "nothing. What it sends is received before a pass begins, by a thread of its "
          "own, and compared: a client that tells the parties different things is sent away, and what is wrong with a "
          "call ends the session of that call. Under quad, point functions cannot be compared before they are used: "
-         "false ones look as a party's lie does, end the pass, and with it all sessions, which may reconnect. The "
-         "named users of such a pass run alone for a while, and who is alone when it happens again is not let in for "
-         "a while. What it keeps and asks is bounded; users take turns by what they had of the passes"),
+         "false ones look as a party's lie does, end the pass, and with it all sessions, which may reconnect. Named "
+         "users of such a pass run alone for a while, and who is alone when it happens again stays out for a while. "
+         "What a client keeps and asks is bounded; users take turns by what they had of the passes"),
         ("party 0", "as every party. It chooses which requests run when, and can so keep a client waiting; it cannot "
          "make the others run what they did not get from the client itself"),
     ),

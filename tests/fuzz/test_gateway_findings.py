@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from private_llm_gateway.errors import ApiError
 from private_llm_gateway.fields import Fields, body_of
 from private_llm_gateway.guard import Guard
 from private_llm_gateway.json_schema import of_schema
+from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.settings import GatewaySettings
+
+from private_llm.errors import DomainError
 
 
 @pytest.mark.parametrize("raw", [b'{"prompt": "\\udfff"}', b'{"\\ud800": 1}', b'{"a": [["x", {"b": "\\ud800"}]]}'])
@@ -37,3 +42,15 @@ def test_an_origin_that_is_none(origin: str) -> None:
     guard = Guard(lambda *_: None, GatewaySettings())  # type: ignore[arg-type, return-value]
     with pytest.raises(ApiError, match="pages of other sites"):
         guard._check("/health", {"host": "127.0.0.1:8000", "origin": origin})
+
+
+@pytest.mark.parametrize(("over", "renewed"), [("a party refused a call", 1), (None, 0)])
+def test_what_the_parties_refuse_to_one_request_fails_no_other(over: str | None, renewed: int) -> None:
+    reconnects: list[int] = []
+    model = SimpleNamespace(parties=SimpleNamespace(over=over), reconnect=lambda: reconnects.append(1))
+    pool = SessionPool(model, 1)
+    with pytest.raises(DomainError), pool.session(1.0):
+        raise DomainError("caches: got 9 positions; this service keeps 8 for a session")
+    with pool.session(1.0) as found:
+        assert found is model
+    assert len(reconnects) == renewed

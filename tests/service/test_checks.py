@@ -145,6 +145,13 @@ def test_two_stacks() -> None:
         check_call(model, session.config, decode, kept, "b")
 
 
+def test_an_encoder_is_asked_for_no_cache() -> None:
+    model, session, kept = opened("t5")
+    check_call(model, session.config, replace(call(2, 6, use_cache=False), encode_to=3), kept, "a")
+    with pytest.raises(DomainError, match="use_cache: got True for an encoder"):
+        check_call(model, session.config, replace(call(2, 6, use_cache=True), encode_to=3), kept, "a")
+
+
 def test_a_pass_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its caches are gone, for some of their layers may have grown; nothing of it reaches the next verdict."""
     model, session, kept = opened("llama")

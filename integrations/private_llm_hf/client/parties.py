@@ -85,6 +85,11 @@ class Parties(SessionClient):
         self._ask_all = False
         self._filled: dict[bool, set[int]] = {False: set(), True: set()}  # handles, by whether they were preprocessed
 
+    @property
+    def over(self) -> str | None:
+        """Why this session has ended; None while it goes on."""
+        return self._over
+
     # -- one call at a time ---------------------------------------------------------------------------------
     @contextmanager
     def _call(self) -> Iterator[None]:

@@ -42,6 +42,8 @@ def check_call(model: PreTrainedModel, config: PrivateConfig, call: Call, kept: 
         check.check_positions(model.config, past + length)
     target = model.get_encoder() if call.encode_to is not None else model
     _check_names(target, call.public)
+    if call.encode_to is not None and call.public.get("use_cache"):
+        raise DomainError("use_cache: got True for an encoder; want it for decoders alone")
     for name in _MASKS:
         own = name == _MASKS[0] and call.encoded is not None
         width = behind if own else past + length

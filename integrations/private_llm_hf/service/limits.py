@@ -77,10 +77,7 @@ class Limits(Message):
         return min(MOST_BYTES, _MESSAGE + _MESSAGE_EACH * self.positions)
 
     def check_edits(self, held: int, edits: int) -> None:
-        """Raise DomainError for changes of a cache that copy more than a client needs.
-
-        held: positions so far, over all of them.
-        """
+        """Raise DomainError for more changes of caches than a client needs. held: positions that they copy."""
         if edits > MOST_EDITS:
             raise DomainError(f"caches: got more than {MOST_EDITS} changes between two calls")
         if held > _EDITED * self.positions:
