@@ -92,7 +92,7 @@ def whole(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wh
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Authority, "new", remembered)
         config = PrivateConfig(timeout_s=TIMEOUT_S, busy_wait_s=2.0)
-        parties = Running(config, tmp_path_factory.mktemp("parties"), shared, ())
+        parties = Running(config, tmp_path_factory.mktemp("parties"), {"llama": shared}, ())
     try:
         pool = SessionPool(parties.model(), SESSIONS)
         with serving(Served("small", pool, tokenizer())) as gateway:
