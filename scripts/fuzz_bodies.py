@@ -24,10 +24,11 @@ from fuzz_wire import Failure
 from private_llm_gateway import app, endpoints, running
 from private_llm_gateway.answer import Answer, Likelihood
 from private_llm_gateway.app import create_app
-from private_llm_gateway.engine import Spent, Tell
+from private_llm_gateway.engine import Limits, Tell
 from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.served import Served
 from private_llm_gateway.settings import GatewaySettings
+from private_llm_gateway.spending import Spent
 from torch import Tensor
 from transformers import AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
@@ -71,7 +72,7 @@ class Bodies(Http):
             known[name] = Served(name, SessionPool(model, 1), words)
         running.ThreadPoolExecutor = _Here  # type: ignore[assignment,misc]
         endpoints.run_in_threadpool = _here  # type: ignore[assignment]
-        endpoints.engine = SimpleNamespace(write=_write, embed=_embed)  # type: ignore[assignment]
+        endpoints.engine = SimpleNamespace(write=_write, embed=_embed, Limits=Limits)  # type: ignore[assignment]
         self._app = create_app(known, GatewaySettings(port=8000, token="a-token-of-fuzzing", body_s=1.0))
         self._loop = asyncio.new_event_loop()
         self._unforeseen = ""
@@ -111,24 +112,30 @@ class Bodies(Http):
 
 
 def _write(
-    served: Served, groups: Sequence[Sequence[Answer]], tell: Tell, gone: Callable[[], bool], wait_s: float,
+    served: Served, groups: Sequence[Sequence[Answer]], tell: Tell, gone: Callable[[], bool], limits: Limits,
     echo: bool = False,
-) -> tuple[Spent, list[list[Likelihood]]]:  # fmt: skip
+) -> Spent:  # fmt: skip
     """As `engine.write`, of some tokens that are always the same."""
-    for answer in (each for group in groups for each in group):
-        answer.end_if_full()
-        for token in _TOKENS:
-            if answer.finish is None and answer.writing.grammar is None:
-                answer.take(token, -1.5, ((token, -1.5), (5, -2.0)))
-                if (piece := answer.new()) is not None:
-                    tell(piece, Spent())
-        answer.finish = answer.finish or "length"
-        if (piece := answer.new()) is not None:
-            tell(piece, Spent())
-    ahead = [[Likelihood(token, None, (), 0) for token in group[0].prompt] for group in groups]
-    return Spent(), ahead if echo else []
+    for group in groups:
+        for answer in group:
+            if echo:
+                answer.ahead = tuple(Likelihood(token, None, (), 0) for token in answer.prompt)
+            _write_one(answer, tell)
+    return Spent()
 
 
-def _embed(served: Served, rows: list[list[int]], gone: Callable[[], bool], wait_s: float) -> tuple[Spent, Tensor]:
+def _write_one(answer: Answer, tell: Tell) -> None:
+    answer.end_if_full()
+    for token in _TOKENS:
+        if answer.finish is None and answer.writing.grammar is None:
+            answer.take(token, -1.5, ((token, -1.5), (5, -2.0)))
+            if (piece := answer.new()) is not None:
+                tell(piece, Spent())
+    answer.finish = answer.finish or "length"
+    if (piece := answer.new()) is not None:
+        tell(piece, Spent())
+
+
+def _embed(served: Served, rows: list[list[int]], gone: Callable[[], bool], limits: Limits) -> tuple[Spent, Tensor]:
     """As `engine.embed`."""
     return Spent(), torch.ones(len(rows), served.pool.first.config.hidden_size)
