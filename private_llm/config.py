@@ -30,7 +30,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "ring": (64, 32),
     "weights": ("secret", "public"),
     "reveal": ("logits", "token", "class"),
-    "adder": ("auto", "prefix", "ripple"),
+    "adder": ("auto", "prefix", "ripple", "keys"),
     "truncation": ("unit", "exact"),
     "approximations": ("ours", "mpcformer", "secformer", "puma"),
     "prg": ("aes", "chacha20"),
@@ -104,8 +104,9 @@ class PrivateConfig:
     weights: "secret" (shared by the model owner) or "public" (an open-weight model; linear layers get local).
     reveal: "logits" (the client opens logits), or only their arg max: "token" for models that generate, "class" for
     classifiers.
-    adder: circuit of comparisons: "prefix" (few rounds), "ripple" (fewest bytes), "auto" (for each comparison
-    the one that is faster on a network of `bandwidth_mbit` per party and `latency_ms`; "prefix" without a bandwidth).
+    adder: how comparisons are made: by a circuit, "prefix" (few rounds) or "ripple" (fewest bytes); by comparison keys,
+    "keys" (trio and dealer: one round for a comparison or a whole function, about a kilobyte an element); or "auto" (for
+    each the one that is fastest on a network of `bandwidth_mbit` per party and `latency_ms`; "prefix" without a bandwidth).
     bandwidth_mbit: Mbit/s of a party's connection, for adder="auto" alone. latency_ms: one way between parties.
     relu_bits: key bits of ReLU: its inputs stay below 2^(relu_bits-1-frac_bits) in magnitude (None: 2^20, or the
     whole ring). relu_low: lowest bits that ReLU ignores: inputs from 0 to 2^(relu_low-frac_bits) may become 0.
@@ -158,7 +159,7 @@ class PrivateConfig:
     frac_bits: int = 18
     weights: Literal["secret", "public"] = "secret"
     reveal: Literal["logits", "token", "class"] = "logits"
-    adder: Literal["auto", "prefix", "ripple"] = "auto"
+    adder: Literal["auto", "prefix", "ripple", "keys"] = "auto"
     bandwidth_mbit: float | None = None
     latency_ms: float = 0.05
     relu_bits: int | None = None
@@ -261,6 +262,13 @@ class PrivateConfig:
         if self.matmul == "remask" and (facts is None or not facts.remasks):
             ways = names_where(lambda facts: facts.remasks)
             raise ConfigError(f"matmul='remask' is a way of protocol={ways}; the others mask each operand once")
+
+        if self.adder == "keys" and (facts is None or not facts.key_receivers):
+            ways = names_where(lambda facts: bool(facts.key_receivers))
+            raise ConfigError(
+                f"adder='keys' is a way of protocol={ways}: elsewhere nobody makes comparison keys, or nobody could "
+                "check them; want 'auto', 'prefix' or 'ripple'"
+            )
 
     def _check_devices(self) -> None:
         """Device names become strings, so that a configuration survives JSON. Raises ConfigError for unknown ones."""
@@ -373,6 +381,20 @@ class PrivateConfig:
         """Number of processes besides the client: parties, and behind a split the nodes, numbered after them."""
         nodes = 0 if self.plan is None else self.plan.nodes
         return nodes if self.facts is None else self.facts.parties + nodes
+
+    @property
+    def may_take_keys(self) -> bool:
+        """Whether comparisons may be made by comparison keys: asked for, or chosen for each by a stated network."""
+        known = self.facts is not None and bool(self.facts.key_receivers)
+        return known and (self.adder == "keys" or (self.adder == "auto" and self.bandwidth_mbit is not None))
+
+    @property
+    def offline_receivers(self) -> tuple[int, ...]:
+        """The roles that receive, and store, what the helping party sends ahead of a call."""
+        if self.facts is None:
+            return ()
+        more = self.facts.key_receivers if self.may_take_keys else ()
+        return tuple(sorted({*self.facts.offline_receivers, *more}))
 
     @property
     def helper(self) -> int | None:

@@ -41,6 +41,7 @@ class ProtocolFacts:
     sends ahead of a call. rings: sizes in bits of the rings that it works in.
     hides: False for a reference without secrecy, which needs insecure=True and hides nothing before a split.
     checks_ranges: knows debug_ranges=True, with which its end is a `CheckedPlain`. remasks: knows matmul="remask".
+    key_receivers: who receives comparison keys from the helper (adder="keys"); () if the protocol has none.
     equal_parties: roles may be permuted from parallel session to parallel session. dealer: the helper stands outside
     (it is party 0, gets nothing of anybody's data, not even keys, and is called "the dealer").
     """
@@ -54,6 +55,7 @@ class ProtocolFacts:
     hides: bool = True
     checks_ranges: bool = False
     remasks: bool = False
+    key_receivers: tuple[int, ...] = ()
     equal_parties: bool = False
     dealer: bool = False
 
@@ -205,9 +207,22 @@ def remove_facts(name: str) -> None:
     del _TABLE[protocol_facts(name).name]
 
 
-add_facts(ProtocolFacts(name="trio", parties=3, threat=_TRIO, helper=0, offline_receivers=(2,), equal_parties=True))
+add_facts(
+    ProtocolFacts(
+        name="trio", parties=3, threat=_TRIO, helper=0, offline_receivers=(2,), key_receivers=(1, 2), equal_parties=True
+    )
+)
 add_facts(ProtocolFacts(name="quad", parties=4, threat=_QUAD, helper=3, offline_receivers=(0, 2), equal_parties=True))
 add_facts(
-    ProtocolFacts(name="dealer", parties=3, threat=_DEALER, helper=0, offline_receivers=(2,), remasks=True, dealer=True)
+    ProtocolFacts(
+        name="dealer",
+        parties=3,
+        threat=_DEALER,
+        helper=0,
+        offline_receivers=(2,),
+        key_receivers=(1, 2),
+        remasks=True,
+        dealer=True,
+    )
 )
 add_facts(ProtocolFacts(name="plain", parties=1, threat=_PLAIN, hides=False, checks_ranges=True))

@@ -90,7 +90,9 @@ RingOption = Annotated[int, typer.Option("--ring", help="Bits of the ring: 64 or
 MatmulOption = Annotated[str, typer.Option(help="'masked', or under 'dealer' 'remask': operand-sized traffic.")]
 AdderOption = Annotated[
     Adder | None,
-    typer.Option("--adder", help="Of comparisons: fewest rounds, fewest bytes, or by --bandwidth (default: prefix)."),
+    typer.Option(
+        "--adder", help="Of comparisons: few rounds, fewest bytes, keys, or by --bandwidth (default: prefix)."
+    ),
 ]
 ReluBitsOption = Annotated[
     int | None, typer.Option("--relu-bits", help="Lowest bits that ReLU compares (default: what its range needs).")

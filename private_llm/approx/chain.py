@@ -19,8 +19,11 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
+from private_llm.net.ledger import Cost
+from private_llm.protocols.prices import Prices
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import Share
+from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 
 
@@ -77,6 +80,14 @@ def evaluate(chain: Chain, z: Fixed, frac: int | None = None) -> Fixed:
         left, right = _form(proto, values, step.left), _form(proto, values, step.right)
         values.append(proto.mul(left, right, step.left.frac + step.right.frac - out))
     return z.with_share(values[-1], out)
+
+
+def price(chain: Chain, ring: Ring, count: int, prices: Prices) -> Cost:
+    """What `evaluate` costs for `count` elements. Local and public."""
+    total = Cost()
+    for step in chain.steps:
+        total += prices.product(ring, count, step.left.frac + step.right.frac - step.frac)
+    return total
 
 
 def need_wide_ring(x: Fixed, what: str) -> None:

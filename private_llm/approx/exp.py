@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 
-from private_llm.approx.chain import evaluate
+from private_llm.approx.chain import evaluate, price
 from private_llm.approx.coefficients import EXP
-from private_llm.exact.comparisons import coarse_bits
+from private_llm.approx.curve_tables import EXP as CURVE
+from private_llm.approx.curves import evaluate as by_keys
+from private_llm.approx.curves import takes_curve
+from private_llm.exact.comparisons import coarse_bits, coarse_span
+from private_llm.net.ledger import Cost
+from private_llm.protocols.prices import Prices
 from private_llm.tensor.fixed import Fixed
 
 BOTTOM = 14.0
@@ -20,12 +25,21 @@ def exp(x: Fixed, frac: int = 24) -> Fixed:
     """e^x with `frac` fractional bits, for -2^21 + 2^10 < x <= 1/4, any shape; 64-bit ring only, else DomainError.
 
     Clip at -14 (one coarse comparison, one injection), then a polynomial of degree 16 in four products (chain.py) whose
-    error shrinks with e^(x/2): at most 5e-5, and 2e-6 below -8. 189 bytes an element, 12 rounds.
+    error shrinks with e^(x/2): at most 5e-5, and 2e-6 below -8. 189 bytes an element, 12 rounds. By comparison keys
+    (curves.py) 2 rounds, error 5e-5.
     """
+    if takes_curve(CURVE, x, frac, lambda prices: _price(x, prices)):
+        return by_keys(CURVE, x, frac)
     keep = x.proto.invert(coarse_bits(x, [-BOTTOM], extra=1, resolution=2))
     above = x.choose(keep, [1], [BOTTOM])
     z = above.with_share(above.share, above.frac + 3) + (1 - BOTTOM / 8)
     return evaluate(EXP, z.at(EXP.argument), frac=frac)
+
+
+def _price(x: Fixed, prices: Prices) -> Cost:
+    """Of the chain, with the comparison and the injection before it."""
+    count, ring, (bits, low) = x.numel(), x.session.ring, coarse_span(x, extra=1, resolution=2)
+    return prices.msb(count, bits, 1, low) + prices.inject(ring, count, 1, 1, 0) + price(EXP, ring, count, prices)
 
 
 WIDE_TOP = 12.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from private_llm.approx import curve_tables
 from private_llm.approx.bump import rectified_minus
 from private_llm.approx.coefficients import GELU_ERF, GELU_TANH
 from private_llm.errors import UnsupportedOp
@@ -15,9 +16,12 @@ def gelu(x: Fixed, approximate: str = "none") -> Fixed:
     """GELU of x (any shape), for |x| < 2^20 - 2^10; 64-bit ring only, else DomainError.
 
     relu(x) - g(|x|): g even, here a polynomial of degree 8 in three products (bump.py). Absolute error at most 2e-4,
-    both spellings; exactly x or 0 beyond 4.02. 202 bytes an element, 11 rounds (18 fractional bits). Raises
+    both spellings; exactly x or 0 beyond 4.02. 202 bytes an element, 11 rounds (18 fractional bits); by
+    comparison keys 3 rounds. Raises
     UnsupportedOp for another spelling.
     """
     if approximate not in ("none", "tanh"):
         raise UnsupportedOp(f"gelu: got approximate={approximate!r}; want 'none' or 'tanh'")
-    return rectified_minus(x, GELU_ERF if approximate == "none" else GELU_TANH, TOP, 1)
+    if approximate == "none":
+        return rectified_minus(x, GELU_ERF, TOP, 1, curve_tables.GELU_ERF)
+    return rectified_minus(x, GELU_TANH, TOP, 1, curve_tables.GELU_TANH)

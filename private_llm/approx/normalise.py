@@ -20,7 +20,10 @@ from functools import lru_cache
 
 from private_llm.approx.chain import need_wide_ring
 from private_llm.approx.cubic import Cubic
+from private_llm.approx.power_lines import Lines, power_by_lines, takes_lines
 from private_llm.errors import DomainError
+from private_llm.net.ledger import Cost
+from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare
 from private_llm.tensor.fixed import Fixed
 
@@ -75,11 +78,28 @@ def power(
     """gain * x^cubic.power for low <= x <= high, with `frac` fractional bits (default: as many as step 4 leaves).
 
     The shape of x. Relative error: the cubic's, and the rounding of y and of the result. Rounds: the comparison's (3 or
-    4), 2 for y, 2 for the cubic, 1 for step 4 and 1 more if `frac` makes it truncate.
+    4), 2 for y, 2 for the cubic, 1 for step 4 and 1 more if `frac` makes it truncate; 2 by comparison keys
+    (power_lines.py), with a relative error of 6e-5.
 
     Raises DomainError for an empty range, one too wide for the ring at x's fractional bits, or a 32-bit ring.
     """
+    if x.proto.has_keys and 0 < low < high:
+        plan = _plan(cells, cubic, low, high, gain, cells.bits + math.ceil(math.log2(high)))
+        lines = Lines(cubic.power, x.frac, low, high, Y_BITS + plan.factor_bits if frac is None else frac, gain)
+        if takes_lines(x, x.numel(), lines, lambda prices: price(x, x.numel(), cells, low, high, prices)):
+            return power_by_lines(x, lines)
     return powers(x, cells, cubic, low, high, frac, gain).value
+
+
+def price(x: Fixed, count: int, cells: Cells, low: float, high: float, prices: Prices) -> Cost:
+    """What `powers` costs for `count` elements with the fractional bits of x. Local and public."""
+    ring, thresholds = x.session.ring, len(grid(cells, low, high)[0])
+    bits, skipped = x.frac + math.ceil(math.log2(high)) + 2, max(0, math.floor(math.log2(low / 128) + x.frac))
+    return (
+        prices.msb(count, bits, thresholds, min(skipped, bits - 2))
+        + prices.inject(ring, count, thresholds, thresholds, Y_BITS).times(2)
+        + prices.poly(ring, count, 3, Y_BITS)
+    )
 
 
 def powers(

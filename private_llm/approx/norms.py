@@ -28,7 +28,8 @@ from torch import Tensor
 
 from private_llm.approx.chain import need_wide_ring
 from private_llm.approx.coefficients import RSQRT
-from private_llm.approx.normalise import THIRDS, power, powers
+from private_llm.approx.normalise import THIRDS, power, powers, price
+from private_llm.approx.power_lines import REACH, Lines, power_by_lines, takes_lines
 from private_llm.errors import DomainError
 from private_llm.tensor.fixed import Fixed
 
@@ -48,6 +49,9 @@ WIDEST = 36
 
 LARGEST = 20
 """Entries, and means, stay within +-2^LARGEST."""
+
+_SMALLEST = 2.0**-13
+"""Comparison keys are used for norms only where mean squares of this size are inside their range."""
 
 _WRAP_FREE = 61
 """Bits that a product may have before its truncation."""
@@ -71,8 +75,12 @@ def layer_norm(
     fine = deviation_bits(x.frac, width, square)
     if one_sum(x.frac, width, square):  # which bounds the mean, too
         reach = min(LARGEST, max(1, math.ceil((_WRAP_FREE + 1 - _log2(width)) / 2) - x.frac))
-    x = x.finer(fine)
-    y = _scaled(x - _mean(x, reach), weight, eps, frac, square)
+    lines = lines_of(x, eps, square, centred=True)
+    if lines is not None:
+        y = _scaled(_deviations(x, fine), weight, eps * _ratio(width) ** 2, frac, square, lines)
+    else:
+        x = x.finer(fine)
+        y = _scaled(x - _mean(x, reach), weight, eps, frac, square)
     return y if bias is None else y + bias
 
 
@@ -85,7 +93,48 @@ def rms_norm(
     secret one; 3 more without known range. Raises as `layer_norm`.
     """
     need_wide_ring(x, "rms_norm")
-    return _scaled(x, weight, eps, frac, square)
+    lines = lines_of(x, eps, square)
+    if lines is not None:
+        x = x.finer(deviation_bits(x.frac, x.shape[-1], square))
+    return _scaled(x, weight, eps, frac, square, lines)
+
+
+def lines_of(x: Fixed, eps: float, square: int, centred: bool = False) -> Lines | None:
+    """The inverse roots of rows of x, or of their deviations, by comparison keys; None if another way is.
+
+    Rows are then squared with `deviation_bits`, and sums reach down to 2^-REACH of the largest that the ring holds.
+    Local and public.
+    """
+    width = x.shape[-1]
+    fine = deviation_bits(x.frac, width, square)
+    if centred:
+        eps = eps * _ratio(width) ** 2
+    if not x.proto.has_keys or not one_sum(fine, width, square) or not eps > 0 or not x.numel():
+        return None
+    widest, rows = _WRAP_FREE - 2 * fine, x.numel() // width
+    low = max(0.98 * width * eps, 2.0 ** (widest - REACH))
+    if low > width * max(0.98 * eps, _SMALLEST):
+        return None
+    own, bits = 16 - math.floor(math.log2(low)), _inverse_bits(widest - _log2(width))
+    lines = Lines(RSQRT.power, own, low, 2.0**widest, bits, math.sqrt(width))
+    return (
+        lines if takes_lines(x, rows, lines, lambda prices: price(x, rows, THIRDS, low, 2.0**widest, prices)) else None
+    )
+
+
+def _ratio(width: int) -> float:
+    """Between a half and 1: by what `_deviations` are too small."""
+    return width / (1 << _log2(width))
+
+
+def _deviations(x: Fixed, fine: int) -> Fixed:
+    """(x - mean) width / 2^ceil(log2 width), with `fine` fractional bits: 1 round, a truncation an element.
+
+    A norm does not see the factor, and so its mean needs no division.
+    """
+    width, whole = x.shape[-1], _log2(x.shape[-1])
+    apart = x.scale_int(width) - x.sum(-1, keepdim=True)
+    return x.with_share(x.proto.truncate(apart.share, whole + x.frac - fine), fine)
 
 
 def one_sum(frac: int, width: int, square: int) -> bool:
@@ -136,11 +185,16 @@ def _divided(total: Fixed, width: int, reach: int) -> tuple[Fixed, int]:
     return total.with_share(total.proto.truncate(raw, bits + whole)), bits
 
 
-def _scaled(d: Fixed, weight: Fixed | Tensor | None, eps: float, frac: int | None, square: int) -> Fixed:
+def _scaled(
+    d: Fixed, weight: Fixed | Tensor | None, eps: float, frac: int | None, square: int, lines: Lines | None = None
+) -> Fixed:
     """d / sqrt(mean(d^2) + eps) * weight."""
     if not eps > 0:
         raise DomainError(f"norm: got eps={eps!r}; want a positive number (it bounds the inverse root)")
-    inverse = _inverse_root(d, eps) if one_sum(d.frac, d.shape[-1], square) else _inverse_root_of_any_row(d, eps)
+    if lines is not None:
+        inverse = power_by_lines(_squares(d, lines.own) + d.shape[-1] * eps, lines)
+    else:
+        inverse = _inverse_root(d, eps) if one_sum(d.frac, d.shape[-1], square) else _inverse_root_of_any_row(d, eps)
     y = d.mul(inverse, frac=frac)
     if weight is None:
         return y
@@ -152,10 +206,10 @@ def _inverse_bits(square: int) -> int:
     return INVERSE_BITS + max(3, math.ceil(square / 2))
 
 
-def _squares(d: Fixed) -> Fixed:
+def _squares(d: Fixed, frac: int | None = None) -> Fixed:
     """Sums of squares of the rows, [.., width] to [.., 1]."""
     row, column = d.view(lambda part: part.unsqueeze(-2)), d.view(lambda part: part.unsqueeze(-1))
-    bits = min(SQUARE_BITS, 2 * d.frac - 6)
+    bits = min(SQUARE_BITS, 2 * d.frac - 6) if frac is None else frac
     return row.matmul(column, frac=bits).view(lambda part: part.squeeze(-1))
 
 

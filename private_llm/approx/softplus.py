@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from private_llm.approx.bump import rectified_minus
 from private_llm.approx.coefficients import SOFTPLUS
+from private_llm.approx.curve_tables import SOFTPLUS as CURVE
 from private_llm.tensor.fixed import Fixed
 
 TOP = 10.0
@@ -16,4 +17,4 @@ def softplus(x: Fixed) -> Fixed:
     relu(x) - g(|x|) with g(t) = -log(1 + e^-t), a polynomial of degree 12 in four products (bump.py). Absolute error at
     most 1e-4; exactly x or 0 beyond 10.02. 243 bytes an element, 13 rounds (18 fractional bits).
     """
-    return rectified_minus(x, SOFTPLUS, TOP, 3)
+    return rectified_minus(x, SOFTPLUS, TOP, 3, CURVE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from private_llm.protocols.piecewise import Pieces, PiecesShape
 from private_llm.protocols.share import BitShare
 from private_llm.ranges import REACH
 from private_llm.tensor.fixed import Fixed
@@ -27,13 +28,36 @@ def reach(x: Fixed) -> int:
     return RANGE_BITS if known is None else min(RANGE_BITS, max(SHORTEST, known) + 1)
 
 
+def exact_span(x: Fixed, extra: int = 0) -> tuple[int, int]:
+    """(bits, low) of a comparison that is exact for |x| < 2^(reach + extra). Public and local."""
+    return min(x.session.ring.bits, x.frac + reach(x) + extra + 1), 0
+
+
+def coarse_span(x: Fixed, extra: int = 0, resolution: int = RESOLUTION_BITS) -> tuple[int, int]:
+    """The same where either answer will do up to 2^-resolution above a threshold."""
+    return exact_span(x, extra)[0], max(0, x.frac - resolution)
+
+
+def key_span(x: Fixed) -> tuple[int, int]:
+    """(bits, low) of ReLU's comparison, by the configuration (`relu_bits`, `relu_low`).
+
+    Needs -2^(relu_bits-1) + 2^relu_low <= x * 2^frac < 2^(relu_bits-1), exact except up to 2^(relu_low - frac) above 0.
+    Cost as `sign_bits` for 39 bits, 0.68 bytes an element less for each bit less: 12 bytes and 3 rounds for 21. A debug
+    session (`debug_ranges`) names the module that leaves this range, with DomainError.
+    """
+    config = x.session.config
+    more = x.frac - config.frac_bits
+    bits = x.frac + reach(x) + 1 if config.relu_bits is None else config.relu_bits + more
+    return min(x.session.ring.bits, bits), max(0, config.relu_low + more)
+
+
 def sign_bits(x: Fixed, thresholds: Sequence[float], extra: int = 0) -> BitShare:
     """Rows [x < threshold_k] of the flattened x, exact, for |x| < 2^(reach + extra) and |threshold| < 2^10.
 
     24.1 bytes an element and 13.1 for each further threshold (trio, 18 fractional bits, 64-bit ring, reach 20); 4
     rounds. A 32-bit ring compares no more than its bits.
     """
-    return x.below(thresholds, bits=min(x.session.ring.bits, x.frac + reach(x) + extra + 1))
+    return x.below(thresholds, *exact_span(x, extra))
 
 
 def coarse_bits(x: Fixed, thresholds: Sequence[float], extra: int = 0, resolution: int = RESOLUTION_BITS) -> BitShare:
@@ -41,20 +65,28 @@ def coarse_bits(x: Fixed, thresholds: Sequence[float], extra: int = 0, resolutio
 
     16 bytes an element and 8.5 for each further threshold; 3 rounds. For uses that are continuous at a threshold.
     """
-    bits = min(x.session.ring.bits, x.frac + reach(x) + extra + 1)
-    return x.below(thresholds, bits=bits, low=max(0, x.frac - resolution))
+    return x.below(thresholds, *coarse_span(x, extra, resolution))
 
 
-def key_bits(x: Fixed) -> BitShare:
-    """[x < 0] for ReLU, one row, with the key bits of the configuration (`relu_bits`, `relu_low`).
+def chosen_below(
+    x: Fixed, thresholds: Sequence[float], weights: Sequence[int], constants: Sequence[float], span: tuple[int, int]
+) -> Fixed:
+    """sum over k of [x < threshold_k] (weights_k x + constants_k), in the shape of x; span: as `exact_span`.
 
-    Needs -2^(relu_bits-1) + 2^relu_low <= x * 2^frac < 2^(relu_bits-1), exact except up to 2^(relu_low - frac) above 0.
-    Cost as `sign_bits` for 39 bits, 0.68 bytes an element less for each bit less: 12 bytes and 3 rounds for 21. A debug
-    session (`debug_ranges`) names the module that leaves this range, with DomainError.
+    One comparison and one injection, 5 or 4 rounds, or comparison keys, 1 round, where those are the way to go
+    (`PrivateConfig.adder`). Bytes of both: protocols/trio/cost.py. Raises DomainError as `Fixed.below` and `choose`.
     """
-    config = x.session.config
-    if config.relu_bits is None:
-        bits = min(x.session.ring.bits, x.frac + reach(x) + 1)
-    else:
-        bits = min(x.session.ring.bits, config.relu_bits + x.frac - config.frac_bits)
-    return x.below([0.0], bits=bits, low=max(0, config.relu_low + x.frac - config.frac_bits))
+    bits, low = span
+    if not x.proto.has_keys:
+        return x.choose(x.below(thresholds, bits, low), weights, constants)
+    shape = PiecesShape(len(thresholds), 1, bits, low)
+    count, rows, ring = x.numel(), len(thresholds), x.session.ring
+    weighted = sum(weight != 0 for weight in weights)
+    if not x.proto.takes_keys(
+        count, shape, lambda p: p.msb(count, bits, rows, low) + p.inject(ring, count, rows, weighted, 0)
+    ):
+        return x.choose(x.below(thresholds, bits, low), weights, constants)
+    steps = tuple((round(c * (1 << x.frac)), weight) for c, weight in zip(constants, weights, strict=True))
+    offsets = tuple(-round(threshold * (1 << x.frac)) for threshold in thresholds)
+    (made,) = x.proto.piecewise(x.share, Pieces(offsets, (steps,), ((0, 0),), bits, low))
+    return x.with_share(made)

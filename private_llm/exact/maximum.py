@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from private_llm.exact.comparisons import coarse_bits, sign_bits
+from private_llm.exact.comparisons import chosen_below, coarse_span, exact_span
 from private_llm.exact.ragged_rows import Rows
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
@@ -48,11 +48,11 @@ def larger(a: Fixed, b: Fixed, coarse: bool) -> Fixed:
     """max(a, b) elementwise, equal shapes; a where they are equal.
 
     With `coarse`, maybe the smaller if they differ by < 2^-6. |a|, |b| < 2^20. 57 bytes an element and 5 rounds, coarse
-    49 and 4.
+    49 and 4. By comparison keys 1 round (`chosen_below`).
     """
     d = a - b
-    below = coarse_bits(d, [0.0], extra=1) if coarse else sign_bits(d, [0.0], extra=1)
-    return a + d.choose(below, [-1], [0.0])
+    span = coarse_span(d, extra=1) if coarse else exact_span(d, extra=1)
+    return a + chosen_below(d, [0.0], [-1], [0.0], span)
 
 
 @dataclass(frozen=True, eq=False)

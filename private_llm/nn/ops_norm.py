@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from private_llm.approx.norms import LARGEST, WIDEST, deviation_bits, layer_norm, one_sum, rms_norm
+from private_llm.approx.norms import LARGEST, WIDEST, deviation_bits, layer_norm, lines_of, one_sum, rms_norm
 from private_llm.errors import UnsupportedOp
 from private_llm.tensor.dispatch import implements
 from private_llm.tensor.fixed import Fixed
@@ -27,7 +27,7 @@ def gain(weight: Tensor | None, offset: float = 0.0) -> Fixed | Tensor | None:
     return weight.detach() + offset if offset else weight.detach()
 
 
-def _measured(x: SecretTensor, centred: bool = False) -> tuple[Fixed, int]:
+def _measured(x: SecretTensor, eps: float, centred: bool = False) -> tuple[Fixed, int]:
     """A norm's input, and the power of two above the mean squares of its rows.
 
     Where calibration found that all rows can do with fewer fractional bits, so that one sum of squares is enough, the
@@ -41,7 +41,8 @@ def _measured(x: SecretTensor, centred: bool = False) -> tuple[Fixed, int]:
     if frac is not None and frac < value.frac:
         value = x.coarsen(frac)
     # One sum holds rows of a norm below 2^31 in ring elements of its bits, two hold entries of 2^20.
-    more = deviation_bits(value.frac, width, square) - value.frac if centred else 0
+    finer = centred or lines_of(value, eps, square) is not None
+    more = deviation_bits(value.frac, width, square) - value.frac if finer else 0
     watch(value, 30 - more if one_sum(value.frac, width, square) else LARGEST + 1 + value.frac)
     return value, square
 
@@ -51,7 +52,7 @@ def rms_norm_rule(x: SecretTensor, weight: Tensor | None, eps: float, offset: fl
 
     Calibration may cut x to fewer fractional bits first (1 round), for good.
     """
-    value, square = _measured(x)
+    value, square = _measured(x, eps)
     return SecretTensor(rms_norm(value, gain(weight, offset), eps, square=square))
 
 
@@ -74,7 +75,7 @@ def layer_norm_rule(
     Calibration may cut x to fewer fractional bits first (1 round), for good. Raises UnsupportedOp for other dimensions.
     """
     _last_only(x, normalized_shape, "layer_norm")
-    value, square = _measured(x, centred=True)
+    value, square = _measured(x, eps, centred=True)
     return SecretTensor(layer_norm(value, gain(weight), gain(bias), eps, square=square))
 
 

@@ -1,4 +1,4 @@
-"""Which adder a comparison uses: few rounds (prefix) or few bytes (ripple), decided from public sizes alone.
+"""Which adder a comparison uses: few rounds (prefix), few bytes (ripple), or none (keys); from public sizes alone.
 
 All parties decide alike, because sizes, bandwidth and latency are part of what they agreed upon.
 """
@@ -15,6 +15,9 @@ from private_llm.net.ledger import Cost
 ROUND_S = 1e-4
 """Computing that one round costs besides the network: a few calls of Python (measured 0.06 to 0.15 ms)."""
 
+BLOCK_S = 1.5e-8
+"""A block of the cipher of comparison keys, on one thread, with what is done with it (measured 10 to 25 ns)."""
+
 
 @dataclass(frozen=True)
 class Adder:
@@ -23,7 +26,7 @@ class Adder:
     Without a bandwidth "auto" is the prefix adder.
     """
 
-    kind: Literal["auto", "prefix", "ripple"] = "auto"
+    kind: Literal["auto", "prefix", "ripple", "keys"] = "auto"
     bandwidth_mbit: float | None = None
     latency_ms: float = 0.05
 
@@ -32,6 +35,18 @@ class Adder:
         if self.kind != "auto" or self.bandwidth_mbit is None:
             return self.kind == "ripple"
         return self.seconds(ripple(), self.bandwidth_mbit) < self.seconds(prefix(), self.bandwidth_mbit)
+
+    @property
+    def may_take_keys(self) -> bool:
+        """Whether `takes_keys` may ever say yes."""
+        return self.kind == "keys" or (self.kind == "auto" and self.bandwidth_mbit is not None)
+
+    def takes_keys(self, keys: Callable[[], Cost], other: Callable[[], Cost], blocks: int) -> bool:
+        """Whether comparison keys are the way to go, by what they and the other way cost, and blocks of the cipher."""
+        if self.kind != "auto" or self.bandwidth_mbit is None:
+            return self.kind == "keys"
+        seconds = self.seconds(keys(), self.bandwidth_mbit) + blocks * BLOCK_S
+        return seconds < self.seconds(other(), self.bandwidth_mbit)
 
     def seconds(self, cost: Cost, bandwidth_mbit: float) -> float:
         """Rounds, and the busiest direction of the busiest party's connection (preprocessing included)."""

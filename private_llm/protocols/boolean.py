@@ -7,12 +7,15 @@ formulas: `prices.py`. Dealer's figures are trio's; plain sends nothing.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from private_llm.errors import DomainError
+from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.net.ledger import Cost
 from private_llm.protocols.party_end import PartyEnd
+from private_llm.protocols.piecewise import Pieces, PiecesShape
+from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare, Share
 
 Weights = Sequence[int | Tensor]
@@ -36,6 +39,9 @@ def check_injected(bits: BitShare, x: Share | None, weights: Weights, constants:
 class Boolean(PartyEnd):
     """Bits are shared bitwise, 64 elements a word (`BitShare`); a row of n bits is sent as ceil(n / 64) words."""
 
+    has_keys = False
+    """Whether `takes_keys` may say yes: a quick look before anything is priced."""
+
     @abstractmethod
     def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None, low: int = 0) -> BitShare:
         """Rows of sign bits: row k is [x + offsets[k] < 0], for x flattened; [len(offsets) rows, x.numel()].
@@ -55,6 +61,22 @@ class Boolean(PartyEnd):
         round (2 with a shift). One row without shift, bytes an element: 32 with a weight and 24 without in trio, 56 and
         40 in quad. Raises DomainError unless x has bits.count elements and weights and constants are one for each row.
         """
+
+    def takes_keys(self, count: int, shape: PiecesShape, other: Callable[[Prices], Cost]) -> bool:
+        """Whether `piecewise` on `count` elements is the way to go, where another way costs `other`. Local, public.
+
+        By `PrivateConfig.adder` and the stated network; False where the protocol has no such keys.
+        """
+        return False
+
+    def piecewise(self, x: Share, pieces: Pieces) -> list[Share]:
+        """Piecewise polynomials of x with common thresholds, in one round: a share of x's shape for each output.
+
+        1 round (2 with a shift). 64-bit ring, degree 1, b bits without the d lowest: 64 (b - 1 - d) bytes of keys an
+        element, and some 60 bytes. Errors: only the rounding of a shift. Raises DomainError for bits and low as `msb`,
+        and UnsupportedOp under a protocol without comparison keys (only trio and dealer have them).
+        """
+        raise UnsupportedOp("comparison keys: this protocol has none; want trio or dealer, or another adder")
 
     @abstractmethod
     def xor(self, x: BitShare, y: BitShare) -> BitShare:

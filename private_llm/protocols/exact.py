@@ -12,12 +12,14 @@ changes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from private_llm.kernels.forms import Form
 from private_llm.protocols.boolean import Weights
+from private_llm.protocols.piecewise import Pieces
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import BitShare, Share
 
@@ -60,3 +62,8 @@ class ExactTruncation(Protocol):
     def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
         """Weighted bits, exactly divided: 1 round, then `truncate`; 1-D [count]."""
         return self.truncate(super().inject(bits, x, weights, constants), shift)
+
+    def piecewise(self, x: Share, pieces: Pieces) -> list[Share]:
+        """Piecewise polynomials, exactly divided: 1 round, then `truncate` of all outputs, one after the other."""
+        made = super().piecewise(x, dataclasses.replace(pieces, shifts=(0,) * len(pieces.shifts)))
+        return [self.truncate(each, shift) for each, shift in zip(made, pieces.shifts, strict=True)]

@@ -24,8 +24,7 @@ class OfflinePhase(Generic[Request]):
     ) -> None:  # fmt: skip
         """links: the party's own. run: computes one request and answers nobody. beat: called when there is progress."""
         self._session, self._links, self._run, self._beat = session, links, run, beat
-        facts = session.config.facts
-        self._helper, self._keepers = (None, ()) if facts is None else (facts.helper, facts.offline_receivers)
+        self._helper, self._keepers = session.config.helper, session.config.offline_receivers
         self._store: OfflineStore | None = None
         self._plan = self._calls = self._next = 0
 

@@ -83,8 +83,7 @@ class Ahead:
         else. Raises TransportError for a request that is no step of a plan.
         """
         session, step = model.session, _step(request)
-        facts = session.config.facts
-        helper, keepers = (None, ()) if facts is None else (facts.helper, facts.offline_receivers)
+        helper, keepers = session.config.helper, session.config.offline_receivers
         keeps = session.party in keepers
         if step.index == 0:
             self.forget(request.session.id)

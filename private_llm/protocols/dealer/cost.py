@@ -13,6 +13,7 @@ from private_llm.protocols.trio.cost import (
     msb,
     msb_ripple,
     open_shuffled,
+    piecewise,
     poly,
     product,
     reveal_to_client,
@@ -22,7 +23,8 @@ from private_llm.ring.ring import Ring
 
 __all__ = [
     "a2b", "finish", "gate", "index_from_client", "inject", "input_from_client", "lookup", "msb", "msb_ripple",
-    "open_shuffled", "permutation", "poly", "product", "remask", "reveal_to_client", "shuffle", "shuffle_bits",
+    "open_shuffled", "permutation",
+    "piecewise", "poly", "product", "remask", "reveal_to_client", "shuffle", "shuffle_bits",
     "truncate",
 ]  # fmt: skip
 

@@ -16,8 +16,11 @@ from private_llm.errors import ProtocolAbort, UnsupportedOp
 from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder
 from private_llm.protocols.party_end import Links
+from private_llm.protocols.piecewise import Pieces
+from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad.roles import Member, RoleTransport
 from private_llm.protocols.quad.transcript_mac import TAG_BYTES, TranscriptMac, as_bytes, as_tensor, same
+from private_llm.protocols.share import Share
 from private_llm.protocols.trio.party import Trio
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
@@ -46,10 +49,15 @@ class QuadRecords(Trio):
         super().__init__(
             party, RoleTransport(transport, party, self._transcripts), ring, masks, input_keys, adder, device
         )
+        self.has_keys = False
         self._order_stream = None if data is None else data.stream("quad permutations")
         if joint is not None:
             self._seeds.append(joint)
             self._streams.append(joint.stream("trio masks"))
+
+    def piecewise(self, x: Share, pieces: Pieces) -> list[Share]:
+        """Refused with UnsupportedOp, as by every protocol without comparison keys: nobody could check the helper's."""
+        return Protocol.piecewise(self, x, pieces)
 
     @cached_property
     def role(self) -> int:

@@ -11,8 +11,10 @@ from private_llm.circuits.carry import carry_plan
 from private_llm.kernels.ops import packed_words
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
+from private_llm.protocols.piecewise import PiecesShape
 from private_llm.protocols.share import words_for
-from private_llm.ring.dpf import key_words
+from private_llm.ring.comparison_keys import key_words
+from private_llm.ring.dpf import key_words as index_words
 from private_llm.ring.ring import Ring
 
 
@@ -56,6 +58,19 @@ def msb(count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
     )
 
 
+def piecewise(ring: Ring, count: int, shape: PiecesShape) -> Cost:
+    """Piecewise polynomials at `count` elements: keys to both evaluators, shared powers to one, a finish an output.
+
+    A key: 8 key_words (864 bytes for 26 levels and degree 1); 1 round, 2 with a shift, for each different shift.
+    """
+    keys = 8 * count * key_words(shape.levels, shape.words)
+    powers = 8 * count * (shape.words + (shape.words > 2))
+    total = Cost({(0, 1): keys, (0, 2): keys + powers})
+    for shift, outputs in shape.finishes:
+        total += finish(ring, count * len(outputs), shift, helped=False)
+    return total
+
+
 def gate(count: int, rows: int = 1) -> Cost:
     """One AND of `rows` bit vectors: 1 bit pre, 1 bit each way, 1 round."""
     word = 8 * words_for(count) * rows
@@ -92,7 +107,7 @@ def reveal_to_client(ring: Ring, count: int) -> Cost:
 
 def index_from_client(ring: Ring, count: int, domain: int) -> Cost:
     """Two point-function keys for each party, 8 key_words(domain) bytes each."""
-    return Cost({(CLIENT, party): 2 * 8 * count * key_words(domain) for party in range(3)})
+    return Cost({(CLIENT, party): 2 * 8 * count * index_words(domain) for party in range(3)})
 
 
 def lookup(ring: Ring, count: int, width: int, public: bool = False) -> Cost:

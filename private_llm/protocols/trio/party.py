@@ -25,28 +25,18 @@ from torch import Tensor
 from private_llm.circuits.carry import CarryPlan, carry_plan
 from private_llm.errors import DomainError
 from private_llm.kernels import ops
-from private_llm.net.transport import Transport
-from private_llm.protocols.adder import DEFAULT_ADDER, Adder
 from private_llm.protocols.boolean import Weights, check_injected
 from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.share import BitShare, Share, words_for
 from private_llm.protocols.trio import cost
-from private_llm.protocols.trio.shuffle import TrioShuffles
-from private_llm.ring.prg import Seed
+from private_llm.protocols.trio.piecewise import TrioPiecewise
 from private_llm.ring.ring import Ring
 
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-class Trio(TrioShuffles):
-    """One party of Trio: arithmetic, shuffles and bits."""
-
-    def __init__(
-        self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed], input_keys: Sequence[Seed],
-        adder: Adder = DEFAULT_ADDER, device: str = "cpu",
-    ) -> None:  # fmt: skip
-        super().__init__(party, transport, ring, pair_seeds, input_keys, device)
-        self.adder = adder
+class Trio(TrioPiecewise):
+    """One party of Trio: arithmetic, shuffles, piecewise polynomials and bits."""
 
     # -- sign bits ------------------------------------------------------------------------------------------
     def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None, low: int = 0) -> BitShare:

@@ -1,0 +1,102 @@
+"""Smooth functions as quadratics between public thresholds, all in one round of comparison keys.
+
+    f(x) = q_last(x) + sum_k [x < end_k] (q_k - q_(k+1))(x)
+
+Coarse comparisons do: each quadratic fits a little beyond its end. Coefficients are integers with as many fractional
+bits as the ring has room for; a quadratic is written around the middle of its piece first, so that rounding its leading
+coefficient costs nothing far from zero.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from private_llm.exact.comparisons import coarse_span
+from private_llm.net.ledger import Cost
+from private_llm.protocols.piecewise import Pieces, Polynomial
+from private_llm.protocols.prices import Prices
+from private_llm.tensor.fixed import Fixed
+
+LARGEST = 60
+"""Bits that a value may have before its truncation."""
+
+LEADING = 14
+"""Least fractional bits of a leading coefficient: less would cost the fit its precision."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """c0 + c1 (x - centre) + c2 (x - centre)^2."""
+
+    centre: float
+    coefficients: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One piece more than there are ends; |f| < 2^size where a piece other than the last one holds, error included.
+
+    linear: above the last end f(x) is x, and the last piece is zero; else the last piece goes on.
+    """
+
+    ends: tuple[float, ...]
+    pieces: tuple[Piece, ...]
+    size: int
+    error: float
+    linear: bool = False
+
+
+def takes_curve(curve: Curve, x: Fixed, frac: int, other: Callable[[Prices], Cost]) -> bool:
+    """Whether `evaluate` is the way to go, where another one costs `other`: the ring has room for it, and it pays.
+
+    Local and public.
+    """
+    if not x.proto.has_keys or x.session.ring.bits != 64 or LARGEST - curve.size - 2 * x.frac < LEADING:
+        return False
+    return x.proto.takes_keys(x.numel(), pieces_of(curve, x, frac).shape, other)
+
+
+def pieces_of(curve: Curve, x: Fixed, frac: int) -> Pieces:
+    """The curve at x, with `frac` fractional bits; the first output has the quadratics, a second one what is x. Local.
+
+    x: |x| < 2^(reach + 1) - 2^10.
+    """
+    return _pieces(curve, x.frac, frac, *coarse_span(x, extra=1))
+
+
+@lru_cache(maxsize=256)
+def _pieces(curve: Curve, own: int, frac: int, bits: int, low: int) -> Pieces:
+    total = LARGEST - curve.size
+    whole = [_integers(piece, own, total) for piece in curve.pieces]
+    steps = [tuple(tuple(a - b for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(whole))]
+    rest: list[Polynomial] = [whole[-1]]
+    shifts = [total - frac]
+    if curve.linear:
+        more = (0,) * (len(curve.ends) - 1)
+        steps.append((*((0, 0, 0) for _ in more), (0, -1, 0)))
+        rest.append((0, 1, 0))
+        shifts.append(0)
+    offsets = tuple(-round(end * (1 << own)) for end in curve.ends)
+    return Pieces(offsets, tuple(steps), tuple(rest), bits, low, tuple(shifts))
+
+
+def _integers(piece: Piece, own: int, total: int) -> Polynomial:
+    """The piece's coefficients of 1, x, x^2 with `total` fractional bits, for an x with `own`."""
+    c0, c1, c2 = piece.coefficients
+    centre = round(piece.centre * (1 << own))
+    a0, a1, a2 = round(c0 * 2.0**total), round(c1 * 2.0 ** (total - own)), round(c2 * 2.0 ** (total - 2 * own))
+    return a0 - a1 * centre + a2 * centre * centre, a1 - 2 * a2 * centre, a2
+
+
+def evaluate(curve: Curve, x: Fixed, frac: int) -> Fixed:
+    """The curve at x, of the shape of x, with `frac` fractional bits (those of x, if the curve is linear above).
+
+    2 rounds, 3 for a curve that is linear above; bytes: `piecewise` in protocols/trio/cost.py. Error: the curve's and
+    the rounding of the result. Raises UnsupportedOp under a protocol without comparison keys.
+    """
+    made = x.proto.piecewise(x.share, pieces_of(curve, x, frac))
+    value = x.with_share(made[0], frac)
+    return value + x.with_share(made[1]) if curve.linear else value

@@ -1,0 +1,163 @@
+"""Trio's piecewise polynomials in one round, by comparison keys that party 0 makes for its masks.
+
+The evaluators know M = x + a, party 0 knows a. With s = -a and w = `bits`, [x + c < 0] is bit w-1 of M + c + s:
+
+    [x + c < 0] = top(M + c) ^ u,   u = top(s) ^ carry,   carry = [lower(M + c) + lower(s) >= 2^(w-1)]
+
+and the carry is [~lower(M + c) < lower(s)]: a comparison of what the evaluators know with what party 0 knows. Its key
+has alpha = lower(s) and beta = +-(1, a, a^2), minus where top(s) is set; party 0 shares top(s) (1, a, a^2) besides. So
+the evaluators have additive shares of u a^j for every threshold, from one key, and without a message between them:
+
+    [x + c < 0] a^j = u a^j,  or where top(M + c) is set  a^j - u a^j
+    x^i [x + c < 0] = sum_j binomial(i, j) M^(i-j) (-1)^j a^j [x + c < 0]
+
+One finish turns the sum of all pieces into a share: 1 round, 2 with a shift. Party 0 sends each evaluator the key
+(`ring.comparison_keys`), whose roots come from their common streams, and party 2 the shared powers. Source: Boyle et
+al. 2021, section 3 (DReLU by a comparison key), with Trio's masks in place of a dealer's. Leakage: none to a single
+party, as long as AES is a good cipher; the receivers' views are pseudorandom keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from private_llm.errors import DomainError
+from private_llm.kernels.backends.cpu.comparison_keys import add_steps
+from private_llm.net.ledger import Cost
+from private_llm.net.transport import Transport
+from private_llm.protocols.adder import DEFAULT_ADDER, Adder
+from private_llm.protocols.piecewise import Pieces, PiecesShape
+from private_llm.protocols.prices import Prices
+from private_llm.protocols.share import Share
+from private_llm.protocols.trio import cost
+from private_llm.protocols.trio.shuffle import TrioShuffles
+from private_llm.ring import comparison_keys
+from private_llm.ring.prg import Seed
+from private_llm.ring.ring import Ring
+
+Array = np.ndarray[Any, Any]
+
+
+class TrioPiecewise(TrioShuffles):
+    """Trio's arithmetic and shuffles, and piecewise polynomials."""
+
+    def __init__(
+        self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed], input_keys: Sequence[Seed],
+        adder: Adder = DEFAULT_ADDER, device: str = "cpu",
+    ) -> None:  # fmt: skip
+        super().__init__(party, transport, ring, pair_seeds, input_keys, device)
+        self.adder = adder
+        self.has_keys = adder.may_take_keys
+
+    def takes_keys(self, count: int, shape: PiecesShape, other: Callable[[Prices], Cost]) -> bool:
+        """As the interface says, by bytes, rounds and the cipher's work of the busier evaluator."""
+        if not self.has_keys:
+            return False
+        blocks = count * shape.thresholds * comparison_keys.cipher_blocks(shape.levels, shape.words)
+        return self.adder.takes_keys(lambda: cost.piecewise(self.ring, count, shape), partial(other, cost), blocks)
+
+    def piecewise(self, x: Share, pieces: Pieces) -> list[Share]:
+        """As the interface says: see the module header. Bytes: `trio/cost.py`."""
+        shape = pieces.shape
+        if not 2 <= shape.bits <= self.ring.bits or not 0 <= shape.low <= shape.bits - 2:
+            raise DomainError(
+                f"piecewise: got bits={shape.bits}, low={shape.low}; want 2 to {self.ring.bits}, and 0 to bits - 2"
+            )
+        piece = None
+        if self.role == 0:
+            self._send_keys(x, shape)
+        else:
+            piece = self._pieces(x, pieces)
+        made: dict[int, Share] = {}
+        for shift, outputs in shape.finishes:
+            some = None if piece is None else piece[list(outputs)]
+            share = self._finish("piecewise", torch.Size((len(outputs), *x.shape)), some, shift, helped=False)
+            made |= dict(zip(outputs, (Share(parts) for parts in zip(*share.parts, strict=True)), strict=True))
+        return [made[output] for output in range(shape.outputs)]
+
+    def _send_keys(self, x: Share, shape: PiecesShape) -> None:
+        """Party 0: make keys for its masks, and send them."""
+        count, words = x.numel(), shape.words
+        key_words = comparison_keys.key_words(shape.levels, words)
+        more = words + (words > 2)
+        if x.parts[0].is_meta:
+            message = torch.empty((count, key_words), dtype=torch.int64, device="meta")
+            self.transport.send(1, "piecewise", message)
+            self.transport.send(2, "piecewise", message)
+            self.transport.send(2, "piecewise", torch.empty((more, count), dtype=torch.int64, device="meta"))
+            return
+        mask = _unsigned(x.parts[0] + x.parts[1]).reshape(-1)
+        lower, top = _split(np.uint64(0) - mask, shape)
+        powers = np.stack([mask**j for j in range(words)])
+        beta = np.where(top == 1, np.uint64(0) - powers, powers)
+        keys = comparison_keys.make_keys(lower, np.ascontiguousarray(beta.T), shape.levels, *self._streams)
+        shared = np.concatenate([top * powers, powers[2:]]) - self._shared(more, count)
+        message = _signed(keys)
+        self.transport.send(1, "piecewise", message)
+        self.transport.send(2, "piecewise", message)
+        self.transport.send(2, "piecewise", _signed(shared))
+
+    def _shared(self, rows: int, count: int) -> Array:
+        """What parties 0 and 1 draw as the first share of rows of words."""
+        return _unsigned(self._streams[0].words(rows * count)).reshape(rows, count)
+
+    def _pieces(self, x: Share, pieces: Pieces) -> Tensor:
+        """An evaluator's additive pieces of all outputs: [outputs, count]."""
+        shape, count, words = pieces.shape, x.numel(), pieces.shape.words
+        key_words = comparison_keys.key_words(shape.levels, words)
+        more, device = words + (words > 2), x.parts[0].device
+        meta, first = x.parts[0].is_meta, self.role == 1
+        root = None if meta else comparison_keys.roots(self._streams[0], count)
+        key = self.transport.recv(0, "piecewise", (count, key_words), torch.int64)
+        if not first:
+            received = self.transport.recv(0, "piecewise", (more, count), torch.int64)
+        if root is None:
+            return torch.empty((shape.outputs, count), dtype=self.ring.dtype, device="meta")
+        shared = self._shared(more, count) if first else _unsigned(received)
+        powers = np.stack(
+            [np.full(count, int(first), dtype=np.uint64), _unsigned(x.parts[1]).reshape(-1), *shared[words:]]
+        )
+        masked, key_of = _unsigned(x.parts[0] + x.parts[1]).reshape(-1), _unsigned(key)
+        offsets, steps, rest = pieces.arrays()
+        sums = np.einsum("ow,jn->owjn", rest, powers)
+        for at in range(0, len(offsets), max(1, _POINTS // max(1, count))):
+            some = slice(at, at + max(1, _POINTS // max(1, count)))
+            lower, top = _split(masked + offsets[some, None], shape)
+            values = comparison_keys.evaluate(self.role - 1, root, key_of, ~lower, shape.levels, words)
+            add_steps(values, top, shared[:words], powers, np.ascontiguousarray(steps[:, some]), sums)
+        return _signed(_polynomial(sums, masked)).to(self.ring.dtype).to(device)
+
+
+def _polynomial(total: Array, masked: Array) -> Array:
+    """Shares of sum_i c_i (M - a)^i from those of c_i a^j, total [outputs, i, j, n]: [outputs, n]."""
+    value = total[:, 0, 0] + masked * total[:, 1, 0] - total[:, 1, 1]
+    if total.shape[1] > 2:
+        value += masked * masked * total[:, 2, 0] - np.uint64(2) * masked * total[:, 2, 1] + total[:, 2, 2]
+    made: Array = value
+    return made
+
+
+def _split(values: Array, shape: PiecesShape) -> tuple[Array, Array]:
+    """The compared lower bits, and the top one."""
+    lower = (values >> np.uint64(shape.low)) & np.uint64((1 << shape.levels) - 1)
+    return lower, (values >> np.uint64(shape.bits - 1)) & np.uint64(1)
+
+
+def _unsigned(values: Tensor) -> Array:
+    """Ring elements or words as uint64; those of a smaller ring are widened."""
+    array: Array = values.cpu().contiguous().numpy()
+    return array.view(np.uint64) if array.dtype == np.int64 else array.view(np.uint32).astype(np.uint64)
+
+
+def _signed(values: Array) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values).view(np.int64))
+
+
+_POINTS = 1 << 16
+"""Elements times thresholds that are evaluated at once."""

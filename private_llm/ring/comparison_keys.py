@@ -1,0 +1,161 @@
+"""Comparison keys: the function "x < alpha gives beta, else 0", split between two holders.
+
+alpha has `levels` bits and beta is a row of 64-bit words; each holder's key gives additive shares (mod 2^64, hence mod
+2^32) of the function's value at any public x, without a word between the holders. A key alone is pseudorandom.
+Construction: Boyle, Chandran, Gilboa, Gupta, Ishai, Kumar, Rathee, "Function secret sharing for mixed-mode and
+fixed-point secure computation" (Eurocrypt 2021), figure 1. A node's seed s makes its children's seeds AES_L(s) ^ s,
+AES_R(s) ^ s and the words of its two sides by further fixed public keys; the lowest bit of a child is its control bit,
+and is cleared.
+
+The two keys differ in their roots alone: all other words (`key_words`) are one array that both holders have:
+2 words of seed correction and one for each word of beta at each level, 2 bits of control corrections at each level, and
+one word for each word of beta at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
+
+from private_llm.errors import DomainError
+from private_llm.kernels.backends.cpu import comparison_keys as kernels
+from private_llm.ring.prg import Prg
+
+Array = np.ndarray[Any, Any]
+
+MOST_WORDS = 4
+"""Words that a beta may have."""
+
+_LABELS = {"left": "L", "right": "R", "values left": "V", "values right": "W", "end": "E"}
+
+
+def _cipher(kind: str, block: int) -> Cipher[modes.ECB]:
+    return Cipher(algorithms.AES(f"private-llm.dc{_LABELS[kind]}{block}".encode()), modes.ECB())
+
+
+_CHILDREN = (_cipher("left", 0), _cipher("right", 0))
+_VALUES = tuple(tuple(_cipher(f"values {side}", block) for block in range(2)) for side in ("left", "right"))
+_END = tuple(_cipher("end", block) for block in range(2))
+
+
+def key_words(levels: int, words: int) -> int:
+    """64-bit words of a key without its root, for alphas of `levels` >= 1 bits and betas of `words` words.
+
+    levels (2 + words) + ceil(levels / 32) + words: 108 for 26 levels and 2 words.
+    """
+    return levels * (2 + words) + _control_words(levels) + words
+
+
+def cipher_blocks(levels: int, words: int) -> int:
+    """Blocks of AES that the value at one x takes a holder; making a key takes twice as many."""
+    return (2 + 2 * _blocks(words)) * levels + _blocks(words)
+
+
+def make_keys(alpha: Array, beta: Array, levels: int, first: Prg, second: Prg) -> Array:
+    """What both holders have of the keys of alpha uint64 [n] and beta uint64 [n, words]: uint64 [n, key_words].
+
+    The roots, 2 words each, are drawn from the streams of the two holders, who draw the same (`roots`). Only the lowest
+    `levels` bits of alpha count. Raises DomainError for levels outside 1 to 64, and for no words or too many.
+    """
+    count, words = beta.shape
+    _check(levels, words)
+    seeds = np.stack([roots(first, count), roots(second, count)])
+    control = np.zeros((2, count), dtype=np.uint64)
+    control[1] = 1
+    total = np.zeros((count, words), dtype=np.uint64)
+    made = np.zeros((count, key_words(levels, words)), dtype=np.uint64)
+    sides = [made[:, 2 * level : 2 * level + 2] for level in range(levels)]
+    values = made[:, 2 * levels : (2 + words) * levels].reshape(count, levels, words)
+    bits = made[:, (2 + words) * levels : (2 + words) * levels + _control_words(levels)]
+    children, inner, end = _contexts(words)
+    for level in range(levels):
+        left, right = (_one_way(each, seeds) for each in children)
+        kernels.correct(
+            seeds, control, left, right, *(_words_of(each, seeds) for each in inner),
+            (alpha >> np.uint64(levels - 1 - level)) & np.uint64(1), beta, total, sides[level], values[:, level],
+            bits[:, level // 32], level % 32,
+        )  # fmt: skip
+    last = _words_of(end, seeds)[..., :words]
+    difference = last[1] - last[0] - total
+    made[:, -words:] = np.where(control[1][:, None] == 1, np.uint64(0) - difference, difference)
+    return made
+
+
+def evaluate(holder: int, root: Array, key: Array, x: Array, levels: int, words: int) -> Array:
+    """This holder's shares of beta where x < alpha, else of 0: uint64 [points, n, words] at x uint64 [points, n].
+
+    holder: 0 or 1, the first or second of `make_keys`, with its root [n, 2]. Only the lowest `levels` bits of x count.
+    """
+    _check(levels, words)
+    points, count = x.shape
+    seeds = np.tile(root, (points, 1))
+    control = np.full(points * count, holder, dtype=np.uint64)
+    total = np.zeros((points * count, words), dtype=np.uint64)
+    flat = x.reshape(-1)
+    values = key[:, 2 * levels : (2 + words) * levels].reshape(count, levels, words)
+    bits = key[:, (2 + words) * levels : (2 + words) * levels + _control_words(levels)]
+    children, inner, end = _contexts(words)
+    for level in range(levels):
+        left, right = (_encrypt(each, seeds) for each in children)
+        kernels.descend(
+            seeds, control, left, right, *(_joined(each, seeds) for each in inner),
+            (flat >> np.uint64(levels - 1 - level)) & np.uint64(1),
+            np.ascontiguousarray(key[:, 2 * level : 2 * level + 2]), np.ascontiguousarray(values[:, level]),
+            np.ascontiguousarray(bits[:, level // 32]), level % 32, total,
+        )  # fmt: skip
+    kernels.finish(seeds, control, _joined(end, seeds), np.ascontiguousarray(key[:, -words:]), holder == 1, total)
+    return total.reshape(points, count, words)
+
+
+def roots(stream: Prg, count: int) -> Array:
+    """The next `count` roots of a holder's stream: uint64 [count, 2]."""
+    drawn: Array = stream.words(2 * count).numpy().view(np.uint64).reshape(count, 2).copy()
+    drawn[:, 0] &= ~np.uint64(1)
+    return drawn
+
+
+def _check(levels: int, words: int) -> None:
+    if not 1 <= levels <= 64 or not 1 <= words <= MOST_WORDS:
+        raise DomainError(f"comparison keys: got {levels} levels and {words} words; want 1 to 64 and 1 to {MOST_WORDS}")
+
+
+def _control_words(levels: int) -> int:
+    return (levels + 31) // 32
+
+
+def _blocks(words: int) -> int:
+    return (words + 1) // 2
+
+
+def _contexts(words: int) -> tuple[list[CipherContext], list[list[CipherContext]], list[CipherContext]]:
+    """Encryptors of children, of the words of either side, and of the words at the end."""
+    blocks = _blocks(words)
+    return (
+        [cipher.encryptor() for cipher in _CHILDREN],
+        [[cipher.encryptor() for cipher in side[:blocks]] for side in _VALUES],
+        [cipher.encryptor() for cipher in _END[:blocks]],
+    )
+
+
+def _encrypt(encryptor: CipherContext, blocks: Array) -> Array:
+    out = np.empty(blocks.size + 2, dtype=np.uint64)  # the cipher wants one spare block
+    if blocks.size:
+        encryptor.update_into(blocks.data.cast("B"), out.data.cast("B"))
+    return out[: blocks.size].reshape(blocks.shape)
+
+
+def _one_way(encryptor: CipherContext, seeds: Array) -> Array:
+    made: Array = _encrypt(encryptor, seeds) ^ seeds
+    return made
+
+
+def _joined(encryptors: list[CipherContext], seeds: Array) -> Array:
+    """The ciphers' outputs [blocks, .., 2]."""
+    return np.stack([_encrypt(each, seeds) for each in encryptors])
+
+
+def _words_of(encryptors: list[CipherContext], seeds: Array) -> Array:
+    """Words [.., 2 blocks] of seeds [.., 2]."""
+    return np.concatenate([_one_way(each, seeds) for each in encryptors], axis=-1)
