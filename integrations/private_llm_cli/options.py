@@ -40,11 +40,12 @@ class DemoModel(StrEnum):
 
 
 class Adder(StrEnum):
-    """Circuits of comparisons."""
+    """How comparisons are made."""
 
     AUTO = "auto"
     PREFIX = "prefix"
     RIPPLE = "ripple"
+    KEYS = "keys"
 
 
 class Approximations(StrEnum):

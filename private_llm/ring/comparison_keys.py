@@ -43,7 +43,7 @@ _END = tuple(_cipher("end", block) for block in range(2))
 def key_words(levels: int, words: int) -> int:
     """64-bit words of a key without its root, for alphas of `levels` >= 1 bits and betas of `words` words.
 
-    levels (2 + words) + ceil(levels / 32) + words: 108 for 26 levels and 2 words.
+    levels (2 + words) + ceil(levels / 32) + words: 107 for 26 levels and 2 words.
     """
     return levels * (2 + words) + _control_words(levels) + words
 
@@ -87,6 +87,7 @@ def evaluate(holder: int, root: Array, key: Array, x: Array, levels: int, words:
     """This holder's shares of beta where x < alpha, else of 0: uint64 [points, n, words] at x uint64 [points, n].
 
     holder: 0 or 1, the first or second of `make_keys`, with its root [n, 2]. Only the lowest `levels` bits of x count.
+    Raises DomainError as `make_keys`.
     """
     _check(levels, words)
     points, count = x.shape

@@ -61,7 +61,7 @@ def msb(count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
 def piecewise(ring: Ring, count: int, shape: PiecesShape) -> Cost:
     """Piecewise polynomials at `count` elements: keys to both evaluators, shared powers to one, a finish an output.
 
-    A key: 8 key_words (864 bytes for 26 levels and degree 1); 1 round, 2 with a shift, for each different shift.
+    A key: 8 key_words (856 bytes for 26 levels and degree 1); 1 round, 2 with a shift, for each different shift.
     """
     keys = 8 * count * key_words(shape.levels, shape.words)
     powers = 8 * count * (shape.words + (shape.words > 2))

@@ -1,0 +1,109 @@
+"""Two keys give shares of beta below alpha and of zero from there on; one key alone is uniform and of public length."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from private_llm.errors import DomainError
+from private_llm.ring import comparison_keys
+from private_llm.ring.comparison_keys import Array
+from private_llm.ring.prg import Seed
+
+COUNT = 40
+
+
+def words(generator: np.random.Generator, levels: int, *shape: int) -> Array:
+    """Random numbers of `levels` bits."""
+    drawn = np.frombuffer(generator.bytes(8 * int(np.prod(shape))), dtype=np.uint64)
+    return drawn.reshape(shape) >> np.uint64(64 - levels)
+
+
+def value(alpha: Array, beta: Array, x: Array, levels: int) -> Array:
+    """What both holders' shares add up to, at x [points, n]."""
+    seeds = Seed.fresh(), Seed.fresh()
+    key = comparison_keys.make_keys(alpha, beta, levels, *(seed.stream("t") for seed in seeds))
+    assert key.shape == (len(alpha), comparison_keys.key_words(levels, beta.shape[1]))
+    roots = [comparison_keys.roots(seed.stream("t"), len(alpha)) for seed in seeds]
+    shares = [comparison_keys.evaluate(b, roots[b], key, x, levels, beta.shape[1]) for b in (0, 1)]
+    assert shares[0].shape == (*x.shape, beta.shape[1])
+    return shares[0] + shares[1]
+
+
+@pytest.mark.parametrize("levels", [1, 2, 7, 31, 32, 33, 63, 64])
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_shares_add_up_to_beta_below_alpha(levels: int, width: int) -> None:
+    random = np.random.default_rng(levels)
+    most = np.uint64((1 << levels) - 1)
+    alpha, beta = words(random, levels, COUNT), words(random, 64, COUNT, width)
+    alpha[:3] = [0, most, most >> np.uint64(1)]
+    near = [(alpha + np.uint64(step % (1 << 64))) & most for step in (-1, 0, 1)]
+    ends = [np.zeros(COUNT, np.uint64), np.full(COUNT, most)]
+    x = np.stack([*near, *ends, *words(random, levels, 10, COUNT)])
+    want = np.where((x < alpha)[..., None], beta, np.uint64(0))
+    assert np.array_equal(value(alpha, beta, x, levels), want)
+
+
+def test_every_pair_of_a_small_domain() -> None:
+    alpha = np.arange(32, dtype=np.uint64)
+    x = np.repeat(alpha[:, None], 32, axis=1)
+    beta = np.full((32, 1), 7, dtype=np.uint64)
+    assert np.array_equal(value(alpha, beta, x, 5)[..., 0], 7 * (x < alpha))
+
+
+def test_higher_bits_do_not_count() -> None:
+    alpha, beta = np.array([5], np.uint64), np.array([[1]], np.uint64)
+    x = np.array([[4 + 16], [5 + 16]], np.uint64)
+    assert value(alpha + np.uint64(48), beta, x, 4)[:, 0, 0].tolist() == [1, 0]
+
+
+def test_a_key_looks_uniform_whatever_alpha_and_beta_are() -> None:
+    """Chi-square of bytes, 255 degrees of freedom, p = 1e-9; control bits, and the bit that seeds do not use, apart."""
+    for alpha, beta in ((0, 0), (0, 1), ((1 << 20) - 1, 1)):
+        levels, count = 20, 512
+        seeds = Seed.fresh(), Seed.fresh()
+        key = comparison_keys.make_keys(
+            np.full(count, alpha, np.uint64), np.full((count, 2), beta, np.uint64), levels,
+            *(seed.stream("t") for seed in seeds),
+        )  # fmt: skip
+        controls = key[:, 4 * levels]
+        rest = np.delete(key, 4 * levels, axis=1)
+        rest[:, : 2 * levels : 2] = rest[:, : 2 * levels : 2] >> np.uint64(8)  # which leaves seven of eight bytes
+        data = rest.tobytes()
+        raw = np.frombuffer(data, np.uint8).reshape(-1, 8)
+        seeds_low = np.zeros(rest.shape, bool)
+        seeds_low[:, : 2 * levels : 2] = True
+        kept = np.concatenate([raw[seeds_low.reshape(-1), :7].reshape(-1), raw[~seeds_low.reshape(-1)].reshape(-1)])
+        expected = len(kept) / 256
+        assert ((np.bincount(kept, minlength=256) - expected) ** 2 / expected).sum() < 378
+        ones = sum(bin(int(word)).count("1") for word in controls)
+        assert abs(ones - count * levels) < 6 * (count * levels / 2) ** 0.5
+
+
+def test_one_holder_alone_has_uniform_values() -> None:
+    count = 4096
+    seeds = Seed.fresh(), Seed.fresh()
+    key = comparison_keys.make_keys(
+        np.full(count, 9, np.uint64), np.ones((count, 1), np.uint64), 6, *(seed.stream("t") for seed in seeds)
+    )
+    for holder, seed in enumerate(seeds):
+        root = comparison_keys.roots(seed.stream("t"), count)
+        for x in (3, 9, 60):
+            share = comparison_keys.evaluate(holder, root, key, np.full((1, count), x, np.uint64), 6, 1)
+            counts = np.bincount(np.frombuffer(share.tobytes(), np.uint8), minlength=256)
+            expected = share.size * 8 / 256
+            assert ((counts - expected) ** 2 / expected).sum() < 378
+
+
+def test_the_size_and_the_work_that_prices_name() -> None:
+    assert comparison_keys.key_words(26, 2) == 107
+    assert comparison_keys.cipher_blocks(26, 2) == 26 * 4 + 1
+
+
+@pytest.mark.parametrize(("levels", "width"), [(0, 1), (65, 1), (5, 0), (5, 5)])
+def test_impossible_sizes_are_refused(levels: int, width: int) -> None:
+    alpha, beta = np.zeros(2, np.uint64), np.zeros((2, width), np.uint64)
+    with pytest.raises(DomainError, match="want 1 to 64 and 1 to 4"):
+        comparison_keys.make_keys(alpha, beta, levels, Seed.fresh().stream("a"), Seed.fresh().stream("b"))
+    with pytest.raises(DomainError, match="want 1 to 64 and 1 to 4"):
+        comparison_keys.evaluate(0, np.zeros((2, 2), np.uint64), beta, alpha[None], levels, width)
