@@ -23,7 +23,7 @@ from private_llm.tensor.fixed import Fixed
 LARGEST = 60
 """Bits that a value may have before its truncation."""
 
-LEADING = 14
+LEADING = 17
 """Least fractional bits of a leading coefficient: less would cost the fit its precision."""
 
 

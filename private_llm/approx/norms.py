@@ -72,15 +72,15 @@ def layer_norm(
     """
     need_wide_ring(x, "layer_norm")
     width, reach = x.shape[-1], LARGEST
-    fine = deviation_bits(x.frac, width, square)
-    if one_sum(x.frac, width, square):  # which bounds the mean, too
-        reach = min(LARGEST, max(1, math.ceil((_WRAP_FREE + 1 - _log2(width)) / 2) - x.frac))
     lines = lines_of(x, eps, square, centred=True)
     if lines is not None:
-        y = _scaled(_deviations(x, fine), weight, eps * _ratio(width) ** 2, frac, square, lines)
-    else:
-        x = x.finer(fine)
-        y = _scaled(x - _mean(x, reach), weight, eps, frac, square)
+        d = _deviations(x, line_bits(x.frac, width, square))
+        y = _scaled(d, weight, eps * _ratio(width) ** 2, frac, square, lines)
+        return y if bias is None else y + bias
+    if one_sum(x.frac, width, square):  # which bounds the mean, too
+        reach = min(LARGEST, max(1, math.ceil((_WRAP_FREE + 1 - _log2(width)) / 2) - x.frac))
+    x = x.finer(deviation_bits(x.frac, width, square))
+    y = _scaled(x - _mean(x, reach), weight, eps, frac, square)
     return y if bias is None else y + bias
 
 
@@ -95,18 +95,18 @@ def rms_norm(
     need_wide_ring(x, "rms_norm")
     lines = lines_of(x, eps, square)
     if lines is not None:
-        x = x.finer(deviation_bits(x.frac, x.shape[-1], square))
+        x = x.finer(line_bits(x.frac, x.shape[-1], square))
     return _scaled(x, weight, eps, frac, square, lines)
 
 
 def lines_of(x: Fixed, eps: float, square: int, centred: bool = False) -> Lines | None:
     """The inverse roots of rows of x, or of their deviations, by comparison keys; None if another way is.
 
-    Rows are then squared with `deviation_bits`, and sums reach down to 2^-REACH of the largest that the ring holds.
+    Rows are then squared with `line_bits`, and sums reach down to 2^-REACH of the largest that the ring holds.
     Local and public.
     """
     width = x.shape[-1]
-    fine = deviation_bits(x.frac, width, square)
+    fine = line_bits(x.frac, width, square)
     if centred:
         eps = eps * _ratio(width) ** 2
     if not x.proto.has_keys or not one_sum(fine, width, square) or not eps > 0 or not x.numel():
@@ -147,6 +147,14 @@ def deviation_bits(frac: int, width: int, square: int) -> int:
     if not one_sum(frac, width, square):
         return frac + MEAN_BITS
     return min(frac + MEAN_BITS, fitting_bits(width, square))
+
+
+def line_bits(frac: int, width: int, square: int) -> int:
+    """Fractional bits of rows that are squared for lines (power_lines.py): up to 6 more, as one sum has room for.
+
+    The smallest sums then have enough of them. Those of `frac` where there is no room.
+    """
+    return max(frac, min(frac + 2 * MEAN_BITS, fitting_bits(width, square)))
 
 
 def fitting_bits(width: int, square: int) -> int:

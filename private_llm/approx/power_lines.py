@@ -21,15 +21,15 @@ from private_llm.protocols.piecewise import Pieces, PiecesShape
 from private_llm.protocols.prices import Prices
 from private_llm.tensor.fixed import Fixed
 
-CELLS = {-1.0: 33, -0.5: 29}
-"""Cells an octave, by exponent: relative errors of 5.6e-5 and 5.4e-5."""
+CELLS = {-1.0: 33, -0.5: 24}
+"""Cells an octave, by exponent: relative errors of 5.6e-5 and 4e-5."""
 
 REACH = 24.5
 """Most octaves of a range."""
 
 _LARGEST = 60
-_SLACK = 9
-"""A coarse comparison may be off by 2^-9 of the smallest argument: an eighth of a cell."""
+_SLACK = 11
+"""A coarse comparison may be off by 2^-11 of the smallest argument: a fortieth of a cell."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ def takes_lines(x: Fixed, count: int, lines: Lines, other: Callable[[Prices], Co
 def power_by_lines(x: Fixed, lines: Lines) -> Fixed:
     """gain * x^exponent for low <= x <= high, of the shape of x, with `lines.frac` fractional bits.
 
-    2 rounds; bytes: `piecewise` in protocols/trio/cost.py. Relative error 6e-5, 2^-frac absolute, and half to all of
-    the relative precision of x. Below `low` the first line goes on, so that the result is too small, not garbage.
-    Raises UnsupportedOp under a protocol without comparison keys.
+    2 rounds; bytes: `piecewise` in protocols/trio/cost.py. Relative error 7e-5 (1/x) or 5e-5, 2^-frac absolute, and
+    half to all of the relative precision of x. Below `low` the first line goes on, so that the result is too small, not
+    garbage. Raises UnsupportedOp under a protocol without comparison keys.
     """
     (made,) = x.proto.piecewise(x.share, _pieces(lines))
     return x.with_share(made, lines.frac)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from private_llm.approx.norms import LARGEST, WIDEST, deviation_bits, layer_norm, lines_of, one_sum, rms_norm
+from private_llm.approx.norms import LARGEST, WIDEST, deviation_bits, layer_norm, line_bits, lines_of, one_sum, rms_norm
 from private_llm.errors import UnsupportedOp
 from private_llm.tensor.dispatch import implements
 from private_llm.tensor.fixed import Fixed
@@ -41,8 +41,9 @@ def _measured(x: SecretTensor, eps: float, centred: bool = False) -> tuple[Fixed
     if frac is not None and frac < value.frac:
         value = x.coarsen(frac)
     # One sum holds rows of a norm below 2^31 in ring elements of its bits, two hold entries of 2^20.
-    finer = centred or lines_of(value, eps, square) is not None
-    more = deviation_bits(value.frac, width, square) - value.frac if finer else 0
+    more = deviation_bits(value.frac, width, square) - value.frac if centred else 0
+    if lines_of(value, eps, square, centred) is not None:
+        more = line_bits(value.frac, width, square) - value.frac
     watch(value, 30 - more if one_sum(value.frac, width, square) else LARGEST + 1 + value.frac)
     return value, square
 

@@ -25,7 +25,8 @@ GREEDY = {"max_new_tokens": 4, "do_sample": False}
 PLAN = GeneratePlan(prompt=5, new_tokens=4, batch=2, attention_mask=MASK)
 IDS = torch.tensor([[5, 6, 7, 8]])
 QUAD = PrivateConfig(protocol="quad", timeout_s=60)
-every = pytest.mark.parametrize("config", [TRIO, DEALER, QUAD], ids=["trio", "dealer", "quad"])
+KEYS = PrivateConfig(adder="keys", timeout_s=60)
+every = pytest.mark.parametrize("config", [TRIO, DEALER, QUAD, KEYS], ids=["trio", "dealer", "quad", "keys"])
 
 
 @pytest.fixture
