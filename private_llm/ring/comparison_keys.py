@@ -71,13 +71,13 @@ def make_keys(alpha: Array, beta: Array, levels: int, first: Prg, second: Prg) -
     bits = made[:, (2 + words) * levels : (2 + words) * levels + _control_words(levels)]
     children, inner, end = _contexts(words)
     for level in range(levels):
-        left, right = (_one_way(each, seeds) for each in children)
+        left, right = (_encrypt(each, seeds) for each in children)
         kernels.correct(
-            seeds, control, left, right, *(_words_of(each, seeds) for each in inner),
+            seeds, control, left, right, *(_joined(each, seeds) for each in inner),
             (alpha >> np.uint64(levels - 1 - level)) & np.uint64(1), beta, total, sides[level], values[:, level],
             bits[:, level // 32], level % 32,
         )  # fmt: skip
-    last = _words_of(end, seeds)[..., :words]
+    last = np.concatenate([_encrypt(each, seeds) ^ seeds for each in end], axis=-1)[..., :words]
     difference = last[1] - last[0] - total
     made[:, -words:] = np.where(control[1][:, None] == 1, np.uint64(0) - difference, difference)
     return made
@@ -147,16 +147,8 @@ def _encrypt(encryptor: CipherContext, blocks: Array) -> Array:
     return out[: blocks.size].reshape(blocks.shape)
 
 
-def _one_way(encryptor: CipherContext, seeds: Array) -> Array:
-    made: Array = _encrypt(encryptor, seeds) ^ seeds
-    return made
-
-
 def _joined(encryptors: list[CipherContext], seeds: Array) -> Array:
     """The ciphers' outputs [blocks, .., 2]."""
+    if len(encryptors) == 1:
+        return _encrypt(encryptors[0], seeds)[None]
     return np.stack([_encrypt(each, seeds) for each in encryptors])
-
-
-def _words_of(encryptors: list[CipherContext], seeds: Array) -> Array:
-    """Words [.., 2 blocks] of seeds [.., 2]."""
-    return np.concatenate([_one_way(each, seeds) for each in encryptors], axis=-1)

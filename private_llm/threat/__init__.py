@@ -10,6 +10,7 @@ from __future__ import annotations
 from private_llm.protocol_facts import Threat, protocol_facts, protocol_names
 from private_llm.threat.computing import (
     COARSE,
+    COMPARISON_KEYS,
     LOOKUP,
     PARALLEL_SESSIONS,
     PREPROCESSED,
@@ -36,6 +37,7 @@ from private_llm.threat.token_sharding import CASCADE, SPLIT
 _SHORTCUTS: tuple[Threat, ...] = (
     TRUNCATION,
     COARSE,
+    COMPARISON_KEYS,
     RANGES,
     PRODUCT_MASKS,
     PREPROCESSED,

@@ -39,7 +39,7 @@ PREPROCESSED = Threat(
             "the planned shapes, before the data; afterwards not even when calls happen (a party service tells it)",
         ),
         (
-            "who reads the disk of party 2 (in quad also of party 0)",
+            "who reads the disk of party 2 (in quad also of party 0, with comparison keys of party 1)",
             "sizes only: the file has no name, and is encrypted and authenticated under a key in that party's memory",
         ),
         (
@@ -101,6 +101,35 @@ COARSE = Threat(
     ),
     source="private_llm/exact/comparisons.py; msb in private_llm/protocols/trio/party.py",
     setting="always on",
+)
+
+COMPARISON_KEYS = Threat(
+    name="comparison keys",
+    kind="shortcut",
+    corrupt="as the protocol",
+    learns=(
+        (
+            "party 1 or party 2",
+            "keys of comparisons with masks: pseudorandom words of public length, so what hides the masks here is AES "
+            "and not chance alone; values stay masked by uniform elements as ever",
+        ),
+        ("party 0, or the dealer", "nothing more: it makes the keys from masks that it knows anyway"),
+        (
+            "parties 1 and 2 together",
+            "everything, as without keys: both keys of a comparison name the mask",
+        ),
+        (
+            "meaning of the result",
+            "exp, SiLU, GELU, softplus, 1/x and x^(-1/2) are other polynomials than without keys, with errors of the "
+            "same size; a row whose mean square lies below 2^-13 of the range of its norm comes out too small",
+        ),
+    ),
+    source=(
+        "Boyle et al. (Eurocrypt 2021), figure 1 and section 3, with Trio's masks in place of the dealer's; "
+        "private_llm/ring/comparison_keys.py, private_llm/protocols/trio/piecewise.py. Tests look at what the receivers "
+        "see. A helper that sends false keys is beyond semi-honest protocols; quad has no keys for that reason"
+    ),
+    setting="adder='keys', or adder='auto' with bandwidth_mbit, under protocol='trio' or 'dealer'",
 )
 
 RANGES = Threat(

@@ -18,40 +18,50 @@ def correct(
 ) -> None:  # fmt: skip
     """One level of making keys: seeds [2, n, 2], control [2, n] and total [n, words] become those of the next level.
 
-    left, right [2, n, 2] are the children of the seeds, left_words, right_words [2, n, >= words] the words of the
-    sides, turn [n] the bits of alpha. Writes corrections: side [n, 2], values [n, words], and two bits of bits [n].
+    left, right [2, n, 2], left_words, right_words [blocks, 2, n, 2] are the ciphers' outputs of the seeds (adding the
+    seed makes them one-way), turn [n] the bits of alpha. Writes corrections: side [n, 2], values [n, words], and two
+    bits of bits [n].
     """
     count, words = total.shape
     one = np.uint64(1)
     for n in range(count):
         right_turn = turn[n] == one
-        fix_left = (left[0, n, 0] ^ left[1, n, 0] ^ turn[n] ^ one) & one
-        fix_right = (right[0, n, 0] ^ right[1, n, 0] ^ turn[n]) & one
+        low0, high0, low1, high1 = seeds[0, n, 0], seeds[0, n, 1], seeds[1, n, 0], seeds[1, n, 1]
+        seeds_apart = low0 ^ low1
+        fix_left = (left[0, n, 0] ^ left[1, n, 0] ^ seeds_apart ^ turn[n] ^ one) & one
+        fix_right = (right[0, n, 0] ^ right[1, n, 0] ^ seeds_apart ^ turn[n]) & one
         bits[n] |= (fix_left << np.uint64(2 * at)) | (fix_right << np.uint64(2 * at + 1))
         lost = left if right_turn else right
         kept = right if right_turn else left
-        side[n, 0] = (lost[0, n, 0] ^ lost[1, n, 0]) & ~one
-        side[n, 1] = lost[0, n, 1] ^ lost[1, n, 1]
+        fix_low = (lost[0, n, 0] ^ lost[1, n, 0] ^ seeds_apart) & ~one
+        fix_high = lost[0, n, 1] ^ lost[1, n, 1] ^ high0 ^ high1
+        side[n, 0], side[n, 1] = fix_low, fix_high
         lost_words = left_words if right_turn else right_words
         kept_words = right_words if right_turn else left_words
         negate = control[1, n] == one
         for word in range(words):
-            value = lost_words[1, n, word] - lost_words[0, n, word] - total[n, word]
+            block, half = word >> 1, word & 1
+            value = (lost_words[block, 1, n, half] ^ seeds[1, n, half]) - (
+                lost_words[block, 0, n, half] ^ seeds[0, n, half]
+            )
+            value -= total[n, word]
             if right_turn:
                 value += beta[n, word]
             if negate:
                 value = np.uint64(0) - value
             values[n, word] = value
-            total[n, word] += kept_words[0, n, word] - kept_words[1, n, word]
+            total[n, word] += kept_words[block, 0, n, half] ^ seeds[0, n, half]
+            total[n, word] -= kept_words[block, 1, n, half] ^ seeds[1, n, half]
             total[n, word] += np.uint64(0) - value if negate else value
         fix = fix_right if right_turn else fix_left
         for holder in range(2):
-            low, high = kept[holder, n, 0], kept[holder, n, 1]
+            low = kept[holder, n, 0] ^ seeds[holder, n, 0]
+            high = kept[holder, n, 1] ^ seeds[holder, n, 1]
             bit = low & one
             low &= ~one
             if control[holder, n] == one:
-                low ^= side[n, 0]
-                high ^= side[n, 1]
+                low ^= fix_low
+                high ^= fix_high
                 bit ^= fix
             seeds[holder, n, 0], seeds[holder, n, 1], control[holder, n] = low, high, bit
 
