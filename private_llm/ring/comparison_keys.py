@@ -14,12 +14,14 @@ one word for each word of beta at the end.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from private_llm.errors import DomainError
+from private_llm.kernels.backends.cpu import aes
 from private_llm.kernels.backends.cpu import comparison_keys as kernels
 from private_llm.ring.prg import Prg
 
@@ -28,16 +30,15 @@ Array = np.ndarray[Any, Any]
 MOST_WORDS = 4
 """Words that a beta may have."""
 
-_LABELS = {"left": "L", "right": "R", "values left": "V", "values right": "W", "end": "E"}
+
+def _cipher(label: bytes) -> Cipher[modes.ECB]:
+    return Cipher(algorithms.AES(label), modes.ECB())
 
 
-def _cipher(kind: str, block: int) -> Cipher[modes.ECB]:
-    return Cipher(algorithms.AES(f"private-llm.dc{_LABELS[kind]}{block}".encode()), modes.ECB())
-
-
-_CHILDREN = (_cipher("left", 0), _cipher("right", 0))
-_VALUES = tuple(tuple(_cipher(f"values {side}", block) for block in range(2)) for side in ("left", "right"))
-_END = tuple(_cipher("end", block) for block in range(2))
+_CHILDREN = (b"private-llm.dcL0", b"private-llm.dcR0")
+_VALUES = ((b"private-llm.dcV0", b"private-llm.dcV1"), (b"private-llm.dcW0", b"private-llm.dcW1"))
+_END = (b"private-llm.dcE0", b"private-llm.dcE1")
+"""Public keys of AES: of the left and right child, of two blocks of words of either side, of two at the end."""
 
 
 def key_words(levels: int, words: int) -> int:
@@ -62,6 +63,16 @@ def make_keys(alpha: Array, beta: Array, levels: int, first: Prg, second: Prg) -
     count, words = beta.shape
     _check(levels, words)
     seeds = np.stack([roots(first, count), roots(second, count)])
+    if aes.usable():
+        made = np.zeros((count, key_words(levels, words)), dtype=np.uint64)
+        kernels.make(seeds, alpha, beta, levels, _round_keys(), made)
+        return made
+    return _make_by_levels(seeds, alpha, beta, levels)
+
+
+def _make_by_levels(seeds: Array, alpha: Array, beta: Array, levels: int) -> Array:
+    """`make_keys` with OpenSSL's cipher, a level of all keys at a time."""
+    count, words = beta.shape
     control = np.zeros((2, count), dtype=np.uint64)
     control[1] = 1
     total = np.zeros((count, words), dtype=np.uint64)
@@ -90,6 +101,16 @@ def evaluate(holder: int, root: Array, key: Array, x: Array, levels: int, words:
     Raises DomainError as `make_keys`.
     """
     _check(levels, words)
+    points, count = x.shape
+    if aes.usable():
+        total = np.empty((points * count, words), dtype=np.uint64)
+        kernels.follow(root, holder, key, np.ascontiguousarray(x).reshape(-1), levels, _round_keys(), total)
+        return total.reshape(points, count, words)
+    return _evaluate_by_levels(holder, root, key, x, levels, words)
+
+
+def _evaluate_by_levels(holder: int, root: Array, key: Array, x: Array, levels: int, words: int) -> Array:
+    """`evaluate` with OpenSSL's cipher, a level of all points at a time."""
     points, count = x.shape
     seeds = np.tile(root, (points, 1))
     control = np.full(points * count, holder, dtype=np.uint64)
@@ -122,6 +143,13 @@ def _check(levels: int, words: int) -> None:
         raise DomainError(f"comparison keys: got {levels} levels and {words} words; want 1 to 64 and 1 to {MOST_WORDS}")
 
 
+@cache
+def _round_keys() -> Array:
+    """Of all public keys, [8, 11, 2]."""
+    labels = [*_CHILDREN, *_VALUES[0], *_VALUES[1], *_END]
+    return np.stack([aes.round_keys(label) for label in labels])
+
+
 def _control_words(levels: int) -> int:
     return (levels + 31) // 32
 
@@ -134,9 +162,9 @@ def _contexts(words: int) -> tuple[list[CipherContext], list[list[CipherContext]
     """Encryptors of children, of the words of either side, and of the words at the end."""
     blocks = _blocks(words)
     return (
-        [cipher.encryptor() for cipher in _CHILDREN],
-        [[cipher.encryptor() for cipher in side[:blocks]] for side in _VALUES],
-        [cipher.encryptor() for cipher in _END[:blocks]],
+        [_cipher(label).encryptor() for label in _CHILDREN],
+        [[_cipher(label).encryptor() for label in side[:blocks]] for side in _VALUES],
+        [_cipher(label).encryptor() for label in _END[:blocks]],
     )
 
 

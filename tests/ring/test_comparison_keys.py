@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from private_llm.errors import DomainError
+from private_llm.kernels.backends.cpu import aes
 from private_llm.ring import comparison_keys
 from private_llm.ring.comparison_keys import Array
 from private_llm.ring.prg import Seed
@@ -30,9 +32,20 @@ def value(alpha: Array, beta: Array, x: Array, levels: int) -> Array:
     return shares[0] + shares[1]
 
 
+@pytest.fixture(params=["instructions", "library"])
+def cipher(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to AES, as far as this processor has them."""
+    way: str = request.param
+    if way == "library":
+        monkeypatch.setattr(aes, "usable", lambda: False)
+    elif not aes.usable():
+        pytest.skip("this processor has no AES instructions")
+    return way
+
+
 @pytest.mark.parametrize("levels", [1, 2, 7, 31, 32, 33, 63, 64])
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
-def test_shares_add_up_to_beta_below_alpha(levels: int, width: int) -> None:
+def test_shares_add_up_to_beta_below_alpha(levels: int, width: int, cipher: str) -> None:
     random = np.random.default_rng(levels)
     most = np.uint64((1 << levels) - 1)
     alpha, beta = words(random, levels, COUNT), words(random, 64, COUNT, width)
@@ -42,6 +55,41 @@ def test_shares_add_up_to_beta_below_alpha(levels: int, width: int) -> None:
     x = np.stack([*near, *ends, *words(random, levels, 10, COUNT)])
     want = np.where((x < alpha)[..., None], beta, np.uint64(0))
     assert np.array_equal(value(alpha, beta, x, levels), want)
+
+
+def test_both_ways_make_the_same_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parties may have different processors."""
+    if not aes.usable():
+        pytest.skip("this processor has no AES instructions")
+    random = np.random.default_rng(3)
+    alpha, beta, x = words(random, 37, COUNT), words(random, 64, COUNT, 3), words(random, 37, 5, COUNT)
+    seeds, found = (Seed.fresh(), Seed.fresh()), []
+    for way in (True, False):
+        monkeypatch.setattr(aes, "usable", lambda way=way: way)
+        key = comparison_keys.make_keys(alpha, beta, 37, *(seed.stream("t") for seed in seeds))
+        root = comparison_keys.roots(seeds[1].stream("t"), COUNT)
+        found.append((key, comparison_keys.evaluate(1, root, key, x, 37, 3)))
+    assert np.array_equal(found[0][0], found[1][0])
+    assert np.array_equal(found[0][1], found[1][1])
+
+
+def test_the_cipher_is_aes() -> None:
+    """FIPS 197, appendices A.1 and B, and random keys against the library."""
+    if not aes.usable():
+        pytest.skip("this processor has no AES instructions")
+    key, text = (bytes.fromhex(h) for h in ("2b7e151628aed2a6abf7158809cf4f3c", "3243f6a8885a308d313198a2e0370734"))
+    assert aes.round_keys(key)[10].tobytes().hex() == "d014f9a8c9ee2589e13f0cc8b6630ca6"
+    assert encrypted(key, text).hex() == "3925841d02dc09fbdc118597196a0b32"
+    random = np.random.default_rng(4)
+    for _ in range(20):
+        key, text = random.bytes(16), random.bytes(16)
+        assert encrypted(key, text) == Cipher(algorithms.AES(key), modes.ECB()).encryptor().update(text)
+
+
+def encrypted(key: bytes, text: bytes) -> bytes:
+    """A block by the processor's instructions."""
+    low, high = aes.encrypt(*np.frombuffer(text, np.uint64), aes.round_keys(key))
+    return bytes(np.array([low, high], dtype=np.uint64).tobytes())
 
 
 def test_every_pair_of_a_small_domain() -> None:

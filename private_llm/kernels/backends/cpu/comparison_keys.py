@@ -1,4 +1,8 @@
-"""Local steps of comparison keys on the CPU (Numba, GIL-free); blocks are pairs of uint64."""
+"""Local steps of comparison keys on the CPU (Numba, GIL-free); blocks are pairs of uint64.
+
+`make` and `follow` take whole keys, with the processor's AES; `correct`, `descend` and `finish` are the same level by
+level, for processors without, where the caller runs the cipher.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from private_llm.kernels.backends.cpu.aes import encrypt
 from private_llm.kernels.compiling import compiled
 
 Array = np.ndarray[Any, Any]
@@ -133,3 +138,117 @@ def add_steps(values: Array, top: Array, offset: Array, powers: Array, steps: Ar
                 for output in range(len(steps)):
                     for i in range(words):
                         total[output, i, j, n] += steps[output, point, i] * bit
+
+
+@compiled
+def follow(root: Array, holder: int, key: Array, x: Array, levels: int, ciphers: Array, total: Array) -> None:
+    """Evaluate keys: total [m, words] is set to this holder's shares at x [m]; entry m belongs to key m modulo n.
+
+    root [n, 2], key [n, words of a key]; ciphers [8, 11, 2]: round keys of the left and right child, of two blocks of
+    words of the left and of the right side, and of two at the end.
+    """
+    count, (entries, words) = len(root), total.shape
+    blocks = (words + 1) >> 1
+    controls, first = (2 + words) * levels, 2 * levels
+    one = np.uint64(1)
+    for m in range(entries):
+        n = m % count
+        low, high, corrected = root[n, 0], root[n, 1], holder == 1
+        for word in range(words):
+            total[m, word] = np.uint64(0)
+        for level in range(levels):
+            side = np.int64((x[m] >> np.uint64(levels - 1 - level)) & one)
+            child_low, child_high = encrypt(low, high, ciphers[side])
+            for block in range(blocks):
+                values = encrypt(low, high, ciphers[2 + 2 * side + block])
+                for half in range(min(2, words - 2 * block)):
+                    value = values[half] ^ (high if half else low)
+                    if corrected:
+                        value += key[n, first + words * level + 2 * block + half]
+                    total[m, 2 * block + half] += value
+            low, high = child_low ^ low, child_high ^ high
+            bit = low & one
+            low &= ~one
+            if corrected:
+                low ^= key[n, 2 * level]
+                high ^= key[n, 2 * level + 1]
+                bit ^= (key[n, controls + (level >> 5)] >> np.uint64(2 * (level & 31) + side)) & one
+            corrected = bit == one
+        for block in range(blocks):
+            values = encrypt(low, high, ciphers[6 + block])
+            for half in range(min(2, words - 2 * block)):
+                word = 2 * block + half
+                value = total[m, word] + (values[half] ^ (high if half else low))
+                if corrected:
+                    value += key[n, key.shape[1] - words + word]
+                total[m, word] = np.uint64(0) - value if holder == 1 else value
+
+
+@compiled
+def make(roots: Array, alpha: Array, beta: Array, levels: int, ciphers: Array, key: Array) -> None:
+    """Make keys of alpha [n] and beta [n, words] from roots [2, n, 2]: key [n, words of a key], which must be zero.
+
+    ciphers: as in `follow`.
+    """
+    count, words = beta.shape
+    blocks = (words + 1) >> 1
+    controls, first = (2 + words) * levels, 2 * levels
+    one = np.uint64(1)
+    seeds = np.empty((2, 2), dtype=np.uint64)
+    control = np.empty(2, dtype=np.uint64)
+    child = np.empty((2, 2, 2), dtype=np.uint64)  # [holder, side, half]
+    total = np.empty(words, dtype=np.uint64)
+    for n in range(count):
+        for holder in range(2):
+            seeds[holder, 0], seeds[holder, 1] = roots[holder, n, 0], roots[holder, n, 1]
+            control[holder] = np.uint64(holder)
+        total[:] = np.uint64(0)
+        for level in range(levels):
+            kept = np.int64((alpha[n] >> np.uint64(levels - 1 - level)) & one)
+            lost = 1 - kept
+            negate = control[1] == one
+            for holder in range(2):
+                low, high = seeds[holder, 0], seeds[holder, 1]
+                for side in range(2):
+                    made = encrypt(low, high, ciphers[side])
+                    child[holder, side, 0], child[holder, side, 1] = made[0] ^ low, made[1] ^ high
+            for block in range(blocks):
+                lost0 = encrypt(seeds[0, 0], seeds[0, 1], ciphers[2 + 2 * lost + block])
+                lost1 = encrypt(seeds[1, 0], seeds[1, 1], ciphers[2 + 2 * lost + block])
+                kept0 = encrypt(seeds[0, 0], seeds[0, 1], ciphers[2 + 2 * kept + block])
+                kept1 = encrypt(seeds[1, 0], seeds[1, 1], ciphers[2 + 2 * kept + block])
+                for half in range(min(2, words - 2 * block)):
+                    word = 2 * block + half
+                    value = (lost1[half] ^ seeds[1, half]) - (lost0[half] ^ seeds[0, half]) - total[word]
+                    if kept == 1:
+                        value += beta[n, word]
+                    if negate:
+                        value = np.uint64(0) - value
+                    key[n, first + words * level + word] = value
+                    total[word] += (kept0[half] ^ seeds[0, half]) - (kept1[half] ^ seeds[1, half])
+                    total[word] += np.uint64(0) - value if negate else value
+            fix_low = (child[0, lost, 0] ^ child[1, lost, 0]) & ~one
+            fix_high = child[0, lost, 1] ^ child[1, lost, 1]
+            key[n, 2 * level], key[n, 2 * level + 1] = fix_low, fix_high
+            turn = np.uint64(kept)
+            fix_left = (child[0, 0, 0] ^ child[1, 0, 0] ^ turn ^ one) & one
+            fix_right = (child[0, 1, 0] ^ child[1, 1, 0] ^ turn) & one
+            at = 2 * (level & 31)
+            key[n, controls + (level >> 5)] |= (fix_left << np.uint64(at)) | (fix_right << np.uint64(at + 1))
+            fix = fix_right if kept == 1 else fix_left
+            for holder in range(2):
+                low, high = child[holder, kept, 0], child[holder, kept, 1]
+                bit = low & one
+                low &= ~one
+                if control[holder] == one:
+                    low ^= fix_low
+                    high ^= fix_high
+                    bit ^= fix
+                seeds[holder, 0], seeds[holder, 1], control[holder] = low, high, bit
+        for block in range(blocks):
+            end0 = encrypt(seeds[0, 0], seeds[0, 1], ciphers[6 + block])
+            end1 = encrypt(seeds[1, 0], seeds[1, 1], ciphers[6 + block])
+            for half in range(min(2, words - 2 * block)):
+                word = 2 * block + half
+                value = (end1[half] ^ seeds[1, half]) - (end0[half] ^ seeds[0, half]) - total[word]
+                key[n, key.shape[1] - words + word] = np.uint64(0) - value if control[1] == one else value
