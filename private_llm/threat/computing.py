@@ -126,8 +126,8 @@ COMPARISON_KEYS = Threat(
     ),
     source=(
         "Boyle et al. (Eurocrypt 2021), figure 1 and section 3, with Trio's masks in place of the dealer's; "
-        "private_llm/ring/comparison_keys.py, private_llm/protocols/trio/piecewise.py. Tests look at what the receivers "
-        "see. A helper that sends false keys is beyond semi-honest protocols, and the reason why quad has none"
+        "private_llm/ring/comparison_keys.py, private_llm/protocols/trio/piecewise.py. Tests look at what "
+        "receivers see. A helper that sends false keys is beyond semi-honest protocols: quad has none therefore"
     ),
     setting="adder='keys', or adder='auto' with bandwidth_mbit, under protocol='trio' or 'dealer'",
 )
