@@ -416,3 +416,19 @@ def test_bench_computes_whose_functions_it_is_told(run: Run) -> None:
     assert len({row["bytes_total"] for row, _ in made.values()}) == 4
     assert made["mpcformer"][0]["rounds"] == 2
     assert "neither GELU nor softmax" in run("bench", "pigeon", "--tiny", "--approximations", "puma", code=2)
+
+
+def test_a_missing_extra_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from private_llm_cli import app
+    from private_llm_cli.commands import doctor
+
+    def fails(*_: object) -> None:
+        raise ModuleNotFoundError("No module named 'pydantic_settings'", name="pydantic_settings")
+
+    wanted = ["torch>=2.6", 'pydantic-settings>=2.4; extra == "hosting"', 'ruff; extra == "test"']
+    monkeypatch.setattr(app.metadata, "requires", lambda _: wanted)
+    monkeypatch.setattr(doctor, "doctor", fails)
+    assert run("doctor", code=2).strip() == (
+        "private-llm: this command needs the Python package 'pydantic_settings', which is not installed: pip install "
+        "'private-llm[hosting]' (in a checkout: '.[hosting]')"
+    )
