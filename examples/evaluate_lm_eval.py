@@ -3,7 +3,7 @@
     python examples/evaluate_lm_eval.py          the first questions of each task
     python examples/evaluate_lm_eval.py 100      as many as there are
 
-Wants `pip install "lm-eval[api]"`, and starts `private-llm gateway` with the small model that comes with the package.
+Wants `pip install '.[gateway]' 'lm-eval[api]'`, and starts `private-llm gateway` with the small model that comes with the package.
 With a gateway that runs already, the command line of lm-eval does it (`OPENAI_API_KEY` is the gateway's token, `CLIENT`
 the model owner's folder `client`):
 
