@@ -423,7 +423,7 @@ def test_bench_computes_whose_functions_it_is_told(run: Run) -> None:
 
 def test_a_hub_that_cannot_be_reached_is_asked_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers alone tries for more than a minute."""
-    from huggingface_hub import constants, utils
+    import huggingface_hub
     from private_llm_hf.checkpoint import checkpoint
 
     asked = []
@@ -434,13 +434,13 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(run: Run, monkeypatch: pytes
             raise OSError("Name or service not known")
 
     monkeypatch.setattr(checkpoint, "Checkpoint", None)  # it looks for adapters, at the hub too
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(utils, "get_session", Session)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "get_session", Session)
     for command in (("gateway", "shares/client", "--port", "0"), ("generate", "no-such-model", "--prompt", "x")):
         told = run(*command, code=2)
         assert "there is no such folder here, and" in told
         assert "cannot be reached to look for it (Name or service not known)" in told
-    assert asked == [constants.ENDPOINT] * 2
+    assert asked == [huggingface_hub.constants.ENDPOINT] * 2
 
 
 def test_a_missing_extra_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

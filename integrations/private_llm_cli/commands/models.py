@@ -155,7 +155,7 @@ def _want_hub(what: str, source: str) -> None:
     """Raises ConfigError for a name that is no folder, while the hub does not answer: transformers would try for a
     minute before it says so.
     """
-    from huggingface_hub import constants, errors, try_to_load_from_cache, utils
+    from huggingface_hub import constants, errors, get_session, try_to_load_from_cache
 
     if constants.HF_HUB_OFFLINE or Path(source).exists():
         return
@@ -165,7 +165,7 @@ def _want_hub(what: str, source: str) -> None:
     except errors.HFValidationError:
         return  # no name that a hub has, as transformers will say
     try:
-        utils.get_session().head(constants.ENDPOINT, timeout=_HUB_S)
+        get_session().head(constants.ENDPOINT, timeout=_HUB_S)
     except Exception as error:
         raise ConfigError(
             f"{what} of {source!r}: there is no such folder here, and {constants.ENDPOINT} cannot be reached to look "
