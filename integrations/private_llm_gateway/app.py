@@ -116,8 +116,8 @@ def serve(
 async def _http_error(request: Request, error: Exception) -> Response:
     status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (500, None)
     words = {
-        404: ("there is nothing at this address", "unknown_url"),
-        405: ("this address wants another method", "method_not_allowed"),
+        404: ("there is nothing at this address; the base URL of clients ends in /v1", "unknown_url"),
+        405: (f"this address wants another method ({(headers or {}).get('Allow', 'POST')})", "method_not_allowed"),
     }
     message, code = words.get(status, ("the request was refused", None))
     return JSONResponse(ApiError(status, message, code=code).body(), status, headers)

@@ -70,6 +70,8 @@ def told(error: openai.APIStatusError) -> dict[str, Any]:
         ({"max_completion_tokens": 1000}, "messages", "context_length_exceeded"),
         ({"messages": [{"role": "user", "content": f"{SECRET} " * 100}]}, "messages", "context_length_exceeded"),
         ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": None}, "messages", "missing_required_parameter"),
+        ({"messages": SECRET}, "messages", "invalid_type"),
         ({"messages": [{"role": SECRET, "content": "a"}]}, "messages[0].role", "invalid_value"),
         ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]}, "messages[0].role",
          "unsupported_parameter"),
@@ -188,10 +190,12 @@ def test_addresses_and_methods(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as nothing:
         client.responses.create(model="small", input="a")
     assert told(nothing.value)["code"] == "unknown_url"
+    assert "the base URL of clients ends in /v1" in told(nothing.value)["message"]
     with pytest.raises(openai.APIStatusError) as refused:
         client.get("/chat/completions", cast_to=object)
     assert refused.value.status_code == 405
     assert told(refused.value)["code"] == "method_not_allowed"
+    assert "another method (POST)" in told(refused.value)["message"]
     assert refused.value.response.headers["allow"] == "POST"
 
 

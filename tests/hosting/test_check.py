@@ -118,6 +118,28 @@ def test_ports_that_are_taken(folder: Path) -> None:
         assert f"cannot listen at {address[0]}:{address[1]}" in wrong.found
 
 
+def test_an_operator_port_that_is_the_partys_own(folder: Path) -> None:
+    found = settings(folder)
+    text = (folder / "party.toml").read_text()
+    assert found.operator is not None
+    own = found.config.hosts[1].rpartition(":")[2]
+    (folder / "party.toml").write_text(text.replace(f'"127.0.0.1:{found.operator[1]}"', f'"127.0.0.1:{own}"'))
+    (wrong,) = [each for each in check_party(read_settings(folder / "party.toml", {})) if each.verdict == "error"]
+    assert wrong.found == f"operator.address: port {own} is this party's own in hosts; want another one"
+
+
+def test_a_gpu_that_is_not_there(folder: Path) -> None:
+    text = write_settings(folder).read_text() + '[computation]\ndevice = "cuda:99"\n'
+    (folder / "party.toml").write_text(text)
+    (wrong,) = [each for each in check_party(read_settings(folder / "party.toml", {})) if each.verdict == "error"]
+    assert wrong.what == "device"
+    assert "got 'cuda:99'; this process sees" in wrong.found
+
+
+def test_models_go_by_their_names_in_the_settings(folder: Path) -> None:
+    assert [each.what for each in check_party(settings(folder)) if each.what.startswith("model")] == ["model demo"]
+
+
 def test_lists_of_users_that_cannot_be_read(folder: Path) -> None:
     text = write_settings(folder).read_text().replace("[tls]", '[tls]\nallow_file = "users.txt"')
     (folder / "party.toml").write_text(text)
