@@ -59,9 +59,10 @@ def edit(model: Any, change: CacheEdit) -> None:
 def together(running: Running, *calls: Callable[[], Any]) -> list[Any]:
     """What each of these calls returns or raises, when all their requests wait at the same time."""
     waiting, found = running.services[0]._waiting, [None] * len(calls)
-    choose, started = waiting.choose, time.monotonic()
+    choose, started, looks = waiting.choose, time.monotonic(), threading.Event()
 
     def later(*arguments: Any) -> Any:
+        looks.set()
         if len(waiting) < len(calls) and time.monotonic() - started < 5.0:
             time.sleep(0.01)
             return []
@@ -69,6 +70,7 @@ def together(running: Running, *calls: Callable[[], Any]) -> list[Any]:
         return choose(*arguments)
 
     waiting.choose = later  # type: ignore[method-assign]
+    assert looks.wait(5.0), "party 0 may still be choosing as before"
 
     def run(place: int) -> None:
         try:
@@ -442,4 +444,4 @@ def test_party_0_cannot_run_a_request_twice(start: Start, monkeypatch: pytest.Mo
         with pytest.raises(PrivateLLMError):
             step(model, 2)
         monkeypatch.undo()
-    assert any("runs a request twice" in reason for reason in running.watches[1].downs)
+    assert eventually(lambda: any("runs a request twice" in reason for reason in running.watches[1].downs))
