@@ -93,7 +93,7 @@ def server_of(app: FastAPI, settings: GatewaySettings, ready: Callable[[], None]
     """What serves the application. Requests are not logged: addresses and times are in the metrics."""
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=30,
-        limit_concurrency=settings.connections, timeout_graceful_shutdown=5, lifespan="on", http=Connection,
+        limit_concurrency=settings.connections, timeout_graceful_shutdown=5, lifespan="on", http=Connection, ws="none",
     )  # fmt: skip
     runner: Runner = app.state.runner
     return Server(config, ready, runner.stop)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, ForwardPlan, GeneratePlan, PrivateConfig
+from private_llm_hf.service.ahead import Ahead
 from private_llm_hf.service.plan import Plan
 from private_llm_hf.wire.commands import Call, CropCache, Preprocess, Tokens
 from transformers import AutoModelForCausalLM
@@ -123,6 +125,17 @@ def test_a_party_that_comes_back_knows_of_no_plan(start: Start, plain: Any) -> N
     model.reconnect()
     assert same(text_of(model, 1, new=4), text_of(plain, 1, new=4))
     model.close()
+
+
+def test_one_user_has_half_of_the_disk() -> None:
+    def stock(user: str, nbytes: int) -> Any:
+        return SimpleNamespace(user=user, nbytes=nbytes)
+
+    ahead = Ahead()
+    ahead._stocks = {"a": stock("eve", 300), "b": stock("eve", 100), "c": stock("", 50)}
+    assert [ahead.room(user, 1001) for user in ("eve", "bob", "")] == [101, 501, 551]
+    ahead._stocks["d"] = stock("bob", 500)
+    assert [ahead.room(user, 1001) for user in ("eve", "bob", "")] == [51, 1, 51]
 
 
 @pytest.mark.parametrize("room", [0, 10_000])

@@ -276,9 +276,18 @@ class PartyService:
         self._carry_out(links, runs, done)
 
     def _weighed(self, request: Request) -> Weighed:
-        """What kind of pass a request wants, and how large its part of it is; what is planned runs alone."""
+        """What kind of pass a request wants, and how large its part of it is; what is planned runs alone, and so does
+        what cannot be weighed, which all parties will refuse.
+        """
         if request.step is not None:
             return Weighed(None, 0)
+        try:
+            return self._weigh(request)
+        except Exception:  # noqa: BLE001 - whatever its client caused ends its session alone
+            _LOG.exception("session %s asked for what cannot be weighed", request.session.short)
+            return Weighed(None, 0)
+
+    def _weigh(self, request: Request) -> Weighed:
         model = self._model(request)
         past = model.past(request.session.id, request.call, request.edits, request.free)
         alone = self._suspects.runs_alone(request.session.user)
@@ -320,6 +329,8 @@ class PartyService:
             request = held[place] if place < len(held) else None
             if request is None:
                 raise TransportError("party 0 runs a request that is not here")
+            if request in runs:
+                raise TransportError("party 0 runs a request twice")
             runs.append(request)
         self._waiting.take(runs)
         if offer.live is not None:
@@ -384,7 +395,7 @@ class PartyService:
             return run_requests(model, links, requests, self._holdings)
         model.kept.free(first.session.id, first.free)
         if first.prepares:
-            room = self.settings.offline_bytes - self._ahead.nbytes
+            room = self._ahead.room(first.session.user, self.settings.offline_bytes)
             self._ahead.prepare(model, links, first, f"ahead {self._step}", room)
         else:
             self._ahead.run(model, links, first)
