@@ -6,17 +6,16 @@ import contextlib
 import dataclasses
 import secrets
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, PartiesBusy
+from private_llm.errors import ConfigError
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.models import demo_model, loaded_from, tokenizer_of
 from private_llm_cli.commands.output import CONSOLE, NOTES, progress_bar
+from private_llm_cli.commands.waiting import when_ready
 
 if TYPE_CHECKING:
     from private_llm_gateway.served import Served
@@ -32,7 +31,8 @@ _LOADING_S = 900.0
 class GatewayChoices:
     """What the command line says of a gateway. source: model folder, hub id or client folder ("": bundled model).
 
-    name: what clients call the model (default: the last part of `source`). token: see `token_of`.
+    name: what clients call the model (default: the last part of `source`). token: see `token_of`. wait_s: how long
+    parties that are not ready are waited for at the start.
     """
 
     source: str
@@ -41,6 +41,7 @@ class GatewayChoices:
     ranges: Path | None
     token: str = field(repr=False)
     no_token: bool
+    wait_s: float
 
 
 def gateway(choices: GatewayChoices, config: PrivateConfig, settings: GatewaySettings) -> None:
@@ -96,27 +97,20 @@ def start_model(choices: GatewayChoices, config: PrivateConfig, stack: contextli
                 step("sharing the weights", 0)
                 share_checkpoint(source, folder, config, auto=auto, ranges=ranges_from(choices.ranges))
             step("starting the parties", 0)
-            config = stack.enter_context(LocalParties(config, {name: folder})).config
-            config = dataclasses.replace(config, busy_wait_s=max(config.busy_wait_s, config.timeout_s))  # they load
+            config = stack.enter_context(
+                LocalParties(config, {name: folder}, ready_s=_LOADING_S, tell=lambda text: step(text, 0))
+            ).config
             client = str(folder / "client")
         step("calling the parties" if config.hosts else "sharing the weights", 0)
         ranges = None if config.hosts else ranges_from(choices.ranges)
-        model = _first_session(lambda: loaded_from(auto, client, config, ranges=ranges), _LOADING_S if own else 0.0)
+        model = when_ready(
+            lambda: loaded_from(auto, client, config, ranges=ranges), choices.wait_s if config.hosts else 0.0,
+            lambda text: step(text, 0),
+        )  # fmt: skip
     stack.callback(model.close)
     served = Served(name, SessionPool(model, choices.sessions if config.hosts else 1), tokenizer)
     stack.callback(served.pool.close)
     return served
-
-
-def _first_session(call: Callable[[], Any], wait_s: float) -> Any:  # noqa: ANN401 - a private model
-    """What `call` makes, as soon as the parties have loaded their models. Raises PartiesBusy after `wait_s`."""
-    until = time.monotonic() + wait_s
-    while True:
-        try:
-            return call()
-        except PartiesBusy:
-            if time.monotonic() >= until:
-                raise
 
 
 def _served(config: PrivateConfig) -> bool:
