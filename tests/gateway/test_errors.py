@@ -86,6 +86,9 @@ def told(error: openai.APIStatusError) -> dict[str, Any]:
         ({"messages": [{"role": SECRET, "content": "a"}]}, "messages[0].role", "invalid_value"),
         ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]}, "messages[0].role",
          "unsupported_parameter"),
+        ({"messages": [{"role": "user", "content": "a", "name": SECRET}]}, "messages[0].name", "unsupported_parameter"),
+        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls",
+         "unsupported_parameter"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": SECRET}}]}]},
          "messages[0].content[0].type", "unsupported_parameter"),
         ({"response_format": {"type": SECRET}}, "response_format.type", "invalid_value"),
@@ -99,7 +102,7 @@ def told(error: openai.APIStatusError) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_field_that_is_wrong_is_named(client: OpenAI, more: dict[str, Any], param: str, code: str) -> None:
     body = {**ASKED, **more}
-    if "max_completion_tokens" in more:
+    if "max_completion_tokens" in more and "max_tokens" not in more:
         del body["max_tokens"]
     with pytest.raises(openai.BadRequestError) as refused:
         client.post("/chat/completions", body=body, cast_to=object)
