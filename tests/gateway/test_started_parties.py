@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 from private_llm_cli.app import main
 from private_llm_cli.commands.waiting import when_ready
@@ -16,6 +20,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import PartiesBusy, PartyFailed, TransportError
 from private_llm.net.certificates import make_certificates
 from private_llm.net.rendezvous import Unreached
+from tests.gateway.small_gateway import TOKEN
 
 LOG = logging.getLogger("private_llm")
 
@@ -68,6 +73,19 @@ def test_warnings_are_shown_meanwhile_and_levels_put_back(capsys: pytest.Capture
     assert (LOG.level, LOG.handlers) == (level, handlers)
 
 
+def ask_meanwhile(port: int, answers: dict[str, httpx.Response]) -> None:
+    """As clients that do not know that the gateway is starting, until they are told whom it waits for."""
+    url, until = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    with httpx.Client(timeout=20) as client:
+        while time.monotonic() < until and "waiting for party" not in getattr(answers.get("chat"), "text", ""):
+            time.sleep(0.1)
+            with contextlib.suppress(httpx.TransportError):
+                answers["stranger"] = client.get(f"{url}/v1/models")
+                answers["health"] = client.get(f"{url}/health")
+                headers = {"Authorization": f"Bearer {TOKEN}"}
+                answers["chat"] = client.post(f"{url}/v1/chat/completions", json={}, headers=headers)
+
+
 def test_a_gateway_says_whom_it_waits_for_and_gives_up(
     tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,11 +94,25 @@ def test_a_gateway_says_whom_it_waits_for_and_gives_up(
     monkeypatch.setattr("private_llm_cli.commands.output.QUIET_SECONDS", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        own = server.getsockname()[1]
     hosts = ",".join([f"127.0.0.1:{port}"] * 3)
-    words = ["gateway", str(shared / "client"), "--port", "0", "--hosts", hosts, "--tls", str(tmp_path / "tls")]
-    monkeypatch.setattr("sys.argv", ["private-llm", *words, "--timeout", "2", "--wait", "3"])
+    words = ["gateway", str(shared / "client"), "--port", str(own), "--hosts", hosts, "--tls", str(tmp_path / "tls")]
+    words += ["--timeout", "2", "--wait", "3", "--token", TOKEN]
+    monkeypatch.setattr("sys.argv", ["private-llm", *words])
+    answers: dict[str, httpx.Response] = {}
+    client = threading.Thread(target=ask_meanwhile, args=(own, answers))
+    client.start()
     with pytest.raises(SystemExit) as ended:
         main()
+    client.join(30)
+    assert answers["stranger"].status_code == 401
+    assert (answers["health"].status_code, answers["health"].json()) == (503, {"status": "starting"})
+    assert answers["chat"].status_code == 503
+    assert answers["chat"].headers["retry-after"] == "5"
+    error = answers["chat"].json()["error"]
+    assert error["code"] == "party_unavailable"
+    assert f"the gateway is starting: waiting for party 0 at 127.0.0.1:{port} (for " in error["message"]
     assert ended.value.code not in (0, None)
     said = " ".join(capsys.readouterr().err.split())
     assert f"waiting for party 0 at 127.0.0.1:{port} (for " in said
