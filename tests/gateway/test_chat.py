@@ -12,6 +12,8 @@ import torch
 from openai import OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from private_llm_gateway.answer import Answer, Writing
+from private_llm_gateway.sampling import choose
 
 from private_llm.config import PrivateConfig
 from tests.gateway.small_gateway import (
@@ -136,6 +138,27 @@ def test_low_top_p_and_bias_and_penalties_steer(client: OpenAI) -> None:
     assert len(set(tokens(logit_bias={str(forced[0]): 100}, frequency_penalty=2.0).split())) == 1
     barely = {str(forced[0]): 12}
     assert tokens(logit_bias=barely, frequency_penalty=2.0).count(" city") <= tokens(logit_bias=barely).count(" city")
+
+
+@pytest.mark.parametrize(
+    ("writing", "wanted"),
+    [
+        (Writing(9, temperature=0), 5),
+        (Writing(9, temperature=0, frequency=0.5), 5),
+        (Writing(9, temperature=0, frequency=0.6), 6),
+        (Writing(9, temperature=0, presence=2.0), 7),
+        (Writing(9, temperature=0, frequency=-2.0), 5),
+        (Writing(9, temperature=0, frequency=0.6, bias=((7, 1.0),)), 7),
+    ],
+)
+def test_penalties_are_openais_formula(writing: Writing, wanted: int) -> None:
+    """logit - presence [it came] - frequency times how often, for tokens of the answer."""
+    answer = Answer(0, [7, 7], writing, tokenizer(), (2,))
+    for token in (5, 5, 5, 6):
+        answer.take(token)
+    logits = torch.zeros(4096)
+    logits[5], logits[6], logits[7] = 3.0, 1.9, 1.05
+    assert choose(answer, logits) == wanted
 
 
 def test_sampling_follows_the_distribution(client: OpenAI) -> None:

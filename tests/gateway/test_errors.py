@@ -118,6 +118,7 @@ def test_a_field_that_is_wrong_is_named(client: OpenAI, more: dict[str, Any], pa
         ({"best_of": 3}, "best_of", "unsupported_parameter"),
         ({"prompt": [SECRET] * 65}, "prompt", "invalid_value"),
         ({"prompt": [[4096]]}, "prompt", "invalid_value"),
+        ({"prompt": ["a"] * 33, "n": 2}, "n", "invalid_value"),
         ({"prompt": []}, "prompt", "invalid_type"),
         ({"prompt": [["a"]]}, "prompt", "invalid_type"),
         ({"prompt": None}, "prompt", "invalid_type"),
