@@ -221,6 +221,18 @@ def test_streamed_prompts_have_the_same_likelihoods(client: OpenAI) -> None:
     assert "".join(part.choices[0].text for part in nothing if part.choices[0].index == 0) == PROMPT
 
 
+def test_a_chat_without_a_limit_fills_the_context(client: OpenAI) -> None:
+    """Unless the model ends it, which is forbidden here."""
+    text = " ".join([PROMPT] * (110 // prompt_ids().shape[1]))
+    asked = {**GREEDY, "messages": [{"role": "user", "content": text}], "logit_bias": {"2": -100}}
+    del asked["max_tokens"]
+    made = client.chat.completions.create(**asked)
+    assert made.choices[0].finish_reason == "length"
+    assert made.usage is not None
+    assert made.usage.total_tokens == plain_model().config.max_position_embeddings
+    assert made.usage.completion_tokens > 16
+
+
 def test_completions_continue_texts(client: OpenAI) -> None:
     made = client.completions.create(model="small", prompt=[PROMPT, "The"], max_tokens=4, temperature=0, n=2)
     assert [choice.index for choice in made.choices] == [0, 1, 2, 3]

@@ -180,7 +180,7 @@ def test_a_service_that_drains_lets_its_sessions_end(start: Start, plain: Any) -
 def test_the_others_are_told_that_a_party_stops_in_order_and_wait_for_it(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(party_service, "_CONNECT_S", 0.5)
+    monkeypatch.setattr(party_service, "_CONNECT_S", 1.5)
     running = start()
     assert eventually(lambda: all(service.ready for service in running.services), 20)
     for watch in running.watches:
@@ -193,10 +193,10 @@ def test_the_others_are_told_that_a_party_stops_in_order_and_wait_for_it(
         assert orderly
         assert reason.endswith("party 1 has stopped")
     for watch in others:
-        assert {who for who, _, _ in watch.awaited} == {"party 1"}
+        assert all(who is not None and "party 1" in who for who, _, _ in watch.awaited)
         seconds = [at for _, _, at in watch.awaited]
         assert seconds == sorted(seconds)
-        assert seconds[0] > 0.4
+        assert seconds[0] > 1.0
     running.start(1)
     assert eventually(lambda: all(service.ready for service in running.services), 20)
 
