@@ -136,12 +136,14 @@ def test_more_answers_than_a_pass_has_rows(whole: Whole) -> None:
 def test_a_client_that_leaves_frees_its_session(whole: Whole) -> None:
     with whole.client() as client:
         for _ in range(SESSIONS + 1):
+            before = len(whole.parties.watches[0].passes)
             stream = client.chat.completions.create(**LONG, stream=True)
             for chunk in stream:
                 if chunk.choices[0].delta.content:
                     break
             stream.close()
             assert eventually(lambda: whole.pool.in_use == 0)
+            assert len(whole.parties.watches[0].passes) - before < 30, "long before its 40 tokens are there"
 
 
 def test_a_party_that_restarts_in_the_middle_is_not_noticed(whole: Whole) -> None:

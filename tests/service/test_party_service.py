@@ -164,17 +164,18 @@ def test_a_party_that_stops_is_named_and_the_others_go_on_when_it_is_back(start:
     model.close()
 
 
-def test_a_service_that_drains_lets_its_sessions_end(start: Start, plain: Any) -> None:
+@pytest.mark.parametrize("party", [0, 2])
+def test_a_service_that_drains_lets_its_sessions_end(start: Start, plain: Any, party: int) -> None:
     running = start(drain_s=30.0, busy_wait_s=0.5)
     model = running.model()
-    running.services[2].drain()
-    assert not running.services[2].ready
+    running.services[party].drain()
+    assert not running.services[party].ready
     assert same(text_of(model, 2), text_of(plain, 2))
     with pytest.raises(PrivateLLMError, match="about to stop"):
         model.open_session()
     model.close()
-    running.threads[2].join(20)
-    assert not running.threads[2].is_alive()
+    running.threads[party].join(20)
+    assert not running.threads[party].is_alive()
 
 
 def test_the_others_are_told_that_a_party_stops_in_order_and_wait_for_it(
