@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from private_llm_hf.checkpoint.share_files import ShareFile
+from private_llm_hf.service.served_model import open_model
 
 from private_llm.config import TLSConfig
 from private_llm.errors import ConfigError, PrivateLLMError
@@ -114,7 +114,7 @@ def _private(what: str, path: Path) -> Finding:
 
 
 def _model(settings: HostingSettings, name: str, path: Path) -> Iterator[Finding]:
-    file = ShareFile.open(path, settings.config, settings.party)
+    file = open_model(path, settings.config, settings.party)
     bytes_ = path.stat().st_size
     yield Finding(f"model {name}", f"{size(bytes_)}, sharing {file.sharing[:12]}, digest fits")
     yield _private("share file", path)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from private_llm_cli.app import app
 from private_llm_hf.api import share_checkpoint
+from private_llm_hf.service.party_service import PartyService
 from private_llm_hosting.check import check_party
 from private_llm_hosting.expiry import ExpiryWatch
 from private_llm_hosting.metrics import Metrics
@@ -20,6 +21,7 @@ from transformers import OPTConfig, OPTForCausalLM
 from typer.testing import CliRunner
 
 from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
 from private_llm.net.certificates import make_certificates
 
 from .party import settings, write_settings
@@ -70,6 +72,25 @@ def test_the_table_and_the_exit_code(folder: Path) -> None:
 def test_share_files_of_others(folder: Path) -> None:
     shutil.copy(folder / "shares" / "party2.safetensors", folder / "shares" / "party1.safetensors")
     assert "belongs to party 2; this is party 1" in verdicts(folder)["error"]
+
+
+def test_models_that_the_ring_cannot_hold(
+    made: Path, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused when they are shared; a file from elsewhere when a party looks, and before it listens."""
+    config = PrivateConfig(ring=32, frac_bits=12, calibrate=False)
+    with pytest.raises(ConfigError, match=r"ring: got 32 for OPTForCausalLM, whose '.*layer_norm' .*; want ring=64"):
+        share_checkpoint(made / "model", tmp_path / "small", config)
+    with monkeypatch.context() as patch:
+        patch.setattr("private_llm_hf.api.check_ring", lambda *_: None)
+        share_checkpoint(made / "model", tmp_path / "small", config)
+    shutil.rmtree(folder / "shares")
+    (tmp_path / "small").rename(folder / "shares")
+    more = "[computation]\nring = 32\nfrac_bits = 12\ncalibrate = false\n"
+    assert "want ring=64" in verdicts(folder, more)["error"]
+    chosen = settings(folder, more)
+    with pytest.raises(ConfigError, match="want ring=64"):
+        PartyService(chosen.config, chosen.party, chosen.service)
 
 
 def test_share_files_that_are_damaged_or_open_to_others(folder: Path) -> None:

@@ -150,6 +150,19 @@ def test_the_disk_is_bounded(start: Start, plain: Any, room: int) -> None:
     assert not any(watch.downs for watch in running.watches)
 
 
+def test_the_disk_is_bounded_for_all_sessions_together(start: Start) -> None:
+    with (running := start()).model() as model:
+        model.preprocess(PLAN)
+        one = on_disk(running)
+    assert one > 0
+    running = start(offline_bytes=one * 3 // 2)
+    with running.model() as model, model.open_session() as other:
+        model.preprocess(PLAN)
+        with pytest.raises(ConfigError, match="that are left for it on disk; plan fewer"):
+            other.preprocess(PLAN)
+        assert one <= on_disk(running) <= one * 3 // 2
+
+
 def cheats(model: Any) -> dict[str, Any]:
     vocabulary = model.config.vocab_size
     call = Call({"use_cache": True}, (Tokens("input_ids", (1, 6), vocabulary),), 7, None, None, ("logits",))

@@ -73,7 +73,7 @@ def progress_bar(total: int | None = None, quiet: bool = False) -> Iterator[Any]
             if not quiet and not NOTES.is_terminal and time.monotonic() - said >= QUIET_SECONDS:
                 said, state = time.monotonic(), bar.tasks[task]
                 done = "" if total is None else f": {state.completed:.0f} of {total}"
-                NOTES.print(f"{state.description}{done}", highlight=False, markup=False)
+                NOTES.print(f"{state.description}{done}", highlight=False, markup=False, soft_wrap=True)
 
         with contextlib.nullcontext() if quiet else compile_notes(lambda line: step(line, 0)):
             yield step

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import socket
 import threading
 import time
@@ -25,8 +26,8 @@ from private_llm.kernels.memory import tune_allocator
 from private_llm.net.acceptor import Acceptor
 from private_llm.net.admission import Admission, ClientLink
 from private_llm.net.delayed import DelayedTransport
-from private_llm.net.rendezvous import connect, open_acceptor
-from private_llm.net.roles import called, named, named_errors
+from private_llm.net.rendezvous import Unreached, connect, open_acceptor
+from private_llm.net.roles import HEARSAY, WHO, called, named, named_errors
 from private_llm.net.sockets import SocketTransport
 from private_llm.protocols.session import join_parties
 from private_llm_hf.models.sparse_blocks import adopted
@@ -49,6 +50,8 @@ _CONNECT_S = 10.0
 _PAUSE_S = 0.2
 _TICK_S = 0.25
 """How often an idle party looks after its links."""
+_STOPPED = "has stopped"
+"""What a party that was drained says at the end, behind its name."""
 _GRACE_S = 0.02
 """Seconds that a party waits for a request that party 0 has got already."""
 
@@ -84,6 +87,7 @@ class PartyService:
         self._others_leave = False
         self._up = threading.Event()
         self._last_live = 0.0
+        self._alone_since = time.monotonic()
         self.admission = Admission(
             number, self.config.timeout_s, self.config.idle_s, settings.sessions, settings.sessions_per_user,
             settings.waiting, self._arrived, lambda reason: self.observer.refused("a caller", reason),
@@ -146,10 +150,11 @@ class PartyService:
         except (TransportError, OSError) as error:
             reason = named(self.config, str(error))
             self.admission.close(f"the parties connect with each other ({reason})")
-            self.observer.links_down(reason)
+            who = named(self.config, error.who) if isinstance(error, Unreached) else None
+            self.observer.links_awaited(who, reason, time.monotonic() - self._alone_since)
             time.sleep(_PAUSE_S)
             return
-        reason = f"{called(self.config, self.number)} has stopped"
+        reason = f"{called(self.config, self.number)} {_STOPPED}"
         try:
             self._serve(links)
         except PrivateLLMError as error:
@@ -164,7 +169,8 @@ class PartyService:
             self._end_sessions(reason)
             links.close()
             self._ahead.close()
-            self.observer.links_down(reason)
+            self._alone_since = time.monotonic()
+            self.observer.links_down(reason, re.fullmatch(rf"{HEARSAY}(?:{WHO}) {_STOPPED}", reason) is not None)
 
     def _serve(self, mesh: SocketTransport) -> None:
         links = ServiceLinks(DelayedTransport(mesh, self._latency) if self._latency else mesh)
