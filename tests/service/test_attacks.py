@@ -131,7 +131,7 @@ def test_parties_with_different_limits_hold_the_smallest(start: Start) -> None:
         with pytest.raises(DomainError, match="got 12 positions; this service keeps 8 for a session"):
             step(other, 6), step(other, 6)
         step(model, 6)
-    assert not any("disagree" in reason for watch in running.watches for reason in watch.downs)
+    assert not any("disagree" in reason for watch in running.watches for reason, _ in watch.downs)
 
 
 def test_what_clients_hold_is_bounded_for_each_and_for_all() -> None:
@@ -444,4 +444,4 @@ def test_party_0_cannot_run_a_request_twice(start: Start, monkeypatch: pytest.Mo
         with pytest.raises(PrivateLLMError):
             step(model, 2)
         monkeypatch.undo()
-    assert eventually(lambda: any("runs a request twice" in reason for reason in running.watches[1].downs))
+    assert eventually(lambda: any("runs a request twice" in reason for reason, _ in running.watches[1].downs))
