@@ -123,7 +123,7 @@ def test_a_field_that_is_wrong_is_named(client: OpenAI, more: dict[str, Any], pa
         ({"prompt": ["a"] * 33, "n": 2}, "n", "invalid_value"),
         ({"prompt": []}, "prompt", "invalid_type"),
         ({"prompt": [["a"]]}, "prompt", "invalid_type"),
-        ({"prompt": None}, "prompt", "invalid_type"),
+        ({"prompt": None}, "prompt", "missing_required_parameter"),
         ({"prompt": list(range(3, 130))}, "prompt", "context_length_exceeded"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"logprobs": True}, "logprobs", "invalid_type"),
