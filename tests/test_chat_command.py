@@ -189,6 +189,19 @@ def test_lines_from_a_pipe(
     assert len(notes) == 5
 
 
+def test_bytes_that_are_no_text_are_not_asked(
+    folder: Path, tokenizer: Any, private: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = chat(private, tokenizer, "", monkeypatch)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\na b\n"), encoding="utf-8"))
+    talk.run()
+    captured = capsys.readouterr()
+    assert captured.out == f"{wanted(folder, tokenizer, 'user a b assistant', 4)}\n"
+    assert captured.err.startswith("this line is not UTF-8, so it was not asked\n")
+    assert command(monkeypatch, "generate", str(folder), "--prompt", "a \udcff", "--protocol", "plain") == 2
+    assert "got bytes that are not UTF-8" in capsys.readouterr().err
+
+
 def test_an_answer_goes_on_after_a_failure(
     folder: Path, tokenizer: Any, private: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -227,6 +227,9 @@ def test_long_work_is_not_silent_in_a_log(monkeypatch: pytest.MonkeyPatch, capsy
         step("building", 0)
         step("counting")
     assert capsys.readouterr().err.splitlines() == ["building: 0 of 2", "counting: 1 of 2"]
+    with output.progress_bar() as step:
+        step("calling the parties", 0)
+    assert capsys.readouterr().err.splitlines() == ["calling the parties"]
     with output.progress_bar(2, quiet=True) as step:
         step("counting")
     assert capsys.readouterr().err == ""
@@ -416,3 +419,41 @@ def test_bench_computes_whose_functions_it_is_told(run: Run) -> None:
     assert len({row["bytes_total"] for row, _ in made.values()}) == 4
     assert made["mpcformer"][0]["rounds"] == 2
     assert "neither GELU nor softmax" in run("bench", "pigeon", "--tiny", "--approximations", "puma", code=2)
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers alone tries for more than a minute."""
+    import huggingface_hub
+    from private_llm_hf.checkpoint import checkpoint
+
+    asked = []
+
+    class Session:
+        def head(self, url: str, timeout: float) -> None:
+            asked.append(url)
+            raise OSError("Name or service not known")
+
+    monkeypatch.setattr(checkpoint, "Checkpoint", None)  # it looks for adapters, at the hub too
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "get_session", Session)
+    for command in (("gateway", "shares/client", "--port", "0"), ("generate", "no-such-model", "--prompt", "x")):
+        told = run(*command, code=2)
+        assert "there is no such folder here, and" in told
+        assert "cannot be reached to look for it (Name or service not known)" in told
+    assert asked == [huggingface_hub.constants.ENDPOINT] * 2
+
+
+def test_a_missing_extra_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from private_llm_cli import app
+    from private_llm_cli.commands import doctor
+
+    def fails(*_: object) -> None:
+        raise ModuleNotFoundError("No module named 'pydantic_settings'", name="pydantic_settings")
+
+    wanted = ["torch>=2.6", 'pydantic-settings>=2.4; extra == "hosting"', 'ruff; extra == "test"']
+    monkeypatch.setattr(app.metadata, "requires", lambda _: wanted)
+    monkeypatch.setattr(doctor, "doctor", fails)
+    assert run("doctor", code=2).strip() == (
+        "private-llm: this command needs the Python package 'pydantic_settings', which is not installed: pip install "
+        "'private-llm[hosting]' (in a checkout: '.[hosting]')"
+    )

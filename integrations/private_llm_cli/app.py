@@ -8,8 +8,10 @@ nobody foresaw is one message and exit code 1. `private-llm --traceback COMMAND`
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
+from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -89,5 +91,23 @@ def _in_words(error: Exception) -> tuple[str, int]:
         return str(error), 2
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror or type(error).__name__}", 2
+    if isinstance(error, ModuleNotFoundError) and (extras := _extras_with(error.name or "")):
+        first, *more = (f"'private-llm[{extra}]'" for extra in extras)
+        either = "".join(f" or {other}" for other in more)
+        return (
+            f"this command needs the Python package {error.name!r}, which is not installed: pip install {first}"
+            f"{either} (in a checkout: '.[{extras[0]}]')"
+        ), 2
     first = next(iter(str(error).strip().splitlines()), "no message")
     return f"unforeseen {type(error).__name__}: {first}; `private-llm --traceback ...` shows where it comes from", 1
+
+
+def _extras_with(module: str) -> list[str]:
+    """The extras of this package that install a module, but for that of tests."""
+    name = module.partition(".")[0].replace("_", "-").lower()
+    try:
+        wanted = metadata.requires("private-llm") or []
+    except metadata.PackageNotFoundError:  # a checkout that was never installed
+        return []
+    found = (re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)['\"]", line) for line in wanted)
+    return [each[2] for each in found if each and each[1].replace("_", "-").lower() == name and each[2] != "test"]

@@ -156,6 +156,9 @@ def gateway(
     tls: TlsOption = None,
     allow_plain_loopback: LoopbackOption = False,
     timeout: TimeoutOption = 120.0,
+    wait: Annotated[
+        float, typer.Option(help="Seconds to wait at the start for parties that are not there yet or load models.")
+    ] = 300.0,
     ranges: RangesOption = None,
     kv_cache: KvCacheOption = "",
 ) -> None:
@@ -167,7 +170,7 @@ def gateway(
 
     more = remote(hosts, tls, "client", allow_plain_loopback) | kv_cache_of(kv_cache, "")
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, timeout_s=timeout, **more)
-    choices = GatewayChoices(model, name, sessions, ranges, token, no_token)
+    choices = GatewayChoices(model, name, sessions, ranges, token, no_token, wait)
     settings = GatewaySettings(
         host=host, port=port, token=token_of(choices), allowed_hosts=tuple(allow_host or ()), max_waiting=max_waiting
     )

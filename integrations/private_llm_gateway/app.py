@@ -93,7 +93,7 @@ def server_of(app: FastAPI, settings: GatewaySettings, ready: Callable[[], None]
     """What serves the application. Requests are not logged: addresses and times are in the metrics."""
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, timeout_keep_alive=30,
-        limit_concurrency=settings.connections, timeout_graceful_shutdown=5, lifespan="on", http=Connection,
+        limit_concurrency=settings.connections, timeout_graceful_shutdown=5, lifespan="on", http=Connection, ws="none",
     )  # fmt: skip
     runner: Runner = app.state.runner
     return Server(config, ready, runner.stop)
@@ -116,8 +116,8 @@ def serve(
 async def _http_error(request: Request, error: Exception) -> Response:
     status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (500, None)
     words = {
-        404: ("there is nothing at this address", "unknown_url"),
-        405: ("this address wants another method", "method_not_allowed"),
+        404: ("there is nothing at this address; the base URL of clients ends in /v1", "unknown_url"),
+        405: (f"this address wants another method ({(headers or {}).get('Allow', 'POST')})", "method_not_allowed"),
     }
     message, code = words.get(status, ("the request was refused", None))
     return JSONResponse(ApiError(status, message, code=code).body(), status, headers)

@@ -2,8 +2,9 @@
 
 uvicorn closes connections that are idle behind an answer, but waits for ever for the first request of one, and for the
 rest of a request line or headers. Here that takes `HEAD_S` at most; and when more than half of all connections allowed
-wait so, the one that waits longest makes room. A body's time is limited in `guard.py`. Whoever does not read its answer
-has `READ_S`: otherwise the rest of the answer, the request and the connection would stay for ever.
+wait so, or behind an answer, the one that waits longest makes room: anybody on the machine may open connections. A
+body's time is limited in `guard.py`. Whoever does not read its answer has `READ_S`: otherwise the rest of the answer,
+the request and the connection would stay for ever.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class Connection(H11Protocol):
         self._fall_behind()
         if self.conn.trailing_data[0]:
             self._follow()
+        elif self.since is None and not self.transport.is_closing():
+            self.since = time.monotonic()
 
     def _follow(self) -> None:
         """Start waiting, or stop."""

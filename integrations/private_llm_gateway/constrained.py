@@ -14,10 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from private_llm_gateway.grammar import Node, State, start
+from private_llm_gateway.errors import ApiError, bad
+from private_llm_gateway.grammar import Node, State, TooWide, start
 
 _REMEMBERED = 64
 """States of a grammar whose tokens are kept."""
+_MOST_WORK = 300_000
+"""Looks at ways to go on (`State.work`) to find what may follow one state: seconds. JSON of anything, in a vocabulary
+with every character of Chinese, takes 120,000 of them."""
+_CLOSING = 8
+"""Characters of a shortest end that take as long as one of them."""
 _LONGEST = 64
 """Characters of a token that is used under a grammar."""
 
@@ -84,22 +90,28 @@ class Following:
 
 
 class Grammar:
-    """A grammar over one vocabulary. Thread-safe."""
+    """A grammar over one vocabulary. Thread-safe. Raises ApiError (400) where it goes on in too many ways."""
 
     def __init__(self, node: Node, texts: TokenTexts) -> None:
         self.texts = texts
-        self.start = start(node)
+        try:
+            self.start = start(node)
+        except TooWide:
+            raise _too_wide() from None
         self._known: OrderedDict[State, tuple[Following, ...]] = OrderedDict()
         self._lock = threading.Lock()
 
     def following(self, state: State) -> tuple[Following, ...]:
-        """All tokens that may follow, by the state that they lead to."""
+        """All tokens that may follow, by the state that they lead to. Raises ApiError (400) for too many ways."""
         with self._lock:
             found = self._known.get(state)
             if found is not None:
                 self._known.move_to_end(state)
                 return found
-        made = self._walk(state)
+        try:
+            made = self._walk(state)
+        except TooWide:
+            raise _too_wide() from None
         with self._lock:
             self._known[state] = made
             if len(self._known) > _REMEMBERED:
@@ -110,20 +122,35 @@ class Grammar:
         steps: dict[tuple[State, str], State | None] = {}
         tokens: dict[State, list[int]] = {}
         open_ = [(self.texts.root, state)]
+        work = 0
         while open_:
             branch, at = open_.pop()
             for character, below in branch.further.items():
                 if (at, character) not in steps:
+                    work += at.work(character)
                     steps[at, character] = at.after(character)
                 after = steps[at, character]
                 if after is not None:
+                    if after not in tokens:
+                        work += 20 * len(after.stacks)
                     tokens.setdefault(after, []).extend(below.tokens)
                     open_.append((below, after))
-        return tuple(
-            Following(after, torch.tensor(found, dtype=torch.int64), self.texts.count(after.closing()))
-            for after, found in tokens.items()
-            if found
-        )
+                if work > _MOST_WORK:
+                    raise TooWide
+        made = []
+        for after, found in tokens.items():
+            if found:
+                closing = after.closing()
+                work += len(closing) // _CLOSING
+                if work > _MOST_WORK:
+                    raise TooWide
+                made.append(Following(after, torch.tensor(found, dtype=torch.int64), self.texts.count(closing)))
+        return tuple(made)
+
+
+def _too_wide() -> ApiError:
+    told = "schema: it says the same in too many ways; want fewer alternatives at one place"
+    return bad("response_format.json_schema.schema", told, "unsupported_schema")
 
 
 class Written:

@@ -131,9 +131,9 @@ class Endpoints:
 
     def _read_embeddings(self, body: Mapping[str, Any]) -> tuple[Served, list[list[int]], bool]:
         served = find_model(self.models, body, "encoder")
-        refuse_unsupported(body)
+        refuse_unsupported(body, "embeddings")
         fields = Fields(body)
-        form = body.get("encoding_format") or "float"
+        form = "float" if body.get("encoding_format") is None else body["encoding_format"]
         if form not in ("float", "base64"):
             raise bad("encoding_format", "encoding_format: want float or base64", "invalid_value")
         size = served.pool.first.config.get_text_config().hidden_size

@@ -23,7 +23,19 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "chat_template": (), "chat_template_kwargs": ({},), "continue_final_message": (False,),
     "add_generation_prompt": (True,), "bad_words": ([],), "stop_token_ids": ([],), "prompt_logprobs": (0,),
     "logits_processors": ([],), "truncate_prompt_tokens": (), "return_tokens_as_token_ids": (False,),
+    "max_new_tokens": (), "min_new_tokens": (0,), "max_output_tokens": (), "num_beams": (1,), "beam_width": (1,),
+    "top_a": (0,), "tfs_z": (1,), "tfs": (1,), "xtc_probability": (0,), "dry_multiplier": (0,), "mirostat": (0,),
+    "dynatemp_range": (0,), "allowed_token_ids": (), "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,), "thinking": (), "reasoning": (), "documents": ([],), "system": (),
+    "json_schema": (), "regex": (), "ebnf": (), "truncation": ("disabled",), "truncate": (False, "NONE"),
 }  # fmt: skip
+
+_ELSEWHERE: dict[str, dict[str, tuple[object, ...]]] = {
+    # fields of the other addresses, which would be waited for in vain
+    "chat": {"echo": (False,), "prompt": (), "input": ()},
+    "completions": {"max_completion_tokens": (), "top_logprobs": (0,), "messages": (), "input": ()},
+    "embeddings": {"prompt": (), "messages": ()},
+}
 
 
 def body_of(raw: bytes) -> dict[str, Any]:
@@ -38,9 +50,12 @@ def body_of(raw: bytes) -> dict[str, Any]:
     return found
 
 
-def refuse_unsupported(body: Mapping[str, Any], alright: tuple[str, ...] = ()) -> None:
-    """Raises ApiError (400) naming a field that asks for something that is not done here."""
-    for name, neutral in _NEUTRAL.items():
+def refuse_unsupported(body: Mapping[str, Any], place: str, alright: tuple[str, ...] = ()) -> None:
+    """Raises ApiError (400) naming a field that asks for something that is not done here.
+
+    place: chat, completions or embeddings.
+    """
+    for name, neutral in (_NEUTRAL | _ELSEWHERE[place]).items():
         value = body.get(name)
         same = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
         if name not in alright and value is not None and not same:
@@ -99,7 +114,7 @@ class Fields:
     def stops(self) -> tuple[str, ...]:
         """`stop`: a text, or up to four."""
         value = self.body.get("stop")
-        listed = [value] if isinstance(value, str) else value or []
+        listed = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(listed, list) or len(listed) > 4 or not all(isinstance(s, str) and s for s in listed):
             raise bad("stop", "stop: want a text, or a list of up to four, none empty", "invalid_value")
         return tuple(listed)

@@ -2,7 +2,8 @@
 
 A grammar is made of nodes: a text, a class of characters, a sequence, a choice, a repetition, and a reference to a node
 that is made later (for recursion). A state is the set of stacks of nodes still to be matched, each with a text or class
-on top, so it is one set lookup to know what may follow. JSON needs no more than a few stacks at a time.
+on top, found by the character that it wants. JSON needs no more than a few stacks at a time; a grammar that needs
+thousands, because it says the same in many ways, raises TooWide.
 """
 
 from __future__ import annotations
@@ -11,11 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+MOST_STACKS = 5000
+"""Of one state."""
+
+
+class TooWide(Exception):
+    """A text may go on in too many ways."""
+
 
 class Node:
-    """A part of a grammar. `shortest`: a shortest text that it matches."""
+    """A part of a grammar. size: characters of a shortest text that it matches. Made from its parts, so never deep."""
 
-    shortest: str
+    size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,17 +33,18 @@ class Text(Node):
     text: str
 
     @property
-    def shortest(self) -> str:  # type: ignore[override]
-        """Itself."""
-        return self.text
+    def size(self) -> int:  # type: ignore[override]
+        """Its length."""
+        return len(self.text)
 
 
 @dataclass(frozen=True, eq=False)
 class OneOf(Node):
-    """One character that `holds` allows, `shortest` among them."""
+    """One character that `holds` allows, `example` among them."""
 
     holds: Callable[[str], bool]
-    shortest: str
+    example: str
+    size: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,31 +52,37 @@ class Sequence(Node):
     """One after the other."""
 
     parts: tuple[Node, ...]
+    size: int = field(init=False)
 
-    @cached_property
-    def shortest(self) -> str:  # type: ignore[override]
-        """The parts' together."""
-        return "".join(part.shortest for part in self.parts)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", sum(part.size for part in self.parts))
 
 
 @dataclass(frozen=True, eq=False)
 class Choice(Node):
-    """One of these; the first of the shortest, so list first what ends soonest and does not recur."""
+    """One of these. best: the first of the shortest, so list first what ends soonest and does not recur."""
 
     options: tuple[Node, ...]
+    best: Node = field(init=False)
+    size: int = field(init=False)
 
-    @cached_property
-    def shortest(self) -> str:  # type: ignore[override]
-        """The shortest of the options'."""
-        return min((option.shortest for option in self.options), key=len)
+    def __post_init__(self) -> None:
+        found = min(self.options, key=lambda option: option.size)
+        object.__setattr__(self, "best", found.best if isinstance(found, Choice) else found)
+        object.__setattr__(self, "size", found.size)
 
 
 @dataclass(frozen=True, eq=False)
 class Reference(Node):
-    """A node that is made when it is needed. shortest: of that node, known before."""
+    """A node that is made when it is needed. shortest: a shortest text of that node, known before."""
 
     make: Callable[[], Node]
     shortest: str
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        """Of that text."""
+        return len(self.shortest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,9 +95,9 @@ class Repeat(Node):
     _fewer: list[Repeat] = field(default_factory=list, repr=False)
 
     @property
-    def shortest(self) -> str:  # type: ignore[override]
-        """The fewest parts."""
-        return self.part.shortest * self.least
+    def size(self) -> int:  # type: ignore[override]
+        """The fewest parts'."""
+        return self.part.size * self.least
 
     def fewer(self) -> Repeat:
         """What is left after one part: the same object each time, so that states are found again."""
@@ -93,7 +108,7 @@ class Repeat(Node):
         return self._fewer[0]
 
 
-Stack = tuple[tuple[Node, int] | Node, ...]
+Stack = tuple[tuple[Text, int] | Node, ...]
 """Nodes still to match, the next one last; a text with the number of its next character."""
 
 
@@ -113,59 +128,115 @@ class State:
         """Whether it must end here."""
         return self.stacks == frozenset({()})
 
-    def after(self, character: str) -> State | None:
-        """The state after one more character, or None if it may not follow."""
-        found: set[Stack] = set()
+    @cached_property
+    def _by_character(self) -> dict[str, list[Stack]]:
+        """Of stacks with a text on top what is left behind its next character, by that."""
+        found: dict[str, list[Stack]] = {}
         for stack in self.stacks:
-            if not stack:
-                continue
-            top, rest = stack[-1], stack[:-1]
-            if isinstance(top, tuple):
+            if stack and isinstance(top := stack[-1], tuple):
                 node, at = top
-                text = node.shortest
-                if text[at] == character:
-                    found |= expand((*rest, (node, at + 1)) if at + 1 < len(text) else rest)
-            elif isinstance(top, OneOf) and top.holds(character):
-                found |= expand(rest)
+                rest = stack[:-1]
+                behind = (*rest, (node, at + 1)) if at + 1 < len(node.text) else rest
+                found.setdefault(node.text[at], []).append(behind)
+        return found
+
+    @cached_property
+    def _classes(self) -> list[tuple[OneOf, set[Stack]]]:
+        """Classes on top, and what is left behind each: the same whichever character it was."""
+        return [(top, expand(stack[:-1])) for stack in self.stacks if stack and isinstance(top := stack[-1], OneOf)]
+
+    def after(self, character: str) -> State | None:
+        """The state after one more character, or None if it may not follow. Raises TooWide."""
+        found: set[Stack] = set()
+        for behind in self._by_character.get(character, ()):
+            found |= expand(behind)
+            _check_width(found)
+        for one, every in self._classes:
+            if one.holds(character):
+                found |= every
+                _check_width(found)
         return State(frozenset(found)) if found else None
+
+    def work(self, character: str) -> int:
+        """What `after` takes, about: looks at a stack; 20 for one that is expanded."""
+        return 1 + len(self._classes) + 20 * len(self._by_character.get(character, ()))
 
     def closing(self) -> str:
         """A shortest text that completes it."""
-        return min((_closing(stack) for stack in self.stacks), key=len)
+        return _shortest(min(self.stacks, key=lambda stack: sum(map(_left, stack))))
 
 
 def start(node: Node) -> State:
-    """Before the first character."""
-    return State(frozenset(expand((node,))))
+    """Before the first character. Raises TooWide."""
+    found = expand((node,))
+    _check_width(found)
+    return State(frozenset(found))
+
+
+def _check_width(stacks: set[Stack]) -> None:
+    if len(stacks) > MOST_STACKS:
+        raise TooWide
 
 
 def expand(stack: Stack) -> set[Stack]:
     """All stacks that this one stands for, with a text or a class on top, or none left."""
     done: set[Stack] = set()
+    seen = {stack}
     open_: list[Stack] = [stack]
     while open_:
         now = open_.pop()
         if not now or isinstance(now[-1], tuple | OneOf):
             done.add(now)
             continue
-        top, rest = now[-1], now[:-1]
-        if isinstance(top, Text):
-            open_.append((*rest, (top, 0)) if top.text else rest)
-        elif isinstance(top, Sequence):
-            open_.append((*rest, *reversed(top.parts)))
-        elif isinstance(top, Choice):
-            open_ += [(*rest, option) for option in top.options]
-        elif isinstance(top, Reference):
-            open_.append((*rest, top.make()))
-        elif isinstance(top, Repeat):
-            if top.least == 0:
-                open_.append(rest)
-            if top.most is None or top.most > 0:
-                open_.append((*rest, top.fewer(), top.part))
+        for further in _steps(now[-1], now[:-1]):
+            if further not in seen:
+                seen.add(further)
+                open_.append(further)
     return done
 
 
-def _closing(stack: Stack) -> str:
-    return "".join(
-        item[0].shortest[item[1] :] if isinstance(item, tuple) else item.shortest for item in reversed(stack)
-    )
+def _steps(top: Node, rest: Stack) -> list[Stack]:
+    """What a node on top of `rest` stands for, one step on."""
+    if isinstance(top, Text):
+        return [(*rest, (top, 0)) if top.text else rest]
+    if isinstance(top, Sequence):
+        return [(*rest, *reversed(top.parts))]
+    if isinstance(top, Choice):
+        return [(*rest, option) for option in top.options]
+    if isinstance(top, Reference):
+        return [(*rest, top.make())]
+    found: list[Stack] = []
+    if isinstance(top, Repeat):
+        if top.least == 0:
+            found.append(rest)
+        if top.most is None or top.most > 0:
+            found.append((*rest, top.fewer(), top.part))
+    return found
+
+
+def _left(item: tuple[Text, int] | Node) -> int:
+    """Characters that a part of a stack still needs."""
+    return item[0].size - item[1] if isinstance(item, tuple) else item.size
+
+
+def _shortest(stack: Stack) -> str:
+    """A shortest text that completes a stack."""
+    made: list[str] = []
+    open_ = list(stack)
+    while open_:
+        item = open_.pop()
+        if isinstance(item, tuple):
+            made.append(item[0].text[item[1] :])
+        elif isinstance(item, Text):
+            made.append(item.text)
+        elif isinstance(item, OneOf):
+            made.append(item.example)
+        elif isinstance(item, Sequence):
+            open_ += reversed(item.parts)
+        elif isinstance(item, Choice):
+            open_.append(item.best)
+        elif isinstance(item, Reference):
+            made.append(item.shortest)
+        elif isinstance(item, Repeat) and item.least:
+            made.append(_shortest((item.part,)) * item.least)
+    return "".join(made)

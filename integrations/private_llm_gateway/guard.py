@@ -44,7 +44,8 @@ class Guard:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             self._check(scope["path"], headers)
             _check_form(scope["method"], headers)
-            body = await self._body(headers, receive)
+            most = self.settings.max_body if scope["method"] == "POST" and not _is_open(scope["path"]) else 0
+            body = await self._body(headers, receive, most)
         except ApiError as error:
             headers = error.headers() | ({"Connection": "close"} if error.status in _UNREAD else {})
             await JSONResponse(error.body(), error.status, headers)(scope, receive, send)
@@ -73,7 +74,7 @@ class Guard:
         if origin is not None and _place(origin) != host.lower():
             raise ApiError(403, "origin: pages of other sites may not call this gateway", code="origin_not_allowed")
         token = self.settings.token
-        if token is None or path in _OPEN or path.startswith(_OPEN_BELOW):
+        if token is None or _is_open(path):
             return
         kind, _, given = headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
@@ -84,9 +85,11 @@ class Guard:
                 code="invalid_api_key",
             )
 
-    async def _body(self, headers: Mapping[str, str], receive: Receive) -> bytes | None:
-        most = self.settings.max_body
+    async def _body(self, headers: Mapping[str, str], receive: Receive, most: int) -> bytes | None:
+        """All of it. most: bytes; with 0 it is refused at its head, since strangers may call such addresses."""
         length = headers.get("content-length", "0")
+        if not most and "transfer-encoding" in headers:
+            raise _too_large(most)
         if length.isascii() and length.isdecimal() and len(length) < 19 and int(length) > most:
             raise _too_large(most)
         parts, size, more = [], 0, True
@@ -106,6 +109,11 @@ class Guard:
             told = f"the body did not arrive within {self.settings.body_s:g} s"
             raise ApiError(408, told, code="request_timeout") from None
         return b"".join(parts)
+
+
+def _is_open(path: str) -> bool:
+    """Whether an address is answered without a token."""
+    return path in _OPEN or path.startswith(_OPEN_BELOW)
 
 
 def _check_form(method: str, headers: Mapping[str, str]) -> None:

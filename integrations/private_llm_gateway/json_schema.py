@@ -24,6 +24,8 @@ _KNOWN = {
 _MOST_REPEATS = 1 << 16
 _MOST_DEPTH = 64
 _MOST_NODES = 5000
+_MOST_SHORTEST = 1 << 14
+"""Characters of a shortest text: every model's context is full before."""
 _PARAM = "response_format.json_schema.schema"
 
 _SPACE = Choice((Text(""), Text(" ")))
@@ -48,7 +50,10 @@ def any_object() -> Node:
 
 def of_schema(schema: object) -> Node:
     """The grammar of a JSON schema. Raises ApiError (400) naming what is not supported."""
-    return _Schemas(schema).node(schema, "")
+    made = _Schemas(schema).node(schema, "")
+    if made.size > _MOST_SHORTEST:
+        raise _unsupported(f"size: its shortest text has {_short(made.size)} characters; want {_MOST_SHORTEST} at most")
+    return made
 
 
 def _listed(opening: str, part: Node, closing: str, least: int = 0, most: int | None = None) -> Node:
@@ -81,12 +86,6 @@ def _choice(parts: list[Node]) -> Node:
     return parts[0] if len(parts) == 1 else Choice(tuple(parts))
 
 
-def _values(values: object, where: str) -> Node:
-    if not isinstance(values, list) or not values:
-        raise bad(_PARAM, f"schema: enum at {where or 'the top'}; want a list of values")
-    return _choice([_text(value) for value in values])
-
-
 def _limits(schema: dict[str, Any], what: str, where: str) -> tuple[int, int | None]:
     least, most = schema.get(f"min{what}", 0), schema.get(f"max{what}")
     for name, value in ((f"min{what}", least), (f"max{what}", most)):
@@ -110,9 +109,9 @@ class _Schemas:
 
     def node(self, schema: object, where: str) -> Node:
         """The grammar of a part at `where`."""
-        self.count += 1
-        if self.count > _MOST_NODES or where.count("/") > _MOST_DEPTH:
-            raise bad(_PARAM, f"schema: larger than {_MOST_NODES} parts or deeper than {_MOST_DEPTH}")
+        self._count(1)
+        if where.count("/") > _MOST_DEPTH:
+            raise bad(_PARAM, f"schema: deeper than {_MOST_DEPTH}")
         if schema is True:
             return _ANY
         if not isinstance(schema, dict):
@@ -123,7 +122,7 @@ class _Schemas:
         for name in ("const", "enum"):
             if name in schema:
                 self._only(schema, {name, "type"}, where)
-                return _values([schema[name]] if name == "const" else schema[name], where)
+                return self._values([schema[name]] if name == "const" else schema[name], where)
         if "anyOf" in schema:
             self._only(schema, {"anyOf"}, where)
             return self._any_of(schema["anyOf"], f"{where}/anyOf")
@@ -132,12 +131,26 @@ class _Schemas:
             self._only(schema, set(), where)
             return _ANY
         if isinstance(kind, list):
+            self._count(len(kind))
+            if not kind:
+                raise bad(_PARAM, f"schema: type at {where or 'the top'}; want a type, or a list of them")
             known = set().union(*(_KNOWN.get(str(one), set()) for one in kind))
             self._only(schema, {"type"} | known, where)
             parts = [self._typed(str(one), schema, where) for one in kind]
             return _choice(parts)
         self._only(schema, {"type"} | _KNOWN.get(str(kind), set()), where)
         return self._typed(str(kind), schema, where)
+
+    def _count(self, parts: int) -> None:
+        self.count += parts
+        if self.count > _MOST_NODES:
+            raise bad(_PARAM, f"schema: larger than {_MOST_NODES} parts, values of enums and types among them")
+
+    def _values(self, values: object, where: str) -> Node:
+        if not isinstance(values, list) or not values:
+            raise bad(_PARAM, f"schema: enum at {where or 'the top'}; want a list of values")
+        self._count(len(values))
+        return _choice([_text(value) for value in values])
 
     def _only(self, schema: dict[str, Any], known: set[str], where: str) -> None:
         other = sorted(set(schema) - known - _SAYS_NOTHING)
@@ -166,10 +179,11 @@ class _Schemas:
         missing = [name for name in required if not isinstance(name, str) or name not in properties]
         if missing:
             raise _unsupported(f"required names without a property at {where or 'the top'}: {len(missing)} of them")
+        wanted_names = set(required)
         if not properties:
             return Text("{}") if more is False else _object_of(self.node(more, f"{where}/additionalProperties"))
         parts: list[tuple[Node, bool]] = [
-            (Sequence((_text(str(name)), Text(":"), _SPACE, self.node(value, f"{where}/{name}"))), name in required)
+            (Sequence((_text(str(name)), Text(":"), _SPACE, self.node(value, f"{where}/{name}"))), name in wanted_names)
             for name, value in properties.items()
         ]
         first: Node = Text("}")
@@ -203,6 +217,10 @@ class _Schemas:
         self.open.pop()
         self.made[name] = made
         return made
+
+
+def _short(size: int) -> str:
+    return f"about 10^{len(str(size)) - 1}" if size > 1 << 40 else str(size)
 
 
 def _unsupported(what: str) -> ApiError:

@@ -18,8 +18,13 @@ def of_messages(served: Served, messages: object) -> list[int]:
 
     Raises ApiError (400) for messages that are no text, and those that the template refuses.
     """
-    if not isinstance(messages, list) or not 0 < len(messages) <= _MOST_MESSAGES:
-        raise bad("messages", f"messages: want a list of 1 to {_MOST_MESSAGES}", "invalid_value")
+    wanted = f'want a list of 1 to {_MOST_MESSAGES} messages, as [{{"role": "user", "content": "Hello"}}]'
+    if messages is None:
+        raise bad("messages", f"messages: missing; {wanted}", "missing_required_parameter")
+    if not isinstance(messages, list):
+        raise bad("messages", f"messages: got no list; {wanted}", "invalid_type")
+    if not 0 < len(messages) <= _MOST_MESSAGES:
+        raise bad("messages", f"messages: got {len(messages)}; {wanted}", "invalid_value")
     said = [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
     if not served.tokenizer.chat_template:
         return _checked(served, served.encode("\n".join(text for _, text in said)), "messages")
@@ -35,6 +40,8 @@ def of_messages(served: Served, messages: object) -> list[int]:
 
 def of_field(served: Served, name: str, value: object, most: int) -> list[list[int]]:
     """Token rows of a field that is a text, token ids, or a list of either. Raises ApiError (400)."""
+    if value is None:
+        raise bad(name, f"{name}: missing; want a text, token ids, or a list of these", "missing_required_parameter")
     if isinstance(value, str) or _is_ids(value):
         value = [value]
     if not isinstance(value, list) or not value:

@@ -64,16 +64,19 @@ def find_model(models: Mapping[str, Served], body: Mapping[str, Any], kind: str)
 def chat(models: Mapping[str, Served], body: Mapping[str, Any], most: int) -> Wanted:
     """A request to /v1/chat/completions. Raises ApiError (400, 404)."""
     served = find_model(models, body, "decoder")
-    refuse_unsupported(body)
+    refuse_unsupported(body, "chat")
     fields = Fields(body)
     prompt = of_messages(served, body.get("messages"))
     told = fields.flag("logprobs")
     top = fields.integer("top_logprobs", 0, _MOST_LOGPROBS)
     if top and not told:
         raise bad("top_logprobs", "top_logprobs: want logprobs true as well", "invalid_value")
-    names = [name for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
     room = _ANY if served.context is None else max(1, served.context - len(prompt))
-    limit = (fields.integer(names[0], 1, _ANY) if names else None) or min(room, 1 << 20)
+    limit, older = (fields.integer(name, 1, _ANY) for name in ("max_completion_tokens", "max_tokens"))
+    if None not in (limit, older) and limit != older:
+        raise bad("max_tokens", "max_tokens: got another number than max_completion_tokens; want one of the two",
+                  "invalid_value")  # fmt: skip
+    limit = limit or older or min(room, 1 << 20)
     check_context(served, len(prompt), limit, "messages")
     writing = _writing(fields, served, limit, (top or 0) if told else None)
     return _wanted(served, fields, [prompt], writing, most, chat=True, logprobs=told)
@@ -83,7 +86,7 @@ def completion(models: Mapping[str, Served], body: Mapping[str, Any], most: int)
     """A request to /v1/completions. Raises ApiError (400, 404)."""
     served = find_model(models, body, "decoder")
     fields = Fields(body)
-    refuse_unsupported(body, ("best_of",) if body.get("best_of") == body.get("n", 1) else ())
+    refuse_unsupported(body, "completions", ("best_of",) if body.get("best_of") == body.get("n", 1) else ())
     prompts = of_field(served, "prompt", body.get("prompt"), most)
     echo = fields.flag("echo")
     limit = fields.integer("max_tokens", 0 if echo else 1, _ANY)
@@ -150,7 +153,13 @@ def _writing(fields: Fields, served: Served, limit: int, logprobs: int | None) -
 def _grammar(fields: Fields, served: Served) -> Grammar | None:
     """`response_format`: none for free text."""
     form = fields.mapping("response_format")
+    if form and "type" not in form:
+        raise bad("response_format.type", "response_format.type: missing; want text, json_object or json_schema",
+                  "missing_required_parameter")  # fmt: skip
     kind = form.get("type", "text")
+    if kind != "json_schema" and form.keys() & {"schema", "json_schema"}:
+        raise bad("response_format", "response_format: a schema wants type json_schema, and to be named json_schema",
+                  "unsupported_parameter")  # fmt: skip
     if kind == "text":
         return None
     if kind == "json_object":

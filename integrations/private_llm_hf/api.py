@@ -34,7 +34,7 @@ from private_llm_hf.client.parties import Parties
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.emulation import warn_of_functions
 from private_llm_hf.models.sparse_blocks import adopted, check_sparsity
-from private_llm_hf.patch_plan import make_patch_plan
+from private_llm_hf.patch_plan import check_ring, make_patch_plan
 from private_llm_hf.sparsity.sharing import SharedPredictors, shared_predictors
 from private_llm_hf.token_sharding.client import check_sharding
 from private_llm_hf.tools.trial import AT_NODES, require_agreement
@@ -216,6 +216,7 @@ def _open(
     if not tried and private_config.plan is not None:
         require_agreement(model_class, plain, _open_small, AT_NODES)
     patch_plan = make_patch_plan(spec.model, private_config)
+    check_ring(spec.model, private_config)
     check_reveal(spec.model, private_config)
     parties = start(private_config, mesh)
     try:
@@ -323,6 +324,7 @@ def share_checkpoint(
     spec = ModelSpec.of(model_class, config)
     check_sparsity(spec.model, private_config.sparsity)
     make_patch_plan(spec.model, private_config)
+    check_ring(spec.model, private_config)
     wanted = spec.shared
     target = Path(folder)
     client = target / "client"

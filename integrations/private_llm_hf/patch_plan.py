@@ -16,10 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
 from private_llm.ranges import QUANTITIES, UNKNOWN, Ranges, layer_of
 from private_llm.token_sharding import ShardingPlan
 from private_llm_hf.handlers import handler_of
 from private_llm_hf.models.cache_policies import check_cache_policy
+from private_llm_hf.models.norms import norm_of
 from private_llm_hf.token_sharding.attention_calls import run_without_values
 from private_llm_hf.token_sharding.cut import Cut
 
@@ -108,6 +110,22 @@ def make_patch_plan(model: PreTrainedModel, config: PrivateConfig) -> PatchPlan:
     if config.plan is not None:
         heading = "each node sees" if config.split is None else "public, or each node sees"
     return PatchPlan(type(model).__name__, tuple(rows), secret, sum(unique.values()), sum(embedding.values()), heading)
+
+
+def check_ring(model: PreTrainedModel, config: PrivateConfig) -> None:
+    """Raise ConfigError, which names the module, for a model with norms in the 32-bit ring: every request would fail.
+
+    model: on any device. What nodes of token sharding run needs no ring.
+    """
+    if config.ring >= 64 or config.plan is not None:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm) or norm_of(module) is not None:
+            raise ConfigError(
+                f"ring: got {config.ring} for {type(model).__name__}, whose '{name}' ({type(module).__name__}) has "
+                "products beyond it; want ring=64. The 32-bit ring is for networks of convolutions and ReLU "
+                "(docs/models.md)"
+            )
 
 
 def unknown_modules(model: PreTrainedModel) -> list[str]:

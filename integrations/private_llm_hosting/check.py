@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from private_llm_hf.checkpoint.share_files import ShareFile
+from private_llm_hf.service.served_model import open_model
 
 from private_llm.config import TLSConfig
 from private_llm.errors import ConfigError, PrivateLLMError
-from private_llm.net.addresses import Address, addresses_of, listen
+from private_llm.kernels.devices import device_for
+from private_llm.net.addresses import addresses_of, listen, parse_address
 from private_llm.net.certificate_facts import certificate_facts, check_signed
 from private_llm.net.ledger import size
 from private_llm.net.tls import Credentials, common_name
@@ -43,12 +44,13 @@ def check_party(settings: HostingSettings) -> list[Finding]:
         tls = config.tls
         found += _tried("tls", lambda: _tls(tls, common_name(settings.party)))
     for name, path in settings.service.models.items():
-        found += _tried(f"model {name}", lambda path=path: _model(settings, path))  # type: ignore[misc]
+        found += _tried(f"model {name}", lambda name=name, path=path: _model(settings, name, path))  # type: ignore[misc]
+    found += _tried("device", lambda: _device(settings))
     for name in ("offline_folder", "offload_folder"):
         folder = getattr(config, name)
         if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
             found.append(Finding(name, f"{folder}: no folder that this user may write to; make one", "error"))
-    found += _tried("operator port", lambda: _operator(settings.operator))
+    found += _tried("operator port", lambda: _operator(settings))
     return found
 
 
@@ -111,17 +113,25 @@ def _private(what: str, path: Path) -> Finding:
     return Finding(what, f"{path} (mode {mode:03o})")
 
 
-def _model(settings: HostingSettings, path: Path) -> Iterator[Finding]:
-    file = ShareFile.open(path, settings.config, settings.party)
+def _model(settings: HostingSettings, name: str, path: Path) -> Iterator[Finding]:
+    file = open_model(path, settings.config, settings.party)
     bytes_ = path.stat().st_size
-    yield Finding(f"model {file.description.model}", f"{size(bytes_)}, sharing {file.sharing[:12]}, digest fits")
+    yield Finding(f"model {name}", f"{size(bytes_)}, sharing {file.sharing[:12]}, digest fits")
     yield _private("share file", path)
 
 
-def _operator(address: Address | None) -> Iterator[Finding]:
+def _device(settings: HostingSettings) -> Iterator[Finding]:
+    if settings.config.device_map is None:
+        yield Finding("device", str(device_for(settings.config.device, settings.party)))
+
+
+def _operator(settings: HostingSettings) -> Iterator[Finding]:
+    address = settings.operator
     if address is None:
         yield Finding("operator port", "none")
         return
+    if address[1] and address[1] == parse_address(settings.config.hosts[settings.party])[1]:
+        raise ConfigError(f"operator.address: port {address[1]} is this party's own in hosts; want another one")
     with closing(listen(address, anywhere=False)) as sock:
         local = sock.getsockname()[0] in ("127.0.0.1", "::1")
     text = f"{address[0]}:{address[1]} is free"

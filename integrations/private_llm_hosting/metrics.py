@@ -17,11 +17,12 @@ _NAME = "private_llm_party"
 
 
 class Metrics(Observer):
-    """Counts what a service reports. links_are_up, is_draining: what it said last."""
+    """Counts what a service reports. links_are_up, is_draining, awaits: what it said last."""
 
     def __init__(self, party: int, protocol: str, models: Iterable[str] = ()) -> None:
         self.registry = registry = CollectorRegistry()
         self.links_are_up = self.is_draining = False
+        self.awaits: str | None = None
         ProcessCollector(registry=registry)
 
         def gauge(name: str, text: str, labels: Iterable[str] = ()) -> Gauge:
@@ -76,14 +77,20 @@ class Metrics(Observer):
 
     def links_up(self) -> None:
         """As `Observer`."""
-        self.links_are_up = True
+        self.links_are_up, self.awaits = True, None
         self._links.set(1)
 
-    def links_down(self, reason: str) -> None:
+    def links_down(self, reason: str, orderly: bool = False) -> None:
         """As `Observer`."""
         self.links_are_up = False
         self._links.set(0)
         self._lost.inc()
+
+    def links_awaited(self, who: str | None, reason: str, seconds: float) -> None:
+        """As `Observer`."""
+        self.awaits = "the parties cannot be linked: see the log" if who is None else (
+            f"waiting for {who} (for {seconds:.0f} s)"
+        )  # fmt: skip
 
     def session_began(self, session: str, user: str) -> None:
         """As `Observer`."""

@@ -14,33 +14,54 @@ _MOST, _PERIOD_S = 5, 60.0
 """Lines about refusals of one class and caller, and the time in which they may be written."""
 _MOST_IN_ALL = 60
 """Lines about all refusals in the same time."""
+_SESSIONS, _SESSIONS_IN_ALL = 60, 600
+"""Lines of one kind about sessions of one user, and of all, in the same time."""
+STARTING_S = 300.0
+"""Seconds in which a party that is not there is taken to load its models; afterwards it is an error."""
+_AWAITED_S = 30.0
+"""Seconds between two lines about parties that are not there."""
 
 
 class LogObserver(Observer):
-    """Writes a line per event; passes as "debug". Repeated refusals are counted instead of written."""
+    """Writes a line per event; passes as "debug". What repeats itself often is counted instead of written."""
 
     def __init__(self) -> None:
         self._each, self._all = Throttle(_MOST, _PERIOD_S), Throttle(_MOST_IN_ALL, _PERIOD_S)
+        self._sessions, self._every = Throttle(_SESSIONS, _PERIOD_S), Throttle(_SESSIONS_IN_ALL, _PERIOD_S)
+        self._awaited = Throttle(1, _AWAITED_S)
 
     def links_up(self) -> None:
         """As `Observer`."""
         _LOG.info("connected with all other parties", extra={"event": "links_up"})
 
-    def links_down(self, reason: str) -> None:
+    def links_down(self, reason: str, orderly: bool = False) -> None:
         """As `Observer`."""
-        _LOG.error("the links between the parties ended", extra={"event": "links_down", "reason": reason})
+        level, what = logging.ERROR, "the links between the parties ended"
+        if orderly:
+            level, what = logging.WARNING, "a party stops in order; the links between the parties ended"
+        _LOG.log(level, what, extra={"event": "links_down", "reason": reason})
+
+    def links_awaited(self, who: str | None, reason: str, seconds: float) -> None:
+        """As `Observer`: no error as long as others may be starting."""
+        starting = who is not None and seconds < STARTING_S
+        held = self._awaited.let("starting" if starting else "error")
+        if held is None:
+            return
+        what = "the parties cannot be linked" if who is None else f"waiting for {who} (for {seconds:.0f} s)"
+        extra = {"event": "links_awaited", "reason": reason, "seconds": round(seconds), "suppressed": held or None}
+        _LOG.log(logging.INFO if starting else logging.ERROR, what, extra=extra)
 
     def session_began(self, session: str, user: str) -> None:
         """As `Observer`."""
-        _LOG.info("session began", extra={"event": "session_began", "session": session, "user": user})
+        self._session(logging.INFO, "session began", {"event": "session_began", "session": session, "user": user})
 
     def session_ended(self, session: str, user: str, seconds: float, reason: str | None) -> None:
         """As `Observer`."""
         more = {"event": "session_ended", "session": session, "user": user, "seconds": round(seconds, 3)}
         if reason is None:
-            _LOG.info("session ended", extra=more)
+            self._session(logging.INFO, "session ended", more)
         else:
-            _LOG.warning("session was ended", extra={**more, "reason": reason})
+            self._session(logging.WARNING, "session was ended", {**more, "reason": reason})
 
     def refused(self, who: str, reason: str) -> None:
         """As `Observer`."""
@@ -64,15 +85,26 @@ class LogObserver(Observer):
         """As `Observer`."""
         _LOG.info("no session begins any more; waiting for those that run", extra={"event": "draining"})
 
+    def _session(self, level: int, message: str, extra: dict[str, object]) -> None:
+        """A line about a session, unless there were too many like it."""
+        held = _let(self._sessions, self._every, message, str(extra["user"]))
+        if held is not None:
+            _LOG.log(level, message, extra={**extra, "suppressed": held or None})
+
     def _repeated(self, event: str, message: str, user: str, reason: str, kind: str) -> None:
-        held = self._each.let(kind, user)
-        if held is None:
-            return
-        in_all = self._all.let()
-        if in_all is None:
-            return
-        extra = {"event": event, "user": user, "reason": reason or None, "suppressed": held + in_all or None}
-        _LOG.warning(message, extra=extra)
+        held = _let(self._each, self._all, kind, user)
+        if held is not None:
+            extra = {"event": event, "user": user, "reason": reason or None, "suppressed": held or None}
+            _LOG.warning(message, extra=extra)
+
+
+def _let(each: Throttle, every: Throttle, kind: str, user: str) -> int | None:
+    """None: hold a line back. Otherwise how many were held back since the last one."""
+    held = each.let(kind, user)
+    if held is None:
+        return None
+    in_all = every.let()
+    return None if in_all is None else held + in_all
 
 
 class Observers(Observer):
@@ -92,9 +124,13 @@ class Observers(Observer):
         """As `Observer`."""
         self._tell("links_up")
 
-    def links_down(self, reason: str) -> None:
+    def links_down(self, reason: str, orderly: bool = False) -> None:
         """As `Observer`."""
-        self._tell("links_down", reason)
+        self._tell("links_down", reason, orderly)
+
+    def links_awaited(self, who: str | None, reason: str, seconds: float) -> None:
+        """As `Observer`."""
+        self._tell("links_awaited", who, reason, seconds)
 
     def session_began(self, session: str, user: str) -> None:
         """As `Observer`."""

@@ -90,7 +90,7 @@ class _State:
         if self._metrics.is_draining:
             return "draining"
         if self.service is None or not self.service.ready:
-            return "starting" if not self._metrics.links_are_up else "loading models"
+            return "loading models" if self._metrics.links_are_up else self._metrics.awaits or "starting"
         return None if self._metrics.links_are_up else "the links to the other parties are down"
 
 

@@ -36,6 +36,16 @@ _LOG = logging.getLogger("private_llm")
 
 _GATE = 0
 """The party that decides which client is served."""
+_TELL_FIRST_S, _TELL_AGAIN_S = 2.0, 10.0
+"""Seconds after which a client's log says whom it waits for, and between two such lines."""
+
+
+class Unreached(TransportError):
+    """Endpoints that were not there in time: they may come yet. who: their names."""
+
+    def __init__(self, text: str, who: str = "") -> None:
+        super().__init__(text)
+        self.who = who
 
 
 def connect(
@@ -62,9 +72,9 @@ def connect(
 
     Without config.tls the connections are plain TCP: on loopback addresses only, and only with
     config.allow_plain_loopback or (parties started on this machine, party_mode other than "remote") with a token.
-    Raises ConfigError before anything is sent if the settings do not allow a safe connection, TransportError when
-    an endpoint is not reached within wait_s, or refuses, or is not who it should be, PartiesBusy when another client
-    is served all the time.
+    Raises ConfigError before anything is sent if the settings do not allow a safe connection, Unreached when an
+    endpoint is not there within wait_s, TransportError when one refuses or is not who it should be, PartiesBusy when
+    another client is served all the time. A client that waits logs for whom (level INFO).
     """
     addresses = addresses_of(config, me, hosts, token)
     mesh = _Mesh(config, me, addresses, token, config.timeout_s if wait_s is None else wait_s, admission)
@@ -128,6 +138,8 @@ class _Mesh:
         self._caller = secrets.token_bytes(CALLER_BYTES)
         self._busy_wait = config.busy_wait_s
         self._turn_by: float | None = None
+        self._began = time.monotonic()
+        self._tell_at = self._began + _TELL_FIRST_S
         self._places: dict[int, _Place] = {}
         self._arriving: dict[int, bytes] = {}  # callers let in whose handshake is being finished, by thread
         self._refused = ""
@@ -177,8 +189,9 @@ class _Mesh:
         if missing:
             names = ", ".join(map(endpoint_name, missing))
             refused = f"; the last caller was refused: {self._refused}" if self._refused else ""
-            raise TransportError(
-                f"{names} did not connect within {self._wait:g} s; start all endpoints with the same hosts{refused}"
+            raise Unreached(
+                f"{names} did not connect within {self._wait:g} s; start all endpoints with the same hosts{refused}",
+                names,
             )
 
     def close(self) -> None:
@@ -238,12 +251,22 @@ class _Mesh:
                 raise
             except OSError as error:
                 cause = error.strerror or str(error)
+            self._tell_waiting(f"{endpoint_name(peer)} at {host}:{port}", cause)
             time.sleep(min(pause, self._left()))
             pause = min(2 * pause, 0.5)
-        raise TransportError(
+        raise Unreached(
             f"{endpoint_name(peer)} at {host}:{port} was not reached within {self._wait:g} s ({cause}); check that "
-            "it runs, its address and the firewall"
+            "it runs, its address and the firewall",
+            endpoint_name(peer),
         )
+
+    def _tell_waiting(self, who: str, cause: str) -> None:
+        """Log for whom a client waits, now and then; a party service tells its observer."""
+        now = time.monotonic()
+        if self._me == CLIENT and now >= self._tell_at:
+            self._tell_at = now + _TELL_AGAIN_S
+            waited = f"waiting for {who} (for {now - self._began:.0f} s): {cause}"
+            _LOG.info("%s", waited, extra={"event": "waiting"})
 
     def _queue(self, cause: str) -> None:
         """A client is told to come later: time spent so is not counted, but must not exceed config.busy_wait_s."""

@@ -55,7 +55,7 @@ class Fake:
             self.addresses.append(str(request.url))
             wanted = {"", f"Bearer {self.token}"} if self.token == "" else {f"Bearer {self.token}"}
             if request.url.path.startswith("/v1") and request.headers.get("authorization", "") not in wanted:
-                return refused(401, "The access token is missing or wrong.")
+                return refused(401, "Incorrect API key provided: want 'Authorization: Bearer TOKEN'")
             answer: Response = await call_next(request)
             return answer
 
@@ -84,15 +84,18 @@ class Fake:
             "endless": [f"word{i} " for i in range(2000)],
             "fail": ["this ", "was ", "said "],
             "cut": ["half "],
+            "end": ["half "],
         }.get(text, ["The ", "capital ", "is ", "Pâris", ".\n", "  Next ", "line."])
         try:
             for count, piece in enumerate(pieces, 1):
                 await asyncio.sleep(0.02)
-                while text == "slow" and count > 2 and not self.go_on.is_set():
+                while (text == "late" or (text == "slow" and count > 2)) and not self.go_on.is_set():
                     await asyncio.sleep(0.01)
                 yield data(chunk({"content": piece}, count))
             if text == "fail":
                 yield data({"error": {"message": f"Party 1 stopped. {ATTACK}", "type": "server_error"}})
+            elif text == "end":
+                yield data({"error": {"message": "the gateway was stopped", "type": "server_error"}})
             elif text != "cut":
                 yield data(chunk({}, len(pieces), "length" if text == "long" else "stop"))
                 usage = {"prompt_tokens": 9, "completion_tokens": len(pieces), "total_tokens": 9 + len(pieces)}

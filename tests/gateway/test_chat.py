@@ -12,6 +12,8 @@ import torch
 from openai import OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from private_llm_gateway.answer import Answer, Writing
+from private_llm_gateway.sampling import choose
 
 from private_llm.config import PrivateConfig
 from tests.gateway.small_gateway import (
@@ -138,6 +140,27 @@ def test_low_top_p_and_bias_and_penalties_steer(client: OpenAI) -> None:
     assert tokens(logit_bias=barely, frequency_penalty=2.0).count(" city") <= tokens(logit_bias=barely).count(" city")
 
 
+@pytest.mark.parametrize(
+    ("writing", "wanted"),
+    [
+        (Writing(9, temperature=0), 5),
+        (Writing(9, temperature=0, frequency=0.5), 5),
+        (Writing(9, temperature=0, frequency=0.6), 6),
+        (Writing(9, temperature=0, presence=2.0), 7),
+        (Writing(9, temperature=0, frequency=-2.0), 5),
+        (Writing(9, temperature=0, frequency=0.6, bias=((7, 1.0),)), 7),
+    ],
+)
+def test_penalties_are_openais_formula(writing: Writing, wanted: int) -> None:
+    """logit - presence [it came] - frequency times how often, for tokens of the answer."""
+    answer = Answer(0, [7, 7], writing, tokenizer(), (2,))
+    for token in (5, 5, 5, 6):
+        answer.take(token)
+    logits = torch.zeros(4096)
+    logits[5], logits[6], logits[7] = 3.0, 1.9, 1.05
+    assert choose(answer, logits) == wanted
+
+
 def test_sampling_follows_the_distribution(client: OpenAI) -> None:
     """First tokens of many answers, against probabilities at a temperature that leaves a few likely tokens."""
     made = client.chat.completions.create(
@@ -196,6 +219,18 @@ def test_streamed_prompts_have_the_same_likelihoods(client: OpenAI) -> None:
         assert found[1:] == pytest.approx((wanted.token_logprobs or [])[1:], abs=LOGIT_ERROR)
     nothing = list(client.completions.create(**{**asked, "max_tokens": 0}, stream=True))
     assert "".join(part.choices[0].text for part in nothing if part.choices[0].index == 0) == PROMPT
+
+
+def test_a_chat_without_a_limit_fills_the_context(client: OpenAI) -> None:
+    """Unless the model ends it, which is forbidden here."""
+    text = " ".join([PROMPT] * (110 // prompt_ids().shape[1]))
+    asked = {**GREEDY, "messages": [{"role": "user", "content": text}], "logit_bias": {"2": -100}}
+    del asked["max_tokens"]
+    made = client.chat.completions.create(**asked)
+    assert made.choices[0].finish_reason == "length"
+    assert made.usage is not None
+    assert made.usage.total_tokens == plain_model().config.max_position_embeddings
+    assert made.usage.completion_tokens > 16
 
 
 def test_completions_continue_texts(client: OpenAI) -> None:

@@ -94,3 +94,44 @@ def test_kept_connections_serve_again(short: Gateway) -> None:
         for _ in range(2):
             assert client.models.list().data[0].id == "small"
             time.sleep(HEAD_S / 5)
+
+
+START = "HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+STRANGERS = {
+    "behind an answer": f"GET / {START}\r\n",
+    "behind a refusal": f"POST /v1/completions {START}Content-Length: 10\r\n\r\n",
+    "a body where none belongs": f"POST / {START}Content-Length: 10\r\n\r\n1",
+    "a body of no length": f"GET /health {START}Transfer-Encoding: chunked\r\n\r\n5\r\n1",
+    "another host": "POST /v1/completions HTTP/1.1\r\nHost: other\r\nContent-Length: 10\r\n\r\n",
+    "a websocket": f"GET /v1/models {START}Upgrade: websocket\r\nConnection: Upgrade\r\n"
+    "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("begin", STRANGERS.values(), ids=STRANGERS)
+def test_strangers_keep_nobody_out(short: Gateway, begin: str) -> None:
+    """Without a token, by staying behind what they were told, or by never ending what they say."""
+    held = []
+    try:
+        for _ in range(MOST * 2):
+            sock = call(short)
+            held.append(sock)
+            sock.sendall(begin.encode())
+            sock.recv(4096)
+        assert answers(short)
+    finally:
+        for sock in held:
+            sock.close()
+
+
+@pytest.mark.parametrize("length", ["Content-Length: 1", "Transfer-Encoding: chunked"])
+def test_bodies_for_what_needs_no_token_are_refused(short: Gateway, length: str) -> None:
+    with call(short) as sock:
+        sock.sendall(f"POST / {START}{length}\r\n\r\n".encode())
+        assert rest(sock).startswith(b"HTTP/1.1 413")
+
+
+def test_a_websocket_is_no_way_in(short: Gateway) -> None:
+    with call(short) as sock:
+        sock.sendall(STRANGERS["a websocket"].encode())
+        assert sock.recv(4096).startswith(b"HTTP/1.1 401")

@@ -79,6 +79,8 @@ def test_both_forms_are_of_the_clients_type(vectors: Gateway) -> None:
     [
         ({"dimensions": 8}, "dimensions", "unsupported_parameter"),
         ({"encoding_format": "int8"}, "encoding_format", "invalid_value"),
+        ({"encoding_format": 0}, "encoding_format", "invalid_value"),
+        ({"truncate": "END"}, "truncate", "unsupported_parameter"),
         ({"input": [[]]}, "input", "invalid_type"),
         ({"input": []}, "input", "invalid_type"),
         ({"input": ["a"] * 9}, "input", "invalid_value"),

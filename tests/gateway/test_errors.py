@@ -60,6 +60,19 @@ def told(error: openai.APIStatusError) -> dict[str, Any]:
         ({"n": 65}, "n", "invalid_value"),
         ({"stop": ["a"] * 5}, "stop", "invalid_value"),
         ({"stop": [""]}, "stop", "invalid_value"),
+        ({"stop": 0}, "stop", "invalid_value"),
+        ({"stop": {}}, "stop", "invalid_value"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "invalid_value"),
+        ({"max_tokens": SECRET, "max_completion_tokens": 3}, "max_tokens", "invalid_type"),
+        ({"echo": True}, "echo", "unsupported_parameter"),
+        ({"prompt": SECRET}, "prompt", "unsupported_parameter"),
+        ({"max_new_tokens": 5}, "max_new_tokens", "unsupported_parameter"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "unsupported_parameter"),
+        ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
+        ({"response_format": {"json_schema": {"name": "a", "schema": {"type": "object"}}}}, "response_format.type",
+         "missing_required_parameter"),
+        ({"response_format": {"type": "json_object", "schema": {"type": "object"}}}, "response_format",
+         "unsupported_parameter"),
         ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
         ({"logprobs": 3}, "logprobs", "invalid_type"),
@@ -70,8 +83,13 @@ def told(error: openai.APIStatusError) -> dict[str, Any]:
         ({"max_completion_tokens": 1000}, "messages", "context_length_exceeded"),
         ({"messages": [{"role": "user", "content": f"{SECRET} " * 100}]}, "messages", "context_length_exceeded"),
         ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": None}, "messages", "missing_required_parameter"),
+        ({"messages": SECRET}, "messages", "invalid_type"),
         ({"messages": [{"role": SECRET, "content": "a"}]}, "messages[0].role", "invalid_value"),
         ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]}, "messages[0].role",
+         "unsupported_parameter"),
+        ({"messages": [{"role": "user", "content": "a", "name": SECRET}]}, "messages[0].name", "unsupported_parameter"),
+        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls",
          "unsupported_parameter"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": SECRET}}]}]},
          "messages[0].content[0].type", "unsupported_parameter"),
@@ -86,7 +104,7 @@ def told(error: openai.APIStatusError) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_field_that_is_wrong_is_named(client: OpenAI, more: dict[str, Any], param: str, code: str) -> None:
     body = {**ASKED, **more}
-    if "max_completion_tokens" in more:
+    if "max_completion_tokens" in more and "max_tokens" not in more:
         del body["max_tokens"]
     with pytest.raises(openai.BadRequestError) as refused:
         client.post("/chat/completions", body=body, cast_to=object)
@@ -102,12 +120,15 @@ def test_a_field_that_is_wrong_is_named(client: OpenAI, more: dict[str, Any], pa
         ({"best_of": 3}, "best_of", "unsupported_parameter"),
         ({"prompt": [SECRET] * 65}, "prompt", "invalid_value"),
         ({"prompt": [[4096]]}, "prompt", "invalid_value"),
+        ({"prompt": ["a"] * 33, "n": 2}, "n", "invalid_value"),
         ({"prompt": []}, "prompt", "invalid_type"),
         ({"prompt": [["a"]]}, "prompt", "invalid_type"),
-        ({"prompt": None}, "prompt", "invalid_type"),
+        ({"prompt": None}, "prompt", "missing_required_parameter"),
         ({"prompt": list(range(3, 130))}, "prompt", "context_length_exceeded"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"logprobs": True}, "logprobs", "invalid_type"),
+        ({"max_completion_tokens": 3}, "max_completion_tokens", "unsupported_parameter"),
+        ({"top_logprobs": 3}, "top_logprobs", "unsupported_parameter"),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(value)[:40],
 )
@@ -188,10 +209,12 @@ def test_addresses_and_methods(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as nothing:
         client.responses.create(model="small", input="a")
     assert told(nothing.value)["code"] == "unknown_url"
+    assert "the base URL of clients ends in /v1" in told(nothing.value)["message"]
     with pytest.raises(openai.APIStatusError) as refused:
         client.get("/chat/completions", cast_to=object)
     assert refused.value.status_code == 405
     assert told(refused.value)["code"] == "method_not_allowed"
+    assert "another method (POST)" in told(refused.value)["message"]
     assert refused.value.response.headers["allow"] == "POST"
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
 import openai
 import pytest
 from openai import OpenAI
+from private_llm_gateway import constrained
+from private_llm_gateway.constrained import Grammar, TokenTexts
+from private_llm_gateway.errors import ApiError
+from private_llm_gateway.grammar import State, TooWide, start
+from private_llm_gateway.json_schema import any_object, of_schema
 from pydantic import BaseModel
 
-from tests.gateway.small_gateway import CHAT
+from tests.gateway.small_gateway import CHAT, tokenizer
 
 WILD: dict[str, Any] = {"model": "small", "messages": CHAT, "temperature": 1.8}
 SCHEMAS: list[dict[str, Any]] = [
@@ -80,3 +86,75 @@ def test_what_cannot_be_promised_is_refused(client: OpenAI, schema: dict[str, An
     with pytest.raises(openai.BadRequestError, match=named) as refused:
         client.chat.completions.create(**WILD, max_tokens=9, response_format=form)
     assert refused.value.code == "unsupported_schema"
+
+
+def chained(count: int, further: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """A schema whose every definition names the next one, as `further` says."""
+    made = {f"d{at}": further({"$ref": f"#/$defs/d{at + 1}"}) for at in range(count)}
+    return {"$ref": "#/$defs/d0", "$defs": {**made, f"d{count}": {"type": "null"}}}
+
+
+def pair(part: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": part, "b": part}, "required": ["a", "b"]}
+
+
+def arrays(part: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [{"type": "array", "items": part, "minItems": 1}] * 2}
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"type": "array", "minItems": 65536, "items": {"type": "array", "minItems": 65536}}, "shortest text"),
+        ({"type": "array", "minItems": 9, "items": {"type": "string", "minLength": 65536}}, "shortest text"),
+        (chained(40, pair), r"shortest text has about 10\^1"),
+        ({"enum": [0] * 100_000}, "larger than 5000"),
+        ({"type": ["string"] * 100_000}, "larger than 5000"),
+        ({"type": []}, "want a type"),
+    ],
+    ids=["arrays", "strings", "refs", "enum", "types", "no type"],
+)
+def test_schemas_that_would_fill_the_memory_are_refused(client: OpenAI, schema: dict[str, Any], named: str) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match=named):
+        client.chat.completions.create(**WILD, max_tokens=9, response_format=form)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        chained(30, lambda part: {"anyOf": [part, part]}),
+        {"type": "object", "properties": {f"p{at}": {"type": "null"} for at in range(1500)}},
+        {"type": "object", "properties": {f"p{at}": {"type": "null"} for at in range(900)},
+         "required": ["p899"] * 100_000},
+    ],
+    ids=["the same twice", "many properties", "required often"],
+)  # fmt: skip
+def test_large_schemas_are_written(client: OpenAI, schema: dict[str, Any]) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    made = client.chat.completions.create(**WILD, seed=1, max_tokens=40, response_format=form)
+    named = dict.fromkeys(schema.get("required", ()))
+    jsonschema.validate(json.loads(made.choices[0].message.content or ""), {**schema, "required": list(named)})
+
+
+def test_texts_that_go_on_in_too_many_ways_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    state: State | None = start(of_schema(chained(18, arrays)))
+    for _ in range(11):
+        state = state and state.after("[")
+    assert state is not None
+    with pytest.raises(TooWide):
+        state.after("[")
+    monkeypatch.setattr(constrained, "_MOST_WORK", 10)
+    with pytest.raises(ApiError, match="too many ways"):
+        Grammar(any_object(), TokenTexts(tokenizer(), 4096)).following(start(any_object()))
+
+
+def test_many_biases_are_added_at_once(client: OpenAI) -> None:
+    """Token ids written in two ways are one token."""
+    bias: Any = {**{str(token): -100 for token in range(4096)}, "7": 10, "07": 100}
+    made = client.completions.create(
+        model="small", prompt="a", max_tokens=2, temperature=0, logprobs=0, extra_body={"logit_bias": bias}
+    )
+    found = made.choices[0].logprobs
+    assert found is not None
+    assert found.tokens == [tokenizer().decode([7])] * 2

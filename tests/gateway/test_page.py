@@ -140,6 +140,17 @@ def test_stopping_ends_the_request_and_keeps_the_text(page: WebDriver, fake: Fak
     assert not element(page, "#trouble").is_displayed()
 
 
+def test_whoever_waits_long_for_the_first_word_is_told_why(page: WebDriver, fake: Fake) -> None:
+    shown = "getComputedStyle(document.querySelector('.assistant .text'), '::after').content"
+    ask(page, "late", wait=False)
+    until(page, f"document.querySelector('.assistant') && {shown} === '\"computing on shares\"'")
+    until(page, f"{shown}.includes('the first answer on a machine takes longer')")
+    fake.go_on.set()
+    until(page, IDLE)
+    assert texts(page, ".assistant .text") == [ANSWER]
+    assert page.execute_script(f"return {shown}") in ("none", "normal")
+
+
 def test_text_is_never_markup(page: WebDriver, fake: Fake) -> None:
     ask(page, "attack")
     assert texts(page, ".assistant .text") == [ATTACK]
@@ -155,6 +166,7 @@ def test_text_is_never_markup(page: WebDriver, fake: Fake) -> None:
     ("text", "kept", "words"),
     [
         ("fail", "this was said ", "Party 1 stopped."),
+        ("end", "half ", "The gateway was stopped. "),
         ("cut", "half ", "The connection ended before the answer did."),
         ("busy", "", "Too many requests wait. Try again in 7 s."),
     ],

@@ -18,7 +18,7 @@ from private_llm_gateway.guard import Guard
 from private_llm_gateway.settings import GatewaySettings
 
 GET = b"GET /%s HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-POST = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n"
+POST = b"POST /2 HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n"
 LIMIT_S = 0.5
 """HEAD_S, READ_S and body_s here."""
 LONG = 4 << 20

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +20,10 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from openai import OpenAI
 from private_llm_cli.app import main
+from private_llm_cli.commands.waiting import when_ready
 from private_llm_gateway.pool import SessionPool
 from private_llm_gateway.served import Served
 from private_llm_hf import AutoPrivateModelForCausalLM
-from private_llm_hf.api import share_checkpoint
 from private_llm_hf.service.local import LocalParties
 
 from private_llm.config import PrivateConfig
@@ -34,7 +35,6 @@ from tests.gateway.small_gateway import (
     TOKEN,
     Gateway,
     greedy,
-    plain_model,
     prompt_ids,
     serving,
     text_of,
@@ -69,15 +69,6 @@ class Whole:
         with self.client() as client:
             made = client.chat.completions.create(**{**LONG, "max_tokens": count})
         return made.choices[0].message.content == text_of(greedy(count))
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("small")
-    plain_model().save_pretrained(folder / "model")
-    tokenizer().save_pretrained(folder / "model")
-    share_checkpoint(str(folder / "model"), folder / "shares", PrivateConfig())
-    return folder / "shares"
 
 
 @pytest.fixture(scope="module")
@@ -145,12 +136,14 @@ def test_more_answers_than_a_pass_has_rows(whole: Whole) -> None:
 def test_a_client_that_leaves_frees_its_session(whole: Whole) -> None:
     with whole.client() as client:
         for _ in range(SESSIONS + 1):
+            before = len(whole.parties.watches[0].passes)
             stream = client.chat.completions.create(**LONG, stream=True)
             for chunk in stream:
                 if chunk.choices[0].delta.content:
                     break
             stream.close()
             assert eventually(lambda: whole.pool.in_use == 0)
+            assert len(whole.parties.watches[0].passes) - before < 30, "long before its 40 tokens are there"
 
 
 def test_a_party_that_restarts_in_the_middle_is_not_noticed(whole: Whole) -> None:
@@ -239,6 +232,18 @@ def expired(whole: Whole) -> tuple[bytes, bytes]:
     write_key(Path(tls.key), key)
     write_certificate(Path(tls.certificate), made)
     return before
+
+
+def test_a_new_gateway_waits_for_a_party_that_is_starting(whole: Whole) -> None:
+    whole.parties.stop(1)
+    later = threading.Timer(3.0, whole.parties.start, (1,))
+    later.start()
+    told: list[str] = []
+    model = when_ready(whole.parties.model, 60.0, told.append)
+    later.join()
+    model.close()
+    assert told
+    assert all("party 1" in each for each in told)
 
 
 def test_an_expired_certificate_is_named(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from private_llm_cli.app import app
 from private_llm_hf.api import share_checkpoint
+from private_llm_hf.service.party_service import PartyService
 from private_llm_hosting.check import check_party
 from private_llm_hosting.expiry import ExpiryWatch
 from private_llm_hosting.metrics import Metrics
@@ -20,6 +21,7 @@ from transformers import OPTConfig, OPTForCausalLM
 from typer.testing import CliRunner
 
 from private_llm.config import PrivateConfig
+from private_llm.errors import ConfigError
 from private_llm.net.certificates import make_certificates
 
 from .party import settings, write_settings
@@ -72,6 +74,25 @@ def test_share_files_of_others(folder: Path) -> None:
     assert "belongs to party 2; this is party 1" in verdicts(folder)["error"]
 
 
+def test_models_that_the_ring_cannot_hold(
+    made: Path, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused when they are shared; a file from elsewhere when a party looks, and before it listens."""
+    config = PrivateConfig(ring=32, frac_bits=12, calibrate=False)
+    with pytest.raises(ConfigError, match=r"ring: got 32 for OPTForCausalLM, whose '.*layer_norm' .*; want ring=64"):
+        share_checkpoint(made / "model", tmp_path / "small", config)
+    with monkeypatch.context() as patch:
+        patch.setattr("private_llm_hf.api.check_ring", lambda *_: None)
+        share_checkpoint(made / "model", tmp_path / "small", config)
+    shutil.rmtree(folder / "shares")
+    (tmp_path / "small").rename(folder / "shares")
+    more = "[computation]\nring = 32\nfrac_bits = 12\ncalibrate = false\n"
+    assert "want ring=64" in verdicts(folder, more)["error"]
+    chosen = settings(folder, more)
+    with pytest.raises(ConfigError, match="want ring=64"):
+        PartyService(chosen.config, chosen.party, chosen.service)
+
+
 def test_share_files_that_are_damaged_or_open_to_others(folder: Path) -> None:
     file = folder / "shares" / "party1.safetensors"
     file.chmod(0o644)
@@ -116,6 +137,28 @@ def test_ports_that_are_taken(folder: Path) -> None:
         with socket.create_server(address):
             (wrong,) = [each for each in check_party(found) if each.verdict == "error"]
         assert f"cannot listen at {address[0]}:{address[1]}" in wrong.found
+
+
+def test_an_operator_port_that_is_the_partys_own(folder: Path) -> None:
+    found = settings(folder)
+    text = (folder / "party.toml").read_text()
+    assert found.operator is not None
+    own = found.config.hosts[1].rpartition(":")[2]
+    (folder / "party.toml").write_text(text.replace(f'"127.0.0.1:{found.operator[1]}"', f'"127.0.0.1:{own}"'))
+    (wrong,) = [each for each in check_party(read_settings(folder / "party.toml", {})) if each.verdict == "error"]
+    assert wrong.found == f"operator.address: port {own} is this party's own in hosts; want another one"
+
+
+def test_a_gpu_that_is_not_there(folder: Path) -> None:
+    text = write_settings(folder).read_text() + '[computation]\ndevice = "cuda:99"\n'
+    (folder / "party.toml").write_text(text)
+    (wrong,) = [each for each in check_party(read_settings(folder / "party.toml", {})) if each.verdict == "error"]
+    assert wrong.what == "device"
+    assert "got 'cuda:99'; this process sees" in wrong.found
+
+
+def test_models_go_by_their_names_in_the_settings(folder: Path) -> None:
+    assert [each.what for each in check_party(settings(folder)) if each.what.startswith("model")] == ["model demo"]
 
 
 def test_lists_of_users_that_cannot_be_read(folder: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from private_llm_hf.service.observer import Observer, PassFacts
 from private_llm_hosting.logs import configure_logs
-from private_llm_hosting.observers import LogObserver, Observers
+from private_llm_hosting.observers import STARTING_S, LogObserver, Observers
 from private_llm_hosting.refusals import CLASSES, Throttle, class_of
 
 from private_llm.errors import TransportError
@@ -195,3 +195,60 @@ def test_an_observer_that_fails_disturbs_nobody(lines) -> None:
     assert [each["message"] for each in found] == ["an observer failed at links_up", "connected with all other parties"]
     tell(Observers(LogObserver()))
     assert len(lines("json")) == 9
+
+
+@pytest.mark.parametrize(("orderly", "level"), [(True, "warning"), (False, "error")])
+def test_a_party_that_stops_in_order_is_no_error(lines, orderly: bool, level: str) -> None:
+    lines("json")
+    Observers(LogObserver()).links_down("party 2 has stopped", orderly)
+    (found,) = [json.loads(line) for line in lines("json")]
+    assert (found["level"], found["event"], found["reason"]) == (level, "links_down", "party 2 has stopped")
+
+
+def test_parties_that_are_starting_are_waited_for_without_errors(lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines("json")
+    now = [0.0]
+    log = LogObserver()
+    monkeypatch.setattr(log._awaited, "_clock", lambda: now[0])
+    observer = Observers(log)
+    for seconds in range(10, 700, 10):
+        now[0] = seconds
+        observer.links_awaited("party 2", "party 2 did not connect within 10 s", seconds)
+    found = [json.loads(line) for line in lines("json")]
+    told = [(each["seconds"], each["level"]) for each in found]
+    assert told == [(at, "info" if at < STARTING_S else "error") for at, _ in told]
+    assert [at for at, _ in told if at < STARTING_S] == list(range(10, int(STARTING_S), 30))
+    assert len([at for at, _ in told if at >= STARTING_S]) == 14
+    assert found[1]["message"] == "waiting for party 2 (for 40 s)"
+    assert (found[1]["suppressed"], found[1]["event"]) == (2, "links_awaited")
+
+
+def test_links_that_are_refused_are_an_error_at_once_and_not_five_times_a_second(lines) -> None:
+    lines("json")
+    observer = LogObserver()
+    for _ in range(50):
+        observer.links_awaited(None, "the certificate of party 2 has expired", 1.0)
+    (found,) = [json.loads(line) for line in lines("json")]
+    assert (found["level"], found["reason"]) == ("error", "the certificate of party 2 has expired")
+
+
+def test_sessions_without_end_do_not_fill_the_log(lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines("json")
+    now = [0.0]
+    observer = LogObserver()
+    for name in ("_sessions", "_every"):
+        monkeypatch.setattr(getattr(observer, name), "_clock", lambda: now[0])
+    for _ in range(1000):
+        observer.session_began("0123456789ab", "eve")
+        observer.session_ended("0123456789ab", "eve", 0.01, "it went away")
+    observer.session_began("ba9876543210", "alice")
+    now[0] = 61
+    observer.session_began("0123456789ab", "eve")
+    found = [json.loads(line) for line in lines("json")]
+    began = [each for each in found if each["event"] == "session_began"]
+    assert [each["user"] for each in began] == ["eve"] * 60 + ["alice", "eve"]
+    assert [each.get("suppressed") for each in began] == [None] * 61 + [940]
+    assert len(found) - len(began) == 60
+    for number in range(5000):
+        observer.session_began("0123456789ab", f"user{number}")
+    assert 200 < len(lines("json")) <= 599

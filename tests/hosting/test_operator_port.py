@@ -12,6 +12,7 @@ from private_llm_hf.service.observer import PassFacts
 from private_llm_hosting.metrics import Metrics
 from private_llm_hosting.operator_port import OperatorPort
 from private_llm_hosting.refusals import CLASSES
+from private_llm_hosting.run import _State
 from prometheus_client.parser import text_string_to_metric_families
 
 from private_llm.errors import ConfigError
@@ -118,3 +119,17 @@ def test_callers_that_only_sit_there_do_not_keep_others_out_for_long(
 def test_a_port_that_is_taken(place: Place) -> None:
     with pytest.raises(ConfigError, match=r"operator\.address: cannot listen at 127\.0\.0\.1:\d+ .*choose a free port"):
         OperatorPort(place.port.address, lambda: None, bytes)
+
+
+def test_readiness_names_whom_it_waits_for() -> None:
+    metrics = Metrics(1, "trio")
+    state = _State(metrics)
+    assert state.why_not_ready() == "starting"
+    metrics.links_awaited("party 2", "party 2 did not connect", 20.2)
+    assert state.why_not_ready() == "waiting for party 2 (for 20 s)"
+    metrics.links_awaited(None, "a certificate has expired", 30.0)
+    assert state.why_not_ready() == "the parties cannot be linked: see the log"
+    metrics.links_up()
+    assert state.why_not_ready() == "loading models"
+    metrics.links_down("party 2 has stopped", True)
+    assert state.why_not_ready() == "starting"

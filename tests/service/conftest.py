@@ -36,7 +36,8 @@ class Watch(Observer):
     def __init__(self) -> None:
         self.passes: list[PassFacts] = []
         self.ended: list[str | None] = []
-        self.downs: list[str] = []
+        self.downs: list[tuple[str, bool]] = []
+        self.awaited: list[tuple[str | None, str, float]] = []
 
     def pass_done(self, facts: PassFacts) -> None:
         self.passes.append(facts)
@@ -44,8 +45,11 @@ class Watch(Observer):
     def session_ended(self, session: str, user: str, seconds: float, reason: str | None) -> None:
         self.ended.append(reason)
 
-    def links_down(self, reason: str) -> None:
-        self.downs.append(reason)
+    def links_down(self, reason: str, orderly: bool = False) -> None:
+        self.downs.append((reason, orderly))
+
+    def links_awaited(self, who: str | None, reason: str, seconds: float) -> None:
+        self.awaited.append((who, reason, seconds))
 
 
 class Running:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, ForwardPlan, GeneratePlan, PrivateConfig
+from private_llm_hf.service.ahead import Ahead
 from private_llm_hf.service.plan import Plan
 from private_llm_hf.wire.commands import Call, CropCache, Preprocess, Tokens
 from transformers import AutoModelForCausalLM
@@ -125,6 +127,17 @@ def test_a_party_that_comes_back_knows_of_no_plan(start: Start, plain: Any) -> N
     model.close()
 
 
+def test_one_user_has_half_of_the_disk() -> None:
+    def stock(user: str, nbytes: int) -> Any:
+        return SimpleNamespace(user=user, nbytes=nbytes)
+
+    ahead = Ahead()
+    ahead._stocks = {"a": stock("eve", 300), "b": stock("eve", 100), "c": stock("", 50)}
+    assert [ahead.room(user, 1001) for user in ("eve", "bob", "")] == [101, 501, 551]
+    ahead._stocks["d"] = stock("bob", 500)
+    assert [ahead.room(user, 1001) for user in ("eve", "bob", "")] == [51, 1, 51]
+
+
 @pytest.mark.parametrize("room", [0, 10_000])
 def test_the_disk_is_bounded(start: Start, plain: Any, room: int) -> None:
     running = start(offline_bytes=room)
@@ -135,6 +148,19 @@ def test_the_disk_is_bounded(start: Start, plain: Any, room: int) -> None:
         assert same(text_of(model, 1), text_of(plain, 1))
         assert on_disk(running) == 0
     assert not any(watch.downs for watch in running.watches)
+
+
+def test_the_disk_is_bounded_for_all_sessions_together(start: Start) -> None:
+    with (running := start()).model() as model:
+        model.preprocess(PLAN)
+        one = on_disk(running)
+    assert one > 0
+    running = start(offline_bytes=one * 3 // 2)
+    with running.model() as model, model.open_session() as other:
+        model.preprocess(PLAN)
+        with pytest.raises(ConfigError, match="that are left for it on disk; plan fewer"):
+            other.preprocess(PLAN)
+        assert one <= on_disk(running) <= one * 3 // 2
 
 
 def cheats(model: Any) -> dict[str, Any]:

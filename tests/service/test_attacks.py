@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from private_llm_hf.service import party_service, pass_of_requests
+from private_llm_hf.service.agreement import Offer, Run, Vote
 from private_llm_hf.service.kinds import past_of
 from private_llm_hf.service.limits import MOST_EDITS, MOST_HANDLES, Holdings, Limits, elements_of
 from private_llm_hf.service.suspects import Suspects
@@ -28,7 +30,7 @@ from private_llm_hf.wire.commands import (
 )
 from torch import Tensor
 
-from private_llm.errors import DomainError, PartyFailed, PrivateLLMError, TransportError
+from private_llm.errors import DomainError, PartyFailed, PrivateLLMError, TransportError, UnsupportedOp
 from private_llm.net import wire
 from private_llm.net.socket_io import Allowance, Outgoing
 from private_llm.net.transport import CLIENT
@@ -57,9 +59,10 @@ def edit(model: Any, change: CacheEdit) -> None:
 def together(running: Running, *calls: Callable[[], Any]) -> list[Any]:
     """What each of these calls returns or raises, when all their requests wait at the same time."""
     waiting, found = running.services[0]._waiting, [None] * len(calls)
-    choose, started = waiting.choose, time.monotonic()
+    choose, started, looks = waiting.choose, time.monotonic(), threading.Event()
 
     def later(*arguments: Any) -> Any:
+        looks.set()
         if len(waiting) < len(calls) and time.monotonic() - started < 5.0:
             time.sleep(0.01)
             return []
@@ -67,6 +70,7 @@ def together(running: Running, *calls: Callable[[], Any]) -> list[Any]:
         return choose(*arguments)
 
     waiting.choose = later  # type: ignore[method-assign]
+    assert looks.wait(5.0), "party 0 may still be choosing as before"
 
     def run(place: int) -> None:
         try:
@@ -127,7 +131,7 @@ def test_parties_with_different_limits_hold_the_smallest(start: Start) -> None:
         with pytest.raises(DomainError, match="got 12 positions; this service keeps 8 for a session"):
             step(other, 6), step(other, 6)
         step(model, 6)
-    assert not any("disagree" in reason for watch in running.watches for reason in watch.downs)
+    assert not any("disagree" in reason for watch in running.watches for reason, _ in watch.downs)
 
 
 def test_what_clients_hold_is_bounded_for_each_and_for_all() -> None:
@@ -319,3 +323,125 @@ def test_function_keys_that_do_not_fit_end_sessions_twice_and_no_more(start: Sta
             running.model("eve")
         model.reconnect()
         assert opened(step(model, 1)).shape == (1, 1, model.config.vocab_size)
+
+
+SHAPES: list[Tokens | Values] = [
+    Tokens("input_ids", (5,), 128),
+    Tokens("input_ids", (1, 2, 3), 128),
+    Values("inputs_embeds", (5,)),
+    Values("inputs_embeds", (5, 2)),
+    Values("inputs_embeds", (1, 2, 64, 1)),
+]
+
+
+@pytest.mark.parametrize("item", SHAPES, ids=lambda item: f"{item.name} {len(item.shape)}")
+def test_inputs_of_a_shape_that_no_input_has_end_their_session_alone(start: Start, item: Tokens | Values) -> None:
+    running = start()
+    with running.model() as model:
+        other = model.open_session()
+        zeros = torch.zeros(item.shape, dtype=torch.int64)
+        given: Any = (zeros.view(-1), item.vocabulary) if isinstance(item, Tokens) else zeros
+        with pytest.raises(TransportError, match="got shape"):
+            other.parties.forward(Call({}, (item,), 1, None, None, ("logits",)), [given])
+        step(model, 6)
+    assert not any(watch.downs for watch in running.watches)
+
+
+def test_facts_that_cannot_be_compared_end_their_sessions_alone(start: Start) -> None:
+    running = start()
+    with running.model() as model:
+        others = [model.open_session() for _ in range(2)]
+        several = torch.ones(2, dtype=torch.int64)
+        found = together(running, *[lambda each=each: step(each, 2, use_cache=several) for each in others])
+        assert all("use_cache: want True or False" in str(each) for each in found)
+        step(model, 6)
+    assert not any(watch.downs for watch in running.watches)
+
+
+def test_an_output_is_opened_once(start: Start) -> None:
+    running = start()
+    with running.model() as model:
+        other = model.open_session()
+        call = Call({}, (Tokens("input_ids", (1, 2), 128),), 1, None, None, ("logits",) * 1000)
+        with pytest.raises(UnsupportedOp, match="1000 outputs, some of them twice"):
+            other.parties.forward(call, [(IDS[:2], 128)])
+        step(model, 6)
+
+
+@pytest.mark.parametrize("where", ["_weigh", "check_fits"])
+def test_what_nobody_foresaw_in_a_request_ends_its_session_alone(
+    start: Start, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """At all parties alike, before anything of the request is sent."""
+    running = start()
+    unforeseen = RuntimeError("a size of 77")
+    place: Any = running.services[0] if where == "_weigh" else pass_of_requests
+    whole = getattr(place, where)
+
+    def check(*arguments: Any) -> Any:
+        call = arguments[0].call if where == "_weigh" else arguments[2]
+        if call.secret[0].shape == (1, 3):
+            raise unforeseen
+        return whole(*arguments)
+
+    with running.model() as model:
+        monkeypatch.setattr(place, where, check)
+        other = model.open_session()
+        step(model, 6)
+        mine, theirs = together(running, lambda: step(model, 1), lambda: step(other, 3))
+        assert opened(mine).shape == (1, 1, model.config.vocab_size)
+        if where == "_weigh":  # it ran alone
+            assert opened(theirs).shape == opened(mine).shape
+        else:
+            assert "cannot run (RuntimeError)" in str(theirs)
+            assert "77" not in str(theirs)
+        step(model, 1)
+    assert not any(watch.downs for watch in running.watches)
+
+
+def test_what_one_party_alone_lacks_ends_the_links(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory it cannot take its part of the pass, which the others begin: nobody may wait for it."""
+    running = start()
+    whole = pass_of_requests.check_fits
+
+    def check(model: Any, *arguments: Any) -> None:
+        if model is running.services[1]._models[model.digest]:
+            raise MemoryError
+        whole(model, *arguments)
+
+    with running.model() as model:
+        monkeypatch.setattr(pass_of_requests, "check_fits", check)
+        with pytest.raises(PartyFailed, match="party 1: MemoryError"):
+            step(model, 3)
+        monkeypatch.undo()
+        assert eventually(lambda: all(service.ready for service in running.services), 20)
+        model.reconnect()
+        step(model, 3)
+
+
+def test_party_0_cannot_run_a_request_twice(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its inputs would be unmasked with two streams."""
+    running = start()
+    send = party_service.send_message
+
+    def twice(links: Any, to: int, message: Any) -> None:
+        if isinstance(message, Offer) and message.tickets:
+            message = Offer(message.step, message.tickets * 2, message.live)
+        if isinstance(message, Run) and message.tickets:
+            message = Run(message.step, (0, 1), message.ended)
+        send(links, to, message)
+
+    def vote(links: Any, frm: int, kinds: Any) -> Any:
+        found = recv(links, frm, kinds)
+        if Vote not in kinds or len(found.facts) < 2:
+            return found
+        return Vote(found.step, found.facts[:1], found.ended, found.leaving)
+
+    recv = party_service.recv_message
+    with running.model() as model:
+        monkeypatch.setattr(party_service, "send_message", twice)
+        monkeypatch.setattr(party_service, "recv_message", vote)
+        with pytest.raises(PrivateLLMError):
+            step(model, 2)
+        monkeypatch.undo()
+    assert eventually(lambda: any("runs a request twice" in reason for reason, _ in running.watches[1].downs))

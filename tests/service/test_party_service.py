@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from private_llm_hf import PrivateConfig
+from private_llm_hf.service import party_service
 from private_llm_hf.wire.commands import Call, CropCache, Forward, LoadModel, ManageCache, SelectRows, TellCosts, Tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -163,17 +164,54 @@ def test_a_party_that_stops_is_named_and_the_others_go_on_when_it_is_back(start:
     model.close()
 
 
-def test_a_service_that_drains_lets_its_sessions_end(start: Start, plain: Any) -> None:
+@pytest.mark.parametrize("party", [0, 2])
+def test_a_service_that_drains_lets_its_sessions_end(start: Start, plain: Any, party: int) -> None:
     running = start(drain_s=30.0, busy_wait_s=0.5)
     model = running.model()
-    running.services[2].drain()
-    assert not running.services[2].ready
+    running.services[party].drain()
+    assert not running.services[party].ready
     assert same(text_of(model, 2), text_of(plain, 2))
     with pytest.raises(PrivateLLMError, match="about to stop"):
         model.open_session()
     model.close()
-    running.threads[2].join(20)
-    assert not running.threads[2].is_alive()
+    running.threads[party].join(20)
+    assert not running.threads[party].is_alive()
+
+
+def test_the_others_are_told_that_a_party_stops_in_order_and_wait_for_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(party_service, "_CONNECT_S", 1.5)
+    running = start()
+    assert eventually(lambda: all(service.ready for service in running.services), 20)
+    for watch in running.watches:
+        watch.awaited.clear()
+    running.stop(1)
+    others = [running.watches[0], running.watches[2]]
+    assert eventually(lambda: all(watch.downs and len(watch.awaited) > 1 for watch in others), 20)
+    for watch in running.watches:
+        (reason, orderly), *_ = watch.downs
+        assert orderly
+        assert reason.endswith("party 1 has stopped")
+    for watch in others:
+        assert all(who is not None and "party 1" in who for who, _, _ in watch.awaited)
+        seconds = [at for _, _, at in watch.awaited]
+        assert seconds == sorted(seconds)
+        assert seconds[0] > 1.0
+    running.start(1)
+    assert eventually(lambda: all(service.ready for service in running.services), 20)
+
+
+def test_links_that_break_are_no_orderly_stop(start: Start) -> None:
+    running = start()
+    assert eventually(lambda: all(service.ready for service in running.services), 20)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a mistake")
+
+    running.services[2]._carry_out = broken  # type: ignore[method-assign]
+    assert eventually(lambda: all(watch.downs for watch in running.watches), 20)
+    assert not any(orderly for watch in running.watches for _, orderly in watch.downs)
 
 
 def test_a_client_that_tells_the_parties_different_things_is_sent_away(start: Start, plain: Any) -> None:

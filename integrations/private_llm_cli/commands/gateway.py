@@ -6,17 +6,17 @@ import contextlib
 import dataclasses
 import secrets
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ConfigError, PartiesBusy
+from private_llm.errors import ConfigError
 from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.models import demo_model, loaded_from, tokenizer_of
 from private_llm_cli.commands.output import CONSOLE, NOTES, progress_bar
+from private_llm_cli.commands.waiting import when_ready
 
 if TYPE_CHECKING:
     from private_llm_gateway.served import Served
@@ -32,7 +32,8 @@ _LOADING_S = 900.0
 class GatewayChoices:
     """What the command line says of a gateway. source: model folder, hub id or client folder ("": bundled model).
 
-    name: what clients call the model (default: the last part of `source`). token: see `token_of`.
+    name: what clients call the model (default: the last part of `source`). token: see `token_of`. wait_s: how long
+    parties that are not ready are waited for at the start.
     """
 
     source: str
@@ -41,17 +42,23 @@ class GatewayChoices:
     ranges: Path | None
     token: str = field(repr=False)
     no_token: bool
+    wait_s: float
 
 
 def gateway(choices: GatewayChoices, config: PrivateConfig, settings: GatewaySettings) -> None:
-    """Start the model, say where the gateway is, and serve until interrupted. Raises ConfigError for a taken port."""
+    """Start the model, say where the gateway is, and serve until interrupted. Raises ConfigError for a taken port.
+
+    Who asks while the parties are not ready gets 503 with the cause.
+    """
     from private_llm_gateway.app import bound_socket, create_app, serve
+    from private_llm_gateway.starting import answering_meanwhile
 
     listening = bound_socket(settings)
     settings = dataclasses.replace(settings, port=listening.getsockname()[1])
     with contextlib.ExitStack() as stack:
         stack.callback(listening.close)
-        served = start_model(choices, config, stack)
+        with answering_meanwhile(settings, listening) as say:
+            served = start_model(choices, config, stack, say)
         _announce(served, settings, shown=not choices.token)
         serve(create_app({served.name: served}, settings), settings, listening, _say_ready)
 
@@ -65,9 +72,12 @@ def token_of(choices: GatewayChoices) -> str | None:
     return choices.token or secrets.token_urlsafe(24)
 
 
-def start_model(choices: GatewayChoices, config: PrivateConfig, stack: contextlib.ExitStack) -> Served:
+def start_model(
+    choices: GatewayChoices, config: PrivateConfig, stack: contextlib.ExitStack,
+    say: Callable[[str], None] = lambda text: None,
+) -> Served:  # fmt: skip
     """The model with its sessions, which end with `stack`: at the parties of `config.hosts`, or at services that run on
-    this machine.
+    this machine. say: hears what is done or waited for.
     """
     from private_llm_gateway.pool import SessionPool
     from private_llm_gateway.served import Served
@@ -84,8 +94,13 @@ def start_model(choices: GatewayChoices, config: PrivateConfig, stack: contextli
         raise ConfigError(f"name: {source!r} gives none; want --name")
     shared = (Path(source) / "client").is_dir() and share_path(Path(source), 0).is_file()
     client = str(Path(source) / "client") if shared else source
-    with progress_bar(None, False) as step:
-        step("loading the tokenizer", 0)
+    with progress_bar(None, False) as bar:
+
+        def step(text: str) -> None:
+            bar(text, 0)
+            say(text)
+
+        step("loading the tokenizer")
         tokenizer = tokenizer_of(client)
         writes = architecture(AutoConfig.from_pretrained(client)).kind == "decoder"
         auto = AutoPrivateModelForCausalLM if writes else AutoPrivateModel
@@ -93,30 +108,21 @@ def start_model(choices: GatewayChoices, config: PrivateConfig, stack: contextli
         if own:
             folder = Path(source) if shared else Path(stack.enter_context(tempfile.TemporaryDirectory()))
             if not shared:
-                step("sharing the weights", 0)
+                step("sharing the weights")
                 share_checkpoint(source, folder, config, auto=auto, ranges=ranges_from(choices.ranges))
-            step("starting the parties", 0)
-            config = stack.enter_context(LocalParties(config, {name: folder})).config
-            config = dataclasses.replace(config, busy_wait_s=max(config.busy_wait_s, config.timeout_s))  # they load
+            step("starting the parties")
+            config = stack.enter_context(LocalParties(config, {name: folder}, ready_s=_LOADING_S, tell=step)).config
             client = str(folder / "client")
-        step("calling the parties" if config.hosts else "sharing the weights", 0)
+        step("calling the parties" if config.hosts else "sharing the weights")
         ranges = None if config.hosts else ranges_from(choices.ranges)
-        model = _first_session(lambda: loaded_from(auto, client, config, ranges=ranges), _LOADING_S if own else 0.0)
+        model = when_ready(
+            lambda: loaded_from(auto, client, config, ranges=ranges), choices.wait_s if config.hosts else 0.0,
+            step,
+        )  # fmt: skip
     stack.callback(model.close)
     served = Served(name, SessionPool(model, choices.sessions if config.hosts else 1), tokenizer)
     stack.callback(served.pool.close)
     return served
-
-
-def _first_session(call: Callable[[], Any], wait_s: float) -> Any:  # noqa: ANN401 - a private model
-    """What `call` makes, as soon as the parties have loaded their models. Raises PartiesBusy after `wait_s`."""
-    until = time.monotonic() + wait_s
-    while True:
-        try:
-            return call()
-        except PartiesBusy:
-            if time.monotonic() >= until:
-                raise
 
 
 def _served(config: PrivateConfig) -> bool:

@@ -27,7 +27,7 @@ from private_llm_cli.commands.output import (
     size,
 )
 from private_llm_cli.commands.plot_bench import check_name
-from private_llm_cli.commands.text import TextStream, TokenClock, agreement, by_link, margin
+from private_llm_cli.commands.text import TextStream, TokenClock, agreement, by_link, is_text, margin
 
 if TYPE_CHECKING:
     from private_llm_hf.client.costs import Costs
@@ -191,6 +191,8 @@ def figures(made: Made, config: PrivateConfig) -> dict[str, Any]:
 
 
 def _inputs(tokenizer: Any, prompt: str) -> Any:  # noqa: ANN401 - transformers' own types
+    if not is_text(prompt):
+        raise ConfigError("prompt: got bytes that are not UTF-8; want text")
     inputs = tokenizer(prompt, return_tensors="pt")
     if inputs["input_ids"].shape[1] == 0:
         raise ConfigError("prompt: got no tokens; want at least one")

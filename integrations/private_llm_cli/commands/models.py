@@ -23,6 +23,8 @@ LONG_PROMPT = (
 """Long enough to be dealt to the CompNodes of the default plan."""
 
 
+_HUB_S = 10.0
+"""Seconds that the hub may take to answer at all."""
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
 
 
@@ -59,6 +61,7 @@ def tokenizer_of(source: str, gguf_file: str | None = None) -> Any:  # noqa: ANN
     from private_llm_hf.checkpoint.checkpoint import Checkpoint
     from transformers import AutoTokenizer
 
+    _want_hub("tokenizer", source)
     checkpoint = Checkpoint(source, gguf_options(gguf_file), {})
     return _load("tokenizer", AutoTokenizer, checkpoint.tokenizer_source, **checkpoint.tokenizer_options)
 
@@ -118,6 +121,7 @@ def _load(what: str, auto: Any, source: str, **more: Any) -> Any:  # noqa: ANN40
     quiet()
     if "gguf_file" not in more:
         _want_config(what, source)
+        _want_hub(what, source)
     if what == "model":
         _want_weights(source)
     try:
@@ -145,6 +149,28 @@ def _want_config(what: str, source: str) -> None:
         wrong = "the folder holds no config.json"
     if wrong is not None:
         raise ConfigError(f"{what} of {source!r}: {wrong} (want a model folder or a hub id)")
+
+
+def _want_hub(what: str, source: str) -> None:
+    """Raises ConfigError for a name that is no folder, while the hub does not answer: transformers would try for a
+    minute before it says so.
+    """
+    from huggingface_hub import constants, errors, get_session, try_to_load_from_cache
+
+    if constants.HF_HUB_OFFLINE or Path(source).exists():
+        return
+    try:
+        if isinstance(try_to_load_from_cache(source, "config.json"), str):
+            return
+    except errors.HFValidationError:
+        return  # no name that a hub has, as transformers will say
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_S)
+    except Exception as error:
+        raise ConfigError(
+            f"{what} of {source!r}: there is no such folder here, and {constants.ENDPOINT} cannot be reached to look "
+            f"for it ({error}); want a model folder, or a hub id and a network"
+        ) from error
 
 
 def _want_weights(source: str) -> None:

@@ -72,8 +72,8 @@ def progress_bar(total: int | None = None, quiet: bool = False) -> Iterator[Any]
             bar.update(task, description=description or None, advance=advance)
             if not quiet and not NOTES.is_terminal and time.monotonic() - said >= QUIET_SECONDS:
                 said, state = time.monotonic(), bar.tasks[task]
-                whole = "" if total is None else f" of {total}"
-                NOTES.print(f"{state.description}: {state.completed:.0f}{whole}", highlight=False, markup=False)
+                done = "" if total is None else f": {state.completed:.0f} of {total}"
+                NOTES.print(f"{state.description}{done}", highlight=False, markup=False, soft_wrap=True)
 
         with contextlib.nullcontext() if quiet else compile_notes(lambda line: step(line, 0)):
             yield step

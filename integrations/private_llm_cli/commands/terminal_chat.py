@@ -6,6 +6,7 @@ consent if there is one to ask, and the answer goes on where it was.
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 import time
@@ -19,7 +20,7 @@ from private_llm.errors import DomainError, PrivateLLMError, ProtocolAbort, Tran
 from private_llm_cli.commands.conversation import Conversation
 from private_llm_cli.commands.models import demo_model, loaded_from, smollm2_model, tokenizer_of
 from private_llm_cli.commands.output import NOTES, compile_notes, duration, progress_bar, show_text, size
-from private_llm_cli.commands.text import TextStream
+from private_llm_cli.commands.text import TextStream, is_text
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -104,10 +105,14 @@ class TerminalChat:
                 return
             if text.startswith("/"):
                 self._command(text)
+            elif not is_text(text):
+                _note("this line is not UTF-8, so it was not asked", "red")
             elif text:
                 self._answer(text)
 
     def _lines(self) -> Iterator[str]:
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # `run` says so, and goes on
         if not self._interactive:
             yield from sys.stdin
             return

@@ -52,6 +52,13 @@ class TokenClock:
         return (later[-1] - later[0]) / (len(later) - 1) if len(later) > 1 else self.first
 
 
+def is_text(given: str) -> bool:
+    """Whether what was typed or piped is text: bytes that are not of its encoding come as lone surrogates, which
+    tokenizers do not take.
+    """
+    return not any("\ud800" <= character <= "\udfff" for character in given)
+
+
 class TextStream(TokenClock):
     """A streamer for generate() of one row: hands on text as soon as its tokens are there.
 

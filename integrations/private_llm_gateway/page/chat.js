@@ -4,6 +4,7 @@ import { complete, info, keepToken, message, takeToken, Trouble } from "./gatewa
 import { Cost, element, showInfo, showTotal } from "./panel.js";
 import { events } from "./sse.js";
 
+const LONG_MS = 5000; // without a word: the reader is told why that may be
 const $ = (id) => document.getElementById(id);
 const log = $("log");
 const question = $("question");
@@ -48,6 +49,11 @@ function trouble(words, again = null) {
   if (words) log.scrollTop = log.scrollHeight; // it takes room from the log
 }
 
+/** What a program said, as a sentence. */
+function sentence(words) {
+  return words.charAt(0).toUpperCase() + words.slice(1) + (/[.!?]$/.test(words) ? "" : ".");
+}
+
 function bubble(kind, who, text = "") {
   $("empty").hidden = true;
   const made = element("article", "", kind);
@@ -80,6 +86,7 @@ async function ask(text) {
   const asked = bubble("user", "You", text);
   const { made, body } = bubble("assistant waiting", `Answer of ${facts.model}`);
   made.setAttribute("aria-busy", "true"); // a screen reader reads it when it is whole
+  const long = setTimeout(() => made.classList.add("long"), LONG_MS);
   const mine = (running = new AbortController());
   const history = messages;
   history.push({ role: "user", content: text });
@@ -93,6 +100,7 @@ async function ask(text) {
     if (error.name === "AbortError") state = "stopped";
     else problem = error instanceof Trouble ? error : new Trouble("The connection ended before the answer did.");
   } finally {
+    clearTimeout(long);
     if (running === mine) busy(false);
     made.classList.remove("waiting");
     made.removeAttribute("aria-busy");
@@ -115,7 +123,7 @@ async function ask(text) {
   }
   if (problem) {
     const kept = body.textContent ? "The text so far was kept." : "Your question is in the box below.";
-    trouble(`${problem.message} ${kept}`);
+    trouble(`${sentence(problem.message)} ${kept}`);
     if (problem.token) askToken(problem.message);
   }
   if (!$("door").open) question.focus();

@@ -41,7 +41,7 @@ async function call(path, options = {}) {
 async function refusal(response) {
   const said = await response.json().catch(() => null);
   const words = message(said?.error) || `The gateway answered with status ${response.status}.`;
-  if (response.status === 401) return new Trouble(words, true);
+  if (response.status === 401) return new Trouble("The access token is missing or wrong.", true);
   const wait = response.headers.get("Retry-After");
   return new Trouble(/^\d+$/.test(wait ?? "") ? `${words} Try again in ${wait} s.` : words, false, said?.error?.code);
 }

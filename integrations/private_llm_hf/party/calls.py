@@ -36,10 +36,12 @@ class Answer:
 
 
 def refuse_unknown(call: Call) -> None:
-    """Raise UnsupportedOp for inputs or outputs that parties do not take or open."""
+    """Raise UnsupportedOp for inputs or outputs that parties do not take or open, or open once only."""
     refused = sorted({*call.public} - PUBLIC) + sorted({*call.outputs} - {*OPENED})
     if refused:
         raise UnsupportedOp(f"the client asks for {', '.join(refused)}, which parties do not take or open")
+    if len({*call.outputs}) < len(call.outputs):
+        raise UnsupportedOp(f"the client asks for {len(call.outputs)} outputs, some of them twice; want each once")
 
 
 def table_of(model: PreTrainedModel, item: Tokens) -> nn.Embedding:

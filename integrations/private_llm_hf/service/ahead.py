@@ -20,7 +20,7 @@ from private_llm_hf.party.calls import Answer, run_alone
 from private_llm_hf.service.client_session import Request
 from private_llm_hf.service.limits import Holdings
 from private_llm_hf.service.links import ServiceLinks
-from private_llm_hf.service.pass_of_requests import announced, change, check_fits, inputs_received
+from private_llm_hf.service.pass_of_requests import announced, change, check_fits, inputs_received, refusal
 from private_llm_hf.service.plan import Step
 from private_llm_hf.service.served_model import ServedModel
 
@@ -30,6 +30,7 @@ class _Stock:
     """What was prepared for one session's plan: a label of masks for each step, and what the helping party sent."""
 
     model: ServedModel
+    user: str
     plan: int
     store: OfflineStore | None
     labels: list[str] = field(default_factory=list)
@@ -60,6 +61,11 @@ class Ahead:
         """On this party's disk."""
         return sum(stock.nbytes for stock in self._stocks.values())
 
+    def room(self, user: str, most: int) -> int:
+        """Bytes that a user's plans may still take of `most`: half of them at most for one with a name."""
+        own = sum(stock.nbytes for stock in self._stocks.values() if stock.user == user)
+        return min(most - self.nbytes, most - most // 2 - own) if user else most - self.nbytes
+
     def forget(self, session: str) -> None:
         """Delete what is left of a session's plan, and its caches."""
         stock = self._stocks.pop(session, None)
@@ -88,7 +94,7 @@ class Ahead:
         if step.index == 0:
             self.forget(request.session.id)
             made = OfflineStore(session.config.offline_folder) if keeps else None
-            self._stocks[request.session.id] = _Stock(model, step.plan, made)
+            self._stocks[request.session.id] = _Stock(model, request.session.user, step.plan, made)
             self._reserve(model, request, step)
         stock = self._stocks[request.session.id]
         stock.labels.append(label)
@@ -180,8 +186,8 @@ class Ahead:
         try:
             change(model.kept, owner, step.edits, self.holdings.limits)
             check_fits(model, owner, step.call, self.holdings.limits)
-        except (PrivateLLMError, LookupError) as error:
-            _give_up(model, request, error)
+        except Exception as error:  # noqa: BLE001 - as in `pass_of_requests`
+            _give_up(model, request, refusal(request, error))
         return request.error is None
 
 
@@ -196,12 +202,11 @@ def _step(request: Request) -> Step:
     return request.step
 
 
-def _give_up(model: ServedModel, request: Request, error: Exception) -> None:
+def _give_up(model: ServedModel, request: Request, error: PrivateLLMError) -> None:
     """The session ends; nothing that it half did is left."""
     model.session.known.owed, model.session.known.pending = [], None
     model.kept.forget(owner_of(request.session.id))
-    known = isinstance(error, PrivateLLMError)
-    request.fail(error if known else TransportError("a cache that is not there"))
+    request.fail(error)
 
 
 def _computed(model: ServedModel, request: Request) -> Answer:

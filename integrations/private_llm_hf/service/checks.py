@@ -23,6 +23,7 @@ from private_llm_hf.party.kept import Kept
 from private_llm_hf.wire.commands import Call, Encoded, Tokens, Values
 
 _MASKS = ("attention_mask", "decoder_attention_mask")
+_MOST_KEPT = 1 << 31
 
 
 def check_call(model: PreTrainedModel, config: PrivateConfig, call: Call, kept: Kept, owner: str) -> None:
@@ -138,7 +139,7 @@ def _check_numbers(config: PretrainedConfig, public: Mapping[str, Any], rows: in
             if int(value.min()) < 0 or int(value.max()) >= most:
                 raise DomainError(f"{name}: got {int(value.min())} to {int(value.max())}; want 0 to {most - 1}")
     keep = public.get("logits_to_keep", 0)
-    if type(keep) is not int or keep < 0:
+    if type(keep) is not int or not 0 <= keep < _MOST_KEPT:
         raise DomainError(f"logits_to_keep: got {str(keep)[:80]}; want a number of last positions, or 0 for all")
     if not isinstance(public.get("use_cache", False), bool):
         raise DomainError("use_cache: want True or False")

@@ -12,7 +12,7 @@ from private_llm.config import PrivateConfig
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm_hf.models.architectures import architecture, batch_first
 from private_llm_hf.models.shifted import stands_shifting
-from private_llm_hf.wire.commands import CacheEdit, Call, CopyCache, CropCache, ResetCache
+from private_llm_hf.wire.commands import CacheEdit, Call, CopyCache, CropCache, ResetCache, Tokens
 
 WASTE = 4
 """Padding takes at most one of so many positions of a pass that reads prompts."""
@@ -38,6 +38,9 @@ def kind(model: PreTrainedModel, config: PrivateConfig, call: Call, past: int) -
         return None
     item = call.secret[0]
     given = {*call.public}
+    usual = len(item.shape) == (2 if isinstance(item, Tokens) else 3)
+    if not usual or not isinstance(call.public.get("use_cache", False), bool):
+        return None  # it will be refused
     wanted = (item.name, call.outputs, call.public.get("use_cache"), "logits_to_keep" in given)
     which = architecture(model.config)
     if which.kind == "encoder":

@@ -10,18 +10,23 @@ import dataclasses
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from private_llm.config import PrivateConfig, TLSConfig
+from private_llm.errors import PartyFailed, PrivateLLMError
 from private_llm.net.addresses import hosts_of, open_listeners
 from private_llm.net.certificates import make_certificates, user_folder
 from private_llm.net.children import start_servers
 from private_llm.net.transport import CLIENT
 from private_llm_hf.checkpoint.share_files import share_path
+from private_llm_hf.service.observer import Observer
 from private_llm_hf.service.party_service import PartyService
 from private_llm_hf.service.settings import ServiceSettings
+
+_LOOK_S = 0.05
 
 
 class LocalParties:
@@ -29,12 +34,15 @@ class LocalParties:
 
     def __init__(
         self, config: PrivateConfig, models: Mapping[str, str | Path], latency_ms: float = 0.0,
-        users: Sequence[str] = (), **limits: Any,  # noqa: ANN401 - ServiceSettings'
+        users: Sequence[str] = (), ready_s: float = 900.0, tell: Callable[[str], None] = lambda text: None,
+        **limits: Any,  # noqa: ANN401 - ServiceSettings'
     ) -> None:  # fmt: skip
         """models: folders of share files, by name. limits: settings of `ServiceSettings`. latency_ms: between parties,
         for measurements. users: clients with a certificate each (see `config_of`; `config` is the first one's).
+        ready_s: seconds that they may take to load the models and link; `tell` hears now and then who still does.
 
-        Raises ConfigError for settings that a service does not have, PartyFailed if the parties do not start.
+        When it returns, all parties are ready. Raises ConfigError for settings that a service does not have,
+        PartyFailed if the parties do not start, or are not ready in time.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="private-llm-"))
         try:
@@ -52,10 +60,30 @@ class LocalParties:
                 "limits": limits,
                 "latency_ms": latency_ms,
             }
+            (self._folder / "state").mkdir()
+            extra["state"] = str(self._folder / "state")
             self._stop = start_servers(config, "private_llm_hf.service.local:serve", extra, listeners)
+            try:
+                self._await(config.endpoints, ready_s, tell)
+            except BaseException:
+                self._stop()
+                raise
         except BaseException:
             self._remove()
             raise
+
+    def _await(self, parties: int, ready_s: float, tell: Callable[[str], None]) -> None:
+        """Wait until all are ready. Raises PartyFailed if one cannot start, or they take longer than `ready_s`."""
+        began, state = time.monotonic(), self._folder / "state"
+        while missing := [party for party in range(parties) if not (state / f"up{party}").exists()]:
+            for party in missing:
+                if (state / f"failed{party}").exists():
+                    raise PartyFailed(f"party {party} did not start: {(state / f'failed{party}').read_text()}")
+            passed, names = time.monotonic() - began, ", ".join(f"party {party}" for party in missing)
+            if passed >= ready_s:
+                raise PartyFailed(f"{names}: not ready within {ready_s:g} s; give a larger model more time (ready_s)")
+            tell(f"waiting for {names} (for {passed:.0f} s, {ready_s:g} s at most)")
+            time.sleep(_LOOK_S)
 
     def config_of(self, user: str) -> PrivateConfig:
         """With which one of `users` reaches the parties. Raises ConfigError for a name that no user may have."""
@@ -78,12 +106,31 @@ class LocalParties:
         self.close()
 
 
+class _Tells(Observer):
+    """Tells the process that started the party, by a file, that it was ready."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def links_up(self) -> None:
+        """As `Observer`."""
+        self._file.touch()
+
+
 def serve(
     config: PrivateConfig, number: int, listener: socket.socket, tls: list[dict[str, Any]], models: dict[str, str],
-    limits: dict[str, Any], latency_ms: float,
+    limits: dict[str, Any], latency_ms: float, state: str,
 ) -> None:  # fmt: skip
     """Be one of them, until its process ends."""
     values = {**config.to_dict(), "tls": tls[number]}
-    settings = ServiceSettings({name: share_path(Path(folder), number) for name, folder in models.items()}, **limits)
-    own = PrivateConfig.from_dict(values)
-    PartyService(own, number, settings, listener=listener, latency_ms=latency_ms).run()
+    try:
+        paths = {name: share_path(Path(folder), number) for name, folder in models.items()}
+        own, settings = PrivateConfig.from_dict(values), ServiceSettings(paths, **limits)
+        observer = _Tells(Path(state) / f"up{number}")
+        service = PartyService(own, number, settings, observer, listener, latency_ms)
+    except Exception as error:
+        told = Path(state) / f"telling{number}"
+        told.write_text(str(error) if isinstance(error, PrivateLLMError) else type(error).__name__)
+        told.rename(Path(state) / f"failed{number}")
+        raise
+    service.run()

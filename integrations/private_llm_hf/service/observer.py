@@ -29,8 +29,18 @@ class Observer:
     def links_up(self) -> None:
         """This party is connected with all others, and sessions may begin."""
 
-    def links_down(self, reason: str) -> None:
-        """The links between the parties ended, and all sessions with them; they are being made again."""
+    def links_down(self, reason: str, orderly: bool = False) -> None:
+        """The links between the parties ended, and all sessions with them; they are being made again.
+
+        orderly: because a party stops as it was told to.
+        """
+
+    def links_awaited(self, who: str | None, reason: str, seconds: float) -> None:
+        """A try to link the parties failed; the next one has begun.
+
+        who: the parties that were not there, None if it failed for another reason. seconds: since the links ended, or
+        since this party started.
+        """
 
     def session_began(self, session: str, user: str) -> None:
         """A client came in. user: the name in its certificate, "" without one."""

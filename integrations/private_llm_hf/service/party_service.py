@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import socket
 import threading
 import time
@@ -25,8 +26,8 @@ from private_llm.kernels.memory import tune_allocator
 from private_llm.net.acceptor import Acceptor
 from private_llm.net.admission import Admission, ClientLink
 from private_llm.net.delayed import DelayedTransport
-from private_llm.net.rendezvous import connect, open_acceptor
-from private_llm.net.roles import called, named, named_errors
+from private_llm.net.rendezvous import Unreached, connect, open_acceptor
+from private_llm.net.roles import HEARSAY, WHO, called, named, named_errors
 from private_llm.net.sockets import SocketTransport
 from private_llm.protocols.session import join_parties
 from private_llm_hf.models.sparse_blocks import adopted
@@ -49,6 +50,8 @@ _CONNECT_S = 10.0
 _PAUSE_S = 0.2
 _TICK_S = 0.25
 """How often an idle party looks after its links."""
+_STOPPED = "has stopped"
+"""What a party that was drained says at the end, behind its name."""
 _GRACE_S = 0.02
 """Seconds that a party waits for a request that party 0 has got already."""
 
@@ -84,6 +87,7 @@ class PartyService:
         self._others_leave = False
         self._up = threading.Event()
         self._last_live = 0.0
+        self._alone_since = time.monotonic()
         self.admission = Admission(
             number, self.config.timeout_s, self.config.idle_s, settings.sessions, settings.sessions_per_user,
             settings.waiting, self._arrived, lambda reason: self.observer.refused("a caller", reason),
@@ -146,10 +150,11 @@ class PartyService:
         except (TransportError, OSError) as error:
             reason = named(self.config, str(error))
             self.admission.close(f"the parties connect with each other ({reason})")
-            self.observer.links_down(reason)
+            who = named(self.config, error.who) if isinstance(error, Unreached) else None
+            self.observer.links_awaited(who, reason, time.monotonic() - self._alone_since)
             time.sleep(_PAUSE_S)
             return
-        reason = f"{called(self.config, self.number)} has stopped"
+        reason = f"{called(self.config, self.number)} {_STOPPED}"
         try:
             self._serve(links)
         except PrivateLLMError as error:
@@ -164,7 +169,8 @@ class PartyService:
             self._end_sessions(reason)
             links.close()
             self._ahead.close()
-            self.observer.links_down(reason)
+            self._alone_since = time.monotonic()
+            self.observer.links_down(reason, re.fullmatch(rf"{HEARSAY}(?:{WHO}) {_STOPPED}", reason) is not None)
 
     def _serve(self, mesh: SocketTransport) -> None:
         links = ServiceLinks(DelayedTransport(mesh, self._latency) if self._latency else mesh)
@@ -276,9 +282,18 @@ class PartyService:
         self._carry_out(links, runs, done)
 
     def _weighed(self, request: Request) -> Weighed:
-        """What kind of pass a request wants, and how large its part of it is; what is planned runs alone."""
+        """What kind of pass a request wants, and how large its part of it is; what is planned runs alone, and so does
+        what cannot be weighed, which all parties will refuse.
+        """
         if request.step is not None:
             return Weighed(None, 0)
+        try:
+            return self._weigh(request)
+        except Exception:  # noqa: BLE001 - whatever its client caused ends its session alone
+            _LOG.exception("session %s asked for what cannot be weighed", request.session.short)
+            return Weighed(None, 0)
+
+    def _weigh(self, request: Request) -> Weighed:
         model = self._model(request)
         past = model.past(request.session.id, request.call, request.edits, request.free)
         alone = self._suspects.runs_alone(request.session.user)
@@ -320,6 +335,8 @@ class PartyService:
             request = held[place] if place < len(held) else None
             if request is None:
                 raise TransportError("party 0 runs a request that is not here")
+            if request in runs:
+                raise TransportError("party 0 runs a request twice")
             runs.append(request)
         self._waiting.take(runs)
         if offer.live is not None:
@@ -384,7 +401,7 @@ class PartyService:
             return run_requests(model, links, requests, self._holdings)
         model.kept.free(first.session.id, first.free)
         if first.prepares:
-            room = self.settings.offline_bytes - self._ahead.nbytes
+            room = self._ahead.room(first.session.user, self.settings.offline_bytes)
             self._ahead.prepare(model, links, first, f"ahead {self._step}", room)
         else:
             self._ahead.run(model, links, first)

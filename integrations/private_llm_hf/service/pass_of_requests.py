@@ -6,6 +6,7 @@ everywhere, and the others go on.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Sequence
 
@@ -24,6 +25,10 @@ from private_llm_hf.service.passes import Kept, Part, check_call, run_pass
 from private_llm_hf.service.served_model import ServedModel
 from private_llm_hf.wire.answers import Output, Outputs
 from private_llm_hf.wire.commands import CacheEdit, Call, SelectRows, Tokens
+
+_LOG = logging.getLogger("private_llm")
+OF_THE_MACHINE = (MemoryError, OSError)
+"""What one party may meet and the others not."""
 
 
 def run_requests(
@@ -75,13 +80,27 @@ def _prepared(model: ServedModel, request: Request, holdings: Holdings) -> bool:
         check_fits(model, owner, call, holdings.limits)
         new = math.prod(call.secret[0].shape[:2]) if call.cache or call.encode_to else 0
         holdings.take(owner, request.session.user, model.name, kept.positions(owner) + new)
-    except (PrivateLLMError, LookupError) as error:
+    except Exception as error:  # noqa: BLE001 - it follows from public facts, so it is the same at all parties
         kept.forget(owner)
         holdings.forget(owner)
-        known = isinstance(error, PrivateLLMError)
-        request.fail(error if known else TransportError("a cache that is not there"))
+        request.fail(refusal(request, error))
         return False
     return True
+
+
+def refusal(request: Request, error: Exception) -> PrivateLLMError:
+    """What a session ends with whose request cannot run; what nobody foresaw is logged. Nothing of it was sent.
+
+    Raises the error if it may be this machine's alone: the others would wait for this party.
+    """
+    if isinstance(error, PrivateLLMError):
+        return error
+    if isinstance(error, OF_THE_MACHINE):
+        raise error
+    if isinstance(error, LookupError):
+        return TransportError("a cache that is not there")
+    _LOG.error("session %s asked for what nobody foresaw", request.session.short, exc_info=error)
+    return TransportError(f"a call that this service cannot run ({type(error).__name__})")
 
 
 def change(kept: Kept, owner: str, edits: Sequence[CacheEdit], limits: Limits) -> None:

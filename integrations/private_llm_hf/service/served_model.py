@@ -14,8 +14,10 @@ from private_llm.protocols.session import Known, Session
 from private_llm.ranges import Ranges
 from private_llm_hf.checkpoint.offload import Offloaded
 from private_llm_hf.checkpoint.share_files import ShareFile
+from private_llm_hf.models.sparse_blocks import adopted
 from private_llm_hf.party.held_weights import weights_of_file, weights_of_model
-from private_llm_hf.party.model import build_party_model, release
+from private_llm_hf.party.model import build_party_model, empty_model, release
+from private_llm_hf.patch_plan import check_ring, make_patch_plan
 from private_llm_hf.service.kinds import kind, past_of
 from private_llm_hf.service.passes import Kept
 from private_llm_hf.wire.answers import StoredFile
@@ -30,8 +32,8 @@ class ServedModel:
     kept: Kept
 
     def __init__(self, name: str, path: Path, config: PrivateConfig, number: int) -> None:
-        """Reads the header and checks the whole file. Raises ShareFileError."""
-        self.name, self.file = name, ShareFile.open(path, config, number)
+        """Reads the header and checks the whole file. Raises as `open_model`."""
+        self.name, self.file = name, open_model(path, config, number)
         self._built: PreTrainedModel | None = None
         self._offloaded: dict[str, Offloaded] = {}
 
@@ -82,3 +84,17 @@ class ServedModel:
         self.kept = Kept(self.model)
         if before is not None:
             release(before)
+
+
+def open_model(path: Path, config: PrivateConfig, number: int) -> ShareFile:
+    """A party's share file of a model that it can run.
+
+    Raises ShareFileError for a file that is not this party's or is damaged, ConfigError and PatchMismatch for a model
+    that cannot run under these settings.
+    """
+    file = ShareFile.open(path, config, number)
+    facts = file.description
+    model, own = empty_model(facts.config, facts.class_), adopted(config, facts.config)
+    make_patch_plan(model, own)
+    check_ring(model, own)
+    return file

@@ -19,7 +19,8 @@ class ServiceSettings:
     one session's caches may hold, over all rows, and positions_in_all those of all sessions, of which half for one user
     with a name. elements: of the largest array that one pass may make (`limits.elements_of`). None, for these three: as
     this machine's memory allows; of what the parties state, the smallest numbers hold. offline_bytes: on this party's
-    disk (in `PrivateConfig.offline_folder`), of what is prepared for calls that sessions have planned (0: nothing is).
+    disk (in `PrivateConfig.offline_folder`), of what is prepared for calls that sessions have planned (0: nothing is),
+    half of them at most for one user with a name.
     gather_s: seconds that a pass waits for the next requests of sessions that were in the last one. drain_s: seconds
     that sessions may take to end after `PartyService.drain`.
     """
