@@ -56,10 +56,13 @@ class TrioPiecewise(TrioShuffles):
         self.has_keys = adder.may_take_keys
 
     def takes_keys(self, count: int, shape: PiecesShape, other: Callable[[Prices], Cost]) -> bool:
-        """As the interface says, by bytes, rounds and the cipher's work of the busier evaluator."""
+        """As the interface says, by bytes, rounds and the cipher's work of whoever has most of it.
+
+        A key costs the helping party twice what a threshold costs an evaluator.
+        """
         if not self.has_keys:
             return False
-        blocks = count * shape.thresholds * comparison_keys.cipher_blocks(shape.levels, shape.words)
+        blocks = count * max(2, shape.thresholds) * comparison_keys.cipher_blocks(shape.levels, shape.words)
         return self.adder.takes_keys(lambda: cost.piecewise(self.ring, count, shape), partial(other, cost), blocks)
 
     def piecewise(self, x: Share, pieces: Pieces) -> list[Share]:
