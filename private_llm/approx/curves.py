@@ -54,7 +54,7 @@ def takes_curve(curve: Curve, x: Fixed, frac: int, other: Callable[[Prices], Cos
 
     Local and public.
     """
-    if not x.proto.has_keys or x.session.ring.bits != 64 or LARGEST - curve.size - 2 * x.frac < LEADING:
+    if not x.session.protocol.has_keys or x.session.ring.bits != 64 or LARGEST - curve.size - 2 * x.frac < LEADING:
         return False
     return x.proto.takes_keys(x.numel(), pieces_of(curve, x, frac).shape, other)
 

@@ -83,7 +83,7 @@ def power(
 
     Raises DomainError for an empty range, one too wide for the ring at x's fractional bits, or a 32-bit ring.
     """
-    if x.proto.has_keys and 0 < low < high:
+    if x.session.protocol.has_keys and 0 < low < high:
         plan = _plan(cells, cubic, low, high, gain, cells.bits + math.ceil(math.log2(high)))
         lines = Lines(cubic.power, x.frac, low, high, Y_BITS + plan.factor_bits if frac is None else frac, gain)
         if takes_lines(x, x.numel(), lines, lambda prices: price(x, x.numel(), cells, low, high, prices)):

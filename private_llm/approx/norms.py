@@ -105,11 +105,13 @@ def lines_of(x: Fixed, eps: float, square: int, centred: bool = False) -> Lines 
     Rows are then squared with `line_bits`, and sums reach down to 2^-REACH of the largest that the ring holds.
     Local and public.
     """
+    if not x.session.protocol.has_keys:
+        return None
     width = x.shape[-1]
     fine = line_bits(x.frac, width, square)
     if centred:
         eps = eps * _ratio(width) ** 2
-    if not x.proto.has_keys or not one_sum(fine, width, square) or not eps > 0 or not x.numel():
+    if not one_sum(fine, width, square) or not eps > 0 or not x.numel():
         return None
     widest, rows = _WRAP_FREE - 2 * fine, x.numel() // width
     low = max(0.98 * width * eps, 2.0 ** (widest - REACH))

@@ -35,7 +35,7 @@ def exact_span(x: Fixed, extra: int = 0) -> tuple[int, int]:
 
 def coarse_span(x: Fixed, extra: int = 0, resolution: int = RESOLUTION_BITS) -> tuple[int, int]:
     """The same where either answer will do up to 2^-resolution above a threshold."""
-    return exact_span(x, extra)[0], max(0, x.frac - resolution)
+    return min(x.session.ring.bits, x.frac + reach(x) + extra + 1), max(0, x.frac - resolution)
 
 
 def key_span(x: Fixed) -> tuple[int, int]:
@@ -77,7 +77,7 @@ def chosen_below(
     (`PrivateConfig.adder`). Bytes of both: protocols/trio/cost.py. Raises DomainError as `Fixed.below` and `choose`.
     """
     bits, low = span
-    if not x.proto.has_keys:
+    if not x.session.protocol.has_keys:
         return x.choose(x.below(thresholds, bits, low), weights, constants)
     shape = PiecesShape(len(thresholds), 1, bits, low)
     count, rows, ring = x.numel(), len(thresholds), x.session.ring

@@ -42,7 +42,7 @@ def _measured(x: SecretTensor, eps: float, centred: bool = False) -> tuple[Fixed
         value = x.coarsen(frac)
     # One sum holds rows of a norm below 2^31 in ring elements of its bits, two hold entries of 2^20.
     more = deviation_bits(value.frac, width, square) - value.frac if centred else 0
-    if lines_of(value, eps, square, centred) is not None:
+    if x.session.protocol.has_keys and lines_of(value, eps, square, centred) is not None:
         more = line_bits(value.frac, width, square) - value.frac
     watch(value, 30 - more if one_sum(value.frac, width, square) else LARGEST + 1 + value.frac)
     return value, square
