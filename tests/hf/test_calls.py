@@ -25,4 +25,4 @@ def test_calls_of_two_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     totals = {party: counts.total() for party, counts in found.items()}
     assert sorted(totals) == ["party 0", "party 1", "party 2"]
     assert 6_000 < totals["party 0"] < 11_600
-    assert 2 * 7_000 < totals["party 1"] + totals["party 2"] < 2 * 13_455
+    assert 2 * 7_000 < totals["party 1"] + totals["party 2"] < 2 * 13_480
