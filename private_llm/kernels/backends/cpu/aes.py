@@ -30,38 +30,43 @@ def usable() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64") and bool(features.get("aes"))
 
 
-def _round(name: str) -> Any:  # noqa: ANN401 - Numba ships no types
-    @intrinsic
-    def run(typing_context, low, high, key_low, key_high):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        word = types.uint64
+@intrinsic
+def encrypt(typing_context, low, high, keys):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """The block (low, high) under the round keys at an address: 11 blocks, as `round_keys` has them."""
+    word = types.uint64
 
-        def codegen(context: Any, builder: Any, _: Any, args: Any) -> Any:  # noqa: ANN401
-            def block(first: Any, second: Any) -> Any:  # noqa: ANN401
-                made = builder.insert_element(ir.Constant(_BLOCK, ir.Undefined), first, ir.Constant(_I64, 0))
-                return builder.insert_element(made, second, ir.Constant(_I64, 1))
+    def codegen(context: Any, builder: Any, _: Any, args: Any) -> Any:  # noqa: ANN401
+        first, second, address = args
+        table = builder.inttoptr(address, _BLOCK.as_pointer())
 
+        def key(number: int) -> Any:  # noqa: ANN401
+            return builder.load(builder.gep(table, [ir.Constant(_I64, number)]), align=8)
+
+        def run(name: str, block: Any, number: int) -> Any:  # noqa: ANN401
             full = f"llvm.x86.aesni.{name}"
             known = builder.module.globals.get(full)
             function = known or ir.Function(builder.module, ir.FunctionType(_BLOCK, [_BLOCK, _BLOCK]), full)
-            made = builder.call(function, [block(*args[:2]), block(*args[2:])])
-            halves = [builder.extract_element(made, ir.Constant(_I64, half)) for half in range(2)]
-            return context.make_tuple(builder, types.UniTuple(word, 2), halves)
+            return builder.call(function, [block, key(number)])
 
-        return types.UniTuple(word, 2)(word, word, word, word), codegen
+        made = builder.insert_element(ir.Constant(_BLOCK, ir.Undefined), first, ir.Constant(_I64, 0))
+        made = builder.xor(builder.insert_element(made, second, ir.Constant(_I64, 1)), key(0))
+        for number in range(1, 10):
+            made = run("aesenc", made, number)
+        made = run("aesenclast", made, 10)
+        halves = [builder.extract_element(made, ir.Constant(_I64, half)) for half in range(2)]
+        return context.make_tuple(builder, types.UniTuple(word, 2), halves)
 
-    return run
+    return types.UniTuple(word, 2)(word, word, types.uintp), codegen
 
 
-_middle_round, _last_round = _round("aesenc"), _round("aesenclast")
+KEYS_BYTES = 176
+"""Size of one key's round keys."""
 
 
 @compiled
-def encrypt(low: Any, high: Any, keys: Array) -> Any:  # noqa: ANN401 - numbers of Numba's
-    """The block (low, high) under round keys [11, 2] (`round_keys`)."""
-    low, high = low ^ keys[0, 0], high ^ keys[0, 1]
-    for number in range(1, 10):
-        low, high = _middle_round(low, high, keys[number, 0], keys[number, 1])
-    return _last_round(low, high, keys[10, 0], keys[10, 1])
+def encrypt_block(low: Any, high: Any, keys: Array) -> Any:  # noqa: ANN401 - numbers of Numba's
+    """`encrypt` with round keys [11, 2] as an array."""
+    return encrypt(low, high, np.uintp(keys.ctypes.data))
 
 
 def round_keys(key: bytes) -> Array:

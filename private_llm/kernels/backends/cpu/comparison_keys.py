@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from private_llm.kernels.backends.cpu.aes import encrypt
+from private_llm.kernels.backends.cpu.aes import KEYS_BYTES, encrypt
 from private_llm.kernels.compiling import compiled
 
 Array = np.ndarray[Any, Any]
@@ -140,6 +140,10 @@ def add_steps(values: Array, top: Array, offset: Array, powers: Array, steps: Ar
                         total[output, i, j, n] += steps[output, point, i] * bit
 
 
+_LANES = 8
+"""Ways that are followed side by side: a step of one waits for the cipher, which can work on the others' meanwhile."""
+
+
 @compiled
 def follow(root: Array, holder: int, key: Array, x: Array, levels: int, ciphers: Array, total: Array) -> None:
     """Evaluate keys: total [m, words] is set to this holder's shares at x [m]; entry m belongs to key m modulo n.
@@ -148,40 +152,46 @@ def follow(root: Array, holder: int, key: Array, x: Array, levels: int, ciphers:
     words of the left and of the right side, and of two at the end.
     """
     count, (entries, words) = len(root), total.shape
+    at_keys = np.uintp(ciphers.ctypes.data)
     blocks = (words + 1) >> 1
-    controls, first = (2 + words) * levels, 2 * levels
+    controls, first, last = (2 + words) * levels, 2 * levels, key.shape[1] - words
     one = np.uint64(1)
-    for m in range(entries):
-        n = m % count
-        low, high, corrected = root[n, 0], root[n, 1], holder == 1
-        for word in range(words):
-            total[m, word] = np.uint64(0)
+    low, high, mask = np.empty((3, _LANES), dtype=np.uint64)
+    which, place = np.empty((2, _LANES), dtype=np.int64)
+    points = entries // count
+    total[:] = np.uint64(0)
+    for begin in range(0, entries, _LANES):
+        lanes = min(_LANES, entries - begin)
+        for lane in range(lanes):  # the points of one key are neighbours, so that it stays in the cache
+            n = (begin + lane) // points
+            which[lane], place[lane] = n, (begin + lane) % points * count + n
+            low[lane], high[lane], mask[lane] = root[n, 0], root[n, 1], np.uint64(0) - np.uint64(holder)
         for level in range(levels):
-            side = np.int64((x[m] >> np.uint64(levels - 1 - level)) & one)
-            child_low, child_high = encrypt(low, high, ciphers[side])
+            for lane in range(lanes):
+                n, m = which[lane], place[lane]
+                old_low, old_high, was = low[lane], high[lane], mask[lane]  # all bits of `was` are the control bit
+                side = np.int64((x[m] >> np.uint64(levels - 1 - level)) & one)
+                child = encrypt(old_low, old_high, at_keys + np.uintp(KEYS_BYTES * side))
+                for block in range(blocks):
+                    values = encrypt(old_low, old_high, at_keys + np.uintp(KEYS_BYTES * (2 + 2 * side + block)))
+                    word = 2 * block
+                    total[m, word] += (values[0] ^ old_low) + (key[n, first + words * level + word] & was)
+                    if word + 1 < words:
+                        total[m, word + 1] += (values[1] ^ old_high) + (key[n, first + words * level + word + 1] & was)
+                new_low = child[0] ^ old_low
+                fix = (key[n, controls + (level >> 5)] >> np.uint64(2 * (level & 31) + side)) & was
+                mask[lane] = np.uint64(0) - ((new_low ^ fix) & one)
+                low[lane] = (new_low & ~one) ^ (key[n, 2 * level] & was)
+                high[lane] = child[1] ^ old_high ^ (key[n, 2 * level + 1] & was)
+        for lane in range(lanes):
+            n, m = which[lane], place[lane]
             for block in range(blocks):
-                values = encrypt(low, high, ciphers[2 + 2 * side + block])
+                values = encrypt(low[lane], high[lane], at_keys + np.uintp(KEYS_BYTES * (6 + block)))
                 for half in range(min(2, words - 2 * block)):
-                    value = values[half] ^ (high if half else low)
-                    if corrected:
-                        value += key[n, first + words * level + 2 * block + half]
-                    total[m, 2 * block + half] += value
-            low, high = child_low ^ low, child_high ^ high
-            bit = low & one
-            low &= ~one
-            if corrected:
-                low ^= key[n, 2 * level]
-                high ^= key[n, 2 * level + 1]
-                bit ^= (key[n, controls + (level >> 5)] >> np.uint64(2 * (level & 31) + side)) & one
-            corrected = bit == one
-        for block in range(blocks):
-            values = encrypt(low, high, ciphers[6 + block])
-            for half in range(min(2, words - 2 * block)):
-                word = 2 * block + half
-                value = total[m, word] + (values[half] ^ (high if half else low))
-                if corrected:
-                    value += key[n, key.shape[1] - words + word]
-                total[m, word] = np.uint64(0) - value if holder == 1 else value
+                    word = 2 * block + half
+                    value = total[m, word] + (values[half] ^ (high[lane] if half else low[lane]))
+                    value += key[n, last + word] & mask[lane]
+                    total[m, word] = np.uint64(0) - value if holder == 1 else value
 
 
 @compiled
@@ -191,6 +201,7 @@ def make(roots: Array, alpha: Array, beta: Array, levels: int, ciphers: Array, k
     ciphers: as in `follow`.
     """
     count, words = beta.shape
+    at_keys = np.uintp(ciphers.ctypes.data)
     blocks = (words + 1) >> 1
     controls, first = (2 + words) * levels, 2 * levels
     one = np.uint64(1)
@@ -210,13 +221,13 @@ def make(roots: Array, alpha: Array, beta: Array, levels: int, ciphers: Array, k
             for holder in range(2):
                 low, high = seeds[holder, 0], seeds[holder, 1]
                 for side in range(2):
-                    made = encrypt(low, high, ciphers[side])
+                    made = encrypt(low, high, at_keys + np.uintp(KEYS_BYTES * side))
                     child[holder, side, 0], child[holder, side, 1] = made[0] ^ low, made[1] ^ high
             for block in range(blocks):
-                lost0 = encrypt(seeds[0, 0], seeds[0, 1], ciphers[2 + 2 * lost + block])
-                lost1 = encrypt(seeds[1, 0], seeds[1, 1], ciphers[2 + 2 * lost + block])
-                kept0 = encrypt(seeds[0, 0], seeds[0, 1], ciphers[2 + 2 * kept + block])
-                kept1 = encrypt(seeds[1, 0], seeds[1, 1], ciphers[2 + 2 * kept + block])
+                lost0 = encrypt(seeds[0, 0], seeds[0, 1], at_keys + np.uintp(KEYS_BYTES * (2 + 2 * lost + block)))
+                lost1 = encrypt(seeds[1, 0], seeds[1, 1], at_keys + np.uintp(KEYS_BYTES * (2 + 2 * lost + block)))
+                kept0 = encrypt(seeds[0, 0], seeds[0, 1], at_keys + np.uintp(KEYS_BYTES * (2 + 2 * kept + block)))
+                kept1 = encrypt(seeds[1, 0], seeds[1, 1], at_keys + np.uintp(KEYS_BYTES * (2 + 2 * kept + block)))
                 for half in range(min(2, words - 2 * block)):
                     word = 2 * block + half
                     value = (lost1[half] ^ seeds[1, half]) - (lost0[half] ^ seeds[0, half]) - total[word]
@@ -246,8 +257,8 @@ def make(roots: Array, alpha: Array, beta: Array, levels: int, ciphers: Array, k
                     bit ^= fix
                 seeds[holder, 0], seeds[holder, 1], control[holder] = low, high, bit
         for block in range(blocks):
-            end0 = encrypt(seeds[0, 0], seeds[0, 1], ciphers[6 + block])
-            end1 = encrypt(seeds[1, 0], seeds[1, 1], ciphers[6 + block])
+            end0 = encrypt(seeds[0, 0], seeds[0, 1], at_keys + np.uintp(KEYS_BYTES * (6 + block)))
+            end1 = encrypt(seeds[1, 0], seeds[1, 1], at_keys + np.uintp(KEYS_BYTES * (6 + block)))
             for half in range(min(2, words - 2 * block)):
                 word = 2 * block + half
                 value = (end1[half] ^ seeds[1, half]) - (end0[half] ^ seeds[0, half]) - total[word]
