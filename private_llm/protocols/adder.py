@@ -15,8 +15,8 @@ from private_llm.net.ledger import Cost
 ROUND_S = 1e-4
 """Computing that one round costs besides the network: a few calls of Python (measured 0.06 to 0.15 ms)."""
 
-BLOCK_S = 5e-9
-"""A block of the cipher of comparison keys, on one thread, with what is done with it (measured 4 to 6 ns)."""
+BLOCK_S = 6e-9
+"""A block of the cipher of comparison keys, on one thread, with what is done with it (measured 5 to 7 ns)."""
 
 
 @dataclass(frozen=True)

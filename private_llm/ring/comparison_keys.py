@@ -50,8 +50,8 @@ def key_words(levels: int, words: int) -> int:
 
 
 def cipher_blocks(levels: int, words: int) -> int:
-    """Blocks of AES that the value at one x takes a holder; making a key takes twice as many."""
-    return (2 + 2 * _blocks(words)) * levels + _blocks(words)
+    """Blocks of AES that the value at one x takes a holder; making a key takes four times as many."""
+    return (1 + _blocks(words)) * levels + _blocks(words)
 
 
 def make_keys(alpha: Array, beta: Array, levels: int, first: Prg, second: Prg) -> Array:
@@ -102,6 +102,8 @@ def evaluate(holder: int, root: Array, key: Array, x: Array, levels: int, words:
     """
     _check(levels, words)
     points, count = x.shape
+    if not x.size:
+        return np.zeros((points, count, words), dtype=np.uint64)
     if aes.usable():
         total = np.empty((points * count, words), dtype=np.uint64)
         kernels.follow(root, holder, key, np.ascontiguousarray(x).reshape(-1), levels, _round_keys(), total)

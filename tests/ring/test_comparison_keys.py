@@ -145,7 +145,7 @@ def test_one_holder_alone_has_uniform_values() -> None:
 
 def test_the_size_and_the_work_that_prices_name() -> None:
     assert comparison_keys.key_words(26, 2) == 107
-    assert comparison_keys.cipher_blocks(26, 2) == 26 * 4 + 1
+    assert comparison_keys.cipher_blocks(26, 2) == 26 * 2 + 1
 
 
 @pytest.mark.parametrize(("levels", "width"), [(0, 1), (65, 1), (5, 0), (5, 5)])
