@@ -1,0 +1,131 @@
+"""Tokens a second when parties are far apart: by circuits, by comparison keys where they pay, with looked-up drafts.
+
+python scripts/bench_distance.py --latency 1 20              the bundled model, parties as processes
+python scripts/bench_distance.py --model smollm2 --new 8     SmolLM2-135M-Instruct (scripts/real_model.py installs it)
+python scripts/bench_distance.py --tiny                      in seconds
+
+One JSON row for each latency (milliseconds one way between parties; the client is near) and way: "circuits" is
+adder="prefix", "keys" is adder="auto" with the stated network, "drafts" is that with prompt_lookup_num_tokens. Every
+way continues the same prompt, greedily; its text is compared with the plaintext model's. Tokens a second count the
+further tokens, behind the first; `first_s` is the time to that one. `ratio` is to circuits at the same latency.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from private_llm_cli.bench.rows import machine, party_threads
+from private_llm_cli.commands.models import demo_model, quiet, smollm2_model
+from private_llm_hf import AutoPrivateModelForCausalLM
+from private_llm_hf.api import share_checkpoint
+from private_llm_hf.models import smollm2
+from private_llm_hf.service.local import LocalParties
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation.streamers import BaseStreamer
+
+from private_llm.config import VERSION, PrivateConfig
+
+PROMPT = (
+    "First Citizen : Before we proceed any further , hear me speak . All : Speak , speak . First Citizen : You are all "
+    "resolved rather to die than to famish ? All : Resolved . resolved . First Citizen :"
+)
+QUESTION = "Repeat these words: the quick brown fox jumps over the lazy dog, and the lazy dog sleeps on."
+MBIT = 1000.0
+DRAFT = 4
+WAYS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+    ("circuits", {"adder": "prefix"}, {}),
+    ("keys", {"adder": "auto", "bandwidth_mbit": MBIT}, {}),
+    ("drafts", {"adder": "auto", "bandwidth_mbit": MBIT}, {"prompt_lookup_num_tokens": DRAFT}),
+)
+
+
+@dataclass
+class Clock(BaseStreamer):
+    """When each token came."""
+
+    times: list[float] = field(default_factory=list)
+
+    def put(self, value: Tensor) -> None:
+        """One or more tokens; the first call brings the prompt."""
+        self.times += [time.perf_counter()] * (1 if not self.times else value.numel())
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
+def asked(name: str) -> tuple[str, Any]:
+    """The model's folder and the prompt's ids [1, n]."""
+    if name == "smollm2":
+        folder = str(smollm2_model())
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return folder, smollm2.chat(tokenizer, [QUESTION])["input_ids"]
+    folder = name or demo_model()
+    return folder, AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt")["input_ids"]
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows, one for each latency and way."""
+    folder, ids = asked(args.model)
+    mask = torch.ones_like(ids)
+    limits = {"max_new_tokens": args.new, "min_new_tokens": args.new, "do_sample": False, "pad_token_id": 0}
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    want = plain.generate(ids, attention_mask=mask, **limits)
+    for latency in track(args.latency, "latencies", console=Console(stderr=True)):
+        first = 0.0
+        for way, settings, more in WAYS[2:] if args.tiny else WAYS:
+            config = PrivateConfig.from_dict({"timeout_s": 120, "latency_ms": latency, **settings})
+            with tempfile.TemporaryDirectory() as shares:
+                share_checkpoint(folder, shares, config)
+                with (
+                    LocalParties(config, {"model": shares}, latency_ms=latency) as parties,
+                    AutoPrivateModelForCausalLM.from_pretrained(f"{shares}/client", parties.config) as model,
+                ):
+                    model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)  # compiles kernels
+                    model.cost(reset=True)
+                    clock, began = Clock(), time.perf_counter()
+                    made = model.generate(ids, attention_mask=mask, streamer=clock, **limits, **more)
+                    cost = model.cost()
+            speed = (args.new - 1) / (clock.times[-1] - clock.times[1])
+            first = first or speed
+            yield {
+                "name": "distance", "way": way, "protocol": config.protocol, "latency_ms": latency,
+                "bandwidth_mbit": config.bandwidth_mbit, "shape": [1, ids.shape[1], args.new],
+                "model": args.model or "demo",
+                "tokens_per_s": speed, "ratio": speed / first, "first_s": clock.times[1] - began,
+                "equal": bool(torch.equal(made, want)), "bytes_total": cost.bytes_total, "rounds": cost.rounds,
+                "parties": config.parties, "party_mode": "processes", "threads": party_threads(config.parties),
+                "machine": machine(), "torch": torch.__version__, "version": VERSION,
+            }  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, measure, print; 1 if a text is not the plaintext model's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="", help="folder of a model, or smollm2 (default: the bundled one)")
+    parser.add_argument("--latency", type=float, nargs="+", default=[0.2, 1.0, 20.0])
+    parser.add_argument("--new", type=int, default=24, help="tokens of each text")
+    parser.add_argument("--tiny", action="store_true")
+    args = parser.parse_args(argv)
+    if args.tiny:
+        args.latency, args.new = [0.2], 4
+    quiet()
+    rows = []
+    for row in measure(args):
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    return 0 if all(row["equal"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
