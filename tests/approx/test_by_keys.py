@@ -22,8 +22,10 @@ from private_llm.approx.silu import silu
 from private_llm.approx.softmax import softmax, softmax_ragged
 from private_llm.approx.softplus import softplus
 from private_llm.config import PrivateConfig
-from private_llm.exact.maximum import maximum
+from private_llm.exact.maximum import concatenated, maximum
 from private_llm.exact.relu import absolute, clamp, relu
+from private_llm.protocols.session import Session
+from private_llm.ranges import Ranges
 from private_llm.tensor.fixed import Fixed
 from tests.harness import TRIO, run_meta, run_parties
 
@@ -101,6 +103,20 @@ def test_exact_piecewise_linear_functions() -> None:
         outcome = run_parties(KEYS, lambda _, a, fn=fn: fn(a), [x])
         assert torch.equal(outcome.value, want)
         assert outcome.cost.rounds == 1
+
+
+@pytest.mark.parametrize("config", [KEYS, TRIO])
+def test_bounds_beyond_a_known_range(config: PrivateConfig) -> None:
+    """Entries below 2 where calibration says 2^6, bounds of 1000: no difference wraps."""
+    x = torch.tensor([0.0, 1.5, -1.5, 60.0, -60.0, 127.0, -127.0], dtype=torch.float64)
+    bounds = ((None, 1000.0), (-1000.0, None), (-900.0, 1000.0), (-1.0, 100.0))
+
+    def clamped(session: Session, a: Fixed) -> Fixed:
+        session.known.ranges = Ranges({session.protocol.ledger.scope_name: {"compare": 6}})
+        return concatenated([clamp(a, *pair) for pair in bounds], -1)
+
+    want = torch.cat([x.clamp(*pair) for pair in bounds])
+    assert torch.equal(run_parties(config, clamped, [x]).value, want)
 
 
 @pytest.mark.parametrize("coarse", [True, False])
