@@ -99,9 +99,10 @@ def takes_lines(x: Fixed, count: int, lines: Lines, other: Callable[[Prices], Co
 def power_by_lines(x: Fixed, lines: Lines) -> Fixed:
     """gain * x^exponent for low <= x <= high, of the shape of x, with `lines.frac` fractional bits.
 
-    2 rounds; bytes: `piecewise` in protocols/trio/cost.py. Relative error 7e-5 (1/x) or 5e-5, 2^-frac absolute, and
-    half to all of the relative precision of x. Below `low` the first line goes on, so that the result is too small, not
-    garbage. Raises UnsupportedOp under a protocol without comparison keys.
+    2 rounds; bytes: `piecewise` in protocols/trio/cost.py. Relative error 7e-5 (1/x) or 5e-5, 2^-frac absolute,
+    half to all of the relative precision of x, and x 2^(own - total) / 180 absolute, by which slopes are rounded
+    (2^-26 for 1/x at 2^16 with 24 bits, there a relative 7e-4). Below `low` the first line goes on, so that the result
+    is too small, not garbage. Raises UnsupportedOp under a protocol without comparison keys.
     """
     (made,) = x.proto.piecewise(x.share, _pieces(lines))
     return x.with_share(made, lines.frac)

@@ -219,8 +219,8 @@ def wrong_by_a_unit(fn: Callable[..., float], up: bool) -> Callable[..., float]:
 def test_sizes_of_lines_do_not_hang_on_a_logarithm(
     low: float, high: float, up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def sizes() -> object:
-        found = []
+    def sizes() -> list[tuple[object, ...]]:
+        found: list[tuple[object, ...]] = []
         for exponent in (-0.5, -1.0):
             lines = Lines(exponent, 20, low, high, 20, 1.0)
             found.append((lines.fit, lines.cells, lines.total, lines.shape))
