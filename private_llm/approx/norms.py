@@ -112,14 +112,14 @@ def lines_of(x: Fixed, eps: float, square: int, centred: bool = False) -> Lines 
         return None
     width = x.shape[-1]
     fine = line_bits(x.frac, width, square)
-    if centred:
-        eps = eps * _ratio_squared(width)
+    smaller = _ratio_squared(width) if centred else 1.0
+    eps = eps * smaller
     if not one_sum(fine, width, square) or not eps > 0 or not x.numel():
         return None
     widest, rows = _WRAP_FREE - 2 * fine, x.numel() // width
     least = 0.98 * width * eps
     low = max(least, math.ldexp(_REACH_DOWN, widest))
-    if low > max(least, width * _SMALLEST) or 2 * low > 2.0**widest:
+    if low > max(least, width * smaller * _SMALLEST) or 2 * low > 2.0**widest:
         return None
     own, bits = max(0, 16 - bits_below(low)), _inverse_bits(widest - _log2(width))
     lines = Lines(RSQRT.power, own, low, 2.0**widest, bits, math.sqrt(width))

@@ -191,13 +191,25 @@ def test_norms(width: int, size: float) -> None:
     assert outcome.cost.rounds == 8
 
 
-@pytest.mark.parametrize("width", [5, 32])
+@pytest.mark.parametrize("width", [7, 32])
 def test_layer_norms_of_rows_too_short_for_a_truncation(width: int) -> None:
     """Deviations then have room for all their bits, and nothing is dropped."""
     x = normal(3, width)
     outcome = run_parties(KEYS, lambda _, a: layer_norm(a, None, None, 1e-5, square=3), [x])
     assert float((outcome.value - F.layer_norm(x, (width,))).abs().max()) <= 2e-4
     assert outcome.cost.rounds == 6
+
+
+@pytest.mark.parametrize("width", [768, 1024, 1100])
+@pytest.mark.parametrize("square", [10, 11])
+def test_small_rows_are_right_down_to_the_stated_size(width: int, square: int) -> None:
+    """A mean square of 2^-13, where the range of the norm is as wide as lines are used for, or wider."""
+    x = normal(2, width)
+    x = x - x.mean(-1, keepdim=True)
+    x = x / x.square().mean(-1, keepdim=True).sqrt() * 2.0**-6.49
+    want = F.layer_norm(x, (width,), eps=1e-7)
+    outcome = run_parties(KEYS, lambda _, a: layer_norm(a, None, None, 1e-7, square=square), [x])
+    assert float((outcome.value - want).norm() / want.norm()) <= 3e-4
 
 
 @pytest.mark.parametrize(("width", "eps", "square"), [(96, 1e3, 8), (4096, 90.0, 13)])
