@@ -66,16 +66,17 @@ class ProtocolFacts:
             raise ConfigError(
                 f"protocol {self.name!r}: its threat entry is that of {self.threat.kind} {self.threat.name!r}"
             )
-        ahead = self.offline_receivers if self.helper is None else (self.helper, *self.offline_receivers)
-        if (
-            (self.helper is None and ahead)
-            or len(set(ahead)) < len(ahead)
-            or not set(ahead) <= set(range(self.parties))
-        ):
-            raise ConfigError(
-                f"protocol {self.name!r}: got helper {self.helper}, offline_receivers {self.offline_receivers}; want "
-                f"different parties of 0 to {self.parties - 1}, and no receivers without a helper"
-            )
+        for name, receivers in (("offline_receivers", self.offline_receivers), ("key_receivers", self.key_receivers)):
+            ahead = receivers if self.helper is None else (self.helper, *receivers)
+            if (
+                (self.helper is None and ahead)
+                or len(set(ahead)) < len(ahead)
+                or not set(ahead) <= set(range(self.parties))
+            ):
+                raise ConfigError(
+                    f"protocol {self.name!r}: got helper {self.helper}, {name} {receivers}; want different parties of "
+                    f"0 to {self.parties - 1}, and no receivers without a helper"
+                )
         if self.dealer and self.helper != 0:
             raise ConfigError(f"protocol {self.name!r}: got dealer=True, helper {self.helper}; a dealer is party 0")
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from private_llm.approx.chain import need_wide_ring
 from private_llm.approx.coefficients import RSQRT
 from private_llm.approx.normalise import THIRDS, power, powers, price
-from private_llm.approx.power_lines import REACH, Lines, power_by_lines, takes_lines
+from private_llm.approx.power_lines import REACH, Lines, bits_below, power_by_lines, takes_lines
 from private_llm.errors import DomainError
 from private_llm.tensor.fixed import Fixed
 
@@ -53,6 +53,9 @@ LARGEST = 20
 _SMALLEST = 2.0**-13
 """Comparison keys are used for norms only where mean squares of this size are inside their range."""
 
+_REACH_DOWN = math.sqrt(math.ldexp(1.0, -round(2 * REACH)))
+"""2^-REACH by operations that are rounded alike on all machines, which powers need not be."""
+
 _WRAP_FREE = 61
 """Bits that a product may have before its truncation."""
 
@@ -75,7 +78,7 @@ def layer_norm(
     lines = lines_of(x, eps, square, centred=True)
     if lines is not None:
         d = _deviations(x, line_bits(x.frac, width, square))
-        y = _scaled(d, weight, eps * _ratio(width) ** 2, frac, square, lines)
+        y = _scaled(d, weight, eps * _ratio_squared(width), frac, square, lines)
         return y if bias is None else y + bias
     if one_sum(x.frac, width, square):  # which bounds the mean, too
         reach = min(LARGEST, max(1, math.ceil((_WRAP_FREE + 1 - _log2(width)) / 2) - x.frac))
@@ -109,34 +112,36 @@ def lines_of(x: Fixed, eps: float, square: int, centred: bool = False) -> Lines 
         return None
     width = x.shape[-1]
     fine = line_bits(x.frac, width, square)
-    if centred:
-        eps = eps * _ratio(width) ** 2
+    smaller = _ratio_squared(width) if centred else 1.0
+    eps = eps * smaller
     if not one_sum(fine, width, square) or not eps > 0 or not x.numel():
         return None
     widest, rows = _WRAP_FREE - 2 * fine, x.numel() // width
-    low = max(0.98 * width * eps, 2.0 ** (widest - REACH))
-    if low > width * max(0.98 * eps, _SMALLEST):
+    least = 0.98 * width * eps
+    low = max(least, math.ldexp(_REACH_DOWN, widest))
+    if low > max(least, width * smaller * _SMALLEST) or 2 * low > 2.0**widest:
         return None
-    own, bits = 16 - math.floor(math.log2(low)), _inverse_bits(widest - _log2(width))
+    own, bits = max(0, 16 - bits_below(low)), _inverse_bits(widest - _log2(width))
     lines = Lines(RSQRT.power, own, low, 2.0**widest, bits, math.sqrt(width))
     return (
         lines if takes_lines(x, rows, lines, lambda prices: price(x, rows, THIRDS, low, 2.0**widest, prices)) else None
     )
 
 
-def _ratio(width: int) -> float:
-    """Between a half and 1: by what `_deviations` are too small."""
-    return width / (1 << _log2(width))
+def _ratio_squared(width: int) -> float:
+    """Between a quarter and 1: by what squares of `_deviations` are too small."""
+    ratio = width / (1 << _log2(width))
+    return ratio * ratio
 
 
 def _deviations(x: Fixed, fine: int) -> Fixed:
-    """(x - mean) width / 2^ceil(log2 width), with `fine` fractional bits: 1 round, a truncation an element.
+    """(x - mean) width / 2^ceil(log2 width), with `fine` fractional bits: a truncation an element, if that drops bits.
 
     A norm does not see the factor, and so its mean needs no division.
     """
     width, whole = x.shape[-1], _log2(x.shape[-1])
     apart = x.scale_int(width) - x.sum(-1, keepdim=True)
-    return x.with_share(x.proto.truncate(apart.share, whole + x.frac - fine), fine)
+    return x.with_share(apart.share, x.frac + whole).at(fine)
 
 
 def one_sum(frac: int, width: int, square: int) -> bool:

@@ -4,7 +4,7 @@
 
 Relative errors are the same in every cell. A range of up to REACH octaves has room in the ring: x needs 15 significant
 bits where it is smallest, and slopes need some where it is largest. Thresholds and coefficients are computed in decimal
-arithmetic, so that all parties have the same.
+arithmetic, sizes without logarithms of the machine's own library, so that all parties have the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import Decimal, localcontext
+from decimal import ROUND_CEILING, ROUND_HALF_EVEN, Context, Decimal, localcontext
 from functools import lru_cache
 
 from private_llm.net.ledger import Cost
@@ -27,9 +27,23 @@ CELLS = {-1.0: 33, -0.5: 24}
 REACH = 24.5
 """Most octaves of a range."""
 
+_DECIMAL = Context(prec=40, rounding=ROUND_HALF_EVEN, traps=[])
+"""Not that of the program around, which may round otherwise."""
+
 _LARGEST = 60
 _SLACK = 11
 """A coarse comparison may be off by 2^-11 of the smallest argument: a fortieth of a cell."""
+
+
+def bits_above(value: float) -> int:
+    """The least n with value <= 2^n, exactly, for value > 0."""
+    mantissa, exponent = math.frexp(value)
+    return exponent - (mantissa == 0.5)
+
+
+def bits_below(value: float) -> int:
+    """The largest n with 2^n <= value, exactly, for value > 0."""
+    return math.frexp(value)[1] - 1
 
 
 @dataclass(frozen=True)
@@ -46,12 +60,15 @@ class Lines:
     @property
     def fit(self) -> bool:
         """Whether the ring has room for them."""
-        return self.exponent in CELLS and math.log2(self.high / self.low) <= REACH and self.shift >= 0
+        if self.exponent not in CELLS or not 0 < self.low < self.high:
+            return False
+        return self.cells <= math.ceil(REACH * CELLS[self.exponent]) and self.shift >= 0
 
     @property
     def total(self) -> int:
         """Fractional bits before the truncation."""
-        return _LARGEST - max(0, math.ceil(math.log2(self.gain * self.low**self.exponent)))
+        largest = self.gain / (self.low if self.exponent == -1.0 else math.sqrt(self.low))
+        return _LARGEST - max(0, bits_above(largest))
 
     @property
     def shift(self) -> int:
@@ -61,13 +78,13 @@ class Lines:
     @property
     def cells(self) -> int:
         """Number of lines."""
-        return math.ceil(math.log2(self.high / self.low) * CELLS[self.exponent])
+        return _cells(self.low, self.high, CELLS[self.exponent])
 
     @property
     def shape(self) -> PiecesShape:
         """Public sizes of the one step."""
-        bits = self.own + math.ceil(math.log2(self.high)) + 2
-        low = max(0, math.floor(math.log2(self.low)) + self.own - _SLACK)
+        bits = self.own + bits_above(self.high) + 2
+        low = max(0, bits_below(self.low) + self.own - _SLACK)
         return PiecesShape(self.cells - 1, 1, bits, low, (self.shift,))
 
 
@@ -82,20 +99,28 @@ def takes_lines(x: Fixed, count: int, lines: Lines, other: Callable[[Prices], Co
 def power_by_lines(x: Fixed, lines: Lines) -> Fixed:
     """gain * x^exponent for low <= x <= high, of the shape of x, with `lines.frac` fractional bits.
 
-    2 rounds; bytes: `piecewise` in protocols/trio/cost.py. Relative error 7e-5 (1/x) or 5e-5, 2^-frac absolute, and
-    half to all of the relative precision of x. Below `low` the first line goes on, so that the result is too small, not
-    garbage. Raises UnsupportedOp under a protocol without comparison keys.
+    2 rounds; bytes: `piecewise` in protocols/trio/cost.py. Relative error 7e-5 (1/x) or 5e-5, 2^-frac absolute,
+    half to all of the relative precision of x, and x 2^(own - total) / 180 absolute, by which slopes are rounded
+    (2^-26 for 1/x at 2^16 with 24 bits, there a relative 7e-4). Below `low` the first line goes on, so that the result
+    is too small, not garbage. Raises UnsupportedOp under a protocol without comparison keys.
     """
     (made,) = x.proto.piecewise(x.share, _pieces(lines))
     return x.with_share(made, lines.frac)
+
+
+@lru_cache(maxsize=256)
+def _cells(low: float, high: float, octave: int) -> int:
+    """`octave` times the octaves of the range, rounded up; what is less than a billionth too many is the last one's."""
+    with localcontext(_DECIMAL):
+        octaves = (Decimal(high) / Decimal(low)).ln() / Decimal(2).ln()
+        return int((octaves * octave - Decimal("1e-9")).to_integral_value(ROUND_CEILING))
 
 
 @lru_cache(maxsize=64)
 def _pieces(lines: Lines) -> Pieces:
     own, total, shape = lines.own, lines.total, lines.shape
     exponent, gain, cells = Decimal(lines.exponent), Decimal(lines.gain), CELLS[lines.exponent]
-    with localcontext() as context:
-        context.prec = 40
+    with localcontext(_DECIMAL):
         ratio = Decimal(2) ** (Decimal(1) / cells)
         ends = [Decimal(lines.low) * ratio**cell for cell in range(lines.cells + 1)]
         fitted = [_line(exponent, gain, *pair, own, total) for pair in itertools.pairwise(ends)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from private_llm.protocols.piecewise import Pieces, PiecesShape
@@ -26,6 +27,17 @@ def reach(x: Fixed) -> int:
     """
     known = x.session.exponent("compare")
     return RANGE_BITS if known is None else min(RANGE_BITS, max(SHORTEST, known) + 1)
+
+
+def bounded_span(x: Fixed, *bounds: float) -> tuple[int, int]:
+    """As `exact_span`, with room for x - bound where a range of calibration is smaller than a bound. Public and local.
+
+    Bounds up to half of the range are inside what it has to spare.
+    """
+    known, most = reach(x), max(abs(bound) for bound in bounds)
+    if known == RANGE_BITS or most <= 2.0 ** (known - 1):
+        return exact_span(x)
+    return exact_span(x, math.frexp(most + 2.0**known)[1] - known)
 
 
 def exact_span(x: Fixed, extra: int = 0) -> tuple[int, int]:

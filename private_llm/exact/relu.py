@@ -6,7 +6,7 @@ Comparison keys, where they are chosen, take 1 round instead of 5 and about a ki
 from __future__ import annotations
 
 from private_llm.errors import DomainError
-from private_llm.exact.comparisons import chosen_below, exact_span, key_span
+from private_llm.exact.comparisons import bounded_span, chosen_below, exact_span, key_span
 from private_llm.tensor.fixed import Fixed
 
 
@@ -34,10 +34,10 @@ def clamp(x: Fixed, low: float | None = None, high: float | None = None) -> Fixe
         raise DomainError(f"clamp: got low={low:g} above high={high:g}")
     if high is None:
         bound = low or 0.0
-        return x + chosen_below(x, [bound], [-1], [bound], exact_span(x))
+        return x + chosen_below(x, [bound], [-1], [bound], bounded_span(x, bound))
     if low is None:
-        return chosen_below(x, [high], [1], [-high], exact_span(x)) + high
-    return chosen_below(x, [low, high], [-1, 1], [low, -high], exact_span(x)) + high
+        return chosen_below(x, [high], [1], [-high], bounded_span(x, high)) + high
+    return chosen_below(x, [low, high], [-1, 1], [low, -high], bounded_span(x, low, high)) + high
 
 
 def hardtanh(x: Fixed, low: float = -1.0, high: float = 1.0) -> Fixed:

@@ -2,7 +2,7 @@
 
   1. The helping party (party 0 of trio, the dealer, party 3 of quad) runs planned calls ahead through an
      `OfflineTransport`: each message is announced by a wire header, so that the receiver (party 2; in quad also party
-     0), which does not compute yet, knows what comes; a BYE header ends a call.
+     0, with comparison keys also party 1), which does not compute yet, knows what comes; a BYE header ends a call.
   2. The receiver writes the messages to an `OfflineStore`: wire headers, each followed by the payload, AES-128-GCM
      encrypted in pieces under a key that never leaves this process (nonce = number of the piece, header authenticated).
      What lies on the disk says nothing and cannot be altered unnoticed; the file has no name, so it vanishes with the

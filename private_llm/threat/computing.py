@@ -111,7 +111,8 @@ COMPARISON_KEYS = Threat(
         (
             "party 1 or party 2",
             "keys of comparisons with masks: pseudorandom words of public length, so what hides the masks here is AES "
-            "and not chance alone; values stay masked by uniform elements as ever",
+            "and not chance alone; its keys are public constants and seeds have 127 bits, so 2^86 blocks of work may "
+            "open one of 2^36 keys of 32 levels; values stay masked by uniform elements as ever",
         ),
         ("party 0, or the dealer", "nothing more: it makes the keys from masks that it knows anyway"),
         (
@@ -121,7 +122,8 @@ COMPARISON_KEYS = Threat(
         (
             "meaning of the result",
             "exp, SiLU, GELU, softplus, 1/x and x^(-1/2) are other polynomials than without keys, with errors of the "
-            "same size; a row whose mean square lies below 2^-13 of the range of its norm comes out too small",
+            "same size; a row whose mean square lies below 2^-13, and below 2^-24 of the largest that its norm has "
+            "room for, comes out too small",
         ),
     ),
     source=(

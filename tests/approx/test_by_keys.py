@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from decimal import ROUND_UP, localcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from private_llm.approx import curve_tables
+from private_llm.approx import curve_tables, power_lines
 from private_llm.approx.curves import LARGEST, LEADING, Curve
 from private_llm.approx.exp import exp
 from private_llm.approx.gelu import gelu
@@ -20,8 +22,10 @@ from private_llm.approx.silu import silu
 from private_llm.approx.softmax import softmax, softmax_ragged
 from private_llm.approx.softplus import softplus
 from private_llm.config import PrivateConfig
-from private_llm.exact.maximum import maximum
+from private_llm.exact.maximum import concatenated, maximum
 from private_llm.exact.relu import absolute, clamp, relu
+from private_llm.protocols.session import Session
+from private_llm.ranges import Ranges
 from private_llm.tensor.fixed import Fixed
 from tests.harness import TRIO, run_meta, run_parties
 
@@ -101,6 +105,20 @@ def test_exact_piecewise_linear_functions() -> None:
         assert outcome.cost.rounds == 1
 
 
+@pytest.mark.parametrize("config", [KEYS, TRIO])
+def test_bounds_beyond_a_known_range(config: PrivateConfig) -> None:
+    """Entries below 2 where calibration says 2^6, bounds of 1000: no difference wraps."""
+    x = torch.tensor([0.0, 1.5, -1.5, 60.0, -60.0, 127.0, -127.0], dtype=torch.float64)
+    bounds = ((None, 1000.0), (-1000.0, None), (-900.0, 1000.0), (-1.0, 100.0))
+
+    def clamped(session: Session, a: Fixed) -> Fixed:
+        session.known.ranges = Ranges({session.protocol.ledger.scope_name: {"compare": 6}})
+        return concatenated([clamp(a, *pair) for pair in bounds], -1)
+
+    want = torch.cat([x.clamp(*pair) for pair in bounds])
+    assert torch.equal(run_parties(config, clamped, [x]).value, want)
+
+
 @pytest.mark.parametrize("coarse", [True, False])
 def test_a_maximum_takes_a_round_a_level(coarse: bool) -> None:
     x = normal(7, 100) * 50
@@ -171,6 +189,85 @@ def test_norms(width: int, size: float) -> None:
     outcome = run_parties(KEYS, lambda _, a, w: rms_norm(a, w, 1e-6, square=8), [x, weight])
     assert float((outcome.value - truth).abs().max()) <= 2e-4 * float(truth.abs().max()) + 2.0**-18 / size
     assert outcome.cost.rounds == 8
+
+
+@pytest.mark.parametrize("width", [7, 32])
+def test_layer_norms_of_rows_too_short_for_a_truncation(width: int) -> None:
+    """Deviations then have room for all their bits, and nothing is dropped."""
+    x = normal(3, width)
+    outcome = run_parties(KEYS, lambda _, a: layer_norm(a, None, None, 1e-5, square=3), [x])
+    assert float((outcome.value - F.layer_norm(x, (width,))).abs().max()) <= 2e-4
+    assert outcome.cost.rounds == 6
+
+
+@pytest.mark.parametrize("width", [768, 1024, 1100])
+@pytest.mark.parametrize("square", [10, 11])
+def test_small_rows_are_right_down_to_the_stated_size(width: int, square: int) -> None:
+    """A mean square of 2^-13, where the range of the norm is as wide as lines are used for, or wider."""
+    x = normal(2, width)
+    x = x - x.mean(-1, keepdim=True)
+    x = x / x.square().mean(-1, keepdim=True).sqrt() * 2.0**-6.49
+    want = F.layer_norm(x, (width,), eps=1e-7)
+    outcome = run_parties(KEYS, lambda _, a: layer_norm(a, None, None, 1e-7, square=square), [x])
+    assert float((outcome.value - want).norm() / want.norm()) <= 3e-4
+
+
+@pytest.mark.parametrize(("width", "eps", "square"), [(96, 1e3, 8), (4096, 90.0, 13)])
+def test_norms_of_a_large_epsilon(width: int, eps: float, square: int) -> None:
+    """An epsilon that leaves no range goes the other way; one beyond 2^16 in sum needs no fractional bits."""
+    x = normal(2, width) * 2.0 ** (square / 2 - 2)
+    outcome = run_parties(KEYS, lambda _, a: rms_norm(a, None, eps, square=square), [x])
+    want = F.rms_norm(x, (width,), None, eps)
+    assert float((outcome.value - want).abs().max()) <= 2e-4 * float(want.abs().max()) + 2.0**-16
+
+
+def wrong_by_a_unit(fn: Callable[..., float], up: bool) -> Callable[..., float]:
+    """As another machine's library may have it: not the nearest float, but the next."""
+    return lambda *given: math.nextafter(fn(*given), math.inf if up else -math.inf)
+
+
+@pytest.mark.parametrize("up", [True, False])
+@pytest.mark.parametrize(("low", "high"), [(2.0**-4, 2.0**20), (0.75, 0.75 * 2**24), (2.0**-3, 2.0**21)])
+def test_sizes_of_lines_do_not_hang_on_a_logarithm(
+    low: float, high: float, up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sizes() -> list[tuple[object, ...]]:
+        found: list[tuple[object, ...]] = []
+        for exponent in (-0.5, -1.0):
+            lines = Lines(exponent, 20, low, high, 20, 1.0)
+            found.append((lines.fit, lines.cells, lines.total, lines.shape))
+        return found
+
+    here = sizes()
+    assert [each[1] for each in here] == [24 * 24, 24 * 33]
+    power_lines._cells.cache_clear()
+    monkeypatch.setattr(math, "log2", wrong_by_a_unit(math.log2, up))
+    assert sizes() == here
+
+
+def test_lines_do_not_hang_on_how_a_program_rounds_decimals() -> None:
+    lines = Lines(-0.5, 20, 2.0**-4, 2.0**4, 20, 1.0)
+    here = power_lines._pieces(lines)
+    power_lines._pieces.cache_clear()
+    with localcontext() as context:
+        context.rounding = ROUND_UP
+        assert power_lines._pieces(lines) == here
+
+
+@pytest.mark.parametrize("own", [18, 24])
+def test_what_slopes_without_room_cost(own: int) -> None:
+    """The stated error of 1/x at every place of a long range, by the integers alone."""
+    lines = Lines(-1.0, own, 0.99, 1.3 * 2**16, 40)
+    made, generator = power_lines._pieces(lines), torch.Generator().manual_seed(1)
+    slack = 1 << lines.shape.low
+    for octave in torch.rand(2000, generator=generator, dtype=torch.float64).tolist():
+        x = round(0.99 * (1.3 * 2**16 / 0.99) ** octave * 2**own)
+        for late in (0, slack - 1):  # a coarse comparison may say "below" that far above
+            held = sum(x + at - late < 0 for at in made.offsets)
+            c0, c1 = (sum(step[i] for step in made.steps[0][len(made.offsets) - held :]) for i in (0, 1))
+            value = (made.rest[0][0] + c0 + (made.rest[0][1] + c1) * x) / 2.0**lines.total
+            real = x / 2.0**own
+            assert abs(value * real - 1) <= 5.8e-5 + real**2 * 2.0 ** (own - lines.total) / 180
 
 
 def test_norms_of_unknown_range_go_the_other_way() -> None:

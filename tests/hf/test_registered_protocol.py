@@ -206,6 +206,8 @@ def test_names_are_taken_once_and_unknown_ones_are_refused(config: PrivateConfig
         ({"helper": 2}, "different parties of 0 to 1"),
         ({"offline_receivers": (1,)}, "no receivers without a helper"),
         ({"helper": 1, "offline_receivers": (1,)}, "different parties"),
+        ({"key_receivers": (1,)}, "no receivers without a helper"),
+        ({"helper": 0, "key_receivers": (1, 2)}, r"key_receivers \(1, 2\); want different parties"),
         ({"helper": 1, "dealer": True}, "a dealer is party 0"),
     ],
 )

@@ -16,6 +16,7 @@ from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import meta_session
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio import cost
+from private_llm.ring import comparison_keys
 from private_llm.ring.ring import RING64, Ring
 from tests.protocols.parties import ring_values, run_ring
 from tests.protocols.test_uniform import CHI_SQUARE_255, Tap, chi_square
@@ -90,6 +91,23 @@ def test_many_thresholds_are_evaluated_in_parts(monkeypatch: pytest.MonkeyPatch)
     x = ring_values(64, (50,), BITS - 1)
     run = run_ring(config(), [x], lambda p, a: stacked(p, a, pieces(2, (0,))), (1, 50))
     assert torch.equal(run.result, truth(x, pieces(2, (0,))))
+
+
+@pytest.mark.parametrize("protocol", ["trio", "dealer"])
+def test_keys_of_many_elements_come_in_parts(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No message has more than so many keys, whatever the shape; bytes and rounds are the same."""
+    monkeypatch.setattr("private_llm.protocols.trio.piecewise._KEYS", 16)
+    x, made, tap = ring_values(64, (5, 10), BITS - 1), pieces(2, (0, 7)), Tap()
+    run = run_ring(config(protocol), [x], lambda p, a: stacked(p, a, made), (2, 5, 10), wrap=tap)
+    off = run.result - truth(x, made)
+    assert torch.equal(run.result[0], truth(x, made)[0])
+    assert bool(((off == 0) | (off == 1)).all())
+    assert {link: count for link, count in run.cost.sent.items() if count} == cost.piecewise(
+        RING64, 50, made.shape
+    ).sent
+    most = 16 * 8 * comparison_keys.key_words(made.shape.levels, 3)
+    assert [len(data) for data in tap.received[1]].count(most) == 3
+    assert max(len(data) for data in tap.received[2]) == most
 
 
 def test_low_bits_may_be_left_out() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -84,6 +85,13 @@ def test_the_cipher_is_aes() -> None:
     for _ in range(20):
         key, text = random.bytes(16), random.bytes(16)
         assert encrypted(key, text) == Cipher(algorithms.AES(key), modes.ECB()).encryptor().update(text)
+
+
+@pytest.mark.parametrize("setting", ["CPU_NAME", "CPU_FEATURES"])
+def test_a_compiler_for_other_processors_has_no_instructions(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLVM ends the process over an instruction that its target lacks."""
+    monkeypatch.setattr(numba.config, setting, "generic")
+    assert not aes.usable.__wrapped__()
 
 
 def encrypted(key: bytes, text: bytes) -> bytes:

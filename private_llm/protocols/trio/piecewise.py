@@ -72,11 +72,14 @@ class TrioPiecewise(TrioShuffles):
             raise DomainError(
                 f"piecewise: got bits={shape.bits}, low={shape.low}; want 2 to {self.ring.bits}, and 0 to bits - 2"
             )
-        piece = None
-        if self.role == 0:
-            self._send_keys(x, shape)
-        else:
-            piece = self._pieces(x, pieces)
+        flat, found = x.map(lambda part: part.reshape(-1)), []
+        for at in range(0, max(1, x.numel()), _KEYS):  # party 0 makes keys while the others use those before
+            part = Share(tuple(each[at : at + _KEYS] for each in flat.parts))
+            if self.role == 0:
+                self._send_keys(part, shape)
+            else:
+                found.append(self._pieces(part, pieces))
+        piece = torch.cat(found, 1) if found else None
         made: dict[int, Share] = {}
         for shift, outputs in shape.finishes:
             some = None if piece is None else piece[list(outputs)]
@@ -161,6 +164,9 @@ def _unsigned(values: Tensor) -> Array:
 def _signed(values: Array) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values).view(np.int64))
 
+
+_KEYS = 1 << 15
+"""Elements whose keys are held, and sent, at once: 28 to 90 MB."""
 
 _POINTS = 1 << 16
 """Elements times thresholds that are evaluated at once."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
-from numba import types
+from numba import config, types
 from numba.extending import intrinsic
 
 from private_llm.kernels.compiling import compiled
@@ -25,7 +25,9 @@ _BLOCK = ir.VectorType(_I64, 2)
 
 @cache
 def usable() -> bool:
-    """Whether this processor has the instructions."""
+    """Whether this processor has the instructions, and the compiler targets it and no other."""
+    if config.CPU_NAME or config.CPU_FEATURES:
+        return False
     features = binding.get_host_cpu_features()
     return platform.machine().lower() in ("x86_64", "amd64") and bool(features.get("aes"))
 
