@@ -41,12 +41,17 @@ class Limits:
     rows: int
 
 
+_RENEWALS = 2
+"""How often a request's session may be renewed: the end of a party can be met twice, first where its connection to this
+client ends, and again, on a session that was renewed too early for it, where the links between the parties do."""
+
+
 class _Run:
-    """A request, or a part of it, on one session, which may be renewed once."""
+    """A request, or a part of it, on one session, which may be renewed."""
 
     def __init__(self, served: Served, model: Any, gone: Callable[[], bool], bill: Bill, rows: int) -> None:  # noqa: ANN401
         self.served, self.model, self.gone, self.bill, self.rows = served, model, gone, bill, rows
-        self.again = True
+        self.renewals = 0
         self.meter: Meter = self.trying(lambda: Meter(model, bill))
 
     def trying(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401
@@ -57,9 +62,9 @@ class _Run:
             except PartiesBusy:
                 raise
             except TransportError:
-                if not self.again or self.gone():
+                if self.renewals == _RENEWALS or self.gone():
                     raise
-                self.again = False
+                self.renewals += 1
                 self.served.pool.renew(self.model)
                 if hasattr(self, "meter"):
                     self.meter.renewed()
