@@ -429,6 +429,8 @@ class PrivateConfig:
         """Digest of everything all parties must agree upon, with the library's version."""
         values = self.to_dict()
         shared = {key: values[key] for key in _AGREED}
+        for key in ("bandwidth_mbit", "latency_ms"):  # 20 in one place is 20.0 in another
+            shared[key] = None if shared[key] is None else float(shared[key])
         shared["sparsity"] = None if self.sparsity is None else self.sparsity.agreed()
         if shared["plan"] is not None:  # what a client accepts is its own business
             shared["plan"] = {k: v for k, v in shared["plan"].items() if k not in ("rho", "accept_weak_plan")}

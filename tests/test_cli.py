@@ -155,6 +155,11 @@ def test_bench_in_processes_sends_the_same(run: Run) -> None:
         ),
         (("generate", "any", "--prompt", "x", "--kv-cache", "newest"), "kv_cache: got 'newest'"),
         (("estimate", "opt-125m", "--kv-cache", "sliding-window,last=3"), "kv_cache: unknown key(s) last"),
+        (("generate", "any", "--prompt", "x", "--adder", "fast"), "adder: got 'fast'; want auto, prefix, ripple, keys"),
+        (("chat", "--adder", "keys,latency_ms=2"), "adder: got 'keys,latency_ms=2'"),
+        (("gateway", "--adder", "auto,latency=2"), "adder: got 'latency=2'; want auto"),
+        (("generate", "any", "--prompt", "x", "--adder", "auto,latency_ms=inf"), "adder: got 'latency_ms=inf'"),
+        (("generate", "any", "--prompt", "x", "--adder", "keys", "--protocol", "quad"), "adder='keys' is a way of"),
         (("generate", "any", "--prompt", "x", "--hosts", ""), "hosts: got none"),
         (("generate", "any", "--prompt", "x", "--hosts", "a:1,b:2,c:3", "--party-mode", "threads"), "leave it out"),
         (("party", "--index", "0", "--hosts", "a:1,b:2,c:3", "--sessions", "0"), "sessions: got 0"),
@@ -264,6 +269,22 @@ def test_estimate_of_a_folder(run: Run, checkpoint: Path) -> None:
     told = run("estimate", str(checkpoint), "--seq", "5", "--new", "2", "--gmacs", "1")
     assert "time to first token" in told
     assert "tokens per second after it" in told
+
+
+def test_estimate_shows_what_keys_and_a_stated_network_change(run: Run, checkpoint: Path) -> None:
+    """Far away keys are chosen, with fewer rounds and more bytes; nearby, on a thin line, circuits of fewest bytes."""
+    base = ("estimate", str(checkpoint), "--seq", "5", "--new", "2", "--gmacs", "1", "--bandwidth", "100", "--latency")
+    default, keys, auto = (rows(run, *base, "20", *more)[0] for more in ((), ("--adder", "keys"), ("--adder", "auto")))
+    assert [each["adder"] for each in (default, keys, auto)] == ["prefix", "keys", "auto"]
+    assert keys["rounds"] < default["rounds"] / 2
+    assert keys["bytes_total"] > default["bytes_total"]
+    assert keys["seconds"] < default["seconds"]
+    assert auto["rounds"] < default["rounds"] / 2
+    thin = ("estimate", str(checkpoint), "--gmacs", "1", "--seq", "32", "--latency", "0", "--bandwidth", "0.1")
+    (chosen,) = rows(run, *thin, "--adder", "auto")
+    (circuits,) = rows(run, *thin)
+    assert chosen["bytes_total"] < circuits["bytes_total"]
+    assert "keys" in run(*base, "20", "--adder", "keys")
 
 
 def test_generate(run: Run, checkpoint: Path) -> None:

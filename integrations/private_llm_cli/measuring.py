@@ -81,6 +81,7 @@ def estimate(
         str | None, typer.Option(help="Images: channels x height x width, for instance 3x224x224.")
     ] = None,
     matmul: MatmulOption = "masked",
+    adder: AdderOption = None,
     weights: WeightsOption = "secret",
     plan: Annotated[
         list[str] | None, typer.Option("--plan", help="Under 'cascade': alpha,c,m[,rho]; several are compared.")
@@ -109,6 +110,8 @@ def estimate(
         "weights": weights,
         **kv_cache_of(kv_cache, cache_policy),
     }
+    if adder is not None:
+        more |= {"adder": adder.value, "bandwidth_mbit": bandwidth, "latency_ms": latency}
     given = [ShardingPlan(**plan_of(text)["plan"]) for text in plan or []]
     if plans or len(given) > 1:
         if sparsity:

@@ -70,6 +70,7 @@ def _summary(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardw
     speed = hardware.floats if config.protocol == "cascade" else hardware.ring
     return {
         "name": "estimate", "model": work.model, "protocol": config.protocol, "ring": config.ring,
+        "adder": _adder(config),
         "seq": work.sequence, "new": work.new, "batch": work.batch, "sparsity": work.sparsity or None,
         "relu_instead_of": work.replaced, **found.costs.to_dict(), "macs_per_party": macs,
         "memory_per_party": {"weights": found.weight_bytes, "cache": found.cache_bytes},
@@ -84,6 +85,11 @@ def _summary(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardw
             for layer, seconds in zip(layers, times, strict=True)
         ],
     }  # fmt: skip
+
+
+def _adder(config: PrivateConfig) -> str:
+    """What comparisons are made by: "auto" without a bandwidth is the prefix adder."""
+    return "prefix" if config.adder == "auto" and config.bandwidth_mbit is None else config.adder
 
 
 def speeds(work: Work, found: Estimate, hardware: Hardware) -> dict[str, float | None]:
@@ -113,7 +119,8 @@ def _tables(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardwa
     headings = ("layer", "times", "bytes each", "rounds each", "multiply-adds each", "time each")
     link = hardware.link
     caption = f"{link.bandwidth_mbit:g} Mbit/s, {link.latency_ms:g} ms one way, {', '.join(hardware.speeds(config))}"
-    emit_table(f"{work}, {config.protocol}", headings, rows, caption)
+    by = "" if _adder(config) == "prefix" else f", adder {_adder(config)}"
+    emit_table(f"{work}, {config.protocol}{by}", headings, rows, caption)
     total = duration(sum(hardware.seconds(layer) for layer in layers))
     pace = _speed_rows(work, found, hardware)
     if config.plan is not None:
