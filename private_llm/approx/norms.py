@@ -132,11 +132,14 @@ def _ratio(width: int) -> float:
 def _deviations(x: Fixed, fine: int) -> Fixed:
     """(x - mean) width / 2^ceil(log2 width), with `fine` fractional bits: 1 round, a truncation an element.
 
-    A norm does not see the factor, and so its mean needs no division.
+    Local in rows so short that the division leaves no more bits than that. A norm does not see the factor, and so its mean needs no division.
     """
     width, whole = x.shape[-1], _log2(x.shape[-1])
     apart = x.scale_int(width) - x.sum(-1, keepdim=True)
-    return x.with_share(x.proto.truncate(apart.share, whole + x.frac - fine), fine)
+    shift = whole + x.frac - fine
+    if shift <= 0:
+        return x.with_share(apart.scale_int(1 << -shift).share, fine)
+    return x.with_share(x.proto.truncate(apart.share, shift), fine)
 
 
 def one_sum(frac: int, width: int, square: int) -> bool:
