@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -172,6 +173,8 @@ def test_bench_in_processes_sends_the_same(run: Run) -> None:
         (("estimate", "opt-125m", "--gmacs", "1", "--latency", "nan"), "got 1000 Mbit/s and nan ms"),
         (("estimate", "opt-125m", "--gmacs", "1", "--image", "3x8x8"), "'opt-125m' reads text"),
         (("estimate", "opt-125m", "--protocol", "cascade", "--plans", "--image", "3x8x8"), "leave out --image"),
+        (("estimate", "opt-125m", "--gmacs", "1", "--ranges", "/nope.json"), "ranges: /nope.json: No such file"),
+        (("estimate", "opt-125m", "--protocol", "cascade", "--plans", "--ranges", "x"), "leave out --ranges"),
         (("diff", "--image", "x.png"), "Unrecognized configuration class OPTConfig for this kind of AutoModel"),
         (("bench", "relu", "--tiny", "--protocol", "cascade"), "its own table is `bench cascade`"),
         (("bench", "opt-layer", "--shape", "1x4x15x2x24"), "got hidden 15; want a multiple of 2 heads"),
@@ -271,20 +274,30 @@ def test_estimate_of_a_folder(run: Run, checkpoint: Path) -> None:
     assert "tokens per second after it" in told
 
 
-def test_estimate_shows_what_keys_and_a_stated_network_change(run: Run, checkpoint: Path) -> None:
-    """Far away keys are chosen, with fewer rounds and more bytes; nearby, on a thin line, circuits of fewest bytes."""
-    base = ("estimate", str(checkpoint), "--seq", "5", "--new", "2", "--gmacs", "1", "--bandwidth", "100", "--latency")
-    default, keys, auto = (rows(run, *base, "20", *more)[0] for more in ((), ("--adder", "keys"), ("--adder", "auto")))
-    assert [each["adder"] for each in (default, keys, auto)] == ["prefix", "keys", "auto"]
-    assert keys["rounds"] < default["rounds"] / 2
-    assert keys["bytes_total"] > default["bytes_total"]
-    assert keys["seconds"] < default["seconds"]
-    assert auto["rounds"] < default["rounds"] / 2
-    thin = ("estimate", str(checkpoint), "--gmacs", "1", "--seq", "32", "--latency", "0", "--bandwidth", "0.1")
-    (chosen,) = rows(run, *thin, "--adder", "auto")
-    (circuits,) = rows(run, *thin)
-    assert chosen["bytes_total"] < circuits["bytes_total"]
-    assert "keys" in run(*base, "20", "--adder", "keys")
+def test_estimate_shows_what_keys_and_a_stated_network_change(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    """Far away keys are chosen, and take fewer rounds; nearby, on a thin line, circuits of fewest bytes."""
+    ranges = tmp_path / "ranges.json"
+    run("calibrate", str(checkpoint), "--out", str(ranges))
+
+    def of(latency: str, bandwidth: str, *more: str) -> dict[str, Any]:
+        how = ("--seq", "5", "--new", "2", "--gmacs", "1", "--latency", latency, "--bandwidth", bandwidth)
+        return rows(run, "estimate", str(checkpoint), *how, *more)[0]
+
+    default, unknown, keys, auto = (
+        of("20", "100", *more)
+        for more in (
+            ("--ranges", str(ranges)), ("--adder", "keys"), ("--adder", "keys", "--ranges", str(ranges)),
+            ("--adder", "auto", "--ranges", str(ranges)),
+        )
+    )  # fmt: skip
+    assert [each["adder"] for each in (default, unknown, keys, auto)] == ["prefix", "keys", "keys", "auto"]
+    assert keys["rounds"] < unknown["rounds"] < default["rounds"]
+    assert auto["rounds"] <= keys["rounds"] + 10
+    assert max(keys["seconds"], auto["seconds"]) < default["seconds"]
+    thin, ripples = of("0", "0.01"), of("0", "0.01", "--adder", "auto")
+    assert ripples["bytes_total"] < thin["bytes_total"]
+    assert ripples["rounds"] > thin["rounds"]
+    assert ", adder keys" in run("estimate", str(checkpoint), "--gmacs", "1", "--adder", "keys")
 
 
 def test_generate(run: Run, checkpoint: Path) -> None:

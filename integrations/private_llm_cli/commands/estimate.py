@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.kv_policies.fixed import KEEP_ALL
+from private_llm.ranges import UNKNOWN
 from private_llm_cli.bench.work import parse_shape
+from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.estimate_cache import Saving
 from private_llm_cli.commands.estimate_plans import sharding_facts, sharding_rows
 from private_llm_cli.commands.hardware import Hardware, Work
@@ -23,13 +26,17 @@ if TYPE_CHECKING:
 def estimate(
     model: str, config: PrivateConfig, as_json: bool, sequence: int, new_tokens: int, batch: int,
     bandwidth: float, latency: float, gmacs: float | None, image: str | None = None,
-    sparsity: str = "",
+    sparsity: str = "", ranges: Path | None = None,
 ) -> None:  # fmt: skip
-    """Count the costs on meta tensors and print them per layer. sparsity: as `PlannedSparsity.parse` reads it."""
+    """Count the costs on meta tensors and print them per layer.
+
+    sparsity: as `PlannedSparsity.parse` reads it. ranges: a file of `calibrate`; without it every module has one size.
+    """
     from private_llm_hf.models.architectures import architecture
     from private_llm_hf.sparsity.planned import PlannedSparsity
     from private_llm_hf.tools.estimate import estimate as run
 
+    known = ranges_from(ranges) or UNKNOWN
     hardware = Hardware.of(bandwidth, latency, gmacs, config.plan is not None)
     model_class, model_config = shape_of(model)
     vision = architecture(model_config).kind == "vision"
@@ -47,6 +54,7 @@ def estimate(
             run(
                 model_class, model_config, each, sequence, new_tokens, batch,
                 lambda: step("counting forwards"), None if image is None else parse_shape(image),
+                ranges=known,
             )
             for each in asked
         )  # fmt: skip
