@@ -297,7 +297,7 @@ def test_estimate_shows_what_keys_and_a_stated_network_change(run: Run, checkpoi
     thin, ripples = of("0", "0.01"), of("0", "0.01", "--adder", "auto")
     assert ripples["bytes_total"] < thin["bytes_total"]
     assert ripples["rounds"] > thin["rounds"]
-    assert ", adder keys" in run("estimate", str(checkpoint), "--gmacs", "1", "--adder", "keys")
+    assert ", adder keys" in run("estimate", str(checkpoint), "--seq", "5", "--gmacs", "1", "--adder", "keys")
 
 
 def test_generate(run: Run, checkpoint: Path) -> None:
