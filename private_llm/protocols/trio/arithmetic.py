@@ -1,8 +1,8 @@
 """Trio's arithmetic: products, fused matrix products, one-step polynomials, wrap-free truncation.
 
 Sharing of x with masks a = a1 + a2: party 0 holds (a1, a2), party 1 (x + a2, a1), party 2 (x + a1, a2); both
-evaluators know M = x + a. In these steps party 0 sends to party 2 only, and its streams with party 1 and party 2 replace
-all its other messages. But for lookups by keys it works with masks alone, so it may be ahead of the data.
+evaluators know M = x + a. In these steps party 0 sends to party 2 only; its streams with party 1 and party 2
+replace all its other messages. But for lookups by keys it works with masks alone, so it may be ahead of the data.
 
 Products. With E = a1 (b1 - b2) - a2 b1, v1 = -((x + a2) b1 + a1 (y + b2)) and v2 = (x + a1)(y + b1):
 v1 + v2 = xy + E, and E is what party 0 can compute. (PIGEON, Trio.)
