@@ -309,6 +309,9 @@ def test_generate(run: Run, checkpoint: Path) -> None:
     by_link = made["bytes_by_link"]
     assert isinstance(by_link, dict)
     assert sum(by_link.values()) == made["bytes_total"]
+    (by_keys,) = rows(run, "generate", str(checkpoint), "--prompt", "a b c", "--max-new-tokens", "4", "--adder", "keys")
+    assert by_keys["private_text"] == text
+    assert by_keys["rounds"] < made["rounds"] * 2 / 3
 
 
 def test_generate_under_a_cache_policy(run: Run, checkpoint: Path) -> None:
