@@ -379,7 +379,7 @@ def test_share_overwrites_when_told_to(run: Run, checkpoint: Path, tmp_path: Pat
 
 
 def test_share_party_generate(run: Run, checkpoint: Path, tmp_path: Path) -> None:
-    """The three hosts' commands, on loopback with mutual TLS."""
+    """The three hosts' commands, on loopback with mutual TLS; all say that they are far apart."""
     (shared,) = rows(run, "share", str(checkpoint), "--out", str(tmp_path / "shares"))
     assert isinstance(shared["files"], dict)
     assert len(shared["files"]) == 3
@@ -387,7 +387,7 @@ def test_share_party_generate(run: Run, checkpoint: Path, tmp_path: Path) -> Non
     with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b, \
             socket.create_server(("127.0.0.1", 0)) as c:  # fmt: skip
         hosts = ",".join(f"127.0.0.1:{s.getsockname()[1]}" for s in (a, b, c))
-    common = ("--hosts", hosts, "--tls", str(tmp_path / "certs"))
+    common = ("--hosts", hosts, "--tls", str(tmp_path / "certs"), "--adder", "keys")
     parties = [
         start("party", "--index", str(i), "--shares", str(path), "--sessions", "1", "--timeout", "60", *common)
         for i, path in enumerate(shared["files"])
@@ -405,6 +405,7 @@ def test_share_party_generate(run: Run, checkpoint: Path, tmp_path: Path) -> Non
             process.kill()
     (local,) = rows(run, "generate", str(checkpoint), "--prompt", "a b c", "--max-new-tokens", "3")
     assert made["private_text"] == local["private_text"]
+    assert made["rounds"] < local["rounds"] * 2 / 3
 
 
 def test_demo_agrees_with_plaintext(run: Run, tmp_path: Path) -> None:
