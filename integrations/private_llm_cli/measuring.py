@@ -251,6 +251,8 @@ def bench(
         given = [n, shape, bandwidth, latency]
         if approximations is not Approximations.OURS:
             raise ConfigError("pigeon: its works have neither GELU nor softmax; leave out --approximations")
+        if config.adder == "keys":
+            raise ConfigError("pigeon: its table compares circuits; want --adder prefix or ripple")
         if len(names) > 1 or ring != 64 or preprocess or any(value is not None for value in given):
             raise ConfigError("pigeon is a table of its own: give no other name, ring, shape or link with it")
         bench_pigeon([protocol] if protocol else ["trio", "quad"], config, as_json, repeat, tiny, plot, imagenet)
