@@ -108,7 +108,8 @@ class PrivateConfig:
     "keys" (trio and dealer: one round for a comparison or a whole function, one to two kilobytes an element); or "auto"
     (for each the one that is fastest on a network of `bandwidth_mbit` per party and `latency_ms`; "prefix" without a
     bandwidth).
-    bandwidth_mbit: Mbit/s of a party's connection, for adder="auto" alone. latency_ms: one way between parties.
+    bandwidth_mbit: Mbit/s of a party's connection, for adder="auto" alone. latency_ms: one way between parties. All
+    endpoints agree on the three (docs/hosts.md, "Parties that are far apart").
     relu_bits: key bits of ReLU: its inputs stay below 2^(relu_bits-1-frac_bits) in magnitude (None: 2^20, or the
     whole ring). relu_low: lowest bits that ReLU ignores: inputs from 0 to 2^(relu_low-frac_bits) may become 0.
     truncation: "unit" (at most one unit in the last place too high) or "exact" (floor, by one more comparison).
@@ -429,6 +430,8 @@ class PrivateConfig:
         """Digest of everything all parties must agree upon, with the library's version."""
         values = self.to_dict()
         shared = {key: values[key] for key in _AGREED}
+        for key in ("bandwidth_mbit", "latency_ms"):  # 20 in one place is 20.0 in another
+            shared[key] = None if shared[key] is None else float(shared[key])
         shared["sparsity"] = None if self.sparsity is None else self.sparsity.agreed()
         if shared["plan"] is not None:  # what a client accepts is its own business
             shared["plan"] = {k: v for k, v in shared["plan"].items() if k not in ("rho", "accept_weak_plan")}

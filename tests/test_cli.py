@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,6 +156,11 @@ def test_bench_in_processes_sends_the_same(run: Run) -> None:
         ),
         (("generate", "any", "--prompt", "x", "--kv-cache", "newest"), "kv_cache: got 'newest'"),
         (("estimate", "opt-125m", "--kv-cache", "sliding-window,last=3"), "kv_cache: unknown key(s) last"),
+        (("generate", "any", "--prompt", "x", "--adder", "fast"), "adder: got 'fast'; want auto, prefix, ripple, keys"),
+        (("chat", "--adder", "keys,latency_ms=2"), "adder: got 'keys,latency_ms=2'"),
+        (("gateway", "--adder", "auto,latency=2"), "adder: got 'latency=2'; want auto"),
+        (("generate", "any", "--prompt", "x", "--adder", "auto,latency_ms=inf"), "adder: got 'latency_ms=inf'"),
+        (("generate", "any", "--prompt", "x", "--adder", "keys", "--protocol", "quad"), "adder='keys' is a way of"),
         (("generate", "any", "--prompt", "x", "--hosts", ""), "hosts: got none"),
         (("generate", "any", "--prompt", "x", "--hosts", "a:1,b:2,c:3", "--party-mode", "threads"), "leave it out"),
         (("party", "--index", "0", "--hosts", "a:1,b:2,c:3", "--sessions", "0"), "sessions: got 0"),
@@ -167,6 +173,8 @@ def test_bench_in_processes_sends_the_same(run: Run) -> None:
         (("estimate", "opt-125m", "--gmacs", "1", "--latency", "nan"), "got 1000 Mbit/s and nan ms"),
         (("estimate", "opt-125m", "--gmacs", "1", "--image", "3x8x8"), "'opt-125m' reads text"),
         (("estimate", "opt-125m", "--protocol", "cascade", "--plans", "--image", "3x8x8"), "leave out --image"),
+        (("estimate", "opt-125m", "--gmacs", "1", "--ranges", "/nope.json"), "ranges: /nope.json: No such file"),
+        (("estimate", "opt-125m", "--protocol", "cascade", "--plans", "--ranges", "x"), "leave out --ranges"),
         (("diff", "--image", "x.png"), "Unrecognized configuration class OPTConfig for this kind of AutoModel"),
         (("bench", "relu", "--tiny", "--protocol", "cascade"), "its own table is `bench cascade`"),
         (("bench", "opt-layer", "--shape", "1x4x15x2x24"), "got hidden 15; want a multiple of 2 heads"),
@@ -266,6 +274,32 @@ def test_estimate_of_a_folder(run: Run, checkpoint: Path) -> None:
     assert "tokens per second after it" in told
 
 
+def test_estimate_shows_what_keys_and_a_stated_network_change(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    """Far away keys are chosen, and take fewer rounds; nearby, on a thin line, circuits of fewest bytes."""
+    ranges = tmp_path / "ranges.json"
+    run("calibrate", str(checkpoint), "--out", str(ranges))
+
+    def of(latency: str, bandwidth: str, *more: str) -> dict[str, Any]:
+        how = ("--seq", "5", "--new", "2", "--gmacs", "1", "--latency", latency, "--bandwidth", bandwidth)
+        return rows(run, "estimate", str(checkpoint), *how, *more)[0]
+
+    default, unknown, keys, auto = (
+        of("20", "100", *more)
+        for more in (
+            ("--ranges", str(ranges)), ("--adder", "keys"), ("--adder", "keys", "--ranges", str(ranges)),
+            ("--adder", "auto", "--ranges", str(ranges)),
+        )
+    )  # fmt: skip
+    assert [each["adder"] for each in (default, unknown, keys, auto)] == ["prefix", "keys", "keys", "auto"]
+    assert keys["rounds"] < unknown["rounds"] < default["rounds"]
+    assert auto["rounds"] <= keys["rounds"] + 10
+    assert max(keys["seconds"], auto["seconds"]) < default["seconds"]
+    thin, ripples = of("0", "0.01"), of("0", "0.01", "--adder", "auto")
+    assert ripples["bytes_total"] < thin["bytes_total"]
+    assert ripples["rounds"] > thin["rounds"]
+    assert ", adder keys" in run("estimate", str(checkpoint), "--seq", "5", "--gmacs", "1", "--adder", "keys")
+
+
 def test_generate(run: Run, checkpoint: Path) -> None:
     (made,) = rows(run, "generate", str(checkpoint), "--prompt", "a b c", "--max-new-tokens", "4")
     assert made["new_tokens"] == 4
@@ -275,6 +309,9 @@ def test_generate(run: Run, checkpoint: Path) -> None:
     by_link = made["bytes_by_link"]
     assert isinstance(by_link, dict)
     assert sum(by_link.values()) == made["bytes_total"]
+    (by_keys,) = rows(run, "generate", str(checkpoint), "--prompt", "a b c", "--max-new-tokens", "4", "--adder", "keys")
+    assert by_keys["private_text"] == text
+    assert by_keys["rounds"] < made["rounds"] * 2 / 3
 
 
 def test_generate_under_a_cache_policy(run: Run, checkpoint: Path) -> None:
@@ -342,7 +379,7 @@ def test_share_overwrites_when_told_to(run: Run, checkpoint: Path, tmp_path: Pat
 
 
 def test_share_party_generate(run: Run, checkpoint: Path, tmp_path: Path) -> None:
-    """The three hosts' commands, on loopback with mutual TLS."""
+    """The three hosts' commands, on loopback with mutual TLS; all say that they are far apart."""
     (shared,) = rows(run, "share", str(checkpoint), "--out", str(tmp_path / "shares"))
     assert isinstance(shared["files"], dict)
     assert len(shared["files"]) == 3
@@ -350,7 +387,7 @@ def test_share_party_generate(run: Run, checkpoint: Path, tmp_path: Path) -> Non
     with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b, \
             socket.create_server(("127.0.0.1", 0)) as c:  # fmt: skip
         hosts = ",".join(f"127.0.0.1:{s.getsockname()[1]}" for s in (a, b, c))
-    common = ("--hosts", hosts, "--tls", str(tmp_path / "certs"))
+    common = ("--hosts", hosts, "--tls", str(tmp_path / "certs"), "--adder", "keys")
     parties = [
         start("party", "--index", str(i), "--shares", str(path), "--sessions", "1", "--timeout", "60", *common)
         for i, path in enumerate(shared["files"])
@@ -368,6 +405,7 @@ def test_share_party_generate(run: Run, checkpoint: Path, tmp_path: Path) -> Non
             process.kill()
     (local,) = rows(run, "generate", str(checkpoint), "--prompt", "a b c", "--max-new-tokens", "3")
     assert made["private_text"] == local["private_text"]
+    assert made["rounds"] < local["rounds"] * 2 / 3
 
 
 def test_demo_agrees_with_plaintext(run: Run, tmp_path: Path) -> None:
@@ -419,6 +457,7 @@ def test_bench_computes_whose_functions_it_is_told(run: Run) -> None:
     assert len({row["bytes_total"] for row, _ in made.values()}) == 4
     assert made["mpcformer"][0]["rounds"] == 2
     assert "neither GELU nor softmax" in run("bench", "pigeon", "--tiny", "--approximations", "puma", code=2)
+    assert "compares circuits" in run("bench", "pigeon", "--tiny", "--adder", "keys", code=2)
 
 
 def test_a_hub_that_cannot_be_reached_is_asked_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

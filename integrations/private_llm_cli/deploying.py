@@ -14,6 +14,7 @@ from private_llm.errors import ConfigError
 from private_llm_cli.kv_cache import KvCacheOption, OldKvCacheOption, kv_cache_of
 from private_llm_cli.options import (
     SHARED,
+    AgreedAdderOption,
     FracOption,
     GgufOption,
     HeadBudgetOption,
@@ -36,6 +37,7 @@ from private_llm_cli.options import (
     TimeoutOption,
     TlsOption,
     WeakOption,
+    adder_of,
     bits,
     config_of,
     folder_of,
@@ -119,6 +121,7 @@ def party(
     ring: RingOption = 64,
     reveal: Annotated[str, typer.Option(help="As the client's.")] = "logits",
     matmul: MatmulOption = "masked",
+    adder: AgreedAdderOption = "",
     offline_folder: Annotated[str | None, typer.Option(help="Where this party stores preprocessing.")] = None,
     sessions: Annotated[int | None, typer.Option(help="Stop after this many sessions (default: never).")] = None,
     timeout: TimeoutOption = 120.0,
@@ -176,6 +179,7 @@ def party(
     more |= (
         devices(device, device_map, max_memory, offload_folder)
         | bits(frac_bits)
+        | adder_of(adder)
         | {"parallel_sessions": parallel_sessions, "rotate_roles": rotate_roles}
         | plan_of(plan, accept_weak_plan, split)
         | kv_cache_of(kv_cache, cache_policy)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from private_llm.errors import ConfigError
+from private_llm.protocol_facts import CASCADE
 from private_llm.token_sharding import ShardingPlan
 from private_llm_cli.kv_cache import KvCacheOption, OldKvCacheOption, kv_cache_of
 from private_llm_cli.options import (
@@ -81,6 +82,7 @@ def estimate(
         str | None, typer.Option(help="Images: channels x height x width, for instance 3x224x224.")
     ] = None,
     matmul: MatmulOption = "masked",
+    adder: AdderOption = None,
     weights: WeightsOption = "secret",
     plan: Annotated[
         list[str] | None, typer.Option("--plan", help="Under 'cascade': alpha,c,m[,rho]; several are compared.")
@@ -97,6 +99,7 @@ def estimate(
             "block=16, rank=128, heads-rank=32, levels=open or levels=budget (docs/comet.md)."
         ),
     ] = "",
+    ranges: RangesOption = None,
 ) -> None:
     """What a run will cost, without weights and without hardware."""
     from private_llm_cli.commands.estimate import estimate as run
@@ -109,7 +112,11 @@ def estimate(
         "weights": weights,
         **kv_cache_of(kv_cache, cache_policy),
     }
+    if adder is not None:
+        more |= {"adder": adder.value, "bandwidth_mbit": bandwidth, "latency_ms": latency}
     given = [ShardingPlan(**plan_of(text)["plan"]) for text in plan or []]
+    if ranges is not None and protocol == CASCADE:
+        raise ConfigError("ranges: nodes of token sharding compute in floating point; leave out --ranges")
     if plans or len(given) > 1:
         if sparsity:
             raise ConfigError("sparsity: needs secret shares of the weights; compare plans without --sparsity")
@@ -120,7 +127,7 @@ def estimate(
         compare_plans(Work(model, seq, new, batch), config, given, plans, as_json, hardware)
         return
     config = config_of(protocol, ring, **more, **plan_of("".join(plan or []), accept_weak_plan, split))
-    run(model, config, as_json, seq, new, batch, bandwidth, latency, gmacs, image, sparsity)
+    run(model, config, as_json, seq, new, batch, bandwidth, latency, gmacs, image, sparsity, ranges)
 
 
 def diff(
@@ -244,6 +251,8 @@ def bench(
         given = [n, shape, bandwidth, latency]
         if approximations is not Approximations.OURS:
             raise ConfigError("pigeon: its works have neither GELU nor softmax; leave out --approximations")
+        if config.adder == "keys":
+            raise ConfigError("pigeon: its table compares circuits; want --adder prefix or ripple")
         if len(names) > 1 or ring != 64 or preprocess or any(value is not None for value in given):
             raise ConfigError("pigeon is a table of its own: give no other name, ring, shape or link with it")
         bench_pigeon([protocol] if protocol else ["trio", "quad"], config, as_json, repeat, tiny, plot, imagenet)

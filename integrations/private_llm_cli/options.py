@@ -95,6 +95,14 @@ AdderOption = Annotated[
         "--adder", help="Of comparisons: few rounds, fewest bytes, keys, or by --bandwidth (default: prefix)."
     ),
 ]
+AgreedAdderOption = Annotated[
+    str,
+    typer.Option(
+        "--adder",
+        help="How comparisons are made, the same at all endpoints: prefix, ripple, keys (parties far apart), or "
+        "auto,bandwidth_mbit=1000,latency_ms=20 (docs/hosts.md; default: prefix).",
+    ),
+]
 ReluBitsOption = Annotated[
     int | None, typer.Option("--relu-bits", help="Lowest bits that ReLU compares (default: what its range needs).")
 ]
@@ -122,6 +130,27 @@ def config_of(protocol: str, ring: int, mode: PartyMode = PartyMode.AUTO, **more
     if ring == 32:
         values.setdefault("frac_bits", 12)
     return PrivateConfig.from_dict({**values, "insecure": protocol != CASCADE and not protocol_facts(protocol).hides})
+
+
+def adder_of(text: str) -> dict[str, Any]:
+    """Settings of --adder. Raises ConfigError for names and settings that there are not."""
+    if not text:
+        return {}
+    name, *parts = (part.strip() for part in text.split(","))
+    wanted = f"{', '.join(Adder)}, and the network for auto alone, as auto,bandwidth_mbit=1000,latency_ms=20"
+    if name not in [*Adder] or (parts and name != Adder.AUTO):
+        raise ConfigError(f"adder: got {text!r}; want {wanted}")
+    network: dict[str, float] = {}
+    for part in parts:
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        try:
+            number = float(value)
+        except ValueError:
+            number = -1.0
+        if key not in ("bandwidth_mbit", "latency_ms") or key in network or not 0 <= number < float("inf"):
+            raise ConfigError(f"adder: got {part!r}; want {wanted}")
+        network[key] = number
+    return {"adder": name, **network}
 
 
 PlanOption = Annotated[str, typer.Option("--plan", help="Under 'cascade': alpha,c,m[,rho], for instance 8,8,2.")]

@@ -13,6 +13,7 @@ import typer
 from private_llm.errors import ConfigError
 from private_llm_cli.kv_cache import KvCacheOption, OldKvCacheOption, kv_cache_of
 from private_llm_cli.options import (
+    AgreedAdderOption,
     DemoModel,
     GgufOption,
     HeadBudgetOption,
@@ -40,6 +41,7 @@ from private_llm_cli.options import (
     TopPOption,
     WeakOption,
     WeightsOption,
+    adder_of,
     bits,
     config_of,
     plan_of,
@@ -57,6 +59,7 @@ def demo(
     protocol: ProtocolOption = "trio",
     ring: RingOption = 64,
     party_mode: PartyOption = PartyMode.AUTO,
+    adder: AgreedAdderOption = "",
     plan: PlanOption = "",
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
@@ -78,7 +81,7 @@ def demo(
     from private_llm_cli.commands.generate import demo as run
     from private_llm_cli.commands.models import CHAT_PROMPT, DEMO_PROMPT, LONG_PROMPT
 
-    more = sparsity_of(sparsity, orders, levels, neuron_budget, head_budget)
+    more = sparsity_of(sparsity, orders, levels, neuron_budget, head_budget) | adder_of(adder)
     config = config_of(protocol, ring, party_mode, **plan_of(plan, accept_weak_plan, split), **more)
     new_tokens = min(new_tokens, 4) if tiny else new_tokens
     if model is DemoModel.SMOLLM2:
@@ -108,6 +111,7 @@ def generate(
     top_p: TopPOption = 1.0,
     preprocess: Annotated[bool, typer.Option("--preprocess", help="What needs no data first, apart.")] = False,
     matmul: MatmulOption = "masked",
+    adder: AgreedAdderOption = "",
     plan: PlanOption = "",
     accept_weak_plan: WeakOption = False,
     split: SplitOption = None,
@@ -126,6 +130,7 @@ def generate(
 
     chosen = sampling(temperature, top_p)
     more = {**remote(hosts, tls, "client", allow_plain_loopback), **plan_of(plan, accept_weak_plan, split)}
+    more |= adder_of(adder)
     more |= kv_cache_of(kv_cache, cache_policy) | sparsity_of(sparsity, orders, levels, neuron_budget, head_budget)
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **more)
     run(model, prompt, config, new_tokens, as_json, chosen, preprocess, gguf_file, ranges)
@@ -159,6 +164,7 @@ def gateway(
     wait: Annotated[
         float, typer.Option(help="Seconds to wait at the start for parties that are not there yet or load models.")
     ] = 300.0,
+    adder: AgreedAdderOption = "",
     ranges: RangesOption = None,
     kv_cache: KvCacheOption = "",
 ) -> None:
@@ -168,7 +174,7 @@ def gateway(
     from private_llm_cli.commands.gateway import GatewayChoices, token_of
     from private_llm_cli.commands.gateway import gateway as run
 
-    more = remote(hosts, tls, "client", allow_plain_loopback) | kv_cache_of(kv_cache, "")
+    more = remote(hosts, tls, "client", allow_plain_loopback) | kv_cache_of(kv_cache, "") | adder_of(adder)
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, timeout_s=timeout, **more)
     choices = GatewayChoices(model, name, sessions, ranges, token, no_token, wait)
     settings = GatewaySettings(
@@ -193,6 +199,7 @@ def chat(
     hosts: HostsOption = None,
     tls: TlsOption = None,
     allow_plain_loopback: LoopbackOption = False,
+    adder: AgreedAdderOption = "",
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
     kv_cache: KvCacheOption = "",
@@ -201,7 +208,7 @@ def chat(
     from private_llm_cli.commands.terminal_chat import terminal_chat
 
     chosen = sampling(temperature, top_p)
-    more = remote(hosts, tls, "client", allow_plain_loopback) | kv_cache_of(kv_cache, "")
+    more = remote(hosts, tls, "client", allow_plain_loopback) | kv_cache_of(kv_cache, "") | adder_of(adder)
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, **more)
     if not model and config.hosts:
         raise ConfigError("model: got none with --hosts; want the client folder that the model's owner gave you")
@@ -221,12 +228,13 @@ def classify(
     hosts: HostsOption = None,
     tls: TlsOption = None,
     allow_plain_loopback: LoopbackOption = False,
+    adder: AgreedAdderOption = "",
     frac_bits: Annotated[int | None, typer.Option(help="Fractional bits (default: 10 in 32 bits, else 18).")] = None,
 ) -> None:
     """Private image classification, beside the plaintext model's answers."""
     from private_llm_cli.commands.classify import classify as run
 
     more = remote(hosts, tls, "client", allow_plain_loopback)
-    more |= bits(10 if ring == 32 and frac_bits is None else frac_bits)
+    more |= adder_of(adder) | bits(10 if ring == 32 and frac_bits is None else frac_bits)
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, **more)
     run(model, images or [], count, config, as_json)

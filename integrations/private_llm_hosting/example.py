@@ -38,6 +38,9 @@ gather_s = 0.005                # how long a pass waits for the next requests of
 timeout_s = 120.0               # seconds of silence after which another endpoint counts as dead
 idle_s = 1800.0                 # seconds without a call that end a session (0: never)
 device = "cpu"                  # or "cuda:0"
+# adder = "auto"                # parties far apart: comparison keys where they are faster (docs/hosts.md); the same
+# bandwidth_mbit = 1000         # three lines at all parties, and --adder auto,bandwidth_mbit=1000,latency_ms=20 at
+# latency_ms = 20               # users. Mbit/s of a party's connection, milliseconds one way
 
 [operator]
 address = "127.0.0.1:9100"      # /live, /ready, /metrics; no authentication: keep it on loopback ("" turns it off)

@@ -137,7 +137,8 @@ def _ratio_squared(width: int) -> float:
 def _deviations(x: Fixed, fine: int) -> Fixed:
     """(x - mean) width / 2^ceil(log2 width), with `fine` fractional bits: a truncation an element, if that drops bits.
 
-    A norm does not see the factor, and so its mean needs no division.
+    Local in rows so short that the division leaves no more bits than that. A norm does not see the factor, and so its
+    mean needs no division.
     """
     width, whole = x.shape[-1], _log2(x.shape[-1])
     apart = x.scale_int(width) - x.sum(-1, keepdim=True)

@@ -14,7 +14,7 @@ class PrivateGELU(nn.Module):
         self.approximate = approximate
 
     def forward(self, input: Tensor) -> Tensor:
-        """Pointwise, same shape; 202 bytes an element and 11 rounds on a secret (trio, 18 fractional bits)."""
+        """Pointwise, same shape; 202 bytes an element and 11 rounds on a secret (trio, 18 bits; by keys: `gelu`)."""
         return F.gelu(input, approximate=self.approximate)
 
 

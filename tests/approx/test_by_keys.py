@@ -177,14 +177,14 @@ def test_what_does_not_fit_the_ring_is_known_before(low: float, high: float, fra
     assert not Lines(-0.5, 18, low, high, frac).fit
 
 
-@pytest.mark.parametrize("width", [64, 768, 1000])
+@pytest.mark.parametrize("width", [16, 64, 768, 1000])
 @pytest.mark.parametrize("size", [0.02, 1.0, 12.0])
 def test_norms(width: int, size: float) -> None:
     x, weight, bias = normal(3, width) * size + size / 3, normal(width, seed=1) + 1, normal(width, seed=2)
     truth = F.layer_norm(x, (width,), weight, bias, 1e-5)
     outcome = run_parties(KEYS, lambda _, a, w, b: layer_norm(a, w, b, 1e-5, square=8), [x, weight, bias])
     assert float((outcome.value - truth).abs().max()) <= 2e-4 * float(truth.abs().max()) + 2.0**-18 / size
-    assert outcome.cost.rounds == 9
+    assert outcome.cost.rounds == (9 if width >= 64 else 8), "deviations of short rows are local"
     truth = F.rms_norm(x, (width,), weight, 1e-6)
     outcome = run_parties(KEYS, lambda _, a, w: rms_norm(a, w, 1e-6, square=8), [x, weight])
     assert float((outcome.value - truth).abs().max()) <= 2e-4 * float(truth.abs().max()) + 2.0**-18 / size

@@ -48,14 +48,16 @@ def real(model: PreTrainedModel, config: PrivateConfig, sequence: int, new: int)
         ("bert", 0, {}),
         ("llama", 2, {"reveal": "token"}),
         ("gpt2", 0, {"adder": "ripple"}),
+        ("llama", 2, {"adder": "keys"}),
+        ("opt", 2, {"bandwidth_mbit": 1000.0, "latency_ms": 1.0}),
         ("llama", 3, {"weights": "public"}),
         ("opt", 2, {"weights": "public", "protocol": "quad"}),
         ("t5", 2, {"weights": "public", "protocol": "dealer"}),
         ("bloom", 0, {"weights": "public"}),
     ],
 )
-def test_estimate_equals_the_ledger(name: str, new: int, settings: dict[str, str]) -> None:
-    config = PrivateConfig(timeout_s=60, calibrate=False, **settings)
+def test_estimate_equals_the_ledger(name: str, new: int, settings: dict[str, object]) -> None:
+    config = PrivateConfig.from_dict({"timeout_s": 60, "calibrate": False, **settings})
     model = tiny.build(name)
     found = estimate(type(model), model.config, config, sequence=7, new_tokens=new, batch=2)
     run = real(model, config, 7, new)

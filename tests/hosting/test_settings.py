@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from private_llm_cli.options import adder_of
 from private_llm_hosting.example import EXAMPLE
 from private_llm_hosting.settings import HostingSettings, read_settings
 
-from private_llm.config import TLSConfig
+from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.errors import ConfigError
 
 from .party import settings, write_settings
@@ -46,6 +47,19 @@ def test_computation_becomes_the_configuration(tmp_path: Path) -> None:
     assert (config.protocol, config.ring, config.frac_bits, config.idle_s) == ("dealer", 32, 10, None)
     assert config.party_mode == "remote"
     assert config.offline_folder == str(tmp_path / "ahead")
+
+
+def test_far_parties_and_a_user_of_the_command_line_agree(tmp_path: Path) -> None:
+    """TOML has 1000 where an option has 1000.0."""
+    more = '[computation]\nadder = "auto"\nbandwidth_mbit = 1000\nlatency_ms = 20\n'
+    party = settings(tmp_path, more).config
+    user = PrivateConfig.from_dict(adder_of("auto,bandwidth_mbit=1000,latency_ms=20"))
+    assert user.agreement() == party.agreement() != PrivateConfig().agreement()
+    by_keys = PrivateConfig.from_dict(adder_of("keys"))
+    assert settings(tmp_path, '[computation]\nadder = "keys"\n').config.agreement() == by_keys.agreement()
+    assert by_keys.adder == "keys"
+    assert by_keys.agreement() != user.agreement()
+    assert adder_of("") == {}
 
 
 def test_users_by_name_or_by_file(tmp_path: Path) -> None:

@@ -138,10 +138,12 @@ def start(tmp_path: Path, shares: Callable[[str, str], Path]) -> Iterator[Start]
 
     def begin(
         protocol: str = "trio", users: tuple[str, ...] = (), timeout_s: float = 10.0,
-        models: tuple[str, ...] = ("llama",), idle_s: float | None = 1800.0, **limits: Any,
+        models: tuple[str, ...] = ("llama",), idle_s: float | None = 1800.0, adder: Any = "auto", **limits: Any,
     ) -> Running:  # fmt: skip
         wait = limits.pop("busy_wait_s", 20.0)
-        config = PrivateConfig(protocol=protocol, timeout_s=timeout_s, busy_wait_s=wait, idle_s=idle_s)
+        config = PrivateConfig(
+            protocol=protocol, timeout_s=timeout_s, busy_wait_s=wait, idle_s=idle_s, adder=adder
+        )  # fmt: skip
         folders = {name: shares(protocol, name) for name in models}
         running.append(Running(config, tmp_path / str(len(running)), folders, users, **limits))
         return running[-1]

@@ -36,9 +36,13 @@ def kept(running: Running) -> list[int]:
     return [len(model.kept._groups) for service in running.services for model in service._models.values()]
 
 
-@pytest.mark.parametrize("protocol", ["trio", "quad", "dealer"])
-def test_planned_calls_need_no_helping_party(start: Start, plain: Any, tiny_folder: Path, protocol: str) -> None:
-    running = start(protocol)
+@pytest.mark.parametrize(
+    ("protocol", "adder"), [("trio", "auto"), ("quad", "auto"), ("dealer", "auto"), ("trio", "keys")]
+)
+def test_planned_calls_need_no_helping_party(
+    start: Start, plain: Any, tiny_folder: Path, protocol: str, adder: Any
+) -> None:
+    running = start(protocol, adder=adder)
     want = text_of(plain, 1, new=4)
     with running.model() as model:
         helper = running.client.helper
@@ -56,7 +60,8 @@ def test_planned_calls_need_no_helping_party(start: Start, plain: Any, tiny_fold
         assert online.rounds == usual.rounds
         assert on_disk(running) == 0
         assert same(text_of(model, 1, new=4), want), "the plan is used up: as ever"
-    with AutoPrivateModelForCausalLM.from_pretrained(str(tiny_folder), PrivateConfig(protocol=protocol)) as alone:
+    config = PrivateConfig(protocol=protocol, adder=adder)
+    with AutoPrivateModelForCausalLM.from_pretrained(str(tiny_folder), config) as alone:
         alone.preprocess(PLAN)
         assert alone.cost(reset=True).bytes_total == before.bytes_total
         text_of(alone, 1, new=4)

@@ -139,7 +139,7 @@ def _warnings(report: dict[str, Any]) -> list[str]:
     if report["cores"] < 2:
         found.append("one core: the parties run one after the other, so times are about three times the possible ones")
     if "aes" not in report["cpu_flags"] and platform.machine() in ("x86_64", "AMD64"):
-        found.append("no AES instructions: the random streams will be many times slower")
+        found.append("no AES instructions: random streams and comparison keys will be many times slower")
     if report["memory_gib"] < 4:
         found.append("less than 4 GiB of memory: three parties hold each weight in 16 bytes each, 48 bytes in sum")
     if report["transformers"] is None:

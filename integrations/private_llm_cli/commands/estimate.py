@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.kv_policies.fixed import KEEP_ALL
+from private_llm.ranges import UNKNOWN
 from private_llm_cli.bench.work import parse_shape
+from private_llm_cli.commands.calibrate import ranges_from
 from private_llm_cli.commands.estimate_cache import Saving
 from private_llm_cli.commands.estimate_plans import sharding_facts, sharding_rows
 from private_llm_cli.commands.hardware import Hardware, Work
@@ -23,13 +26,17 @@ if TYPE_CHECKING:
 def estimate(
     model: str, config: PrivateConfig, as_json: bool, sequence: int, new_tokens: int, batch: int,
     bandwidth: float, latency: float, gmacs: float | None, image: str | None = None,
-    sparsity: str = "",
+    sparsity: str = "", ranges: Path | None = None,
 ) -> None:  # fmt: skip
-    """Count the costs on meta tensors and print them per layer. sparsity: as `PlannedSparsity.parse` reads it."""
+    """Count the costs on meta tensors and print them per layer.
+
+    sparsity: as `PlannedSparsity.parse` reads it. ranges: a file of `calibrate`; without it every module has one size.
+    """
     from private_llm_hf.models.architectures import architecture
     from private_llm_hf.sparsity.planned import PlannedSparsity
     from private_llm_hf.tools.estimate import estimate as run
 
+    known = ranges_from(ranges) or UNKNOWN
     hardware = Hardware.of(bandwidth, latency, gmacs, config.plan is not None)
     model_class, model_config = shape_of(model)
     vision = architecture(model_config).kind == "vision"
@@ -47,6 +54,7 @@ def estimate(
             run(
                 model_class, model_config, each, sequence, new_tokens, batch,
                 lambda: step("counting forwards"), None if image is None else parse_shape(image),
+                ranges=known,
             )
             for each in asked
         )  # fmt: skip
@@ -70,6 +78,7 @@ def _summary(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardw
     speed = hardware.floats if config.protocol == "cascade" else hardware.ring
     return {
         "name": "estimate", "model": work.model, "protocol": config.protocol, "ring": config.ring,
+        "adder": _adder(config),
         "seq": work.sequence, "new": work.new, "batch": work.batch, "sparsity": work.sparsity or None,
         "relu_instead_of": work.replaced, **found.costs.to_dict(), "macs_per_party": macs,
         "memory_per_party": {"weights": found.weight_bytes, "cache": found.cache_bytes},
@@ -84,6 +93,11 @@ def _summary(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardw
             for layer, seconds in zip(layers, times, strict=True)
         ],
     }  # fmt: skip
+
+
+def _adder(config: PrivateConfig) -> str:
+    """What comparisons are made by: "auto" without a bandwidth is the prefix adder."""
+    return "prefix" if config.adder == "auto" and config.bandwidth_mbit is None else config.adder
 
 
 def speeds(work: Work, found: Estimate, hardware: Hardware) -> dict[str, float | None]:
@@ -113,7 +127,8 @@ def _tables(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardwa
     headings = ("layer", "times", "bytes each", "rounds each", "multiply-adds each", "time each")
     link = hardware.link
     caption = f"{link.bandwidth_mbit:g} Mbit/s, {link.latency_ms:g} ms one way, {', '.join(hardware.speeds(config))}"
-    emit_table(f"{work}, {config.protocol}", headings, rows, caption)
+    by = "" if _adder(config) == "prefix" else f", adder {_adder(config)}"
+    emit_table(f"{work}, {config.protocol}{by}", headings, rows, caption)
     total = duration(sum(hardware.seconds(layer) for layer in layers))
     pace = _speed_rows(work, found, hardware)
     if config.plan is not None:

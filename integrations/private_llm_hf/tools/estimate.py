@@ -32,6 +32,7 @@ from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm.token_sharding import Stage, seconds_of
+from private_llm_hf.checkpoint.calibration_runs import check_ranges
 from private_llm_hf.checkpoint.model_spec import ModelSpec, describe
 from private_llm_hf.client.costs import Costs, layer_of, rows_of
 from private_llm_hf.client.model import private_class
@@ -312,7 +313,7 @@ def estimate(
     Models of images take a batch of them instead, each of shape `image` (default: what the configuration says).
     Loading the weights is not counted. progress is called after each forward. Layers of equal cost are priced once
     (see `priced_once.py`), which changes no figure; every_layer=True runs each. ranges: those of
-    calibration, with which a run costs less. Raises ConfigError for sizes below 1
+    calibration, with which a run costs less. Raises ConfigError for sizes below 1, ranges of another model,
     and whatever the run itself would raise (DomainError for too long sequences, PatchMismatch for unknown modules).
     """
     if sequence < 1 or new_tokens < 0 or batch < 1:
@@ -320,6 +321,7 @@ def estimate(
     bare = ModelSpec.of(model_class, config).model
     if new_tokens and not bare.can_generate():
         raise ConfigError(f"{model_class.__name__} does not generate; leave out --new")
+    check_ranges(bare, ranges)
     parties = _link(model_class, config, private_config, progress, every_layer, ranges)
     generation = None
     if bare.can_generate():
