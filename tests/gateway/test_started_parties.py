@@ -118,7 +118,7 @@ def test_a_gateway_says_whom_it_waits_for_and_gives_up(
     said = " ".join(capsys.readouterr().err.split())
     assert f"waiting for party 0 at 127.0.0.1:{port} (for " in said
     assert re.search(r"waiting for the parties \(for [2-8] s\): party 0", said)
-    assert "(--wait 3): party 0 at" in said
+    assert "(--wait 8): party 0 at" in said
 
 
 def test_local_parties_are_ready_when_they_are_there(shared: Path) -> None:
