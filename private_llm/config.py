@@ -16,7 +16,7 @@ from private_llm.errors import ConfigError, refuse_unknown
 from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.policy import CachePolicy
 from private_llm.kv_policies.registry import policy_of
-from private_llm.protocol_facts import CASCADE, ProtocolFacts, names_where, protocol_facts
+from private_llm.protocol_facts import CASCADE, ProtocolFacts, may_take_keys, names_where, protocol_facts
 from private_llm.sparsity_config import CometConfig
 from private_llm.token_sharding import ShardingPlan
 
@@ -388,7 +388,7 @@ class PrivateConfig:
     def may_take_keys(self) -> bool:
         """Whether comparisons may be made by comparison keys: asked for, or chosen for each by a stated network."""
         known = self.facts is not None and bool(self.facts.key_receivers)
-        return known and (self.adder == "keys" or (self.adder == "auto" and self.bandwidth_mbit is not None))
+        return known and may_take_keys(self.adder, self.bandwidth_mbit)
 
     @property
     def offline_receivers(self) -> tuple[int, ...]:

@@ -177,6 +177,11 @@ _PLAIN = Threat(
 _TABLE: dict[str, ProtocolFacts] = {}
 
 
+def may_take_keys(adder: str, bandwidth_mbit: float | None) -> bool:
+    """Whether these settings of `PrivateConfig` ever choose comparison keys, under a protocol that has them."""
+    return adder == "keys" or (adder == "auto" and bandwidth_mbit is not None)
+
+
 def protocol_names() -> tuple[str, ...]:
     """Names of all protocols that are registered."""
     return tuple(_TABLE)

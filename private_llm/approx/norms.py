@@ -70,8 +70,9 @@ def layer_norm(
     Relative error of a row 1e-4 (5e-5 where one sum is enough) and 2^-17 absolute. With a known range that fits: 33
     bytes an element without weight, 64 with a secret one, 48 with a public one, 4 to 5 kB a row; 15 rounds without
     weight, 16 with a public, 17 with a secret one; one more for the mean where the width is no power of two. Without
-    known range: 16 to 18 bytes an element and 4 to 5 kB a row more, and 3 rounds. Raises DomainError for eps <= 0, a
-    32-bit ring, or rows with too many fractional bits for their width.
+    known range: 16 to 18 bytes an element and 4 to 5 kB a row more, and 3 rounds. By comparison keys, in rows of known
+    range, 9 rounds with a secret weight, relative error of a row 2e-4. Raises DomainError for eps <= 0, a 32-bit ring,
+    or rows with too many fractional bits for their width.
     """
     need_wide_ring(x, "layer_norm")
     width, reach = x.shape[-1], LARGEST
@@ -93,7 +94,7 @@ def rms_norm(
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, of the shape of x [.., width]; weight [width].
 
     Error and bytes as `layer_norm`, without its mean and bias. 14 rounds without weight, 15 with a public, 16 with a
-    secret one; 3 more without known range. Raises as `layer_norm`.
+    secret one; 3 more without known range; by comparison keys 8 with a secret one. Raises as `layer_norm`.
     """
     need_wide_ring(x, "rms_norm")
     lines = lines_of(x, eps, square)

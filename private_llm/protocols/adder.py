@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from private_llm.net.ledger import Cost
+from private_llm.protocol_facts import may_take_keys
 
 ROUND_S = 1e-4
 """Computing that one round costs besides the network: a few calls of Python (measured 0.06 to 0.15 ms)."""
@@ -39,7 +40,7 @@ class Adder:
     @property
     def may_take_keys(self) -> bool:
         """Whether `takes_keys` may ever say yes."""
-        return self.kind == "keys" or (self.kind == "auto" and self.bandwidth_mbit is not None)
+        return may_take_keys(self.kind, self.bandwidth_mbit)
 
     def takes_keys(self, keys: Callable[[], Cost], other: Callable[[], Cost], blocks: int) -> bool:
         """Whether comparison keys are the way to go, by what they and the other way cost, and blocks of the cipher."""

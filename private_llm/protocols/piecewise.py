@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,7 @@ class Pieces:
         """Its public sizes."""
         return PiecesShape(len(self.offsets), len(self.rest[0]) - 1, self.bits, self.low, self.shifts)
 
+    @cached_property
     def arrays(self) -> tuple[Array, Array, Array]:
         """Offsets [thresholds], steps [outputs, thresholds, words] and rest [outputs, words] as uint64."""
         return _unsigned(self.offsets), _unsigned(self.steps), _unsigned(self.rest)

@@ -77,15 +77,13 @@ def _make_by_levels(seeds: Array, alpha: Array, beta: Array, levels: int) -> Arr
     control[1] = 1
     total = np.zeros((count, words), dtype=np.uint64)
     made = np.zeros((count, key_words(levels, words)), dtype=np.uint64)
-    sides = [made[:, 2 * level : 2 * level + 2] for level in range(levels)]
-    values = made[:, 2 * levels : (2 + words) * levels].reshape(count, levels, words)
-    bits = made[:, (2 + words) * levels : (2 + words) * levels + _control_words(levels)]
+    sides, values, bits = _parts(made, levels, words)
     children, inner, end = _contexts(words)
     for level in range(levels):
         left, right = (_encrypt(each, seeds) for each in children)
         kernels.correct(
             seeds, control, left, right, *(_joined(each, seeds) for each in inner),
-            (alpha >> np.uint64(levels - 1 - level)) & np.uint64(1), beta, total, sides[level], values[:, level],
+            (alpha >> np.uint64(levels - 1 - level)) & np.uint64(1), beta, total, sides[:, level], values[:, level],
             bits[:, level // 32], level % 32,
         )  # fmt: skip
     last = np.concatenate([_encrypt(each, seeds) ^ seeds for each in end], axis=-1)[..., :words]
@@ -118,15 +116,14 @@ def _evaluate_by_levels(holder: int, root: Array, key: Array, x: Array, levels: 
     control = np.full(points * count, holder, dtype=np.uint64)
     total = np.zeros((points * count, words), dtype=np.uint64)
     flat = x.reshape(-1)
-    values = key[:, 2 * levels : (2 + words) * levels].reshape(count, levels, words)
-    bits = key[:, (2 + words) * levels : (2 + words) * levels + _control_words(levels)]
+    sides, values, bits = _parts(key, levels, words)
     children, inner, end = _contexts(words)
     for level in range(levels):
         left, right = (_encrypt(each, seeds) for each in children)
         kernels.descend(
             seeds, control, left, right, *(_joined(each, seeds) for each in inner),
             (flat >> np.uint64(levels - 1 - level)) & np.uint64(1),
-            np.ascontiguousarray(key[:, 2 * level : 2 * level + 2]), np.ascontiguousarray(values[:, level]),
+            np.ascontiguousarray(sides[:, level]), np.ascontiguousarray(values[:, level]),
             np.ascontiguousarray(bits[:, level // 32]), level % 32, total,
         )  # fmt: skip
     kernels.finish(seeds, control, _joined(end, seeds), np.ascontiguousarray(key[:, -words:]), holder == 1, total)
@@ -138,6 +135,16 @@ def roots(stream: Prg, count: int) -> Array:
     drawn: Array = stream.words(2 * count).numpy().view(np.uint64).reshape(count, 2).copy()
     drawn[:, 0] &= ~np.uint64(1)
     return drawn
+
+
+def _parts(key: Array, levels: int, words: int) -> tuple[Array, Array, Array]:
+    """Views of a key: seed corrections [n, levels, 2], those of words [n, levels, words], control bits [n, words]."""
+    count, values, bits = len(key), 2 * levels, (2 + words) * levels
+    return (
+        key[:, :values].reshape(count, levels, 2),
+        key[:, values:bits].reshape(count, levels, words),
+        key[:, bits : bits + _control_words(levels)],
+    )
 
 
 def _check(levels: int, words: int) -> None:

@@ -130,7 +130,7 @@ class TrioPiecewise(TrioShuffles):
             [np.full(count, int(first), dtype=np.uint64), _unsigned(x.parts[1]).reshape(-1), *shared[words:]]
         )
         masked, key_of = _unsigned(x.parts[0] + x.parts[1]).reshape(-1), _unsigned(key)
-        offsets, steps, rest = pieces.arrays()
+        offsets, steps, rest = pieces.arrays
         sums = np.einsum("ow,jn->owjn", rest, powers)
         for at in range(0, len(offsets), max(1, _POINTS // max(1, count))):
             some = slice(at, at + max(1, _POINTS // max(1, count)))
