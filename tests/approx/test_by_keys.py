@@ -296,3 +296,12 @@ def test_a_slow_network_takes_keys_for_few_elements() -> None:
     far = PrivateConfig(adder="auto", bandwidth_mbit=1000.0, latency_ms=20.0)
     assert run_meta(far, lambda _, a: softmax(a), [(12, 128)]).rounds == 13
     assert run_meta(far, lambda _, a: softmax(a), [(12 * 512, 512)]).rounds > 40
+
+
+def test_quad_takes_circuits_whatever_the_network_says() -> None:
+    """Its bits come from Trio, whose choice by the stated network must not become its own."""
+    x = normal(3, 9) * 3
+    far = PrivateConfig(protocol="quad", adder="auto", bandwidth_mbit=1000.0, latency_ms=20.0)
+    outcome = run_parties(far, lambda _, a: softmax(a), [x])
+    assert float((outcome.value - x.softmax(-1)).abs().max()) <= 1e-4
+    assert outcome.cost.rounds == run_meta(PrivateConfig(adder="prefix"), lambda _, a: softmax(a), [x.shape]).rounds

@@ -15,10 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import private_llm.nn  # noqa: F401 - registers the rules
+from private_llm.approx.norms import line_bits
+from private_llm.config import PrivateConfig
 from private_llm.errors import PlaintextLeak, UnsupportedOp
 from private_llm.nn.activation import PrivateGELU, PrivateQuickGELU
 from private_llm.nn.norm import PrivateRMSNorm
+from private_llm.protocols.session import meta_session
+from private_llm.ranges import Ranges
 from private_llm.tensor.secret import SecretTensor
+from tests.harness import meta_fixed
 from tests.tensor.secrets import noise, opened, plain_session, secret
 
 S = plain_session()
@@ -140,3 +145,14 @@ def test_rms_norm(offset: float, public: bool) -> None:
     with pytest.raises(PlaintextLeak, match="must be secret"):
         PrivateRMSNorm(held, 1e-6)(x)
     assert "eps=1e-06" in repr(PrivateRMSNorm(None, 1e-6))
+
+
+def test_a_norm_by_lines_leaves_its_rows_less_room() -> None:
+    """They are squared with more fractional bits, so the check at the end of a call has a tighter bound for them."""
+    session, width, square = meta_session(PrivateConfig(adder="keys"), 1), 96, 8
+    session.known.ranges = Ranges({session.protocol.ledger.scope_name: {"square": square}})
+    F.rms_norm(SecretTensor(meta_fixed(session, (3, width), session.frac)), (width,), None, 1e-6)
+    more = line_bits(session.frac, width, square) - session.frac
+    assert more > 0
+    _, bits, _ = session.known.owed[-1]
+    assert bits == 30 - more
