@@ -16,12 +16,16 @@ public power of two, and the right result is chosen per row inside the protocol:
     r = r if v' < t else r' / 2^s         one bit per row that the comparisons have made already; garbage times 0 is 0
 
 The truncation rounds without bias (the carry of a random mask), so v' is exact to 2^-12 of a row that needs it.
+Where it is known, too, that weights stay below 2^gain, the last product needs no rounds of its own: d weight is made
+beside the squares, in the same messages, and one product with r follows.
+
 Domain: |x| <= 2^20, mean squares from 2^-12 to 2^36, in rows of up to 2^14 entries (18 fractional bits).
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,6 +35,8 @@ from private_llm.approx.coefficients import RSQRT
 from private_llm.approx.normalise import THIRDS, power, powers, price
 from private_llm.approx.power_lines import REACH, Lines, bits_below, power_by_lines, takes_lines
 from private_llm.errors import DomainError
+from private_llm.kernels.row_forms import InnerAndScaled
+from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 
 SQUARE_BITS = 30
@@ -59,14 +65,21 @@ _REACH_DOWN = math.sqrt(math.ldexp(1.0, -round(2 * REACH)))
 _WRAP_FREE = 61
 """Bits that a product may have before its truncation."""
 
+_SUM_BITS = 16
+"""Significant bits of the smallest sum of squares, where it has no more bits than it needs."""
+
+_FINER = 8
+"""Most fractional bits that a row times its weights has more than the row: weights may then be as small as 2^-8."""
+
 
 def layer_norm(
     x: Fixed, weight: Fixed | Tensor | None, bias: Fixed | Tensor | None, eps: float, frac: int | None = None,
-    square: int = WIDEST,
+    square: int = WIDEST, gain: int | None = None,
 ) -> Fixed:  # fmt: skip
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, with `frac` (default: session) bits.
 
-    x [.., width] gives [.., width]; weight and bias [width]. Mean squares of rows stay below 2^square.
+    x [.., width] gives [.., width]; weight and bias [width]. Mean squares of rows stay below 2^square, and if `gain` is
+    given, weights below 2^gain: a secret weight then takes 2 rounds less, unless the ring has no room for it.
     Relative error of a row 1e-4 (5e-5 where one sum is enough) and 2^-17 absolute. With a known range that fits: 33
     bytes an element without weight, 64 with a secret one, 48 with a public one, 4 to 5 kB a row; 15 rounds without
     weight, 16 with a public, 17 with a secret one; one more for the mean where the width is no power of two. Without
@@ -79,28 +92,31 @@ def layer_norm(
     lines = lines_of(x, eps, square, centred=True)
     if lines is not None:
         d = _deviations(x, line_bits(x.frac, width, square))
-        y = _scaled(d, weight, eps * _ratio_squared(width), frac, square, lines)
+        y = _scaled(d, weight, eps * _ratio_squared(width), frac, square, lines, gain)
         return y if bias is None else y + bias
+    fine = squared_bits(x.frac, width, square, gain)
     if one_sum(x.frac, width, square):  # which bounds the mean, too
         reach = min(LARGEST, max(1, math.ceil((_WRAP_FREE + 1 - _log2(width)) / 2) - x.frac))
     x = x.finer(deviation_bits(x.frac, width, square))
-    y = _scaled(x - _mean(x, reach), weight, eps, frac, square)
+    d = x - _mean(x, reach)
+    y = _scaled(d.finer(max(d.frac, fine)), weight, eps, frac, square, gain=gain)
     return y if bias is None else y + bias
 
 
 def rms_norm(
-    x: Fixed, weight: Fixed | Tensor | None, eps: float, frac: int | None = None, square: int = WIDEST
-) -> Fixed:
+    x: Fixed, weight: Fixed | Tensor | None, eps: float, frac: int | None = None, square: int = WIDEST,
+    gain: int | None = None,
+) -> Fixed:  # fmt: skip
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, of the shape of x [.., width]; weight [width].
 
-    Error and bytes as `layer_norm`, without its mean and bias. 14 rounds without weight, 15 with a public, 16 with a
-    secret one; 3 more without known range; by comparison keys 8 with a secret one. Raises as `layer_norm`.
+    Error, bytes and `gain` as `layer_norm`, without its mean and bias. 14 rounds without weight, 15 with a public, 16
+    with a secret one (14 with `gain`); 3 more without known range; by comparison keys 8 with a secret one (6). Raises
+    as `layer_norm`.
     """
     need_wide_ring(x, "rms_norm")
     lines = lines_of(x, eps, square)
-    if lines is not None:
-        x = x.finer(line_bits(x.frac, x.shape[-1], square))
-    return _scaled(x, weight, eps, frac, square, lines)
+    bits = line_bits if lines is not None else partial(squared_bits, gain=gain)
+    return _scaled(x.finer(bits(x.frac, x.shape[-1], square)), weight, eps, frac, square, lines, gain)
 
 
 def lines_of(x: Fixed, eps: float, square: int, centred: bool = False) -> Lines | None:
@@ -122,7 +138,7 @@ def lines_of(x: Fixed, eps: float, square: int, centred: bool = False) -> Lines 
     low = max(least, math.ldexp(_REACH_DOWN, widest))
     if low > max(least, width * smaller * _SMALLEST) or 2 * low > 2.0**widest:
         return None
-    own, bits = max(0, 16 - bits_below(low)), _inverse_bits(widest - _log2(width))
+    own, bits = max(0, _SUM_BITS - bits_below(low)), _inverse_bits(widest - _log2(width))
     lines = Lines(RSQRT.power, own, low, 2.0**widest, bits, math.sqrt(width))
     return (
         lines if takes_lines(x, rows, lines, lambda prices: price(x, rows, THIRDS, low, 2.0**widest, prices)) else None
@@ -166,6 +182,14 @@ def line_bits(frac: int, width: int, square: int) -> int:
     return max(frac, min(frac + 2 * MEAN_BITS, fitting_bits(width, square)))
 
 
+def squared_bits(frac: int, width: int, square: int, gain: int | None) -> int:
+    """Fractional bits of rows that are squared beside their product with weights below 2^gain: as `line_bits`.
+
+    Those of `frac` where a bound of the weights is not known, or one sum of squares not enough.
+    """
+    return frac if gain is None or not one_sum(frac, width, square) else line_bits(frac, width, square)
+
+
 def fitting_bits(width: int, square: int) -> int:
     """Most fractional bits with which one sum of squares holds rows with mean squares below 2^square.
 
@@ -203,19 +227,55 @@ def _divided(total: Fixed, width: int, reach: int) -> tuple[Fixed, int]:
 
 
 def _scaled(
-    d: Fixed, weight: Fixed | Tensor | None, eps: float, frac: int | None, square: int, lines: Lines | None = None
-) -> Fixed:
+    d: Fixed, weight: Fixed | Tensor | None, eps: float, frac: int | None, square: int, lines: Lines | None = None,
+    gain: int | None = None,
+) -> Fixed:  # fmt: skip
     """d / sqrt(mean(d^2) + eps) * weight."""
     if not eps > 0:
         raise DomainError(f"norm: got eps={eps!r}; want a positive number (it bounds the inverse root)")
-    if lines is not None:
-        inverse = power_by_lines(_squares(d, lines.own) + d.shape[-1] * eps, lines)
-    else:
-        inverse = _inverse_root(d, eps) if one_sum(d.frac, d.shape[-1], square) else _inverse_root_of_any_row(d, eps)
-    y = d.mul(inverse, frac=frac)
+    width = d.shape[-1]
+    if not one_sum(d.frac, width, square):
+        return _times(d.mul(_inverse_root_of_any_row(d, eps), frac=frac), weight, frac)
+    bits = lines.own if lines is not None else min(SQUARE_BITS, 2 * d.frac - 6)
+    if isinstance(weight, Fixed) and gain is not None:
+        if lines is None:
+            bits = min(bits, max(0, _SUM_BITS - bits_below(0.98 * width * eps)))
+        finer = _finer_weight(d, bits, weight.frac, gain)
+        if finer is not None:
+            total, y = _squares_and_scaled(d, weight.finer(weight.frac + finer), bits)
+            return y.mul(_inverse_root(total, d, eps, lines), frac=frac)
+    return _times(d.mul(_inverse_root(_squares(d, bits), d, eps, lines), frac=frac), weight, frac)
+
+
+def _times(y: Fixed, weight: Fixed | Tensor | None, frac: int | None) -> Fixed:
     if weight is None:
         return y
     return y.mul(weight, frac=frac) if isinstance(weight, Fixed) else y.scale(weight, frac=frac)
+
+
+def _finer_weight(d: Fixed, bits: int, weight: int, gain: int) -> int | None:
+    """By how many bits a weight below 2^gain, with `weight` fractional bits, is made finer beside squares with `bits`.
+
+    Entries of d are below 2^30.5 in ring elements: neither their products with the weights nor those with the inverse
+    root leave the ring, and they are at least as fine as d. None if that cannot be. Public and local.
+    """
+    width, shift = d.shape[-1], 2 * d.frac - bits
+    made = d.frac + weight - shift
+    largest = math.ceil(_log2(width) / 2) + gain + made + _root_bits(d)
+    finer = min(max(0, _FINER + d.frac - made), _WRAP_FREE - 31 - weight - gain, _WRAP_FREE - largest)
+    return None if finer < max(0, d.frac - made) else finer
+
+
+def _squares_and_scaled(d: Fixed, weight: Fixed, bits: int) -> tuple[Fixed, Fixed]:
+    """Sums of squares of the rows with `bits` fractional bits, [.., 1], and d weight: one product."""
+    rows, shift = d.numel() // d.shape[-1], 2 * d.frac - bits
+    flat = d.view(lambda part: part.reshape(rows, -1))
+    pairs = zip(flat.share.parts, weight.share.parts, strict=True)
+    factors = Share(tuple(torch.cat([part, row.reshape(1, -1).to(part.device)]) for part, row in pairs))
+    made = d.with_share(d.proto.bilinear(InnerAndScaled(), flat.share, factors, shift))
+    total = made.view(lambda part: part[:, :1].reshape(*d.shape[:-1], 1))
+    scaled = made.view(lambda part: part[:, 1:].reshape(d.shape))
+    return total.with_share(total.share, bits), scaled.with_share(scaled.share, d.frac + weight.frac - shift)
 
 
 def _inverse_bits(square: int) -> int:
@@ -223,20 +283,25 @@ def _inverse_bits(square: int) -> int:
     return INVERSE_BITS + max(3, math.ceil(square / 2))
 
 
-def _squares(d: Fixed, frac: int | None = None) -> Fixed:
+def _root_bits(d: Fixed) -> int:
+    """Fractional bits of the inverse roots of rows whose squares fill what one sum holds."""
+    return _inverse_bits(_WRAP_FREE - 2 * d.frac - _log2(d.shape[-1]))
+
+
+def _squares(d: Fixed, frac: int) -> Fixed:
     """Sums of squares of the rows, [.., width] to [.., 1]."""
     row, column = d.view(lambda part: part.unsqueeze(-2)), d.view(lambda part: part.unsqueeze(-1))
-    bits = min(SQUARE_BITS, 2 * d.frac - 6) if frac is None else frac
-    return row.matmul(column, frac=bits).view(lambda part: part.squeeze(-1))
+    return row.matmul(column, frac=frac).view(lambda part: part.squeeze(-1))
 
 
-def _inverse_root(d: Fixed, eps: float) -> Fixed:
-    """1 / sqrt(mean(d^2) + eps) of rows whose squares fit: [.., 1]. Right for all that one sum can hold."""
-    width, square, widest = d.shape[-1], _squares(d), _WRAP_FREE - 2 * d.frac
+def _inverse_root(square: Fixed, d: Fixed, eps: float, lines: Lines | None) -> Fixed:
+    """1 / sqrt(mean(d^2) + eps) of rows whose squares fit, from their sums: [.., 1]."""
+    width, widest = d.shape[-1], _WRAP_FREE - 2 * d.frac
+    if lines is not None:
+        return power_by_lines(square + width * eps, lines)
     low = max(0.98 * width * eps, 2.0 ** (10 - square.frac))
     high = max(2.0**widest, 2 * low)
-    bits = _inverse_bits(widest - _log2(width))
-    return power(square + width * eps, THIRDS, RSQRT, low, high, bits, gain=math.sqrt(width))
+    return power(square + width * eps, THIRDS, RSQRT, low, high, _root_bits(d), gain=math.sqrt(width))
 
 
 def _inverse_root_of_any_row(d: Fixed, eps: float) -> Fixed:
@@ -255,7 +320,7 @@ def _inverse_root_of_any_row(d: Fixed, eps: float) -> Fixed:
 def _chosen_root(both: Fixed, eps: float, shift: int) -> Fixed:
     """The inverse root from rows [0] or from rows divided by 2^shift [1], whichever is right."""
     width, widest, frac = both.shape[-1], WIDEST + _log2(both.shape[-1]), both.frac
-    square = _squares(both)
+    square = _squares(both, min(SQUARE_BITS, 2 * both.frac - 6))
     eps_of_both = torch.tensor([width * eps, width * eps * 4.0**-shift], dtype=torch.float64)
     square = square + eps_of_both.view(2, *[1] * (square.share.parts[0].dim() - 1))
     # A first sum is right below `change`, a second one exact enough from there on.

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from private_llm.approx.norms import LARGEST, WIDEST, deviation_bits, layer_norm, line_bits, lines_of, one_sum, rms_norm
+from private_llm.approx.norms import (
+    LARGEST,
+    WIDEST,
+    deviation_bits,
+    layer_norm,
+    line_bits,
+    lines_of,
+    one_sum,
+    rms_norm,
+    squared_bits,
+)
 from private_llm.errors import UnsupportedOp
 from private_llm.tensor.dispatch import implements
 from private_llm.tensor.fixed import Fixed
@@ -27,25 +38,36 @@ def gain(weight: Tensor | None, offset: float = 0.0) -> Fixed | Tensor | None:
     return weight.detach() + offset if offset else weight.detach()
 
 
-def _measured(x: SecretTensor, eps: float, centred: bool = False) -> tuple[Fixed, int]:
-    """A norm's input, and the power of two above the mean squares of its rows.
+@dataclass(frozen=True)
+class _Known:
+    """What calibration tells of a norm: mean squares of its rows below 2^square, weights below 2^gain (or None)."""
+
+    square: int
+    gain: int | None
+
+
+def _measured(x: SecretTensor, eps: float, centred: bool = False) -> tuple[Fixed, _Known]:
+    """A norm's input, and the powers of two above the mean squares of its rows and above its weights.
 
     Where calibration found that all rows can do with fewer fractional bits, so that one sum of squares is enough, the
     entries are cut to those. It lets the products of a residual sum leave no more, so that this happens once at most,
     where a model's values become massive.
     """
     value = x.raw if x.raw.frac <= x.session.frac else x.to_fixed()
-    width, known = x.shape[-1], x.session.exponent("square")
+    width, known, gain = x.shape[-1], x.session.exponent("square"), x.session.exponent("gain")
     square = WIDEST if known is None else min(known, WIDEST)
     frac = x.session.exponent("frac")
     if frac is not None and frac < value.frac:
         value = x.coarsen(frac)
     # One sum holds rows of a norm below 2^31 in ring elements of its bits, two hold entries of 2^20.
-    more = deviation_bits(value.frac, width, square) - value.frac if centred else 0
-    if x.session.protocol.has_keys and lines_of(value, eps, square, centred) is not None:
-        more = line_bits(value.frac, width, square) - value.frac
+    bits = max(squared_bits(value.frac, width, square, gain), value.frac)
+    if lines_of(value, eps, square, centred) is not None:
+        bits = line_bits(value.frac, width, square)
+    elif centred:
+        bits = max(bits, deviation_bits(value.frac, width, square))
+    more = bits - value.frac
     watch(value, 30 - more if one_sum(value.frac, width, square) else LARGEST + 1 + value.frac)
-    return value, square
+    return value, _Known(square, gain)
 
 
 def rms_norm_rule(x: SecretTensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> SecretTensor:
@@ -53,8 +75,8 @@ def rms_norm_rule(x: SecretTensor, weight: Tensor | None, eps: float, offset: fl
 
     Calibration may cut x to fewer fractional bits first (1 round), for good.
     """
-    value, square = _measured(x, eps)
-    return SecretTensor(rms_norm(value, gain(weight, offset), eps, square=square))
+    value, known = _measured(x, eps)
+    return SecretTensor(rms_norm(value, gain(weight, offset), eps, square=known.square, gain=known.gain))
 
 
 def _last_only(x: SecretTensor, normalized_shape: Sequence[int], name: str) -> None:
@@ -76,8 +98,9 @@ def layer_norm_rule(
     Calibration may cut x to fewer fractional bits first (1 round), for good. Raises UnsupportedOp for other dimensions.
     """
     _last_only(x, normalized_shape, "layer_norm")
-    value, square = _measured(x, eps, centred=True)
-    return SecretTensor(layer_norm(value, gain(weight), gain(bias), eps, square=square))
+    value, known = _measured(x, eps, centred=True)
+    made = layer_norm(value, gain(weight), gain(bias), eps, square=known.square, gain=known.gain)
+    return SecretTensor(made)
 
 
 @implements(torch.nn.functional.rms_norm, torch.rms_norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from private_llm.net.ledger import Cost
 from private_llm.tensor.fixed import Fixed
 from tests.harness import PLAIN, TRIO, run_meta, run_parties
 
+Norm = Callable[..., Fixed]
 both = pytest.mark.parametrize("config", [PLAIN, TRIO], ids=["plain", "trio"])
 
 
@@ -143,6 +145,74 @@ def test_rows_beside_a_massive_one_keep_their_precision_when_their_range_is_know
     value = run_parties(TRIO, lambda _, a: rms_norm(a, None, 1e-5, square=known), [x], [12]).value
     truth = F.rms_norm(x, (576,), None, 1e-5)
     assert float(((value - truth).norm(dim=-1) / truth.norm(dim=-1)).max()) <= 1e-4
+
+
+def weighed_rows(width: int, square: int, gain: int, frac: int) -> tuple[Tensor, Tensor]:
+    """Rows from small to as large as the bound allows, flat and with one spike, and weights from tiny to the bound."""
+    weight = normal(width, seed=1) * 2.0 ** (gain - 3)
+    weight[0], weight[1], weight[2] = 2.0**gain, -(2.0**gain), 2.0 ** (gain - 8)
+    rows = []
+    for size in (2.0 ** (4 - frac / 2), 1.0, 2.0 ** (square / 2 - 3), 2.0 ** (square / 2 - 0.01)):
+        row = normal(width, seed=int(size)) + 0.1
+        rows.append(row * size / row.square().mean().sqrt())
+    spike = torch.full((width,), 2.0**-5, dtype=torch.float64)
+    spike[0] = 2.0 ** (square / 2 - 0.01) * math.sqrt(width)
+    return ((torch.stack([*rows, spike]) * 2**frac).round() / 2**frac), weight.clamp(-(2.0**gain), 2.0**gain)
+
+
+@pytest.mark.parametrize("adder", ["prefix", "keys"])
+@pytest.mark.parametrize(
+    ("width", "square", "gain", "frac"), [(96, 8, 0, 18), (768, 10, 3, 18), (7, 4, 1, 16), (576, 27, 0, 12)]
+)
+def test_weights_of_known_size_are_multiplied_beside_the_squares(
+    width: int, square: int, gain: int, frac: int, adder: str
+) -> None:
+    """Two rounds less, with the same errors, and nothing leaves the ring where rows and weights are largest."""
+    x, weight = weighed_rows(width, square, gain, frac)
+    debug = PrivateConfig(protocol="plain", insecure=True, debug_ranges=True)
+    for norm, truth in (
+        (rms_norm, F.rms_norm(x, (width,), weight, 1e-5)),
+        (_without_bias, F.layer_norm(x, (width,), weight, None, 1e-5)),
+    ):
+        rounds = []
+        for config in (PrivateConfig(adder=adder), debug):
+            for known in (None, gain):
+
+                def run(_: object, a: Fixed, w: Fixed, norm: Norm = norm, known: int | None = known) -> Fixed:
+                    return norm(a, w, 1e-5, square=square, gain=known)
+
+                outcome = run_parties(config, run, [x, weight], [frac, 18])
+                error = ((outcome.value - truth).norm(dim=-1) / truth.norm(dim=-1)).max()
+                assert float(error) <= 1e-4 + 2.0 ** (-frac / 2 - 2), (config.protocol, known)
+                rounds.append(outcome.cost.rounds)
+        assert rounds[1] == rounds[0] - 2
+
+
+@pytest.mark.parametrize("protocol", ["trio", "quad", "dealer"])
+def test_weights_beside_the_squares_under_every_protocol(protocol: str) -> None:
+    x, weight = normal(2, 3, 48) * 3, normal(48, seed=1)
+    run = run_parties(PrivateConfig(protocol=protocol), _known_norm, [x, weight])
+    truth = F.rms_norm(x, (48,), weight, 1e-5)
+    assert float((run.value - truth).abs().max()) <= bound(truth)
+    if protocol != "quad":  # whose shares have three parts
+        assert run.cost == run_meta(PrivateConfig(protocol=protocol), _known_norm, [x.shape, weight.shape])
+
+
+def _without_bias(x: Fixed, weight: Fixed, eps: float, square: int, gain: int | None) -> Fixed:
+    return layer_norm(x, weight, None, eps, square=square, gain=gain)
+
+
+def _known_norm(_: object, a: Fixed, w: Fixed) -> Fixed:
+    return rms_norm(a, w, 1e-5, square=9, gain=2)
+
+
+def test_weights_without_room_beside_the_squares_come_last() -> None:
+    """Weights of up to 2^18 in rows as long as 4096: the result is right, two rounds later."""
+    x, weight = normal(2, 4096), normal(4096, seed=1) * 2.0**15
+    truth = F.rms_norm(x, (4096,), weight, 1e-5)
+    outcome = run_parties(TRIO, lambda _, a, w: rms_norm(a, w, 1e-5, square=6, gain=18), [x, weight])
+    assert float((outcome.value - truth).abs().max()) <= bound(truth, float(weight.abs().max()))
+    assert outcome.cost.rounds == 16
 
 
 def test_price() -> None:

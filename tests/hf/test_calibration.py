@@ -45,6 +45,19 @@ def test_massive_activations(family: str, calibrate: bool) -> None:
         assert bool(private.patch_plan.ranges.modules) == calibrate
 
 
+@pytest.mark.parametrize(("family", "norm", "stored"), [("opt", "final_layer_norm", 3.5), ("gemma2", "norm", 2.5)])
+def test_the_size_of_a_norm_s_weights_is_known(family: str, norm: str, stored: float) -> None:
+    """Gemma's are stored less one."""
+    model = tiny.build(family)
+    name, module = next((n, m) for n, m in model.named_modules() if n.endswith(norm))
+    module.weight.data[1] = stored
+    with patch(model, PLAIN) as private:
+        ranges = private.patch_plan.ranges
+        assert ranges.of(name, "gain") == 2
+        assert all(ranges.of(each, "gain") in (0, 1, 2) for each in ranges.modules if each.endswith("norm"))
+        assert error(model, private) <= 2e-3
+
+
 @pytest.mark.parametrize("size", [100_000.0, 900_000.0])
 def test_the_end_of_the_domain(size: float) -> None:
     model = massive("llama", size)

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from private_llm.approx.norms import fitting_bits
+from private_llm.approx.power_lines import bits_above
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, LowPrecision, TightRange
 from private_llm.ranges import LARGEST_EXPONENT, LEAST_BITS, REACH, SQUARE_HEAD_ROOM, UNKNOWN, Ranges, exponent
@@ -94,6 +95,7 @@ class Largest(TorchFunctionMode):
         norm = self._norms.get(module)
         if norm is not None:
             self.note_rows(inputs[0], centred=norm.kind == "layer")
+            self._note_gain(getattr(module, "weight", None), norm.offset)
         elif match("gelus", module) is not None:
             self._note_compared(inputs[0])
         if norm is not None or isinstance(module, nn.LayerNorm):
@@ -131,8 +133,10 @@ class Largest(TorchFunctionMode):
                 self._note_largest("relu", args[0])
         elif func in (F.layer_norm, torch.layer_norm):
             self.note_rows(args[0], centred=True)
+            self._note_gain(*args[2:3], **(kwargs or {}))
         elif func in (F.rms_norm, torch.rms_norm):
             self.note_rows(args[0], centred=False)
+            self._note_gain(*args[2:3], **(kwargs or {}))
         elif func in _SUMS or func in _SAME:
             self._follow(out, args)
         return out
@@ -196,6 +200,11 @@ class Largest(TorchFunctionMode):
         self._note("entry", float(x.abs().max()))
         self.widths[self._scope] = x.shape[-1]
 
+    def _note_gain(self, weight: Tensor | None = None, offset: float = 0.0, **_: object) -> None:
+        """The weights of a norm, with what is added to them."""
+        if weight is not None:
+            self._note_largest("gain", weight + offset)
+
     def _follow(self, out: TorchArg, args: Sequence[TorchArg]) -> None:
         """A sum carries the products of both sides; so does what is the same tensor under another shape."""
         if not isinstance(out, Tensor) or not out.is_floating_point():
@@ -255,6 +264,8 @@ def ranges_of(largest: Largest, config: PrivateConfig) -> Ranges:
         }
         if "square" in met:
             known["square"] = exponent(met["square"], SQUARE_HEAD_ROOM)
+        if met.get("gain", 0.0) > 0.0:  # the weights themselves: no head room
+            known["gain"] = max(0, bits_above(met["gain"]))
         modules[name] = known
     _warn_of_tight_ring(largest, config)
     for norm, width in largest.widths.items():
