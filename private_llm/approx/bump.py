@@ -23,7 +23,7 @@ def rectified_minus(x: Fixed, chain: Chain, top: float, log2_scale: int, curve: 
     """relu(x) - chain(z) at z = min(|x|, top) / 2^log2_scale - 1, for |x| < 2^20 - 2^10; shape and bits of x.
 
     33 bytes an element for the comparison, 64 for two injections, and the chain's; 3 + 2 rounds and the chain's. Error:
-    the chain's and the rounding of its result. By comparison keys `curve` instead: the whole function in 3 rounds.
+    the chain's and the rounding of its result. By comparison keys `curve` instead: the whole function in 2 rounds.
     Raises DomainError in a 32-bit ring.
     """
     if takes_curve(curve, x, x.frac, lambda prices: _price(x, chain, prices)):

@@ -94,7 +94,7 @@ def _integers(piece: Piece, own: int, total: int) -> Polynomial:
 def evaluate(curve: Curve, x: Fixed, frac: int) -> Fixed:
     """The curve at x, of the shape of x, with `frac` fractional bits (those of x, if the curve is linear above).
 
-    2 rounds, 3 for a curve that is linear above; bytes: `piecewise` in protocols/trio/cost.py. Error: the curve's and
+    2 rounds; bytes: `piecewise` in protocols/trio/cost.py. Error: the curve's and
     the rounding of the result. Raises UnsupportedOp under a protocol without comparison keys.
     """
     made = x.proto.piecewise(x.share, pieces_of(curve, x, frac))

@@ -17,7 +17,7 @@ def gelu(x: Fixed, approximate: str = "none") -> Fixed:
 
     relu(x) - g(|x|): g even, here a polynomial of degree 8 in three products (bump.py). Absolute error at most 2e-4,
     both spellings; exactly x or 0 beyond 4.02. 202 bytes an element, 11 rounds (18 fractional bits); by
-    comparison keys 3 rounds. Raises
+    comparison keys 2 rounds. Raises
     UnsupportedOp for another spelling.
     """
     if approximate not in ("none", "tanh"):

@@ -16,6 +16,6 @@ def softplus(x: Fixed) -> Fixed:
 
     relu(x) - g(|x|) with g(t) = -log(1 + e^-t), a polynomial of degree 12 in four products (bump.py). Absolute error at
     most 1e-4; exactly x or 0 beyond 10.02. 243 bytes an element, 13 rounds (18 fractional bits); by
-    comparison keys 3 rounds.
+    comparison keys 2 rounds.
     """
     return rectified_minus(x, SOFTPLUS, TOP, 3, CURVE)

@@ -72,7 +72,7 @@ class Boolean(PartyEnd):
     def piecewise(self, x: Share, pieces: Pieces) -> list[Share]:
         """Piecewise polynomials of x with common thresholds, in one round: a share of x's shape for each output.
 
-        1 round (2 with a shift). 64-bit ring, degree 1, b bits without the d lowest: 64 (b - 1 - d) bytes of keys an
+        1 round, or 2 for each different shift above 0. 64-bit ring, degree 1, b bits without the d lowest: 64 (b - 1 - d) bytes of keys an
         element, and some 60 bytes. Errors: only the rounding of a shift. Raises DomainError for bits and low as `msb`,
         and UnsupportedOp under a protocol without comparison keys (only trio and dealer have them).
         """

@@ -30,10 +30,18 @@ class PiecesShape:
         return len(self.shifts)
 
     @property
-    def finishes(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """(shift, outputs divided by 2^shift) for each different shift: those are sent together."""
+    def finishes(self) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]:
+        """(shift, outputs divided by 2^shift, undivided ones that are sent along) for each different shift.
+
+        What is not divided goes along with the first others, and needs a finish of its own (a shift of 0) without any.
+        """
+        apart = tuple(o for o, s in enumerate(self.shifts) if s == 0)
+        divided = [each for each in dict.fromkeys(self.shifts) if each]
+        if not divided:
+            return ((0, apart, ()),)
         return tuple(
-            (each, tuple(o for o, s in enumerate(self.shifts) if s == each)) for each in dict.fromkeys(self.shifts)
+            (each, tuple(o for o, s in enumerate(self.shifts) if s == each), apart if each == divided[0] else ())
+            for each in divided
         )
 
     @property

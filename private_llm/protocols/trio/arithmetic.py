@@ -167,9 +167,13 @@ class TrioArithmetic(Protocol):
         return DomainError(f"{tag}: party {self.party} finishes a product without its piece")
 
     def _finish_shifted(
-        self, tag: str, shape: torch.Size, piece: Tensor | None, shift: int
+        self, tag: str, shape: torch.Size, piece: Tensor | None, shift: int, along: Tensor | None = None
     ) -> tuple[Share, tuple[Tensor, ...]]:
-        """The share, and what was opened: w at an evaluator, the summands of R at the helper."""
+        """The share, and what was opened: w at an evaluator, the summands of R at the helper.
+
+        along: masked elements [n] that the evaluators exchange in the same message; the other's are what is opened
+        last.
+        """
         if not 0 < shift <= self.ring.bits - 3:
             raise self._beyond(shift)
         if piece is None and self.role:
@@ -190,9 +194,9 @@ class TrioArithmetic(Protocol):
             (zeta,), (g,) = self._draw_mixed(packed, count, 1)
             rho, z = self._recv_mixed(self._from_helper, tag, packed, count)
         mine = g if piece is None else piece.reshape(-1) + g
-        theirs = self.transport.exchange(3 - self.role, tag, mine)
-        w, fields = ops.trunc_open(mine, theirs, rho, zeta, shift)
-        return self._close(tag, shape, w, fields, z, zeta, shift), (w,)
+        theirs = self.transport.exchange(3 - self.role, tag, mine if along is None else torch.cat([mine, along]))
+        w, fields = ops.trunc_open(mine, theirs[:count], rho, zeta, shift)
+        return self._close(tag, shape, w, fields, z, zeta, shift), (w, theirs[count:])
 
     def _close(
         self, tag: str, shape: torch.Size, w: Tensor, fields: Tensor, z: Tensor, zeta: Tensor, shift: int

@@ -61,13 +61,14 @@ def msb(count: int, bits: int, thresholds: int = 1, low: int = 0) -> Cost:
 def piecewise(ring: Ring, count: int, shape: PiecesShape) -> Cost:
     """Piecewise polynomials at `count` elements: keys to both evaluators, shared powers to one, a finish an output.
 
-    A key: 8 key_words (856 bytes for 26 levels and degree 1); 1 round, 2 with a shift, for each different shift.
+    A key: 8 key_words (856 bytes for 26 levels and degree 1); 1 round, or 2 for each different shift.
     """
     keys = 8 * count * key_words(shape.levels, shape.words)
     powers = 8 * count * (shape.words + (shape.words > 2))
     total = Cost({(0, 1): keys, (0, 2): keys + powers})
-    for shift, outputs in shape.finishes:
-        total += finish(ring, count * len(outputs), shift, helped=False)
+    for shift, outputs, along in shape.finishes:
+        more = count * len(along) * ring.bytes
+        total += finish(ring, count * len(outputs), shift, helped=False) + Cost({(1, 2): more, (2, 1): more})
     return total
 
 

@@ -11,7 +11,7 @@ the evaluators have additive shares of u a^j for every threshold, from one key, 
     [x + c < 0] a^j = u a^j,  or where top(M + c) is set  a^j - u a^j
     x^i [x + c < 0] = sum_j binomial(i, j) M^(i-j) (-1)^j a^j [x + c < 0]
 
-One finish turns the sum of all pieces into a share: 1 round, 2 with a shift. Party 0 sends each evaluator the key
+One finish turns the sum of all pieces into a share: 1 round, 2 with a shift, which outputs without one share. Party 0 sends each evaluator the key
 (`ring.comparison_keys`), whose roots come from their common streams, and party 2 the shared powers. Source: Boyle et
 al. 2021, section 3 (DReLU by a comparison key), with Trio's masks in place of a dealer's. Leakage: none to a single
 party, as long as AES is a good cipher; the receivers' views are pseudorandom keys.
@@ -81,11 +81,29 @@ class TrioPiecewise(TrioShuffles):
                 found.append(self._pieces(part, pieces))
         piece = torch.cat(found, 1) if found else None
         made: dict[int, Share] = {}
-        for shift, outputs in shape.finishes:
+        for shift, outputs, along in shape.finishes:
+            size = torch.Size((len(outputs), *x.shape))
             some = None if piece is None else piece[list(outputs)]
-            share = self._finish("piecewise", torch.Size((len(outputs), *x.shape)), some, shift, helped=False)
-            made |= dict(zip(outputs, (Share(parts) for parts in zip(*share.parts, strict=True)), strict=True))
+            if along:
+                beside = None if piece is None else piece[list(along)]
+                share, other = self._finish_along(size, some, shift, beside, len(along) * x.numel())
+                made |= _rows(along, other.map(lambda part, n=len(along): part.view(n, *x.shape)))  # type: ignore[misc]
+            else:
+                share = self._finish("piecewise", size, some, shift, helped=False)
+            made |= _rows(outputs, share)
         return [made[output] for output in range(shape.outputs)]
+
+    def _finish_along(
+        self, size: torch.Size, piece: Tensor | None, shift: int, along: Tensor | None, count: int
+    ) -> tuple[Share, Share]:
+        """Shares of the outputs that are divided by 2^shift, and of `count` elements that are not, in 2 rounds."""
+        mask = self._draw(count)
+        if along is None:
+            other = Share((mask, self._draw(count, 1)))
+            return self._finish_shifted("piecewise", size, piece, shift)[0], other
+        masked = along.reshape(-1) + mask
+        share, opened = self._finish_shifted("piecewise", size, piece, shift, masked)
+        return share, Share((masked + opened[-1] - mask, mask))
 
     def _send_keys(self, x: Share, shape: PiecesShape) -> None:
         """Party 0: make keys for its masks, and send them."""
@@ -138,6 +156,11 @@ class TrioPiecewise(TrioShuffles):
             values = comparison_keys.evaluate(self.role - 1, root, key_of, ~lower, shape.levels, words)
             add_steps(values, top, shared[:words], powers, np.ascontiguousarray(steps[:, some]), sums)
         return _signed(_polynomial(sums, masked)).to(self.ring.dtype).to(device)
+
+
+def _rows(outputs: Sequence[int], share: Share) -> dict[int, Share]:
+    """The shares of several outputs, one for each row."""
+    return dict(zip(outputs, (Share(parts) for parts in zip(*share.parts, strict=True)), strict=True))
 
 
 def _polynomial(total: Array, masked: Array) -> Array:
