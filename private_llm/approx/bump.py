@@ -16,6 +16,7 @@ from private_llm.exact.comparisons import coarse_bits, coarse_span
 from private_llm.net.ledger import Cost
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare
+from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 
 
@@ -26,7 +27,7 @@ def rectified_minus(x: Fixed, chain: Chain, top: float, log2_scale: int, curve: 
     the chain's and the rounding of its result. By comparison keys `curve` instead: the whole function in 2 rounds.
     Raises DomainError in a 32-bit ring.
     """
-    if takes_curve(curve, x, x.frac, lambda prices: _price(x, chain, prices)):
+    if takes_curve(curve, x, x.frac, _price, x.session.ring, x.numel(), chain, *coarse_span(x)):
         return by_keys(curve, x, x.frac)
     rows = coarse_bits(x, [0.0, -top, top])
     inside = x.proto.xor(rows.row(1), rows.row(2))
@@ -36,9 +37,8 @@ def rectified_minus(x: Fixed, chain: Chain, top: float, log2_scale: int, curve: 
     return relu - evaluate(chain, z, frac=x.frac)
 
 
-def _price(x: Fixed, chain: Chain, prices: Prices) -> Cost:
+def _price(prices: Prices, ring: Ring, count: int, chain: Chain, bits: int, low: int) -> Cost:
     """Of the comparison, two injections and the chain."""
-    count, ring, (bits, low) = x.numel(), x.session.ring, coarse_span(x)
     twice = prices.inject(ring, count, 1, 1, 0).times(2)
     return prices.msb(count, bits, 3, low) + twice + price(chain, ring, count, prices)
 

@@ -50,7 +50,7 @@ class Step:
     frac: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chain:
     """A fitted chain.
 

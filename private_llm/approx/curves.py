@@ -10,14 +10,13 @@ coefficient costs nothing far from zero.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from private_llm.exact.comparisons import coarse_span
 from private_llm.net.ledger import Cost
 from private_llm.protocols.piecewise import Pieces, Polynomial
-from private_llm.protocols.prices import Prices
 from private_llm.tensor.fixed import Fixed
 
 LARGEST = 60
@@ -35,7 +34,7 @@ class Piece:
     coefficients: tuple[float, float, float]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Curve:
     """One piece more than there are ends; |f| < 2^size where a piece other than the last one holds, error included.
 
@@ -49,14 +48,16 @@ class Curve:
     linear: bool = False
 
 
-def takes_curve(curve: Curve, x: Fixed, frac: int, other: Callable[[Prices], Cost]) -> bool:
-    """Whether `evaluate` is the way to go, where another one costs `other`: the ring has room for it, and it pays.
+def takes_curve(curve: Curve, x: Fixed, frac: int, other: Callable[..., Cost], *facts: Hashable) -> bool:
+    """Whether `evaluate` is the way to go, where another one costs other(prices, *facts).
+
+    That is if the ring has room for it, and it pays.
 
     Local and public.
     """
     if not x.session.protocol.has_keys or x.session.ring.bits != 64 or LARGEST - curve.size - 2 * x.frac < LEADING:
         return False
-    return x.proto.takes_keys(x.numel(), pieces_of(curve, x, frac).shape, other)
+    return x.proto.takes_keys(x.numel(), pieces_of(curve, x, frac).shape, other, *facts)
 
 
 def pieces_of(curve: Curve, x: Fixed, frac: int) -> Pieces:

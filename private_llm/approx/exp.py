@@ -12,6 +12,7 @@ from private_llm.approx.curves import takes_curve
 from private_llm.exact.comparisons import coarse_bits, coarse_span
 from private_llm.net.ledger import Cost
 from private_llm.protocols.prices import Prices
+from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 
 BOTTOM = 14.0
@@ -28,7 +29,7 @@ def exp(x: Fixed, frac: int = 24) -> Fixed:
     error shrinks with e^(x/2): at most 5e-5, and 2e-6 below -8. 189 bytes an element, 12 rounds. By comparison keys
     (curves.py) 2 rounds, error 5e-5.
     """
-    if takes_curve(CURVE, x, frac, lambda prices: _price(x, prices)):
+    if takes_curve(CURVE, x, frac, _price, x.session.ring, x.numel(), *coarse_span(x, extra=1, resolution=2)):
         return by_keys(CURVE, x, frac)
     keep = x.proto.invert(coarse_bits(x, [-BOTTOM], extra=1, resolution=2))
     above = x.choose(keep, [1], [BOTTOM])
@@ -36,9 +37,8 @@ def exp(x: Fixed, frac: int = 24) -> Fixed:
     return evaluate(EXP, z.at(EXP.argument), frac=frac)
 
 
-def _price(x: Fixed, prices: Prices) -> Cost:
+def _price(prices: Prices, ring: Ring, count: int, bits: int, low: int) -> Cost:
     """Of the chain, with the comparison and the injection before it."""
-    count, ring, (bits, low) = x.numel(), x.session.ring, coarse_span(x, extra=1, resolution=2)
     return prices.msb(count, bits, 1, low) + prices.inject(ring, count, 1, 1, 0) + price(EXP, ring, count, prices)
 
 

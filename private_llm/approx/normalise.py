@@ -25,6 +25,7 @@ from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare
+from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 
 Y_BITS = 18
@@ -86,15 +87,15 @@ def power(
     if x.session.protocol.has_keys and 0 < low < high:
         plan = _plan(cells, cubic, low, high, gain, cells.bits + math.ceil(math.log2(high)))
         lines = Lines(cubic.power, x.frac, low, high, Y_BITS + plan.factor_bits if frac is None else frac, gain)
-        if takes_lines(x, x.numel(), lines, lambda prices: price(x, x.numel(), cells, low, high, prices)):
+        if takes_lines(x, x.numel(), lines, price, x.session.ring, x.frac, x.numel(), cells, low, high):
             return power_by_lines(x, lines)
     return powers(x, cells, cubic, low, high, frac, gain).value
 
 
-def price(x: Fixed, count: int, cells: Cells, low: float, high: float, prices: Prices) -> Cost:
-    """What `powers` costs for `count` elements with the fractional bits of x. Local and public."""
-    ring, thresholds = x.session.ring, len(grid(cells, low, high)[0])
-    bits, skipped = x.frac + math.ceil(math.log2(high)) + 2, max(0, math.floor(math.log2(low / 128) + x.frac))
+def price(prices: Prices, ring: Ring, frac: int, count: int, cells: Cells, low: float, high: float) -> Cost:
+    """What `powers` costs for `count` elements with `frac` fractional bits. Local and public."""
+    thresholds = len(grid(cells, low, high)[0])
+    bits, skipped = frac + math.ceil(math.log2(high)) + 2, max(0, math.floor(math.log2(low / 128) + frac))
     return (
         prices.msb(count, bits, thresholds, min(skipped, bits - 2))
         + prices.inject(ring, count, thresholds, thresholds, Y_BITS).times(2)

@@ -25,7 +25,7 @@ Domain: |x| <= 2^20, mean squares from 2^-12 to 2^36, in rows of up to 2^14 entr
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -125,24 +125,32 @@ def lines_of(x: Fixed, eps: float, square: int, centred: bool = False) -> Lines 
     Rows are then squared with `line_bits`, and sums reach down to 2^-REACH of the largest that the ring holds.
     Local and public.
     """
-    if not x.session.protocol.has_keys:
+    if not x.session.protocol.has_keys or not x.numel():
         return None
-    width = x.shape[-1]
-    fine = line_bits(x.frac, width, square)
+    width, ring = x.shape[-1], x.session.ring
+    rows, found = x.numel() // width, _lines(x.frac, width, eps, square, centred)
+    if found is None or not takes_lines(
+        x, rows, found, price, ring, found.own, rows, THIRDS, found.low, found.high
+    ):  # fmt: skip
+        return None
+    return found
+
+
+@lru_cache(maxsize=256)
+def _lines(frac: int, width: int, eps: float, square: int, centred: bool) -> Lines | None:
+    """Lines for rows with `frac` fractional bits, if there are."""
+    fine = line_bits(frac, width, square)
     smaller = _ratio_squared(width) if centred else 1.0
     eps = eps * smaller
-    if not one_sum(fine, width, square) or not eps > 0 or not x.numel():
+    if not one_sum(fine, width, square) or not eps > 0:
         return None
-    widest, rows = _WRAP_FREE - 2 * fine, x.numel() // width
+    widest = _WRAP_FREE - 2 * fine
     least = 0.98 * width * eps
     low = max(least, math.ldexp(_REACH_DOWN, widest))
     if low > max(least, width * smaller * _SMALLEST) or 2 * low > 2.0**widest:
         return None
     own, bits = max(0, _SUM_BITS - bits_below(low)), _inverse_bits(widest - _log2(width))
-    lines = Lines(RSQRT.power, own, low, 2.0**widest, bits, math.sqrt(width))
-    return (
-        lines if takes_lines(x, rows, lines, lambda prices: price(x, rows, THIRDS, low, 2.0**widest, prices)) else None
-    )
+    return Lines(RSQRT.power, own, low, 2.0**widest, bits, math.sqrt(width))
 
 
 def _ratio_squared(width: int) -> float:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_HALF_EVEN, Context, Decimal, localcontext
 from functools import lru_cache
 
 from private_llm.net.ledger import Cost
 from private_llm.protocols.piecewise import Pieces, PiecesShape
-from private_llm.protocols.prices import Prices
 from private_llm.tensor.fixed import Fixed
 
 CELLS = {-1.0: 33, -0.5: 24}
@@ -88,12 +87,14 @@ class Lines:
         return PiecesShape(self.cells - 1, 1, bits, low, (self.shift,))
 
 
-def takes_lines(x: Fixed, count: int, lines: Lines, other: Callable[[Prices], Cost]) -> bool:
-    """Whether `power_by_lines` is the way to go for `count` elements, where another one costs `other`. Local, public.
+def takes_lines(x: Fixed, count: int, lines: Lines, other: Callable[..., Cost], *facts: Hashable) -> bool:
+    """Whether `power_by_lines` is the way to go for `count` elements, where another one costs other(prices, *facts).
+
+    Local and public.
 
     x: any value of the session.
     """
-    return x.session.ring.bits == 64 and lines.fit and x.proto.takes_keys(count, lines.shape, other)
+    return x.session.ring.bits == 64 and lines.fit and x.proto.takes_keys(count, lines.shape, other, *facts)
 
 
 def power_by_lines(x: Fixed, lines: Lines) -> Fixed:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from private_llm.net.ledger import Cost
 from private_llm.protocols.piecewise import Pieces, PiecesShape
+from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare
 from private_llm.ranges import REACH
+from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 
 RANGE_BITS = REACH
@@ -94,11 +97,14 @@ def chosen_below(
     shape = PiecesShape(len(thresholds), 1, bits, low)
     count, rows, ring = x.numel(), len(thresholds), x.session.ring
     weighted = sum(weight != 0 for weight in weights)
-    if not x.proto.takes_keys(
-        count, shape, lambda p: p.msb(count, bits, rows, low) + p.inject(ring, count, rows, weighted, 0)
-    ):
+    if not x.proto.takes_keys(count, shape, _price, ring, count, bits, rows, low, weighted):
         return x.choose(x.below(thresholds, bits, low), weights, constants)
     steps = tuple((round(c * (1 << x.frac)), weight) for c, weight in zip(constants, weights, strict=True))
     offsets = tuple(-round(threshold * (1 << x.frac)) for threshold in thresholds)
     (made,) = x.proto.piecewise(x.share, Pieces(offsets, (steps,), ((0, 0),), bits, low))
     return x.with_share(made)
+
+
+def _price(prices: Prices, ring: Ring, count: int, bits: int, rows: int, low: int, weighted: int) -> Cost:
+    """Of a comparison and an injection."""
+    return prices.msb(count, bits, rows, low) + prices.inject(ring, count, rows, weighted, 0)

@@ -7,7 +7,7 @@ formulas: `prices.py`. Dealer's figures are trio's; plain sends nothing.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from torch import Tensor
 
@@ -15,7 +15,6 @@ from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.net.ledger import Cost
 from private_llm.protocols.party_end import PartyEnd
 from private_llm.protocols.piecewise import Pieces, PiecesShape
-from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare, Share
 
 Weights = Sequence[int | Tensor]
@@ -62,19 +61,23 @@ class Boolean(PartyEnd):
         40 in quad. Raises DomainError unless x has bits.count elements and weights and constants are one for each row.
         """
 
-    def takes_keys(self, count: int, shape: PiecesShape, other: Callable[[Prices], Cost]) -> bool:
-        """Whether `piecewise` on `count` elements is the way to go, where another way costs `other`. Local, public.
+    def takes_keys(
+        self, count: int, shape: PiecesShape, other: Callable[..., Cost], *facts: Hashable
+    ) -> bool:  # fmt: skip
+        """Whether `piecewise` on `count` elements is the way to go, where another way costs other(prices, *facts).
 
-        By `PrivateConfig.adder` and the stated network; False where the protocol has no such keys.
+        Local and public. By `PrivateConfig.adder` and the stated network, once for each `other`, which is a function
+        of a module, and facts; False where the protocol has no such keys.
         """
         return False
 
     def piecewise(self, x: Share, pieces: Pieces) -> list[Share]:
         """Piecewise polynomials of x with common thresholds, in one round: a share of x's shape for each output.
 
-        1 round, or 2 for each different shift above 0. 64-bit ring, degree 1, b bits without the d lowest: 64 (b - 1 - d) bytes of keys an
-        element, and some 60 bytes. Errors: only the rounding of a shift. Raises DomainError for bits and low as `msb`,
-        and UnsupportedOp under a protocol without comparison keys (only trio and dealer have them).
+        1 round, or 2 for each different shift above 0. 64-bit ring, degree 1, b bits without the d lowest: 64 (b - 1 -
+        d) bytes of keys an element, and some 60 bytes. Errors: only the rounding of a shift. Raises DomainError for
+        bits and low as `msb`, and UnsupportedOp under a protocol without comparison keys (only trio and dealer have
+        them).
         """
         raise UnsupportedOp("comparison keys: this protocol has none; want trio or dealer, or another adder")
 

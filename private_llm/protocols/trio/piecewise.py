@@ -11,16 +11,17 @@ the evaluators have additive shares of u a^j for every threshold, from one key, 
     [x + c < 0] a^j = u a^j,  or where top(M + c) is set  a^j - u a^j
     x^i [x + c < 0] = sum_j binomial(i, j) M^(i-j) (-1)^j a^j [x + c < 0]
 
-One finish turns the sum of all pieces into a share: 1 round, 2 with a shift, which outputs without one share. Party 0 sends each evaluator the key
-(`ring.comparison_keys`), whose roots come from their common streams, and party 2 the shared powers. Source: Boyle et
-al. 2021, section 3 (DReLU by a comparison key), with Trio's masks in place of a dealer's. Leakage: none to a single
-party, as long as AES is a good cipher; the receivers' views are pseudorandom keys.
+One finish turns the sum of all pieces into a share: 1 round, 2 with a shift, in whose first round what is not divided
+goes along. Party 0 sends each evaluator the key (`ring.comparison_keys`), whose roots come from their common streams,
+and party 2 the shared powers. Source: Boyle et al. 2021, section 3 (DReLU by a comparison key), with Trio's masks in
+place of a dealer's. Leakage: none to a single party, as long as AES is a good cipher; the receivers' views are
+pseudorandom keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,6 @@ from private_llm.net.ledger import Cost
 from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder
 from private_llm.protocols.piecewise import Pieces, PiecesShape
-from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio import cost
 from private_llm.protocols.trio.shuffle import TrioShuffles
@@ -55,15 +55,9 @@ class TrioPiecewise(TrioShuffles):
         self.adder = adder
         self.has_keys = adder.may_take_keys
 
-    def takes_keys(self, count: int, shape: PiecesShape, other: Callable[[Prices], Cost]) -> bool:
-        """As the interface says, by bytes, rounds and the cipher's work of whoever has most of it.
-
-        A key costs the helping party twice what a threshold costs an evaluator.
-        """
-        if not self.has_keys:
-            return False
-        blocks = count * max(2, shape.thresholds) * comparison_keys.cipher_blocks(shape.levels, shape.words)
-        return self.adder.takes_keys(lambda: cost.piecewise(self.ring, count, shape), partial(other, cost), blocks)
+    def takes_keys(self, count: int, shape: PiecesShape, other: Callable[..., Cost], *facts: Hashable) -> bool:
+        """As the interface says, by bytes, rounds and the cipher's work of whoever has most of it."""
+        return self.has_keys and _takes_keys(self.adder, self.ring, count, shape, other, facts)
 
     def piecewise(self, x: Share, pieces: Pieces) -> list[Share]:
         """As the interface says: see the module header. Bytes: `trio/cost.py`."""
@@ -86,24 +80,24 @@ class TrioPiecewise(TrioShuffles):
             some = None if piece is None else piece[list(outputs)]
             if along:
                 beside = None if piece is None else piece[list(along)]
-                share, other = self._finish_along(size, some, shift, beside, len(along) * x.numel())
-                made |= _rows(along, other.map(lambda part, n=len(along): part.view(n, *x.shape)))  # type: ignore[misc]
+                share, other = self._finish_along(size, some, shift, beside, torch.Size((len(along), *x.shape)))
+                made |= _rows(along, other)
             else:
                 share = self._finish("piecewise", size, some, shift, helped=False)
             made |= _rows(outputs, share)
         return [made[output] for output in range(shape.outputs)]
 
     def _finish_along(
-        self, size: torch.Size, piece: Tensor | None, shift: int, along: Tensor | None, count: int
+        self, size: torch.Size, piece: Tensor | None, shift: int, along: Tensor | None, shape: torch.Size
     ) -> tuple[Share, Share]:
-        """Shares of the outputs that are divided by 2^shift, and of `count` elements that are not, in 2 rounds."""
-        mask = self._draw(count)
+        """Shares of the outputs that are divided by 2^shift, and of those of `shape` that are not, in 2 rounds."""
+        mask = self._draw(shape.numel())
         if along is None:
-            other = Share((mask, self._draw(count, 1)))
+            other = Share((mask.view(shape), self._draw(shape.numel(), 1).view(shape)))
             return self._finish_shifted("piecewise", size, piece, shift)[0], other
         masked = along.reshape(-1) + mask
         share, opened = self._finish_shifted("piecewise", size, piece, shift, masked)
-        return share, Share((masked + opened[-1] - mask, mask))
+        return share, Share(((masked + opened[-1] - mask).view(shape), mask.view(shape)))
 
     def _send_keys(self, x: Share, shape: PiecesShape) -> None:
         """Party 0: make keys for its masks, and send them."""
@@ -156,6 +150,15 @@ class TrioPiecewise(TrioShuffles):
             values = comparison_keys.evaluate(self.role - 1, root, key_of, ~lower, shape.levels, words)
             add_steps(values, top, shared[:words], powers, np.ascontiguousarray(steps[:, some]), sums)
         return _signed(_polynomial(sums, masked)).to(self.ring.dtype).to(device)
+
+
+@lru_cache(maxsize=4096)
+def _takes_keys(
+    adder: Adder, ring: Ring, count: int, shape: PiecesShape, other: Callable[..., Cost], facts: tuple[Hashable, ...]
+) -> bool:
+    """A key costs the helping party twice what a threshold costs an evaluator."""
+    blocks = count * max(2, shape.thresholds) * comparison_keys.cipher_blocks(shape.levels, shape.words)
+    return adder.takes_keys(lambda: cost.piecewise(ring, count, shape), lambda: other(cost, *facts), blocks)
 
 
 def _rows(outputs: Sequence[int], share: Share) -> dict[int, Share]:
