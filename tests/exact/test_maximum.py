@@ -8,7 +8,7 @@ from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
-from private_llm.exact.argmax import argmax
+from private_llm.exact.argmax import argmax, first_maximum
 from private_llm.exact.maximum import levels, maximum, maximum_ragged, sizes
 from private_llm.exact.ragged_rows import Rows
 from private_llm.protocols.trio import cost
@@ -16,7 +16,8 @@ from private_llm.ring.ring import Ring
 from tests.harness import PLAIN, TRIO, run_meta, run_parties
 
 NARROW = PrivateConfig(ring=32, frac_bits=12)
-every = pytest.mark.parametrize("config", [PLAIN, TRIO, NARROW], ids=["plain", "trio", "trio 32"])
+KEYS = PrivateConfig(adder="keys")
+every = pytest.mark.parametrize("config", [PLAIN, TRIO, NARROW, KEYS], ids=["plain", "trio", "trio 32", "keys"])
 WIDTHS = [1, 2, 3, 5, 8, 64, 97]
 
 
@@ -47,7 +48,31 @@ def test_first_index_wins_ties(config: PrivateConfig, width: int) -> None:
 
 def test_argmax_of_neighbouring_units() -> None:
     x = torch.arange(1000, dtype=torch.float64).roll(371) * 2.0**-18
-    assert int(run_parties(TRIO, lambda _, a: argmax(a), [x]).value) == int(x.argmax())
+    for config in (TRIO, KEYS):
+        assert int(run_parties(config, lambda _, a: argmax(a), [x]).value) == int(x.argmax())
+
+
+@pytest.mark.parametrize("truncation", ["unit", "exact"])
+@pytest.mark.parametrize("protocol", ["trio", "dealer"])
+def test_a_maximum_and_its_place_by_keys(protocol: str, truncation: str) -> None:
+    """A round a level and two to take both apart, whatever the quotient's rounding was."""
+    config = PrivateConfig.from_dict({"protocol": protocol, "truncation": truncation, "adder": "keys"})
+    x = values(40, 37, 2.0**20 - 1, 3) * torch.rand(40, 1, dtype=torch.float64)
+    x = (x * 2**18).round() / 2**18
+    run = run_parties(config, lambda _, a: first_maximum(a), [x])
+    assert torch.equal(run.values[0], x.amax(-1))
+    assert torch.equal(run.elements[1].long(), torch.stack([(row == row.max()).nonzero()[0, 0] for row in x]))
+    assert run.cost.rounds == 6 + (2 if truncation == "unit" else 5)
+    assert run.cost == run_meta(config, lambda _, a: first_maximum(a), [x.shape])
+
+
+def test_an_argmax_of_a_vocabulary_over_a_distance_takes_few_rounds() -> None:
+    """Circuits for the levels of many entries, keys for those of few."""
+    far = PrivateConfig(adder="auto", bandwidth_mbit=1000.0, latency_ms=20.0)
+    price = run_meta(far, lambda _, a: argmax(a), [(50272,)])
+    assert price.rounds == 34
+    assert price.total <= 300 * 50272
+    assert run_meta(KEYS, lambda _, a: argmax(a), [(50272,)]).rounds == 16 + 2
 
 
 def test_argmax_of_a_vocabulary_costs_log_rounds() -> None:

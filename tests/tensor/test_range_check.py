@@ -18,11 +18,12 @@ from private_llm.tensor.range_check import SKETCHES, require, verdict, watch, wa
 from private_llm.tensor.secret import SecretTensor
 from tests.harness import run_meta, run_parties
 
-PROTOCOLS = pytest.mark.parametrize("protocol", ["plain", "trio", "quad", "dealer"])
+PROTOCOLS = pytest.mark.parametrize("protocol", ["plain", "trio", "quad", "dealer", "trio by keys"])
 
 
 def config(protocol: str, **more: object) -> PrivateConfig:
-    return PrivateConfig(protocol=protocol, insecure=protocol == "plain", **more)  # type: ignore[arg-type]
+    name, _, adder = protocol.partition(" by ")
+    return PrivateConfig(protocol=name, insecure=name == "plain", adder=adder or "auto", **more)  # type: ignore[arg-type]
 
 
 def flag(settings: PrivateConfig, values: list[Tensor], bits: int) -> Tensor:
@@ -108,6 +109,7 @@ def test_the_price_is_a_constant_number_of_rounds() -> None:
     assert 0 <= many.rounds - few.rounds <= 2  # the count of violations has some bits more
     assert many.total <= 100 * 4 * 2 * SKETCHES * 70
     assert many.rounds <= 12
+    assert run_meta(config("trio by keys"), check(4, 100), [(4, 64)]).rounds == 2
 
 
 def test_nothing_is_owed_without_the_guard_or_in_the_small_ring() -> None:
