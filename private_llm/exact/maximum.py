@@ -1,6 +1,11 @@
 """Maximum of rows by a tournament of pairs: ceil(log2 n) levels, n - 1 comparisons.
 
 max(a, b) = a - [a < b] (a - b): one comparison, one injection of its bit.
+
+Over a slow network, where comparison keys make a level one round, the last entries of each row (up to 16) meet all at
+once: every pair is compared, an entry's rank is how many come before it, and 2^(l+1) rank + entry is below 2^l for the
+first alone, if entries lie between 0 and 2^l: one more comparison, of the bits of a rank, gives that entry times 1, and
+the others times 0. Two rounds for 5 to 16 entries, and more keys.
 """
 
 from __future__ import annotations
@@ -12,8 +17,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from private_llm.exact.comparisons import chosen_below, coarse_span, exact_span
+from private_llm.exact.comparisons import chosen_below, coarse_span, exact_span, reach
 from private_llm.exact.ragged_rows import Rows
+from private_llm.exact.topk import losses
+from private_llm.protocols.piecewise import Pieces, PiecesShape
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 
@@ -23,9 +30,11 @@ def maximum(x: Fixed, coarse: bool = False) -> Fixed:
 
     Exact: 57 bytes per pair, 5 rounds a level (trio, 18 fractional bits, 64-bit ring). With `coarse`, each level may
     choose the smaller of two entries less than 2^-6 apart: 49 bytes per pair, 4 rounds a level. By comparison
-    keys 1 round a level.
+    keys 1 round a level, and where the stated network makes them pay (`at_once`), 2 for the last 3 or 4 levels.
     """
     while x.shape[-1] > 1:
+        if at_once(x, coarse):
+            return _first_of_all(x)
         half = x.shape[-1] // 2
         top = larger(_last(x, 0, half), _last(x, half, 2 * half), coarse)
         x = concatenated([top, _last(x, 2 * half, x.shape[-1])], -1) if x.shape[-1] % 2 else top
@@ -54,6 +63,49 @@ def larger(a: Fixed, b: Fixed, coarse: bool) -> Fixed:
     d = a - b
     span = coarse_span(d, extra=1) if coarse else exact_span(d, extra=1)
     return a + chosen_below(d, [0.0], [-1], [0.0], span)
+
+
+def at_once(x: Fixed, coarse: bool) -> bool:
+    """Whether all entries of a row should meet at once: by comparison keys, and by the stated network. Local, public.
+
+    Bytes are compared, too: rows are few where it is so.
+    """
+    width = x.shape[-1]
+    if not _FEWEST <= width <= _MOST or not x.session.protocol.has_keys or not x.numel():
+        return False
+    rows, last = x.numel() // width, _chosen_shape(x)
+    if last.bits > x.session.ring.bits:
+        return False
+    bits, low = (coarse_span if coarse else exact_span)(x, extra=1)
+    times = [x.proto.key_seconds(rows * (width >> level), PiecesShape(1, 1, bits, low)) for level in (1, 2, 3, 4)]
+    pairs = PiecesShape(1, 1, exact_span(x, extra=1)[0])
+    found = [x.proto.key_seconds(rows * width * (width - 1) // 2, pairs), x.proto.key_seconds(rows * width, last)]
+    if any(each is None for each in found):
+        return False
+    return sum(filter(None, found)) < sum(filter(None, times[: (width - 1).bit_length()]))
+
+
+def _chosen_shape(x: Fixed) -> PiecesShape:
+    """Public sizes of the comparison of ranks: entries have `low` bits without a sign."""
+    entry = x.frac + reach(x) + 1
+    return PiecesShape(1, 1, entry + 2 + (x.shape[-1] - 1).bit_length(), entry)
+
+
+def _first_of_all(x: Fixed) -> Fixed:
+    """Maximum over the last dimension, [..., n] to [..., 1], exact, of distinct ranks: 2 rounds by comparison keys."""
+    shape = _chosen_shape(x)
+    entry = shape.low
+    rank = losses(x, 1).view(lambda part: part.squeeze(-1))
+    above = x.proto.add_public(x.share, 1 << (entry - 1))
+    both = x.proto.add(x.proto.mul_public(rank.share, 1 << (entry + 1)), above)
+    first = Pieces((-(1 << entry),), (((0, 1),),), ((0, 0),), shape.bits, shape.low)
+    (made,) = x.proto.piecewise(both, first)
+    total = x.with_share(made).sum(-1, keepdim=True)
+    return total.with_share(total.proto.add_public(total.share, -(1 << (entry - 1))))
+
+
+_FEWEST, _MOST = 5, 16
+"""Entries that may meet at once: fewer take as many rounds in pairs, of more there are too many pairs."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
-from private_llm.exact.comparisons import sign_bits
-from private_llm.tensor.fixed import Fixed, arithmetic
+from private_llm.exact.comparisons import exact_span
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.sign import negative
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ def among_largest(x: Fixed, k: int) -> Fixed:
     """1 for the k largest entries over the last dimension, else 0: [..., n] to [..., n], no fractional bits.
 
     |x| < 2^20. Exact; of equal entries the first ones count. n (n - 1) / 2 comparisons of an activation's bits, and n
-    of log2 n bits: 1564 bytes and 7 rounds for rows of 8, 6255 and 8 for 16 (trio, 18 fractional bits, 64-bit ring).
+    of log2 n bits: 1564 bytes and 7 rounds for rows of 8, 6255 and 8 for 16 (trio, 18 fractional bits, 64-bit ring);
+    by comparison keys 2 rounds.
     Local for k = n. Raises DomainError unless 0 < k <= n.
     """
     width = x.shape[-1]
@@ -40,7 +42,7 @@ def among_largest(x: Fixed, k: int) -> Fixed:
     if k == width:
         ones = torch.ones(x.shape, dtype=x.session.ring.dtype, device=x.share.parts[0].device)
         return x.with_share(x.proto.public(ones), 0)
-    return _below(_losses(x, 1).view(lambda part: part.squeeze(-1)), k)
+    return _below(losses(x, 1).view(lambda part: part.squeeze(-1)), k)
 
 
 def among_largest_of_groups(x: Fixed, k: int, groups: Groups) -> Fixed:
@@ -59,27 +61,30 @@ def among_largest_of_groups(x: Fixed, k: int, groups: Groups) -> Fixed:
         raise DomainError(f"among_largest: got k={k}; want 1 to {groups.kept * size}, the entries of the groups kept")
     if groups.kept == groups.count:
         return among_largest(x, k)
-    losses = _losses(x, groups.count)  # [..., n, groups]
+    lost = losses(x, groups.count)  # [..., n, groups]
     own = torch.arange(width, device=x.share.parts[0].device) // size
-    inside = losses.view(lambda part: part.gather(-1, own.view(-1, 1).expand(*part.shape[:-1], 1)).squeeze(-1))
+    inside = lost.view(lambda part: part.gather(-1, own.view(-1, 1).expand(*part.shape[:-1], 1)).squeeze(-1))
     held = x if groups.best == size else x.mul(_below(inside, groups.best, size), frac=x.frac)
     kept = among_largest(held.view(lambda part: part.unflatten(-1, (groups.count, size)).sum(-1)), groups.kept)
-    rank = losses.matmul(kept.view(lambda part: part.unsqueeze(-1)), frac=0).view(lambda part: part.squeeze(-1))
+    rank = lost.matmul(kept.view(lambda part: part.unsqueeze(-1)), frac=0).view(lambda part: part.squeeze(-1))
     return _below(rank, k).mul(kept.view(lambda part: part[..., own]), frac=0)
 
 
-def _losses(x: Fixed, groups: int) -> Fixed:
-    """How many entries of each group come before an entry: [..., n] to [..., n, groups], whole numbers."""
+def losses(x: Fixed, groups: int) -> Fixed:
+    """How many entries of each group come before an entry: [..., n] to [..., n, groups], whole numbers.
+
+    Larger ones do, and equal ones that stand before it. n (n - 1) / 2 comparisons (`tensor.sign.negative`).
+    """
     width = x.shape[-1]
     size = width // groups
     first, second = torch.triu_indices(width, width, 1).to(x.share.parts[0].device)
     gap = x.view(lambda part: part[..., first] - part[..., second])
-    later = arithmetic(x.session, sign_bits(gap, [0.0], extra=1), [1.0], 0)  # [the first of the pair is smaller]
+    later = negative(gap, exact_span(gap, extra=1)[0])  # [the first of the pair is smaller]
     shape = (*x.shape[:-1], width * groups)
     at_first, at_second = first * groups + second // size, second * groups + first // size
 
     def count(part: Tensor) -> Tensor:
-        part = part[: gap.numel()].reshape(gap.shape)
+        part = part.reshape(gap.shape)
         made = torch.zeros(shape, dtype=part.dtype, device=part.device)
         made.index_add_(-1, at_first, part).index_add_(-1, at_second, -part)
         return made.view(*x.shape, groups)
@@ -92,6 +97,5 @@ def _losses(x: Fixed, groups: int) -> Fixed:
 def _below(rank: Fixed, k: int, most: int | None = None) -> Fixed:
     """[rank < k] for whole numbers below `most` (default: the entries of a row), as 0 or 1."""
     most = rank.shape[-1] if most is None else most
-    bits = rank.below([float(k)], bits=(most - 1).bit_length() + 1)
-    made = arithmetic(rank.session, bits, [1.0], 0)
-    return made.view(lambda part: part[: rank.numel()].reshape(rank.shape))
+    made = negative(rank - k, (most - 1).bit_length() + 1)
+    return made.view(lambda part: part.reshape(rank.shape))

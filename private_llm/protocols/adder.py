@@ -46,8 +46,12 @@ class Adder:
         """Whether comparison keys are the way to go, by what they and the other way cost, and blocks of the cipher."""
         if self.kind != "auto" or self.bandwidth_mbit is None:
             return self.kind == "keys"
-        seconds = self.seconds(keys(), self.bandwidth_mbit) + blocks * BLOCK_S
-        return seconds < self.seconds(other(), self.bandwidth_mbit)
+        seconds = self.key_seconds(keys(), blocks)
+        return seconds is not None and seconds < self.seconds(other(), self.bandwidth_mbit)
+
+    def key_seconds(self, keys: Cost, blocks: int) -> float | None:
+        """How long comparison keys take, by their cost and blocks of the cipher; None without a stated bandwidth."""
+        return None if self.bandwidth_mbit is None else self.seconds(keys, self.bandwidth_mbit) + blocks * BLOCK_S
 
     def seconds(self, cost: Cost, bandwidth_mbit: float) -> float:
         """Rounds, and the busiest direction of the busiest party's connection (preprocessing included)."""

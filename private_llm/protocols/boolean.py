@@ -71,6 +71,13 @@ class Boolean(PartyEnd):
         """
         return False
 
+    def key_seconds(self, count: int, shape: PiecesShape) -> float | None:
+        """How long `piecewise` on `count` elements takes on the stated network, the cipher's work included.
+
+        Local and public. None where no network is stated, or the protocol has no such keys.
+        """
+        return None
+
     def piecewise(self, x: Share, pieces: Pieces) -> list[Share]:
         """Piecewise polynomials of x with common thresholds, in one round: a share of x's shape for each output.
 

@@ -66,11 +66,36 @@ def test_a_maximum_and_its_place_by_keys(protocol: str, truncation: str) -> None
     assert run.cost == run_meta(config, lambda _, a: first_maximum(a), [x.shape])
 
 
+FAR = PrivateConfig(adder="auto", bandwidth_mbit=1000.0, latency_ms=20.0)
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize("width", [4, 5, 9, 16, 17, 100])
+def test_the_last_entries_meet_at_once_over_a_slow_network(width: int, coarse: bool) -> None:
+    """Two rounds for up to 16 entries: equal ones, neighbouring units and the ends of the domain included."""
+    x = torch.cat([values(6, width, 2.0**20 - 2**10, 2), torch.randn(6, width, dtype=torch.float64)])
+    x = torch.cat([x, torch.arange(width, dtype=torch.float64)[None] * 2.0**-18])
+    x = (x * 2**18).round() / 2**18
+    run = run_parties(FAR, lambda _, a: maximum(a, coarse), [x])
+    off = x.amax(-1, keepdim=True) - run.value
+    levels_before = max(0, (width - 1).bit_length() - 4)
+    assert float(off.min()) >= 0.0
+    assert float(off.max()) <= (levels_before * 2.0**-6 if coarse else 0.0)
+    assert run.cost.rounds == levels_before + 2
+    assert run.cost == run_meta(FAR, lambda _, a: maximum(a, coarse), [x.shape])
+
+
+def test_many_rows_meet_in_pairs() -> None:
+    """Where all pairs would take longer than the rounds that they save."""
+    assert run_meta(FAR, lambda _, a: maximum(a, True), [(12, 16)]).rounds == 2
+    assert run_meta(FAR, lambda _, a: maximum(a, True), [(400, 16)]).rounds > 2
+    assert run_meta(PrivateConfig(adder="keys"), lambda _, a: maximum(a, True), [(12, 16)]).rounds == 4
+
+
 def test_an_argmax_of_a_vocabulary_over_a_distance_takes_few_rounds() -> None:
     """Circuits for the levels of many entries, keys for those of few."""
-    far = PrivateConfig(adder="auto", bandwidth_mbit=1000.0, latency_ms=20.0)
-    price = run_meta(far, lambda _, a: argmax(a), [(50272,)])
-    assert price.rounds == 34
+    price = run_meta(FAR, lambda _, a: argmax(a), [(50272,)])
+    assert price.rounds == 32
     assert price.total <= 300 * 50272
     assert run_meta(KEYS, lambda _, a: argmax(a), [(50272,)]).rounds == 16 + 2
 

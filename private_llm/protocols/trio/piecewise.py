@@ -59,6 +59,10 @@ class TrioPiecewise(TrioShuffles):
         """As the interface says, by bytes, rounds and the cipher's work of whoever has most of it."""
         return self.has_keys and _takes_keys(self.adder, self.ring, count, shape, other, facts)
 
+    def key_seconds(self, count: int, shape: PiecesShape) -> float | None:
+        """As the interface says."""
+        return _key_seconds(self.adder, self.ring, count, shape) if self.has_keys else None
+
     def piecewise(self, x: Share, pieces: Pieces) -> list[Share]:
         """As the interface says: see the module header. Bytes: `trio/cost.py`."""
         shape = pieces.shape
@@ -156,9 +160,18 @@ class TrioPiecewise(TrioShuffles):
 def _takes_keys(
     adder: Adder, ring: Ring, count: int, shape: PiecesShape, other: Callable[..., Cost], facts: tuple[Hashable, ...]
 ) -> bool:
-    """A key costs the helping party twice what a threshold costs an evaluator."""
-    blocks = count * max(2, shape.thresholds) * comparison_keys.cipher_blocks(shape.levels, shape.words)
+    blocks = _blocks(count, shape)
     return adder.takes_keys(lambda: cost.piecewise(ring, count, shape), lambda: other(cost, *facts), blocks)
+
+
+@lru_cache(maxsize=4096)
+def _key_seconds(adder: Adder, ring: Ring, count: int, shape: PiecesShape) -> float | None:
+    return adder.key_seconds(cost.piecewise(ring, count, shape), _blocks(count, shape))
+
+
+def _blocks(count: int, shape: PiecesShape) -> int:
+    """Of the cipher: a key costs the helping party twice what a threshold costs an evaluator."""
+    return count * max(2, shape.thresholds) * comparison_keys.cipher_blocks(shape.levels, shape.words)
 
 
 def _rows(outputs: Sequence[int], share: Share) -> dict[int, Share]:
