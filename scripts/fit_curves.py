@@ -47,9 +47,9 @@ def fit(
 
 def curve(
     name: str, about: str, function: Callable[[Array], Array], low: float, high: float, error: float, *, size: int,
-    linear: bool, weight: Callable[[Array], Array] = np.ones_like,
+    linear: bool, weight: Callable[[Array], Array] = np.ones_like, above: float | None = None,
 ) -> str:  # fmt: skip
-    """The curve as source text: zero below `low`; above `high` x itself (linear) or what the last piece says."""
+    """The curve as source text: zero below `low`; above `high` x itself (linear), `above` or what the last piece says."""
     ends, pieces, worst = [low], ["Piece(0.0, (0.0, 0.0, 0.0))"], 0.0
     at = low
     while at < high:
@@ -67,8 +67,8 @@ def curve(
         pieces.append(f"Piece({(at + end) / 2!r}, {coefficients!r})")
         ends.append(end)
         at = end
-    if linear:
-        pieces.append("Piece(0.0, (0.0, 0.0, 0.0))")
+    if linear or above is not None:
+        pieces.append(f"Piece(0.0, ({above or 0.0!r}, 0.0, 0.0))")
     else:
         ends.pop()
     rows = "\n".join(f"        {piece}," for piece in pieces)
@@ -91,6 +91,10 @@ def _silu(x: Array) -> Array:
     return x / (1 + np.exp(-x))
 
 
+def _logistic(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
 def _softplus(x: Array) -> Array:
     return np.logaddexp(0.0, x)
 
@@ -109,6 +113,8 @@ def generate(error: float, names: tuple[str, ...]) -> str:
                                   linear=True),
         "GELU_TANH": lambda: curve("GELU_TANH", "GELU by tanh, 0 below -4 and x above 4.", _gelu_tanh, -4.0, 4.0, error,
                                    size=3, linear=True),
+        "LOGISTIC": lambda: curve("LOGISTIC", "1 / (1 + e^-x), 0 below -10, 1 above 10.", _logistic, -10.0, 10.0, error,
+                                  size=1, linear=False, above=1.0),
         "SOFTPLUS": lambda: curve("SOFTPLUS", "Softplus, 0 below -10 and x above 10.", _softplus, -10.0, 10.0, error,
                                   size=4, linear=True),
         "SILU": lambda: curve("SILU", "SiLU, 0 below -14 and x above 14.", _silu, -14.0, 14.0, error, size=4,
@@ -126,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.tiny:
         print(generate(1e-2, ("EXP",)))
         return 0
-    text = generate(4e-5, ("EXP", "GELU_ERF", "GELU_TANH", "SILU", "SOFTPLUS"))
+    text = generate(4e-5, ("EXP", "GELU_ERF", "GELU_TANH", "SILU", "SOFTPLUS", "LOGISTIC"))
     if args.check:
         same = TARGET.read_text(encoding="utf-8") == text
         print("the committed file is what this script makes" if same else f"{TARGET} differs; run this script")

@@ -18,9 +18,11 @@ from private_llm.approx.gelu import gelu
 from private_llm.approx.norms import layer_norm, lines_of, rms_norm
 from private_llm.approx.power_lines import REACH, Lines, power_by_lines
 from private_llm.approx.reciprocal import reciprocal
+from private_llm.approx.sigmoid import sigmoid
 from private_llm.approx.silu import silu
 from private_llm.approx.softmax import softmax, softmax_ragged
 from private_llm.approx.softplus import softplus
+from private_llm.approx.tanh import tanh
 from private_llm.config import PrivateConfig
 from private_llm.exact.maximum import concatenated, maximum
 from private_llm.exact.relu import absolute, clamp, relu
@@ -31,7 +33,14 @@ from tests.harness import TRIO, run_meta, run_parties
 
 KEYS = PrivateConfig(adder="keys")
 WIDE = 2.0**20 - 2**10
-CURVES = [curve_tables.EXP, curve_tables.GELU_ERF, curve_tables.GELU_TANH, curve_tables.SILU, curve_tables.SOFTPLUS]
+CURVES = [
+    curve_tables.EXP,
+    curve_tables.GELU_ERF,
+    curve_tables.GELU_TANH,
+    curve_tables.SILU,
+    curve_tables.SOFTPLUS,
+    curve_tables.LOGISTIC,
+]
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -42,7 +51,9 @@ def around(curve: Curve, low: float, high: float) -> Tensor:
     """The whole range, all thresholds, and what lies within a coarse comparison of them."""
     ends = torch.tensor(curve.ends, dtype=torch.float64)
     near = torch.cat([ends + step for step in (-(2.0**-18), 0.0, 2.0**-18, 2.0**-7, 2.0**-6 - 2.0**-18, 2.0**-6)])
-    far = torch.tensor([-WIDE, -1e4, -40.0] + ([40.0, 1e4, WIDE] if curve.linear else []), dtype=torch.float64)
+    far = torch.tensor(
+        [-WIDE, -1e4, -40.0] + ([] if curve is curve_tables.EXP else [40.0, 1e4, WIDE]), dtype=torch.float64
+    )
     return torch.cat([torch.linspace(low, high, 2500, dtype=torch.float64), near[near <= high], far])
 
 
@@ -55,6 +66,8 @@ def around(curve: Curve, low: float, high: float) -> Tensor:
         (lambda x: gelu(x, "tanh"), lambda x: F.gelu(x, approximate="tanh"), curve_tables.GELU_TANH, 1.8e-4, 2),
         (silu, F.silu, curve_tables.SILU, 5e-5, 2),
         (softplus, F.softplus, curve_tables.SOFTPLUS, 1e-4, 2),
+        (sigmoid, torch.sigmoid, curve_tables.LOGISTIC, 5e-5, 2),
+        (tanh, torch.tanh, curve_tables.LOGISTIC, 1e-4, 2),
     ],
 )  # fmt: skip
 def test_curves(
@@ -62,6 +75,8 @@ def test_curves(
 ) -> None:
     x = around(curve, -16.0, 0.25 if curve is curve_tables.EXP else 16.0)
     x = (x * 2**frac).round() / 2**frac
+    if fn is tanh:
+        x = x.clamp(-WIDE / 2, WIDE / 2)
     outcome = run_parties(KEYS, lambda _, a: fn(a), [x], [frac])
     assert float((outcome.value - truth(x)).abs().max()) <= error + 2.0**-frac
     assert outcome.cost.rounds == rounds
