@@ -49,7 +49,7 @@ def curve(
     name: str, about: str, function: Callable[[Array], Array], low: float, high: float, error: float, *, size: int,
     linear: bool, weight: Callable[[Array], Array] = np.ones_like, above: float | None = None,
 ) -> str:  # fmt: skip
-    """The curve as source text: zero below `low`; above `high` x itself (linear), `above` or what the last piece says."""
+    """The curve as source text: zero below `low`; above `high` x itself (linear), `above`, or the last piece."""
     ends, pieces, worst = [low], ["Piece(0.0, (0.0, 0.0, 0.0))"], 0.0
     at = low
     while at < high:
