@@ -121,9 +121,9 @@ COMPARISON_KEYS = Threat(
         ),
         (
             "meaning of the result",
-            "exp, SiLU, GELU, softplus, sigmoid, tanh, 1/x and x^(-1/2) are other polynomials than without keys, with errors of the "
-            "same size; a row whose mean square lies below 2^-13, and below 2^-24 of the largest that its norm has "
-            "room for, comes out too small",
+            "exp, SiLU, GELU, softplus, sigmoid, tanh, 1/x and x^(-1/2) are other polynomials than without keys, with "
+            "errors of the same size; a row whose mean square lies below 2^-13, and below 2^-24 of the largest that its "
+            "norm has room for, comes out too small",
         ),
     ),
     source=(
@@ -142,9 +142,9 @@ RANGES = Threat(
         (
             "every party",
             "of each module of the model a few powers of two: how large its products, activations and mean squares "
-            "get (with head room), how large the weights of a norm are, how many fractional bits it keeps, and, where a "
-            "layer's weights are very small, how small. They are made from the owner's plaintext model and a text or images of the owner's choice, "
-            "and of the values that these lead to only the largest and smallest count",
+            "get (with head room), how large the weights of a norm are, how many fractional bits it keeps, and, where "
+            "a layer's weights are very small, how small. They are made from the owner's plaintext model and a text or "
+            "images of the owner's choice, and of the values that these lead to only the largest and smallest count",
         ),
         (
             "the client",
