@@ -121,9 +121,9 @@ COMPARISON_KEYS = Threat(
         ),
         (
             "meaning of the result",
-            "exp, SiLU, GELU, softplus, sigmoid, tanh, 1/x and x^(-1/2) are other polynomials than without keys, with "
-            "errors of the same size; a row whose mean square lies below 2^-13, and below 2^-24 of the largest that its "
-            "norm has room for, comes out too small",
+            "exp, SiLU, GELU, softplus, sigmoid, tanh, 1/x and x^(-1/2) are other polynomials than without keys, "
+            "with errors of the same size; a row whose mean square lies below 2^-13, and below 2^-24 of the largest "
+            "that its norm has room for, comes out too small",
         ),
     ),
     source=(
