@@ -9,6 +9,9 @@ link). Comparisons and functions run by what `adder="auto"` finds faster on it.
 
 from __future__ import annotations
 
+import gc
+import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -24,7 +27,7 @@ from private_llm_cli.bench.measure import measure
 from private_llm_cli.bench.rows import machine, party_threads, spread
 from private_llm_cli.bench.wan_models import PROMPT, TINY_PROMPT, WanModel, wan_model
 from private_llm_cli.bench.wan_run import DRAFTS, Place, measured_passes
-from private_llm_cli.bench.work import Shape
+from private_llm_cli.bench.work import Shape, Work
 
 if TYPE_CHECKING:
     from private_llm_hf.tools.estimate import Estimate, LayerCost
@@ -35,7 +38,7 @@ BANDWIDTHS = (100.0, 1000.0, 10_000.0)
 _USUAL_LATENCY, _USUAL_BANDWIDTH = 1.0, 1000.0
 MEASURED, MODELLED = ("gpt2", "smollm2"), ("smollm2", "llama-7b", "llama-13b")
 _TINY_MODELS = ("demo",)
-WIDTHS: tuple[Shape, ...] = ((1024, 8, 2752), (2048, 16, 5504))
+WIDTHS: tuple[Shape, ...] = ((512, 4, 1376), (1024, 8, 2752))
 """Hidden size, heads, feed-forward size of the layers whose time is measured: LLaMA's own proportions."""
 _TINY_WIDTHS: tuple[Shape, ...] = ((32, 2, 48), (64, 4, 96))
 
@@ -156,16 +159,28 @@ def _differences(first: Estimate, whole: Estimate) -> list[LayerCost]:
 def layer_times(
     config: PrivateConfig, prompt: int, widths: tuple[Shape, ...], repeat: int
 ) -> tuple[LayerTime, LayerTime]:
-    """Of a layer's pass over the prompt, and of a further token over a cache of it, measured here without delays."""
+    """Of a layer's pass over the prompt, and of a further token over a cache of it, measured here without delays.
+
+    Processor seconds of all parties by the number of parties, the least of `repeat` runs: what a party computes on a
+    core of its own, whatever else runs on this machine.
+    """
     made = []
     for work in (llama_layer, llama_decode):
         points = []
         for hidden, heads, wide in widths:
-            row = measure(work((1, prompt, hidden, heads, wide)), config, repeat)
-            points.append((_layer_macs(config, prompt, (hidden, heads, wide), work is llama_decode),
-                           row.seconds["median"]))  # fmt: skip
+            seconds = _processor_seconds(work((1, prompt, hidden, heads, wide)), config, repeat)
+            macs = _layer_macs(config, prompt, (hidden, heads, wide), work is llama_decode)
+            points.append((macs, seconds / config.parties))
         made.append(LayerTime.through(points[0], points[1]))
     return made[0], made[1]
+
+
+def _processor_seconds(work: Work, config: PrivateConfig, repeat: int) -> float:
+    """Of all parties, threads of this process, in the run that took least."""
+    ends: list[float] = []
+    measure(work, config, repeat, progress=lambda: ends.append(time.process_time()))
+    gc.collect()  # parties' modules refer to themselves, and hold their weights until this
+    return min(end - start for start, end in itertools.pairwise(ends))
 
 
 def _layer_macs(config: PrivateConfig, prompt: int, width: Shape, decode: bool) -> int:
@@ -202,8 +217,9 @@ class Case:
         return f"{self.model}, {self.how}, {self.network.latency_ms:g} ms, {self.network.bandwidth_mbit:g} Mbit/s"
 
     def run(self, repeat: int, place: Place | None = None) -> dict[str, Any]:
-        """The row. repeat: further tokens that are timed, with drafts three times as many. place: where parties run (None: as this machine allows).
+        """The row. repeat: further tokens that are timed, with drafts three times as many.
 
+        place: where parties run (None: as this machine allows).
         Seconds are of one further token: smallest, median, largest pass, and `seconds_per_token`, the mean.
         Raises ConfigError for a model that is not installed.
         """

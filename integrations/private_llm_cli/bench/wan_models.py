@@ -27,11 +27,14 @@ QUESTION = "Repeat these words: the quick brown fox jumps over the lazy dog, and
 
 @dataclass(frozen=True)
 class WanModel:
-    """name: as a row tells it. words: for people. text: its weights are real, and its prompt is words."""
+    """name: as a row tells it. words: for people. text: its weights are real, and its prompt is words. weights: it has
+    any, and can run.
+    """
 
     name: str
     words: str
     text: bool = False
+    weights: bool = True
 
     def missing(self) -> str | None:
         """What is not installed, in a sentence; None if the model can be had, or is only a shape."""
@@ -48,8 +51,8 @@ class WanModel:
         return shape_of(demo_model() if self.name == "demo" else self.name)
 
     def ranges(self, config: PrivateConfig) -> Ranges:
-        """Calibrated, of a model with real weights; a shape has none."""
-        return _ranges(self.name, config.frac_bits, config.ring) if self.text else UNKNOWN
+        """Those of calibration; a shape has none."""
+        return _ranges(self.name, config.frac_bits, config.ring) if self.weights else UNKNOWN
 
     def folder(self) -> str:
         """The model's folder; one with random weights is made once, and goes with this process.
@@ -100,8 +103,8 @@ def _random_gpt2() -> tempfile.TemporaryDirectory[str]:
 _MODELS = (
     WanModel("gpt2", "GPT-2 small, random weights"),
     WanModel("smollm2", "SmolLM2-135M-Instruct", text=True),
-    WanModel("llama-7b", "LLaMA-7B"),
-    WanModel("llama-13b", "LLaMA-13B"),
+    WanModel("llama-7b", "LLaMA-7B", weights=False),
+    WanModel("llama-13b", "LLaMA-13B", weights=False),
     WanModel("demo", "the bundled model", text=True),
 )
 

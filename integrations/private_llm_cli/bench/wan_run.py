@@ -114,7 +114,7 @@ def measured_passes(
     folder = model.folder()
     ids = model.prompt(folder, prompt)
     if place.kind == "simulated":
-        return _simulated(folder, config, network, ids, new, drafts)
+        return _simulated(model, config, network, ids, new, drafts)
     return _in_namespaces(folder, config, network, ids, new, drafts, place.netem)
 
 
@@ -164,12 +164,14 @@ def generated(private: Any, plain: Any, ids: Tensor, new: int, drafts: int) -> P
     )  # fmt: skip
 
 
-def _simulated(folder: str, config: PrivateConfig, network: LinkSpeed, ids: Tensor, new: int, drafts: int) -> Passes:
+def _simulated(
+    model: WanModel, config: PrivateConfig, network: LinkSpeed, ids: Tensor, new: int, drafts: int
+) -> Passes:  # fmt: skip
     from private_llm_hf import patch
 
-    plain = plaintext_model(folder)
+    plain = plaintext_model(model.folder())
     mesh = SlowMesh(config.parties, config.timeout_s, network, instant="control")
-    private: Any = patch(plain, config, mesh)
+    private: Any = patch(plain, config, mesh, ranges=model.ranges(config))
     try:
         return generated(private, plain, ids, new, drafts)
     finally:

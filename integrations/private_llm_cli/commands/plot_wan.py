@@ -13,7 +13,8 @@ USUAL_BANDWIDTH = 1000.0
 """Mbit/s that lines are drawn for."""
 _COLOURS = {"gpt2": "#4c72b0", "smollm2": "#55a868", "llama-7b": "#dd8452", "llama-13b": "#c44e52"}
 _OTHER = "#6b6b6b"
-_LEFT, _RIGHT = 0.06, 32.0
+_LEFT, _EDGE, _LAST, _RIGHT = 0.05, 0.15, 23.0, 90.0
+"""Latencies at which the picture begins, known ones begin, ours end, and the picture ends."""
 
 
 def plot_wan(rows: Sequence[Mapping[str, Any]], published: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -42,13 +43,15 @@ def plot_wan(rows: Sequence[Mapping[str, Any]], published: Sequence[Mapping[str,
     panel.set(xscale="log", yscale="log", xlim=(_LEFT, _RIGHT), xlabel="latency between parties, ms one way",
               ylabel="seconds for a further token")  # fmt: skip
     panel.set_xticks([0.2, 1, 5, 20], ["0.2", "1", "5", "20"])
-    panel.axvline(0.13, color="#dddddd", linewidth=1)
-    panel.text(_LEFT * 1.04, panel.get_ylim()[0] * 1.1, "network\nnot stated", fontsize=7, color=_OTHER)
+    panel.axvspan(_LEFT, _EDGE, color="#f2f2f2", zorder=0)
+    note = {"fontsize": 7, "color": _OTHER, "va": "top", "transform": panel.get_xaxis_transform()}
+    panel.text(_LEFT * 1.04, 0.99, "network not stated, or none", **note)
+    panel.text(_LAST, 0.99, "FHE: one message each way", **note)
     panel.set_title(
         "Ours at 1 Gbit/s, prompt of 128 tokens; others as published: other machines and settings (see the table)",
         fontsize=9,
     )
-    panel.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    panel.legend(fontsize=7, loc="lower right")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
@@ -57,9 +60,9 @@ def _point(panel: Any, row: Mapping[str, Any]) -> None:  # noqa: ANN401 - matplo
     """One published figure with its name; hollow for a whole forward, which makes a token, too, and no cache."""
     name = f"{row['system']}, {row['model']}{', forward' if row['unit'] == 'forward' else ''}"
     if row["latency_ms"] == 0 and row["unit"] == "token":
-        panel.axhline(row["seconds"], color=_OTHER, linewidth=0.7, linestyle=(0, (1, 3)))
-        panel.text(_RIGHT * 0.97, row["seconds"], name, fontsize=7, color=_OTHER, ha="right", va="bottom")
+        panel.plot([_EDGE, _RIGHT], [row["seconds"]] * 2, color=_OTHER, linewidth=0.7, linestyle=(0, (1, 3)))
+        panel.text(_LAST, row["seconds"], name, fontsize=7, color=_OTHER, va="bottom")
         return
-    place = row["latency_ms"] or 0.075
+    place = row["latency_ms"] or _LEFT * 1.15
     panel.plot([place], [row["seconds"]], "o", color=_OTHER, mfc="none" if row["unit"] == "forward" else _OTHER)
     panel.text(place * 1.08, row["seconds"], name, fontsize=7, color=_OTHER, va="center")
