@@ -59,8 +59,8 @@ def measured_table(rows: Rows) -> str:
 def _measured_table(rows: Rows) -> str:
     lines = [
         "| model | network | drafts | first token, s | its MB | rounds | a token (min to max), s | MB | rounds | error "
-        "| text |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| text | load |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         drafts = f"{row['tokens_per_pass']:.2f} tokens a pass" if row["way"] == "drafts" else "-"
@@ -69,7 +69,7 @@ def _measured_table(rows: Rows) -> str:
             f"| {wan_model(row['model']).words} | {network(row)} | {drafts} | {seconds(row['seconds_first_token'])} "
             f"| {size(row['bytes_first_token'])} | {row['rounds_first_token']} "
             f"| {seconds(row['seconds_per_token'])} ({spread}) | {size(row['bytes_total'])} | {row['rounds']} "
-            f"| {row['error_max']:.1e} | {'equal' if row['equal'] else 'differs'} |"
+            f"| {row['error_max']:.1e} | {'equal' if row['equal'] else 'differs'} | {row['load']:.1f} |"
         )
     first = rows[0]
     lines.append(

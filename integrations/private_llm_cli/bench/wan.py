@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -220,7 +221,8 @@ class Case:
         """The row. repeat: further tokens that are timed, with drafts three times as many.
 
         place: where parties run (None: as this machine allows).
-        Seconds are of one further token: smallest, median, largest pass, and `seconds_per_token`, the mean.
+        Seconds are of one further token: smallest, median, largest pass, and `seconds_per_token`, the mean. load: the
+        system's average over the minute before the end, this run's own processes included.
         Raises ConfigError for a model that is not installed.
         """
         config = wan_config(self.network, self.protocol)
@@ -244,7 +246,7 @@ class Case:
             "seconds": spread([s / n for s, n in zip(found.seconds, found.tokens, strict=True)]),
             "seconds_per_token": sum(found.seconds) / tokens, "seconds_first_token": found.first_seconds,
             "tokens_per_pass": tokens / len(found.tokens), "repeat": repeat,
-            **later.columns(first, tokens), "error_max": found.error, "equal": found.equal,
+            **later.columns(first, tokens), "error_max": found.error, "equal": found.equal, "load": os.getloadavg()[0],
         }  # fmt: skip
 
     def _modelled(self, config: PrivateConfig, repeat: int) -> dict[str, Any]:
