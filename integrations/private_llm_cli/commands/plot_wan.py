@@ -51,7 +51,7 @@ def plot_wan(rows: Sequence[Mapping[str, Any]], published: Sequence[Mapping[str,
         "Ours at 1 Gbit/s, prompt of 128 tokens; others as published: other machines and settings (see the table)",
         fontsize=9,
     )
-    panel.legend(fontsize=7, loc="lower right")
+    panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, 1.0))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
