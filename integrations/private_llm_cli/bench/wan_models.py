@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_cli.bench.whole import gpt2_forward
-from private_llm_cli.commands.models import demo_model, plaintext_model, quiet, shape_of, smollm2_model, tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -46,9 +46,14 @@ class WanModel:
 
     def shape(self) -> tuple[type[PreTrainedModel], PretrainedConfig]:
         """What the estimator is given. Raises ConfigError for a model that is not installed."""
-        if self.name == "smollm2":
-            return shape_of(smollm2_model())
-        return shape_of(demo_model() if self.name == "demo" else self.name)
+        from private_llm_hf.tools.estimate import model_class_of, named_shape
+        from transformers import AutoConfig
+
+        found = named_shape(self.name)
+        if found is not None:
+            return found
+        config = AutoConfig.from_pretrained(self.folder())
+        return model_class_of(config), config
 
     def ranges(self, config: PrivateConfig) -> Ranges:
         """Those of calibration; a shape has none."""
@@ -60,9 +65,12 @@ class WanModel:
         Raises ConfigError for a model that is not installed, or is only a shape.
         """
         if self.name == "smollm2":
-            return smollm2_model()
+            from private_llm_hf.models import smollm2
+
+            quiet()
+            return str(smollm2.folder())
         if self.name == "demo":
-            return demo_model()
+            return str(resources.files("private_llm_hf").joinpath("demo_model"))
         if self.name == "gpt2":
             return _random_gpt2().name
         raise ConfigError(f"wan: {self.name} is a shape without weights; it is modelled, not measured")
@@ -71,7 +79,9 @@ class WanModel:
         """Ids [1, tokens]: a chat's, or a text's, repeated or cut to that length; or from all over the vocabulary."""
         if self.name == "gpt2":
             return torch.from_numpy(np.random.default_rng(4).integers(0, 50257, (1, tokens)))
-        tokenizer = tokenizer_of(folder)
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
         if self.name == "smollm2":
             from private_llm_hf.models import smollm2
 
@@ -81,13 +91,30 @@ class WanModel:
         return ids.repeat(1, -(-tokens // ids.shape[1]))[:, :tokens]
 
 
+def quiet() -> None:
+    """No progress bars of transformers."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def plaintext(folder: str) -> PreTrainedModel:
+    """The causal model itself, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    quiet()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
 @lru_cache(maxsize=4)
 def _ranges(name: str, frac_bits: int, ring: int) -> Ranges:
     """Of a model with a folder of its own."""
     from private_llm_hf.checkpoint.calibration_runs import loaded_ranges
 
     config = PrivateConfig.from_dict({"frac_bits": frac_bits, "ring": ring})
-    return loaded_ranges(plaintext_model(wan_model(name).folder()), config)
+    return loaded_ranges(plaintext(wan_model(name).folder()), config)
 
 
 @lru_cache(maxsize=1)

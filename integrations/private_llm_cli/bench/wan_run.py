@@ -31,8 +31,7 @@ from private_llm.errors import PartyFailed
 from private_llm_cli.bench.link import LinkSpeed, SlowMesh
 from private_llm_cli.bench.namespaces import CLIENT_HOST, address, can_delay, missing_rights, switch
 from private_llm_cli.bench.rows import party_threads
-from private_llm_cli.bench.wan_models import WanModel
-from private_llm_cli.commands.models import plaintext_model, quiet
+from private_llm_cli.bench.wan_models import WanModel, plaintext, quiet
 
 DRAFTS = 4
 """Tokens that are looked up in the prompt and checked at once."""
@@ -169,7 +168,7 @@ def _simulated(
 ) -> Passes:  # fmt: skip
     from private_llm_hf import patch
 
-    plain = plaintext_model(model.folder())
+    plain = plaintext(model.folder())
     mesh = SlowMesh(config.parties, config.timeout_s, network, instant="control")
     private: Any = patch(plain, config, mesh, ranges=model.ranges(config))
     try:
@@ -255,7 +254,7 @@ def be_endpoint(order: dict[str, Any], endpoint: str) -> None:
         from private_llm_hf import AutoPrivateModelForCausalLM
 
         config = PrivateConfig.from_dict({**order["config"], "tls": order["tls"][-1]})
-        plain, ids = plaintext_model(order["folder"]), torch.tensor(order["ids"])
+        plain, ids = plaintext(order["folder"]), torch.tensor(order["ids"])
         with AutoPrivateModelForCausalLM.from_pretrained(f"{order['shares']}/client", config) as private:
             passes = generated(private, plain, ids, order["new"], order["drafts"])
         (Path(order["state"]) / _PASSES).write_text(passes.to_json())
