@@ -37,7 +37,7 @@ PROTOCOLS = ("trio", "quad", "dealer")
 LATENCIES = (0.2, 1.0, 20.0)
 BANDWIDTHS = (100.0, 1000.0, 10_000.0)
 _USUAL_LATENCY, _USUAL_BANDWIDTH = 1.0, 1000.0
-MEASURED, MODELLED = ("gpt2", "smollm2"), ("smollm2", "llama-7b", "llama-13b")
+MEASURED, MODELLED = ("gpt2", "smollm2"), ("gpt2", "smollm2", "llama-7b", "llama-13b")
 _TINY_MODELS = ("demo",)
 WIDTHS: tuple[Shape, ...] = ((512, 4, 1376), (1024, 8, 2752))
 """Hidden size, heads, feed-forward size of the layers whose time is measured: LLaMA's own proportions."""
