@@ -23,23 +23,22 @@ import argparse
 import itertools
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from private_llm_cli.bench.namespaces import CLIENT_HOST, address, missing_rights, shaped, switch
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "docs" / "network.jsonl"
 PAGE = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- network -->", "<!-- /network -->"
 
-CLIENT_HOST = 200
-"""Last byte of the client's address; parties have 1, 2, 3, ..."""
 PORT = 7100
 WORKS = {
     "relu-64": ("relu", (1 << 20,), 64),
@@ -72,58 +71,10 @@ class Case:
 
 
 # -- the network -----------------------------------------------------------------------------------------------
-def missing_rights() -> str:
-    """Why namespaces cannot be made here, or an empty string."""
-    for tool in ("ip", "tc", "unshare"):
-        if shutil.which(tool) is None:
-            return f"the program '{tool}' is not installed (iproute2 and util-linux have them)"
-    tried = subprocess.run(
-        ["unshare", "-n", "sh", "-c", f"ip link set lo up && {shaped('lo', 1000.0)}"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if tried.returncode:
-        return f"this user may not make or shape network namespaces ({tried.stderr.strip()}); run it as root"
-    return ""
-
-
-def shaped(device: str, rate: float) -> str:
-    """The shell command that limits what leaves a device."""
-    return f"tc qdisc add dev {device} root tbf rate {rate:g}mbit burst 512kb latency 200ms"
-
-
 def loopback_command(case: Case, command: Sequence[str]) -> list[str]:
     """Run `command` in a namespace whose loopback device is slow."""
     setup = f"ip link set lo up && {shaped('lo', case.rate)}" if case.rate else "ip link set lo up"
     return ["unshare", "-n", "sh", "-c", f'{setup} && exec "$@"', "sh", *command]
-
-
-@contextmanager
-def switch(parties: int, rate: float) -> Iterator[dict[int, str]]:
-    """Namespaces joined by a bridge, one per endpoint (the client's number is CLIENT_HOST): their names."""
-    tag = f"pllm{os.getpid()}"
-    names = {number: f"{tag}-{number}" for number in [*range(parties), CLIENT_HOST]}
-    with ExitStack() as stack:
-        hub = f"{tag}-hub"
-        for name in (hub, *names.values()):
-            _run(f"ip netns add {name}")
-            stack.callback(_run, f"ip netns del {name}")
-        _run(f"ip -n {hub} link add bridge type bridge && ip -n {hub} link set bridge up")
-        for number, name in names.items():
-            port = f"port{number}"
-            _run(f"ip -n {hub} link add {port} type veth peer name eth0 netns {name}")
-            _run(f"ip -n {hub} link set {port} master bridge up && ip -n {name} link set eth0 up")
-            _run(f"ip -n {name} link set lo up && ip -n {name} addr add {_address(number)}/24 dev eth0")
-            if rate:  # what a machine receives is what leaves its port at the switch
-                _run(f"ip netns exec {hub} {shaped(port, rate)} && ip netns exec {name} {shaped('eth0', rate)}")
-        yield names
-
-
-def _address(number: int) -> str:
-    return f"10.77.0.{number + 1}"
-
-
-def _run(command: str) -> None:
-    subprocess.run(command, shell=True, check=True)
 
 
 # -- endpoints -------------------------------------------------------------------------------------------------
@@ -160,7 +111,7 @@ def remote_config(case: Case, endpoint: str, folder: Path) -> Any:  # noqa: ANN4
 
     count = PrivateConfig.from_dict(case.config()).parties
     return PrivateConfig.from_dict({
-        **case.config(), "party_mode": "remote", "hosts": [f"{_address(party)}:{PORT}" for party in range(count)],
+        **case.config(), "party_mode": "remote", "hosts": [f"{address(party)}:{PORT}" for party in range(count)],
         "tls": {"certificate": str(folder / f"{endpoint}.pem"), "key": str(folder / f"{endpoint}.key"),
                 "ca": str(folder / "ca.pem")},
     })  # fmt: skip

@@ -154,7 +154,7 @@ def bench(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Works (default: all but large ones); or a table: pigeon, cascade, comet, mpcache, kernels."
+            help="Works (default: all but large ones); or a table: pigeon, cascade, comet, mpcache, kernels, wan."
         ),
     ] = None,
     as_json: Json = False,
@@ -196,6 +196,7 @@ def bench(
         KERNELS,
         MPCACHE,
         PIGEON,
+        WAN,
         bench_kernels,
         bench_pigeon,
         link_speed,
@@ -204,6 +205,7 @@ def bench(
     from private_llm_cli.commands.bench_cascade import bench_cascade
     from private_llm_cli.commands.bench_comet import bench_comet
     from private_llm_cli.commands.bench_mpcache import bench_mpcache
+    from private_llm_cli.commands.bench_wan import bench_wan
 
     circuit: dict[str, Any] = {
         "relu_bits": relu_bits, "relu_low": relu_low, "approximations": approximations.value,
@@ -231,6 +233,14 @@ def bench(
                 )
             measured(as_json, repeat, tiny)
             return
+    if names and WAN in names:
+        if ring != 64 or preprocess or n or shape or circuit_given or plot or len(names) > 1:
+            raise ConfigError(
+                "wan is a table of its own: give no other name or option than --protocol, --repeat, --tiny, --json, "
+                "--bandwidth, --latency"
+            )
+        bench_wan(as_json, repeat, tiny, protocol or "trio", bandwidth, latency)
+        return
     if names and MPCACHE in names:
         if ring != 64 or preprocess or n or shape or circuit_given or len(names) > 1:
             raise ConfigError(

@@ -73,18 +73,32 @@ def alone(kind: Literal["gpt2", "llama"], shape: Shape) -> Work:
     shape: hidden x heads x feed-forward.
     """
     hidden, heads, wide = shape
+    config = _llama((1, 1, *shape))
     if kind == "gpt2":
-        config: dict[str, Any] = {"n_embd": hidden, "n_head": heads, "n_inner": wide, "n_layer": 1, "n_positions": 2}
-    else:
         config = {
-            "hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": wide, "num_hidden_layers": 1,
-            "max_position_embeddings": 2,
+            "model_type": kind, "n_embd": hidden, "n_head": heads, "n_inner": wide, "n_layer": 1, "n_positions": 2,
+            "vocab_size": 4, "bos_token_id": 0, "eos_token_id": 0,
         }  # fmt: skip
-    config |= {"model_type": kind, "vocab_size": 4, "bos_token_id": 0, "eos_token_id": 0}
     name, class_name, forward = {
         "gpt2": ("gpt2-alone", "GPT2Model", _gpt2_forward), "llama": ("llama-alone", "LlamaModel", _llama_forward)
     }[kind]  # fmt: skip
     return _layer(name, shape, class_name, config, ((1, 1, hidden),), None, forward)
+
+
+def llama_layer(shape: Shape) -> Work:
+    """A pre-norm gated decoder layer without a cache; batch x tokens x hidden x heads x feed-forward."""
+    batch, tokens, hidden = shape[:3]
+    causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()[None, None]
+    return _layer("llama-layer", shape, "LlamaModel", _llama(shape), ((batch, tokens, hidden),), causal, _llama_forward)
+
+
+def llama_decode(shape: Shape) -> Work:
+    """One new token through the same layer over a cache; batch x cached tokens x hidden x heads x feed-forward."""
+    batch, cached, hidden, heads, _ = shape
+    past = (batch, heads, cached, hidden // heads)
+    return _layer(
+        "llama-decode", shape, "LlamaModel", _llama(shape), ((batch, 1, hidden), past, past), None, _llama_forward
+    )
 
 
 def bert_layer(shape: Shape) -> Work:
@@ -106,6 +120,15 @@ def _opt(shape: Shape) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _llama(shape: Shape) -> dict[str, Any]:
+    _, tokens, hidden, heads, wide = shape
+    return {
+        "model_type": "llama", "hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": wide,
+        "num_hidden_layers": 1, "max_position_embeddings": tokens + 1, "vocab_size": 4, "bos_token_id": 0,
+        "eos_token_id": 0,
+    }  # fmt: skip
+
+
 def _opt_forward(model: nn.Module, values: Sequence[Tensor], cache: Any, mask: Tensor | None) -> Tensor:  # noqa: ANN401
     layer = model.get_submodule("decoder.layers.0")
     if len(values) > 1:
@@ -120,9 +143,16 @@ def _gpt2_forward(model: nn.Module, values: Sequence[Tensor], cache: Any, mask: 
 
 
 def _llama_forward(model: nn.Module, values: Sequence[Tensor], cache: Any, mask: Tensor | None) -> Tensor:  # noqa: ANN401
-    turns = model.get_submodule("rotary_emb")(torch.zeros(1), torch.zeros(1, 1, dtype=torch.int64))
-    wide = tuple(turn.to(values[0].dtype) for turn in turns)
-    out: Any = model.get_submodule("layers.0")(values[0], position_embeddings=wide)
+    layer, cached = model.get_submodule("layers.0"), 0
+    if len(values) > 1:
+        cache.update(values[1], values[2], 0)
+        cached = values[1].shape[-2]
+    positions = torch.arange(values[0].shape[1])[None] + cached
+    turns = model.get_submodule("rotary_emb")(torch.zeros(1), positions)
+    out: Any = layer(
+        values[0], attention_mask=mask, position_embeddings=tuple(turn.to(values[0].dtype) for turn in turns),
+        past_key_values=cache if len(values) > 1 else None,
+    )  # fmt: skip
     return out if isinstance(out, Tensor) else out[0]
 
 
