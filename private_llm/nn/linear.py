@@ -68,13 +68,15 @@ class SharedInput:
         else:
             self._weights = lambda: joined([read(layer) for layer in layers])
         self._pieces = Pieces()
+        self.product: Callable[[Tensor], Sequence[Tensor]] = self._made
+        """Of an input, the outputs of all layers."""
 
     def piece(self, index: int, x: Tensor) -> Tensor:
         """The output [.., N_index] of layer `index` for input x [.., K].
 
         The first call sends what one `linear` of all layers' outputs sends, the others nothing.
         """
-        return self._pieces.take(index, x, self._made)
+        return self._pieces.take(index, x, self.product)
 
     def _made(self, x: Tensor) -> Sequence[Tensor]:
         with self._ledger.scope(self._name):

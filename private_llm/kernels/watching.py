@@ -1,0 +1,55 @@
+"""Who watches what a thread computes: every kernel on addresses is called here, every drawn mask is told here.
+
+Nobody watches as a rule. `private_llm.replay` does, once, to learn a step that is going to be repeated.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+_local = threading.local()
+
+
+class Watcher(ABC):
+    """What is told about one thread."""
+
+    @abstractmethod
+    def addressed(self, tensors: Sequence[Tensor]) -> None:
+        """The addresses of these tensors are taken, for a kernel."""
+
+    @abstractmethod
+    def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
+        """This kernel is called next; tensors are addresses among the arguments."""
+
+    @abstractmethod
+    def drew(self, stream: object, out: Tensor) -> None:
+        """These were the next bytes of a stream."""
+
+
+def watcher() -> Watcher | None:
+    """Who watches this thread."""
+    return getattr(_local, "watcher", None)
+
+
+@contextmanager
+def watched_by(each: Watcher) -> Iterator[None]:
+    """Tell `each` what this thread does inside."""
+    before, _local.watcher = watcher(), each
+    try:
+        yield
+    finally:
+        _local.watcher = before
+
+
+def launch(kernel: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401 - addresses, sizes and plans
+    """Call a kernel whose tensors are addresses."""
+    watching = watcher()
+    if watching is not None:
+        watching.launched(kernel, arguments)
+    kernel(*arguments)

@@ -1,0 +1,258 @@
+"""Parts of a step that are recorded, checked and repeated: any function of shared values that parties compute alike.
+
+The first call of a key runs as always. The second is recorded. The third runs as always, and then the program runs on
+what that call drew and received: only if it sends and returns exactly the same it is used from the fourth call on. A
+party decides alone; the others cannot tell, because masks, messages and ledgers are the same either way. What cannot be
+recorded stays as it is, and `Replays.refused` says why.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import UnsupportedOp
+from private_llm.kernels.watching import watched_by, watcher
+from private_llm.net.ledger import Ledger
+from private_llm.protocols.session import Owed, Session
+from private_llm.protocols.share import Share
+from private_llm.ranges import QUANTITIES
+from private_llm.replay.program import Arena, Operand, Program
+from private_llm.replay.recorder import Recorder
+from private_llm.replay.taps import Live, Rerun, Witness, tapped, _same
+from private_llm.tensor.fixed import Fixed
+
+MOST_PROGRAMS = 1024
+"""Programs that a session keeps; the one that was used longest ago goes first."""
+MOST_BYTES = 64 << 20
+"""Largest memory of a program that is kept."""
+
+Compute = Callable[[Sequence[Fixed]], tuple[Sequence[Fixed], Hashable]]
+"""A function of shared values: what it makes, and public facts about that, equal in every call of a key; None as facts if a
+program could not make that."""
+
+
+@dataclass(frozen=True)
+class _Booked:
+    """What a run adds to the ledger; None stands for the module in which the unit was called."""
+
+    sent: tuple[tuple[tuple[str | None, str, int], int], ...]
+    rounds: tuple[tuple[tuple[str | None, str], int], ...]
+    macs: tuple[tuple[str | None, int], ...]
+
+    def book(self, ledger: Ledger) -> None:
+        here, op = ledger.scope_name, ledger.op_name
+        for (scope, name, to), count in self.sent:
+            ledger.sent[(here if scope is None else scope, op or name, to)] += count
+        for (scope, name), count in self.rounds:
+            ledger.rounds[(here if scope is None else scope, op or name)] += count
+        for scope, count in self.macs:
+            ledger.macs[here if scope is None else scope] += count
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A program, and how its outputs become values: fractional bits, facts, and the sums owed to the range check."""
+
+    program: Program
+    fracs: tuple[int, ...]
+    owed: tuple[int, ...]
+    facts: Hashable
+    booked: _Booked
+
+
+@dataclass
+class _Unit:
+    """Calls of one key so far."""
+
+    calls: int = 0
+    kept: _Kept | None = None
+    checked: bool = False
+    refused: bool = False
+
+
+class Replays:
+    """The programs of one party's session.
+
+    counts: how many calls were "plain", "recorded", "checked" and "repeated". refused: why keys stay as they are.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self._units: OrderedDict[Hashable, _Unit] = OrderedDict()
+        self._arena = Arena()
+
+    def run(self, session: Session, key: Hashable, inputs: Sequence[Fixed], compute: Compute) -> tuple[Sequence[Fixed], Hashable]:
+        """What `compute` makes of the inputs, and its facts. `key` tells all that decides what is computed, but sizes."""
+        unit = self._unit((key, tuple([(tuple(x.shape), x.frac, len(x.share.parts)) for x in inputs])))
+        unit.calls += 1
+        if unit.refused or unit.calls == 1:
+            self.counts["plain"] += 1
+            made, facts = compute(inputs)
+            if facts is None:
+                unit.refused = True
+            return made, facts
+        if unit.kept is None:
+            return self._record(session, unit, inputs, compute)
+        if not unit.checked:
+            return self._check(session, unit, inputs, compute)
+        return self._repeat(session, unit.kept, inputs)
+
+    def _unit(self, key: Hashable) -> _Unit:
+        found = self._units.get(key)
+        if found is None:
+            found = self._units[key] = _Unit()
+            if len(self._units) > MOST_PROGRAMS:
+                self._units.popitem(last=False)
+        else:
+            self._units.move_to_end(key)
+        return found
+
+    def _refuse(self, unit: _Unit, why: str) -> None:
+        unit.refused, unit.kept = True, None
+        self.refused[why] += 1
+
+    def _record(
+        self, session: Session, unit: _Unit, inputs: Sequence[Fixed], compute: Compute
+    ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
+        self.counts["recorded"] += 1
+        protocol, ledger = session.protocol, session.protocol.ledger
+        recorder = Recorder(protocol.transport, protocol.mask_streams)
+        parts = [part.contiguous().clone() for x in inputs for part in x.share.parts]
+        operands: list[Operand] = []
+        for number in range(len(parts)):
+            recorder.changing(parts[number]).first = -1
+            operands.append(recorder.operand(parts[number]))
+        before, owed = _Ledgers(ledger), len(session.known.owed)
+        with recorder.functions, recorder.operations, watched_by(recorder), tapped(protocol, recorder):
+            made, facts = compute(_values(inputs, parts))
+        new = session.known.owed[owed:]
+        fracs = tuple(x.frac for x in made)
+        try:
+            if facts is None:
+                raise UnsupportedOp("results that are no secret tensors")
+            if any(rows is not None for _, _, rows in new):
+                raise UnsupportedOp("a verdict for each row of a batch")
+            outputs = [part for x in made for part in x.share.parts] + [p for sums, _, _ in new for p in sums.parts]
+            parts.clear()
+            program = recorder.program(operands, outputs)
+            if program.size > MOST_BYTES:
+                raise UnsupportedOp(f"a program of more than {MOST_BYTES >> 20} MiB")
+            unit.kept = _Kept(program, fracs, tuple(bits for _, bits, _ in new), facts, before.booked(ledger))
+        except UnsupportedOp as error:
+            self._refuse(unit, str(error))
+        return made, facts
+
+    def _check(
+        self, session: Session, unit: _Unit, inputs: Sequence[Fixed], compute: Compute
+    ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
+        self.counts["checked"] += 1
+        protocol, ledger, kept = session.protocol, session.protocol.ledger, unit.kept
+        witness = Witness(protocol.transport, protocol.mask_streams)
+        given = [part.contiguous().clone() for x in inputs for part in x.share.parts]
+        before, owed = _Ledgers(ledger), len(session.known.owed)
+        with watched_by(witness), tapped(protocol, witness):
+            made, facts = compute(inputs)
+        if kept is None:
+            return made, facts
+        new = session.known.owed[owed:]
+        outputs = [part for x in made for part in x.share.parts] + [p for sums, _, _ in new for p in sums.parts]
+        rerun = Rerun(witness.notes)
+        again = kept.program.run(rerun, self._arena, given)
+        same = (kept.fracs, kept.owed, kept.facts) == (tuple(x.frac for x in made), tuple(b for _, b, _ in new), facts)
+        import os
+        if os.environ.get("DBG"):
+            print("CHECK", session.party, same, rerun.agrees(witness.notes), kept.booked == before.booked(ledger), [torch.equal(a,b) for a,b in zip(again,outputs)], [_same(a,b) for a,b in zip(rerun.sent,witness.notes.sent)])
+        unit.checked = (
+            same and rerun.agrees(witness.notes) and kept.booked == before.booked(ledger)
+            and len(again) == len(outputs) and all(map(torch.equal, again, outputs))
+        )  # fmt: skip
+        if not unit.checked:
+            self._refuse(unit, "a recorded program that gives something else")
+        return made, facts
+
+    def _repeat(self, session: Session, kept: _Kept, inputs: Sequence[Fixed]) -> tuple[Sequence[Fixed], Hashable]:
+        self.counts["repeated"] += 1
+        protocol, known = session.protocol, session.known
+        outside = Live(protocol.transport, protocol.mask_streams)
+        parts = [part for x in inputs for part in x.share.parts]
+        made = kept.program.run(outside, self._arena, parts)
+        kept.booked.book(protocol.ledger)
+        each = len(inputs[0].share.parts)
+        shares = [Share(tuple(made[at : at + each])) for at in range(0, len(made), each)]
+        values = [Fixed(session, share, frac) for share, frac in zip(shares, kept.fracs, strict=False)]
+        sums: list[Owed] = [(share, bits, None) for share, bits in zip(shares[len(values) :], kept.owed, strict=True)]
+        known.owed += sums
+        return values, kept.facts
+
+
+def _values(inputs: Sequence[Fixed], parts: Sequence[Tensor]) -> list[Fixed]:
+    """The inputs with these parts."""
+    left = iter(parts)
+    return [Fixed(x.session, Share(tuple(next(left) for _ in x.share.parts)), x.frac) for x in inputs]
+
+
+class _Ledgers:
+    """What a ledger said at one time."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._here, self._op = ledger.scope_name, ledger.op_name
+        self._held = dict(ledger.sent), dict(ledger.rounds), dict(ledger.macs)
+
+    def booked(self, ledger: Ledger) -> _Booked:
+        """What it says more now."""
+        def name(scope: str) -> str | None:
+            return None if scope == self._here else scope
+
+        sent, rounds, macs = self._held
+        return _Booked(
+            tuple(((name(s), op, to), n - sent.get((s, op, to), 0)) for (s, op, to), n in ledger.sent.items() if n != sent.get((s, op, to), 0)),
+            tuple(((name(s), op), n - rounds.get((s, op), 0)) for (s, op), n in ledger.rounds.items() if n != rounds.get((s, op), 0)),
+            tuple((name(s), n - macs.get(s, 0)) for s, n in ledger.macs.items() if n != macs.get(s, 0)),
+        )  # fmt: skip
+
+
+_held: weakref.WeakKeyDictionary[Session, Replays] = weakref.WeakKeyDictionary()
+
+
+def replays_of(session: Session) -> Replays | None:
+    """The programs of a session, None where steps are not repeated: with `replay=False`, on GPUs, in a 32-bit ring, while
+    costs are counted, where each row of a batch has its own verdict, and inside a step that is recorded.
+    """
+    if not session.config.replay or watcher() is not None or session.known.batch is not None:
+        return None
+    protocol = session.protocol
+    if session.device != "cpu" or protocol.placed or session.ring.bits != 64 or not protocol.mask_streams:
+        return None
+    found = _held.get(session)
+    if found is None:
+        found = _held[session] = Replays()
+    return found
+
+
+def repeat(
+    session: Session, key: Hashable, inputs: Sequence[Fixed], compute: Callable[[Sequence[Fixed]], Sequence[Fixed]]
+) -> Sequence[Fixed]:
+    """What `compute` makes of the inputs, repeated as a program where that can be. `key`: as for `Replays.run`; the ranges
+    of the module that is computed are part of it anyway.
+    """
+    replays, known = replays_of(session), session.known
+    if replays is None or known.pending is not None:
+        return compute(inputs)
+
+    def told(values: Sequence[Fixed]) -> tuple[Sequence[Fixed], Hashable]:
+        made = compute(values)
+        return made, () if known.pending is None else None
+
+    return replays.run(session, (key, *map(session.exponent, QUANTITIES)), inputs, told)[0]
+
+
+def forget(session: Session) -> None:
+    """Let go of a session's programs, and of the weights that they read."""
+    _held.pop(session, None)
