@@ -454,6 +454,7 @@ FIELD_GROUPS: dict[str, tuple[str, ...]] = {
         "prg",
         "kv_cache",
         "sparsity",
+        "replay",
         "parallel_sessions",
         "rotate_roles",
     ),

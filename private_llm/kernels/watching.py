@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 _local = threading.local()
@@ -26,6 +27,10 @@ class Watcher(ABC):
     @abstractmethod
     def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
         """This kernel is called next; tensors are addresses among the arguments."""
+
+    @abstractmethod
+    def left(self, x: Tensor) -> None:
+        """The values of this tensor are read by something else than PyTorch and kernels."""
 
     @abstractmethod
     def drew(self, stream: object, out: Tensor) -> None:
@@ -45,6 +50,15 @@ def watched_by(each: Watcher) -> Iterator[None]:
         yield
     finally:
         _local.watcher = before
+
+
+def as_array(x: Tensor) -> np.ndarray[Any, Any]:
+    """A tensor's values for NumPy, in the same memory if they are in main memory and contiguous."""
+    watching = watcher()
+    if watching is not None:
+        watching.left(x)
+    made: np.ndarray[Any, Any] = x.cpu().contiguous().numpy()
+    return made
 
 
 def launch(kernel: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401 - addresses, sizes and plans

@@ -32,6 +32,9 @@ _ALL = Rows(())
 _FEW = 16
 """Queries of a step that is worth a program of its own for each length of the cache."""
 
+_PATIENCE = 4
+"""Calls at one length before one is recorded: fewer than a model has layers, unless it answers at once."""
+
 SCALE_BITS = 14
 """Bits of a score scale that is no power of two: relative error 2^-14; one truncation of q removes them."""
 
@@ -136,7 +139,7 @@ def attend_and_weigh(
     if queries <= _FEW and pattern.select is None and bias is None and sinks is None and not counted:
         (made,) = repeat(
             query.session, ("attention", scale, softcap), (query, key, value),
-            lambda x: (_attended(*x, pattern, scale, softcap, None, None, 0)[0],),
+            lambda x: (_attended(*x, pattern, scale, softcap, None, None, 0)[0],), _PATIENCE,
         )  # fmt: skip
         return made, None
     return _attended(query, key, value, pattern, scale, softcap, bias, sinks, counted)

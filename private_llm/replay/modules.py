@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from private_llm.protocols.session import Session
-from private_llm.replay.units import Replays, replays_of
+from private_llm.replay.units import Owner, Replays, replays_of
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 
@@ -19,8 +19,26 @@ MOST_ROWS = 64
 _UNTOUCHED = -1
 
 
-def repeated(forward: Callable[..., Any], name: str, session: Session) -> Callable[..., Any]:
-    """`forward`, repeated as a program where its arguments are secret tensors of few rows and nothing else."""
+def repeated(
+    forward: Callable[..., Any], name: str, session: Session, kind: Hashable, weights: Sequence[tuple[str, object]]
+) -> Callable[..., Any]:  # fmt: skip
+    """`forward`, repeated as a program where its arguments are secret tensors of few rows and nothing else.
+
+    kind: what the module is, equal for modules that compute the same. weights: its own, by names relative to it; unless
+    all of them are shares, `forward` stays as it is.
+    """
+    shares = [(own, each.content) for own, each in weights if isinstance(each, SecretTensor)]
+    if len(shares) < len(weights):
+        return forward
+    parts = [part for _, fixed in shares for part in fixed.share.parts]
+    storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in parts}
+    numbers = {place: number for number, place in enumerate(storages)}
+    layout = tuple([
+        (numbers[part.untyped_storage().data_ptr()], part.storage_offset(), tuple(part.shape), part.stride())
+        for part in parts
+    ])  # fmt: skip
+    alike = (kind, tuple([(own, fixed.frac) for own, fixed in shares]), layout)
+    owner = Owner(name, tuple(storages.values()))
 
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
         if kwargs or not args or not all(map(_small, args)):
@@ -32,9 +50,23 @@ def repeated(forward: Callable[..., Any], name: str, session: Session) -> Callab
         held = None if pending is None else next((n for n, x in enumerate(args) if x is pending[0]), _UNTOUCHED)
         if held == _UNTOUCHED:  # a check of something else was put off, which may happen inside
             return forward(*args)
-        return _Call(forward, name, session, args).made(replays, held)
+        return _Call(forward, owner, (alike, _ranges(session, name)), args).made(session, replays, held)
 
     return run
+
+
+def _ranges(session: Session, name: str) -> Hashable:
+    """What is known of a module and those within it, by names relative to it."""
+    known = session.known.ranges.modules
+    if not known:
+        return ()
+    group, _, own = name.rpartition(".")
+    names = [f"{group}.{each}" for each in own.split("+")]
+    return tuple([
+        (each[len(group) :] if "+" in own else each[len(name) :], tuple(sorted(found.items())))
+        for each, found in known.items()
+        if each in names or each.startswith(f"{name}.")
+    ])  # fmt: skip
 
 
 def _small(x: object) -> bool:
@@ -47,17 +79,19 @@ def _small(x: object) -> bool:
 class _Call:
     """One call of a module with secret tensors."""
 
-    def __init__(self, forward: Callable[..., Any], name: str, session: Session, args: Sequence[SecretTensor]) -> None:
-        self._forward, self._name, self._session, self._args = forward, name, session, args
+    def __init__(
+        self, forward: Callable[..., Any], owner: Owner, alike: Hashable, args: Sequence[SecretTensor]
+    ) -> None:  # fmt: skip
+        self._forward, self._owner, self._alike, self._args = forward, owner, alike, args
         self._odd: Any = None
 
-    def made(self, replays: Replays, held: int | None) -> Any:  # noqa: ANN401 - what the module returns
+    def made(self, session: Session, replays: Replays, held: int | None) -> Any:  # noqa: ANN401 - what it returns
         """The module's results. held: which argument's check is put off."""
-        known = self._session.known
+        known = self._known = session.known
         bits = None if known.pending is None else known.pending[1]
         self._bits, self._held = bits, held
-        key = (self._name, held, bits, tuple([x.coarse for x in self._args]))
-        values, facts = replays.run(self._session, key, [x.content for x in self._args], self._compute)
+        key = (self._alike, held, bits, tuple([x.coarse for x in self._args]))
+        values, facts = replays.run(session, key, [x.content for x in self._args], self._compute, self._owner)
         if facts is None:
             return self._odd
         alone, coarse, rebound, put_off = facts
@@ -75,7 +109,7 @@ class _Call:
 
     def _compute(self, inputs: Sequence[Fixed]) -> tuple[Sequence[Fixed], Hashable]:
         """Call the module with tensors of its own, and tell what became of them."""
-        known = self._session.known
+        known = self._known
         args = [SecretTensor(x) for x in inputs]
         for mine, given in zip(args, self._args, strict=True):
             mine.coarse = given.coarse

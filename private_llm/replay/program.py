@@ -57,7 +57,15 @@ class Address:
     offset: int
 
 
-Word = int | Address
+@dataclass(frozen=True)
+class Weight:
+    """A place in one of the module's own memories, in bytes: the same program serves all modules that are alike."""
+
+    number: int
+    offset: int
+
+
+Word = int | Address | Weight
 
 
 @dataclass(frozen=True)
@@ -132,12 +140,15 @@ class Arena:
         return self.words.as_strided(operand.shape, operand.stride, self.words.storage_offset() + start)
 
 
+Table = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
 @dataclass
 class _Bound:
-    """A program in an arena: where it was, its rows with addresses, and its events with tensors."""
+    """A program in an arena: where it was, its rows with addresses by what its weights are, its events with tensors."""
 
     words: Tensor
-    table: np.ndarray[tuple[int], np.dtype[np.int64]]
+    tables: dict[tuple[int, ...], Table]
     inputs: list[Tensor]
     outputs: list[Tensor]
     draws: list[tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]]
@@ -160,7 +171,7 @@ class Program:
 
     def __post_init__(self) -> None:
         self.size = _placed([each.payload for each in self.events if not isinstance(each, Step)], self)
-        self._starts, self._table, self._inside = _rows(self.events)
+        self._starts, self._table, self._kinds = _rows(self.events)
         self._bound: _Bound | None = None
 
     def bind(self, arena: Arena) -> _Bound:
@@ -189,19 +200,30 @@ class Program:
             else:
                 events.append((_RECEIVE, each.frm, each.tag, arena.view(each.payload)))
         self._bound = _Bound(
-            arena.words, self._table + self._inside * arena.words.data_ptr(), [arena.view(each) for each in self.inputs],
+            arena.words, {}, [arena.view(each) for each in self.inputs],
             [arena.view(each) if isinstance(each, Operand) else each for each in self.outputs], draws, events,
         )  # fmt: skip
         return self._bound
 
-    def run(self, outside: Outside, arena: Arena, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Outputs in memory of their own. Raises what `outside` raises."""
+    def _addressed(self, bound: _Bound, weights: tuple[int, ...]) -> Table:
+        """The rows for weights at these addresses."""
+        found = bound.tables.get(weights)
+        if found is None:
+            bases = np.array([0, bound.words.data_ptr(), *weights], np.int64)
+            found = bound.tables[weights] = self._table + bases[self._kinds]
+        return found
+
+    def run(
+        self, outside: Outside, arena: Arena, inputs: Sequence[Tensor], weights: tuple[int, ...] = ()
+    ) -> list[Tensor]:  # fmt: skip
+        """Outputs in memory of their own. weights: addresses of the module's memories. Raises what `outside` raises."""
         bound = self.bind(arena)
         for stream, octets in bound.draws:
             outside.fill(stream, octets)
         for place, given in zip(bound.inputs, inputs, strict=True):
             place.copy_(given)
-        table, starts = bound.table.ctypes.data, self._starts.ctypes.data
+        rows = self._addressed(bound, weights)
+        table, starts = rows.ctypes.data, self._starts.ctypes.data
         run = steps.run
         for kind, number, other, payload in bound.events:
             if payload is None:
@@ -216,20 +238,26 @@ class Program:
         ]
 
 
-def _rows(events: Sequence[Event]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # type: ignore[type-arg]
-    """Where rows begin, their words with places instead of addresses, and 1 where a word is a place."""
-    starts, words, inside = [], [], []
+def _rows(events: Sequence[Event]) -> tuple[Table, Table, Table]:
+    """Where rows begin, their words with places instead of addresses, and of which memory: 0 none, 1 arena, 2.. weights."""
+    starts, words, kinds = [], [], []
     for each in events:
         if not isinstance(each, Step):
             continue
         starts.append(len(words))
         words.append(each.code.address)
-        inside.append(0)
+        kinds.append(0)
         for word in each.row:
-            place = isinstance(word, Address)
-            words.append(word.memory.place + word.offset if isinstance(word, Address) else word)
-            inside.append(int(place))
-    return np.array(starts, np.int64), np.array(words, np.int64), np.array(inside, np.int64)
+            if isinstance(word, Address):
+                words.append(word.memory.place + word.offset)
+                kinds.append(1)
+            elif isinstance(word, Weight):
+                words.append(word.offset)
+                kinds.append(2 + word.number)
+            else:
+                words.append(word)
+                kinds.append(0)
+    return np.array(starts, np.int64), np.array(words, np.int64), np.array(kinds, np.int64)
 
 
 def _placed(messages: Sequence[Operand], program: Program) -> int:

@@ -1,8 +1,8 @@
 """Writes down what one party computes, as a program: every operation of PyTorch, kernel, mask and message.
 
 What depends on nothing that changes from run to run (weights, public constants) is computed now and read later. What
-cannot be written down (an operation without a row in `loops.LOWERED`, values that leave PyTorch, a stream of masks that
-is not the session's) ends the recording; the step itself goes on as always.
+cannot be written down (an operation without a row in `loops.LOWERED`, values that leave PyTorch, a stream of
+masks that is not the session's) ends the recording; the step itself goes on as always.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from private_llm.errors import UnsupportedOp
@@ -25,29 +24,28 @@ from private_llm.kernels.compiling import CompiledStep
 from private_llm.kernels.watching import Watcher
 from private_llm.net.transport import Transport
 from private_llm.replay import loops
-from private_llm.replay.program import WORD, Address, Drawn, Event, Memory, Operand, Program, Receive, Send, Step, Word
+from private_llm.replay.program import WORD, Address, Drawn, Event, Memory, Operand, Program, Receive, Send, Step, Weight, Word
 from private_llm.replay.taps import Tap, whole_blocks
 from private_llm.ring.prg import Prg
-from private_llm.tensor.secret import SecretTensor
-
-_LEAVES = frozenset({"numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "item", "__int__", "__bool__", "__index__"})
-"""Methods by which values leave PyTorch."""
-
 
 @contextmanager
 def _unrecorded() -> Iterator[None]:
     """Inside, what PyTorch computes is no part of the step."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with _disable_current_modes():
         yield
 
 
 class Recorder(Watcher, Tap):
-    """Records while the modes `operations` and `functions` are on, it watches the thread, and is the party's links."""
+    """Records while its mode `operations` is on, it watches the thread, and is the party's links."""
 
-    def __init__(self, transport: Transport, streams: Sequence[Prg]) -> None:
+    def __init__(
+        self, transport: Transport, streams: Sequence[Prg], weights: Sequence[torch.UntypedStorage] = ()
+    ) -> None:  # fmt: skip
+        """weights: memories of the module that is recorded, other ones in modules like it."""
         Tap.__init__(self, transport)
         self.reason: str | None = None
-        self.operations, self.functions = _Operations(self), _Functions(self)
+        self.operations = _Operations(self)
+        self._weights = [(each.data_ptr(), each.nbytes()) for each in weights]
         self._streams = list(streams)
         self._events: list[Event] = []
         self._draws: dict[int, list[Memory]] = {}
@@ -56,9 +54,6 @@ class Recorder(Watcher, Tap):
         self._made: dict[int, tuple[torch.dtype, torch.UntypedStorage]] = {}
         self._keep: list[object] = []
         self._untouched: set[int] = set()
-        self._may_leave: set[int] = set()
-        self._blank: set[Memory] = set()
-        self._filling: set[Memory] = set()
         self._seen: list[weakref.ref[Tensor]] = []
 
     # -- what changes -----------------------------------------------------------------------------------------------
@@ -77,6 +72,13 @@ class Recorder(Watcher, Tap):
         found = self._memories.get(x.untyped_storage().data_ptr()) if x.numel() else None
         return None if found is None else found[0]
 
+    def _varies(self, x: Tensor) -> bool:
+        """Whether x changes from run to run, or is a weight, which is another one in a module that is alike."""
+        if not x.numel():
+            return False
+        place = x.untyped_storage().data_ptr()
+        return place in self._memories or any(place == start for start, _ in self._weights)
+
     def operand(self, x: Tensor) -> Operand:
         """A tensor that changes, as a program sees it. Raises UnsupportedOp for others and for other elements."""
         memory = self.memory_of(x)
@@ -94,6 +96,9 @@ class Recorder(Watcher, Tap):
             if place < start + size:
                 memory.used(len(self._events))
                 return Address(memory, place - start)
+        for number, (start, size) in enumerate(self._weights):
+            if start <= place < start + size:
+                return Weight(number, place - start)
         return place
 
     def _written(self, place: int) -> None:
@@ -115,8 +120,9 @@ class Recorder(Watcher, Tap):
         words: list[Word] = []
         for each in row:
             if isinstance(each, Tensor):
-                self._keep.append(each if self.memory_of(each) is None else None)
                 words.append(self._address(each.data_ptr()))
+                if isinstance(words[-1], int):
+                    self._keep.append(each)
             else:
                 words.append(each)
         self._events.append(Step(code, tuple(words)))
@@ -128,17 +134,15 @@ class Recorder(Watcher, Tap):
     # -- Watcher --------------------------------------------------------------------------------------------------------
     def addressed(self, tensors: Sequence[Tensor]) -> None:
         """Their kernel is going to be called."""
-        with _unrecorded():
-            for x in tensors:
-                if x.numel():
-                    self._may_leave.add(id(x))
-                    self._untouched.add(x.data_ptr())
-                    if self.memory_of(x) is None:
-                        self._keep.append(x)
+        for x in tensors:
+            if x.numel():
+                place = x.data_ptr()
+                self._untouched.add(place)
+                if isinstance(self._address(place), int):
+                    self._keep.append(x)
 
     def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
         """A kernel becomes a step."""
-        self._may_leave.clear()
         if self.reason is None:
             with _unrecorded():
                 self._launched(kernel, arguments)
@@ -174,7 +178,6 @@ class Recorder(Watcher, Tap):
             return
         with _unrecorded():
             memory = self.memory_of(out) or self.changing(out)
-        self._filling.discard(memory)
         memory.size = whole_blocks(self._streams[number], memory.size)
         memory.first = -1
         self._draws.setdefault(number, []).append(memory)
@@ -186,6 +189,11 @@ class Recorder(Watcher, Tap):
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with _unrecorded():
             return super()._recv(frm, tag, shape, dtype)
+
+    def left(self, x: Tensor) -> None:
+        """Values leave PyTorch, so what becomes of them is not seen."""
+        if self.memory_of(x) is not None:
+            self.stop("values that leave PyTorch")
 
     # -- Tap --------------------------------------------------------------------------------------------------------------
     def told_sent(self, to: int, tag: str, payload: Tensor) -> None:
@@ -215,7 +223,7 @@ class Recorder(Watcher, Tap):
             return func(*args, **kwargs)
         tensors = [x for each in (*args, *kwargs.values()) for x in (each if isinstance(each, list | tuple) else (each,))]
         tensors = [x for x in tensors if isinstance(x, Tensor)]
-        changes = any(self.memory_of(x) is not None for x in tensors)
+        changes = any(map(self._varies, tensors))
         written = _written_by(func, args, kwargs)
         try:
             if changes and written is not None:
@@ -239,7 +247,7 @@ class Recorder(Watcher, Tap):
             return
         start = x.untyped_storage().data_ptr()
         if func in loops.STARTED:
-            self._blank.add(self.changing(x))
+            self.changing(x)
         elif written is None and any(start == t.untyped_storage().data_ptr() for t in tensors if t.numel()):
             if start in self._memories:
                 self._seen.append(weakref.ref(x))  # a view
@@ -249,28 +257,18 @@ class Recorder(Watcher, Tap):
             if written is None:
                 self.changing(x)
             try:
-                loops.LOWERED[func](self.emit, x, *_without_out(args), **_without_out_key(kwargs))
+                more = {key: value for key, value in kwargs.items() if key != "out"}
+                loops.LOWERED[func](self.emit, x, *args, **more)
             except (KeyError, UnsupportedOp, TypeError) as error:
                 self.stop(f"{func}: {error}")
-
-    def left(self, x: Tensor, how: str) -> None:
-        """A value leaves PyTorch by the method `how`."""
-        memory = self.memory_of(x)
-        if memory is None or id(x) in self._may_leave:
-            return
-        if how == "numpy" and memory in self._blank:  # to be filled with masks, of which we are told then
-            self._blank.remove(memory)
-            self._filling.add(memory)
-        else:
-            self.stop(f"{how} of a value that changes")
 
     # -- the end ------------------------------------------------------------------------------------------------------------
     def program(self, inputs: Sequence[Operand], outputs: Sequence[Tensor]) -> Program:
         """What was written down. Raises UnsupportedOp where that is not all."""
         if self.reason is not None:
             raise UnsupportedOp(self.reason)
-        if self._untouched or self._filling:
-            raise UnsupportedOp("addresses that no kernel was called with, or numbers that came from elsewhere")
+        if self._untouched:
+            raise UnsupportedOp("addresses that no kernel was called with")
         found = [self.operand(x) if self.memory_of(x) is not None else x for x in outputs]
         for each in found:
             if isinstance(each, Operand):
@@ -292,14 +290,6 @@ def _written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Te
     return None
 
 
-def _without_out(args: Sequence[Any]) -> Sequence[Any]:
-    return args
-
-
-def _without_out_key(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in kwargs.items() if key != "out"}
-
-
 class _Operations(TorchDispatchMode):
     """Passes operations on tensors on to a recorder."""
 
@@ -312,22 +302,3 @@ class _Operations(TorchDispatchMode):
     ) -> Any:  # noqa: ANN401 - PyTorch's signature  # fmt: skip
         """One operation."""
         return self._recorder.operated(func, args, kwargs or {})
-
-
-class _Functions(TorchFunctionMode):
-    """Sees values leave PyTorch, which no operation tells."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401 - PyTorch's signature  # fmt: skip
-        """One function."""
-        if any(issubclass(each, SecretTensor) for each in types):
-            with self:  # what happens inside is seen, too
-                return SecretTensor.__torch_function__(func, types, args, kwargs)
-        if getattr(func, "__name__", "") in _LEAVES and args and isinstance(args[0], Tensor):
-            self._recorder.left(args[0], func.__name__)
-        return func(*args, **(kwargs or {}))

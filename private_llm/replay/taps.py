@@ -81,6 +81,9 @@ class Witness(Watcher, Tap):
     def addressed(self, tensors: Sequence[Tensor]) -> None:
         """Nothing to write down."""
 
+    def left(self, x: Tensor) -> None:
+        """Nothing to write down."""
+
     def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
         """Nothing to write down."""
 

@@ -1,7 +1,8 @@
 """Parts of a step that are recorded, checked and repeated: any function of shared values that parties compute alike.
 
-The first call of a key runs as always. The second is recorded. The third runs as always, and then the program runs on
-what that call drew and received: only if it sends and returns exactly the same it is used from the fourth call on. A
+The first calls of a key run as always. The next one is recorded. The one behind runs as always, and then the program runs
+on what that call drew and received: only if it sends and returns exactly the same it is used from then on. Modules that
+are alike but for their weights share a program, and each of them is checked before it uses it. A
 party decides alone; the others cannot tell, because masks, messages and ledgers are the same either way. What cannot be
 recorded stays as it is, and `Replays.refused` says why.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ from private_llm.protocols.share import Share
 from private_llm.ranges import QUANTITIES
 from private_llm.replay.program import Arena, Operand, Program
 from private_llm.replay.recorder import Recorder
-from private_llm.replay.taps import Live, Rerun, Witness, tapped, _same
+from private_llm.replay.taps import Live, Rerun, Witness, tapped
 from private_llm.tensor.fixed import Fixed
 
 MOST_PROGRAMS = 1024
@@ -37,22 +39,29 @@ Compute = Callable[[Sequence[Fixed]], tuple[Sequence[Fixed], Hashable]]
 program could not make that."""
 
 
+_HERE, _OWNER, _AS_IT_IS = range(3)
+_Scope = tuple[int, str]
+"""A module in the ledger: the one in which the unit was called, one within its owner, or any other."""
+
+
 @dataclass(frozen=True)
 class _Booked:
-    """What a run adds to the ledger; None stands for the module in which the unit was called."""
+    """What a run adds to the ledger."""
 
-    sent: tuple[tuple[tuple[str | None, str, int], int], ...]
-    rounds: tuple[tuple[tuple[str | None, str], int], ...]
-    macs: tuple[tuple[str | None, int], ...]
+    sent: tuple[tuple[_Scope, str, int, int], ...]
+    rounds: tuple[tuple[_Scope, str, int], ...]
+    macs: tuple[tuple[_Scope, int], ...]
 
-    def book(self, ledger: Ledger) -> None:
-        here, op = ledger.scope_name, ledger.op_name
-        for (scope, name, to), count in self.sent:
-            ledger.sent[(here if scope is None else scope, op or name, to)] += count
-        for (scope, name), count in self.rounds:
-            ledger.rounds[(here if scope is None else scope, op or name)] += count
-        for scope, count in self.macs:
-            ledger.macs[here if scope is None else scope] += count
+    def book(self, ledger: Ledger, owner: str) -> None:
+        """Add it, for an owner of this name."""
+        outer = ledger.op_name
+        starts = (ledger.scope_name, owner, "")
+        for (kind, name), op, to, count in self.sent:
+            ledger.sent[(starts[kind] + name, outer or op, to)] += count
+        for (kind, name), op, count in self.rounds:
+            ledger.rounds[(starts[kind] + name, outer or op)] += count
+        for (kind, name), count in self.macs:
+            ledger.macs[starts[kind] + name] += count
 
 
 @dataclass(frozen=True)
@@ -68,12 +77,29 @@ class _Kept:
 
 @dataclass
 class _Unit:
-    """Calls of one key so far."""
+    """Calls of one key so far. checked, refused: the owners for which the program is right, and is not."""
 
     calls: int = 0
     kept: _Kept | None = None
-    checked: bool = False
-    refused: bool = False
+    refused_all: bool = False
+    checked: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whose call it is: a name, and the memories that belong to it alone (weights)."""
+
+    name: str = ""
+    weights: tuple[torch.UntypedStorage, ...] = ()
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Where these memories begin."""
+        return tuple([each.data_ptr() for each in self.weights])
+
+
+NOBODY = Owner()
 
 
 class Replays:
@@ -88,21 +114,31 @@ class Replays:
         self._units: OrderedDict[Hashable, _Unit] = OrderedDict()
         self._arena = Arena()
 
-    def run(self, session: Session, key: Hashable, inputs: Sequence[Fixed], compute: Compute) -> tuple[Sequence[Fixed], Hashable]:
-        """What `compute` makes of the inputs, and its facts. `key` tells all that decides what is computed, but sizes."""
+    def __len__(self) -> int:
+        """Keys that were met, and are still known."""
+        return len(self._units)
+
+    def run(
+        self, session: Session, key: Hashable, inputs: Sequence[Fixed], compute: Compute, owner: Owner = NOBODY,
+        patience: int = 1,
+    ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
+        """What `compute` makes of the inputs, and its facts.
+
+        key: all that decides what is computed, but sizes and the owner's weights. patience: calls before one is recorded.
+        """
         unit = self._unit((key, tuple([(tuple(x.shape), x.frac, len(x.share.parts)) for x in inputs])))
         unit.calls += 1
-        if unit.refused or unit.calls == 1:
+        if owner.name in unit.checked and unit.kept is not None:
+            return self._repeat(session, unit.kept, inputs, owner)
+        if unit.refused_all or unit.calls <= patience or owner.name in unit.refused:
             self.counts["plain"] += 1
             made, facts = compute(inputs)
             if facts is None:
-                unit.refused = True
+                unit.refused_all = True
             return made, facts
         if unit.kept is None:
-            return self._record(session, unit, inputs, compute)
-        if not unit.checked:
-            return self._check(session, unit, inputs, compute)
-        return self._repeat(session, unit.kept, inputs)
+            return self._record(session, unit, inputs, compute, owner)
+        return self._check(session, unit, unit.kept, inputs, compute, owner)
 
     def _unit(self, key: Hashable) -> _Unit:
         found = self._units.get(key)
@@ -114,23 +150,19 @@ class Replays:
             self._units.move_to_end(key)
         return found
 
-    def _refuse(self, unit: _Unit, why: str) -> None:
-        unit.refused, unit.kept = True, None
-        self.refused[why] += 1
-
     def _record(
-        self, session: Session, unit: _Unit, inputs: Sequence[Fixed], compute: Compute
+        self, session: Session, unit: _Unit, inputs: Sequence[Fixed], compute: Compute, owner: Owner
     ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
         self.counts["recorded"] += 1
         protocol, ledger = session.protocol, session.protocol.ledger
-        recorder = Recorder(protocol.transport, protocol.mask_streams)
+        recorder = Recorder(protocol.transport, protocol.mask_streams, owner.weights)
         parts = [part.contiguous().clone() for x in inputs for part in x.share.parts]
         operands: list[Operand] = []
         for number in range(len(parts)):
             recorder.changing(parts[number]).first = -1
             operands.append(recorder.operand(parts[number]))
-        before, owed = _Ledgers(ledger), len(session.known.owed)
-        with recorder.functions, recorder.operations, watched_by(recorder), tapped(protocol, recorder):
+        before, owed = _Ledgers(ledger, owner.name), len(session.known.owed)
+        with recorder.operations, watched_by(recorder), tapped(protocol, recorder):
             made, facts = compute(_values(inputs, parts))
         new = session.known.owed[owed:]
         fracs = tuple(x.frac for x in made)
@@ -146,44 +178,43 @@ class Replays:
                 raise UnsupportedOp(f"a program of more than {MOST_BYTES >> 20} MiB")
             unit.kept = _Kept(program, fracs, tuple(bits for _, bits, _ in new), facts, before.booked(ledger))
         except UnsupportedOp as error:
-            self._refuse(unit, str(error))
+            unit.refused_all = True
+            self.refused[str(error)] += 1
         return made, facts
 
     def _check(
-        self, session: Session, unit: _Unit, inputs: Sequence[Fixed], compute: Compute
+        self, session: Session, unit: _Unit, kept: _Kept, inputs: Sequence[Fixed], compute: Compute, owner: Owner
     ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
         self.counts["checked"] += 1
-        protocol, ledger, kept = session.protocol, session.protocol.ledger, unit.kept
+        protocol, ledger = session.protocol, session.protocol.ledger
         witness = Witness(protocol.transport, protocol.mask_streams)
         given = [part.contiguous().clone() for x in inputs for part in x.share.parts]
-        before, owed = _Ledgers(ledger), len(session.known.owed)
+        before, owed = _Ledgers(ledger, owner.name), len(session.known.owed)
         with watched_by(witness), tapped(protocol, witness):
             made, facts = compute(inputs)
-        if kept is None:
-            return made, facts
         new = session.known.owed[owed:]
         outputs = [part for x in made for part in x.share.parts] + [p for sums, _, _ in new for p in sums.parts]
         rerun = Rerun(witness.notes)
-        again = kept.program.run(rerun, self._arena, given)
+        again = kept.program.run(rerun, self._arena, given, owner.addresses)
         same = (kept.fracs, kept.owed, kept.facts) == (tuple(x.frac for x in made), tuple(b for _, b, _ in new), facts)
-        import os
-        if os.environ.get("DBG"):
-            print("CHECK", session.party, same, rerun.agrees(witness.notes), kept.booked == before.booked(ledger), [torch.equal(a,b) for a,b in zip(again,outputs)], [_same(a,b) for a,b in zip(rerun.sent,witness.notes.sent)])
-        unit.checked = (
+        right = (
             same and rerun.agrees(witness.notes) and kept.booked == before.booked(ledger)
             and len(again) == len(outputs) and all(map(torch.equal, again, outputs))
         )  # fmt: skip
-        if not unit.checked:
-            self._refuse(unit, "a recorded program that gives something else")
+        (unit.checked if right else unit.refused).add(owner.name)
+        if not right:
+            self.refused["a recorded program that gives something else"] += 1
         return made, facts
 
-    def _repeat(self, session: Session, kept: _Kept, inputs: Sequence[Fixed]) -> tuple[Sequence[Fixed], Hashable]:
+    def _repeat(
+        self, session: Session, kept: _Kept, inputs: Sequence[Fixed], owner: Owner
+    ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
         self.counts["repeated"] += 1
         protocol, known = session.protocol, session.known
         outside = Live(protocol.transport, protocol.mask_streams)
         parts = [part for x in inputs for part in x.share.parts]
-        made = kept.program.run(outside, self._arena, parts)
-        kept.booked.book(protocol.ledger)
+        made = kept.program.run(outside, self._arena, parts, owner.addresses)
+        kept.booked.book(protocol.ledger, owner.name)
         each = len(inputs[0].share.parts)
         shares = [Share(tuple(made[at : at + each])) for at in range(0, len(made), each)]
         values = [Fixed(session, share, frac) for share, frac in zip(shares, kept.fracs, strict=False)]
@@ -201,20 +232,23 @@ def _values(inputs: Sequence[Fixed], parts: Sequence[Tensor]) -> list[Fixed]:
 class _Ledgers:
     """What a ledger said at one time."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._here, self._op = ledger.scope_name, ledger.op_name
-        self._held = dict(ledger.sent), dict(ledger.rounds), dict(ledger.macs)
+    def __init__(self, ledger: Ledger, owner: str) -> None:
+        self._here, self._owner = ledger.scope_name, owner
+        self._held = Counter(ledger.sent), Counter(ledger.rounds), Counter(ledger.macs)
+
+    def _scope(self, name: str) -> _Scope:
+        if self._owner and (name == self._owner or name.startswith(f"{self._owner}.")):
+            return _OWNER, name[len(self._owner) :]
+        return (_HERE, "") if name == self._here else (_AS_IT_IS, name)
 
     def booked(self, ledger: Ledger) -> _Booked:
         """What it says more now."""
-        def name(scope: str) -> str | None:
-            return None if scope == self._here else scope
-
         sent, rounds, macs = self._held
         return _Booked(
-            tuple(((name(s), op, to), n - sent.get((s, op, to), 0)) for (s, op, to), n in ledger.sent.items() if n != sent.get((s, op, to), 0)),
-            tuple(((name(s), op), n - rounds.get((s, op), 0)) for (s, op), n in ledger.rounds.items() if n != rounds.get((s, op), 0)),
-            tuple((name(s), n - macs.get(s, 0)) for s, n in ledger.macs.items() if n != macs.get(s, 0)),
+            tuple((self._scope(s), op, to, n - sent[(s, op, to)]) for (s, op, to), n in ledger.sent.items()
+                  if n > sent[(s, op, to)]),
+            tuple((self._scope(s), op, n - rounds[(s, op)]) for (s, op), n in ledger.rounds.items() if n > rounds[(s, op)]),
+            tuple((self._scope(s), n - macs[s]) for s, n in ledger.macs.items() if n > macs[s]),
         )  # fmt: skip
 
 
@@ -237,10 +271,11 @@ def replays_of(session: Session) -> Replays | None:
 
 
 def repeat(
-    session: Session, key: Hashable, inputs: Sequence[Fixed], compute: Callable[[Sequence[Fixed]], Sequence[Fixed]]
-) -> Sequence[Fixed]:
-    """What `compute` makes of the inputs, repeated as a program where that can be. `key`: as for `Replays.run`; the ranges
-    of the module that is computed are part of it anyway.
+    session: Session, key: Hashable, inputs: Sequence[Fixed], compute: Callable[[Sequence[Fixed]], Sequence[Fixed]],
+    patience: int = 1,
+) -> Sequence[Fixed]:  # fmt: skip
+    """What `compute` makes of the inputs, repeated as a program where that can be. key, patience: as for `Replays.run`;
+    the ranges of the module that is computed are part of the key anyway.
     """
     replays, known = replays_of(session), session.known
     if replays is None or known.pending is not None:
@@ -250,7 +285,7 @@ def repeat(
         made = compute(values)
         return made, () if known.pending is None else None
 
-    return replays.run(session, (key, *map(session.exponent, QUANTITIES)), inputs, told)[0]
+    return replays.run(session, (key, *map(session.exponent, QUANTITIES)), inputs, told, patience=patience)[0]
 
 
 def forget(session: Session) -> None:

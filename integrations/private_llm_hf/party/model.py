@@ -174,7 +174,9 @@ def _share_inputs(model: nn.Module, session: Session, placement: Placement) -> s
                 read = placement.reader([f"{path}.{name}" for name in names.split()], found)
                 name = f"{path}.{'+'.join(names.split())}"
                 group = SharedInput(found, name, session.protocol.ledger, read)
-                group.product = repeated(group.product, name, session)
+                if group.kept is not None:
+                    shares = [(str(n), each) for n, each in enumerate(group.kept) if each is not None]
+                    group.product = repeated(group.product, name, session, ("product", *group.sizes), shares)
                 for index, layer in enumerate(found):
                     layer.forward = functools.partial(group.piece, index)
                 grouped.update(found)
@@ -185,7 +187,9 @@ def _repeat_modules(model: nn.Module, session: Session, grouped: set[nn.Module])
     """Let modules run as recorded programs where they can; those of a group keep pieces from call to call."""
     for name, module in model.named_modules():
         if name and module not in grouped and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            module.forward = repeated(module.forward, name, session)
+            module.forward = repeated(
+                module.forward, name, session, (type(module), repr(module)), list(module.named_parameters())
+            )
 
 
 # -- weights ------------------------------------------------------------------------------------------------
