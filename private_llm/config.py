@@ -143,8 +143,8 @@ class PrivateConfig:
     max_memory: {device: bytes, or text like "20GB"} that the planned maps may use. offload_folder: where a party writes
     weights that are mapped to "disk" and come from the client (with a share file it reads that file instead).
     offline_folder: where a party keeps what `model.preprocess` stores (default: the system's temporary folder).
-    replay: after two equal steps, such as decoding a token, run the next ones as recorded programs instead of Python; False:
-    always Python (same messages, same results).
+    replay: run steps that repeat, such as decoding a token, as recorded programs, without Python; False: always Python
+    (same messages, same results). Endpoints need not agree.
     calibrate: run the owner's plaintext model on a bundled text before its weights are shared, and give every module
     the public powers of two that its values need (docs/ranges.md); False: one size for all, and larger messages.
     guard: check inside the protocol that values stay in their ranges; the client alone learns one bit per call, and

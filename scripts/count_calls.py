@@ -6,11 +6,11 @@ python scripts/count_calls.py --protocol quad     under another protocol
 python scripts/count_calls.py --json              one JSON object per party
 python scripts/count_calls.py --tiny              one decode step, ten functions
 
-python scripts/count_calls.py --repeated          where steps run as recorded programs (`PrivateConfig.replay`)
+python scripts/count_calls.py --repeated          when steps run as recorded programs
 
 Parties are threads. A prompt is read and one token decoded with a cache (what is computed once is computed then; with
-`--repeated` four tokens), and the next tokens are counted: every entry into a Python function, generator or comprehension while a party computes
-its part of a forward. Calls that stay in C (tensor operations, kernels) are not seen. The figure depends on the
+`--repeated` four tokens), and the next tokens are counted: every entry into a Python function, generator or
+comprehension while a party computes its part of a forward. Calls that stay in C (tensor operations, kernels) are not seen. The figure depends on the
 versions of Python and the libraries, hardly on the machine, and not on its speed.
 """
 

@@ -57,9 +57,7 @@ class _Task:
             return
         sizes = (self.stacks, self.rows, self.inner, self.columns)
         if cpu_amx.usable() and tiled(self.rows, self.inner, self.columns, self.turned):
-            launch(
-                cpu_amx.product, self.x, self.y, self.out, *sizes, self.turned, desk().address, self.zero
-            )
+            launch(cpu_amx.product, self.x, self.y, self.out, *sizes, self.turned, desk().address, self.zero)
         else:
             multiply = cpu_matmul.dot_product if self.turned else cpu_matmul.row_product
             launch(multiply, self.x, self.y, self.out, *sizes, self.zero)

@@ -268,8 +268,8 @@ def inject_terms(
     if bits.is_cpu:
         rows, known, masks, helped, factors, addends, made = addresses(bits, m, mine, shares, w, c, out)
         launch(
-            cpu_bits.inject_terms, rows, bits.shape[0], known, masks, helped, shares.shape[0], weighted, factors, w.shape[1], addends,
-            c.shape[1], first, made, out.numel(), _ZERO[out.dtype],
+            cpu_bits.inject_terms, rows, bits.shape[0], known, masks, helped, shares.shape[0], weighted, factors,
+            w.shape[1], addends, c.shape[1], first, made, out.numel(), _ZERO[out.dtype],
         )  # fmt: skip
     else:
         _gpu("bits", "inject_terms", bits, m, mine, shares, weighted, w, c, first, out)

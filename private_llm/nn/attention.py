@@ -128,7 +128,7 @@ def attend_and_weigh(
     The mass is [B, G, k]: the sum of the probabilities over these queries and over the H / G heads that share the key
     head; queries that see nothing add nothing. It is a local sum, so asking for it sends nothing.
     """
-    batch, heads, queries, depth = query.shape
+    batch, heads, queries, _ = query.shape
     groups, keys = key.shape[1], key.shape[2]
     if heads % groups:
         raise DomainError(f"attention: got {heads} query heads for {groups} key heads; want a multiple")
@@ -139,7 +139,7 @@ def attend_and_weigh(
     if queries <= _FEW and pattern.select is None and bias is None and sinks is None and not counted:
         (made,) = repeat(
             query.session, ("attention", scale, softcap), (query, key, value),
-            lambda x: (_attended(*x, pattern, scale, softcap, None, None, 0)[0],), _PATIENCE,
+            lambda x: (_attended(x[0], x[1], x[2], pattern, scale, softcap, None, None, 0)[0],), _PATIENCE,
         )  # fmt: skip
         return made, None
     return _attended(query, key, value, pattern, scale, softcap, bias, sinks, counted)

@@ -1,4 +1,4 @@
-"""What PyTorch computes on ring elements, as steps: sums, products and copies by strided loops, moves by lists of places.
+"""What PyTorch computes on ring elements, as steps: sums, products and copies by loops, moves by lists of places.
 
 `LOWERED` has every operation that a recorded step may contain, with the function that writes its steps.
 """
@@ -87,7 +87,7 @@ def _sum(emit: Emit, out: Tensor, x: Tensor, dims: Sequence[int] | None, keep: b
     kept, walks = _collapsed([x.shape[dim] for dim in rest], [result.stride(), [x.stride(dim) for dim in rest]])
     if len(kept) >= _MOST:
         raise UnsupportedOp(f"a sum over one of {len(kept) + 1} dimensions")
-    row = [*_padded([*kept, *(sizes or [1])], 1), out, *_padded([*walks[0], 0], 0), x]
+    row: list[Word | Tensor] = [*_padded([*kept, *(sizes or [1])], 1), out, *_padded([*walks[0], 0], 0), x]
     if out.numel():
         emit(steps.sum_last, [*row, *_padded([*walks[1], *(walk or [0])], 0)])
 

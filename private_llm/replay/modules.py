@@ -6,6 +6,7 @@ Beside its results a call may leave an input with fewer fractional bits, and put
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from private_llm.protocols.session import Session
@@ -39,6 +40,7 @@ def repeated(
     ])  # fmt: skip
     alike = (kind, tuple([(own, fixed.frac) for own, fixed in shares]), layout)
     owner = Owner(name, tuple(storages.values()))
+    ranges: tuple[object, Hashable] = (None, ())
 
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
         if kwargs or not args or not all(map(_small, args)):
@@ -50,7 +52,10 @@ def repeated(
         held = None if pending is None else next((n for n, x in enumerate(args) if x is pending[0]), _UNTOUCHED)
         if held == _UNTOUCHED:  # a check of something else was put off, which may happen inside
             return forward(*args)
-        return _Call(forward, owner, (alike, _ranges(session, name)), args).made(session, replays, held)
+        nonlocal ranges
+        if ranges[0] is not session.known.ranges:
+            ranges = session.known.ranges, _ranges(session, name)
+        return _Call(forward, owner, (alike, ranges[1]), session, args).made(replays, held)
 
     return run
 
@@ -76,61 +81,83 @@ def _small(x: object) -> bool:
     return len(shape) > 0 and 0 < x.content.numel() <= MOST_ROWS * shape[-1]
 
 
+@dataclass(frozen=True)
+class _Facts:
+    """Public facts of a call: whether the result is one tensor, which results are coarse, which inputs were settled
+    anew (and are coarse), and whose check was put off: a result's or an input's, its number, and the bits of its sums.
+    """
+
+    alone: bool
+    coarse: tuple[bool, ...]
+    settled: tuple[tuple[int, bool], ...]
+    put_off: tuple[bool, int, int] | None
+
+
 class _Call:
     """One call of a module with secret tensors."""
 
     def __init__(
-        self, forward: Callable[..., Any], owner: Owner, alike: Hashable, args: Sequence[SecretTensor]
+        self, forward: Callable[..., Any], owner: Owner, alike: Hashable, session: Session, args: Sequence[SecretTensor]
     ) -> None:  # fmt: skip
-        self._forward, self._owner, self._alike, self._args = forward, owner, alike, args
+        self._forward, self._owner, self._alike = forward, owner, alike
+        self._session, self._args = session, args
         self._odd: Any = None
 
-    def made(self, session: Session, replays: Replays, held: int | None) -> Any:  # noqa: ANN401 - what it returns
+    def made(self, replays: Replays, held: int | None) -> Any:  # noqa: ANN401 - what the module returns
         """The module's results. held: which argument's check is put off."""
-        known = self._known = session.known
-        bits = None if known.pending is None else known.pending[1]
-        self._bits, self._held = bits, held
-        key = (self._alike, held, bits, tuple([x.coarse for x in self._args]))
-        values, facts = replays.run(session, key, [x.content for x in self._args], self._compute, self._owner)
-        if facts is None:
+        known, args = self._session.known, self._args
+        self._held, self._bits = held, 0 if known.pending is None else known.pending[1]
+        key = (self._alike, held, self._bits, tuple([x.coarse for x in args]))
+        values, facts = replays.run(self._session, key, [x.content for x in args], self._compute, self._owner)
+        if not isinstance(facts, _Facts):
             return self._odd
-        alone, coarse, rebound, put_off = facts
-        results = [SecretTensor(value) for value in values[: len(coarse)]]
-        for result, flag in zip(results, coarse, strict=True):
-            result.coarse = flag
-        for (number, flag), value in zip(rebound, values[len(coarse) :], strict=True):
-            self._args[number].settle(value, flag)
-        if put_off is None:
-            known.pending = None
-        else:
-            kind, number, more = put_off
-            known.pending = ((results if kind == "result" else self._args)[number], more)
-        return results[0] if alone else tuple(results)
+        results = [SecretTensor(value) for value in values[: len(facts.coarse)]]
+        for result, coarse in zip(results, facts.coarse, strict=True):
+            result.coarse = coarse
+        for (number, coarse), value in zip(facts.settled, values[len(results) :], strict=True):
+            args[number].settle(value, coarse)
+        known.pending = None
+        if facts.put_off is not None:
+            of_result, number, bits = facts.put_off
+            known.pending = ((results if of_result else args)[number], bits)
+        return results[0] if facts.alone else tuple(results)
 
     def _compute(self, inputs: Sequence[Fixed]) -> tuple[Sequence[Fixed], Hashable]:
         """Call the module with tensors of its own, and tell what became of them."""
-        known = self._known
+        known = self._session.known
         args = [SecretTensor(x) for x in inputs]
         for mine, given in zip(args, self._args, strict=True):
             mine.coarse = given.coarse
-        if self._held is not None and self._bits is not None:
+        if self._held is not None:
             known.pending = (args[self._held], self._bits)
         made = self._forward(*args)
-        alone = not isinstance(made, tuple | list)
-        results, pending = [made] if alone else list(made), known.pending
-        rebound = [(n, x) for n, (x, was) in enumerate(zip(args, inputs, strict=True)) if x.content is not was]
-        places = [] if pending is None else [("result", n) for n, x in enumerate(results) if x is pending[0]]
-        places += [] if pending is None else [("input", n) for n, x in enumerate(args) if x is pending[0]]
-        known_results = all(isinstance(x, SecretTensor) and x.hidden is None for x in results)
-        if not known_results or (pending is not None and not places):
-            for n, x in rebound:
+        results = list(made) if isinstance(made, tuple | list) else [made]
+        settled = [(n, x) for n, (x, was) in enumerate(zip(args, inputs, strict=True)) if x.content is not was]
+        put_off = _put_off(known.pending, results, args)
+        secret = [x for x in results if isinstance(x, SecretTensor) and x.hidden is None]
+        if len(secret) < len(results) or (known.pending is not None and put_off is None):
+            for n, x in settled:
                 self._args[n].settle(x.content, x.coarse)
-            if places and pending is not None and places[0][0] == "input":
-                known.pending = (self._args[places[0][1]], pending[1])
+            if put_off is not None and not put_off[0]:
+                known.pending = (self._args[put_off[1]], put_off[2])
             self._odd = made
             return [], None
         known.pending = None
-        put_off = None if pending is None else (*places[0], pending[1])
-        flags = tuple([(n, x.coarse) for n, x in rebound])
-        values = [*(x.content for x in results), *(x.content for _, x in rebound)]
-        return values, (alone, tuple([x.coarse for x in results]), flags, put_off)
+        facts = _Facts(
+            len(results) == 1 and results[0] is made, tuple([x.coarse for x in secret]),
+            tuple([(n, x.coarse) for n, x in settled]), put_off,
+        )  # fmt: skip
+        return [*(x.content for x in secret), *(x.content for _, x in settled)], facts
+
+
+def _put_off(
+    pending: tuple[Any, int] | None, results: Sequence[object], args: Sequence[object]
+) -> tuple[bool, int, int] | None:  # fmt: skip
+    """Whose check is put off, if it is a result's or an argument's."""
+    if pending is None:
+        return None
+    for of_result, tensors in ((True, results), (False, args)):
+        for number, x in enumerate(tensors):
+            if x is pending[0]:
+                return of_result, number, pending[1]
+    return None

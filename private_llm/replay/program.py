@@ -1,9 +1,9 @@
 """A recorded step: kernels, messages and masks in the order in which one party computed them, ready to run again.
 
-All that changes from one run to the next lies in one arena: what comes in, the masks, what others send, everything in
-between. Places in it are relative, so that programs share an arena (`bind`). Weights and public constants are read where
-they lie. Masks are drawn at the beginning, from the same streams in the same order as the operations would
-draw them: a program consumes of each stream exactly what the recorded run consumed, and never twice the same.
+All that changes from run to run lies in one arena: what comes in, the masks, what others send, everything between.
+Places in it are relative, so that programs share an arena (`bind`). Weights and constants are read where they lie.
+Masks are drawn at the beginning, from the same streams in the same order as the operations would draw them: a program
+takes of each stream exactly what the recorded run took, and never twice the same.
 """
 
 from __future__ import annotations
@@ -239,8 +239,10 @@ class Program:
 
 
 def _rows(events: Sequence[Event]) -> tuple[Table, Table, Table]:
-    """Where rows begin, their words with places instead of addresses, and of which memory: 0 none, 1 arena, 2.. weights."""
-    starts, words, kinds = [], [], []
+    """Where rows begin, their words with places for addresses, and of which memory: 0 none, 1 arena, 2.. weights."""
+    starts: list[int] = []
+    words: list[int] = []
+    kinds: list[int] = []
     for each in events:
         if not isinstance(each, Step):
             continue

@@ -24,9 +24,24 @@ from private_llm.kernels.compiling import CompiledStep
 from private_llm.kernels.watching import Watcher
 from private_llm.net.transport import Transport
 from private_llm.replay import loops
-from private_llm.replay.program import WORD, Address, Drawn, Event, Memory, Operand, Program, Receive, Send, Step, Weight, Word
+from private_llm.replay.program import (
+    WORD,
+    Address,
+    Drawn,
+    Event,
+    Memory,
+    Operand,
+    Program,
+    Receive,
+    Send,
+    Step,
+    Weight,
+    Word,
+)
 from private_llm.replay.taps import Tap, whole_blocks
 from private_llm.ring.prg import Prg
+from private_llm.tensor.dispatch import TorchArg
+
 
 @contextmanager
 def _unrecorded() -> Iterator[None]:
@@ -56,7 +71,7 @@ class Recorder(Watcher, Tap):
         self._untouched: set[int] = set()
         self._seen: list[weakref.ref[Tensor]] = []
 
-    # -- what changes -----------------------------------------------------------------------------------------------
+    # -- what changes ----------------------------------------------------------------------------------------
     def changing(self, x: Tensor) -> Memory:
         """From now on the memory of x changes from run to run; its content comes from elsewhere."""
         storage = x.untyped_storage()
@@ -85,7 +100,7 @@ class Recorder(Watcher, Tap):
         if memory is None or x.dtype != torch.int64:
             raise UnsupportedOp(f"a constant, or {x.dtype}, where a value that changes is wanted")
         memory.used(len(self._events))
-        return Operand(memory, x.storage_offset() * WORD, tuple(x.shape), x.stride())
+        return Operand(memory, int(x.storage_offset()) * WORD, tuple(x.shape), x.stride())
 
     def _address(self, place: int) -> Word:
         """A place in a memory that changes, or the address as it is."""
@@ -131,7 +146,7 @@ class Recorder(Watcher, Tap):
         """This step cannot be repeated as a program."""
         self.reason = self.reason or reason
 
-    # -- Watcher --------------------------------------------------------------------------------------------------------
+    # -- Watcher ---------------------------------------------------------------------------------------------
     def addressed(self, tensors: Sequence[Tensor]) -> None:
         """Their kernel is going to be called."""
         for x in tensors:
@@ -195,7 +210,7 @@ class Recorder(Watcher, Tap):
         if self.memory_of(x) is not None:
             self.stop("values that leave PyTorch")
 
-    # -- Tap --------------------------------------------------------------------------------------------------------------
+    # -- Tap -------------------------------------------------------------------------------------------------
     def told_sent(self, to: int, tag: str, payload: Tensor) -> None:
         """A message leaves: what it contains must change from run to run."""
         if self.reason is None:
@@ -216,18 +231,20 @@ class Recorder(Watcher, Tap):
         """A message came whose size is not known before."""
         self.stop("a message of unknown size")
 
-    # -- the modes' ends ----------------------------------------------------------------------------------------------------
+    # -- the modes' ends -------------------------------------------------------------------------------------
     def operated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - PyTorch's
         """Run an operation of PyTorch and write it down."""
         if self.reason is not None:
             return func(*args, **kwargs)
-        tensors = [x for each in (*args, *kwargs.values()) for x in (each if isinstance(each, list | tuple) else (each,))]
+        tensors = [
+            x for each in (*args, *kwargs.values()) for x in (each if isinstance(each, list | tuple) else (each,))
+        ]
         tensors = [x for x in tensors if isinstance(x, Tensor)]
         changes = any(map(self._varies, tensors))
         written = _written_by(func, args, kwargs)
         try:
             if changes and written is not None:
-                self._written(written.untyped_storage().data_ptr() + written.storage_offset() * written.element_size())
+                self._written(written.data_ptr())
         except UnsupportedOp as error:
             self.stop(f"{func}: {error}")
         made = func(*args, **kwargs)
@@ -262,7 +279,7 @@ class Recorder(Watcher, Tap):
             except (KeyError, UnsupportedOp, TypeError) as error:
                 self.stop(f"{func}: {error}")
 
-    # -- the end ------------------------------------------------------------------------------------------------------------
+    # -- the end ---------------------------------------------------------------------------------------------
     def program(self, inputs: Sequence[Operand], outputs: Sequence[Tensor]) -> Program:
         """What was written down. Raises UnsupportedOp where that is not all."""
         if self.reason is not None:
@@ -294,11 +311,12 @@ class _Operations(TorchDispatchMode):
     """Passes operations on tensors on to a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401 - PyTorch's signature  # fmt: skip
+        self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (),
+        kwargs: Mapping[str, TorchArg] | None = None,
+    ) -> TorchArg:  # fmt: skip
         """One operation."""
         return self._recorder.operated(func, args, kwargs or {})

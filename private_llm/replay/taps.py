@@ -1,4 +1,4 @@
-"""What a run met outside: the masks it drew, what it sent and received. Written down, and given back to check a program."""
+"""What a run met outside: masks, and what it sent and received. Written down, and given back to check a program."""
 
 from __future__ import annotations
 
@@ -107,10 +107,7 @@ class Rerun:
     """The outside of a program that is run on what was written down of another run."""
 
     def __init__(self, notes: Notes) -> None:
-        self._drawn = {
-            stream: torch.cat(drawn).numpy()
-            for stream, drawn in notes.drawn.items()
-        }
+        self._drawn = {stream: torch.cat(drawn).numpy() for stream, drawn in notes.drawn.items()}
         self._received, self.sent = iter(notes.received), Notes().sent
         self.equal = True
 

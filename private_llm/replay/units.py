@@ -1,8 +1,8 @@
 """Parts of a step that are recorded, checked and repeated: any function of shared values that parties compute alike.
 
-The first calls of a key run as always. The next one is recorded. The one behind runs as always, and then the program runs
-on what that call drew and received: only if it sends and returns exactly the same it is used from then on. Modules that
-are alike but for their weights share a program, and each of them is checked before it uses it. A
+The first calls of a key run as always. The next one is recorded. The one behind runs as always, and then the program
+runs on what that call drew and received: only if it sends and returns exactly the same it is used from then on. Modules
+that are alike but for their weights share a program, and each of them is checked before it uses it. A
 party decides alone; the others cannot tell, because masks, messages and ledgers are the same either way. What cannot be
 recorded stays as it is, and `Replays.refused` says why.
 """
@@ -35,8 +35,8 @@ MOST_BYTES = 64 << 20
 """Largest memory of a program that is kept."""
 
 Compute = Callable[[Sequence[Fixed]], tuple[Sequence[Fixed], Hashable]]
-"""A function of shared values: what it makes, and public facts about that, equal in every call of a key; None as facts if a
-program could not make that."""
+"""A function of shared values: what it makes, and public facts about that, equal in every call of a key; None as facts
+if a program could not make that."""
 
 
 _HERE, _OWNER, _AS_IT_IS = range(3)
@@ -124,7 +124,8 @@ class Replays:
     ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
         """What `compute` makes of the inputs, and its facts.
 
-        key: all that decides what is computed, but sizes and the owner's weights. patience: calls before one is recorded.
+        key: all that decides what is computed, but sizes and the owner's weights. patience: calls before one is
+        recorded.
         """
         unit = self._unit((key, tuple([(tuple(x.shape), x.frac, len(x.share.parts)) for x in inputs])))
         unit.calls += 1
@@ -244,20 +245,21 @@ class _Ledgers:
     def booked(self, ledger: Ledger) -> _Booked:
         """What it says more now."""
         sent, rounds, macs = self._held
+        more_sent, more_rounds = Counter(ledger.sent) - sent, Counter(ledger.rounds) - rounds
+        more_macs = Counter(ledger.macs) - macs
         return _Booked(
-            tuple((self._scope(s), op, to, n - sent[(s, op, to)]) for (s, op, to), n in ledger.sent.items()
-                  if n > sent[(s, op, to)]),
-            tuple((self._scope(s), op, n - rounds[(s, op)]) for (s, op), n in ledger.rounds.items() if n > rounds[(s, op)]),
-            tuple((self._scope(s), n - macs[s]) for s, n in ledger.macs.items() if n > macs[s]),
-        )  # fmt: skip
+            tuple([(self._scope(scope), op, to, count) for (scope, op, to), count in more_sent.items()]),
+            tuple([(self._scope(scope), op, count) for (scope, op), count in more_rounds.items()]),
+            tuple([(self._scope(scope), count) for scope, count in more_macs.items()]),
+        )
 
 
 _held: weakref.WeakKeyDictionary[Session, Replays] = weakref.WeakKeyDictionary()
 
 
 def replays_of(session: Session) -> Replays | None:
-    """The programs of a session, None where steps are not repeated: with `replay=False`, on GPUs, in a 32-bit ring, while
-    costs are counted, where each row of a batch has its own verdict, and inside a step that is recorded.
+    """The programs of a session, None where steps are not repeated: with `replay=False`, on GPUs, in a 32-bit ring,
+    while costs are counted, where each row of a batch has its own verdict, and inside a step that is recorded.
     """
     if not session.config.replay or watcher() is not None or session.known.batch is not None:
         return None

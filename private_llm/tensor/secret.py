@@ -121,7 +121,7 @@ class SecretTensor(Guarded):
         return self._fixed
 
     def settle(self, fixed: Fixed, coarse: bool) -> None:
-        """Hold `fixed`, the same value with other fractional bits, from now on, as `to_fixed` and `coarsen` do. Local."""
+        """From now on hold `fixed`, the same value with other fractional bits, as after `to_fixed`. Local."""
         self._fixed, self._coarse = fixed, coarse
 
     @property

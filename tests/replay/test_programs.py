@@ -92,9 +92,8 @@ def test_a_function_that_is_repeated(name: str, protocol: str) -> None:
     made, held, ledgers = run(config, FUNCTIONS[name], inputs)
     for got, given in zip(made, inputs, strict=True):
         assert torch.allclose(got, FUNCTIONS[name](given).double(), atol=2e-3)  # type: ignore[arg-type]
-    assert {party: dict(each.counts) for party, each in held.items()} == dict.fromkeys(
-        range(3), {"plain": 1, "recorded": 1, "checked": 1, "repeated": CALLS - 3}
-    )
+    want = {"plain": 1, "recorded": 1, "checked": 1, "repeated": CALLS - 3}
+    assert [dict(held[party].counts) for party in range(3)] == [want] * 3
     assert not any(each.refused for each in held.values())
     plain = run(PrivateConfig.from_dict({"protocol": protocol, "replay": False}), FUNCTIONS[name], inputs)
     assert ledgers == plain[2], "the same bytes, rounds and multiply-adds under the same names"
@@ -173,7 +172,7 @@ def test_what_depends_on_values_is_refused() -> None:
 
 
 def test_a_program_that_is_wrong_is_found_before_it_is_used() -> None:
-    """What a function takes from outside, and changes from call to call, is not seen by the recorder, but by the check."""
+    """What a function takes from outside and changes from call to call is seen by the check, not by the recorder."""
     refused: list[str] = []
 
     def party(session: Session, transport: Transport) -> None:

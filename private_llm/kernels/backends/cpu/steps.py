@@ -1,7 +1,7 @@
 """Recorded steps on the CPU: one call runs many kernels, without Python in between (Numba, GIL-free).
 
-A step is a row of 64-bit words: the address of its function, then what the function takes. Kernels that exist are called
-by a function of the same name here, which reads their arguments from the row; sums, products and copies of PyTorch
+A step is a row of 64-bit words: the address of its function, then what it takes. Kernels that exist are called by a
+function of the same name here, which reads their arguments from the row; sums, products and copies of PyTorch
 become strided loops over at most `DIMS` dimensions. `KERNELS` says for every kernel what its arguments are, in order:
 "r" an address that is read, "w" one that is written (and may be read), "i" a number, "z" the type of the elements (a
 step has 64-bit elements only), "p" a plan (int64) and "f" flags (bool), which take two words: address and length.
@@ -23,6 +23,7 @@ from private_llm.kernels.compiling import CompiledStep, compiled
 DIMS = 4
 """Dimensions of a strided loop."""
 
+Array = np.ndarray[Any, Any]
 Row = Any
 """The words of a step behind its function's address."""
 
@@ -165,7 +166,8 @@ ADD, SUB, MUL, XOR, AND, ADD_TIMES = range(6)
 
 @compiled
 def _line(
-    operation: int, factor: int, count: int, out: Any, to: int, so: int, x: Any, at: int, sx: int, y: Any, by: int, sy: int
+    operation: int, factor: int, count: int, out: Array, to: int, so: int, x: Array, at: int, sx: int, y: Array,
+    by: int, sy: int,
 ) -> None:  # fmt: skip
     """One line of `combine`; with a case of its own for lines without gaps, which become vectors."""
     one = so == 1 and sx == 1 and sy == 1
@@ -211,7 +213,7 @@ def _line(
 
 @CompiledStep
 def combine(row: Row) -> None:
-    """out = x (operation) y. The row: sizes of 4 dimensions, address and 4 strides of out, x and y, operation, factor."""
+    """out = x (operation) y. Row: sizes of 4 dimensions, address and 4 strides of out, x and y, operation, factor."""
     a = carray(row, 21)
     out, x, y = flat(a[4], 1 << 40, _SIGNED), flat(a[9], 1 << 40, _SIGNED), flat(a[14], 1 << 40, _SIGNED)
     for i in range(a[0]):
