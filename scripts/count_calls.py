@@ -10,8 +10,8 @@ python scripts/count_calls.py --repeated          when steps run as recorded pro
 
 Parties are threads. A prompt is read and one token decoded with a cache (what is computed once is computed then; with
 `--repeated` four tokens), and the next tokens are counted: every entry into a Python function, generator or
-comprehension while a party computes its part of a forward. Calls that stay in C (tensor operations, kernels) are not seen. The figure depends on the
-versions of Python and the libraries, hardly on the machine, and not on its speed.
+comprehension while a party computes its part of a forward. Calls that stay in C (tensor operations, kernels) are not
+seen. The figure depends on the versions of Python and the libraries, hardly on the machine, and not on its speed.
 """
 
 from __future__ import annotations

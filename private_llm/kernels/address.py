@@ -17,7 +17,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.compiling import compiled
-from private_llm.kernels.watching import watcher
+from private_llm.kernels.watching import this_thread
 
 
 def addresses(*tensors: Tensor) -> list[int]:
@@ -25,7 +25,7 @@ def addresses(*tensors: Tensor) -> list[int]:
 
     Raises UnsupportedOp for a tensor elsewhere, DomainError for one that is not contiguous. Sizes are not looked at.
     """
-    watching = watcher()
+    watching = this_thread.watcher
     if watching is not None:
         watching.addressed(tensors)
     found = []

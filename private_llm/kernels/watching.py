@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-_local = threading.local()
-
 
 class Watcher(ABC):
     """What is told about one thread."""
@@ -37,24 +35,27 @@ class Watcher(ABC):
         """These were the next bytes of a stream."""
 
 
-def watcher() -> Watcher | None:
-    """Who watches this thread."""
-    return getattr(_local, "watcher", None)
+class _Thread(threading.local):
+    watcher: Watcher | None = None
+
+
+this_thread = _Thread()
+"""Its `watcher` is who watches the thread that asks, or None."""
 
 
 @contextmanager
 def watched_by(each: Watcher) -> Iterator[None]:
     """Tell `each` what this thread does inside."""
-    before, _local.watcher = watcher(), each
+    before, this_thread.watcher = this_thread.watcher, each
     try:
         yield
     finally:
-        _local.watcher = before
+        this_thread.watcher = before
 
 
 def as_array(x: Tensor) -> np.ndarray[Any, Any]:
     """A tensor's values for NumPy, in the same memory if they are in main memory and contiguous."""
-    watching = watcher()
+    watching = this_thread.watcher
     if watching is not None:
         watching.left(x)
     made: np.ndarray[Any, Any] = x.cpu().contiguous().numpy()
@@ -63,7 +64,7 @@ def as_array(x: Tensor) -> np.ndarray[Any, Any]:
 
 def launch(kernel: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401 - addresses, sizes and plans
     """Call a kernel whose tensors are addresses."""
-    watching = watcher()
+    watching = this_thread.watcher
     if watching is not None:
         watching.launched(kernel, arguments)
     kernel(*arguments)

@@ -59,7 +59,10 @@ def _row(shape: Sequence[int], tensors: Sequence[Tensor]) -> list[Word | Tensor]
 
 
 def combine(emit: Emit, out: Tensor, x: Tensor | int, y: Tensor | int, operation: int, factor: int = 1) -> None:
-    """out = x (operation) y, element by element; factor: of y in `steps.ADD_TIMES`."""
+    """out = x (operation) y, element by element; factor: of y in `steps.ADD_TIMES`.
+
+    Raises UnsupportedOp for elements that are not int64, and for tensors that no loop over 4 dimensions walks.
+    """
     known = [each if isinstance(each, Tensor) else torch.tensor([each], dtype=torch.int64) for each in (x, y)]
     if any(each.dtype != torch.int64 for each in (out, *known)):
         raise UnsupportedOp(f"an operation on {', '.join(str(each.dtype) for each in (out, *known))}")
@@ -68,7 +71,7 @@ def combine(emit: Emit, out: Tensor, x: Tensor | int, y: Tensor | int, operation
 
 
 def copy(emit: Emit, out: Tensor, x: Tensor) -> None:
-    """out = x."""
+    """out = x. Raises UnsupportedOp as `combine`."""
     if x.dtype != torch.int64 or out.dtype != torch.int64:
         raise UnsupportedOp(f"a copy of {x.dtype} to {out.dtype}")
     if out.numel():

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
-from private_llm.kernels.watching import watched_by, watcher
+from private_llm.kernels.watching import this_thread, watched_by
 from private_llm.net.ledger import Ledger
 from private_llm.protocols.session import Owed, Session
 from private_llm.protocols.share import Share
@@ -261,7 +261,7 @@ def replays_of(session: Session) -> Replays | None:
     """The programs of a session, None where steps are not repeated: with `replay=False`, on GPUs, in a 32-bit ring,
     while costs are counted, where each row of a batch has its own verdict, and inside a step that is recorded.
     """
-    if not session.config.replay or watcher() is not None or session.known.batch is not None:
+    if not session.config.replay or this_thread.watcher is not None or session.known.batch is not None:
         return None
     protocol = session.protocol
     if session.device != "cpu" or protocol.placed or session.ring.bits != 64 or not protocol.mask_streams:
