@@ -143,6 +143,8 @@ class PrivateConfig:
     max_memory: {device: bytes, or text like "20GB"} that the planned maps may use. offload_folder: where a party writes
     weights that are mapped to "disk" and come from the client (with a share file it reads that file instead).
     offline_folder: where a party keeps what `model.preprocess` stores (default: the system's temporary folder).
+    replay: run steps that repeat, such as decoding a token, as recorded programs, without Python; False: always Python
+    (same messages, same results). Endpoints need not agree.
     calibrate: run the owner's plaintext model on a bundled text before its weights are shared, and give every module
     the public powers of two that its values need (docs/ranges.md); False: one size for all, and larger messages.
     guard: check inside the protocol that values stay in their ranges; the client alone learns one bit per call, and
@@ -197,6 +199,7 @@ class PrivateConfig:
     max_memory: Mapping[int | str, int | str] | None = field(default=None, hash=False)
     offload_folder: str | None = None
     offline_folder: str | None = None
+    replay: bool = True
 
     def __post_init__(self, lanes: int | None, permute: bool | None, cache_policy: CachePolicy | None) -> None:
         self._take_old_names(
@@ -451,6 +454,7 @@ FIELD_GROUPS: dict[str, tuple[str, ...]] = {
         "prg",
         "kv_cache",
         "sparsity",
+        "replay",
         "parallel_sessions",
         "rotate_roles",
     ),

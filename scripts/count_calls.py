@@ -6,10 +6,12 @@ python scripts/count_calls.py --protocol quad     under another protocol
 python scripts/count_calls.py --json              one JSON object per party
 python scripts/count_calls.py --tiny              one decode step, ten functions
 
-Parties are threads. A prompt is read and one token decoded with a cache (what is computed once is computed then),
-and the next tokens are counted: every entry into a Python function, generator or comprehension while a party computes
-its part of a forward. Calls that stay in C (tensor operations, kernels) are not seen. The figure depends on the
-versions of Python and the libraries, hardly on the machine, and not on its speed.
+python scripts/count_calls.py --repeated          when steps run as recorded programs
+
+Parties are threads. A prompt is read and one token decoded with a cache (what is computed once is computed then; with
+`--repeated` four tokens), and the next tokens are counted: every entry into a Python function, generator or
+comprehension while a party computes its part of a forward. Calls that stay in C (tensor operations, kernels) are not
+seen. The figure depends on the versions of Python and the libraries, hardly on the machine, and not on its speed.
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ class Calls:
             threading.setprofile(None)
 
 
-def count_calls(config: PrivateConfig, steps: int) -> dict[str, Counter[CodeType]]:
-    """Calls of each party, by its thread's name, in `steps` decode steps."""
+def count_calls(config: PrivateConfig, steps: int, before: int = 1) -> dict[str, Counter[CodeType]]:
+    """Calls of each party, by its thread's name, in `steps` decode steps behind `before` ones."""
     torch.manual_seed(0)
     plain = LlamaForCausalLM(LlamaConfig(**MODEL)).eval()
     calls = Calls()
@@ -90,8 +92,8 @@ def count_calls(config: PrivateConfig, steps: int) -> dict[str, Counter[CodeType
     with model, torch.no_grad():
         ids = torch.arange(PROMPT)[None]
         cache = model(input_ids=ids, use_cache=True).past_key_values
-        for step in range(steps + 1):
-            if step == 1:
+        for step in range(steps + before):
+            if step == before:
                 model.cost()  # every party has answered, so none is still at the last forward
                 calls.clear()
             cache = model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).past_key_values
@@ -112,10 +114,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="decode steps to count")
     parser.add_argument("--top", type=int, default=25, help="functions to list for each party")
     parser.add_argument("--json", action="store_true", help="one JSON object per party")
+    parser.add_argument("--repeated", action="store_true", help="count steps that run as recorded programs")
     parser.add_argument("--tiny", action="store_true", help="one step, ten functions")
     given = parser.parse_args()
     steps, top = (1, 10) if given.tiny else (given.steps, given.top)
-    for party, counts in count_calls(PrivateConfig(protocol=given.protocol, party_mode="threads"), steps).items():
+    config = PrivateConfig(protocol=given.protocol, party_mode="threads", replay=given.repeated)
+    for party, counts in count_calls(config, steps, 4 if given.repeated else 1).items():
         total = sum(counts.values())
         listed = [(place(code), calls) for code, calls in counts.most_common(top)]
         if given.json:

@@ -14,7 +14,7 @@ from private_llm import token_sharding
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     "errors", "ranges", "kv_policies", "sparsity_config", "token_sharding.plans", "protocol_facts", "config", "threat",
-    "kernels", "ring", "circuits", "net", "protocols", "tensor", "exact", "approx", "oblivious", "nn",
+    "kernels", "ring", "circuits", "net", "protocols", "tensor", "replay", "exact", "approx", "oblivious", "nn",
     "token_sharding.nodes", "token_sharding.attacks",
 )  # fmt: skip
 """From the lowest to the highest."""

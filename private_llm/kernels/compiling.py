@@ -12,12 +12,13 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import llvmlite
 import numba
-from numba import njit
+from numba import cfunc, njit, types
 from numba.core import event
 
 _WRITABLE_BY_OTHERS = 0o022
@@ -52,12 +53,35 @@ FOLDER = _folder()
 
 def compiled(function: Callable[..., Any]) -> Any:  # noqa: ANN401 - Numba ships no types
     """`function` as a kernel that releases Python's lock, compiled when it first meets arguments of some types."""
+    with _cached() as cache:
+        return njit(nogil=True, cache=cache)(function)
+
+
+class CompiledStep:
+    """A function of the address of 64-bit words as machine code (`backends/cpu/steps.py`)."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    @cached_property
+    def address(self) -> int:
+        """Where the machine code begins; compiled, or read from the cache, when somebody asks first."""
+        with _cached() as cache:
+            made = cfunc(types.void(types.CPointer(types.int64)), cache=cache)(self._function)
+        self._code = made  # which must live as long as the address is used
+        return int(made.address)
+
+
+@contextmanager
+def _cached() -> Iterator[bool]:
+    """Whether machine code is kept; if so, inside it is in our folder."""
     if FOLDER is None:
-        return njit(nogil=True)(function)
+        yield False
+        return
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(FOLDER)  # read when the function is decorated, and by nobody else meanwhile
     try:
-        return njit(nogil=True, cache=True)(function)
+        yield True
     finally:
         numba.config.CACHE_DIR = before
 

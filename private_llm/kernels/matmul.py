@@ -18,6 +18,7 @@ from private_llm.kernels import parallel, shapes
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.kernels.backends.cpu import matmul as cpu_matmul
+from private_llm.kernels.watching import launch
 
 _ZERO: dict[torch.dtype, np.unsignedinteger[Any]] = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
 _SHORTEST_DOT = 8
@@ -56,10 +57,10 @@ class _Task:
             return
         sizes = (self.stacks, self.rows, self.inner, self.columns)
         if cpu_amx.usable() and tiled(self.rows, self.inner, self.columns, self.turned):
-            cpu_amx.product(self.x, self.y, self.out, *sizes, self.turned, desk().address, self.zero)
+            launch(cpu_amx.product, self.x, self.y, self.out, *sizes, self.turned, desk().address, self.zero)
         else:
             multiply = cpu_matmul.dot_product if self.turned else cpu_matmul.row_product
-            multiply(self.x, self.y, self.out, *sizes, self.zero)
+            launch(multiply, self.x, self.y, self.out, *sizes, self.zero)
 
     def part(self, first: int, last: int) -> _Task:
         """The products number first .. last - 1."""

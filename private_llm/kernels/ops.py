@@ -26,6 +26,7 @@ from private_llm.kernels.backends.cpu import prg as cpu_prg
 from private_llm.kernels.backends.cpu import trunc as cpu_trunc
 from private_llm.kernels.shapes import Pair
 from private_llm.kernels.shapes import packed_words as packed_words
+from private_llm.kernels.watching import launch
 
 Array = np.ndarray[Any, Any]
 
@@ -180,7 +181,7 @@ def transpose_bits(x: Tensor, rows: int) -> Tensor:
         zero = _ZERO[x.dtype]
 
         def words(first: int, last: int) -> None:
-            cpu_bits.transpose_words(at, x.numel(), zero, made, rows, first, last)
+            launch(cpu_bits.transpose_words, at, x.numel(), zero, made, rows, first, last)
 
         pieces = parallel.threads(x.numel() * _TRANSPOSE_S)
         parallel.each(words, parallel.cuts(out.shape[1], pieces, 8))
@@ -196,7 +197,7 @@ def block_monomials(s: Tensor, low: int, blocks: Array, out: Tensor) -> None:
     """
     if s.is_cpu:
         bits, made = addresses(s, out)
-        cpu_bits.block_monomials(bits, s.shape[0], low, blocks, made, out.shape[0], s.shape[1])
+        launch(cpu_bits.block_monomials, bits, s.shape[0], low, blocks, made, out.shape[0], s.shape[1])
     elif not s.is_meta:
         _gpu("bits", "block_monomials", s, low, blocks, out)
 
@@ -209,7 +210,7 @@ def block_carries(m: Tensor, low: int, blocks: Array, mono: Tensor, first: bool,
     """
     if m.is_cpu:
         bits, shares, made = addresses(m, mono, out)
-        cpu_bits.block_carries(bits, m.shape[0], low, blocks, shares, mono.shape[0], first, made, m.shape[1])
+        launch(cpu_bits.block_carries, bits, m.shape[0], low, blocks, shares, mono.shape[0], first, made, m.shape[1])
     elif not m.is_meta:
         _gpu("bits", "block_carries", m, low, blocks, mono, first, out)
 
@@ -221,7 +222,7 @@ def join_products(lam: Tensor, groups: Array, count: int, out: Tensor) -> None:
     """
     if lam.is_cpu:
         masks, made = addresses(lam, out)
-        cpu_bits.join_products(masks, groups, count, made, out.shape[0], lam.shape[1])
+        launch(cpu_bits.join_products, masks, groups, count, made, out.shape[0], lam.shape[1])
     elif not lam.is_meta:
         _gpu("bits", "join_products", lam, groups, count, out)
 
@@ -235,7 +236,7 @@ def join_carries(
     """
     if b.is_cpu:
         opened, masks, shares, made = addresses(b, lam, prod, out)
-        cpu_bits.join_carries(opened, masks, shares, prod.shape[0], groups, count, first, made, b.shape[1])
+        launch(cpu_bits.join_carries, opened, masks, shares, prod.shape[0], groups, count, first, made, b.shape[1])
     elif not b.is_meta:
         _gpu("bits", "join_carries", b, lam, prod, groups, count, first, out)
 
@@ -249,7 +250,7 @@ def inject_products(bits: Tensor, lam: Tensor, weighted: Array, out: Tensor) -> 
         return
     if bits.is_cpu:
         rows, masks, made = addresses(bits, lam, out)
-        cpu_bits.inject_products(rows, bits.shape[0], masks, weighted, made, *out.shape, _ZERO[out.dtype])
+        launch(cpu_bits.inject_products, rows, bits.shape[0], masks, weighted, made, *out.shape, _ZERO[out.dtype])
     else:
         _gpu("bits", "inject_products", bits, lam, weighted, out)
 
@@ -266,9 +267,9 @@ def inject_terms(
         return
     if bits.is_cpu:
         rows, known, masks, helped, factors, addends, made = addresses(bits, m, mine, shares, w, c, out)
-        cpu_bits.inject_terms(
-            rows, bits.shape[0], known, masks, helped, shares.shape[0], weighted, factors, w.shape[1], addends,
-            c.shape[1], first, made, out.numel(), _ZERO[out.dtype],
+        launch(
+            cpu_bits.inject_terms, rows, bits.shape[0], known, masks, helped, shares.shape[0], weighted, factors,
+            w.shape[1], addends, c.shape[1], first, made, out.numel(), _ZERO[out.dtype],
         )  # fmt: skip
     else:
         _gpu("bits", "inject_terms", bits, m, mine, shares, weighted, w, c, first, out)
@@ -285,7 +286,7 @@ def trunc_helper(
     made = shapes.trunc_helper(error, g1, g2, z1, rho1, zeta1, zeta2, f)
     if z1.is_cpu:
         operands = addresses(error, g1, g2, z1, rho1, zeta1, zeta2)
-        cpu_trunc.helper(*operands, f, z1.numel(), _ZERO[z1.dtype], *addresses(*made))
+        launch(cpu_trunc.helper, *operands, f, z1.numel(), _ZERO[z1.dtype], *addresses(*made))
     elif not z1.is_meta:
         _gpu("trunc", "trunc_helper", error, g1, g2, z1, rho1, zeta1, zeta2, f, *made)
     return made
@@ -296,7 +297,7 @@ def trunc_open(mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int) 
     made = w, packed = shapes.trunc_open(mine, theirs, rho, zeta, f)
     if w.is_cpu:
         *operands, opened, fields = addresses(mine, theirs, rho, zeta, w, packed)
-        cpu_trunc.opened(*operands, f, w.numel(), _ZERO[w.dtype], opened, fields)
+        launch(cpu_trunc.opened, *operands, f, w.numel(), _ZERO[w.dtype], opened, fields)
     elif not w.is_meta:
         _gpu("trunc", "trunc_open", mine, theirs, rho, zeta, f, *made)
     return made
@@ -307,7 +308,7 @@ def trunc_close(w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor
     made = half, own = shapes.trunc_close(w, mine, theirs, z, zeta, f)
     if w.is_cpu:
         *operands, value, mask = addresses(w, mine, theirs, z, zeta, half, own)
-        cpu_trunc.closed(*operands, f, w.numel(), _ZERO[w.dtype], value, mask)
+        launch(cpu_trunc.closed, *operands, f, w.numel(), _ZERO[w.dtype], value, mask)
     elif not w.is_meta:
         _gpu("trunc", "trunc_close", w, mine, theirs, z, zeta, f, *made)
     return made

@@ -20,6 +20,7 @@ from private_llm.errors import DomainError
 from private_llm.exact.ragged_rows import Rows
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
+from private_llm.replay.units import repeat
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.range_check import watch_flat
 from private_llm.tensor.scale import dyadic, times_scalar
@@ -27,6 +28,12 @@ from private_llm.tensor.secret import SLACK, SecretTensor
 
 _CPU = torch.device("cpu")
 _ALL = Rows(())
+
+_FEW = 16
+"""Queries of a step that is worth a program of its own for each length of the cache."""
+
+_PATIENCE = 4
+"""Calls at one length before one is recorded: fewer than a model has layers, unless it answers at once."""
 
 SCALE_BITS = 14
 """Bits of a score scale that is no power of two: relative error 2^-14; one truncation of q removes them."""
@@ -121,7 +128,7 @@ def attend_and_weigh(
     The mass is [B, G, k]: the sum of the probabilities over these queries and over the H / G heads that share the key
     head; queries that see nothing add nothing. It is a local sum, so asking for it sends nothing.
     """
-    batch, heads, queries, depth = query.shape
+    batch, heads, queries, _ = query.shape
     groups, keys = key.shape[1], key.shape[2]
     if heads % groups:
         raise DomainError(f"attention: got {heads} query heads for {groups} key heads; want a multiple")
@@ -129,6 +136,21 @@ def attend_and_weigh(
     if pattern.select is not None and not pattern.rows.count:
         nobody = _nothing(query, (batch, groups, keys)) if counted else None
         return _nothing(query, (batch, heads, queries, value.shape[-1])), nobody
+    if queries <= _FEW and pattern.select is None and bias is None and sinks is None and not counted:
+        (made,) = repeat(
+            query.session, ("attention", scale, softcap), (query, key, value),
+            lambda x: (_attended(x[0], x[1], x[2], pattern, scale, softcap, None, None, 0)[0],), _PATIENCE,
+        )  # fmt: skip
+        return made, None
+    return _attended(query, key, value, pattern, scale, softcap, bias, sinks, counted)
+
+
+def _attended(
+    query: Fixed, key: Fixed, value: Fixed, pattern: Pattern, scale: float, softcap: float | None,
+    bias: Fixed | Tensor | None, sinks: Fixed | None, counted: int,
+) -> tuple[Fixed, Fixed | None]:  # fmt: skip
+    """`attend_and_weigh` where some query sees something."""
+    (batch, heads, queries, keys), groups, depth = pattern.shape, key.shape[1], query.shape[3]
     grouped = (batch, groups, heads // groups * queries)
     query = query.view(lambda part: part.reshape(*grouped, depth))
     if softcap is None:

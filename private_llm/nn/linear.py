@@ -58,27 +58,31 @@ class SharedInput:
         under which the ledger books the product.
         """
         self._name, self._ledger = name, ledger
-        self._sizes = [layer.weight.shape[0] for layer in layers]
+        self.sizes = [layer.weight.shape[0] for layer in layers]
+        self.kept: tuple[Tensor, Tensor | None] | None = None
+        """The joined weight and bias, unless each product reads them."""
         self._weights: Callable[[], tuple[Tensor, Tensor | None]]
         if read is None:
-            kept = joined([(layer.weight, layer.bias) for layer in layers])
-            for layer, rows in zip(layers, kept[0].split(self._sizes), strict=True):
+            kept = self.kept = joined([(layer.weight, layer.bias) for layer in layers])
+            for layer, rows in zip(layers, kept[0].split(self.sizes), strict=True):
                 layer.weight = nn.Parameter(rows, requires_grad=False)
             self._weights = lambda: kept
         else:
             self._weights = lambda: joined([read(layer) for layer in layers])
         self._pieces = Pieces()
+        self.product: Callable[[Tensor], Sequence[Tensor]] = self._made
+        """Of an input, the outputs of all layers."""
 
     def piece(self, index: int, x: Tensor) -> Tensor:
         """The output [.., N_index] of layer `index` for input x [.., K].
 
         The first call sends what one `linear` of all layers' outputs sends, the others nothing.
         """
-        return self._pieces.take(index, x, self._made)
+        return self._pieces.take(index, x, self.product)
 
     def _made(self, x: Tensor) -> Sequence[Tensor]:
         with self._ledger.scope(self._name):
-            made: Sequence[Tensor] = F.linear(x, *self._weights()).split(self._sizes, dim=-1)
+            made: Sequence[Tensor] = F.linear(x, *self._weights()).split(self.sizes, dim=-1)
         return made
 
 

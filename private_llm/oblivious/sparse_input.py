@@ -17,6 +17,7 @@ from torch import Tensor
 from private_llm.errors import DomainError
 from private_llm.kernels import ops
 from private_llm.kernels.forms import Form
+from private_llm.kernels.watching import as_array
 from private_llm.oblivious.sparse_output import renumbered
 from private_llm.tensor.fixed import Fixed
 
@@ -35,7 +36,7 @@ def strips(active: Tensor) -> list[Strip]:
 
     `places` number the entries in row-major order; columns without any are in no strip.
     """
-    held = active.cpu().numpy()
+    held = as_array(active)
     numbers = np.cumsum(held.reshape(-1)).reshape(held.shape) - 1
     patterns, owner = np.unique(held, axis=1, return_inverse=True)
     found = []

@@ -20,6 +20,7 @@ from torch import Tensor
 from private_llm.errors import DomainError
 from private_llm.kernels import ops
 from private_llm.kernels.forms import Form
+from private_llm.kernels.watching import as_array
 from private_llm.tensor.fixed import Fixed
 
 Multiply = Callable[[Tensor, Tensor], Tensor]
@@ -47,7 +48,7 @@ def components(wanted: Tensor) -> list[Block]:
     if whole is not None:
         return [whole]
     height = wanted.shape[0]
-    rows, columns = (index.numpy() for index in wanted.cpu().nonzero(as_tuple=True))
+    rows, columns = (as_array(index) for index in wanted.cpu().nonzero(as_tuple=True))
     if not rows.size:
         return []
     size = height + wanted.shape[1]

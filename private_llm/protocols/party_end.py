@@ -72,6 +72,14 @@ class PartyEnd(ABC):
         return []
 
     @property
+    def mask_streams(self) -> Sequence[Prg]:
+        """The streams of all masks that this end draws now, if it computes as it always does and keeps no other record.
+
+        Then a step of it may be recorded and repeated (`private_llm.replay`). Empty: it may not.
+        """
+        return ()
+
+    @property
     def ledger(self) -> Ledger:
         """Counts of what this party sent (bytes), waited for (rounds) and multiplied (products in the ring)."""
         return self.transport.ledger

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, ProtocolAbort
+from private_llm.kernels.watching import as_array
 from private_llm.protocols.share import BitShare, Share, words_for
 
 
@@ -64,7 +65,7 @@ def drawn(words: Tensor, blocks: int = 1) -> Tensor:
     """
     runs = words.view(blocks, -1)
     if words.device.type == "cpu":  # NumPy sorts five times as fast, in the same order
-        order = torch.from_numpy(np.argsort(runs.numpy(), kind="stable"))
+        order = torch.from_numpy(np.argsort(as_array(runs), kind="stable"))
     else:
         order = torch.argsort(runs, stable=True)
     starts = torch.arange(blocks, device=order.device) * runs.shape[1]

@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 from private_llm.errors import DomainError
 from private_llm.kernels.backends.cpu import aes
 from private_llm.kernels.backends.cpu import comparison_keys as kernels
+from private_llm.kernels.watching import as_array
 from private_llm.ring.prg import Prg
 
 Array = np.ndarray[Any, Any]
@@ -132,7 +133,7 @@ def _evaluate_by_levels(holder: int, root: Array, key: Array, x: Array, levels: 
 
 def roots(stream: Prg, count: int) -> Array:
     """The next `count` roots of a holder's stream: uint64 [count, 2]."""
-    drawn: Array = stream.words(2 * count).numpy().view(np.uint64).reshape(count, 2).copy()
+    drawn: Array = as_array(stream.words(2 * count)).view(np.uint64).reshape(count, 2).copy()
     drawn[:, 0] &= ~np.uint64(1)
     return drawn
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.kernels.backends.cpu import dpf as cpu_dpf
+from private_llm.kernels.watching import as_array
 from private_llm.ring.prg import Prg
 from private_llm.ring.ring import Ring
 
@@ -49,9 +50,9 @@ def make_keys(indices: Tensor, domain: int, prg: Prg) -> tuple[Tensor, Tensor]:
     if tokens and (int(indices.min()) < 0 or int(indices.max()) >= domain):
         raise DomainError(f"an index lies outside 0 .. {domain - 1}")
     levels = depth(domain)
-    alpha = indices.reshape(-1).numpy().astype(np.uint64)
+    alpha = as_array(indices.reshape(-1)).astype(np.uint64)
     keys = np.zeros((2, tokens, key_words(domain)), dtype=np.uint64)
-    roots = prg.words(4 * tokens).numpy().view(np.uint64).reshape(2, tokens, 2).copy()
+    roots = as_array(prg.words(4 * tokens)).view(np.uint64).reshape(2, tokens, 2).copy()
     roots[:, :, 0] &= ~np.uint64(1)
     keys[:, :, :2] = roots
     seed = roots
@@ -93,7 +94,7 @@ def expand(keys: Tensor, domain: int, holder: int, ring: Ring) -> Tensor:
     tokens = keys.shape[0]
     if keys.is_meta:
         return torch.empty((tokens, domain), dtype=ring.dtype, device="meta")
-    words = keys.cpu().numpy().view(np.uint64)
+    words = as_array(keys).view(np.uint64)
     levels = depth(domain)
     seeds = np.ascontiguousarray(words[:, None, :2])
     control = np.full((tokens, 1), holder, dtype=np.uint64)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from private_llm.errors import ConfigError
 from private_llm.kernels import ops
+from private_llm.kernels.watching import this_thread
 from private_llm.ring.ring import Ring
 
 _ZEROS = memoryview(bytes(1 << 20))
@@ -71,6 +72,8 @@ class Prg:
     """An AES-128-CTR stream that yields ring elements and packed words. Not thread-safe."""
 
     __slots__ = ("_encrypt",)
+    block = 16
+    """Bytes: a draw takes whole blocks."""
 
     def __init__(self, key: bytes) -> None:
         self._encrypt = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
@@ -98,6 +101,9 @@ class Prg:
         out = torch.empty(count, dtype=dtype)
         if count:
             self.fill(out.numpy().view(np.uint8))
+        watching = this_thread.watcher
+        if watching is not None:
+            watching.drew(self, out)
         return out if str(device) == "cpu" else out.to(device)
 
     def __repr__(self) -> str:
@@ -108,6 +114,7 @@ class ChaCha(Prg):
     """A ChaCha20 stream (RFC 8439, blocks from 0, nonce 0 and on), made on the device that asks. Not thread-safe."""
 
     __slots__ = ("_at", "_block", "_key", "_nonce")
+    block = 64
 
     def __init__(self, key: bytes) -> None:
         self._key, self._nonce, self._block = key, 0, 0
@@ -115,7 +122,7 @@ class ChaCha(Prg):
 
     def _take(self, size: int) -> tuple[int, int]:
         """Nonce and first block of the next `size` bytes, which begin and end with whole blocks."""
-        blocks = (size + _BLOCK - 1) // _BLOCK
+        blocks = (size + self.block - 1) // self.block
         if self._block + blocks > 1 << 32:
             self._nonce, self._block = self._nonce + 1, 0
         first = (self._nonce, self._block)
@@ -131,7 +138,7 @@ class ChaCha(Prg):
         for start in range(0, out.size, len(_ZEROS)):
             piece = out[start : start + len(_ZEROS)]
             self._encrypt.update_into(_ZEROS[: piece.size], piece.data)
-        self._encrypt.update(_ZEROS[: -out.size % _BLOCK])
+        self._encrypt.update(_ZEROS[: -out.size % self.block])
         self._at = (self._nonce, self._block)
 
     def draw(self, count: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
@@ -146,7 +153,3 @@ class ChaCha(Prg):
         key = torch.frombuffer(bytearray(self._key), dtype=torch.int32).to(device)
         number = torch.frombuffer(bytearray(nonce.to_bytes(12, "little")), dtype=torch.int32).to(device)
         return ops.chacha20(key, number, block, size // 4).view(dtype)
-
-
-_BLOCK = 64
-"""Bytes of a ChaCha20 block."""

@@ -120,6 +120,10 @@ class SecretTensor(Guarded):
         self._fixed, self._coarse = self.raw.at(frac), True
         return self._fixed
 
+    def settle(self, fixed: Fixed, coarse: bool) -> None:
+        """From now on hold `fixed`, the same value with other fractional bits, as after `to_fixed`. Local."""
+        self._fixed, self._coarse = fixed, coarse
+
     @property
     def hidden(self) -> Tensor | None:
         """Public mask (bool, this shape), True where an entry stands for minus infinity, or None."""

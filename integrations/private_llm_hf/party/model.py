@@ -25,6 +25,7 @@ from private_llm.net.ledger import Ledger
 from private_llm.nn.linear import SharedInput, can_share
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
+from private_llm.replay.modules import repeated
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.checkpoint.model_spec import accepted_class
@@ -62,8 +63,9 @@ def build_party_model(
     _set_parameters(model, parameters, placement, progress)
     _check_complete(model, session, placement.on_disk)
     model.new_cache = functools.partial(new_cache, model, session.config.kv_cache)
-    _share_inputs(model, session.protocol.ledger, placement)
+    grouped = _share_inputs(model, session, placement)
     make_sparse(model, session, placement.on_disk)
+    _repeat_modules(model, session, grouped)
     _follow_modules(model, session.protocol.ledger, progress)
     placement.attach(model)
     return model.eval()
@@ -161,17 +163,33 @@ def _pool_first(parent: nn.Module, relu: str, pool: str) -> None:
             setattr(parent.get_submodule(path), own, module)
 
 
-def _share_inputs(model: nn.Module, ledger: Ledger, placement: Placement) -> None:
-    """Let siblings that read the same tensor (query, key, value; gate, up) be one product."""
+def _share_inputs(model: nn.Module, session: Session, placement: Placement) -> set[nn.Module]:
+    """Let siblings that read the same tensor (query, key, value; gate, up) be one product; returns them."""
+    grouped: set[nn.Module] = set()
     for path, parent in model.named_modules():
         children = dict(parent.named_children())
         for names, where in table("same_input").items():
             found = [children[name] for name in names.split() if name in children]
             if len(found) == len(names.split()) and re.fullmatch(where, path) and can_share(found):
                 read = placement.reader([f"{path}.{name}" for name in names.split()], found)
-                group = SharedInput(found, f"{path}.{'+'.join(names.split())}", ledger, read)
+                name = f"{path}.{'+'.join(names.split())}"
+                group = SharedInput(found, name, session.protocol.ledger, read)
+                if group.kept is not None:
+                    shares = [(str(n), each) for n, each in enumerate(group.kept) if each is not None]
+                    group.product = repeated(group.product, name, session, ("product", *group.sizes), shares)
                 for index, layer in enumerate(found):
                     layer.forward = functools.partial(group.piece, index)
+                grouped.update(found)
+    return grouped
+
+
+def _repeat_modules(model: nn.Module, session: Session, grouped: set[nn.Module]) -> None:
+    """Let modules run as recorded programs where they can; those of a group keep pieces from call to call."""
+    for name, module in model.named_modules():
+        if name and module not in grouped and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            module.forward = repeated(
+                module.forward, name, session, (type(module), repr(module)), list(module.named_parameters())
+            )
 
 
 # -- weights ------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from private_llm.protocols.session import Session, join
 from private_llm.protocols.share import Index, Share
 from private_llm.protocols.weight_sharing import assemble, keys_held, pieces, sends_parts
 from private_llm.ranges import Ranges
+from private_llm.replay.units import forget
 from private_llm.ring.prg import Seed
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
@@ -108,6 +109,7 @@ class Party:
         model, self.model = self.model, None
         if model is not None:
             release(model)
+        forget(self.session)
         self.offloaded.clear()
         self.kept = None
         del self.ahead  # which holds a method of this object

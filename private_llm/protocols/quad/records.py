@@ -22,7 +22,7 @@ from private_llm.protocols.quad.roles import Member, RoleTransport
 from private_llm.protocols.quad.transcript_mac import TAG_BYTES, TranscriptMac, as_bytes, as_tensor, same
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio.party import Trio
-from private_llm.ring.prg import Seed
+from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import Ring
 
 _TRANSCRIPTS: dict[int, tuple[int, ...]] = {0: (1, 2), 1: (0,), 2: (0,), 3: ()}
@@ -58,6 +58,11 @@ class QuadRecords(Trio):
     def piecewise(self, x: Share, pieces: Pieces) -> list[Share]:
         """Refused with UnsupportedOp, as by every protocol without comparison keys: nobody could check the helper's."""
         return Protocol.piecewise(self, x, pieces)
+
+    @property
+    def mask_streams(self) -> Sequence[Prg]:
+        """None: every message is also recorded for the check of the others."""
+        return ()
 
     @cached_property
     def role(self) -> int:

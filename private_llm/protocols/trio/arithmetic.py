@@ -108,6 +108,11 @@ class TrioArithmetic(Protocol):
         """What this party does: 0 helps, 1 and 2 evaluate."""
         return self.party
 
+    @property
+    def mask_streams(self) -> Sequence[Prg]:
+        """Those with the helper, or with each evaluator; none in a `section`, whose messages may be stored ones."""
+        return () if self._apart else self._streams
+
     def _draw(self, count: int, which: int = 0) -> Tensor:
         return self._streams[which].draw(count, self.ring.dtype, self.device)
 

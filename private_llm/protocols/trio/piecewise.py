@@ -30,6 +30,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.kernels.backends.cpu.comparison_keys import add_steps
+from private_llm.kernels.watching import as_array
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder
@@ -196,7 +197,7 @@ def _split(values: Array, shape: PiecesShape) -> tuple[Array, Array]:
 
 def _unsigned(values: Tensor) -> Array:
     """Ring elements or words as uint64; those of a smaller ring are widened."""
-    array: Array = values.cpu().contiguous().numpy()
+    array: Array = as_array(values)
     return array.view(np.uint64) if array.dtype == np.int64 else array.view(np.uint32).astype(np.uint64)
 
 

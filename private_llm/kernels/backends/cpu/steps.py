@@ -1,0 +1,268 @@
+"""Recorded steps on the CPU: one call runs many kernels, without Python in between (Numba, GIL-free).
+
+A step is a row of 64-bit words: the address of its function, then what it takes. Kernels that exist are called by a
+function of the same name here, which reads their arguments from the row; sums, products and copies of PyTorch
+become strided loops over at most `DIMS` dimensions. `KERNELS` says for every kernel what its arguments are, in order:
+"r" an address that is read, "w" one that is written (and may be read), "i" a number, "z" the type of the elements (a
+step has 64-bit elements only), "p" a plan (int64) and "f" flags (bool), which take two words: address and length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic
+
+from private_llm.kernels.address import WORD, flat
+from private_llm.kernels.backends.cpu import bits, matmul, trunc
+from private_llm.kernels.compiling import CompiledStep, compiled
+
+DIMS = 4
+"""Dimensions of a strided loop."""
+
+Array = np.ndarray[Any, Any]
+Row = Any
+"""The words of a step behind its function's address."""
+
+_SIGNED = np.int64(0)
+_FLAG = np.uint8(0)
+
+
+@intrinsic
+def _call(typing_context, function, row):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+    """Call the function at an address with the address of a row."""
+    signature = types.void(types.int64, types.int64)
+
+    def codegen(context: Any, builder: Any, _: Any, arguments: Any) -> Any:  # noqa: ANN401
+        pointer = ir.PointerType(ir.IntType(64))
+        kind = ir.FunctionType(ir.VoidType(), [pointer])
+        made = builder.inttoptr(arguments[0], ir.PointerType(kind))
+        builder.call(made, [builder.inttoptr(arguments[1], pointer)])
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@compiled
+def run(table: int, starts: int, first: int, last: int) -> None:
+    """Steps first .. last - 1 of a table of words, whose rows begin where `starts` says (both by address)."""
+    words, rows = flat(table, 1 << 40, _SIGNED), flat(starts, 1 << 40, _SIGNED)
+    for step in range(first, last):
+        at = rows[step]
+        _call(words[at], table + 8 * (at + 1))
+
+
+# -- kernels that exist -------------------------------------------------------------------------------------------
+@CompiledStep
+def transpose_words(row: Row) -> None:
+    """`bits.transpose_words`."""
+    a = carray(row, 6)
+    bits.transpose_words(a[0], a[1], WORD, a[2], a[3], a[4], a[5])
+
+
+@CompiledStep
+def block_monomials(row: Row) -> None:
+    """`bits.block_monomials`."""
+    a = carray(row, 8)
+    bits.block_monomials(a[0], a[1], a[2], flat(a[3], a[4], _SIGNED), a[5], a[6], a[7])
+
+
+@CompiledStep
+def block_carries(row: Row) -> None:
+    """`bits.block_carries`."""
+    a = carray(row, 10)
+    bits.block_carries(a[0], a[1], a[2], flat(a[3], a[4], _SIGNED), a[5], a[6], a[7] != 0, a[8], a[9])
+
+
+@CompiledStep
+def join_products(row: Row) -> None:
+    """`bits.join_products`."""
+    a = carray(row, 7)
+    bits.join_products(a[0], flat(a[1], a[2], _SIGNED), a[3], a[4], a[5], a[6])
+
+
+@CompiledStep
+def join_carries(row: Row) -> None:
+    """`bits.join_carries`."""
+    a = carray(row, 10)
+    bits.join_carries(a[0], a[1], a[2], a[3], flat(a[4], a[5], _SIGNED), a[6], a[7] != 0, a[8], a[9])
+
+
+@CompiledStep
+def inject_products(row: Row) -> None:
+    """`bits.inject_products`."""
+    a = carray(row, 8)
+    bits.inject_products(a[0], a[1], a[2], flat(a[3], a[4], _FLAG), a[5], a[6], a[7], WORD)
+
+
+@CompiledStep
+def inject_terms(row: Row) -> None:
+    """`bits.inject_terms`."""
+    a = carray(row, 15)
+    bits.inject_terms(
+        a[0], a[1], a[2], a[3], a[4], a[5], flat(a[6], a[7], _FLAG), a[8], a[9], a[10], a[11], a[12] != 0, a[13], a[14],
+        WORD,
+    )  # fmt: skip
+
+
+@CompiledStep
+def trunc_helper(row: Row) -> None:
+    """`trunc.helper`."""
+    a = carray(row, 13)
+    trunc.helper(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], WORD, a[9], a[10], a[11], a[12])
+
+
+@CompiledStep
+def trunc_opened(row: Row) -> None:
+    """`trunc.opened`."""
+    a = carray(row, 8)
+    trunc.opened(a[0], a[1], a[2], a[3], a[4], a[5], WORD, a[6], a[7])
+
+
+@CompiledStep
+def trunc_closed(row: Row) -> None:
+    """`trunc.closed`."""
+    a = carray(row, 9)
+    trunc.closed(a[0], a[1], a[2], a[3], a[4], a[5], a[6], WORD, a[7], a[8])
+
+
+@CompiledStep
+def dot_product(row: Row) -> None:
+    """`matmul.dot_product`."""
+    a = carray(row, 7)
+    matmul.dot_product(a[0], a[1], a[2], a[3], a[4], a[5], a[6], WORD)
+
+
+@CompiledStep
+def row_product(row: Row) -> None:
+    """`matmul.row_product`."""
+    a = carray(row, 7)
+    matmul.row_product(a[0], a[1], a[2], a[3], a[4], a[5], a[6], WORD)
+
+
+KERNELS: dict[Any, tuple[Any, str]] = {
+    bits.transpose_words: (transpose_words, "rizwiii"),
+    bits.block_monomials: (block_monomials, "riipwii"),
+    bits.block_carries: (block_carries, "riipriiwi"),
+    bits.join_products: (join_products, "rpiwii"),
+    bits.join_carries: (join_carries, "rrripiiwi"),
+    bits.inject_products: (inject_products, "rirfwiiz"),
+    bits.inject_terms: (inject_terms, "rirrrifririiwiz"),
+    trunc.helper: (trunc_helper, "rrrrrrriizwwww"),
+    trunc.opened: (trunc_opened, "rrrriizww"),
+    trunc.closed: (trunc_closed, "rrrrriizww"),
+    matmul.dot_product: (dot_product, "rrwiiiiz"),
+    matmul.row_product: (row_product, "rrwiiiiz"),
+}
+
+
+# -- what PyTorch does ------------------------------------------------------------------------------------------------
+ADD, SUB, MUL, XOR, AND, ADD_TIMES = range(6)
+"""What `combine` computes; the last is x + factor y."""
+
+
+@compiled
+def _line(
+    operation: int, factor: int, count: int, out: Array, to: int, so: int, x: Array, at: int, sx: int, y: Array,
+    by: int, sy: int,
+) -> None:  # fmt: skip
+    """One line of `combine`; with a case of its own for lines without gaps, which become vectors."""
+    one = so == 1 and sx == 1 and sy == 1
+    if operation == ADD:
+        if one:
+            for m in range(count):
+                out[to + m] = x[at + m] + y[by + m]
+        else:
+            for m in range(count):
+                out[to + m * so] = x[at + m * sx] + y[by + m * sy]
+    elif operation == SUB:
+        if one:
+            for m in range(count):
+                out[to + m] = x[at + m] - y[by + m]
+        else:
+            for m in range(count):
+                out[to + m * so] = x[at + m * sx] - y[by + m * sy]
+    elif operation == MUL:
+        if one:
+            for m in range(count):
+                out[to + m] = x[at + m] * y[by + m]
+        else:
+            for m in range(count):
+                out[to + m * so] = x[at + m * sx] * y[by + m * sy]
+    elif operation == XOR:
+        if one:
+            for m in range(count):
+                out[to + m] = x[at + m] ^ y[by + m]
+        else:
+            for m in range(count):
+                out[to + m * so] = x[at + m * sx] ^ y[by + m * sy]
+    elif operation == AND:
+        if one:
+            for m in range(count):
+                out[to + m] = x[at + m] & y[by + m]
+        else:
+            for m in range(count):
+                out[to + m * so] = x[at + m * sx] & y[by + m * sy]
+    else:
+        for m in range(count):
+            out[to + m * so] = x[at + m * sx] + factor * y[by + m * sy]
+
+
+@CompiledStep
+def combine(row: Row) -> None:
+    """out = x (operation) y. Row: sizes of 4 dimensions, address and 4 strides of out, x and y, operation, factor."""
+    a = carray(row, 21)
+    out, x, y = flat(a[4], 1 << 40, _SIGNED), flat(a[9], 1 << 40, _SIGNED), flat(a[14], 1 << 40, _SIGNED)
+    for i in range(a[0]):
+        for j in range(a[1]):
+            for k in range(a[2]):
+                to = i * a[5] + j * a[6] + k * a[7]
+                at = i * a[10] + j * a[11] + k * a[12]
+                by = i * a[15] + j * a[16] + k * a[17]
+                _line(a[19], a[20], a[3], out, to, a[8], x, at, a[13], y, by, a[18])
+
+
+@CompiledStep
+def copy(row: Row) -> None:
+    """out = x. The row: sizes of 4 dimensions, then address and 4 strides of out and x in elements."""
+    a = carray(row, 14)
+    out, x = flat(a[4], 1 << 40, _SIGNED), flat(a[9], 1 << 40, _SIGNED)
+    for i in range(a[0]):
+        for j in range(a[1]):
+            for k in range(a[2]):
+                to = i * a[5] + j * a[6] + k * a[7]
+                at = i * a[10] + j * a[11] + k * a[12]
+                if a[8] == 1 and a[13] == 1:
+                    for m in range(a[3]):
+                        out[to + m] = x[at + m]
+                else:
+                    for m in range(a[3]):
+                        out[to + m * a[8]] = x[at + m * a[13]]
+
+
+@CompiledStep
+def sum_last(row: Row) -> None:
+    """out [n0, n1, n2] = the sum of x [n0, n1, n2, n3] over its last dimension; the row as that of `copy`."""
+    a = carray(row, 14)
+    out, x = flat(a[4], 1 << 40, _SIGNED), flat(a[9], 1 << 40, _SIGNED)
+    for i in range(a[0]):
+        for j in range(a[1]):
+            for k in range(a[2]):
+                at = i * a[10] + j * a[11] + k * a[12]
+                total = np.int64(0)
+                for m in range(a[3]):
+                    total += x[at + m * a[13]]
+                out[i * a[5] + j * a[6] + k * a[7]] = total
+
+
+@CompiledStep
+def gather(row: Row) -> None:
+    """out [n] = x [places], 0 where a place is negative. The row: n, out, x, places (addresses)."""
+    a = carray(row, 4)
+    out, x, places = flat(a[1], a[0], _SIGNED), flat(a[2], 1 << 40, _SIGNED), flat(a[3], a[0], _SIGNED)
+    for m in range(a[0]):
+        at = places[m]
+        out[m] = x[at] if at >= 0 else 0

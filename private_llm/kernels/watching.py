@@ -1,0 +1,70 @@
+"""Who watches what a thread computes: every kernel on addresses is called here, every drawn mask is told here.
+
+Nobody watches as a rule. `private_llm.replay` does, once, to learn a step that is going to be repeated.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+
+class Watcher(ABC):
+    """What is told about one thread."""
+
+    @abstractmethod
+    def addressed(self, tensors: Sequence[Tensor]) -> None:
+        """The addresses of these tensors are taken, for a kernel."""
+
+    @abstractmethod
+    def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
+        """This kernel is called next; tensors are addresses among the arguments."""
+
+    @abstractmethod
+    def left(self, x: Tensor) -> None:
+        """The values of this tensor are read by something else than PyTorch and kernels."""
+
+    @abstractmethod
+    def drew(self, stream: object, out: Tensor) -> None:
+        """These were the next bytes of a stream."""
+
+
+class _Thread(threading.local):
+    watcher: Watcher | None = None
+
+
+this_thread = _Thread()
+"""Its `watcher` is who watches the thread that asks, or None."""
+
+
+@contextmanager
+def watched_by(each: Watcher) -> Iterator[None]:
+    """Tell `each` what this thread does inside."""
+    before, this_thread.watcher = this_thread.watcher, each
+    try:
+        yield
+    finally:
+        this_thread.watcher = before
+
+
+def as_array(x: Tensor) -> np.ndarray[Any, Any]:
+    """A tensor's values for NumPy, in the same memory if they are in main memory and contiguous."""
+    watching = this_thread.watcher
+    if watching is not None:
+        watching.left(x)
+    made: np.ndarray[Any, Any] = x.cpu().contiguous().numpy()
+    return made
+
+
+def launch(kernel: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401 - addresses, sizes and plans
+    """Call a kernel whose tensors are addresses."""
+    watching = this_thread.watcher
+    if watching is not None:
+        watching.launched(kernel, arguments)
+    kernel(*arguments)

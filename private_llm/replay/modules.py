@@ -1,0 +1,165 @@
+"""Modules of a model as units: their inputs and results are secret tensors, and what they do besides is small.
+
+Beside its results a call may leave an input with fewer fractional bits, and put off a check of ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from private_llm.protocols.session import Session
+from private_llm.replay.units import Owner, Replays, replays_of
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SecretTensor
+
+MOST_ROWS = 64
+"""Rows of inputs that are repeated: tokens of a step. Prompts are longer, and Python is little of their time."""
+
+_UNTOUCHED = -1
+
+
+def repeated(
+    forward: Callable[..., Any], name: str, session: Session, kind: Hashable, weights: Sequence[tuple[str, object]]
+) -> Callable[..., Any]:  # fmt: skip
+    """`forward`, repeated as a program where its arguments are secret tensors of few rows and nothing else.
+
+    kind: what the module is, equal for modules that compute the same. weights: its own, by names relative to it; unless
+    all of them are shares, `forward` stays as it is.
+    """
+    if not session.config.replay:
+        return forward
+    shares = [(own, each.content) for own, each in weights if isinstance(each, SecretTensor)]
+    if len(shares) < len(weights):
+        return forward
+    parts = [part for _, fixed in shares for part in fixed.share.parts]
+    storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in parts}
+    numbers = {place: number for number, place in enumerate(storages)}
+    layout = tuple([
+        (numbers[part.untyped_storage().data_ptr()], part.storage_offset(), tuple(part.shape), part.stride())
+        for part in parts
+    ])  # fmt: skip
+    alike = (kind, tuple([(own, fixed.frac) for own, fixed in shares]), layout)
+    owner = Owner(name, tuple(storages.values()))
+    ranges: tuple[object, Hashable] = (None, ())
+
+    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
+        if kwargs or not args or not all(map(_small, args)):
+            return forward(*args, **kwargs)
+        replays = replays_of(session)
+        if replays is None:
+            return forward(*args)
+        pending = session.known.pending
+        held = None if pending is None else next((n for n, x in enumerate(args) if x is pending[0]), _UNTOUCHED)
+        if held == _UNTOUCHED:  # a check of something else was put off, which may happen inside
+            return forward(*args)
+        nonlocal ranges
+        if ranges[0] is not session.known.ranges:
+            ranges = session.known.ranges, _ranges(session, name)
+        return _Call(forward, owner, (alike, ranges[1]), session, args).made(replays, held)
+
+    return run
+
+
+def _ranges(session: Session, name: str) -> Hashable:
+    """What is known of a module and those within it, by names relative to it."""
+    known = session.known.ranges.modules
+    if not known:
+        return ()
+    group, _, own = name.rpartition(".")
+    names = [f"{group}.{each}" for each in own.split("+")]
+    return tuple([
+        (each[len(group) :] if "+" in own else each[len(name) :], tuple(sorted(found.items())))
+        for each, found in known.items()
+        if each in names or each.startswith(f"{name}.")
+    ])  # fmt: skip
+
+
+def _small(x: object) -> bool:
+    if not isinstance(x, SecretTensor) or x.hidden is not None:
+        return False
+    shape = x.shape
+    return len(shape) > 0 and 0 < x.content.numel() <= MOST_ROWS * shape[-1]
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """Public facts of a call: whether the result is one tensor, which results are coarse, which inputs were settled
+    anew (and are coarse), and whose check was put off: a result's or an input's, its number, and the bits of its sums.
+    """
+
+    alone: bool
+    coarse: tuple[bool, ...]
+    settled: tuple[tuple[int, bool], ...]
+    put_off: tuple[bool, int, int] | None
+
+
+class _Call:
+    """One call of a module with secret tensors."""
+
+    def __init__(
+        self, forward: Callable[..., Any], owner: Owner, alike: Hashable, session: Session, args: Sequence[SecretTensor]
+    ) -> None:  # fmt: skip
+        self._forward, self._owner, self._alike = forward, owner, alike
+        self._session, self._args = session, args
+        self._odd: Any = None
+
+    def made(self, replays: Replays, held: int | None) -> Any:  # noqa: ANN401 - what the module returns
+        """The module's results. held: which argument's check is put off."""
+        known, args = self._session.known, self._args
+        self._held, self._bits = held, 0 if known.pending is None else known.pending[1]
+        key = (self._alike, held, self._bits, tuple([x.coarse for x in args]))
+        values, facts = replays.run(self._session, key, [x.content for x in args], self._compute, self._owner)
+        if not isinstance(facts, _Facts):
+            return self._odd
+        results = [SecretTensor(value) for value in values[: len(facts.coarse)]]
+        for result, coarse in zip(results, facts.coarse, strict=True):
+            result.coarse = coarse
+        for (number, coarse), value in zip(facts.settled, values[len(results) :], strict=True):
+            args[number].settle(value, coarse)
+        known.pending = None
+        if facts.put_off is not None:
+            of_result, number, bits = facts.put_off
+            known.pending = ((results if of_result else args)[number], bits)
+        return results[0] if facts.alone else tuple(results)
+
+    def _compute(self, inputs: Sequence[Fixed]) -> tuple[Sequence[Fixed], Hashable]:
+        """Call the module with tensors of its own, and tell what became of them."""
+        known = self._session.known
+        args = [SecretTensor(x) for x in inputs]
+        for mine, given in zip(args, self._args, strict=True):
+            mine.coarse = given.coarse
+        if self._held is not None:
+            known.pending = (args[self._held], self._bits)
+        made = self._forward(*args)
+        results = list(made) if isinstance(made, tuple | list) else [made]
+        settled = [(n, x) for n, (x, was) in enumerate(zip(args, inputs, strict=True)) if x.content is not was]
+        put_off = _put_off(known.pending, results, args)
+        secret = [x for x in results if isinstance(x, SecretTensor) and x.hidden is None]
+        if len(secret) < len(results) or (known.pending is not None and put_off is None):
+            for n, x in settled:
+                self._args[n].settle(x.content, x.coarse)
+            if put_off is not None and not put_off[0]:
+                known.pending = (self._args[put_off[1]], put_off[2])
+            self._odd = made
+            return [], None
+        known.pending = None
+        facts = _Facts(
+            len(results) == 1 and results[0] is made, tuple([x.coarse for x in secret]),
+            tuple([(n, x.coarse) for n, x in settled]), put_off,
+        )  # fmt: skip
+        return [*(x.content for x in secret), *(x.content for _, x in settled)], facts
+
+
+def _put_off(
+    pending: tuple[Any, int] | None, results: Sequence[object], args: Sequence[object]
+) -> tuple[bool, int, int] | None:  # fmt: skip
+    """Whose check is put off, if it is a result's or an argument's."""
+    if pending is None:
+        return None
+    for of_result, tensors in ((True, results), (False, args)):
+        for number, x in enumerate(tensors):
+            if x is pending[0]:
+                return of_result, number, pending[1]
+    return None

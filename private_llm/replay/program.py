@@ -1,0 +1,296 @@
+"""A recorded step: kernels, messages and masks in the order in which one party computed them, ready to run again.
+
+All that changes from run to run lies in one arena: what comes in, the masks, what others send, everything between.
+Places in it are relative, so that programs share an arena (`bind`). Weights and constants are read where they lie.
+Masks are drawn at the beginning, from the same streams in the same order as the operations would draw them: a program
+takes of each stream exactly what the recorded run took, and never twice the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from private_llm.kernels.backends.cpu import steps
+from private_llm.kernels.compiling import CompiledStep
+
+WORD = 8
+"""Bytes of all elements."""
+_LINE = 64
+"""Bytes: where memories begin."""
+
+
+@dataclass(eq=False)
+class Memory:
+    """Bytes that change from run to run; first and last: the first and last event that uses them."""
+
+    size: int
+    first: int
+    last: int
+    place: int = -1
+
+    def used(self, event: int) -> None:
+        """By this event, too."""
+        self.last = max(self.last, event)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Words in a memory: a view of it as PyTorch makes views."""
+
+    memory: Memory
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Address:
+    """A place in a memory, in bytes."""
+
+    memory: Memory
+    offset: int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A place in one of the module's own memories, in bytes: the same program serves all modules that are alike."""
+
+    number: int
+    offset: int
+
+
+Word = int | Address | Weight
+
+
+@dataclass(frozen=True)
+class Step:
+    """One function of `steps` and its row."""
+
+    code: CompiledStep
+    row: tuple[Word, ...]
+
+
+@dataclass(frozen=True)
+class Send:
+    """A message."""
+
+    to: int
+    tag: str
+    payload: Operand
+
+
+@dataclass(frozen=True)
+class Receive:
+    """A message that is awaited."""
+
+    frm: int
+    tag: str
+    payload: Operand
+
+
+Event = Step | Send | Receive
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """All masks of one stream, one after the other: their memories, in whole blocks of the cipher."""
+
+    stream: int
+    memories: tuple[Memory, ...]
+
+    def together(self) -> Memory:
+        """All of them."""
+        return Memory(sum(each.size for each in self.memories), -1, max(each.last for each in self.memories))
+
+
+class Outside(Protocol):
+    """What a program meets when it runs: streams and links, or what was written down of them."""
+
+    def fill(self, stream: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        """The next bytes of a stream."""
+
+    def send(self, to: int, tag: str, payload: Tensor) -> None:
+        """As `Transport.send`, without the ledger."""
+
+    def receive(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """As `Transport.recv`."""
+
+
+class Arena:
+    """The memory in which the programs of one party run, one after the other."""
+
+    def __init__(self) -> None:
+        self.words = torch.empty(0, dtype=torch.int64)
+
+    def reserve(self, size: int) -> None:
+        """Room for this many bytes."""
+        if self.words.numel() * WORD < size:
+            room = torch.empty(2 * size // WORD + _LINE, dtype=torch.int64)
+            self.words = room[-(room.data_ptr() // WORD) % (_LINE // WORD) :]
+
+    def view(self, operand: Operand) -> Tensor:
+        """The words of an operand."""
+        start = (operand.memory.place + operand.offset) // WORD
+        return self.words.as_strided(operand.shape, operand.stride, self.words.storage_offset() + start)
+
+
+Table = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+@dataclass
+class _Bound:
+    """A program in an arena: where it was, its rows with addresses by what its weights are, its events with tensors."""
+
+    words: Tensor
+    tables: dict[tuple[int, ...], Table]
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    draws: list[tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]]
+    events: list[tuple[int, int, int | str, Tensor | None]]
+
+
+_RUN, _SEND, _RECEIVE = range(3)
+
+
+@dataclass
+class Program:
+    """Events in order; outputs that are tensors are public constants, returned as they are. keep: what must live on."""
+
+    events: Sequence[Event]
+    inputs: Sequence[Operand]
+    outputs: Sequence[Operand | Tensor]
+    draws: Sequence[Drawn]
+    keep: Sequence[object]
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = _placed([each.payload for each in self.events if not isinstance(each, Step)], self)
+        self._starts, self._table, self._kinds = _rows(self.events)
+        self._bound: _Bound | None = None
+
+    def bind(self, arena: Arena) -> _Bound:
+        """This program in an arena; anew where the arena has moved."""
+        arena.reserve(self.size)
+        held = self._bound
+        if held is not None and held.words is arena.words:
+            return held
+        octets = arena.words.numpy().view(np.uint8)
+        draws = [
+            (each.stream, octets[place : place + sum(memory.size for memory in each.memories)])
+            for each in self.draws
+            for place in (each.memories[0].place,)
+        ]
+        events: list[tuple[int, int, int | str, Tensor | None]] = []
+        step = 0
+        for each in self.events:
+            if isinstance(each, Step):
+                if events and events[-1][0] == _RUN:
+                    events[-1] = (_RUN, events[-1][1], step + 1, None)
+                else:
+                    events.append((_RUN, step, step + 1, None))
+                step += 1
+            elif isinstance(each, Send):
+                events.append((_SEND, each.to, each.tag, arena.view(each.payload)))
+            else:
+                events.append((_RECEIVE, each.frm, each.tag, arena.view(each.payload)))
+        self._bound = _Bound(
+            arena.words, {}, [arena.view(each) for each in self.inputs],
+            [arena.view(each) if isinstance(each, Operand) else each for each in self.outputs], draws, events,
+        )  # fmt: skip
+        return self._bound
+
+    def _addressed(self, bound: _Bound, weights: tuple[int, ...]) -> Table:
+        """The rows for weights at these addresses."""
+        found = bound.tables.get(weights)
+        if found is None:
+            bases = np.array([0, bound.words.data_ptr(), *weights], np.int64)
+            found = bound.tables[weights] = self._table + bases[self._kinds]
+        return found
+
+    def run(
+        self, outside: Outside, arena: Arena, inputs: Sequence[Tensor], weights: tuple[int, ...] = ()
+    ) -> list[Tensor]:  # fmt: skip
+        """Outputs in memory of their own. weights: addresses of the module's memories. Raises what `outside` raises."""
+        bound = self.bind(arena)
+        for stream, octets in bound.draws:
+            outside.fill(stream, octets)
+        for place, given in zip(bound.inputs, inputs, strict=True):
+            place.copy_(given)
+        rows = self._addressed(bound, weights)
+        table, starts = rows.ctypes.data, self._starts.ctypes.data
+        run = steps.run
+        for kind, number, other, payload in bound.events:
+            if payload is None:
+                run(table, starts, number, other)
+            elif kind == _SEND:
+                outside.send(number, str(other), payload.clone())
+            else:
+                payload.copy_(outside.receive(number, str(other), tuple(payload.shape), payload.dtype))
+        return [
+            place.clone() if isinstance(each, Operand) else place
+            for each, place in zip(self.outputs, bound.outputs, strict=True)
+        ]
+
+
+def _rows(events: Sequence[Event]) -> tuple[Table, Table, Table]:
+    """Where rows begin, their words with places for addresses, and of which memory: 0 none, 1 arena, 2.. weights."""
+    starts: list[int] = []
+    words: list[int] = []
+    kinds: list[int] = []
+    for each in events:
+        if not isinstance(each, Step):
+            continue
+        starts.append(len(words))
+        words.append(each.code.address)
+        kinds.append(0)
+        for word in each.row:
+            if isinstance(word, Address):
+                words.append(word.memory.place + word.offset)
+                kinds.append(1)
+            elif isinstance(word, Weight):
+                words.append(word.offset)
+                kinds.append(2 + word.number)
+            else:
+                words.append(word)
+                kinds.append(0)
+    return np.array(starts, np.int64), np.array(words, np.int64), np.array(kinds, np.int64)
+
+
+def _placed(messages: Sequence[Operand], program: Program) -> int:
+    """Give every memory its place: one after the other, but where another is not used any more. Returns bytes."""
+    memories: dict[int, Memory] = {}
+    operands = [*messages, *program.inputs, *(each for each in program.outputs if isinstance(each, Operand))]
+    found = [each.memory for each in operands]
+    for each in program.events:
+        if isinstance(each, Step):
+            found += [word.memory for word in each.row if isinstance(word, Address)]
+    for memory in found:
+        memories[id(memory)] = memory
+    blocks = [(each.together(), each.memories) for each in program.draws]
+    for _, parts in blocks:
+        for memory in parts:
+            memories.pop(id(memory), None)
+    top = 0
+    held: list[tuple[int, int, int]] = []  # place, end, last event
+    for memory in sorted([*memories.values(), *(block for block, _ in blocks)], key=lambda each: each.first):
+        held = [each for each in held if each[2] >= memory.first]
+        size, place = -(-memory.size // _LINE) * _LINE, 0
+        for begin, end, _ in held:
+            if begin - place >= size:
+                break
+            place = max(place, end)
+        memory.place = place
+        held.append((place, place + size, memory.last))
+        held.sort()
+        top = max(top, place + size)
+    for block, parts in blocks:
+        place = block.place
+        for memory in parts:
+            memory.place, place = place, place + memory.size
+    return top

@@ -1,0 +1,322 @@
+"""Writes down what one party computes, as a program: every operation of PyTorch, kernel, mask and message.
+
+What depends on nothing that changes from run to run (weights, public constants) is computed now and read later. What
+cannot be written down (an operation without a row in `loops.LOWERED`, values that leave PyTorch, a stream of
+masks that is not the session's) ends the recording; the step itself goes on as always.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from private_llm.errors import UnsupportedOp
+from private_llm.kernels.backends.cpu import steps
+from private_llm.kernels.compiling import CompiledStep
+from private_llm.kernels.watching import Watcher
+from private_llm.net.transport import Transport
+from private_llm.replay import loops
+from private_llm.replay.program import (
+    WORD,
+    Address,
+    Drawn,
+    Event,
+    Memory,
+    Operand,
+    Program,
+    Receive,
+    Send,
+    Step,
+    Weight,
+    Word,
+)
+from private_llm.replay.taps import Tap, whole_blocks
+from private_llm.ring.prg import Prg
+from private_llm.tensor.dispatch import TorchArg
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    """Inside, what PyTorch computes is no part of the step."""
+    with _disable_current_modes():
+        yield
+
+
+class Recorder(Watcher, Tap):
+    """Records while its mode `operations` is on, it watches the thread, and is the party's links."""
+
+    def __init__(
+        self, transport: Transport, streams: Sequence[Prg], weights: Sequence[torch.UntypedStorage] = ()
+    ) -> None:  # fmt: skip
+        """weights: memories of the module that is recorded, other ones in modules like it."""
+        Tap.__init__(self, transport)
+        self.reason: str | None = None
+        self.operations = _Operations(self)
+        self._weights = [(each.data_ptr(), each.nbytes()) for each in weights]
+        self._streams = list(streams)
+        self._events: list[Event] = []
+        self._draws: dict[int, list[Memory]] = {}
+        self._starts: list[int] = []
+        self._memories: dict[int, tuple[Memory, int, object]] = {}  # by address: bytes, and what owns them
+        self._made: dict[int, tuple[torch.dtype, torch.UntypedStorage]] = {}
+        self._keep: list[object] = []
+        self._untouched: set[int] = set()
+        self._seen: list[weakref.ref[Tensor]] = []
+
+    # -- what changes ----------------------------------------------------------------------------------------
+    def changing(self, x: Tensor) -> Memory:
+        """From now on the memory of x changes from run to run; its content comes from elsewhere."""
+        storage = x.untyped_storage()
+        memory = Memory(storage.nbytes(), len(self._events), len(self._events))
+        place = storage.data_ptr()
+        self._memories[place] = (memory, storage.nbytes(), storage)
+        bisect.insort(self._starts, place)
+        self._seen.append(weakref.ref(x))
+        return memory
+
+    def memory_of(self, x: Tensor) -> Memory | None:
+        """Of a tensor that changes; None for others."""
+        found = self._memories.get(x.untyped_storage().data_ptr()) if x.numel() else None
+        return None if found is None else found[0]
+
+    def _varies(self, x: Tensor) -> bool:
+        """Whether x changes from run to run, or is a weight, which is another one in a module that is alike."""
+        if not x.numel():
+            return False
+        place = x.untyped_storage().data_ptr()
+        return place in self._memories or any(place == start for start, _ in self._weights)
+
+    def operand(self, x: Tensor) -> Operand:
+        """A tensor that changes, as a program sees it. Raises UnsupportedOp for others and for other elements."""
+        memory = self.memory_of(x)
+        if memory is None or x.dtype != torch.int64:
+            raise UnsupportedOp(f"a constant, or {x.dtype}, where a value that changes is wanted")
+        memory.used(len(self._events))
+        return Operand(memory, int(x.storage_offset()) * WORD, tuple(x.shape), x.stride())
+
+    def _address(self, place: int) -> Word:
+        """A place in a memory that changes, or the address as it is."""
+        number = bisect.bisect_right(self._starts, place) - 1
+        if number >= 0:
+            start = self._starts[number]
+            memory, size, _ = self._memories[start]
+            if place < start + size:
+                memory.used(len(self._events))
+                return Address(memory, place - start)
+        for number, (start, size) in enumerate(self._weights):
+            if start <= place < start + size:
+                return Weight(number, place - start)
+        return place
+
+    def _written(self, place: int) -> None:
+        """Before a step writes at an address: what was constant so far begins as a copy of what it is now."""
+        if isinstance(self._address(place), Address):
+            return
+        for start, (dtype, storage) in self._made.items():
+            if start <= place < start + storage.nbytes() and dtype == torch.int64:
+                whole = torch.empty(0, dtype=torch.int64).set_(storage)
+                content = whole.clone()
+                self.changing(whole)
+                del self._made[start]
+                loops.copy(self.emit, whole, content)
+                return
+        raise UnsupportedOp("a step that writes to memory of before")
+
+    def emit(self, code: CompiledStep, row: Sequence[Word | Tensor]) -> None:
+        """Write a step down; `loops.Emit`."""
+        words: list[Word] = []
+        for each in row:
+            if isinstance(each, Tensor):
+                words.append(self._address(each.data_ptr()))
+                if isinstance(words[-1], int):
+                    self._keep.append(each)
+            else:
+                words.append(each)
+        self._events.append(Step(code, tuple(words)))
+
+    def stop(self, reason: str) -> None:
+        """This step cannot be repeated as a program."""
+        self.reason = self.reason or reason
+
+    # -- Watcher ---------------------------------------------------------------------------------------------
+    def addressed(self, tensors: Sequence[Tensor]) -> None:
+        """Their kernel is going to be called."""
+        for x in tensors:
+            if x.numel():
+                place = x.data_ptr()
+                self._untouched.add(place)
+                if isinstance(self._address(place), int):
+                    self._keep.append(x)
+
+    def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
+        """A kernel becomes a step."""
+        if self.reason is None:
+            with _unrecorded():
+                self._launched(kernel, arguments)
+
+    def _launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
+        try:
+            code, kinds = steps.KERNELS[kernel]
+            row: list[Word] = []
+            for kind, each in zip(kinds, arguments, strict=True):
+                if kind == "w":
+                    self._written(int(each))
+            for kind, each in zip(kinds, arguments, strict=True):
+                if kind == "z":
+                    if not isinstance(each, np.uint64):
+                        raise UnsupportedOp(f"a kernel on {type(each).__name__}")
+                elif kind in "pf":
+                    self._keep.append(each)
+                    row += [each.ctypes.data, each.size]
+                else:
+                    self._untouched.discard(int(each))
+                    row.append(self._address(int(each)) if kind in "rw" else int(each))
+            self._events.append(Step(code, tuple(row)))
+        except (KeyError, UnsupportedOp) as error:
+            self.stop(f"kernel {getattr(kernel, '__name__', kernel)}: {error}")
+
+    def drew(self, stream: object, out: Tensor) -> None:
+        """Masks, of one of the session's streams."""
+        number = next((n for n, each in enumerate(self._streams) if each is stream), None)
+        if number is None:
+            self.stop("masks of another stream")
+            return
+        if not out.numel():
+            return
+        with _unrecorded():
+            memory = self.memory_of(out) or self.changing(out)
+        memory.size = whole_blocks(self._streams[number], memory.size)
+        memory.first = -1
+        self._draws.setdefault(number, []).append(memory)
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        with _unrecorded():
+            super()._send(to, tag, payload)
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with _unrecorded():
+            return super()._recv(frm, tag, shape, dtype)
+
+    def left(self, x: Tensor) -> None:
+        """Values leave PyTorch, so what becomes of them is not seen."""
+        if self.memory_of(x) is not None:
+            self.stop("values that leave PyTorch")
+
+    # -- Tap -------------------------------------------------------------------------------------------------
+    def told_sent(self, to: int, tag: str, payload: Tensor) -> None:
+        """A message leaves: what it contains must change from run to run."""
+        if self.reason is None:
+            try:
+                self._events.append(Send(to, tag, self.operand(payload)))
+            except UnsupportedOp as error:
+                self.stop(f"sending '{tag}': {error}")
+
+    def told_received(self, frm: int, tag: str, payload: Tensor) -> None:
+        """A message has come."""
+        if payload.dtype != torch.int64 or not payload.numel():
+            self.stop(f"receiving '{tag}': {payload.numel()} x {payload.dtype}")
+        if self.reason is None:
+            self.changing(payload)
+            self._events.append(Receive(frm, tag, self.operand(payload)))
+
+    def told_bytes(self) -> None:
+        """A message came whose size is not known before."""
+        self.stop("a message of unknown size")
+
+    # -- the modes' ends -------------------------------------------------------------------------------------
+    def operated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - PyTorch's
+        """Run an operation of PyTorch and write it down."""
+        if self.reason is not None:
+            return func(*args, **kwargs)
+        tensors = [
+            x for each in (*args, *kwargs.values()) for x in (each if isinstance(each, list | tuple) else (each,))
+        ]
+        tensors = [x for x in tensors if isinstance(x, Tensor)]
+        changes = any(map(self._varies, tensors))
+        written = _written_by(func, args, kwargs)
+        try:
+            if changes and written is not None:
+                self._written(written.data_ptr())
+        except UnsupportedOp as error:
+            self.stop(f"{func}: {error}")
+        made = func(*args, **kwargs)
+        for x in made if isinstance(made, list | tuple) else (made,):
+            if isinstance(x, Tensor):
+                self._follow(func, x, tensors, changes, written, args, kwargs)
+            elif changes:
+                self.stop(f"{func} gives {type(x).__name__} of a value that changes")
+        return made
+
+    def _follow(
+        self, func: Any, x: Tensor, tensors: Sequence[Tensor], changes: bool, written: Tensor | None,  # noqa: ANN401
+        args: Sequence[Any], kwargs: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Of the result x of an operation."""
+        if not x.numel() or self.reason is not None:
+            return
+        start = x.untyped_storage().data_ptr()
+        if func in loops.STARTED:
+            self.changing(x)
+        elif written is None and any(start == t.untyped_storage().data_ptr() for t in tensors if t.numel()):
+            if start in self._memories:
+                self._seen.append(weakref.ref(x))  # a view
+        elif not changes or func in loops.CONSTANT:
+            self._made.setdefault(start, (x.dtype, x.untyped_storage()))
+        else:
+            if written is None:
+                self.changing(x)
+            try:
+                more = {key: value for key, value in kwargs.items() if key != "out"}
+                loops.LOWERED[func](self.emit, x, *args, **more)
+            except (KeyError, UnsupportedOp, TypeError) as error:
+                self.stop(f"{func}: {error}")
+
+    # -- the end ---------------------------------------------------------------------------------------------
+    def program(self, inputs: Sequence[Operand], outputs: Sequence[Tensor]) -> Program:
+        """What was written down. Raises UnsupportedOp where that is not all."""
+        if self.reason is not None:
+            raise UnsupportedOp(self.reason)
+        if self._untouched:
+            raise UnsupportedOp("addresses that no kernel was called with")
+        found = [self.operand(x) if self.memory_of(x) is not None else x for x in outputs]
+        for each in found:
+            if isinstance(each, Operand):
+                each.memory.last = len(self._events)
+        returned = {x.untyped_storage().data_ptr() for x in outputs}
+        left = (each() for each in self._seen)
+        if any(x is not None and x.untyped_storage().data_ptr() not in returned for x in left):
+            raise UnsupportedOp("a value that outlives the step")
+        draws = [Drawn(stream, tuple(each)) for stream, each in self._draws.items()]
+        return Program(self._events, inputs, found, draws, self._keep)
+
+
+def _written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:  # noqa: ANN401
+    """The tensor that an operation writes to; None if its result is a new one."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written = kwargs.get(argument.name) if argument.kwarg_only else args[number]
+            return written if isinstance(written, Tensor) else None
+    return None
+
+
+class _Operations(TorchDispatchMode):
+    """Passes operations on tensors on to a recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (),
+        kwargs: Mapping[str, TorchArg] | None = None,
+    ) -> TorchArg:  # fmt: skip
+        """One operation."""
+        return self._recorder.operated(func, args, kwargs or {})

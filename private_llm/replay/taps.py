@@ -1,0 +1,150 @@
+"""What a run met outside: masks, and what it sent and received. Written down, and given back to check a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from private_llm.kernels.watching import Watcher
+from private_llm.net.transport import PassingTransport, Transport
+from private_llm.protocols.protocol import Protocol
+from private_llm.ring.prg import Prg
+
+
+class Notes:
+    """Masks by stream, as bytes in whole blocks; messages in order."""
+
+    def __init__(self) -> None:
+        self.drawn: dict[int, list[Tensor]] = {}
+        self.sent: list[tuple[int, str, Tensor]] = []
+        self.received: list[tuple[int, str, Tensor]] = []
+
+
+class Tap(PassingTransport):
+    """Links that tell of every message; who receives or sends has a copy of its own."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        self.notes = Notes()
+
+    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+        self.told_sent(to, tag, payload)
+        super()._send(to, tag, payload.clone())
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        payload = super()._recv(frm, tag, shape, dtype).clone()
+        self.told_received(frm, tag, payload)
+        return payload
+
+    def _recv_bytes(self, frm: int, tag: str, most: int) -> bytes:
+        self.told_bytes()
+        return super()._recv_bytes(frm, tag, most)
+
+    def wait(self, frm: int) -> None:
+        """As the inner transport; no step that is repeated waits for a command."""
+        self.told_bytes()
+        super().wait(frm)
+
+    def told_sent(self, to: int, tag: str, payload: Tensor) -> None:
+        """A message leaves."""
+        self.notes.sent.append((to, tag, payload.clone()))
+
+    def told_received(self, frm: int, tag: str, payload: Tensor) -> None:
+        """A message has come."""
+        self.notes.received.append((frm, tag, payload.clone()))
+
+    def told_bytes(self) -> None:
+        """A message came whose size is not known before."""
+
+
+class Witness(Watcher, Tap):
+    """Writes down what a run meets outside, and nothing of what it computes."""
+
+    def __init__(self, transport: Transport, streams: Sequence[Prg]) -> None:
+        Tap.__init__(self, transport)
+        self._streams = list(streams)
+
+    def drew(self, stream: object, out: Tensor) -> None:
+        """Masks of one of the session's streams."""
+        for number, each in enumerate(self._streams):
+            if each is stream:
+                octets = out.view(torch.uint8)
+                whole = torch.zeros(whole_blocks(each, len(octets)), dtype=torch.uint8)
+                whole[: len(octets)] = octets
+                self.notes.drawn.setdefault(number, []).append(whole)
+
+    def addressed(self, tensors: Sequence[Tensor]) -> None:
+        """Nothing to write down."""
+
+    def left(self, x: Tensor) -> None:
+        """Nothing to write down."""
+
+    def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
+        """Nothing to write down."""
+
+
+@contextmanager
+def tapped(protocol: Protocol, tap: Tap) -> Iterator[None]:
+    """Inside, the protocol's links are the tap's."""
+    kept, protocol.transport = protocol.transport, tap
+    try:
+        yield
+    finally:
+        protocol.transport = kept
+
+
+def whole_blocks(stream: Prg, size: int) -> int:
+    """Bytes that a draw of `size` takes of a stream."""
+    return -(-size // stream.block) * stream.block
+
+
+class Rerun:
+    """The outside of a program that is run on what was written down of another run."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._drawn = {stream: torch.cat(drawn).numpy() for stream, drawn in notes.drawn.items()}
+        self._received, self.sent = iter(notes.received), Notes().sent
+        self.equal = True
+
+    def fill(self, stream: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        """All masks of a stream, at once."""
+        drawn = self._drawn.pop(stream, np.empty(0, np.uint8))
+        self.equal &= drawn.size == out.size
+        if self.equal:
+            out[:] = drawn
+
+    def send(self, to: int, tag: str, payload: Tensor) -> None:
+        """Write down."""
+        self.sent.append((to, tag, payload))
+
+    def receive(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """What the other run received, zeros if that was something else."""
+        whom, what, payload = next(self._received, (-1, "", torch.empty(0)))
+        self.equal &= (whom, what, tuple(payload.shape), payload.dtype) == (frm, tag, shape, dtype)
+        return payload if self.equal else torch.zeros(shape, dtype=dtype)
+
+    def agrees(self, notes: Notes) -> bool:
+        """Whether the program drew, received and sent the same as the other run, and all of it."""
+        left = bool(self._drawn) or next(self._received, None) is not None
+        return self.equal and not left and len(self.sent) == len(notes.sent) and all(map(_same, self.sent, notes.sent))
+
+
+def _same(one: tuple[int, str, Tensor], other: tuple[int, str, Tensor]) -> bool:
+    return one[:2] == other[:2] and torch.equal(one[2], other[2])
+
+
+class Live:
+    """The outside of a program that runs for its own sake."""
+
+    def __init__(self, transport: Transport, streams: Sequence[Prg]) -> None:
+        self._streams = streams
+        self.send, self.receive = transport._send, transport._recv
+
+    def fill(self, stream: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        """The next bytes of a stream."""
+        self._streams[stream].fill(out)

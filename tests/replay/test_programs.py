@@ -1,0 +1,251 @@
+"""Recorded programs send and give exactly what Python sends and gives, and what cannot be recorded stays in Python."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import private_llm.nn  # noqa: F401 - rules of functions
+from private_llm.config import PrivateConfig
+from private_llm.kernels.watching import as_array
+from private_llm.net.transport import Transport
+from private_llm.protocols.client_end import ClientEnd
+from private_llm.protocols.session import Session
+from private_llm.protocols.share import Share
+from private_llm.replay.modules import repeated
+from private_llm.replay.units import Owner, Replays, replays_of
+from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.secret import SecretTensor
+from tests.session import run_session
+
+WIDTH = 70
+CALLS = 7
+FRAC = 18
+
+Function = Callable[[SecretTensor], Tensor]
+
+FUNCTIONS: dict[str, Function] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "sigmoid": lambda x: x.sigmoid(),
+    "softmax": lambda x: F.softmax(x, -1),
+    "layer norm": lambda x: F.layer_norm(x, (WIDTH,)),
+    "rms norm": lambda x: F.rms_norm(x, (WIDTH,)),
+    "max": lambda x: x.amax(-1),
+    "moves": lambda x: torch.cat([x.flip(-1), x.roll(3, -1)], 0).T[::2] + x.repeat(2, 1).T[::2],
+}
+
+
+def run(
+    config: PrivateConfig, function: Function, inputs: list[Tensor], wrap: bool = True
+) -> tuple[list[Tensor], dict[int, Replays], list[dict[object, int]]]:
+    """`function` of each input in turn: the results, each party's programs, and what each of its ledgers says."""
+    held: dict[int, Replays] = {}
+    ledgers: list[dict[object, int]] = [{} for _ in range(config.parties)]
+    shape: list[torch.Size] = []
+    ready = threading.Barrier(config.parties)
+
+    def party(session: Session, transport: Transport) -> None:
+        called = repeated(function, "unit", session, "function", []) if wrap else function
+        for given in inputs:
+            x = SecretTensor(Fixed(session, session.protocol.receive_input(tuple(given.shape)), session.frac))
+            made = called(x)
+            fixed = made.to_fixed()  # type: ignore[attr-defined]
+            shape[:] = [fixed.shape]
+            session.protocol.reveal_to_client(fixed.share)
+        ready.wait()
+        found = replays_of(session)
+        if found is not None:
+            held[session.party] = found
+        ledger = session.protocol.ledger
+        ledgers[session.party] = {**ledger.sent, **ledger.rounds, **ledger.macs}  # type: ignore[dict-item]
+
+    def client(end: ClientEnd) -> list[Tensor]:
+        with torch.no_grad():
+            want = function(inputs[0]).shape  # type: ignore[arg-type]
+        made = []
+        for given in inputs:
+            elements = (given.double() * (1 << config.frac_bits)).round()
+            end.share(elements.to(torch.int64 if config.ring == 64 else torch.int32))
+            made.append(end.open(tuple(want)).double() / (1 << config.frac_bits))
+        return made
+
+    return run_session(config, party, client), held, ledgers
+
+
+def some(seed: int, shape: tuple[int, ...] = (2, WIDTH)) -> list[Tensor]:
+    torch.manual_seed(seed)
+    return [4 * torch.randn(shape) for _ in range(CALLS)]
+
+
+@pytest.mark.parametrize("protocol", ["trio", "dealer"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_that_is_repeated(name: str, protocol: str) -> None:
+    inputs = some(1)
+    config = PrivateConfig.from_dict({"protocol": protocol})
+    made, held, ledgers = run(config, FUNCTIONS[name], inputs)
+    for got, given in zip(made, inputs, strict=True):
+        assert torch.allclose(got, FUNCTIONS[name](given).double(), atol=2e-3)  # type: ignore[arg-type]
+    want = {"plain": 1, "recorded": 1, "checked": 1, "repeated": CALLS - 3}
+    assert [dict(held[party].counts) for party in range(3)] == [want] * 3
+    assert not any(each.refused for each in held.values())
+    plain = run(PrivateConfig.from_dict({"protocol": protocol, "replay": False}), FUNCTIONS[name], inputs)
+    assert ledgers == plain[2], "the same bytes, rounds and multiply-adds under the same names"
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (5, 64), (3, 129)])
+def test_odd_shapes(shape: tuple[int, ...]) -> None:
+    inputs = some(2, shape)
+    made, held, _ = run(PrivateConfig(), F.gelu, inputs)
+    assert all(torch.allclose(got, F.gelu(x).double(), atol=2e-3) for got, x in zip(made, inputs, strict=True))
+    assert held[1].counts["repeated"] == CALLS - 3
+
+
+def test_one_party_may_use_python_where_others_repeat() -> None:
+    inputs = some(3)
+    alone = {0: True, 1: False, 2: True}
+
+    def function(x: SecretTensor) -> Tensor:
+        return F.silu(x)
+
+    def sometimes(x: SecretTensor) -> Tensor:
+        wrapped = memo.setdefault(x.session, repeated(function, "unit", x.session, "function", []))
+        return wrapped(x) if not isinstance(x, SecretTensor) or alone[x.session.party] else function(x)
+
+    memo: dict[Session, Callable[..., Tensor]] = {}
+
+    def either(x: Tensor) -> Tensor:
+        return sometimes(x) if isinstance(x, SecretTensor) else F.silu(x)
+
+    made, held, _ = run(PrivateConfig(), either, inputs, wrap=False)  # type: ignore[arg-type]
+    assert all(torch.allclose(got, F.silu(x).double(), atol=2e-3) for got, x in zip(made, inputs, strict=True))
+    assert held[0].counts["repeated"] == CALLS - 3
+    assert not held[1].counts
+
+
+def test_masks_never_repeat() -> None:
+    """A program that is run twice on the same share sends other bytes: masks come from the streams, not the record."""
+    seen: list[Tensor] = []
+
+    def party(session: Session, transport: Transport) -> None:
+        x = SecretTensor(Fixed(session, session.protocol.receive_input((1, 8)), FRAC))
+        called = repeated(F.relu, "unit", session, "function", [])
+        for _ in range(6):
+            made = called(x.duplicate()).to_fixed().share
+            if session.party == 1:
+                seen.append(torch.cat([part.flatten() for part in made.parts]))
+
+    run_session(PrivateConfig(), party, lambda end: end.share(torch.arange(8).view(1, 8) << FRAC))
+    assert len({tuple(each.tolist()) for each in seen}) == 6
+
+
+def test_what_depends_on_values_is_refused() -> None:
+    """A function that reads what it should not, through NumPy or as a number, is found when it is recorded."""
+
+    def through_numpy(x: Fixed) -> Fixed:
+        part = torch.from_numpy(as_array(x.share.parts[0]) * 1)
+        return x.with_share(Share((part, *x.share.parts[1:])))
+
+    def as_number(x: Fixed) -> Fixed:
+        some = int(x.share.parts[0].sum()) % 2
+        return x.view(lambda part: part * (1 + some))
+
+    for function in (through_numpy, as_number):
+        refused: list[str] = []
+
+        def party(session: Session, transport: Transport, function: Callable[[Fixed], Fixed] = function) -> None:
+            x, replays = Fixed(session, session.protocol.receive_input((2, 8)), FRAC), Replays()
+            for _ in range(5):
+                replays.run(session, "unit", [x], lambda values: ([function(values[0])], ()))
+            refused.extend(replays.refused)  # noqa: B023 - read behind the session
+            if replays.counts["repeated"]:
+                raise RuntimeError("a function of values was repeated")
+
+        run_session(PrivateConfig(), party, lambda end: end.share(torch.ones(2, 8, dtype=torch.int64)))
+        assert len(refused) == 3
+
+
+def test_a_program_that_is_wrong_is_found_before_it_is_used() -> None:
+    """What a function takes from outside and changes from call to call is seen by the check, not by the recorder."""
+    refused: list[str] = []
+
+    def party(session: Session, transport: Transport) -> None:
+        x, replays, outside = Fixed(session, session.protocol.receive_input((2, 8)), FRAC), Replays(), [0]
+
+        def function(values: list[Fixed]) -> tuple[list[Fixed], tuple[()]]:
+            outside[0] += 1
+            return [values[0].view(lambda part: part * outside[0])], ()
+
+        for call in range(5):
+            made, _ = replays.run(session, "unit", [x], function)  # type: ignore[arg-type]
+            if not torch.equal(made[0].share.parts[0], x.share.parts[0] * (call + 1)):
+                raise RuntimeError("a program of the past")
+        refused.extend(replays.refused)
+
+    run_session(PrivateConfig(), party, lambda end: end.share(torch.ones(2, 8, dtype=torch.int64)))
+    assert refused == ["a recorded program that gives something else"] * 3
+
+
+def test_modules_that_are_alike_share_a_program_and_keep_their_weights() -> None:
+    torch.manual_seed(0)
+    weights = [torch.randn(5, 8) for _ in range(4)]
+    inputs = [torch.randn(1, 8) for _ in range(3)]
+    counts: list[dict[str, int]] = []
+
+    def party(session: Session, transport: Transport) -> None:
+        def received(shape: tuple[int, ...]) -> SecretTensor:
+            return SecretTensor(Fixed(session, session.protocol.receive_input(shape), FRAC))
+
+        held = [received((5, 8)) for _ in weights]
+        layers = [
+            repeated(lambda x, w=w: F.linear(x, w), f"layer {n}", session, "linear", [("weight", w)])
+            for n, w in enumerate(held)
+        ]
+        for _ in inputs:
+            x = received((1, 8))
+            for layer in layers:
+                session.protocol.reveal_to_client(layer(x).to_fixed().share)
+        found = replays_of(session)
+        counts.append({} if found is None else dict(found.counts))
+
+    def client(end: ClientEnd) -> list[list[Tensor]]:
+        for w in weights:
+            end.share((w.double() * (1 << FRAC)).round().long())
+        made = []
+        for x in inputs:
+            end.share((x.double() * (1 << FRAC)).round().long())
+            made.append([end.open((1, 5)).double() / (1 << FRAC) for _ in weights])
+        return made
+
+    made = run_session(PrivateConfig(), party, client)
+    for x, row in zip(inputs, made, strict=True):
+        for w, got in zip(weights, row, strict=True):
+            assert torch.allclose(got, F.linear(x, w).double(), atol=1e-4)
+    # 12 calls: the first as always, the second recorded, then one check for each of four layers
+    assert counts == [{"plain": 1, "recorded": 1, "checked": 4, "repeated": 6}] * 3
+
+
+def test_a_session_lets_go_of_the_program_that_was_used_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("private_llm.replay.units.MOST_PROGRAMS", 2)
+    held: list[int] = []
+
+    def party(session: Session, transport: Transport) -> None:
+        x, replays = Fixed(session, session.protocol.receive_input((2, 8)), FRAC), Replays()
+        for key in "abc":
+            replays.run(session, key, [x], lambda values: (list(values), ()), Owner())
+        held.append(len(replays))
+
+    run_session(PrivateConfig(), party, lambda end: end.share(torch.ones(2, 8, dtype=torch.int64)))
+    assert held == [2, 2, 2]
+
+
+@pytest.mark.parametrize("settings", [{"replay": False}, {"protocol": "quad"}, {"ring": 32, "frac_bits": 13}])
+def test_where_steps_are_not_repeated(settings: dict[str, object]) -> None:
+    _, held, _ = run(PrivateConfig.from_dict(settings), F.relu, some(4))
+    assert not held
