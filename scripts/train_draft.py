@@ -190,21 +190,23 @@ def stack_of(model: PreTrainedModel) -> tuple[nn.Module, str]:
     raise SystemExit(f"{type(model).__name__}: no list of {model.config.num_hidden_layers} layers found")
 
 
-def thinned(target: PreTrainedModel, count: int, texts: list[Told]) -> list[int]:
-    """The numbers of the `count` layers that stay."""
+def thinned(target: PreTrainedModel, count: int, texts: list[Told]) -> tuple[list[int], float]:
+    """The numbers of the `count` layers that stay, and the loss with them before training."""
     home, name = stack_of(target)
     layers = list(getattr(home, name))
-    stay = list(range(len(layers)))
+    stay, loss = list(range(len(layers))), 0.0
     with torch.no_grad(), Clock("choosing layers", 1.0) as clock:
         while len(stay) > count:
             losses = {}
             for without in stay[1:]:  # the first layer makes sense of embeddings; it always stays
                 setattr(home, name, nn.ModuleList(layers[number] for number in stay if number != without))
                 losses[without] = float(loss_of(target, texts))
-            stay.remove(min(losses, key=lambda number: losses[number]))
-            clock.part(f"({len(stay)} left)")
+            least = min(losses, key=lambda number: losses[number])
+            stay.remove(least)
+            loss = losses[least]
+            clock.part(f"({len(stay)} left, loss {loss:.3f})")
     setattr(home, name, nn.ModuleList(layers))
-    return stay
+    return stay, loss
 
 
 def draft_of(target: PreTrainedModel, stay: list[int]) -> PreTrainedModel:
@@ -243,7 +245,7 @@ def train(draft: PreTrainedModel, texts: list[Told], args: argparse.Namespace, s
     chance, steps, mean = random.Random(args.seed), 0, 0.0
     draft.train()
     with Clock("training", seconds) as clock:
-        for batch in batches(texts, args.rows, chance):
+        for batch in batches(texts, args.batch, chance):
             done = clock.part(f"(step {steps}, loss {mean:.3f})")
             if done >= 1.0 and steps:
                 break
@@ -257,7 +259,8 @@ def train(draft: PreTrainedModel, texts: list[Told], args: argparse.Namespace, s
             nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             steps += 1
-            mean = float(loss) if steps == 1 else 0.95 * mean + 0.05 * float(loss)
+            now = loss.item()
+            mean = now if steps == 1 else 0.95 * mean + 0.05 * now
     draft.eval()
     return {"steps": steps, "loss": mean}
 
@@ -286,7 +289,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=25.0, help="for texts and training")
     parser.add_argument("--writing", type=float, default=0.4, help="share of them for texts")
     parser.add_argument("--new", type=int, default=128, help="tokens of a text")
-    parser.add_argument("--rows", type=int, default=32, help="texts at a time")
+    parser.add_argument("--rows", type=int, default=64, help="texts written at a time")
+    parser.add_argument("--batch", type=int, default=16, help="texts in a training step")
     parser.add_argument("--rate", type=float, default=6e-4, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="seconds, for tests")
@@ -307,9 +311,9 @@ def main(argv: list[str] | None = None) -> int:
         while clock.part(f"({len(texts)} texts)") < 1.0 or not texts:
             asked = prompts(target, tokenizer, args, chance)
             texts += told(target, tokenizer, asked, args.new, sample=len(texts) // args.rows % 2 == 1)
-    stay = thinned(target, args.layers, texts[:2])
+    stay, before = thinned(target, args.layers, texts[:2])
     draft = draft_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), stay)
-    facts: dict[str, Any] = {"layers": stay, "texts": len(texts), "words": sum(len(t.ids) - t.start for t in texts)}
+    facts: dict[str, Any] = {"layers": stay, "loss_before": round(before, 3), "texts": len(texts), "words": sum(len(t.ids) - t.start for t in texts)}
     facts |= train(draft, texts, args, seconds * (1.0 - args.writing))
     draft.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

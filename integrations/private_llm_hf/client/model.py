@@ -29,6 +29,8 @@ from private_llm_hf.client.libraries import known_to_pipelines, refuse_swallowed
 from private_llm_hf.client.preprocess import CallPlan, Preprocessed, dry_run
 from private_llm_hf.client.remote_state import PrivateCache
 from private_llm_hf.client.session_client import SessionClient
+from private_llm_hf.client.speculation import SpeculationConfig
+from private_llm_hf.client.speculative_loop import decoding
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.patch_plan import PatchPlan
 
@@ -40,7 +42,6 @@ class PrivateModel:
     original_class: type[PreTrainedModel]
     accepts: frozenset[str]
     # from the class that this one is mixed into
-    generate: Callable[..., Any]
     __call__: Callable[..., Any]
     _shift_right: Callable[[torch.Tensor], torch.Tensor]
 
@@ -150,6 +151,17 @@ class PrivateModel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def generate(self, *args: Any, speculation: SpeculationConfig | None = None, **kwargs: Any) -> Any:  # noqa: ANN401
+        """As transformers' own, which runs at the client; with `speculation` drafts foretell tokens, and passes of the
+        private model check several at once (docs/speculation.md). The text is the same, when sampled in distribution.
+
+        Raises ConfigError, DomainError and UnsupportedOp for what speculation does not do: beams, several prompts, no
+        cache, encoder-decoders, a draft of another vocabulary.
+        """
+        if speculation is not None:
+            kwargs["custom_generate"] = decoding(speculation, kwargs.get("streamer"))
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     # -- the faces transformers looks at ----------------------------------------------------------------------
     @property
