@@ -50,7 +50,7 @@ def _continued(text: list[int], start: int, length: int) -> list[int]:
 class ModelDraft(Draft):
     """A plaintext model of the same vocabulary, with a cache of its own.
 
-    Greedy: the likeliest paths by beam search, certain. Sampled: first tokens drawn without replacement, each followed
+    Greedy: its greedy path and the likeliest others by beam search, certain. Sampled: first tokens drawn without replacement, each followed
     by a drawn path; every draw is from the model's chances under the caller's logits processors.
     """
 
@@ -92,13 +92,15 @@ class ModelDraft(Draft):
         return copied
 
     def _likeliest(self, tree: Tree, text: list[int], scores: Tensor, paths: int, length: int) -> None:
-        """Beam search: at every length the `paths` likeliest ways to go on."""
+        """The greedy path, and by beam search the likeliest others."""
         sums, tokens = scores.topk(paths)
         made, cache = tokens[:, None], self._copied(paths)
         for _ in range(length - 1):
-            following = self._chances(cache, made[:, -1:], _behind(text, made))
-            sums, places = (sums[:, None] + following).view(-1).topk(paths)
-            origin = places // following.shape[1]
+            following = sums[:, None] + self._chances(cache, made[:, -1:], _behind(text, made))
+            greedy = following[0].argmax().view(1)
+            others = following.view(-1).index_fill(0, greedy, -torch.inf).topk(paths - 1).indices
+            places = torch.cat([greedy, others])
+            origin, sums = places // following.shape[1], following.view(-1)[places]
             cache.reorder_cache(origin)
             made = torch.cat([made[origin], (places % following.shape[1])[:, None]], 1)
         for row in made.tolist():
