@@ -35,7 +35,9 @@ FIXED = (FixedCounts(2, 12, 4), FixedCounts(2, 16, 8), FixedCounts(3, 16, 8))
 
 def ways(draft: str | None) -> Iterator[tuple[str, SpeculationConfig, bool]]:
     """(name of the draft, settings, whether to sample)."""
-    sources = {"lookup": {}} | ({} if draft is None else {"model": {"draft": draft, "look_up": False}, "both": {"draft": draft}})
+    sources: dict[str, dict[str, Any]] = {"lookup": {}}
+    if draft is not None:
+        sources |= {"model": {"draft": draft, "look_up": False}, "both": {"draft": draft}}
     for name, source in sources.items():
         for paths, length in SHAPES:
             yield name, SpeculationConfig(**source, paths=paths, length=length), False

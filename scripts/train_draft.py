@@ -4,8 +4,8 @@
     python scripts/train_draft.py --model MODEL --out draft --text a.txt b.txt      prompts are pieces of texts
     python scripts/train_draft.py --tiny --out tiny_draft                           in seconds, from the bundled model
 
-1. The target, in plaintext, writes texts: half of them greedily, half sampled. Prompts are pieces of the given texts or,
-   without any, user's turns that the target itself makes up from its chat template (as Magpie, arXiv 2406.08464).
+1. The target, in plaintext, writes texts: half of them greedily, half sampled. Prompts are pieces of the given texts
+   or, without any, user's turns that the target itself makes up from its chat template (as Magpie, arXiv 2406.08464).
 2. The draft starts as the target without the layers that it misses least: they are left out one by one, each time the
    one without which the target's predictions change least (cross-entropy over a few of the texts).
 3. Its layers learn the target's probabilities at every word of the texts (Kim and Rush 2016; the likeliest 16 words).
@@ -35,9 +35,13 @@ from private_llm_cli.commands.models import demo_model, quiet, smollm2_model
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - the field's name
+from torch.nn import functional as F
 from transformers import (
-    AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, PreTrainedModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
 )  # fmt: skip
 
 DATA = Path(__file__).resolve().parent.parent / "integrations/private_llm_hf/data"
@@ -281,7 +285,7 @@ def main(argv: list[str] | None = None) -> int:
     """Write texts, choose layers, train, save, tell the hits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="folder or hub id of the target, or smollm2 (default: bundled)")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the draft")
+    parser.add_argument("--out", type=Path, default=Path("draft"), help="folder of the draft")
     parser.add_argument("--text", type=Path, nargs="+", help="texts whose pieces are prompts (default: made up)")
     parser.add_argument("--test", type=Path, default=DATA / "prompts.txt", help="held-out prompts, one a line")
     parser.add_argument("--tests", type=int, default=20, help="of them so many")
@@ -313,7 +317,8 @@ def main(argv: list[str] | None = None) -> int:
             texts += told(target, tokenizer, asked, args.new, sample=len(texts) // args.rows % 2 == 1)
     stay, before = thinned(target, args.layers, texts[:2])
     draft = draft_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), stay)
-    facts: dict[str, Any] = {"layers": stay, "loss_before": round(before, 3), "texts": len(texts), "words": sum(len(t.ids) - t.start for t in texts)}
+    facts: dict[str, Any] = {"layers": stay, "loss_before": round(before, 3), "texts": len(texts)}
+    facts["words"] = sum(len(text.ids) - text.start for text in texts)
     facts |= train(draft, texts, args, seconds * (1.0 - args.writing))
     draft.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

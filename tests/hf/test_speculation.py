@@ -1,4 +1,4 @@
-"""Speculative decoding with a private model: the text is the plaintext model's, and what the parties see is declared."""
+"""Speculative decoding: the text is the plaintext model's, and what the parties see is what is declared."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ def requests(private: Any, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """What the parties are asked from now on."""
     seen: list[Request] = []
     forward, command = private.parties.forward, private.parties.command
-    monkeypatch.setattr(private.parties, "forward", lambda call, secrets: (seen.append(call), forward(call, secrets))[1])
-    monkeypatch.setattr(private.parties, "command", lambda edit: (seen.append(edit), command(edit))[1])
+    parties = private.parties
+    monkeypatch.setattr(parties, "forward", lambda call, secrets: (seen.append(call), forward(call, secrets))[1])
+    monkeypatch.setattr(parties, "command", lambda edit: (seen.append(edit), command(edit))[1])
     return seen
 
 
@@ -257,8 +258,8 @@ def test_what_speculation_does_not_do_is_refused_before_anything_is_sent(
         private.generate(IDS, **GREEDY, use_cache=False, speculation=config)
     with pytest.raises(ConfigError, match=r"of 8 tokens; want 128"):
         private.generate(IDS, **GREEDY, speculation=SpeculationConfig(draft=tiny.build("llama", vocab_size=8)))
+    far = SpeculationConfig(fixed_counts=FixedCounts(2, 60, 2))
     with pytest.raises(DomainError, match="positions"):
-        far = SpeculationConfig(fixed_counts=FixedCounts(2, 60, 2))
         private.generate(IDS, **GREEDY, speculation=far)
     assert seen == []
     with (

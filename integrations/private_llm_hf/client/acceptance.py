@@ -28,7 +28,7 @@ ROOT = -1
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A drafted token. parent: a node's number or ROOT. chances: q, float [V], that it was drawn from; None: certain."""
+    """A drafted token. parent: a node's number or ROOT. chances: q, float [V], that drew it; None: certain."""
 
     parent: int
     token: int

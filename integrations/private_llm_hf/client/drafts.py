@@ -43,15 +43,16 @@ class LookUp(Draft):
 
 
 def _continued(text: list[int], start: int, length: int) -> list[int]:
-    """The text from `start` on, again and again where it ends before `length` tokens: what repeats goes on repeating."""
+    """The text from `start` on, again and again where it ends before `length` tokens: what repeats goes on."""
     return [text[start + place % (len(text) - start)] for place in range(length)]
 
 
 class ModelDraft(Draft):
     """A plaintext model of the same vocabulary, with a cache of its own.
 
-    Greedy: its greedy path and the likeliest others by beam search, certain. Sampled: first tokens drawn without replacement, each followed
-    by a drawn path; every draw is from the model's chances under the caller's logits processors.
+    Greedy: its greedy path and the likeliest others by beam search, certain. Sampled: first tokens drawn without
+    replacement, each followed by a drawn path; every draw is from the model's chances under the caller's logits
+    processors.
     """
 
     def __init__(self, model: PreTrainedModel, processors: LogitsProcessorList, sample: bool) -> None:
@@ -135,7 +136,7 @@ def _behind(text: list[int], made: Tensor) -> Tensor:
 
 
 class Both(Draft):
-    """A look-up where the last words occurred before, for one path; the model for the others, or where it found none."""
+    """A look-up for one path where the last words occurred before; the model for the others, or for all."""
 
     def __init__(self, model: ModelDraft) -> None:
         self._look_up, self._model = LookUp(), model

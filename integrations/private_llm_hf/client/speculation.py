@@ -28,6 +28,7 @@ class FixedCounts:
 
     reserve: so many of the prompt's last tokens are read again in the first window; a text may fall behind its schedule
     by as many tokens before it has to end early. Tokens that are known beyond the schedule add to it.
+    Raises ConfigError for a window smaller than the two together, and for numbers below 1 (reserve: 0).
     """
 
     advance: int = 2
@@ -57,7 +58,7 @@ class SpeculationConfig:
     length: drafted tokens in each, or None: chosen before each pass from measured times and acceptance.
     longest: at most so many then.
     fixed_counts: hide from the parties how many tokens were accepted (`FixedCounts`); `length` is not used then.
-    Raises ConfigError for numbers below 1.
+    Raises ConfigError for numbers below 1, and for both a length and fixed counts.
     """
 
     draft: str | PreTrainedModel = LOOKUP

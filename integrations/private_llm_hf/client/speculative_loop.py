@@ -41,7 +41,11 @@ class CausalModel(Protocol):
 
 
 def decoding(config: SpeculationConfig, streamer: BaseStreamer | None) -> Callable[..., Any]:
-    """The loop as generate(custom_generate=...) takes it."""
+    """The loop as generate(custom_generate=...) takes it.
+
+    It raises ConfigError, DomainError and UnsupportedOp for what it does not do, before anything is sent: beams,
+    several prompts or a padded one, no cache, encoder-decoders, a draft of another vocabulary.
+    """
 
     def decode(
         model: CausalModel, input_ids: Tensor, logits_processor: LogitsProcessorList,
@@ -153,7 +157,7 @@ class Passes:
                 prefix.append(tree.nodes[number].token)
             row, column = rows.place(number)
             raw = logits[row, column]
-            scores = self._processors(torch.tensor([prefix]), raw[None].clone())[0]
+            scores: Tensor = self._processors(torch.tensor([prefix]), raw[None].clone())[0]
             met.append((scores, raw))
             if self._sample:
                 return scores.softmax(-1)
