@@ -6,8 +6,8 @@
 
 1. The target, in plaintext, writes texts: half of them greedily, half sampled. Prompts are pieces of the given texts
    or, without any, user's turns that the target itself makes up from its chat template (as Magpie, arXiv 2406.08464).
-2. The draft starts as the target without the layers that it misses least: they are left out one by one, each time the
-   one without which the target's predictions change least (cross-entropy over a few of the texts).
+2. The draft starts as the target without the layers that it misses least: in rounds, those without which the target's
+   predictions change least (cross-entropy over one of the texts).
 3. Its layers learn the target's probabilities at every word of the texts (Kim and Rush 2016; the likeliest 16 words).
    Embeddings and head stay as they are.
 
@@ -84,7 +84,7 @@ class Clock:
         self._bar = Progress(*columns, console=Console(stderr=True))
         self._began, self._seconds = time.monotonic(), seconds
         self._task = self._bar.add_task(what, total=1.0)
-        self._what = what
+        self._what, self._told = what, 0.0
 
     def __enter__(self) -> Clock:
         self._bar.start()
@@ -97,6 +97,9 @@ class Clock:
         """Share of the time that is over."""
         done = (time.monotonic() - self._began) / self._seconds
         self._bar.update(self._task, completed=min(done, 1.0), description=f"{self._what} {note}")
+        if not self._bar.console.is_terminal and done >= self._told:
+            self._bar.console.print(f"{self._what} {note}")
+            self._told = done + 0.1
         return done
 
 
@@ -195,20 +198,26 @@ def stack_of(model: PreTrainedModel) -> tuple[nn.Module, str]:
 
 
 def thinned(target: PreTrainedModel, count: int, texts: list[Told]) -> tuple[list[int], float]:
-    """The numbers of the `count` layers that stay, and the loss with them before training."""
+    """The numbers of the `count` layers that stay, and the loss with them before training.
+
+    In rounds: each layer is left out in turn, then the third of those too many that is missed least goes.
+    """
     home, name = stack_of(target)
     layers = list(getattr(home, name))
-    stay, loss = list(range(len(layers))), 0.0
+    stay = list(range(len(layers)))
+
+    def loss_with(numbers: list[int]) -> float:
+        setattr(home, name, nn.ModuleList(layers[number] for number in numbers))
+        return loss_of(target, texts).item()
+
     with torch.no_grad(), Clock("choosing layers", 1.0) as clock:
         while len(stay) > count:
-            losses = {}
-            for without in stay[1:]:  # the first layer makes sense of embeddings; it always stays
-                setattr(home, name, nn.ModuleList(layers[number] for number in stay if number != without))
-                losses[without] = float(loss_of(target, texts))
-            least = min(losses, key=lambda number: losses[number])
-            stay.remove(least)
-            loss = losses[least]
-            clock.part(f"({len(stay)} left, loss {loss:.3f})")
+            # the first layer makes sense of embeddings; it always stays
+            losses = {without: loss_with([number for number in stay if number != without]) for without in stay[1:]}
+            gone = sorted(losses, key=lambda number: losses[number])[: -(-(len(stay) - count) // 3)]
+            stay = [number for number in stay if number not in gone]
+            clock.part(f"({len(stay)} left)")
+        loss = loss_with(stay)
     setattr(home, name, nn.ModuleList(layers))
     return stay, loss
 
@@ -315,7 +324,7 @@ def main(argv: list[str] | None = None) -> int:
         while clock.part(f"({len(texts)} texts)") < 1.0 or not texts:
             asked = prompts(target, tokenizer, args, chance)
             texts += told(target, tokenizer, asked, args.new, sample=len(texts) // args.rows % 2 == 1)
-    stay, before = thinned(target, args.layers, texts[:2])
+    stay, before = thinned(target, args.layers, texts[:1])
     draft = draft_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), stay)
     facts: dict[str, Any] = {"layers": stay, "loss_before": round(before, 3), "texts": len(texts)}
     facts["words"] = sum(len(text.ids) - text.start for text in texts)

@@ -75,9 +75,9 @@ DRAFTS = Threat(
     learns=(
         ("every party (the dealer too), and whoever sees the traffic", "how many tokens and ways to go on were drafted "
          "in each pass, which way was gone on with, and how many of its tokens were accepted, because the cache is cut "
-         "back to them: how well the draft model, or a look-up in the text, foresees the private text. Lengths that are "
-         "chosen from measured times and acceptance tell nothing more. With transformers' own prompt_lookup_num_tokens "
-         "the number of drafts also says whether the last words occurred before"),
+         "back to them: how well the draft model, or a look-up in the text, foresees the private text. Lengths that "
+         "are chosen from measured times and acceptance tell nothing more. With transformers' own "
+         "prompt_lookup_num_tokens the number of drafts also says whether the last words occurred before"),
         ("with FixedCounts: every party, and whoever sees the traffic", "the sizes in it, and of the text the limit "
          "max_new_tokens only: every pass reads as many tokens, keeps as many, and goes on with the same row, and the "
          "number of passes follows from the limit, also where the text ends before. A text that falls behind this "
