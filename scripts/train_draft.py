@@ -255,7 +255,7 @@ def train(draft: PreTrainedModel, texts: list[Told], args: argparse.Namespace, s
     """AdamW with a rate that rises for a tenth of the time and falls to zero as a cosine."""
     trained = [weight for weight in draft.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.rate, betas=(0.9, 0.95), weight_decay=0.01)
-    chance, steps, mean = random.Random(args.seed), 0, 0.0
+    chance, steps, mean, saved = random.Random(args.seed), 0, 0.0, 0.0
     draft.train()
     with Clock("training", seconds) as clock:
         for batch in batches(texts, args.batch, chance):
@@ -272,6 +272,9 @@ def train(draft: PreTrainedModel, texts: list[Told], args: argparse.Namespace, s
             nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
             steps += 1
+            if done >= saved + 0.1:  # what is cut short leaves something
+                draft.save_pretrained(args.out)
+                saved = done
             now = loss.item()
             mean = now if steps == 1 else 0.95 * mean + 0.05 * now
     draft.eval()
@@ -325,12 +328,13 @@ def main(argv: list[str] | None = None) -> int:
             asked = prompts(target, tokenizer, args, chance)
             texts += told(target, tokenizer, asked, args.new, sample=len(texts) // args.rows % 2 == 1)
     stay, before = thinned(target, args.layers, texts[:1])
+    del target
     draft = draft_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), stay)
+    tokenizer.save_pretrained(args.out)
     facts: dict[str, Any] = {"layers": stay, "loss_before": round(before, 3), "texts": len(texts)}
     facts["words"] = sum(len(text.ids) - text.start for text in texts)
     facts |= train(draft, texts, args, seconds * (1.0 - args.writing))
     draft.save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
     exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     lines = args.test.read_text(encoding="utf-8").splitlines()[: args.tests]
     unseen = [told(exact, tokenizer, [as_prompt(tokenizer, line)], args.new, sample=False)[0] for line in lines]
