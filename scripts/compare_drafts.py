@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,29 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 DATA = Path(__file__).resolve().parent.parent / "integrations/private_llm_hf/data"
-SHAPES = ((1, 2), (1, 4), (1, 6), (1, 8), (2, 4), (2, 6), (4, 4), (4, 6), (8, 6))
+SHAPES = ((1, 4), (1, 2), (1, 6), (1, 8), (2, 4), (2, 6), (4, 4), (4, 6), (8, 6))
 FIXED = (FixedCounts(2, 12, 4), FixedCounts(2, 16, 8), FixedCounts(3, 16, 8))
 
 
-def ways(draft: str | None) -> Iterator[tuple[str, SpeculationConfig, bool]]:
+def shape(text: str) -> tuple[int, int]:
+    """Paths and drafted tokens of `4x6`."""
+    paths, length = text.split("x")
+    return int(paths), int(length)
+
+
+def ways(
+    draft: str | None, wanted: list[str], shapes: Sequence[tuple[int, int]]
+) -> Iterator[tuple[str, SpeculationConfig, bool]]:
     """(name of the draft, settings, whether to sample)."""
     sources: dict[str, dict[str, Any]] = {"lookup": {}}
     if draft is not None:
         sources |= {"model": {"draft": draft, "look_up": False}, "both": {"draft": draft}}
     for name, source in sources.items():
-        for paths, length in SHAPES:
+        if name not in wanted:
+            continue
+        for paths, length in shapes:
             yield name, SpeculationConfig(**source, paths=paths, length=length), False
-        for paths, length in ((1, 4), (4, 4)):
-            yield name, SpeculationConfig(**source, paths=paths, length=length), True
+        yield name, SpeculationConfig(**source, paths=shapes[0][0], length=shapes[0][1]), True
         for counts in FIXED:
             yield name, SpeculationConfig(**source, fixed_counts=counts), False
 
@@ -88,7 +97,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     prompts = asked(tokenizer, args.prompts, args.count)
     limits = {"max_new_tokens": args.new, "pad_token_id": 0}
     greedy = [model.generate(ids, do_sample=False, **limits) for ids in prompts]
-    every = list(ways(args.draft))
+    every = list(ways(args.draft, args.drafts, args.shapes))
     for name, config, sample in track(every[:: args.step], "ways", console=Console(stderr=True)):
         torch.manual_seed(0)
         new, short, equal = 0, 0, True
@@ -119,6 +128,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompts", type=Path, default=DATA / "prompts.txt")
     parser.add_argument("--count", type=int, default=20, help="prompts")
     parser.add_argument("--new", type=int, default=64, help="tokens of each text, at most")
+    parser.add_argument("--drafts", nargs="+", default=["lookup", "model", "both"], help="of these three")
+    parser.add_argument("--shapes", nargs="+", type=shape, default=SHAPES, help="paths x drafted tokens, such as 4x6")
     parser.add_argument("--step", type=int, default=1, help="only every so many ways")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(argv)
