@@ -197,8 +197,8 @@ def stack_of(model: PreTrainedModel) -> tuple[nn.Module, str]:
     raise SystemExit(f"{type(model).__name__}: no list of {model.config.num_hidden_layers} layers found")
 
 
-def thinned(target: PreTrainedModel, count: int, texts: list[Told]) -> tuple[list[int], float]:
-    """The numbers of the `count` layers that stay, and the loss with them before training.
+def thinned(target: PreTrainedModel, count: int, texts: list[Told]) -> list[int]:
+    """The numbers of the `count` layers that stay.
 
     In rounds: each layer is left out in turn, then the third of those too many that is missed least goes.
     """
@@ -217,9 +217,8 @@ def thinned(target: PreTrainedModel, count: int, texts: list[Told]) -> tuple[lis
             gone = sorted(losses, key=lambda number: losses[number])[: -(-(len(stay) - count) // 3)]
             stay = [number for number in stay if number not in gone]
             clock.part(f"({len(stay)} left)")
-        loss = loss_with(stay)
     setattr(home, name, nn.ModuleList(layers))
-    return stay, loss
+    return stay
 
 
 def draft_of(target: PreTrainedModel, stay: list[int]) -> PreTrainedModel:
@@ -327,11 +326,11 @@ def main(argv: list[str] | None = None) -> int:
         while clock.part(f"({len(texts)} texts)") < 1.0 or not texts:
             asked = prompts(target, tokenizer, args, chance)
             texts += told(target, tokenizer, asked, args.new, sample=len(texts) // args.rows % 2 == 1)
-    stay, before = thinned(target, args.layers, texts[:1])
+    stay = thinned(target, args.layers, texts[:1])
     del target
     draft = draft_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), stay)
     tokenizer.save_pretrained(args.out)
-    facts: dict[str, Any] = {"layers": stay, "loss_before": round(before, 3), "texts": len(texts)}
+    facts: dict[str, Any] = {"layers": stay, "texts": len(texts)}
     facts["words"] = sum(len(text.ids) - text.start for text in texts)
     facts |= train(draft, texts, args, seconds * (1.0 - args.writing))
     draft.save_pretrained(args.out)
