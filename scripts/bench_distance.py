@@ -2,12 +2,16 @@
 
 python scripts/bench_distance.py --latency 1 20              the bundled model, parties as processes
 python scripts/bench_distance.py --model smollm2 --new 8     SmolLM2-135M-Instruct (scripts/real_model.py installs it)
+python scripts/bench_distance.py --model smollm2 --draft my_draft --ways keys trained --prompt "What is a lake?"
 python scripts/bench_distance.py --tiny                      in seconds
 
 One JSON row for each latency (milliseconds one way between parties; the client is near) and way: "circuits" is
-adder="prefix", "keys" is adder="auto" with the stated network, "drafts" is that with prompt_lookup_num_tokens. Every
-way continues the same prompt, greedily; its text is compared with the plaintext model's. Tokens a second count the
-further tokens, behind the first; `first_s` is the time to that one. `ratio` is to circuits at the same latency.
+adder="prefix", "keys" is adder="auto" with the stated network, "drafts" is that with prompt_lookup_num_tokens,
+"trained" (with --draft, a folder that scripts/train_draft.py made) that with speculation by this model and look-ups, in
+`--paths` paths of `--length`. Every way continues the same prompt, greedily; its text is compared with the plaintext
+model's. Tokens a second count those that came behind the prompt's pass, which with drafts may give several; `first_s`
+is the time to the first. `ratio` is to the first way at the same latency; `rounds_per_token` counts what the whole text
+took more than its first token alone, over all other tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from typing import Any
 import torch
 from private_llm_cli.bench.rows import machine, party_threads
 from private_llm_cli.commands.models import demo_model, quiet, smollm2_model
-from private_llm_hf import AutoPrivateModelForCausalLM
+from private_llm_hf import AutoPrivateModelForCausalLM, SpeculationConfig
 from private_llm_hf.api import share_checkpoint
 from private_llm_hf.models import smollm2
 from private_llm_hf.service.local import LocalParties
@@ -63,27 +67,41 @@ class Clock(BaseStreamer):
     def end(self) -> None:
         """Nothing to do."""
 
+    def speed(self) -> float:
+        """Tokens a second behind those of the prompt's pass, which come within milliseconds of the first."""
+        later = [at for at in self.times[1:] if at > self.times[1] + 0.02]
+        return len(later) / (later[-1] - self.times[1]) if later else float("inf")
 
-def asked(name: str) -> tuple[str, Any]:
+
+def asked(name: str, prompt: str) -> tuple[str, Any]:
     """The model's folder and the prompt's ids [1, n]."""
     if name == "smollm2":
         folder = str(smollm2_model())
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        return folder, smollm2.chat(tokenizer, [QUESTION])["input_ids"]
+        return folder, smollm2.chat(tokenizer, [prompt or QUESTION])["input_ids"]
     folder = name or demo_model()
-    return folder, AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt")["input_ids"]
+    return folder, AutoTokenizer.from_pretrained(folder)(prompt or PROMPT, return_tensors="pt")["input_ids"]
+
+
+def ways(args: argparse.Namespace) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """(name, settings of the parties, settings of generate) of what is measured."""
+    every = list(WAYS)
+    if args.draft:
+        config = SpeculationConfig(args.draft, paths=args.paths, length=args.length)
+        every.append(("trained", WAYS[1][1], {"speculation": config}))
+    return [way for way in every if way[0] in args.ways] if args.ways else every
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows, one for each latency and way."""
-    folder, ids = asked(args.model)
+    folder, ids = asked(args.model, args.prompt)
     mask = torch.ones_like(ids)
     limits = {"max_new_tokens": args.new, "min_new_tokens": args.new, "do_sample": False, "pad_token_id": 0}
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     want = plain.generate(ids, attention_mask=mask, **limits)
     for latency in track(args.latency, "latencies", console=Console(stderr=True)):
         first = 0.0
-        for way, settings, more in WAYS[2:] if args.tiny else WAYS:
+        for way, settings, more in ways(args):
             config = PrivateConfig.from_dict({"timeout_s": 120, "latency_ms": latency, **settings})
             with tempfile.TemporaryDirectory() as shares:
                 share_checkpoint(folder, shares, config)
@@ -91,12 +109,15 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     LocalParties(config, {"model": shares}, latency_ms=latency) as parties,
                     AutoPrivateModelForCausalLM.from_pretrained(f"{shares}/client", parties.config) as model,
                 ):
-                    model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)  # compiles kernels
+                    model.cost(reset=True)
+                    model.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False)  # compiles kernels
+                    prompt = model.cost(reset=True)
+                    model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
                     model.cost(reset=True)
                     clock, began = Clock(), time.perf_counter()
                     made = model.generate(ids, attention_mask=mask, streamer=clock, **limits, **more)
                     cost = model.cost()
-            speed = (args.new - 1) / (clock.times[-1] - clock.times[1])
+            speed = clock.speed()
             first = first or speed
             yield {
                 "name": "distance", "way": way, "protocol": config.protocol, "latency_ms": latency,
@@ -104,6 +125,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "model": args.model or "demo",
                 "tokens_per_s": speed, "ratio": speed / first, "first_s": clock.times[1] - began,
                 "equal": bool(torch.equal(made, want)), "bytes_total": cost.bytes_total, "rounds": cost.rounds,
+                "rounds_per_token": round((cost.rounds - prompt.rounds) / (args.new - 1), 1),
                 "parties": config.parties, "party_mode": "processes", "threads": party_threads(config.parties),
                 "machine": machine(), "torch": torch.__version__, "version": VERSION,
             }  # fmt: skip
@@ -115,10 +137,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", default="", help="folder of a model, or smollm2 (default: the bundled one)")
     parser.add_argument("--latency", type=float, nargs="+", default=[0.2, 1.0, 20.0])
     parser.add_argument("--new", type=int, default=24, help="tokens of each text")
+    parser.add_argument("--prompt", default="", help="another prompt; SmolLM2 is asked it as a user's turn")
+    parser.add_argument("--ways", nargs="+", help="of circuits, keys, drafts and trained (default: all there are)")
+    parser.add_argument("--draft", default="", help="folder of a draft model")
+    parser.add_argument("--paths", type=int, default=1, help="ways to go on that a pass checks, with --draft")
+    parser.add_argument("--length", type=int, default=6, help="drafted tokens in each, with --draft")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(argv)
     if args.tiny:
-        args.latency, args.new = [0.2], 4
+        args.latency, args.new, args.ways = [0.2], 4, ["drafts"]
     quiet()
     rows = []
     for row in measure(args):

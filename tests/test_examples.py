@@ -93,6 +93,12 @@ def scores_are_those_of_the_plaintext_model(out: str) -> None:
         assert float(private) == float(plain) > 0
 
 
+def drafts_save_rounds_and_change_nothing(out: str) -> None:
+    found = {name: printed(out, name).split(" rounds: ") for name in ("alone:", "drafts:", "hidden:")}
+    assert len({text for _, text in found.values()}) == 1
+    assert int(found["drafts:"][0]) < 0.8 * int(found["alone:"][0])
+
+
 CHECKS: dict[str, Callable[[str], None]] = {
     "chat_langchain": chain_answers,
     "chat_openai": chat_streams_the_plaintext_text,
@@ -101,6 +107,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "embed_openai": vectors_tell_sentences_apart,
     "evaluate_lm_eval": scores_are_those_of_the_plaintext_model,
     "generate_text": text_is_that_of_the_plaintext_model,
+    "generate_with_drafts": drafts_save_rounds_and_change_nothing,
     "own_network": networks_agree,
     "share_to_files": files_hold_shares,
     "three_hosts": hosts_answer,

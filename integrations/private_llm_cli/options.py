@@ -251,6 +251,14 @@ RevealOption = Annotated[str, typer.Option("--reveal", help="What the client ope
 WeightsOption = Annotated[str, typer.Option("--weights", help="'secret', or 'public' for open-weight models.")]
 TemperatureOption = Annotated[float, typer.Option("--temperature", help="Above 0: sample. 0: greedy.")]
 TopPOption = Annotated[float, typer.Option("--top-p", help="With a temperature: nucleus sampling.")]
+DraftOption = Annotated[
+    str, typer.Option("--draft", help="Speculative decoding: 'lookup', or a draft model's folder or hub id.")
+]
+PathsOption = Annotated[int, typer.Option("--draft-paths", help="With a draft: ways to go on that a pass checks.")]
+AdvanceOption = Annotated[
+    int | None,
+    typer.Option("--advance", help="With a draft: every pass goes on by so many tokens, which hides accepted counts."),
+]
 TaskOption = Annotated[str, typer.Option(help="causal-lm, seq2seq, classification, features, image or masked-lm.")]
 RangesOption = Annotated[Path | None, typer.Option("--ranges", help="A file of `private-llm calibrate --out`.")]
 GgufOption = Annotated[str | None, typer.Option("--gguf-file", help="A GGUF file in the model's folder or repository.")]
@@ -274,6 +282,18 @@ def remote(hosts: list[str] | None, tls: Path | None, endpoint: str, loopback: b
             raise ConfigError(f"tls: {tls} lacks {', '.join(missing)}; make certificates with `private-llm certs`")
         values["tls"] = {key: str(tls / name) for key, name in names.items()}
     return {**values, "allow_plain_loopback": loopback}
+
+
+def drafting(draft: str, paths: int, advance: int | None) -> dict[str, Any]:
+    """Settings of generate() for speculative decoding. Raises ConfigError for others without a draft."""
+    if not draft:
+        if paths != 1 or advance is not None:
+            raise ConfigError("draft: got none, so --draft-paths and --advance say nothing; want --draft lookup")
+        return {}
+    from private_llm_hf.client.speculation import FixedCounts, SpeculationConfig
+
+    counts = None if advance is None else FixedCounts(advance, window=advance + 12, reserve=8)
+    return {"speculation": SpeculationConfig(draft, paths=paths, fixed_counts=counts)}
 
 
 def sampling(temperature: float, top_p: float) -> dict[str, Any]:

@@ -13,8 +13,10 @@ import typer
 from private_llm.errors import ConfigError
 from private_llm_cli.kv_cache import KvCacheOption, OldKvCacheOption, kv_cache_of
 from private_llm_cli.options import (
+    AdvanceOption,
     AgreedAdderOption,
     DemoModel,
+    DraftOption,
     GgufOption,
     HeadBudgetOption,
     HostsOption,
@@ -26,6 +28,7 @@ from private_llm_cli.options import (
     OrdersOption,
     PartyMode,
     PartyOption,
+    PathsOption,
     PlanOption,
     PromptOption,
     ProtocolOption,
@@ -44,6 +47,7 @@ from private_llm_cli.options import (
     adder_of,
     bits,
     config_of,
+    drafting,
     plan_of,
     remote,
     sampling,
@@ -109,6 +113,9 @@ def generate(
     allow_plain_loopback: LoopbackOption = False,
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
+    draft: DraftOption = "",
+    draft_paths: PathsOption = 1,
+    advance: AdvanceOption = None,
     preprocess: Annotated[bool, typer.Option("--preprocess", help="What needs no data first, apart.")] = False,
     matmul: MatmulOption = "masked",
     adder: AgreedAdderOption = "",
@@ -128,11 +135,13 @@ def generate(
     """Private generate() of any supported model."""
     from private_llm_cli.commands.generate import generate as run
 
-    chosen = sampling(temperature, top_p)
+    chosen = sampling(temperature, top_p) | drafting(draft, draft_paths, advance)
     more = {**remote(hosts, tls, "client", allow_plain_loopback), **plan_of(plan, accept_weak_plan, split)}
     more |= adder_of(adder)
     more |= kv_cache_of(kv_cache, cache_policy) | sparsity_of(sparsity, orders, levels, neuron_budget, head_budget)
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, matmul=matmul, **more)
+    if preprocess and draft:
+        raise ConfigError("preprocess: with --draft nobody knows ahead how often the model runs; leave one of them out")
     run(model, prompt, config, new_tokens, as_json, chosen, preprocess, gguf_file, ranges)
 
 
@@ -202,12 +211,15 @@ def chat(
     adder: AgreedAdderOption = "",
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,
+    draft: DraftOption = "",
+    draft_paths: PathsOption = 1,
+    advance: AdvanceOption = None,
     kv_cache: KvCacheOption = "",
 ) -> None:
     """Talk with a private model in the terminal, or with lines from a pipe. /reset, /cost, /quit; Ctrl-C stops."""
     from private_llm_cli.commands.terminal_chat import terminal_chat
 
-    chosen = sampling(temperature, top_p)
+    chosen = sampling(temperature, top_p) | drafting(draft, draft_paths, advance)
     more = remote(hosts, tls, "client", allow_plain_loopback) | kv_cache_of(kv_cache, "") | adder_of(adder)
     config = config_of(protocol, ring, party_mode, reveal=reveal, weights=weights, **more)
     if not model and config.hosts:

@@ -19,6 +19,7 @@ from private_llm_hf.api import (
     share_checkpoint,
 )
 from private_llm_hf.client.preprocess import ForwardPlan, GeneratePlan
+from private_llm_hf.client.speculation import FixedCounts, SpeculationConfig
 from private_llm_hf.handlers import register_handler, unregister_handler
 from private_llm_hf.vision.network import Network
 
@@ -31,6 +32,7 @@ __all__ = [
     "AutoPrivateModelForMaskedLM",
     "AutoPrivateModelForSeq2SeqLM",
     "AutoPrivateModelForSequenceClassification",
+    "FixedCounts",
     "ForwardPlan",
     "GeneratePlan",
     "HeadMerging",
@@ -46,6 +48,7 @@ __all__ = [
     "ShardingPlan",
     "SlidingWindow",
     "SnapKV",
+    "SpeculationConfig",
     "TLSConfig",
     "patch",
     "ranges_of_checkpoint",

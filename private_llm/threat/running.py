@@ -73,14 +73,25 @@ DRAFTS = Threat(
     kind="shortcut",
     corrupt="as the protocol",
     learns=(
-        ("every party (the dealer too), and whoever sees the traffic", "how many tokens were drafted in each step, and "
-         "how many of them were accepted, because the cache is cut back to them: how well the draft model, or a "
-         "look-up in the prompt, foresees the private text. The number of drafts tells more where it is not fixed: "
-         "with prompt_lookup_num_tokens it says whether the last words occurred before"),
+        ("every party (the dealer too), and whoever sees the traffic", "how many tokens and ways to go on were drafted "
+         "in each pass, which way was gone on with, and how many of its tokens were accepted, because the cache is cut "
+         "back to them: how well the draft model, or a look-up in the text, foresees the private text. Lengths that "
+         "are chosen from measured times and acceptance tell nothing more. With transformers' own "
+         "prompt_lookup_num_tokens the number of drafts also says whether the last words occurred before"),
+        ("with FixedCounts: every party, and whoever sees the traffic", "the sizes in it, and of the text the limit "
+         "max_new_tokens only: every pass reads as many tokens, keeps as many, and goes on with the same row, and the "
+         "number of passes follows from the limit, also where the text ends before. A text that falls behind this "
+         "schedule ends early for the user; that is not seen. The client's pauses between passes are not padded: a "
+         "draft model takes the same steps in each, but reads what was accepted, a few tokens more or less"),
+        ("whoever holds a draft model that was made from the private model", "what went into it: "
+         "scripts/train_draft.py copies layers and embeddings, and trains on the private model's words. Who may not "
+         "see the weights may not see such a draft"),
     ),
-    source="the draft model runs at the client; the parties only run its proposals through the private model. To hide "
-    "the counts, generate without drafts",
-    setting="generate(assistant_model=...) or generate(prompt_lookup_num_tokens=...), under every protocol",
+    source="integrations/private_llm_hf/client/speculative_loop.py: drafts are made at the client, the parties only "
+    "run proposals through the private model. A test compares what is asked of the parties for a perfect and a poor "
+    "draft, for a text that ends early and for two prompts: different with open counts, equal with fixed ones",
+    setting="generate(speculation=SpeculationConfig(...)), and transformers' assistant_model and "
+    "prompt_lookup_num_tokens, under every protocol; fixed_counts=FixedCounts(...) hides the counts",
 )  # fmt: skip
 
 SHARE_FILES = Threat(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from private_llm.errors import ConfigError, DomainError, PlaintextLeak, UnsupportedOp
@@ -29,6 +29,8 @@ from private_llm_hf.client.libraries import known_to_pipelines, refuse_swallowed
 from private_llm_hf.client.preprocess import CallPlan, Preprocessed, dry_run
 from private_llm_hf.client.remote_state import PrivateCache
 from private_llm_hf.client.session_client import SessionClient
+from private_llm_hf.client.speculation import SpeculationConfig
+from private_llm_hf.client.speculative_loop import decoding
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.patch_plan import PatchPlan
 
@@ -327,6 +329,23 @@ def _refuse_beyond_token(generation: GenerationConfig, processors: LogitsProcess
         )
 
 
+def _with_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's generate() that takes `speculation`, too."""
+
+    def generate(self: PrivateModel, *args: Any, speculation: SpeculationConfig | None = None, **kwargs: Any) -> Any:  # noqa: ANN401
+        """As transformers' own, which runs at the client; with `speculation` drafts foretell tokens, and passes of the
+        private model check several at once (docs/speculation.md). The text is the same, when sampled in distribution.
+
+        Raises ConfigError, DomainError and UnsupportedOp for what speculation does not do: beams, several prompts, no
+        cache, encoder-decoders, a draft of another vocabulary.
+        """
+        if speculation is not None:
+            kwargs["custom_generate"] = decoding(speculation, kwargs.get("streamer"))
+        return original(self, *args, **kwargs)
+
+    return generate
+
+
 _CLASSES: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
 
 refuse_swallowed(PrivateModel)
@@ -362,6 +381,8 @@ def _make_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
         "__module__": __name__,
         "__doc__": f"{original.__name__}, private.",
     }
+    if issubclass(original, GenerationMixin):
+        body["generate"] = _with_drafts(original.generate)
     made: type[PreTrainedModel] = type(f"Private{original.__name__}", (PrivateModel, original), body)
     known_to_pipelines(made, original)
     return made

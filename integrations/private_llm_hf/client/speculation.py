@@ -1,0 +1,157 @@
+"""Speculative decoding as a user asks for it: what drafts, how much, and what the parties may see of it.
+
+    private.generate(**inputs, speculation=SpeculationConfig())                        looked up in the text itself
+    private.generate(**inputs, speculation=SpeculationConfig(draft="my_draft", paths=4))
+
+A pass of the private model over several tokens has as many rounds as one over a single token, so tokens that a draft
+foretells are checked together. The text is the one that the private model alone would write: the same when greedy, of
+the same distribution when sampled.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+from transformers import AutoModelForCausalLM, LogitsProcessorList, PretrainedConfig, PreTrainedModel
+
+from private_llm.errors import ConfigError
+from private_llm_hf.client.drafts import Both, Draft, LookUp, ModelDraft
+
+LOOKUP = "lookup"
+
+
+@dataclass(frozen=True)
+class FixedCounts:
+    """Every pass reads `window` tokens and goes on by `advance`, whatever the drafts were worth: counts stay hidden.
+
+    reserve: so many of the prompt's last tokens are read again in the first window; a text may fall behind its schedule
+    by as many tokens before it has to end early. Tokens that are known beyond the schedule add to it.
+    Raises ConfigError for a window smaller than the two together, and for numbers below 1 (reserve: 0).
+    """
+
+    advance: int = 2
+    window: int = 12
+    reserve: int = 4
+
+    def __post_init__(self) -> None:
+        if self.advance < 1 or self.reserve < 0 or self.window < self.advance + self.reserve:
+            raise ConfigError(
+                f"FixedCounts: got advance={self.advance}, window={self.window}, reserve={self.reserve}; want "
+                "advance >= 1, reserve >= 0 and a window of at least both together"
+            )
+
+    def passes(self, new: int) -> int:
+        """Passes behind the prompt's for at most `new` tokens, public as that limit is."""
+        return -(-(new - 1) // self.advance)
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """How `generate(speculation=...)` drafts.
+
+    draft: "lookup" (what followed the last words where they occurred before; needs nothing), or a plaintext causal
+    model of the same vocabulary, or its folder or hub id (`scripts/train_draft.py` makes one).
+    look_up: whether a model's drafts are joined by looked-up ones.
+    paths: ways to go on that a pass checks at once, as rows of a batch.
+    length: drafted tokens in each, or None: chosen before each pass from measured times and acceptance.
+    longest: at most so many then.
+    fixed_counts: hide from the parties how many tokens were accepted (`FixedCounts`); `length` is not used then.
+    Raises ConfigError for numbers below 1, and for both a length and fixed counts.
+    """
+
+    draft: str | PreTrainedModel = LOOKUP
+    look_up: bool = True
+    paths: int = 1
+    length: int | None = None
+    longest: int = 12
+    fixed_counts: FixedCounts | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("paths", "length", "longest"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"SpeculationConfig.{name}: got {value}; want 1 or more")
+        if self.fixed_counts is not None and self.length is not None:
+            raise ConfigError(
+                "SpeculationConfig: got both length and fixed_counts; the window of FixedCounts says how many tokens a "
+                "pass reads, so leave length out"
+            )
+
+    def drafter(self, config: PretrainedConfig, processors: LogitsProcessorList, sample: bool) -> Draft:
+        """What drafts for a model of this configuration.
+
+        Raises ConfigError for a draft model of another vocabulary, and what `from_pretrained` raises.
+        """
+        if self.draft == LOOKUP:
+            return LookUp()
+        model = _loaded(self.draft) if isinstance(self.draft, str) else self.draft
+        have, want = model.config.get_text_config().vocab_size, config.get_text_config().vocab_size
+        if have != want:
+            raise ConfigError(
+                f"draft: got a model of {have} tokens; want {want}, the private model's own vocabulary (train one with "
+                "scripts/train_draft.py, or use draft='lookup')"
+            )
+        made = ModelDraft(model, processors, sample)
+        return Both(made) if self.look_up else made
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded(source: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+
+
+@dataclass
+class DraftLength:
+    """Chooses how many tokens to draft, so that most tokens a second are expected.
+
+    With chance a that a drafted token is accepted behind accepted ones, a pass that drafts k gives (1 - a^(k+1)) /
+    (1 - a) tokens and takes base + slope * (tokens read) seconds. a is the share of tries that succeeded so far, with
+    as much weight on a first guess of 1/2 as two tries have; base and slope fit the fastest pass of each size. The
+    choice is a function of public sizes, of times that the parties see, and of accepted counts, which they see too.
+    """
+
+    paths: int
+    longest: int
+    tried: int = 2
+    succeeded: int = 1
+    fastest: dict[int, float] = field(default_factory=dict)
+
+    def ran(self, length: int, accepted: int, tokens: int, seconds: float) -> None:
+        """A pass over `tokens` tokens, in paths of `length` drafted ones, of which `accepted` were kept."""
+        self.succeeded += accepted
+        self.tried += min(accepted + 1, length)
+        self.fastest[tokens] = min(seconds, self.fastest.get(tokens, seconds))
+
+    @property
+    def acceptance(self) -> float:
+        """The chance that a drafted token is accepted."""
+        return min(self.succeeded / self.tried, 0.99)
+
+    def expected(self, length: int) -> float:
+        """Tokens that a pass with so many drafted ones gives."""
+        return (1.0 - self.acceptance ** (length + 1)) / (1.0 - self.acceptance)
+
+    def seconds(self, tokens: int) -> float:
+        """What a pass over so many tokens takes, relative to one over none before two sizes were measured."""
+        base, slope = self._line()
+        return base + slope * tokens
+
+    def choose(self) -> int:
+        """The number of tokens to draft next; the first two passes measure two sizes."""
+        if len(self.fastest) < 2:
+            return min(4 + 2 * len(self.fastest), self.longest)
+        return max(
+            range(1, self.longest + 1), key=lambda k: self.expected(k) / self.seconds(self.paths * (k + 1))
+        )  # fmt: skip
+
+    def _line(self) -> tuple[float, float]:
+        """Least squares through the fastest passes; neither number below 0, so that noise cannot turn the choice."""
+        sizes = torch.tensor([float(size) for size in self.fastest], dtype=torch.float64)
+        times = torch.tensor(list(self.fastest.values()), dtype=torch.float64)
+        if len(sizes) < 2:
+            return 1.0, 0.0
+        apart = sizes - sizes.mean()
+        slope = max(0.0, float((apart * (times - times.mean())).sum() / apart.square().sum()))
+        return max(float(times.mean() - slope * sizes.mean()), 0.0) + 1e-9, slope

@@ -1,0 +1,247 @@
+"""The loop of speculative decoding at the client, in the place of generate()'s own.
+
+1. The draft proposes a tree of tokens behind the text; its paths become rows of a batch.
+2. One pass of the private model reads the last token and the drafted ones of every row, behind one shared cache.
+3. `acceptance.accept` keeps a path and draws the token behind it. The cache goes on with the row of that path, cut back
+   to what was kept. What the parties see: the number of rows and tokens of a pass, which row went on, and how far it
+   was cut back. Under fixed counts they see the same numbers in every pass: window, advance, row 0.
+
+Works for a plaintext model as well, whose cache has the same methods: that is how tests compare.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PretrainedConfig, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from private_llm.errors import ConfigError, DomainError, UnsupportedOp
+from private_llm_hf.client.acceptance import ROOT, Tree, accept
+from private_llm_hf.client.drafts import Draft
+from private_llm_hf.client.inputs import check_generated
+from private_llm_hf.client.speculation import DraftLength, FixedCounts, SpeculationConfig
+
+_LOG = logging.getLogger(__name__)
+
+
+class CausalModel(Protocol):
+    """A model with a cache: private or plaintext."""
+
+    config: PretrainedConfig
+    forward: Callable[..., Any]
+    __call__: Callable[..., Any]
+
+
+def decoding(config: SpeculationConfig, streamer: BaseStreamer | None) -> Callable[..., Any]:
+    """The loop as generate(custom_generate=...) takes it.
+
+    It raises ConfigError, DomainError and UnsupportedOp for what it does not do, before anything is sent: beams,
+    several prompts or a padded one, no cache, encoder-decoders, a draft of another vocabulary.
+    """
+
+    def decode(
+        model: CausalModel, input_ids: Tensor, logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList, generation_config: GenerationConfig, **facts: Any,  # noqa: ANN401
+    ) -> GenerateDecoderOnlyOutput | Tensor:  # fmt: skip
+        _refuse(model, input_ids, generation_config, facts)
+        text = Text(input_ids[0].tolist(), stopping_criteria, streamer)
+        passes = Passes(model, facts["past_key_values"], logits_processor, generation_config.do_sample, text)
+        draft = config.drafter(model.config, logits_processor, generation_config.do_sample)
+        if config.fixed_counts is None:
+            _open_counts(passes, draft, config, generation_config.max_length)
+        else:
+            _fixed_counts(passes, draft, config.paths, config.fixed_counts, generation_config.max_length)
+        if streamer is not None:
+            streamer.end()
+        return text.output(generation_config, passes.cache)
+
+    return decode
+
+
+def _refuse(model: CausalModel, ids: Tensor, generation: GenerationConfig, facts: dict[str, Any]) -> None:
+    """Raise for what the loop does not do, before anything is sent."""
+    if len(ids) != 1 or (generation.num_beams or 1) > 1 or (generation.num_return_sequences or 1) > 1:
+        raise ConfigError(f"speculation: got {len(ids)} rows, or beams; want one prompt, greedy or sampled")
+    if model.config.is_encoder_decoder or facts.get("inputs_embeds") is not None:
+        raise UnsupportedOp("speculation: want a decoder-only model and a prompt of token ids")
+    if facts.get("past_key_values") is None:
+        raise ConfigError("speculation: needs a cache; leave use_cache=False and NoCache() out")
+    mask = facts.get("attention_mask")
+    if mask is not None and not bool(mask.all()):
+        raise DomainError("speculation: got a padded prompt; want one without padding (a single prompt needs none)")
+    if ids.shape[1] <= facts["past_key_values"].get_seq_length():
+        raise DomainError("speculation: the cache holds the whole prompt; want at least one token that it does not")
+
+
+class Text:
+    """The tokens so far, and whether they are all."""
+
+    def __init__(self, ids: list[int], criteria: StoppingCriteriaList, streamer: BaseStreamer | None) -> None:
+        self.ids, self.over = ids, False
+        self.scores: list[Tensor] = []
+        self.logits: list[Tensor] = []
+        self._criteria, self._streamer = criteria, streamer
+
+    def push(self, token: int, scores: Tensor, logits: Tensor) -> None:
+        """One token more, with its processed scores [V] and raw logits [V]; nothing once the text is over."""
+        if self.over:
+            return
+        self.ids.append(token)
+        self.scores.append(scores[None])
+        self.logits.append(logits[None])
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor([token]))
+        self.over = bool(self._criteria(torch.tensor([self.ids]), tuple(self.scores)).all())
+
+    def output(self, config: GenerationConfig, cache: Any) -> GenerateDecoderOnlyOutput | Tensor:  # noqa: ANN401
+        """As generate() returns it."""
+        ids = torch.tensor([self.ids])
+        if not config.return_dict_in_generate:
+            return ids
+        return GenerateDecoderOnlyOutput(
+            sequences=ids, past_key_values=cache,
+            scores=tuple(self.scores) if config.output_scores else None,
+            logits=tuple(self.logits) if config.output_logits else None,
+        )  # fmt: skip
+
+
+class Passes:
+    """Passes of the model over drafted rows, and what of them becomes text."""
+
+    def __init__(
+        self, model: CausalModel, cache: Any, processors: LogitsProcessorList, sample: bool, text: Text,  # noqa: ANN401
+    ) -> None:  # fmt: skip
+        self.cache, self.text, self.config = cache, text, model.config
+        self._model, self._processors, self._sample = model, processors, sample
+        self._short = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @property
+    def cached(self) -> int:
+        """Tokens in the cache."""
+        return int(self.cache.get_seq_length())
+
+    def read(self, rows: list[list[int]], keep: int) -> Tensor:
+        """One pass over rows of equal length behind the cache of one row: logits [R, keep, V] of the last `keep`."""
+        if len(rows) > 1:
+            self.cache.batch_repeat_interleave(len(rows))
+        more = {"logits_to_keep": keep} if self._short else {}
+        made = self._model(input_ids=torch.tensor(rows), past_key_values=self.cache, use_cache=True, **more)
+        logits: Tensor = made.logits[:, -keep:].float()
+        return logits
+
+    def go_on(self, row: int, rows: int, forget: int) -> None:
+        """Keep one row of the cache, without its last `forget` entries."""
+        if rows > 1:
+            self.cache.reorder_cache(torch.tensor([row]))
+        if forget:
+            self.cache.crop(-forget)
+
+    def take(self, tree: Tree, rows: Rows, logits: Tensor) -> list[int]:
+        """Accept drafted tokens and the one behind them into the text; the accepted nodes.
+
+        logits: [R, 1 + length, V], the first behind the last known token.
+        """
+        met: list[tuple[Tensor, Tensor]] = []
+        prefix = list(self.text.ids)
+
+        def chances(number: int) -> Tensor:
+            if number != ROOT:
+                prefix.append(tree.nodes[number].token)
+            row, column = rows.place(number)
+            raw = logits[row, column]
+            scores: Tensor = self._processors(torch.tensor([prefix]), raw[None].clone())[0]
+            met.append((scores, raw))
+            if self._sample:
+                return scores.softmax(-1)
+            return torch.zeros_like(scores).scatter_(0, scores.argmax(-1, keepdim=True), 1.0)
+
+        kept, following = accept(tree, chances)
+        for token, (scores, raw) in zip([*(tree.nodes[each].token for each in kept), following], met, strict=True):
+            self.text.push(token, scores, raw)
+        return kept
+
+
+class Rows:
+    """The paths of a tree as rows of drafted tokens, filled up to the same number and length for every tree."""
+
+    def __init__(self, tree: Tree, paths: int, length: int, filler: int) -> None:
+        self._places = {ROOT: (0, 0)}
+        self.tokens = [[filler] * length for _ in range(paths)]
+        for row, leaf in enumerate(tree.leaves()):
+            for column, number in enumerate(tree.path(leaf)):
+                self.tokens[row][column] = tree.nodes[number].token
+                self._places.setdefault(number, (row, column + 1))
+        self._tree = tree
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Row and column of the logits behind a node."""
+        return self._places[number]
+
+    def row_of(self, kept: list[int]) -> int:
+        """A row that begins with these nodes."""
+        return self._places[kept[-1]][0] if kept else 0
+
+
+def _open_counts(passes: Passes, draft: Draft, config: SpeculationConfig, limit: int) -> None:
+    """Passes until the text is over; the cache follows what was accepted."""
+    text, lengths = passes.text, DraftLength(config.paths, config.longest)
+    while not text.over:
+        new = text.ids[passes.cached :]
+        paths = config.paths if passes.cached and len(new) == 1 else 1  # a prompt is read once
+        length = min(config.length or lengths.choose(), max(limit - len(text.ids) - 1, 0))
+        tree, before = Tree(), len(text.ids)
+        if length:
+            draft.add(tree, text.ids, paths, length)
+        rows = Rows(tree, paths if length else 1, length, text.ids[-1])
+        began = time.perf_counter()
+        logits = passes.read([[*new, *row] for row in rows.tokens], length + 1)
+        seconds = time.perf_counter() - began
+        kept = passes.take(tree, rows, logits)
+        held = passes.cached - (len(text.ids) - 1)  # more than nothing, if the text ended within what was kept
+        passes.go_on(rows.row_of(kept), len(rows.tokens), held)
+        if len(new) == 1 and length:
+            lengths.ran(length, len(text.ids) - before - 1, len(rows.tokens) * (length + 1), seconds)
+
+
+def _fixed_counts(passes: Passes, draft: Draft, paths: int, counts: FixedCounts, limit: int) -> None:
+    """The prompt, then passes of one shape, as many as `limit` says; what they bring is known to the client alone.
+
+    Every pass reads the window behind the cache: tokens that are known, then drafted ones. Row 0 goes on with the first
+    `advance` of them. They must be the text's; if it knows fewer, it ends there, and passes go on over anything. In the
+    end the cache is cut back to where they began, whose entries are the prompt's.
+    """
+    text = passes.text
+    prompt = len(text.ids)
+    check_generated(passes.config, limit + counts.window)
+    logits = passes.read([text.ids[passes.cached :]], 1)
+    passes.take(Tree(), Rows(Tree(), 1, 0, text.ids[-1]), logits)
+    passes.go_on(0, 1, min(counts.reserve, passes.cached - 1))
+    first = passes.cached
+    for _ in range(counts.passes(limit - prompt)):
+        start, drafted = passes.cached, Tree()
+        known = text.ids[start : start + counts.window]
+        # The draft takes the steps of a whole window, so that its time does not tell how many are used.
+        draft.add(drafted, text.ids, paths, counts.window)
+        free = counts.window - len(known)
+        tree = drafted.cut(free)
+        rows = Rows(tree, paths, free, text.ids[-1])
+        fed = [[*known, *row] for row in rows.tokens]
+        logits = passes.read(fed, counts.window)
+        if known and len(text.ids) - start <= counts.window and not text.over:
+            passes.take(tree, rows, logits[:, len(known) - 1 :])
+        passes.go_on(0, paths, counts.window - counts.advance)
+        if not text.over and fed[0][: counts.advance] != text.ids[start : start + counts.advance]:
+            text.over = True
+            _LOG.warning(
+                "speculation: the drafts fell behind their schedule, so the text ends after %d of %d tokens; want a "
+                "smaller FixedCounts.advance or a larger reserve", len(text.ids) - prompt, limit - prompt,
+            )  # fmt: skip
+    passes.go_on(0, 1, passes.cached - first)

@@ -1,0 +1,290 @@
+"""Speculative decoding: the text is the plaintext model's, and what the parties see is what is declared."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers as tr
+from private_llm_hf import FixedCounts, KeepAll, NoCache, PrivateConfig, SpeculationConfig, patch
+from private_llm_hf.client.remote_state import PrivateCache
+from private_llm_hf.client.speculation import DraftLength
+from private_llm_hf.client.speculative_loop import decoding
+from private_llm_hf.wire.commands import Call, CropCache, Request, SelectRows
+from transformers import PreTrainedModel
+
+from private_llm.errors import ConfigError, DomainError, UnsupportedOp
+from tests.hf import tiny
+from tests.hf.compare import BATCH, PADDED
+from tests.hf.conftest import PLAIN, TRIO
+
+Pair = tuple[PreTrainedModel, PreTrainedModel]
+IDS = PADDED[1:]
+OTHER = torch.tensor([[9, 8, 7, 9, 8]])
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+
+
+@pytest.fixture(scope="module", params=["opt", "gemma3_text"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    model = tiny.build(request.param)
+    with patch(model, PLAIN) as private:
+        yield model, private
+
+
+@pytest.fixture(scope="module")
+def llama() -> Iterator[Pair]:
+    model = tiny.build("llama")
+    with patch(model, PLAIN) as private:
+        yield model, private
+
+
+def requests(private: Any, monkeypatch: pytest.MonkeyPatch) -> list[Request]:
+    """What the parties are asked from now on."""
+    seen: list[Request] = []
+    forward, command = private.parties.forward, private.parties.command
+    parties = private.parties
+    monkeypatch.setattr(parties, "forward", lambda call, secrets: (seen.append(call), forward(call, secrets))[1])
+    monkeypatch.setattr(parties, "command", lambda edit: (seen.append(edit), command(edit))[1])
+    return seen
+
+
+def shapes(seen: list[Request]) -> list[tuple[object, ...]]:
+    """Everything in requests but the number of the cache."""
+    told = list[tuple[object, ...]]()
+    for each in seen:
+        if isinstance(each, Call):
+            public = {name: value for name, value in each.public.items() if not isinstance(value, torch.Tensor)}
+            assert public == each.public
+            told.append(("call", each.secret, tuple(sorted(public.items())), each.outputs))
+        elif isinstance(each, SelectRows):
+            told.append(("select", tuple(each.index.tolist())))
+        else:
+            assert isinstance(each, CropCache)
+            told.append(("crop", each.count))
+    return told
+
+
+@pytest.mark.parametrize("paths", [1, 3])
+def test_greedy_text_is_the_plaintext_models(pair: Pair, paths: int) -> None:
+    model, private = pair
+    want = model.generate(IDS, **GREEDY)
+    for draft in ("lookup", tiny.build("llama", seed=5), model):
+        config = SpeculationConfig(draft=draft, paths=paths)
+        assert torch.equal(private.generate(IDS, **GREEDY, speculation=config), want)
+
+
+def test_a_perfect_draft_takes_few_passes(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, private = llama
+    seen = requests(private, monkeypatch)
+    private.generate(IDS, **GREEDY, speculation=SpeculationConfig(draft=model, look_up=False, length=3))
+    assert sum(isinstance(each, Call) for each in seen) == 3  # four tokens each
+    seen.clear()
+    private.generate(IDS, **GREEDY, speculation=SpeculationConfig(draft=model, look_up=False, length=3, paths=2))
+    assert [each.rows for each in seen if isinstance(each, Call)] == [1, 2, 2]
+    assert [tuple(each.index.tolist()) for each in seen if isinstance(each, SelectRows)] == [(0, 0), (0,)] * 2
+
+
+def test_sampled_text_is_that_of_the_same_loop_over_the_plaintext_model(llama: Pair) -> None:
+    model, private = llama
+    draft = tiny.build("llama", seed=5)
+    how = {"max_new_tokens": 8, "do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.2}
+    for seed, (source, paths) in enumerate([("lookup", 2), (draft, 1), (draft, 3)]):
+        config = SpeculationConfig(draft=source, paths=paths, length=3)
+        torch.manual_seed(seed)
+        made = private.generate(IDS, **how, speculation=config)
+        torch.manual_seed(seed)
+        assert torch.equal(made, model.generate(IDS, **how, custom_generate=decoding(config, None)))
+
+
+def test_sampled_tokens_of_the_private_model_have_its_distribution() -> None:
+    """The second new token, whose chances given the first are the model's own: chi-squared over a vocabulary of 8."""
+    model = tiny.build("llama", vocab_size=8, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    draft = tiny.build("llama", seed=5, vocab_size=8)
+    ids, draws = torch.tensor([[3, 5, 1]]), 100
+    with torch.no_grad():
+        first = model(ids).logits[0, -1].softmax(-1)
+        rows = torch.cat([ids.expand(8, -1), torch.arange(8)[:, None]], 1)
+        want = first @ model(rows).logits[:, -1].softmax(-1)
+    torch.manual_seed(1)
+    config = SpeculationConfig(draft=draft, paths=2, length=1, look_up=False)
+    made = torch.zeros(8)
+    with patch(model, PLAIN) as private:
+        for _ in range(draws):
+            made[private.generate(ids, max_new_tokens=2, do_sample=True, top_k=0, speculation=config)[0, -1]] += 1
+    assert float(((made - draws * want).square() / (draws * want)).sum()) < 35.0  # 7 degrees of freedom: 1 in 10^5
+
+
+def test_stopping_scores_streamer_and_a_conversation(llama: Pair) -> None:
+    model, private = llama
+    want = model.generate(IDS, **GREEDY)
+    end = int(want[0, 9])
+    config = SpeculationConfig(draft=model, length=3)
+    stopped = {**GREEDY, "eos_token_id": end, "return_dict_in_generate": True, "output_scores": True}
+    told, out = model.generate(IDS, **stopped), private.generate(IDS, **stopped, speculation=config)
+    assert torch.equal(out.sequences, told.sequences)
+    assert len(out.scores) == len(told.scores)
+    assert isinstance(out.past_key_values, PrivateCache)
+    assert out.past_key_values.get_seq_length() == out.sequences.shape[1] - 1
+    longer = torch.cat([out.sequences, OTHER], 1)
+    assert torch.equal(
+        private.generate(longer, **GREEDY, past_key_values=out.past_key_values, speculation=config),
+        model.generate(longer, **GREEDY),
+    )
+
+    class Collect(tr.generation.BaseStreamer):
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+            self.ended = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            self.tokens += value.reshape(-1).tolist()
+
+        def end(self) -> None:
+            self.ended += 1
+
+    streamer = Collect()
+    private.generate(IDS, **GREEDY, streamer=streamer, speculation=SpeculationConfig())
+    assert streamer.tokens == want[0].tolist()
+    assert streamer.ended == 1
+
+
+def test_three_parties_and_revealing_only_tokens() -> None:
+    model = tiny.build("llama")
+    want = model.generate(IDS, max_new_tokens=6, do_sample=False)
+    token = PrivateConfig(protocol="plain", insecure=True, timeout_s=60, reveal="token")
+    for config in (TRIO, token):
+        with patch(model, config) as private:
+            for counts in (None, FixedCounts(advance=2, window=5, reserve=1)):
+                how = SpeculationConfig(draft=model, paths=2, fixed_counts=counts)
+                assert torch.equal(private.generate(IDS, max_new_tokens=6, do_sample=False, speculation=how), want)
+
+
+# -- what the parties see ------------------------------------------------------------------------------------------
+def test_open_counts_show_how_many_drafts_were_accepted(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, private = llama
+    seen, told = requests(private, monkeypatch), []
+    for draft in (model, tiny.build("llama", seed=5)):
+        seen.clear()
+        private.generate(IDS, **GREEDY, speculation=SpeculationConfig(draft=draft, look_up=False, length=3))
+        told.append(shapes(seen))
+    assert told[0] != told[1]
+    assert sum(row[0] == "crop" for row in told[0]) == 0
+    assert [row[1] for row in told[1] if row[0] == "crop"][:3] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("paths", [1, 3])
+def test_fixed_counts_show_the_same_whatever_was_accepted(
+    llama: Pair, paths: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A perfect draft, a bad one that falls behind, a text that ends early, and another prompt: one transcript."""
+    model, private = llama
+    counts = FixedCounts(advance=2, window=6, reserve=2)
+    seen, told, costs, texts = requests(private, monkeypatch), [], [], []
+    bad, want = tiny.build("llama", seed=5), model.generate(IDS, **GREEDY)
+    end = {"eos_token_id": int(want[0, 8])}
+    for ids, draft, more in ((IDS, model, {}), (IDS, bad, {}), (IDS, model, end), (OTHER, "lookup", {})):
+        seen.clear()
+        private.cost(reset=True)
+        config = SpeculationConfig(draft=draft, paths=paths, fixed_counts=counts)
+        with caplog.at_level(logging.WARNING):
+            texts.append(private.generate(ids, **GREEDY, **more, speculation=config))
+        told.append(shapes(seen))
+        costs.append(private.cost().cost)
+    assert told[0] == told[1] == told[2] == told[3]
+    assert costs[0] == costs[1] == costs[2] == costs[3]
+    calls = [row for row in told[0] if row[0] == "call"]
+    assert len(calls) == 1 + counts.passes(12) == 7
+    assert torch.equal(texts[0], want)
+    assert texts[1].shape[1] < want.shape[1]
+    assert torch.equal(texts[1], want[:, : texts[1].shape[1]])  # short, never wrong
+    assert "fell behind" in caplog.text
+    assert texts[2].shape[1] == 9
+
+
+def test_advancing_by_one_never_falls_behind(llama: Pair) -> None:
+    model, private = llama
+    config = SpeculationConfig(draft=tiny.build("llama", seed=5), fixed_counts=FixedCounts(1, 4, 0))
+    assert torch.equal(private.generate(IDS, **GREEDY, speculation=config), model.generate(IDS, **GREEDY))
+
+
+def test_a_conversation_goes_on_under_fixed_counts(llama: Pair) -> None:
+    model, private = llama
+    config = SpeculationConfig(draft=model, fixed_counts=FixedCounts(2, 6, 2))
+    out = private.generate(IDS, **GREEDY, return_dict_in_generate=True, speculation=config)
+    assert out.past_key_values.get_seq_length() == IDS.shape[1] - 2
+    longer = torch.cat([out.sequences, OTHER], 1)
+    again = private.generate(longer, **GREEDY, past_key_values=out.past_key_values, speculation=config)
+    assert torch.equal(again, model.generate(longer, **GREEDY))
+
+
+# -- how much to draft ---------------------------------------------------------------------------------------------
+def test_lengths_follow_acceptance_and_the_cost_of_a_token() -> None:
+    def chosen(accepted: int, base: float, slope: float) -> int:
+        lengths = DraftLength(paths=1, longest=16)
+        tried = []
+        for _ in range(30):
+            tried.append(lengths.choose())
+            lengths.ran(tried[-1], min(accepted, tried[-1]), tried[-1] + 1, base + slope * (tried[-1] + 1))
+        assert tried[:2] == [4, 6]
+        best = max(range(1, 17), key=lambda k: lengths.expected(k) / (base + slope * (k + 1)))
+        assert tried[-1] == best
+        return tried[-1]
+
+    assert chosen(0, 1.0, 0.05) == 1
+    assert 1 < chosen(2, 1.0, 0.2) < chosen(2, 1.0, 0.02) < chosen(16, 1.0, 0.02) == 16
+    lengths = DraftLength(paths=2, longest=16)
+    lengths.ran(4, 1, 10, 3.0)
+    lengths.ran(6, 1, 14, 2.0)  # noise: fewer tokens took longer
+    assert lengths.seconds(4) == lengths.seconds(40)
+    assert lengths.acceptance == 3 / 6
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+def test_what_speculation_does_not_do_is_refused_before_anything_is_sent(
+    llama: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, private = llama
+    seen, config = requests(private, monkeypatch), SpeculationConfig()
+    with pytest.raises(ConfigError, match="one prompt"):
+        private.generate(**BATCH, **GREEDY, speculation=config)
+    with pytest.raises(ConfigError, match="beams"):
+        private.generate(IDS, max_new_tokens=4, num_beams=2, speculation=config)
+    with pytest.raises(DomainError, match="padded"):
+        private.generate(PADDED[:1], attention_mask=BATCH["attention_mask"][:1], **GREEDY, speculation=config)
+    with pytest.raises(ConfigError, match="cache"):
+        private.generate(IDS, **GREEDY, use_cache=False, speculation=config)
+    with pytest.raises(ConfigError, match=r"of 8 tokens; want 128"):
+        private.generate(IDS, **GREEDY, speculation=SpeculationConfig(draft=tiny.build("llama", vocab_size=8)))
+    far = SpeculationConfig(fixed_counts=FixedCounts(2, 60, 2))
+    with pytest.raises(DomainError, match="positions"):
+        private.generate(IDS, **GREEDY, speculation=far)
+    assert seen == []
+    with (
+        patch(tiny.build("t5"), PLAIN) as other,
+        pytest.raises(UnsupportedOp, match="decoder-only"),
+    ):
+        other.generate(IDS, **GREEDY, speculation=config)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"paths": 0}, {"length": 0}, {"longest": 0}, {"length": 2, "fixed_counts": FixedCounts()}]
+)
+def test_settings_are_checked(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="SpeculationConfig"):
+        SpeculationConfig(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [(0, 4, 0), (2, 4, 3), (1, 4, -1)])
+def test_fixed_counts_are_checked(wrong: tuple[int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="FixedCounts"):
+        FixedCounts(*wrong)
+
+
+def test_without_a_cache_there_is_nothing_to_go_on_from() -> None:
+    config = PrivateConfig(protocol="plain", insecure=True, timeout_s=60, kv_cache=NoCache())
+    assert PLAIN.kv_cache == KeepAll()
+    with patch(tiny.build("llama"), config) as private, pytest.raises(ConfigError, match="cache"):
+        private.generate(IDS, **GREEDY, speculation=SpeculationConfig())
