@@ -4,7 +4,8 @@
 2. x_minus = [x < 0] x; relu = x - x_minus, |x| = x - 2 x_minus.
 3. t = min(|x|, top): one injection of the exclusive or of the last two rows.
 4. g(t) by a chain that vanishes exactly at t = top, so saturated results are exactly x or 0.
-A wrong bit where a coarse comparison may be wrong, just above a threshold, changes nothing: both branches are the same analytic function there.
+A wrong bit just above a threshold, where a coarse comparison may be wrong, changes nothing: both branches are the same
+analytic function there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def rectified_minus(
     """relu(x) - chain(z) at z = min(|x|, top) / 2^log2_scale - 1, for |x| < 2^20 - 2^10; shape and bits of x.
 
     The chain fits up to 2^-resolution beyond both ends. 33 bytes an element for the comparison (29 for 2^-4), 64 for
-    two injections, and the chain's; 3 + 2 rounds and the chain's. Error: the chain's and the rounding of its result. By comparison keys `curve` instead: the whole function in 3 rounds.
+    two injections, and the chain's; 3 + 2 rounds and the chain's. Error: the chain's and the rounding of its result. By
+    comparison keys `curve` instead: the whole function in 3 rounds.
     Raises DomainError in a 32-bit ring.
     """
     if takes_curve(curve, x, x.frac, lambda prices: _price(x, chain, resolution, prices)):

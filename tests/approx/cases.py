@@ -26,8 +26,8 @@ R = Ring(64)
 class Case:
     """`error` is the docstring's bound; `ends` the domain; `thresholds` where a coarse comparison may differ.
 
-    `noise` bounds the effect of truncation, in units of the result's last place. `resolution`: how far above a threshold
-    a coarse comparison may differ.
+    `noise` bounds the effect of truncation, in units of the result's last place. `resolution`: how far above a
+    threshold a coarse comparison may differ.
     """
 
     name: str

@@ -83,7 +83,9 @@ def test_price_shapes_and_meta(n: int) -> None:
 
 def test_nothing_is_made_of_nothing() -> None:
     plan = Exponential(FRAC, TOTAL_BITS - OUT)
-    assert run_ring(config(), [torch.zeros(0, dtype=torch.int64)], lambda p, a: kept(p, a, plan), (0,)).result.shape == (0,)
+    assert run_ring(
+        config(), [torch.zeros(0, dtype=torch.int64)], lambda p, a: kept(p, a, plan), (0,)
+    ).result.shape == (0,)
 
 
 def test_exact_division() -> None:

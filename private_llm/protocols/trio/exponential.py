@@ -7,8 +7,8 @@ With the digits of `protocols.exponential`, bit b = B ^ l of what is kept, j the
 2. The evaluators know M and B. b = 1 means l = 1 - B, so the places 1 - B and 3 - B count; each is multiplied by the
    public factor of its digit. The sum is an additive share of b e^x, which one finish turns into a share.
 
-Pre: 4 elements, and a finish without E: 1 element + shift bits; online as a product with a shift: 2 rounds. Leakage: none
-to a single party. Party 2 receives four ring elements masked by a stream that it lacks, everything else is a finish.
+Pre: 4 elements, and a finish without E: 1 element + shift bits; online as a product with a shift: 2 rounds. Leakage:
+none to a single party. Party 2 receives four ring elements masked by a stream that it lacks, all else is a finish.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TrioExponentials(TrioPiecewise):
         for at in range(0, masked.numel(), _ENTRIES):
             some = slice(at, at + _ENTRIES)
             zero, one = plan.factors(masked[some])
-            first, second = (torch.where(flags[some], *shares[place : place + 2, some]) for place in (0, 2))
+            first, second = (torch.where(flags[some], shares[place, some], shares[place + 1, some]) for place in (0, 2))
             piece[some] = zero * first + one * second
         return piece
 
