@@ -196,7 +196,7 @@ def _late_bits(scores: Fixed, value: Fixed, pattern: Pattern) -> tuple[int, int]
     """Fractional bits of exponentials and of their mix of values, if rows may be divided after that; else None.
 
     They may where the range of values is known, and the ring has room for sums of exponentials times values: with one
-    more bit for what the check of ranges lets pass. Local and public.
+    more bit for what the check of ranges lets pass. They should where outputs are fewer than entries. Local and public.
     """
     session, width = scores.session, pattern.longest
     known = session.exponent("value")
@@ -204,7 +204,13 @@ def _late_bits(scores: Fixed, value: Fixed, pattern: Pattern) -> tuple[int, int]
         return None
     room, sums = session.ring.value_bits - 1 - (max(known, 0) + 1), sum_bits(width)
     exponentials, mixed = min(EXP_BITS, room - value.frac - sums), min(session.frac, room - inverse_bits(width))
-    return None if exponentials < LEAST_EXP_BITS or mixed < LEAST_MIXED_BITS else (exponentials, mixed)
+    if exponentials < LEAST_EXP_BITS or mixed < LEAST_MIXED_BITS:
+        return None
+    outputs = math.prod(pattern.shape[:-1]) * value.shape[-1]
+    each = session.ring.bits + inverse_bits(width) - session.frac
+    early = scores.numel() * (each + EXP_BITS)
+    late = scores.numel() * (EXP_BITS - exponentials) + outputs * (each + exponentials)
+    return (exponentials, mixed) if late < early else None
 
 
 def _divided_last(
