@@ -31,6 +31,8 @@ QUANTITIES = {
     "compare": "rows of arguments of ReLU, GELU and SiLU have norms below 2^compare",
     "square": "mean squares of a norm's rows stay below 2^square",
     "gain": "weights of a norm, with what is added to them for good, stay below 2^gain",
+    "score": "pieces of 256 scaled scores of fused attention have norms below 2^score",
+    "value": "rows of attention's values, all heads, have norms below 2^value",
     "frac": "results of products and their bias, or a norm's input, keep `frac` fractional bits",
     "weight": "a layer's small weights are shared with `weight` fractional bits",
 }
@@ -50,6 +52,8 @@ _LIMITS = {
     "compare": (-60, LARGEST_EXPONENT),
     "square": (-120, 63),
     "gain": (0, LARGEST_EXPONENT),
+    "score": (-60, LARGEST_EXPONENT),
+    "value": (-60, LARGEST_EXPONENT),
     "frac": (LEAST_BITS, 20),
     "weight": (8, 40),
 }

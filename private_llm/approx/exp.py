@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 
-from private_llm.approx.chain import evaluate, price
+from private_llm.approx.chain import evaluate, need_wide_ring, price
 from private_llm.approx.coefficients import EXP
 from private_llm.approx.curve_tables import EXP as CURVE
 from private_llm.approx.curves import evaluate as by_keys
 from private_llm.approx.curves import takes_curve
 from private_llm.exact.comparisons import coarse_bits, coarse_span
 from private_llm.net.ledger import Cost
+from private_llm.protocols.exponential import SPAN, TOTAL_BITS, Exponential
+from private_llm.protocols.exponential import TOP as RANGE_TOP
 from private_llm.protocols.prices import Prices
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
@@ -25,20 +27,37 @@ TOP = 0.25
 def exp(x: Fixed, frac: int = 24) -> Fixed:
     """e^x with `frac` fractional bits, for -2^21 + 2^10 < x <= 1/4, any shape; 64-bit ring only, else DomainError.
 
-    Clip at -14 (one coarse comparison, one injection), then a polynomial of degree 16 in four products (chain.py) whose
-    error shrinks with e^(x/2): at most 5e-5, and 2e-6 below -8. 189 bytes an element, 12 rounds. By comparison keys
-    (curves.py) 2 rounds, error 5e-5.
+    Under trio and dealer one coarse comparison, then the masks' own exponentials (protocols/exponential.py): error
+    1e-5, and 2e-6 below -8; zero below -15, maybe from -14.5 on. 83 bytes an element, 5 rounds. Else (quad, plain) clip
+    at -14 (one coarse comparison, one injection), then a polynomial of degree 16 in four products (chain.py) whose
+    error shrinks with e^(x/2): at most 5e-5, and 2e-6 below -8. 12 rounds. By comparison keys (curves.py) 2 rounds,
+    error 5e-5.
     """
-    if takes_curve(CURVE, x, frac, _price, x.session.ring, x.numel(), *coarse_span(x, extra=1, resolution=2)):
+    own = x.session.protocol.has_exponentials
+    span = _clip_span(x) if own else coarse_span(x, extra=1, resolution=2)
+    if takes_curve(CURVE, x, frac, _price, x.session.ring, x.numel(), frac, own, *span):
         return by_keys(CURVE, x, frac)
+    need_wide_ring(x, "exp")
+    if x.session.protocol.has_exponentials:
+        bits, low = _clip_span(x)
+        keep = x.proto.invert(x.below([RANGE_TOP - SPAN], bits, low))
+        made = x.proto.exponential(x.share, keep, Exponential(x.frac, TOTAL_BITS - frac))
+        return x.with_share(made, frac)
     keep = x.proto.invert(coarse_bits(x, [-BOTTOM], extra=1, resolution=2))
     above = x.choose(keep, [1], [BOTTOM])
     z = above.with_share(above.share, above.frac + 3) + (1 - BOTTOM / 8)
     return evaluate(EXP, z.at(EXP.argument), frac=frac)
 
 
-def _price(prices: Prices, ring: Ring, count: int, bits: int, low: int) -> Cost:
-    """Of the chain, with the comparison and the injection before it."""
+def _clip_span(x: Fixed) -> tuple[int, int]:
+    """Of the comparison that clears what is below the range of the exponential."""
+    return coarse_span(x, extra=1, resolution=1)
+
+
+def _price(prices: Prices, ring: Ring, count: int, frac: int, own: bool, bits: int, low: int) -> Cost:
+    """Of the comparison and the exponential, if the protocol has its own; else of it, an injection and the chain."""
+    if own:  # an exponential costs what an injection of four bits does
+        return prices.msb(count, bits, 1, low) + prices.inject(ring, count, 4, 0, TOTAL_BITS - frac)
     return prices.msb(count, bits, 1, low) + prices.inject(ring, count, 1, 1, 0) + price(EXP, ring, count, prices)
 
 
@@ -50,7 +69,7 @@ def wide_exp(x: Fixed) -> Fixed:
     """e^x with the session's fractional bits, for -2^20 < x <= 12, any shape; 64-bit ring only, else DomainError.
 
     e^x = (4 e^(x/8 - 2 log 2))^8: `exp` and three squares. Relative error at most 8e-4 (measured 5.5e-4) and
-    absolute 2^-17. 296 bytes an element, 19 rounds. Garbage above 12.25.
+    absolute 2^-17. 181 bytes an element, 11 rounds (trio). Garbage above 12.25.
     """
     eighth = x.with_share(x.share, x.frac + 3) - 2 * math.log(2.0)
     root = exp(eighth, frac=24)

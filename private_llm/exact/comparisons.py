@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from private_llm.net.ledger import Cost
 from private_llm.protocols.piecewise import Pieces, PiecesShape
 from private_llm.protocols.prices import Prices
+from private_llm.protocols.session import Session
 from private_llm.protocols.share import BitShare
 from private_llm.ranges import REACH
 from private_llm.ring.ring import Ring
@@ -24,12 +26,22 @@ SHORTEST = 6
 
 
 def reach(x: Fixed) -> int:
-    """Bits of magnitude of an activation's arguments: those of calibration, one more for what its check lets pass.
+    """Bits of magnitude of what is compared: those of calibration, one more for what its check lets pass.
 
     7 to 20; 20 without calibration. Public and local.
     """
-    known = x.session.exponent("compare")
+    known = x.session.exponent(x.session.known.compared)
     return RANGE_BITS if known is None else min(RANGE_BITS, max(SHORTEST, known) + 1)
+
+
+@contextmanager
+def comparing(session: Session, quantity: str) -> Iterator[None]:
+    """Inside, what is compared has the calibrated range `quantity`, not that of activations. Local."""
+    kept, session.known.compared = session.known.compared, quantity
+    try:
+        yield
+    finally:
+        session.known.compared = kept
 
 
 def bounded_span(x: Fixed, *bounds: float) -> tuple[int, int]:

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from private_llm.approx.chosen import softmax, softmax_ragged
+from private_llm.approx.softmax import EXP_BITS, inverse_bits, sum_bits, unscaled, unscaled_ragged
 from private_llm.approx.tanh import precise_tanh
 from private_llm.errors import DomainError
+from private_llm.exact.comparisons import SHORTEST, comparing
 from private_llm.exact.ragged_rows import Rows
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
@@ -39,6 +41,13 @@ SCALE_BITS = 14
 """Bits of a score scale that is no power of two: relative error 2^-14; one truncation of q removes them."""
 
 
+LEAST_EXP_BITS = 18
+"""Least fractional bits of exponentials that are mixed before they are divided."""
+
+LEAST_MIXED_BITS = 15
+"""Least fractional bits of what is divided last: rounding it is less than rounding each probability of a row."""
+
+
 @dataclass(frozen=True, eq=False)
 class Pattern:
     """Which scores of shape [batch, heads, queries, keys] exist: flat positions (int64), and the rows they form.
@@ -50,6 +59,11 @@ class Pattern:
     select: Tensor | None
     rows: Rows
     entries: tuple[int, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """Entries of the longest row."""
+        return self.shape[-1] if self.select is None else self.rows.longest
 
     @cached_property
     def row_numbers(self) -> Tensor:
@@ -158,25 +172,85 @@ def _attended(
     else:
         capped = precise_tanh(_scores(query, key, scale / softcap, pattern.select, query.session.frac + SLACK))
         scores = times_scalar(SecretTensor(capped), softcap).at(query.session.frac)
-    watch_flat(scores, REACH - 1 + scores.frac, pattern.entries)
+    watch_flat(scores, _score_bits(scores, bias, sinks) + scores.frac, pattern.entries)
     if pattern.select is None:
         scores = scores.view(lambda part: part.reshape(pattern.shape))
     if bias is not None:
         scores = scores + _at_scores(bias, pattern)
-    weights = soften(scores, pattern, None if sinks is None else _at_rows(sinks.at(scores.frac), pattern))
+    late = None if counted or sinks is not None else _late_bits(scores, value, pattern)
+    with comparing(scores.session, "score"):
+        if late is not None:
+            mixed = _divided_last(scores, pattern, grouped, value, late)
+            return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), None
+        weights = soften(scores, pattern, None if sinks is None else _at_rows(sinks.at(scores.frac), pattern))
     mixed = mixed_values(weights.view(lambda part: part.reshape(*grouped, keys)), value, pattern)
     mass = _mass(weights, groups, counted) if counted else None
     return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), mass
 
 
-def mixed_values(weights: Fixed, value: Fixed, pattern: Pattern) -> Fixed:
-    """weights [B, G, R, k] times value [B, G, k, D]; rows that see nothing are zero and cost nothing."""
+def _score_bits(scores: Fixed, bias: Fixed | Tensor | None, sinks: Fixed | None) -> int:
+    """Bits of magnitude that the check of ranges allows signed sums of scores. Local and public."""
+    known = scores.session.exponent("score")
+    if known is None:
+        return REACH - 1
+    if bias is not None or sinks is not None:
+        raise DomainError(
+            f"attention of '{scores.proto.ledger.scope_name}': its ranges tell of scores to which nothing is added, "
+            "and here a bias or a sink is; calibrate the model again as it runs now, or use no ranges"
+        )
+    return min(REACH - 1, max(known, SHORTEST))
+
+
+def mixed_values(weights: Fixed, value: Fixed, pattern: Pattern, frac: int | None = None) -> Fixed:
+    """weights [B, G, R, k] times value [B, G, k, D], with `frac` fractional bits (default: the session's).
+
+    Rows that see nothing are zero and cost nothing.
+    """
     shape = (*weights.shape[:-1], value.shape[-1])
     if pattern.select is None or len(pattern.row_numbers) == math.prod(shape[:-1]):
-        return weights.matmul(value)
+        return weights.matmul(value, frac=frac)
     wanted = pattern.row_numbers.to(pattern.select.device)[:, None] * shape[-1]
     select = (wanted + torch.arange(shape[-1], device=wanted.device)).view(-1)
-    return scatter(weights.matmul(value, select=select), select, shape)
+    return scatter(weights.matmul(value, frac=frac, select=select), select, shape)
+
+
+def _late_bits(scores: Fixed, value: Fixed, pattern: Pattern) -> tuple[int, int] | None:
+    """Fractional bits of exponentials and of their mix of values, if rows may be divided after that; else None.
+
+    They may where the range of values is known, and the ring has room for sums of exponentials times values: with one
+    more bit for what the check of ranges lets pass. They should where outputs are fewer than entries. Local and public.
+    """
+    session, width = scores.session, pattern.longest
+    known = session.exponent("value")
+    if known is None or session.config.approximations != "ours" or session.ring.bits != 64 or not width:
+        return None
+    room, sums = session.ring.value_bits - 1 - (max(known, 0) + 1), sum_bits(width)
+    exponentials, mixed = min(EXP_BITS, room - value.frac - sums), min(session.frac, room - inverse_bits(width))
+    if exponentials < LEAST_EXP_BITS or mixed < LEAST_MIXED_BITS:
+        return None
+    outputs = math.prod(pattern.shape[:-1]) * value.shape[-1]
+    each = session.ring.bits + inverse_bits(width) - session.frac
+    early = scores.numel() * (each + EXP_BITS)
+    late = scores.numel() * (EXP_BITS - exponentials) + outputs * (each + exponentials)
+    return (exponentials, mixed) if late < early else None
+
+
+def _divided_last(
+    scores: Fixed, pattern: Pattern, grouped: tuple[int, int, int], value: Fixed, bits: tuple[int, int]
+) -> Fixed:
+    """sum of e^(score - maximum) times values, divided by the sum of the e: [B, G, R, Dv]."""
+    exponentials, frac = bits
+    if pattern.select is None:
+        e, inverse = unscaled(scores, exponentials)
+    else:
+        e, inverse = unscaled_ragged(scores, pattern.rows, exponentials)
+        e = scatter(e, pattern.select, pattern.shape)
+        numbers = pattern.row_numbers.to(pattern.select.device)
+        inverse = scatter(inverse, numbers, (math.prod(pattern.shape[:-1]),))
+    weights = e.view(lambda part: part.reshape(*grouped, pattern.shape[-1]))
+    mixed = mixed_values(weights, value, pattern, frac)
+    watch_flat(mixed, max(value.session.exponent("value") or 0, 0) + sum_bits(pattern.longest) + frac)
+    return mixed.mul(inverse.view(lambda part: part.reshape(*grouped, 1)))
 
 
 def _mass(weights: Fixed, groups: int, counted: int) -> Fixed:

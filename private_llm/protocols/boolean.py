@@ -13,6 +13,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.net.ledger import Cost
+from private_llm.protocols.exponential import Exponential
 from private_llm.protocols.party_end import PartyEnd
 from private_llm.protocols.piecewise import Pieces, PiecesShape
 from private_llm.protocols.share import BitShare, Share
@@ -40,6 +41,9 @@ class Boolean(PartyEnd):
 
     has_keys = False
     """Whether `takes_keys` may say yes: a quick look before anything is priced."""
+
+    has_exponentials = False
+    """Whether `exponential` is there."""
 
     @abstractmethod
     def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None, low: int = 0) -> BitShare:
@@ -87,6 +91,16 @@ class Boolean(PartyEnd):
         them).
         """
         raise UnsupportedOp("comparison keys: this protocol has none; want trio or dealer, or another adder")
+
+    def exponential(self, x: Share, keep: BitShare, plan: Exponential) -> Share:
+        """bit_n * e^(x_n / 2^plan.frac), with TOTAL_BITS - plan.shift fractional bits, in the shape of x; 64-bit ring.
+
+        Where the bit is 1, x / 2^plan.frac lies in [TOP - SPAN, TOP), -15 to 1; elsewhere x may be anything. Relative
+        error 2^-18, absolute 2^-20 and one unit. 2 rounds; bytes an element in trio 56 + 3 shift / 8 (69.5 with 24
+        fractional bits of the result). Raises DomainError in a 32-bit ring and unless keep is one row of as many bits,
+        and UnsupportedOp under a protocol without it (`has_exponentials`).
+        """
+        raise UnsupportedOp("exponentials in one step: this protocol has none; want trio or dealer")
 
     @abstractmethod
     def xor(self, x: BitShare, y: BitShare) -> BitShare:

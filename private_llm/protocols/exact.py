@@ -19,6 +19,7 @@ from torch import Tensor
 
 from private_llm.kernels.forms import Form
 from private_llm.protocols.boolean import Weights
+from private_llm.protocols.exponential import Exponential
 from private_llm.protocols.piecewise import Pieces
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import BitShare, Share
@@ -62,6 +63,10 @@ class ExactTruncation(Protocol):
     def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
         """Weighted bits, exactly divided: 1 round, then `truncate`; 1-D [count]."""
         return self.truncate(super().inject(bits, x, weights, constants), shift)
+
+    def exponential(self, x: Share, keep: BitShare, plan: Exponential) -> Share:
+        """Exponentials, exactly divided: 1 round, then `truncate`."""
+        return self.truncate(super().exponential(x, keep, dataclasses.replace(plan, shift=0)), plan.shift)
 
     def piecewise(self, x: Share, pieces: Pieces) -> list[Share]:
         """Piecewise polynomials, exactly divided: 1 round, then `truncate` of all outputs, one after the other."""

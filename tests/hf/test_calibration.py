@@ -169,7 +169,7 @@ def test_small_weights_keep_their_digits(large: str, small: str, scale: float) -
         for name, weight in model.named_parameters():
             weight.mul_(scale if large in name else 1 / scale if small in name else 1.0)
     with patch(model, PLAIN) as private:
-        assert error(model, private) <= 1e-3
+        assert error(model, private) <= 2e-3
         assert (private.patch_plan.ranges.of("lm_head", "weight") or 0) > 18 or small != "lm_head"
     with patch(model, PrivateConfig(calibrate=False)) as private:
         assert error(model, private) > 1e-2

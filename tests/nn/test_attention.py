@@ -6,6 +6,8 @@ Bound: values and scores below about 8 in magnitude; a truncated product is off 
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,11 +16,16 @@ from torch import Tensor
 import private_llm.nn  # noqa: F401 - registers the rules
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.net.ledger import Cost
 from private_llm.nn.attention import attend, attend_and_weigh, pattern_of
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
+from private_llm.protocols.trio import cost
+from private_llm.ranges import Ranges
+from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
-from tests.harness import run_parties
+from private_llm.tensor.range_check import verdict
+from tests.harness import run_meta, run_parties
 from tests.tensor.secrets import fixed, noise, opened, plain_session, secret
 
 S = plain_session()
@@ -237,3 +244,84 @@ def test_fused_attention_of_torch() -> None:
         assert (opened(got) - want).abs().max() <= BOUND
     with pytest.raises(UnsupportedOp, match="secret q, k, v"):
         F.scaled_dot_product_attention(q, three[1], three[2])
+
+
+def _ranged(session: Session, **known: int) -> Session:
+    session.known.ranges = Ranges({session.protocol.ledger.scope_name: known})
+    return session
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("protocol", ["plain", "trio", "quad"])
+def test_known_ranges_of_scores_and_values(mask: str, protocol: str) -> None:
+    """Shorter comparisons, and rows divided after the mix of values: equal answers."""
+    q, k, v = noise(2, 4, 5, 8), noise(2, 2, 7, 8, seed=1), noise(2, 2, 7, 6, seed=2)
+    allowed = MASKS[mask]
+    config = PrivateConfig(protocol=protocol, insecure=protocol == "plain")  # type: ignore[arg-type]
+
+    def out(session: Session, *operands: Fixed) -> Fixed:
+        return attend(*operands, allowed, 8**-0.5) if _ranged(session, score=6, value=4) else operands[0]
+
+    got = run_parties(config, out, [q, k, v]).value
+    assert (got - _reference(q, k, v, allowed, 8**-0.5, None, torch.zeros(1))).abs().max() <= BOUND
+    assert not got[~allowed.expand(2, 4, 5, 7).any(-1)].any()
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 20.0])
+def test_rows_divided_last_at_the_ends_of_their_ranges(spread: float) -> None:
+    """Long rows, flat and peaked, with values up to twice what is stated; a debug session finds no wrap, and the error
+    is below that of probabilities."""
+    session = _ranged(plain_session(debug_ranges=True, guard=False), score=10, value=8)
+    q, k = noise(1, 2, 3, 8, scale=spread), noise(1, 2, 600, 8, seed=1)
+    v = noise(1, 2, 600, 6, seed=2).sign() * torch.linspace(1, 511, 600)[:, None]
+    want = _reference(q, k, v, torch.ones(1, 1, 3, 600, dtype=torch.bool), 0.25, None, torch.zeros(1))
+    error = (opened(attend(fixed(session, q), fixed(session, k), fixed(session, v), None, 0.25)) - want).abs().max()
+    usual = (opened(attend(fixed(S, q), fixed(S, k), fixed(S, v), None, 0.25)) - want).abs().max()
+    assert error <= 1.2 * usual
+
+
+def _known_cost(keys: int, config: PrivateConfig, **known: int) -> Cost:
+    def out(session: Session, *operands: Fixed) -> Fixed:
+        return attend(*operands, None, 0.25) if _ranged(session, **known) else operands[0]
+
+    return run_meta(config, out, [(1, 2, 64, 16), (1, 2, keys, 16), (1, 2, keys, 16)])
+
+
+def test_what_known_ranges_save() -> None:
+    """A product of each entry less, one of each output more; and the positions of comparisons."""
+    before, after = (_known_cost(128, PrivateConfig(), **known) for known in ({}, {"value": 5}))
+    entries, outputs, ring = 2 * 64 * 128, 2 * 64 * 16, Ring(64)
+    whole = math.ceil(math.log2(1.3 * 128))
+    saved = cost.product(ring, entries, 24 + 23 + whole - 18).total
+    more = cost.product(ring, outputs, 23 + whole).total
+    wider = cost.product(ring, outputs, 24).total - cost.product(ring, outputs, 18).total
+    assert before.total - after.total == saved - more - wider
+    assert after.rounds == before.rounds
+    scores = _known_cost(128, PrivateConfig(), score=9)
+    narrow = cost.msb(entries, 40, low=17).total - cost.msb(entries, 30, low=17).total
+    assert before.total - scores.total >= narrow
+    assert scores.rounds <= before.rounds
+    assert _known_cost(128, PrivateConfig(), value=30) == before, "no room in the ring"
+    puma = PrivateConfig(approximations="puma")
+    assert _known_cost(128, puma, value=5) == _known_cost(128, puma)
+
+
+def test_scores_with_a_bias_have_no_range() -> None:
+    session = _ranged(plain_session(), score=8)
+    q, k = fixed(session, noise(1, 2, 3, 4)), fixed(session, noise(1, 2, 3, 4))
+    with pytest.raises(DomainError, match="calibrate the model again"):
+        attend(q, k, k, None, 1.0, bias=torch.ones(1, 2, 3, 3))
+
+
+def test_the_check_of_ranges_sees_scores_and_mixes_beyond_theirs() -> None:
+    def verdicts(large: float, of: str) -> bool:
+        session = _ranged(plain_session(), score=10, value=6)
+        q, k, v = noise(1, 1, 4, 8), noise(1, 1, 300, 8, seed=1), noise(1, 1, 300, 8, seed=2)
+        q, v = (q * large, v) if of == "score" else (q, v * large)
+        attend(fixed(session, q), fixed(session, k), fixed(session, v), None, 1.0)
+        out = verdict(session)
+        return out is not None and bool(opened(out).any())
+
+    assert not verdicts(1.0, "score")
+    assert verdicts(1000.0, "score")
+    assert verdicts(30_000.0, "value")

@@ -126,7 +126,7 @@ class Largest(TorchFunctionMode):
         elif func in _PRODUCTS and out.is_floating_point():
             self._note_largest("product", out)
         elif func is F.scaled_dot_product_attention:
-            self._note_scores(*args[:2])
+            self._note_attention(*args[:3], **(kwargs or {}))
         elif func in _COMPARED:
             self._note_compared(args[0])
             if func in _RELUS:
@@ -174,12 +174,23 @@ class Largest(TorchFunctionMode):
         rows = x.norm(dim=-1)
         self._note(quantity, float(rows.max()) if rows.numel() else 0.0, scope)
 
-    def _note_scores(self, query: Tensor, key: Tensor) -> None:
-        """Scores of fused attention, before they are scaled and after; grouped heads share their keys."""
+    def _note_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, scale: float | None = None,
+        **_: object,
+    ) -> None:  # fmt: skip
+        """Scores of fused attention, before they are scaled and after, and values; grouped heads share their keys.
+
+        Ranges of scores are noted where nothing is added to them.
+        """
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-        largest = float((query.float() @ key.float().mT).abs().max())
+        scores = query.float() @ key.float().mT
+        largest = float(scores.abs().max())
         self._note("product", largest)
-        self._note("score", largest / math.sqrt(query.shape[-1]))
+        self._note("largest score", largest / math.sqrt(query.shape[-1]))
+        if attn_mask is None or attn_mask.dtype == torch.bool:
+            factor = query.shape[-1] ** -0.5 if scale is None else scale
+            self._note_rows_of("score", factor * scores)
+            self._note("value", float(value.detach().float().square().sum((1, 3)).sqrt().max()))
 
     def _note_compared(self, x: Tensor) -> None:
         """Arguments of an activation; 1.702 of them where GELU is x sigmoid(1.702 x)."""
@@ -250,7 +261,7 @@ def ranges_of(largest: Largest, config: PrivateConfig) -> Ranges:
     for name, met in largest.largest.items():
         _check_relu(name, met.get("relu", 0.0), config)
         entry = max(met.get(key, 0.0) for key in ("peak", "entry"))
-        limits = {"product": REACH + 5, "score": _MOST_SCORE}
+        limits = {"product": REACH + 5, "largest score": _MOST_SCORE}
         for reached, limit in ((entry, REACH), *((met.get(key, 0.0), most) for key, most in limits.items())):
             if reached < 2.0**limit:
                 continue
@@ -260,7 +271,9 @@ def ranges_of(largest: Largest, config: PrivateConfig) -> Ranges:
                 "architecture allows"
             )
         known: dict[str, int] = {
-            key: min(exponent(met[key]), LARGEST_EXPONENT) for key in ("output", "compare") if key in met
+            key: min(exponent(met[key]), LARGEST_EXPONENT)
+            for key in ("output", "compare", "score", "value")
+            if key in met
         }
         if "square" in met:
             known["square"] = exponent(met["square"], SQUARE_HEAD_ROOM)
@@ -335,7 +348,11 @@ def _warn_of_small_rows(largest: Largest, config: PrivateConfig) -> None:
             f"{config.frac_bits} fractional bits that is {small[worst] * 2.0**config.frac_bits:.1f} units: answers may "
             "differ from the plaintext model's. Scale what is added there up (a norm undoes it), or raise frac_bits"
         )
-    scores = {name: met["score"] for name, met in largest.largest.items() if met.get("score", 0.0) > _LARGE_SCORE}
+    scores = {
+        name: met["largest score"]
+        for name, met in largest.largest.items()
+        if met.get("largest score", 0.0) > _LARGE_SCORE
+    }
     if scores:
         worst = max(scores, key=lambda name: scores[name])
         _warn(

@@ -6,6 +6,7 @@ from private_llm.net.ledger import Cost
 from private_llm.protocols.share import words_for
 from private_llm.protocols.trio.cost import (
     a2b,
+    exponential,
     finish,
     gate,
     inject,
@@ -22,8 +23,8 @@ from private_llm.protocols.trio.cost import (
 from private_llm.ring.ring import Ring
 
 __all__ = [
-    "a2b", "finish", "gate", "index_from_client", "inject", "input_from_client", "lookup", "msb", "msb_ripple",
-    "open_shuffled", "permutation",
+    "a2b", "exponential", "finish", "gate", "index_from_client", "inject", "input_from_client", "lookup", "msb",
+    "msb_ripple", "open_shuffled", "permutation",
     "piecewise", "poly", "product", "remask", "reveal_to_client", "shuffle", "shuffle_bits",
     "truncate",
 ]  # fmt: skip

@@ -15,12 +15,13 @@ from torch import Tensor
 from private_llm.errors import ProtocolAbort, UnsupportedOp
 from private_llm.net.transport import Transport
 from private_llm.protocols.adder import DEFAULT_ADDER, Adder
+from private_llm.protocols.exponential import Exponential
 from private_llm.protocols.party_end import Links
 from private_llm.protocols.piecewise import Pieces
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.quad.roles import Member, RoleTransport
 from private_llm.protocols.quad.transcript_mac import TAG_BYTES, TranscriptMac, as_bytes, as_tensor, same
-from private_llm.protocols.share import Share
+from private_llm.protocols.share import BitShare, Share
 from private_llm.protocols.trio.party import Trio
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import Ring
@@ -33,6 +34,7 @@ class QuadRecords(Trio):
     """Trio's code in its role, with records."""
 
     name = "quad"
+    has_exponentials = False
 
     def __init__(
         self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed],
@@ -58,6 +60,10 @@ class QuadRecords(Trio):
     def piecewise(self, x: Share, pieces: Pieces) -> list[Share]:
         """Refused with UnsupportedOp, as by every protocol without comparison keys: nobody could check the helper's."""
         return Protocol.piecewise(self, x, pieces)
+
+    def exponential(self, x: Share, keep: BitShare, plan: Exponential) -> Share:
+        """Refused with UnsupportedOp: quad takes products for exponentials, which it can check."""
+        return Protocol.exponential(self, x, keep, plan)
 
     @property
     def mask_streams(self) -> Sequence[Prg]:

@@ -72,6 +72,11 @@ def piecewise(ring: Ring, count: int, shape: PiecesShape) -> Cost:
     return total
 
 
+def exponential(ring: Ring, count: int, shift: int) -> Cost:
+    """`count` exponentials, or zeros by a bit: 4 elements pre, then one finish; 2 rounds."""
+    return Cost({(0, 2): 4 * count * ring.bytes}) + finish(ring, count, shift, helped=False)
+
+
 def gate(count: int, rows: int = 1) -> Cost:
     """One AND of `rows` bit vectors: 1 bit pre, 1 bit each way, 1 round."""
     word = 8 * words_for(count) * rows

@@ -29,14 +29,14 @@ from private_llm.protocols.boolean import Weights, check_injected
 from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.share import BitShare, Share, words_for
 from private_llm.protocols.trio import cost
-from private_llm.protocols.trio.piecewise import TrioPiecewise
+from private_llm.protocols.trio.exponential import TrioExponentials
 from private_llm.ring.ring import Ring
 
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-class Trio(TrioPiecewise):
-    """One party of Trio: arithmetic, shuffles, piecewise polynomials and bits."""
+class Trio(TrioExponentials):
+    """One party of Trio: arithmetic, shuffles, piecewise polynomials, exponentials and bits."""
 
     # -- sign bits ------------------------------------------------------------------------------------------
     def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None, low: int = 0) -> BitShare:

@@ -1,0 +1,124 @@
+"""The public side of an exponential of a secret: tables that turn a masked number into factors of the result.
+
+e^(M - a) = e^M e^(-a): a sum of a public number M and a secret mask a becomes a product. Modulo 32 both are a digit of
+sixteen and a rest below 16, M = 16 i + m and a = 16 j + r, and for x = M - a - 16 + TOP with 0 <= M - a < 16
+
+    e^x = e^(m - 16 + TOP) e^(-r)  where i = j,   e^(m + TOP) e^(-r)  elsewhere.
+
+Tables are integers made in decimal arithmetic, because parties whose factors differ in one bit would multiply different
+numbers by shares of 2^64. An exponential is the product of two entries: upper half of the digits, lower half.
+"""
+
+from __future__ import annotations
+
+import decimal
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import DomainError
+
+TOP = 1
+"""Arguments lie in [TOP - SPAN, TOP)."""
+
+SPAN = 16
+"""How many units the range has; the modulus is twice that."""
+
+FACTOR_BITS = 19
+"""Fractional bits of public factors, which reach e^(SPAN + TOP) = 2^24.6, and of the lower half they are made of."""
+
+_NEAR_BITS = 42
+"""Fractional bits of the upper half where the digits are equal: those factors are small."""
+
+SECRET_BITS = 41
+"""Fractional bits of e^(-r): 2^-41 e^16 = 2^-18 of the result."""
+
+TOTAL_BITS = FACTOR_BITS + SECRET_BITS
+"""Fractional bits of the result before its division; it stays below 2^62."""
+
+_COARSE_BITS, _FINE_BITS = 42, 20
+"""Fractional bits of the two tables of e^(-r)."""
+
+_FINEST = 20
+"""Fractional bits of arguments that count; lower ones are left out."""
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """e^(x / 2^frac) with 2^-shift: arguments with `frac` fractional bits, results with TOTAL_BITS - shift.
+
+    Relative error 2^-18, absolute 2^-20, and the rounding of the division. Raises DomainError for a negative frac.
+    """
+
+    frac: int
+    shift: int
+
+    def __post_init__(self) -> None:
+        if self.frac < 0:
+            raise DomainError(f"exponential: got {self.frac} fractional bits; want 0 or more")
+
+    @property
+    def offset(self) -> int:
+        """What is added to x so that it counts from the lower end of the range: a ring element."""
+        return (SPAN - TOP) << self.frac
+
+    @property
+    def _kept(self) -> int:
+        return min(self.frac, _FINEST)
+
+    def _digits(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Which sixteen (0 or 1), and the upper and lower half of the rest's bits."""
+        rest_bits = self._kept + 4
+        low = values >> (self.frac - self._kept)
+        rest, fine = low & ((1 << rest_bits) - 1), rest_bits // 2
+        return (low >> rest_bits) & 1, rest >> fine, rest & ((1 << fine) - 1)
+
+    def factors(self, masked: Tensor) -> tuple[Tensor, Tensor]:
+        """(for a mask whose digit is 0, for one whose digit is 1): int64 [n] from x + a + offset [n]. Local."""
+        digit, upper, lower = self._digits(masked)
+        near, far, fine = (table.to(masked.device) for table in _public_tables(self._kept))
+        scale = fine[lower]
+        same, other = (
+            (coarse[upper] * scale + (1 << (bits - 1))) >> bits
+            for coarse, bits in ((near, _NEAR_BITS), (far, FACTOR_BITS))
+        )
+        zero = digit == 0
+        return torch.where(zero, same, other), torch.where(zero, other, same)
+
+    def secrets(self, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """(digit 0 or 1, e^(-r) with SECRET_BITS fractional bits): int64 [n] from masks [n]. Local."""
+        digit, upper, lower = self._digits(mask)
+        coarse, fine = (table.to(mask.device) for table in _secret_tables(self._kept))
+        shift = _COARSE_BITS + _FINE_BITS - SECRET_BITS
+        return digit, (coarse[upper] * fine[lower] + (1 << (shift - 1))) >> shift
+
+
+@lru_cache(maxsize=8)
+def _public_tables(frac: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the upper bits, for a mask of the same digit and of the other one; of the lower bits."""
+    fine = (frac + 4) // 2
+    count, step = 1 << (frac + 4 - fine), fine - frac
+    near = _powers(count, step, 1, TOP - SPAN, _NEAR_BITS)
+    far = _powers(count, step, 1, TOP, FACTOR_BITS)
+    return near, far, _powers(1 << fine, -frac, 1, 0, FACTOR_BITS)
+
+
+@lru_cache(maxsize=8)
+def _secret_tables(frac: int) -> tuple[Tensor, Tensor]:
+    """Of the upper bits and of the lower bits."""
+    fine = (frac + 4) // 2
+    coarse = _powers(1 << (frac + 4 - fine), fine - frac, -1, 0, _COARSE_BITS)
+    return coarse, _powers(1 << fine, -frac, -1, 0, _FINE_BITS)
+
+
+def _powers(count: int, step: int, sign: int, start: int, bits: int) -> Tensor:
+    """e^(start + sign k 2^step) with `bits` fractional bits, for all k below count."""
+    with decimal.localcontext(decimal.Context(prec=50, rounding=decimal.ROUND_HALF_EVEN)):
+        ratio = (sign * decimal.Decimal(2) ** step).exp()
+        value, made = decimal.Decimal(start).exp() * (1 << bits), []
+        for _ in range(count):
+            made.append(int(value.to_integral_value()))
+            value *= ratio
+    return torch.tensor(made, dtype=torch.int64)

@@ -1,0 +1,85 @@
+"""Trio's exponentials in one step: the mask's side of e^(M - a) = e^M e^(-a) comes from party 0, in shares.
+
+With the digits of `protocols.exponential`, bit b = B ^ l of what is kept, j the digit and r the rest of the mask a:
+
+1. Party 0 shares four numbers: e^(-r) in the place 2 j + l, zero in the others. One share is drawn from its stream with
+   party 1, the other one goes to party 2.
+2. The evaluators know M and B. b = 1 means l = 1 - B, so the places 1 - B and 3 - B count; each is multiplied by the
+   public factor of its digit. The sum is an additive share of b e^x, which one finish turns into a share.
+
+Pre: 4 elements, and a finish without E: 1 element + shift bits; online as a product with a shift: 2 rounds. Leakage:
+none to a single party. Party 2 receives four ring elements masked by a stream that it lacks, all else is a finish.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import DomainError
+from private_llm.protocols.exponential import Exponential
+from private_llm.protocols.share import BitShare, Share
+from private_llm.protocols.trio.piecewise import TrioPiecewise
+
+
+class TrioExponentials(TrioPiecewise):
+    """Trio's arithmetic, shuffles and piecewise polynomials, and exponentials."""
+
+    has_exponentials = True
+
+    def exponential(self, x: Share, keep: BitShare, plan: Exponential) -> Share:
+        """As the interface says: see the module header. Bytes: `trio/cost.py`."""
+        if self.ring.bits != 64 or keep.rows != 1 or keep.count != x.numel():
+            raise DomainError(
+                f"exponential: got a {self.ring.bits}-bit ring and {keep.rows} rows of {keep.count} bits for "
+                f"{x.numel()} elements; want 64 bits, and one row of as many"
+            )
+        count, piece = x.numel(), None
+        both = (x.parts[0] + x.parts[1]).reshape(-1)
+        if self.role == 0:
+            self.transport.send(2, "exponential", self._places(both, keep, plan))
+        else:
+            if self.role == 1:
+                shares = self._draw(_PLACES * count).view(_PLACES, count)
+            else:
+                shares = self.transport.recv(0, "exponential", (_PLACES, count), self.ring.dtype)
+            piece = self._weighed(both + plan.offset, keep, shares, plan)
+        return self._finish("exponential", x.shape, piece, plan.shift, helped=False)
+
+    def _places(self, mask: Tensor, keep: BitShare, plan: Exponential) -> Tensor:
+        """Party 0: e^(-r) in one of four places, less party 1's shares: [4, n]."""
+        message = -self._draw(_PLACES * mask.numel()).view(_PLACES, mask.numel())
+        if mask.is_meta:
+            return message
+        flags = _flags(keep.parts[0] ^ keep.parts[1], keep.count)
+        for at in range(0, mask.numel(), _ENTRIES):
+            some = slice(at, at + _ENTRIES)
+            digit, value = plan.secrets(mask[some])
+            message[:, some].scatter_add_(0, (2 * digit + flags[some])[None], value[None])
+        return message
+
+    def _weighed(self, masked: Tensor, keep: BitShare, shares: Tensor, plan: Exponential) -> Tensor:
+        """An evaluator's additive piece of the result: [n]."""
+        piece = torch.empty_like(masked)
+        if piece.is_meta:
+            return piece
+        flags = _flags(keep.parts[0], keep.count).bool()
+        for at in range(0, masked.numel(), _ENTRIES):
+            some = slice(at, at + _ENTRIES)
+            zero, one = plan.factors(masked[some])
+            first, second = (torch.where(flags[some], shares[place, some], shares[place + 1, some]) for place in (0, 2))
+            piece[some] = zero * first + one * second
+        return piece
+
+
+def _flags(words: Tensor, count: int) -> Tensor:
+    """Bits [1, W] as numbers 0 and 1: [count]."""
+    places = torch.arange(64, device=words.device)
+    return ((words.reshape(-1, 1) >> places) & 1).view(-1)[:count]
+
+
+_PLACES = 4
+"""Two digits times two values of the mask of the bit."""
+
+_ENTRIES = 1 << 16
+"""Elements that are looked up at once, so that what lies between stays in the cache."""
