@@ -139,8 +139,9 @@ STARTS: dict[str, tuple[float, ...]] = {
         -1.90953, 1.909732, -0.081489, -0.049368, 0.08595, -0.053875, 0.020521,
     ),
     "SILU": (
-        -0.154006, -0.004656, 0.216581, -0.420681, -0.151365, 0.516405, 3.487974, -1.544286,
-        -0.170546, -0.316289, 0.904723, 0.023536, -0.181127, 0.568876, 0.141871, -1.763216,
+        -1.123304, -0.2055, 1.692176, -0.184672, -0.57943, 0.191823, 0.762835, -0.430556, -0.391249,
+        0.236415, 0.44135, 0.231098, 1.374295, -1.063835, 2.046212, -1.32423, 1.637641, 0.804339,
+        -0.063277, 0.092963, 0.354048, 0.257594, 0.638056, -1.167171, 0.614867, 0.104094, -0.986938,
     ),
     "LOGISTIC": (
         0.5978082, 1.6151256, -1.5804666, -2.6927605, 0.6302386, 0.5796624, 1.7426707, 7.6189568,
@@ -165,7 +166,7 @@ def specs() -> list[ChainSpec]:
         _bump("GELU_ERF", "t Phi(-t) at t = 2 (z + 1), zero at t = 4.", _gelu_tail_erf),
         _bump("GELU_TANH", "t (1 - tanh(sqrt(2/pi) (t + 0.044715 t^3))) / 2 at t = 2 (z + 1), zero at t = 4.",
               _gelu_tail_tanh),
-        _wide("SILU", "t / (1 + e^t) at t = 8 (z + 1), zero at t = 13.", _silu_tail, 0.625, slack=2.0**-4),
+        _wide("SILU", "t / (1 + e^t) at t = 8 (z + 1), zero at t = 14.", _silu_tail, 0.75, products=5),
         _wide("LOGISTIC", "1 / (1 + e^t) at t = 8 (z + 1), zero at t = 10.", _logistic_tail, 0.25),
         _wide("SOFTPLUS", "-log(1 + e^-t) at t = 8 (z + 1), zero at t = 10.", _softplus_tail, 0.25),
         ChainSpec(
@@ -182,10 +183,12 @@ def _bump(name: str, about: str, function: Callable[[Array], Array]) -> ChainSpe
     )  # fmt: skip
 
 
-def _wide(name: str, about: str, function: Callable[[Array], Array], zero: float, slack: float = SLACK) -> ChainSpec:
+def _wide(name: str, about: str, function: Callable[[Array], Array], zero: float, products: int = 4) -> ChainSpec:
+    middle = products - 3
     return ChainSpec(
-        name, about, function, np.ones_like, low=-1 - slack / 8, high=zero + slack / 8, zero=zero, argument=21,
-        forms=((21, 21), (20, 28), (30, 30), (29, 31)), fracs=(20, 20, 20, 18), start=STARTS[name],
+        name, about, function, np.ones_like, low=-1 - SLACK / 8, high=zero + SLACK / 8, zero=zero, argument=21,
+        forms=((21, 21), (20, 28), *[(30, 30)] * middle, (29, 31)), fracs=(*[20] * (products - 1), 18),
+        start=STARTS[name],
     )  # fmt: skip
 
 

@@ -4,8 +4,7 @@
 2. x_minus = [x < 0] x; relu = x - x_minus, |x| = x - 2 x_minus.
 3. t = min(|x|, top): one injection of the exclusive or of the last two rows.
 4. g(t) by a chain that vanishes exactly at t = top, so saturated results are exactly x or 0.
-A wrong bit just above a threshold, where a coarse comparison may be wrong, changes nothing: both branches are the same
-analytic function there.
+A wrong bit less than 2^-6 above a threshold changes nothing: both branches are the same analytic function there.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 from private_llm.approx.chain import Chain, evaluate, price
 from private_llm.approx.curves import Curve, takes_curve
 from private_llm.approx.curves import evaluate as by_keys
-from private_llm.exact.comparisons import RESOLUTION_BITS, coarse_bits, coarse_span
+from private_llm.exact.comparisons import coarse_bits, coarse_span
 from private_llm.net.ledger import Cost
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare
@@ -21,19 +20,16 @@ from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 
 
-def rectified_minus(
-    x: Fixed, chain: Chain, top: float, log2_scale: int, curve: Curve, resolution: int = RESOLUTION_BITS
-) -> Fixed:
+def rectified_minus(x: Fixed, chain: Chain, top: float, log2_scale: int, curve: Curve) -> Fixed:
     """relu(x) - chain(z) at z = min(|x|, top) / 2^log2_scale - 1, for |x| < 2^20 - 2^10; shape and bits of x.
 
-    The chain fits up to 2^-resolution beyond both ends. 33 bytes an element for the comparison (29 for 2^-4), 64 for
-    two injections, and the chain's; 3 + 2 rounds and the chain's. Error: the chain's and the rounding of its result. By
-    comparison keys `curve` instead: the whole function in 2 rounds. Raises DomainError in a 32-bit ring.
+    33 bytes an element for the comparison, 64 for two injections, and the chain's; 3 + 2 rounds and the chain's. Error:
+    the chain's and the rounding of its result. By comparison keys `curve` instead: the whole function in 2 rounds.
+    Raises DomainError in a 32-bit ring.
     """
-    span = coarse_span(x, resolution=resolution)
-    if takes_curve(curve, x, x.frac, _price, x.session.ring, x.numel(), chain, *span):
+    if takes_curve(curve, x, x.frac, _price, x.session.ring, x.numel(), chain, *coarse_span(x)):
         return by_keys(curve, x, x.frac)
-    rows = coarse_bits(x, [0.0, -top, top], resolution=resolution)
+    rows = coarse_bits(x, [0.0, -top, top])
     inside = x.proto.xor(rows.row(1), rows.row(2))
     minus = x.choose(rows.row(0), [1], [0.0])
     relu = x - minus

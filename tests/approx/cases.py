@@ -13,7 +13,6 @@ from private_llm.approx import activations
 from private_llm.approx import coefficients as tables
 from private_llm.approx.exp import exp
 from private_llm.net.ledger import Cost
-from private_llm.protocols.exponential import TOTAL_BITS
 from private_llm.protocols.trio import cost
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
@@ -26,8 +25,7 @@ R = Ring(64)
 class Case:
     """`error` is the docstring's bound; `ends` the domain; `thresholds` where a coarse comparison may differ.
 
-    `noise` bounds the effect of truncation, in units of the result's last place. `resolution`: how far above a
-    threshold a coarse comparison may differ.
+    `noise` bounds the effect of truncation, in units of the result's last place.
     """
 
     name: str
@@ -38,7 +36,6 @@ class Case:
     thresholds: tuple[float, ...]
     price: Callable[[int], Cost]
     noise: float = 0.0
-    resolution: float = 2.0**-6
 
     def __repr__(self) -> str:
         return self.name
@@ -57,9 +54,9 @@ def products(n: int, *shifts: int) -> Cost:
     return total
 
 
-def _bump(n: int, *shifts: int, low: int = 12) -> Cost:
+def _bump(n: int, *shifts: int) -> Cost:
     """Three coarse thresholds (39 bits, 26 positions), two injections of one weighted row, the chain."""
-    fold = cost.msb(n, 39, 3, low=low) + cost.inject(R, n, 1, 1, 0) + cost.inject(R, n, 1, 1, 0)
+    fold = cost.msb(n, 39, 3, low=12) + cost.inject(R, n, 1, 1, 0) + cost.inject(R, n, 1, 1, 0)
     return fold + products(n, *shifts)
 
 
@@ -86,8 +83,8 @@ FITTED = [
         "gelu_tanh", lambda x: activations.gelu(x, "tanh"), lambda x: F.gelu(x, approximate="tanh"), 2e-4, WIDE,
         (0.0, -4.0, 4.0), lambda n: _bump(n, 21, 25, 41), noise_units(tables.GELU_TANH, FULL),
     ),
-    Case("silu", activations.silu, F.silu, 1.6e-4, WIDE, (0.0, -13.0, 13.0),
-         lambda n: _bump(n, 22, 28, 40, 42, low=14), noise_units(tables.SILU, FULL[FULL <= 0.64]), 2.0**-4),
+    Case("silu", activations.silu, F.silu, 5e-5, WIDE, (0.0, -14.0, 14.0), lambda n: _bump(n, 22, 28, 40, 40, 42),
+         noise_units(tables.SILU, FULL[FULL <= 0.76])),
     Case(
         "sigmoid", activations.sigmoid, torch.sigmoid, 1e-4, WIDE, (0.0, -10.0, 10.0),
         lambda n: _logistic(n, 39, 12), 2 * noise_units(tables.LOGISTIC, FULL[FULL <= 0.26]),
@@ -98,8 +95,8 @@ FITTED = [
          4 * noise_units(tables.LOGISTIC, FULL[FULL <= 0.26])),
     Case(
         "exp", exp, torch.exp, 6e-5, (-(2.0**21) + 2**10, 0.25), (-14.0,),
-        lambda n: cost.msb(n, 40, 1, low=17) + cost.exponential(R, n, TOTAL_BITS - 24),
-        (1e-5 + tables.EXP.error) * 2**18 + noise_units(tables.EXP, FULL[FULL >= -0.75]),
+        lambda n: cost.msb(n, 40, 1, low=16) + cost.inject(R, n, 1, 1, 0) + products(n, 22, 28, 39, 36),
+        noise_units(tables.EXP, FULL[FULL >= -0.75]),
     ),
 ]  # fmt: skip
 """Functions of polynomials, which need the 64-bit ring."""

@@ -28,7 +28,7 @@ def _gelu_tail(t: Tensor, approximate: str) -> Tensor:
 TABLES = [
     (coefficients.GELU_ERF, lambda z: _gelu_tail(2 * (z + 1), "none"), -1.0, 1.0, 1.0),
     (coefficients.GELU_TANH, lambda z: _gelu_tail(2 * (z + 1), "tanh"), -1.0, 1.0, 1.0),
-    (coefficients.SILU, lambda z: 8 * (z + 1) * torch.sigmoid(-8 * (z + 1)), -1 - 2.0**-7, 0.625 + 2.0**-7, 0.625),
+    (coefficients.SILU, lambda z: 8 * (z + 1) * torch.sigmoid(-8 * (z + 1)), -1.0, 0.75, 0.75),
     (coefficients.LOGISTIC, lambda z: torch.sigmoid(-8 * (z + 1)), -1.0, 0.25, 0.25),
     (coefficients.SOFTPLUS, lambda z: -torch.log1p(torch.exp(-8 * (z + 1))), -1.0, 0.25, 0.25),
     (coefficients.EXP, lambda z: torch.exp(8 * (z - 1)), -0.75, 1.03125, None),
