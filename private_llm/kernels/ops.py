@@ -24,6 +24,7 @@ from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import bits as cpu_bits
 from private_llm.kernels.backends.cpu import prg as cpu_prg
 from private_llm.kernels.backends.cpu import trunc as cpu_trunc
+from private_llm.kernels.drawn import dense
 from private_llm.kernels.shapes import Pair
 from private_llm.kernels.shapes import packed_words as packed_words
 
@@ -49,6 +50,7 @@ def _gpu(family: str, name: str, *arguments: Any) -> Any:  # noqa: ANN401
     device = arguments[0].device
     if device.type != "cuda":
         raise UnsupportedOp(f"no kernel for device {device}; want cpu or cuda tensors (or meta for cost counting)")
+    arguments = tuple(map(dense, arguments))
     with torch.cuda.device(device):
         return getattr(_triton(family), name)(*arguments)
 

@@ -37,7 +37,8 @@ class Known:
 
     owed: see tensor/range_check.py. pending: a secret tensor, and the bits that its sums may have, to be checked unless
     the operation on it checks it anyway. batch: of a call whose rows belong to several clients their number, so that
-    each row has a verdict of its own; None: one verdict for the call.
+    each row has a verdict of its own; None: one verdict for the call. seeds: whether masks of weights stay seeds until
+    a layer runs.
     """
 
     def __init__(self) -> None:
@@ -45,6 +46,7 @@ class Known:
         self.owed: list[Owed] = []
         self.pending: tuple[Any, int] | None = None
         self.batch: int | None = None
+        self.seeds = False
 
 
 @dataclass(frozen=True, eq=False)
