@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.errors import ConfigError, PlaintextLeak, UnsupportedOp
-from private_llm.kernels import ops, parallel
+from private_llm.errors import ConfigError, DomainError, PlaintextLeak, UnsupportedOp
+from private_llm.kernels import matmul_drawn, ops, parallel, reference
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import aes as cpu_aes
+from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.kernels.drawn import DrawnTensor, StreamKey
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import RING32, RING64, Ring
+from tests.kernels.cases import Draw
 
 SEED = Seed(bytes(range(32)))
 RINGS = (RING64, RING32)
@@ -165,3 +167,78 @@ def test_it_has_no_address() -> None:
 def test_streams_of_chacha_are_refused() -> None:
     with pytest.raises(ConfigError, match="AES"):
         Seed(bytes(32), "chacha20").drawn("w", (2, 2), RING64)
+
+
+# -- products ---------------------------------------------------------------------------------------------------
+SIZES = (
+    (1, 1, 1), (1, 300, 40), (16, 16, 16), (17, 15, 33), (130, 257, 65), (5, 530, 16), (40, 31, 7), (3, 1030, 130),
+    (2, 49, 301), (65, 129, 200), (1, 512, 128), (0, 4, 4), (3, 0, 4), (3, 4, 0),
+)  # fmt: skip
+"""Rows of x, inner size, columns: odd ones, tails of every block, and none."""
+
+
+@pytest.fixture(params=["byte tiles", "register tiles", "no instructions"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every way to multiply."""
+    if request.param == "byte tiles" and not (cpu_amx.usable() and cpu_aes.usable()):
+        pytest.skip("this processor has no byte tiles (AMX)")
+    if request.param == "register tiles":
+        monkeypatch.setattr(cpu_amx, "usable", lambda: False)
+    if request.param == "no instructions":
+        monkeypatch.setattr(cpu_aes, "usable", lambda: False)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("ring", RINGS, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+def test_products(
+    turned: bool, size: tuple[int, int, int], ring: Ring, threads: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against plain torch on the whole; y in one stretch, and cut and joined, so that lines begin within a block."""
+    monkeypatch.setattr(parallel, "threads", lambda seconds: threads)
+    rows, inner, columns = size
+    y, held = both(ring, *((columns, inner) if turned else (inner, columns)), label=str(size))
+    x, onto = Draw("x").ring(ring, rows, inner), Draw("onto").ring(ring, rows, columns)
+    cut = len(y) // 3
+    for drawn, whole in ((y, held), (torch.cat([y[cut:], y[:cut]]), torch.cat([held[cut:], held[:cut]]))):
+        there, expected = (drawn.t(), whole.t()) if turned else (drawn, whole)
+        assert isinstance(there, DrawnTensor)
+        wanted = reference.ring_matmul(x, expected)
+        assert torch.equal(ops.ring_matmul(x, there), wanted)
+        assert torch.equal(matmul_drawn.product(x, there, onto.clone()), wanted + onto)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_products_write_nothing_of_the_size_of_y(turned: bool, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole is never made; without instructions, at most some lines at a time."""
+    made: list[int] = []
+    fill = StreamKey.fill
+    monkeypatch.setattr(StreamKey, "fill", lambda key, start, out: (made.append(out.size), fill(key, start, out))[1])
+    monkeypatch.setattr(matmul_drawn, "_AT_ONCE", 1 << 12)
+    y, held = both(RING64, 600, 70)
+    x = Draw("x").ring(RING64, 20, 70 if turned else 600)
+    assert torch.equal(ops.ring_matmul(x, y.t() if turned else y), ops.ring_matmul(x, held.t() if turned else held))
+    assert max(made, default=0) <= (8 << 12 if kernel == "no instructions" else 0)
+
+
+def test_a_batch_a_pair_and_listed_rows(kernel: str) -> None:
+    first, held = both(RING64, 30, 50)
+    second, other = both(RING64, 30, 50, label="v")
+    x, z = Draw("x").ring(RING64, 2, 3, 50), Draw("z").ring(RING64, 2, 3, 50)
+    expected = reference.ring_matmul_pair(x, held.t(), z, other.t())
+    assert torch.equal(ops.ring_matmul_pair(x, first.t(), z, second.t()), expected)
+    assert torch.equal(ops.ring_matmul_pair(x, first.t(), z, other.t()), expected)
+    assert torch.equal(ops.ring_matmul(first, x.mT), reference.ring_matmul(held, x.mT))
+    listed = torch.tensor([4, 5, 6, 29, 0, 0])
+    assert torch.equal(ops.ring_matmul_rows(x[0], first, listed), reference.ring_matmul_rows(x[0], held, listed))
+    lines = Draw("l").ring(RING64, 3, 6)
+    assert torch.equal(ops.ring_matmul_lines(lines, first, listed), reference.ring_matmul_lines(lines, held, listed))
+
+
+def test_products_refuse_what_does_not_fit() -> None:
+    y, _ = both(RING64, 30, 50)
+    for x in (torch.zeros(3, 30, dtype=torch.int64), torch.zeros(3, 50, dtype=torch.int32)):
+        with pytest.raises(DomainError, match="ring_matmul: got"):
+            ops.ring_matmul(x, y.t())
