@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 import private_llm.nn  # noqa: F401 - completes the table of operations
 from private_llm.errors import PatchMismatch
+from private_llm.kernels.memory import trim_allocator
 from private_llm.kv_policies.policy import CachePolicy
 from private_llm.net.ledger import Ledger
 from private_llm.nn.linear import SharedInput, can_share
@@ -39,6 +40,9 @@ from private_llm_hf.models.windows import windowed_layers
 from private_llm_hf.party.cache import SecretCache, SecretEncoderDecoderCache
 from private_llm_hf.party.placement import Placement, Value
 from private_llm_hf.patch_plan import make_patch_plan
+
+_HOLES = 1 << 23
+"""Weights whose joining leaves holes worth returning: 64 MB of each part of a share, in the 64-bit ring."""
 
 AnyValue = TypeVar("AnyValue", bound=Value)
 
@@ -162,7 +166,12 @@ def _pool_first(parent: nn.Module, relu: str, pool: str) -> None:
 
 
 def _share_inputs(model: nn.Module, ledger: Ledger, placement: Placement) -> None:
-    """Let siblings that read the same tensor (query, key, value; gate, up) be one product."""
+    """Let siblings that read the same tensor (query, key, value; gate, up) be one product.
+
+    Joining copies, and leaves holes where the pieces were, which the allocator would keep: one after the other they
+    grow to a part of the model, so they go back to the system now and then.
+    """
+    left = 0
     for path, parent in model.named_modules():
         children = dict(parent.named_children())
         for names, where in table("same_input").items():
@@ -172,6 +181,10 @@ def _share_inputs(model: nn.Module, ledger: Ledger, placement: Placement) -> Non
                 group = SharedInput(found, f"{path}.{'+'.join(names.split())}", ledger, read)
                 for index, layer in enumerate(found):
                     layer.forward = functools.partial(group.piece, index)
+                left += 0 if read else sum(layer.weight.numel() for layer in found)
+                if left >= _HOLES:
+                    trim_allocator()
+                    left = 0
 
 
 # -- weights ------------------------------------------------------------------------------------------------
