@@ -35,6 +35,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "approximations": ("ours", "mpcformer", "secformer", "puma"),
     "prg": ("aes", "chacha20"),
     "matmul": ("masked", "remask"),
+    "weights_at_rest": ("auto", "resident", "seeds"),
     "party_mode": ("auto", "threads", "processes", "remote", "distributed"),
 }
 
@@ -140,6 +141,10 @@ class PrivateConfig:
     Parties need not agree on devices and folders.
     device_map: how a party's layers are spread, as in transformers: "auto", "balanced", "balanced_low_0",
     "sequential", or {module name: GPU number, "cuda:N", "cpu" or "disk"} for the whole model; None: all on `device`.
+    weights_at_rest: what a party holds of secret weights while it does not use them: "resident" (all parts of their
+    shares: 16 bytes a weight, quad 24, in the 64-bit ring), "seeds" (what it received, 0 or 8 bytes; masks are made
+    from their seeds whenever a layer runs, with the same results), or "auto" (seeds where memory is too short for the
+    other). Parties need not agree.
     max_memory: {device: bytes, or text like "20GB"} that the planned maps may use. offload_folder: where a party writes
     weights that are mapped to "disk" and come from the client (with a share file it reads that file instead).
     offline_folder: where a party keeps what `model.preprocess` stores (default: the system's temporary folder).
@@ -197,6 +202,7 @@ class PrivateConfig:
     device: str = "cpu"
     device_map: str | Mapping[str, int | str] | None = field(default=None, hash=False)
     max_memory: Mapping[int | str, int | str] | None = field(default=None, hash=False)
+    weights_at_rest: Literal["auto", "resident", "seeds"] = "auto"
     offload_folder: str | None = None
     offline_folder: str | None = None
     replay: bool = True
@@ -292,6 +298,15 @@ class PrivateConfig:
                 raise ConfigError("max_memory is for a planned device_map ('auto', ...); a mapping says it all")
             limits = {_device_name("max_memory", where): size for where, size in self.max_memory.items()}
             object.__setattr__(self, "max_memory", limits)
+        if self.weights_at_rest == "seeds" and (self.weights == "public" or self.facts is None or not self.facts.hides):
+            raise ConfigError(
+                "weights_at_rest: got 'seeds', but public weights, and those of a protocol that hides nothing, have no "
+                "masks that could be made from seeds; want 'auto'"
+            )
+        if self.weights_at_rest == "seeds" and self.sparsity is not None:
+            raise ConfigError(
+                "weights_at_rest: got 'seeds' with sparsity, whose listed neurons are read from memory; want 'resident'"
+            )
 
     def _take_old_names(self, old: dict[str, tuple[str, object]]) -> None:
         """Settings under the names that they had in the first version; they go with the next one."""
@@ -460,6 +475,13 @@ FIELD_GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Parties and hosts": ("party_mode", "hosts", "tls", "allow_plain_loopback", "trusted_network"),
     "Waiting": ("timeout_s", "busy_wait_s", "idle_s"),
-    "Devices and memory": ("device", "device_map", "max_memory", "offload_folder", "offline_folder"),
+    "Devices and memory": (
+        "device",
+        "device_map",
+        "max_memory",
+        "weights_at_rest",
+        "offload_folder",
+        "offline_folder",
+    ),
 }
 """The settings of `PrivateConfig` by what they are about, as the documentation shows them."""

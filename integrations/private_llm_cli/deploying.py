@@ -131,6 +131,9 @@ def party(
     ] = "",
     max_memory: Annotated[str, typer.Option(help="JSON {device: size} for a planned --device-map.")] = "",
     offload_folder: Annotated[str | None, typer.Option(help="Disk for weights that come from the client.")] = None,
+    weights_at_rest: Annotated[
+        str, typer.Option(help="Weights between uses: 'resident', 'seeds' (no masks), 'auto' (as memory allows).")
+    ] = "auto",
     frac_bits: FracOption = None,
     parallel_sessions: ParallelSessionsOption = 1,
     rotate_roles: RotateRolesOption = False,
@@ -177,7 +180,7 @@ def party(
         more["tls"] |= {"allow": str(Path(allow).resolve()) if Path(allow).is_file() else allow}
     more["idle_s"] = idle or None
     more |= (
-        devices(device, device_map, max_memory, offload_folder)
+        devices(device, device_map, max_memory, offload_folder, weights_at_rest)
         | bits(frac_bits)
         | adder_of(adder)
         | {"parallel_sessions": parallel_sessions, "rotate_roles": rotate_roles}

@@ -18,6 +18,7 @@ from private_llm.kernels import parallel, shapes
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.kernels.backends.cpu import matmul as cpu_matmul
+from private_llm.kernels.drawn import dense
 from private_llm.kernels.watching import launch
 
 _ZERO: dict[torch.dtype, np.unsignedinteger[Any]] = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
@@ -104,6 +105,7 @@ def desk() -> cpu_amx.Desk:
 def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
     """x y modulo the ring size, added onto `onto` (contiguous, of the result's shape, changed in place) if given."""
     shapes.check_product(x, y)
+    y = dense(y)
     rows, inner, columns = x.shape[-2], x.shape[-1], y.shape[-1]
     batch = x.shape[:-2]
     if y.dim() == 2:  # all rows of x meet the same matrix

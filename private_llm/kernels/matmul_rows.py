@@ -17,6 +17,7 @@ from private_llm.kernels import matmul, parallel, shapes
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.kernels.backends.cpu import matmul_rows as cpu_matmul_rows
+from private_llm.kernels.drawn import DrawnTensor
 
 _ZERO = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
 _CUT = 64
@@ -58,7 +59,9 @@ def lines_product(x: Tensor, y: Tensor, lines: Tensor, onto: Tensor | None = Non
 
 def _in_place(x: Tensor, y: Tensor, columns: int, inner: int, turned: bool) -> bool:
     """Whether register tiles read y where it lies."""
-    return y.stride(1) == 1 and not (cpu_amx.usable() and matmul.tiled(len(x), inner, columns, turned))
+    if isinstance(y, DrawnTensor) or y.stride(1) != 1:
+        return False
+    return not (cpu_amx.usable() and matmul.tiled(len(x), inner, columns, turned))
 
 
 def _spread(kernel: Callable[..., None], x: Tensor, y: Tensor, listed: Tensor, out: Tensor) -> Tensor:

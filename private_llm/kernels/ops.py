@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.kernels import conv, matmul, matmul_rows, parallel, shapes
+from private_llm.kernels import conv, matmul_drawn, matmul_rows, parallel, shapes
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import bits as cpu_bits
 from private_llm.kernels.backends.cpu import prg as cpu_prg
 from private_llm.kernels.backends.cpu import trunc as cpu_trunc
+from private_llm.kernels.drawn import dense
 from private_llm.kernels.shapes import Pair
 from private_llm.kernels.shapes import packed_words as packed_words
 from private_llm.kernels.watching import launch
@@ -50,6 +51,7 @@ def _gpu(family: str, name: str, *arguments: Any) -> Any:  # noqa: ANN401
     device = arguments[0].device
     if device.type != "cuda":
         raise UnsupportedOp(f"no kernel for device {device}; want cpu or cuda tensors (or meta for cost counting)")
+    arguments = tuple(map(dense, arguments))
     with torch.cuda.device(device):
         return getattr(_triton(family), name)(*arguments)
 
@@ -60,7 +62,7 @@ def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
     Raises DomainError for other shapes, and unless both are int64 or both int32; so do all products here.
     """
     if x.is_cpu:
-        return matmul.product(x, y)
+        return matmul_drawn.product(x, y)
     if x.is_meta:
         return shapes.ring_matmul(x, y)
     made: Tensor = _gpu("matmul", "product", x, y)
@@ -71,7 +73,7 @@ def ring_matmul_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
     """x0 y0 + x1 y1, both of one shape, as in `ring_matmul`, without a temporary of y's size."""
     shapes.check_pair(x0, y0, x1, y1)
     if x0.is_cpu:
-        return matmul.product(x1, y1, matmul.product(x0, y0))
+        return matmul_drawn.product(x1, y1, matmul_drawn.product(x0, y0))
     if x0.is_meta:
         return shapes.ring_matmul_pair(x0, y0, x1, y1)
     made: Tensor = _gpu("matmul", "product", x1, y1, _gpu("matmul", "product", x0, y0))

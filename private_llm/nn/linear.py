@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from private_llm.kernels.drawn import DrawnTensor
 from private_llm.net.ledger import Ledger
 from private_llm.protocols.share import Share
 from private_llm.tensor.secret import SecretTensor
@@ -111,6 +112,8 @@ def _one_below_the_other(weights: Sequence[Tensor]) -> SecretTensor | None:
 
 def _whole(rows: Sequence[Tensor]) -> Tensor | None:
     """The tensor [R1 + R2 + .., K] that matrices [R, K] were split from, if they follow each other in its memory."""
+    if all(isinstance(row, DrawnTensor) for row in rows):
+        return torch.cat(list(rows))
     first, at = rows[0], rows[0].storage_offset()
     for row in rows:
         if not row.is_contiguous() or row.storage_offset() != at or row.device != first.device:

@@ -8,6 +8,7 @@ alone sees uniform numbers (AES-CTR), as with `deal`, which this equals bit for 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -104,17 +105,35 @@ def pieces(tensor: Tensor) -> Iterator[Tensor]:
         yield flat[start : start + PIECE]
 
 
+def bytes_at_rest(config: PrivateConfig, party: int, shape: tuple[int, ...], seeds: bool) -> int:
+    """What a party's share of a secret weight of `shape` takes in memory between uses.
+
+    One element for each part of the share (trio, dealer: 2, quad: 3, plain: 1); with `seeds`, and from two dimensions
+    on, one for what the party received, so none where seeds suffice. Raises ConfigError for an unknown protocol.
+    """
+    kept = 0 if seeds and _drawn(shape) else keys_held(config, party)
+    return (kept + sends_parts(config, party)) * math.prod(shape) * Ring(config.ring).bytes
+
+
+def _drawn(shape: tuple[int, ...]) -> bool:
+    """Whether a mask is worth being made for each use: biases and the like are small, and used as often."""
+    return len(shape) > 1
+
+
 def assemble(
-    config: PrivateConfig, party: int, keys: list[Seed], received: Tensor | None, shape: tuple[int, ...], label: str
-) -> Share:
+    config: PrivateConfig, party: int, keys: list[Seed], received: Tensor | None, shape: tuple[int, ...], label: str,
+    seeds: bool = False,
+) -> Share:  # fmt: skip
     """A party's share of one tensor of `shape`, from its seeds and what it received (None: nothing). Local.
 
-    Raises ShareFileError if keys or the received tensor do not fit the party, or its shape is another.
+    seeds: masks of two dimensions and more stay seeds, and are made whenever they are read (`DrawnTensor`). Raises
+    ShareFileError if keys or the received tensor do not fit the party, or its shape is another.
     """
     spec, ring = protocol_spec(config.protocol), Ring(config.ring)
     if len(keys) != keys_held(config, party):
         raise ShareFileError(f"mask seeds: got {len(keys)}; want {keys_held(config, party)} for party {party}")
-    masks = tuple(_mask(seed, label, shape, ring) for seed in keys)
+    made = Seed.drawn if seeds and _drawn(shape) else _mask
+    masks = tuple(made(seed, _label(label), shape, ring) for seed in keys)
     if not sends_parts(config, party):
         if received is not None:
             raise ShareFileError(f"'{label}': party {party} holds masks only, but a masked tensor came with them")
@@ -123,10 +142,7 @@ def assemble(
 
 
 def _mask(seed: Seed, label: str, shape: tuple[int, ...], ring: Ring) -> Tensor:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return seed.stream(_label(label)).elements(count, ring).view(shape)
+    return seed.stream(label).elements(math.prod(shape), ring).view(shape)
 
 
 def _label(label: str) -> str:

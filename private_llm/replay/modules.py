@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from private_llm.kernels.drawn import DrawnTensor
 from private_llm.protocols.session import Session
 from private_llm.replay.units import Owner, Replays, replays_of
 from private_llm.tensor.fixed import Fixed
@@ -34,6 +35,8 @@ def repeated(
     if len(shares) < len(weights):
         return forward
     parts = [part for _, fixed in shares for part in fixed.share.parts]
+    if any(isinstance(part, DrawnTensor) for part in parts):  # made when a layer runs, by kernels of its own
+        return forward
     storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in parts}
     numbers = {place: number for number, place in enumerate(storages)}
     layout = tuple([

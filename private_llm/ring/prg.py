@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from private_llm.errors import ConfigError
 from private_llm.kernels import ops
+from private_llm.kernels.drawn import DrawnTensor, StreamKey, Stretch
 from private_llm.kernels.watching import this_thread
 from private_llm.ring.ring import Ring
 
@@ -55,7 +57,20 @@ class Seed:
     def stream(self, label: str) -> Prg:
         """The stream of this seed for `label`, from its beginning: the same label gives the same bytes again."""
         size, made = (16, Prg) if self.cipher == "aes" else (32, ChaCha)
-        return made(hashlib.blake2b(label.encode(), key=self._raw, digest_size=size, person=b"pllm-prg").digest())
+        return made(self._key(label, size))
+
+    def drawn(self, label: str, shape: Sequence[int], ring: Ring) -> DrawnTensor:
+        """The first elements of the stream for `label` as a tensor that is made whenever it is read. Local.
+
+        Raises ConfigError for ChaCha20, whose streams are made on GPUs, where nothing makes them piece by piece.
+        """
+        if self.cipher != "aes":
+            raise ConfigError("a mask that is not held is a stretch of an AES stream; got a seed of ChaCha20")
+        lines, *line = shape
+        return DrawnTensor([Stretch(StreamKey(self._key(label, 16)), 0, lines)], line, ring.dtype)
+
+    def _key(self, label: str, size: int) -> bytes:
+        return hashlib.blake2b(label.encode(), key=self._raw, digest_size=size, person=b"pllm-prg").digest()
 
     def raw(self) -> bytes:
         """The bytes, for a key exchange or a share file that only the holder may read."""

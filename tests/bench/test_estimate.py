@@ -82,6 +82,7 @@ def test_public_weights_save_bytes_and_memory() -> None:
     count = sum(p.numel() for p in model.parameters())
     assert secret.weight_bytes == 16 * count  # two ring elements a weight
     assert public.weight_bytes == 12 * count  # float32, and one ring element
+    assert public.seeds_bytes == ()
 
 
 def test_layers_add_up_and_equal_layers_cost_the_same() -> None:
@@ -97,7 +98,10 @@ def test_layers_add_up_and_equal_layers_cost_the_same() -> None:
 def test_memory_is_that_of_two_ring_elements_a_weight_and_of_the_cache() -> None:
     model = tiny.build("opt")
     found = estimate(type(model), model.config, PrivateConfig(), sequence=5, new_tokens=3)
-    assert found.weight_bytes == 16 * sum(p.numel() for p in model.parameters())
+    weights, matrices = (sum(p.numel() for p in model.parameters() if p.dim() > least) for least in (0, 1))
+    assert found.weight_bytes == 16 * weights
+    small = 16 * (weights - matrices)
+    assert found.seeds_bytes == (small, small + 8 * matrices, small + 8 * matrices)
     layers, width = model.config.num_hidden_layers, model.config.hidden_size
     assert found.cache_bytes == 2 * layers * width * (5 + 3 - 1) * 16  # keys and values, two elements of 8 bytes
 

@@ -20,6 +20,7 @@ def test_every_kernel_has_a_row_in_both_rings() -> None:
             "matmul",
             "matmul-rows",
             "matmul-lines",
+            "matmul-drawn",
             "conv2d",
             "transpose_bits",
             "join_carries",

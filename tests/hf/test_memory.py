@@ -16,7 +16,7 @@ from private_llm_hf import PrivateConfig, patch
 from private_llm_hf.party.model import build_party_model
 
 from private_llm.nn.linear import SharedInput
-from private_llm.protocols.weight_sharing import keys_held, sends_parts
+from private_llm.protocols.weight_sharing import bytes_at_rest, keys_held, sends_parts
 from private_llm.token_sharding import ShardingPlan
 from tests.hf import tiny
 from tests.hf_party.parties import description, weights_of
@@ -54,6 +54,27 @@ def test_a_party_holds_its_weights_once(protocol: str, kind: str) -> None:
     with patch(model, config):
         held = live_bytes() - before
     assert 1.0 <= held / held_by_parties(config, model) <= 1.05
+
+
+@pytest.mark.parametrize("settings", [{"parallel_sessions": 2}, {"protocol": "dealer"}, {"protocol": "quad"}], ids=str)
+@pytest.mark.parametrize("kind", MODELS)
+def test_with_seeds_a_party_holds_what_it_received(kind: str, settings: dict[str, Any]) -> None:
+    """Half of a share, or a third: and the same when a call has used every weight, but for what the call leaves."""
+    cls, shape = MODELS[kind]
+    model, config = cls(shape).eval(), PrivateConfig(weights_at_rest="seeds", **settings)
+    sizes = [
+        bytes_at_rest(config, party, tuple(weight.shape), True)
+        for party in range(config.parties)
+        for weight in model.parameters()
+    ]
+    before = live_bytes()
+    with patch(model, config) as private:
+        held = live_bytes() - before
+        private(input_ids=IDS[:, :1], use_cache=False)
+        behind = live_bytes() - before
+    assert 1.0 <= held / sum(sizes) <= 1.05
+    assert behind / sum(sizes) <= 1.2
+    assert sum(sizes) < 0.55 * held_by_parties(config, model)
 
 
 @pytest.mark.parametrize("kind", MODELS)

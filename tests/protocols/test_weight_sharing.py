@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import ShareFileError
-from private_llm.protocols.weight_sharing import PIECE, Dealer, assemble, keys_held, pieces, sends_parts
+from private_llm.errors import ConfigError, ShareFileError
+from private_llm.kernels.drawn import DrawnTensor
+from private_llm.protocols.weight_sharing import PIECE, Dealer, assemble, bytes_at_rest, keys_held, pieces, sends_parts
 
 TRIO = PrivateConfig()
 PLAIN = PrivateConfig(protocol="plain", insecure=True)
@@ -84,3 +87,47 @@ def test_four_parties_get_the_masks_they_may_know_and_one_masked_tensor(shape: t
     assert all(torch.equal(*same) for same in ((a1, b1), (a1, c1), (a2, b2), (a2, c2), (u1, u2), (u1, c3)))
     assert all(torch.equal(masked, x) for masked in (third - u1, x1 - a2, x2 - a1))
     assert [sends_parts(config, party) for party in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("protocol", ["trio", "dealer", "quad"])
+@pytest.mark.parametrize("ring", [64, 32])
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (0, 4), (2, 3, 4)])
+def test_masks_that_stay_seeds(protocol: str, ring: int, shape: tuple[int, ...]) -> None:
+    """The same shares; matrices hold what was received alone, and `bytes_at_rest` says how much that is."""
+    config = PrivateConfig(protocol=protocol, ring=ring, frac_bits=12)
+    dealer = Dealer(config)
+    whole = dealer.begin("w").deal(torch.arange(math.prod(shape)).to(torch.int64 if ring == 64 else torch.int32))
+    for party in range(config.parties):
+        received = whole[party]
+        given = None if received is None else received.view(shape)
+        resident, seeds = (
+            assemble(config, party, dealer.keys(party), given, shape, "w", seeds=seeds).parts for seeds in (False, True)
+        )
+        assert all(map(torch.equal, (part.contiguous() for part in seeds), resident))
+        for parts, kept in ((resident, False), (seeds, True)):
+            held = sum(part.nbytes for part in parts if not isinstance(part, DrawnTensor))
+            assert held == bytes_at_rest(config, party, shape, seeds=kept)
+        if len(shape) > 1:
+            assert bytes_at_rest(config, party, shape, True) == (
+                ring // 8 * math.prod(shape) if given is not None else 0
+            )
+
+
+def test_another_seed_gives_another_mask() -> None:
+    """A party with a wrong seed computes with garbage, as when masks are held."""
+    keys = [Dealer(TRIO).keys(1) for _ in range(2)]
+    received = torch.zeros(3, 5, dtype=torch.int64)
+    first, again, other, label = (
+        assemble(TRIO, 1, key, received, (3, 5), name, seeds=True).parts[1].contiguous()
+        for key, name in ((keys[0], "w"), (keys[0], "w"), (keys[1], "w"), (keys[0], "v"))
+    )
+    assert torch.equal(first, again)
+    assert not (first == other).any()
+    assert not (first == label).any()
+
+
+def test_what_has_no_masks_has_no_seeds() -> None:
+    for settings in ({"protocol": "plain", "insecure": True}, {"weights": "public"}):
+        with pytest.raises(ConfigError, match="no masks that could be made from seeds"):
+            PrivateConfig(weights_at_rest="seeds", **settings)
+    assert bytes_at_rest(PLAIN, 0, (3, 5), True) == bytes_at_rest(PLAIN, 0, (3, 5), False) == 120

@@ -2,7 +2,7 @@
 
 Times are processor time of the measuring thread, so that other work on the machine disturbs them little; but of
 transposition on all cores by the clock, in turns with one core. Products of listed rows of a weight take turns with
-the product of the whole weight.
+the product of the whole weight, products with a mask that is made from its key stream with those of the mask in memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class KernelRow:
     """One kernel at one shape. rate: of `unit` in a second, by the fastest run. note: which of several kernels.
 
     speedup: where several threads work, how many times as fast as one in the same run, fastest runs of both.
-    over_dense: of a product of listed rows, how many times as fast as of all rows in the same run, by medians.
+    over_dense: of a product of listed rows, or with a mask that is made, how many times as fast as with all rows in
+    memory in the same run, by medians.
     """
 
     name: str
@@ -73,6 +74,8 @@ _PRODUCTS = ((128, 128, 128), (128, 768, 3072), (16, 768, 3072), (1, 768, 3072))
 _TINY_PRODUCTS = ((5, 20, 9),)
 _WEIGHTS, _TINY_WEIGHTS = ((3072, 768), (8192, 2048)), ((70, 20),)
 """Neurons x width of the feed-forward layers of OPT-125M and OPT-1.3B."""
+_DRAWN, _TINY_DRAWN = ((128, 2048, 8192), (1, 2048, 8192), (1, 768, 3072)), ((5, 20, 9),)
+"""Feed-forward layers of OPT-1.3B and OPT-125M, a prompt and a token."""
 _PARTS = ((1, 1), (2, 1), (2, 32), (10, 1), (10, 32))
 """One in so many neurons is active, in blocks of so many neighbours."""
 _TURNS = 8
@@ -165,6 +168,8 @@ def _jobs(ring: Ring, tiny: bool) -> Iterator[_Job]:
         yield from _products(ring, shape, stream)
     for weight in _TINY_WEIGHTS if tiny else _WEIGHTS:
         yield from _listed(ring, weight, stream)
+    for shape in _TINY_DRAWN if tiny else _DRAWN:
+        yield _drawn(ring, shape, stream)
     yield _convolution(ring, _TINY_IMAGE if tiny else _IMAGE, stream)
     n = _TINY if tiny else _ELEMENTS
     yield from _comparison(ring, n, stream)
@@ -192,6 +197,17 @@ def _products(ring: Ring, shape: tuple[int, int, int], stream: Prg) -> Iterator[
     if cpu_amx.usable() and matmul.tiled(rows, inner, columns, turned=True):
         yield _Job("matmul", "byte tiles", ring.bits, shape, lambda: matmul.product(x, w.mT, out), work, "GMAC/s")
     yield _Job("matmul", "register tiles", ring.bits, shape, registers, work, "GMAC/s")
+
+
+def _drawn(ring: Ring, shape: tuple[int, int, int], stream: Prg) -> _Job:
+    """x [M, K] by the transpose of a mask [N, K] that is made tile by tile, beside the same mask in memory."""
+    rows, inner, columns = shape
+    x, mask = stream.elements(rows * inner, ring).view(rows, inner), Seed(bytes(32)).drawn("w", (columns, inner), ring)
+    held = mask.made()
+    return _Job(
+        "matmul-drawn", "mask from its seed", ring.bits, shape, lambda: ops.ring_matmul(x, mask.t()),
+        rows * inner * columns / 1e9, "GMAC/s", dense=lambda: ops.ring_matmul(x, held.t()),
+    )  # fmt: skip
 
 
 def _listed(ring: Ring, shape: tuple[int, int], stream: Prg) -> Iterator[_Job]:

@@ -81,7 +81,9 @@ def _summary(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardw
         "adder": _adder(config),
         "seq": work.sequence, "new": work.new, "batch": work.batch, "sparsity": work.sparsity or None,
         "relu_instead_of": work.replaced, **found.costs.to_dict(), "macs_per_party": macs,
-        "memory_per_party": {"weights": found.weight_bytes, "cache": found.cache_bytes},
+        "memory_per_party": {
+            "weights": found.weight_bytes, "cache": found.cache_bytes, "weights_from_seeds": found.seeds_bytes
+        },
         "bandwidth_mbit": hardware.link.bandwidth_mbit, "latency_ms": hardware.link.latency_ms,
         "gmacs": round(speed, 2), "seconds": sum(times), **speeds(work, found, hardware),
         **({} if config.plan is None else sharding_facts(work, found, config, hardware)),
@@ -143,11 +145,17 @@ def _tables(work: Work, found: Estimate, config: PrivateConfig, hardware: Hardwa
             ("bytes over all links", size(costs.bytes_total)),
             ("of these preprocessing, which may be sent before", size(costs.preprocessing.total)),
             ("rounds", costs.rounds),
-            ("memory per party, weights", size(found.weight_bytes)),
+            ("memory per party, weights", size(found.weight_bytes)), *_seeds_row(found),
             ("memory per party, cache", size(found.cache_bytes)), *pace,
             ("time (latency, busiest link, matrix products)", total),
         ],
     )  # fmt: skip
+
+
+def _seeds_row(found: Estimate) -> list[tuple[str, object]]:
+    """What weights take at each party if masks stay seeds."""
+    sizes = ", ".join(map(size, found.seeds_bytes))
+    return [("the same with weights_at_rest='seeds', party by party", sizes)] if sizes else []
 
 
 def merge_equal(layers: list[LayerCost]) -> list[tuple[str, list[LayerCost]]]:

@@ -90,7 +90,9 @@ def notice(line: str) -> None:
         sys.stderr.flush()
 
 
-def devices(device: str, device_map: str, max_memory: str, offload_folder: str | None) -> dict[str, Any]:
+def devices(
+    device: str, device_map: str, max_memory: str, offload_folder: str | None, weights_at_rest: str = "auto"
+) -> dict[str, Any]:
     """Settings of where a party's layers lie, from text. Raises ConfigError for JSON that is none."""
     whole = re.fullmatch(r"disk|cpu|cuda:\d+", device_map)
     return {
@@ -98,6 +100,7 @@ def devices(device: str, device_map: str, max_memory: str, offload_folder: str |
         "device_map": {"": device_map} if whole else _mapping("device-map", device_map) or device_map or None,
         "max_memory": _mapping("max-memory", max_memory),
         "offload_folder": offload_folder,
+        "weights_at_rest": weights_at_rest,
     }
 
 

@@ -317,13 +317,16 @@ class ShareFile:
             raise _unlike(path, "it has other weights or keys than it says")
         return cls(path, config, party, description, sharing, shapes, keys, extents)
 
-    def weight(self, name: str) -> Share:
-        """This party's share of one weight: what the file holds of it is read, masks are made from their seeds."""
+    def weight(self, name: str, seeds: bool = False) -> Share:
+        """This party's share of one weight: what the file holds of it is read, masks are made from their seeds.
+
+        seeds: masks of matrices are made anew whenever they are read (`weight_sharing.assemble`).
+        """
         shape, received = self.shapes[name], None
         if name in self.extents:
             with self.path.open("rb") as file:
                 received = read_tensor(file.fileno(), self.extents[name][0], shape, Ring(self.config.ring).dtype)
-        return assemble(self.config, self.party, list(self.keys), received, shape, name)
+        return assemble(self.config, self.party, list(self.keys), received, shape, name, seeds)
 
     def weights(self) -> Iterator[tuple[str, Share]]:
         """All shares, one after the other."""

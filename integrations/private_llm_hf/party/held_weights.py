@@ -47,7 +47,7 @@ def used_in(session: Session, value: Fixed | Tensor) -> Fixed | Tensor:
 
 
 def _from_file(session: Session, share_file: ShareFile, name: str, ranges: Ranges) -> Fixed:
-    return Fixed(session, share_file.weight(name), ranges.frac_of_weight(name, session.frac))
+    return Fixed(session, share_file.weight(name, session.known.seeds), ranges.frac_of_weight(name, session.frac))
 
 
 def _again(session: Session, value: Offloaded) -> Fixed | Tensor:

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 import private_llm.nn  # noqa: F401 - completes the table of operations
 from private_llm.errors import PatchMismatch
+from private_llm.kernels.memory import trim_allocator
 from private_llm.kv_policies.policy import CachePolicy
 from private_llm.net.ledger import Ledger
 from private_llm.nn.linear import SharedInput, can_share
@@ -40,6 +41,9 @@ from private_llm_hf.models.windows import windowed_layers
 from private_llm_hf.party.cache import SecretCache, SecretEncoderDecoderCache
 from private_llm_hf.party.placement import Placement, Value
 from private_llm_hf.patch_plan import make_patch_plan
+
+_HOLES = 1 << 23
+"""Weights whose joining leaves holes worth returning: 64 MB of each part of a share, in the 64-bit ring."""
 
 AnyValue = TypeVar("AnyValue", bound=Value)
 
@@ -164,8 +168,13 @@ def _pool_first(parent: nn.Module, relu: str, pool: str) -> None:
 
 
 def _share_inputs(model: nn.Module, session: Session, placement: Placement) -> set[nn.Module]:
-    """Let siblings that read the same tensor (query, key, value; gate, up) be one product; returns them."""
+    """Let siblings that read the same tensor (query, key, value; gate, up) be one product; returns them.
+
+    Joining copies, and leaves holes where the pieces were, which the allocator would keep: one after the other they
+    grow to a part of the model, so they go back to the system now and then.
+    """
     grouped: set[nn.Module] = set()
+    left = 0
     for path, parent in model.named_modules():
         children = dict(parent.named_children())
         for names, where in table("same_input").items():
@@ -180,6 +189,10 @@ def _share_inputs(model: nn.Module, session: Session, placement: Placement) -> s
                 for index, layer in enumerate(found):
                     layer.forward = functools.partial(group.piece, index)
                 grouped.update(found)
+                left += 0 if read else sum(layer.weight.numel() for layer in found)
+                if left >= _HOLES:
+                    trim_allocator()
+                    left = 0
     return grouped
 
 

@@ -37,6 +37,7 @@ from private_llm_hf.checkpoint.offload import Offloaded, OffloadFile
 from private_llm_hf.checkpoint.share_files import ShareFile
 from private_llm_hf.client.costs import rows_of
 from private_llm_hf.party.announced import Shapes, announced_shapes, input_shape, take_announced
+from private_llm_hf.party.at_rest import keeps_seeds
 from private_llm_hf.party.calls import Answer, answer, arguments, refuse_unknown, run_alone, table_of
 from private_llm_hf.party.command_loop import Heartbeat, reported, serve_commands
 from private_llm_hf.party.held_weights import Weights, weights_of_file, weights_of_model
@@ -131,6 +132,7 @@ class Party:
                 raise ShareFileError("the client wants a model that this party holds no share file of")
             self._check_assignment(tuple(range(self.config.parties)), "a share file")
             loaded = LoadModel(self.share_file.description, None)
+            self.session.known.seeds = keeps_seeds(self.session, self.share_file.shapes.values())
             weights = weights_of_file(self.session, self.share_file)
         elif isinstance(command, commands.LoadLike):
             other = self.parallel_sessions.get(command.parallel_session)
@@ -140,12 +142,15 @@ class Party:
                 )
             if self.config.weights == "secret":
                 self._check_assignment(other.assignment, f"the model of parallel session {command.parallel_session}")
+            self.session.known.seeds = other.session.known.seeds
             loaded, weights = other.loaded, weights_of_model(self.session, other.ready(), other.offloaded)
         elif self.share_file is not None:
             raise ShareFileError("this party was started with a share file and serves the model of that file only")
         else:
             loaded, described = command, command.description
-            weights = dict(self._receive_weights(self._announced(described), Ranges(described.ranges)))
+            shapes = self._announced(described)
+            self.session.known.seeds = keeps_seeds(self.session, shapes.values())
+            weights = dict(self._receive_weights(shapes, Ranges(described.ranges)))
         self.loaded, facts = loaded, loaded.description
         self.session.known.ranges = Ranges(facts.ranges)
         self.offloaded = {name: value for name, value in weights.items() if isinstance(value, Offloaded)}
@@ -166,7 +171,8 @@ class Party:
 
     def _announced(self, description: commands.Description) -> Shapes:
         """The weights that a client must send for the model that it describes."""
-        each = self.session.ring.bytes * (keys_held(self.config, self.role) + sends_parts(self.config, self.role))
+        masks = keys_held(self.config, self.role) if self.config.weights_at_rest == "resident" else 0
+        each = self.session.ring.bytes * max(1, masks + sends_parts(self.config, self.role))
         if self.config.weights == "public":
             each = torch.float32.itemsize
         return announced_shapes(description, each, whole=self.config.offload_folder is None)
@@ -201,7 +207,7 @@ class Party:
         """One weight from what the client sent for it; masks come from their seeds."""
         if self.config.weights == "public" and received is not None:
             return received
-        share = assemble(self.config, self.role, keys, received, shape, name)
+        share = assemble(self.config, self.role, keys, received, shape, name, self.session.known.seeds)
         return Fixed(self.session, share, ranges.frac_of_weight(name, self.session.frac))
 
     def _receive_pieces(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -12,21 +12,20 @@ from typing import Any
 
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from accelerate.utils import get_balanced_memory, get_max_memory, infer_auto_device_map, send_to_device
+from accelerate.utils import get_balanced_memory, infer_auto_device_map, send_to_device
 from torch import Tensor, nn
 
 from private_llm.config import PLANNED
 from private_llm.errors import ConfigError
 from private_llm.kernels.devices import device_for
 from private_llm.protocols.session import Session
+from private_llm.protocols.weight_sharing import sends_parts
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm_hf.checkpoint.offload import Offloaded
+from private_llm_hf.party.at_rest import FILLED, free_memory
 
 DISK = "disk"
-_RESERVED = 0.9
-"""Part of a device's free memory that a planned map may fill with weights; activations and caches need the rest."""
-
 
 Value = Fixed | SecretTensor | Tensor | Offloaded
 Weights = tuple[Tensor, Tensor | None]
@@ -166,26 +165,16 @@ def planned_map(model: nn.Module, session: Session) -> dict[str, str]:
     config = session.config
     one = torch.zeros(1, dtype=session.ring.dtype)
     parts = 1 if config.weights == "public" else len(session.protocol.public(one).parts)
+    if session.known.seeds:
+        parts = sends_parts(config, session.party)
     held = parts * session.ring.bytes + (4 if config.weights == "public" else 0)  # public: float32, and its ring form
-    limits = None
-    if config.max_memory is not None:
-        limits = {_number(where): size for where, size in config.max_memory.items()}
-    try:
-        free = get_max_memory(limits)
-    except ValueError as error:
-        raise ConfigError(f"max_memory: {error}") from None
-    share = 4 / held * (1 if limits else _RESERVED)  # the model without weights counts 4 bytes an element
-    memory = {where: int(size * share) for where, size in free.items()}
+    share = 4 / max(held, 1) * (1 if config.max_memory else FILLED)  # the model without weights has 4 bytes an element
+    memory = {where: int(size * share) for where, size in free_memory(config).items()}
     whole = list(getattr(model, "_no_split_modules", None) or ())
     if config.device_map != PLANNED[-1]:
         memory = get_balanced_memory(model, memory, whole, low_zero=config.device_map == "balanced_low_0")
     found = infer_auto_device_map(model, memory, whole)
     return {name: f"cuda:{where}" if isinstance(where, int) else str(where) for name, where in found.items()}
-
-
-def _number(device: int | str) -> int | str:
-    """GPUs by number, as Accelerate names them."""
-    return int(str(device).removeprefix("cuda:")) if str(device).startswith("cuda:") else device
 
 
 def _check_names(model: nn.Module, named: Mapping[str, object]) -> None:

@@ -15,6 +15,7 @@ from private_llm.ranges import Ranges
 from private_llm_hf.checkpoint.offload import Offloaded
 from private_llm_hf.checkpoint.share_files import ShareFile
 from private_llm_hf.models.sparse_blocks import adopted
+from private_llm_hf.party.at_rest import keeps_seeds
 from private_llm_hf.party.held_weights import weights_of_file, weights_of_model
 from private_llm_hf.party.model import build_party_model, empty_model, release
 from private_llm_hf.patch_plan import check_ring, make_patch_plan
@@ -36,6 +37,7 @@ class ServedModel:
         self.name, self.file = name, open_model(path, config, number)
         self._built: PreTrainedModel | None = None
         self._offloaded: dict[str, Offloaded] = {}
+        self._seeds = False
 
     @property
     def digest(self) -> str:
@@ -72,9 +74,10 @@ class ServedModel:
         Raises PatchMismatch for a model that cannot run under the session's settings.
         """
         self.session = replace(session, known=Known())
-        self.session.known.ranges = self.ranges
+        self.session.known.ranges, self.session.known.seeds = self.ranges, self._seeds
         before = self._built
         if before is None:
+            self._seeds = self.session.known.seeds = keeps_seeds(self.session, self.file.shapes.values())
             weights = weights_of_file(self.session, self.file)
             self._offloaded = {name: value for name, value in weights.items() if isinstance(value, Offloaded)}
         else:

@@ -27,6 +27,7 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, WeakProtection
 from private_llm.net.transport import CLIENT, MetaTransport
 from private_llm.protocols.session import client_end, meta_session
+from private_llm.protocols.weight_sharing import bytes_at_rest
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
@@ -88,7 +89,8 @@ class Estimate:
     """All costs of a run. Bytes, rounds and multiply-adds are exact; memory counts weights and cache of one party.
 
     Under token sharding weights are those of a CompNode, and the cache is that of the fullest AttnNode; behind a split
-    both are of a party, and `sharded` has those of the nodes. prompt: when text is generated, the part of it that comes
+    both are of a party, and `sharded` has those of the nodes. seeds_bytes: the weights of each party with
+    weights_at_rest="seeds"; () where there are no masks. prompt: when text is generated, the part of it that comes
     before the first new token.
     """
 
@@ -97,6 +99,7 @@ class Estimate:
     cache_bytes: int
     sharded: Sharded | None = None
     prompt: Estimate | None = None
+    seeds_bytes: tuple[int, ...] = ()
 
     def layers(self) -> list[LayerCost]:
         """See `by_layer`; those of nodes behind the others."""
@@ -169,6 +172,11 @@ class _MetaParty(Party):
         weights = list(self.ready().parameters())
         kept = self.session.ring.bytes if self.config.weights == "public" else 0
         return sum(_bytes(weight) + kept * weight.numel() for weight in weights)
+
+    def seeds_bytes(self) -> int:
+        """The same with weights_at_rest="seeds"."""
+        config, party = self.config, self.session.party
+        return sum(bytes_at_rest(config, party, tuple(weight.shape), True) for weight in self.ready().parameters())
 
     def cache_bytes(self) -> int:
         """Memory of the shares in the caches that are kept."""
@@ -250,7 +258,10 @@ class _MetaParties(SessionClient):
     def estimate(self) -> Estimate:
         """What was counted."""
         cache = max(party.cache_bytes() for party in self.parties)
-        return Estimate(self.costs(), self.parties[0].weight_bytes(), cache)
+        facts = self.config.facts
+        masked = self.config.weights == "secret" and facts is not None and facts.hides
+        seeds = tuple(party.seeds_bytes() for party in self.parties) if masked else ()
+        return Estimate(self.costs(), self.parties[0].weight_bytes(), cache, seeds_bytes=seeds)
 
 
 class _ShardedOnly(MetaNodes):

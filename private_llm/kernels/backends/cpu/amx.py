@@ -175,6 +175,18 @@ def panel(
 
 
 @compiled
+def panels(
+    left: int, right: int, rows: int, steps: int, columns: int, out: int, pitch: int, desk: int,
+    zero: np.unsignedinteger[Any],
+) -> None:  # fmt: skip
+    """As `panel`, for up to `COLUMNS` columns."""
+    size = flat(desk, 0, zero).itemsize
+    for c in range(0, columns, 2 * TILE):
+        some, to = min(2 * TILE, columns - c), out + c * size
+        panel(left, right + right_bytes(steps, c, size), rows, steps, some, to, pitch, desk, zero)
+
+
+@compiled
 def begin(rows: int, desk: int) -> None:
     """Take the tiles: as many rows as left blocks of `rows` rows fill, 16 for right ones, 64 bytes each."""
     config = flat(desk, 64, _BYTE)
@@ -217,20 +229,8 @@ def product(
                     else:
                         start = y + ((batch * inner + k) * columns + n) * size
                         pack_right(start, columns * size, steps, width, right, desk, zero)
-                    for c in range(0, width, 32):
-                        to = out + ((batch * rows + m) * columns + n + c) * size
-                        wide = min(32, width - c)
-                        panel(
-                            left,
-                            right + right_bytes(steps, c, size),
-                            count,
-                            steps,
-                            wide,
-                            to,
-                            columns * size,
-                            desk,
-                            zero,
-                        )
+                    to = out + ((batch * rows + m) * columns + n) * size
+                    panels(left, right, count, steps, width, to, columns * size, desk, zero)
     end()
 
 

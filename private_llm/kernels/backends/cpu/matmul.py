@@ -38,7 +38,35 @@ _dot_line = tile(1, 2 * VECTORS, along_k=True)
 _dot_one = tile(1, 1, along_k=True)
 _row_block = tile(4, VECTORS, along_k=False)
 _row_line = tile(1, VECTORS, along_k=False)
-_row_wide = tile(1, 4 * VECTORS, along_k=False)
+row_wide = tile(1, 4 * VECTORS, along_k=False)
+
+
+@compiled
+def rows_times_lines(
+    xs: Array, x_at: int, x_pitch: int, rows: int, ys: Array, y_at: int, y_pitch: int, lines: int, steps: int,
+    outs: Array, out_at: int, out_pitch: int,
+) -> None:  # fmt: skip
+    """All rows of x against up to 2 VECTORS lines of y, `steps` elements of each: whole vectors, at least one."""
+    blocks = rows - rows % 4
+    wide = lines == 2 * VECTORS
+    for m in range(0, blocks, 4):
+        x_m, out_m = x_at + m * x_pitch, out_at + m * out_pitch
+        if wide:
+            for half in range(0, 2 * VECTORS, VECTORS):
+                y_half = y_at + half * y_pitch
+                _dot_block(xs, x_m, x_pitch, ys, y_half, y_pitch, steps, outs, out_m + half, out_pitch)
+        else:
+            for i in range(4):
+                for j in range(lines):
+                    line = y_at + j * y_pitch
+                    _dot_one(xs, x_m + i * x_pitch, 0, ys, line, 0, steps, outs, out_m + i * out_pitch + j, 0)
+    for m in range(blocks, rows):
+        x_m, out_m = x_at + m * x_pitch, out_at + m * out_pitch
+        if wide:
+            _dot_line(xs, x_m, 0, ys, y_at, y_pitch, steps, outs, out_m, 0)
+        else:
+            for j in range(lines):
+                _dot_one(xs, x_m, 0, ys, y_at + j * y_pitch, 0, steps, outs, out_m + j, 0)
 
 
 @compiled
@@ -54,31 +82,13 @@ def dot_product(
     for batch in range(batches):
         for m_first in range(0, rows, ROWS_IN_CACHE):
             m_last = min(rows, m_first + ROWS_IN_CACHE)
-            m_blocks = m_last - (m_last - m_first) % 4
             for k in range(0, whole, block):
                 steps = min(block, whole - k)
-                n = 0
-                while n < columns:
-                    y_at = (batch * columns + n) * inner + k
-                    wide = columns - n >= 2 * VECTORS
-                    for m in range(m_first, m_blocks, 4):
-                        x_at = (batch * rows + m) * inner + k
-                        out_at = (batch * rows + m) * columns + n
-                        if wide:
-                            for half in range(0, 2 * VECTORS, VECTORS):
-                                y_half = y_at + half * inner
-                                _dot_block(xs, x_at, inner, ys, y_half, inner, steps, outs, out_at + half, columns)
-                        else:
-                            for i in range(4):
-                                _dot_one(xs, x_at + i * inner, 0, ys, y_at, 0, steps, outs, out_at + i * columns, 0)
-                    for m in range(m_blocks, m_last):
-                        x_at = (batch * rows + m) * inner + k
-                        out_at = (batch * rows + m) * columns + n
-                        if wide:
-                            _dot_line(xs, x_at, 0, ys, y_at, inner, steps, outs, out_at, 0)
-                        else:
-                            _dot_one(xs, x_at, 0, ys, y_at, 0, steps, outs, out_at, 0)
-                    n += 2 * VECTORS if wide else 1
+                for n in range(0, columns, 2 * VECTORS):
+                    x_at, y_at = (batch * rows + m_first) * inner + k, (batch * columns + n) * inner + k
+                    out_at, lines = (batch * rows + m_first) * columns + n, min(2 * VECTORS, columns - n)
+                    count = m_last - m_first
+                    rows_times_lines(xs, x_at, inner, count, ys, y_at, inner, lines, steps, outs, out_at, columns)
         if whole < inner:
             for m in range(batch * rows, (batch + 1) * rows):
                 for n in range(columns):
@@ -123,7 +133,7 @@ def row_product(
                     y_at = (batch * inner + k) * columns + n
                     out_at = (batch * rows + m) * columns + n
                     if rows == 1 and columns - n >= 4 * width:
-                        _row_wide(xs, x_at, 0, ys, y_at, columns, steps, outs, out_at, 0)
+                        row_wide(xs, x_at, 0, ys, y_at, columns, steps, outs, out_at, 0)
                         n += 4 * width
                     else:
                         rows_times_panel(xs, x_at, inner, count, ys, y_at, columns, steps, outs, out_at, columns)

@@ -1,0 +1,65 @@
+"""Whether a party's masks of weights stay seeds while no layer uses them: as it is told, or where memory is short.
+
+Each party decides for itself: messages, rounds and results are the same either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from accelerate.utils import get_max_memory
+
+from private_llm.config import PLANNED, PrivateConfig
+from private_llm.errors import ConfigError
+from private_llm.kernels.memory import memory_bytes
+from private_llm.protocols.session import Session
+from private_llm.protocols.weight_sharing import bytes_at_rest, keys_held
+
+FILLED = 0.9
+"""Part of a device's free memory that may be filled with weights; activations and caches need the rest."""
+
+
+def keeps_seeds(session: Session, shapes: Iterable[tuple[int, ...]]) -> bool:
+    """Whether this party keeps seeds instead of masks of secret weights of these shapes. Local.
+
+    Raises ConfigError for a max_memory that accelerate does not take.
+    """
+    config = session.config
+    if config.weights_at_rest != "auto":
+        return config.weights_at_rest == "seeds"
+    if config.weights == "public" or config.sparsity is not None or not keys_held(config, session.party):
+        return False
+    if isinstance(config.device_map, Mapping):
+        return "disk" in config.device_map.values()
+    return sum(bytes_at_rest(config, session.party, shape, False) for shape in shapes) > _room(session)
+
+
+def _room(session: Session) -> float:
+    """Bytes of memory that this party's weights may take where its settings put them."""
+    config, free = session.config, free_memory(session.config)
+    if config.device_map in PLANNED:
+        return sum(free.values()) * (1 if config.max_memory else FILLED)
+    where = session.device
+    return FILLED * free[int(where.rpartition(":")[2] or 0) if where.startswith("cuda") else "cpu"]
+
+
+def free_memory(config: PrivateConfig) -> dict[int | str, int]:
+    """Bytes that a party may use of each device, or those of `max_memory`: of main memory, which parties that run on
+    one machine share, this one's part. Raises ConfigError for a max_memory that accelerate does not take.
+    """
+    limits = None
+    if config.max_memory is not None:
+        limits = {_number(where): size for where, size in config.max_memory.items()}
+    try:
+        free: dict[int | str, int] = get_max_memory(limits)
+    except ValueError as error:
+        raise ConfigError(f"max_memory: {error}") from None
+    if limits is None:
+        together = 1 if config.party_mode in ("remote", "distributed") else config.parties
+        free["cpu"] = min(free["cpu"], memory_bytes()) // together
+    return free
+
+
+def _number(device: int | str) -> int | str:
+    """GPUs by number, as Accelerate names them."""
+    return int(str(device).removeprefix("cuda:")) if str(device).startswith("cuda:") else device

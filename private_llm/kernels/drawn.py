@@ -1,0 +1,307 @@
+"""Tensors that are stretches of a key stream and not in memory: made whenever they are read, forgotten afterwards.
+
+A mask of a weight is such a stretch, so a party that knows its seed need not hold it. Products with such a matrix make
+it piece by piece (`matmul_drawn`); taking rows, joining rows and turning a matrix make nothing; every other operation
+gets the whole tensor, made for it alone. Results are those of the same tensor in memory, bit for bit.
+
+The stream is AES-128 in counter mode from counter 0, as `ring.prg.Prg` gives it, so any part can be made by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from torch import Tensor
+
+from private_llm.errors import PlaintextLeak, UnsupportedOp
+from private_llm.kernels import parallel
+from private_llm.kernels.backends.cpu import aes as cpu_aes
+from private_llm.kernels.backends.cpu import aes_ctr as cpu_aes_ctr
+
+BYTES = 1e10
+"""Bytes of a stream in a second, to guess how many threads are worth their start."""
+
+_PAGE = 4096
+_ZEROS = memoryview(bytes(1 << 20))
+
+
+class StreamKey:
+    """The key of one stream (16 bytes); `repr` never shows it."""
+
+    __slots__ = ("_raw", "_rounds")
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+        self._rounds = cpu_aes.round_keys(raw) if cpu_aes.usable() else None
+
+    @property
+    def rounds(self) -> int | None:
+        """The address of the round keys, for kernels; None on processors without AES instructions."""
+        return None if self._rounds is None else int(self._rounds.ctypes.data)
+
+    def fill(self, start: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        """Overwrite out (uint8 [n], contiguous) with bytes start .. start + n - 1 of the stream."""
+        if self.rounds is None:
+            self._fill_by_library(start, out)
+            return
+        keys, to = self.rounds, out.ctypes.data
+
+        def part(first: int, last: int) -> None:
+            scratch = np.zeros(cpu_aes_ctr.SPILL, dtype=np.uint8)
+            cpu_aes_ctr.write_bytes(keys, start + first, to + first, last - first, scratch)
+
+        parallel.each(part, parallel.cuts(out.size, parallel.threads(out.size / BYTES), _PAGE))
+
+    def _fill_by_library(self, start: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        counter = (start // cpu_aes_ctr.BLOCK).to_bytes(cpu_aes_ctr.BLOCK, "big")
+        stream = Cipher(algorithms.AES(self._raw), modes.CTR(counter)).encryptor()
+        stream.update(bytes(start % cpu_aes_ctr.BLOCK))
+        for first in range(0, out.size, len(_ZEROS)):
+            piece = out[first : first + len(_ZEROS)]
+            stream.update_into(_ZEROS[: piece.size], piece.data)
+
+    def __repr__(self) -> str:
+        return "StreamKey(<secret>)"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise PlaintextLeak("the key of a mask never leaves its party through pickle or torch.save")
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Lines one after the other in one stream; `start`: the number of the first element."""
+
+    key: StreamKey
+    start: int
+    lines: int
+
+
+class DrawnTensor(Tensor):
+    """Integers [lines, ..] from streams, or a matrix [.., lines] if `turned`; `repr` shows the shape only.
+
+    Never changed in place (UnsupportedOp), never pickled or exported (PlaintextLeak).
+    """
+
+    __slots__ = ("stretches", "turned")
+    stretches: tuple[Stretch, ...]
+    turned: bool
+
+    @staticmethod
+    def __new__(
+        cls: type[DrawnTensor], stretches: Sequence[Stretch], line: Sequence[int], dtype: torch.dtype,
+        device: torch.device | str = "cpu", turned: bool = False,
+    ) -> DrawnTensor:  # fmt: skip
+        """line: the shape of a line; of turned tensors one number."""
+        shape = (sum(stretch.lines for stretch in stretches), *line)
+        strides = [math.prod(shape[n + 1 :]) for n in range(len(shape))]
+        if turned:
+            shape, strides = shape[::-1], strides[::-1]
+        where = torch.device(device)
+        self: DrawnTensor = Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=where)
+        self.stretches, self.turned = tuple(stretches), turned
+        return self
+
+    @property
+    def line(self) -> torch.Size:
+        """The shape of a line."""
+        return self.shape[:1] if self.turned else self.shape[1:]
+
+    def made(self) -> Tensor:
+        """The whole tensor, in memory of its own."""
+        length = self.line.numel()
+        whole = torch.empty((sum(stretch.lines for stretch in self.stretches), *self.line), dtype=self.dtype)
+        room, at = whole.view(-1).numpy(), 0
+        for stretch in self.stretches:
+            part = room[at : at + stretch.lines * length]
+            stretch.key.fill(stretch.start * whole.itemsize, part.view(np.uint8))
+            at += part.size
+        whole = whole.to(self.device)
+        return whole.mT if self.turned else whole
+
+    def with_lines(self, stretches: Sequence[Stretch]) -> DrawnTensor:
+        """Other lines of the same shape."""
+        return DrawnTensor(stretches, self.line, self.dtype, self.device, self.turned)
+
+    def lines(self, first: int, last: int) -> DrawnTensor:
+        """Lines first .. last - 1."""
+        found, at, length = [], 0, self.line.numel()
+        for stretch in self.stretches:
+            low, high = max(first, at), min(last, at + stretch.lines)
+            if low < high:
+                found.append(Stretch(stretch.key, stretch.start + (low - at) * length, high - low))
+            at += stretch.lines
+        return self.with_lines(found)
+
+    # -- what looks like memory and is none ---------------------------------------------------------------------
+    def is_contiguous(self, *_: object, **__: object) -> bool:
+        """False: kernels that take addresses must ask for `contiguous()`."""
+        return False
+
+    def contiguous(self, *_: object, **__: object) -> Tensor:
+        """The whole tensor, made."""
+        return self.made().contiguous()
+
+    def data_ptr(self) -> NoReturn:
+        """Raises UnsupportedOp: there is no memory."""
+        raise UnsupportedOp("a mask that is made from its seed has no memory; take what `made` or `dense` gives")
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        return f"DrawnTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise PlaintextLeak("a mask never leaves its party through pickle or torch.save")
+
+    def __deepcopy__(self, memo: object) -> DrawnTensor:
+        """Itself: it is never changed."""
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401  # fmt: skip
+        """What makes nothing, or the function of whole tensors. Raises UnsupportedOp for changes in place."""
+        kwargs = dict(kwargs or {})
+        if func in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        rule = _RULES.get(func)
+        found = None if rule is None else rule(*args, **kwargs)
+        if found is not None:
+            return found
+        name = func.__name__.partition(".")[0]
+        if (name.endswith("_") and not name.endswith("__")) or name in _CHANGES or kwargs.get("out") is not None:
+            raise _unchangeable(name)
+        return func(*map(_dense_within, args), **{key: _dense_within(value) for key, value in kwargs.items()})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401  # fmt: skip
+        """The same for calls that do not pass through Python."""
+        if func._schema.is_mutable:
+            raise _unchangeable(str(func))
+        kwargs = {key: _dense_within(value) for key, value in (kwargs or {}).items()}
+        return func(*map(_dense_within, args), **kwargs)
+
+
+def _unchangeable(name: str) -> UnsupportedOp:
+    return UnsupportedOp(f"{name}: a mask that is made from its seed cannot be changed in place; change a copy of it")
+
+
+def dense(x: Tensor) -> Tensor:
+    """The tensor itself, or, of one that is not in memory, the whole of it, made."""
+    return x.made() if isinstance(x, DrawnTensor) else x
+
+
+def _dense_within(value: Any) -> Any:  # noqa: ANN401
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_dense_within, value))
+    return dense(value) if isinstance(value, Tensor) else value
+
+
+# -- operations that make nothing; None: not in this case ---------------------------------------------------------
+def _same(x: DrawnTensor) -> DrawnTensor:
+    return DrawnTensor(x.stretches, x.line, x.dtype, x.device, x.turned)
+
+
+def _turned(x: DrawnTensor, first: int = 0, second: int = 1) -> DrawnTensor | None:
+    if x.dim() != 2:
+        return None
+    if (first - second) % 2 == 0:
+        return _same(x)
+    return DrawnTensor(x.stretches, x.line, x.dtype, x.device, not x.turned)
+
+
+def _along_lines(x: DrawnTensor, dim: int) -> bool:
+    return dim % x.dim() == (1 if x.turned else 0)
+
+
+def _at(x: DrawnTensor, index: object) -> DrawnTensor | None:
+    """x[number] and x[first:last], along lines."""
+    if x.turned or not x.dim():
+        return None
+    if isinstance(index, slice) and index.step in (None, 1):
+        first, last, _ = index.indices(len(x))
+        return x.lines(first, max(first, last))
+    if type(index) is not int or x.dim() < 2 or not -len(x) <= index < len(x):
+        return None
+    number = index % len(x)
+    (stretch,) = x.lines(number, number + 1).stretches
+    return DrawnTensor([Stretch(stretch.key, stretch.start, x.line[0])], x.line[1:], x.dtype, x.device)
+
+
+def _split(x: DrawnTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[DrawnTensor, ...] | None:
+    if not _along_lines(x, dim) or isinstance(sizes, int):
+        return None
+    ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
+    if ends[-1:] != [x.shape[dim]]:
+        return None
+    return tuple(x.lines(end - size, end) for size, end in zip(sizes, ends, strict=True))
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> DrawnTensor | None:
+    drawn = [x for x in tensors if isinstance(x, DrawnTensor)]
+    kinds = {(x.line, x.dtype, x.device, x.turned) for x in drawn}
+    if len(drawn) < len(tensors) or len(kinds) > 1 or not _along_lines(drawn[0], dim):
+        return None
+    return drawn[0].with_lines([stretch for x in drawn for stretch in x.stretches])
+
+
+def _picked(x: DrawnTensor, dim: int, index: Tensor) -> Tensor | None:
+    """Chosen lines alone are made, neighbours together."""
+    numbers = index.tolist() if isinstance(index, Tensor) and index.dim() == 1 else []
+    if not _along_lines(x, dim) or not numbers or min(numbers) < 0 or max(numbers) >= x.shape[dim]:
+        return None
+    cuts = [0, *(n for n in range(1, len(numbers)) if numbers[n] != numbers[n - 1] + 1), len(numbers)]
+    runs = [x.lines(numbers[first], numbers[last - 1] + 1) for first, last in pairwise(cuts)]
+    return x.with_lines([stretch for run in runs for stretch in run.stretches]).made()
+
+
+def _moved(x: DrawnTensor, device: object = None, *more: object, **named: object) -> DrawnTensor | None:
+    """`x.to(device)`: made there, later."""
+    if more or named or not isinstance(device, (str, torch.device)) or torch.device(device).type == "meta":
+        return None
+    return DrawnTensor(x.stretches, x.line, x.dtype, device, x.turned)
+
+
+_FACTS = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in ("shape", "device", "dtype", "ndim", "layout", "requires_grad")),
+        *(getattr(Tensor, name).__get__ for name in ("is_cpu", "is_cuda", "is_meta", "itemsize", "nbytes")),
+        Tensor.dim, Tensor.size, Tensor.stride, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__,
+        Tensor.is_floating_point, Tensor.is_complex, Tensor.storage_offset, Tensor.get_device,
+    }
+)  # fmt: skip
+"""What is known of a tensor without its elements."""
+
+_CHANGES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__iand__", "__ior__", "__ixor__", "__set__"})
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    Tensor.detach: _same,
+    Tensor.t: _turned,
+    torch.t: _turned,
+    Tensor.T.__get__: _turned,  # type: ignore[attr-defined]
+    Tensor.mT.__get__: _turned,  # type: ignore[attr-defined]
+    Tensor.transpose: _turned,
+    torch.transpose: _turned,
+    Tensor.__getitem__: _at,
+    Tensor.split: _split,
+    torch.split: _split,
+    torch.cat: _cat,
+    Tensor.index_select: _picked,
+    torch.index_select: _picked,
+    Tensor.to: _moved,
+}

@@ -1,0 +1,180 @@
+"""Weights whose masks stay seeds: the same answers to the last bit, party by party, and where memory is short."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tr
+from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
+from private_llm_hf.api import share_checkpoint
+from private_llm_hf.checkpoint.share_files import ShareFile, share_path
+from private_llm_hf.client.launch import serve_party
+from private_llm_hf.party import at_rest
+from torch import Tensor
+
+from private_llm.errors import ConfigError, ShareFileError
+from private_llm.protocols.session import Session
+from private_llm.protocols.weight_sharing import bytes_at_rest
+from private_llm.sparsity_config import CometConfig
+from tests.hf import tiny
+from tests.hf.compare import BATCH
+from tests.hf.test_remote import free_ports
+
+GREEDY = {"max_new_tokens": 3, "do_sample": False}
+SEEDS = PrivateConfig(weights_at_rest="seeds", timeout_s=60)
+RESIDENT = dataclasses.replace(SEEDS, weights_at_rest="resident")
+
+
+@pytest.fixture
+def same_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every draw of the system's entropy gives the same: two sessions with equal messages, whatever the roundings."""
+    monkeypatch.setattr(secrets, "token_bytes", lambda count=32: bytes(range(count)))
+
+
+def answers(model: tr.PreTrainedModel, config: PrivateConfig, inputs: dict[str, Tensor]) -> tuple[Tensor, int, int]:
+    with patch(model, config) as private:
+        out = private(**inputs)
+        cost = private.cost()
+    return out.logits if "logits" in out else out.last_hidden_state, cost.bytes_total, cost.rounds
+
+
+@pytest.mark.usefixtures("same_entropy")
+@pytest.mark.parametrize("protocol", ["trio", "dealer", "quad"])
+@pytest.mark.parametrize("name", ["opt", "gpt2", "llama", "vit"])
+def test_the_same_bits(name: str, protocol: str) -> None:
+    """Tied tables, positions, fused query, key and value, [inputs, outputs] of Conv1D, and a convolution."""
+    model, inputs = tiny.build(name), dict(BATCH)
+    if name == "vit":
+        inputs = {"pixel_values": torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(2))}
+    seeds, resident = (
+        answers(model, dataclasses.replace(config, protocol=protocol), inputs) for config in (SEEDS, RESIDENT)
+    )
+    assert torch.equal(seeds[0], resident[0])
+    assert seeds[1:] == resident[1:]
+
+
+@pytest.mark.usefixtures("same_entropy")
+@pytest.mark.parametrize("settings", [{"ring": 32, "frac_bits": 10}, {"protocol": "dealer", "matmul": "remask"}])
+def test_the_same_bits_in_other_settings(settings: dict[str, Any]) -> None:
+    if settings.get("ring") == 32:
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 5, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(45, 7)
+        )
+        image = torch.rand(2, 3, 5, 5)
+        found = []
+        for config in (SEEDS, RESIDENT):
+            with patch(model, dataclasses.replace(config, **settings)) as private:
+                found.append(private(image))
+        assert torch.equal(*found)
+        return
+    seeds, resident = (
+        answers(tiny.build("opt"), dataclasses.replace(config, **settings), BATCH) for config in (SEEDS, RESIDENT)
+    )
+    assert torch.equal(seeds[0], resident[0])
+
+
+# -- each party as it likes -------------------------------------------------------------------------------------
+def test_each_party_decides_for_itself(tmp_path: Path) -> None:
+    """Share files; party 0 keeps seeds, party 1 everything, party 2 seeds and its layers on disk."""
+    model = tiny.build("gpt2")
+    model.save_pretrained(tmp_path / "checkpoint")
+    share_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "shared", RESIDENT)
+    client = PrivateConfig(party_mode="remote", hosts=free_ports(3), allow_plain_loopback=True, timeout_s=60)
+    settings: tuple[dict[str, Any], ...] = (
+        {"weights_at_rest": "seeds"},
+        {"weights_at_rest": "resident"},
+        {"weights_at_rest": "seeds", "device_map": {"": "disk"}},
+    )
+    threads = [
+        threading.Thread(
+            target=serve_party,
+            args=(dataclasses.replace(client, **own), party, share_path(tmp_path / "shared", party), 1),
+            daemon=True,
+        )
+        for party, own in enumerate(settings)
+    ]
+    for thread in threads:
+        thread.start()
+    with AutoPrivateModelForCausalLM.from_pretrained(str(tmp_path / "shared" / "client"), client) as private:
+        assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
+    for thread in threads:
+        thread.join(60)
+
+
+def test_processes(tmp_path: Path) -> None:
+    """The setting reaches child processes, with weights from a client on disk."""
+    model = tiny.build("opt")
+    config = dataclasses.replace(SEEDS, party_mode="processes", device_map={"": "disk"}, offload_folder=str(tmp_path))
+    with patch(model, config) as private:
+        assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
+
+
+def test_a_file_with_another_seed_is_refused(tmp_path: Path) -> None:
+    """One changed digit of a seed: the digest is over the seeds, too."""
+    model = tiny.build("opt")
+    model.save_pretrained(tmp_path / "checkpoint")
+    share_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "shared", SEEDS)
+    path = share_path(tmp_path / "shared", 0)
+    seed = ShareFile.open(path, SEEDS, 0).keys[0].raw().hex()
+    raw = path.read_bytes()
+    assert raw.count(seed.encode()) == 1
+    path.write_bytes(raw.replace(seed.encode(), (("0" if seed[0] != "0" else "1") + seed[1:]).encode()))
+    with pytest.raises(ShareFileError, match="damaged"):
+        ShareFile.open(path, SEEDS, 0)
+
+
+# -- where memory is short --------------------------------------------------------------------------------------
+SHAPES = [(64, 64), (64,), (128, 64)]
+
+
+def planned(session_of: Any, **settings: Any) -> list[bool]:
+    config = PrivateConfig(**settings)
+    return [at_rest.keeps_seeds(session_of(config, party), SHAPES) for party in range(config.parties)]
+
+
+def test_auto_keeps_seeds_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    def session(config: PrivateConfig, party: int) -> Session:
+        return type("_", (), {"config": config, "party": party, "device": "cpu"})()  # type: ignore[no-any-return]
+
+    needed = sum(bytes_at_rest(PrivateConfig(), 0, shape, False) for shape in SHAPES)
+    for free, wanted in ((int(needed / at_rest.FILLED) + 9, False), (needed, True)):
+        monkeypatch.setattr(at_rest, "get_max_memory", lambda limits, free=free: limits or {"cpu": free})
+        assert planned(session, party_mode="remote", hosts=("a:1", "b:1", "c:1")) == [wanted] * 3
+    assert planned(session) == [True] * 3  # parties of one machine share its memory
+    assert planned(session, weights_at_rest="resident") == [False] * 3
+    assert planned(session, weights="public") == [False] * 3
+    assert planned(session, sparsity=CometConfig(predictors="x")) == [False] * 3
+    assert planned(session, protocol="plain", insecure=True) == [False]
+    for maximum, wanted in ((needed, False), (needed - 1, True)):
+        assert planned(session, device_map="auto", max_memory={"cpu": maximum}) == [wanted] * 3
+    assert planned(session, device_map={"": "cpu"}) == [False] * 3
+    assert planned(session, device_map={"": "cpu", "a": "disk"}) == [True] * 3
+
+
+def test_a_plan_counts_what_seeds_leave(tmp_path: Path) -> None:
+    """Memory for 12 bytes a weight: with seeds nothing has to go to disk, and no folder for it is needed."""
+    model = tiny.build("llama")
+    room = 12 * sum(weight.numel() for weight in model.parameters())
+    config = PrivateConfig(timeout_s=60, device_map="auto", max_memory={"cpu": room})
+    with patch(model, config) as private:
+        assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
+    with pytest.raises(ConfigError, match="no disk is known"):
+        patch(model, dataclasses.replace(config, weights_at_rest="resident"))
+
+
+def test_contradictions() -> None:
+    with pytest.raises(ConfigError, match="listed neurons are read from memory"):
+        dataclasses.replace(SEEDS, sparsity=CometConfig(predictors="x"))
+    with pytest.raises(ConfigError, match="weights_at_rest: got 'half'"):
+        PrivateConfig(weights_at_rest="half")  # type: ignore[arg-type]
+    kept = json.loads(json.dumps(SEEDS.to_dict()))
+    assert PrivateConfig.from_dict(kept).weights_at_rest == "seeds"
+    assert SEEDS.agreement() == RESIDENT.agreement()
