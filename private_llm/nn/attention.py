@@ -34,8 +34,9 @@ _ALL = Rows(())
 _FEW = 16
 """Queries of a step that is worth a program of its own for each length of the cache."""
 
-_PATIENCE = 4
-"""Calls at one length before one is recorded: fewer than a model has layers, unless it answers at once."""
+_PATIENCE = 8
+"""Calls at one length before one is recorded: to record and to check costs as much as ten calls that are repeated save,
+and all layers of a step have one length. A model of fewer layers repeats its attention from the second answer on."""
 
 SCALE_BITS = 14
 """Bits of a score scale that is no power of two: relative error 2^-14; one truncation of q removes them."""

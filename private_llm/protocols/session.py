@@ -38,7 +38,8 @@ class Known:
     owed: see tensor/range_check.py. pending: a secret tensor, and the bits that its sums may have, to be checked unless
     the operation on it checks it anyway. batch: of a call whose rows belong to several clients their number, so that
     each row has a verdict of its own; None: one verdict for the call. compared: which of `ranges.QUANTITIES` the
-    arguments of comparisons are (`exact.comparisons.comparing`). seeds: whether masks of weights stay seeds until a layer runs.
+    arguments of comparisons are (`exact.comparisons.comparing`). seeds: whether masks of weights stay seeds until a
+    layer runs.
     """
 
     def __init__(self) -> None:

@@ -162,6 +162,8 @@ LOWERED: dict[Any, Callable[..., None]] = {
     aten.cat.default: _cat, aten.stack.default: _stack,
     aten.sum.dim_IntList:
         lambda emit, out, x, dims, keepdim=False, *, dtype=None: _sum(emit, out, x, dims, keepdim),
+    aten.sum.IntList_out:
+        lambda emit, out, x, dims, keepdim=False, *, dtype=None: _sum(emit, out, x, dims, keepdim),
     aten.sum.default: lambda emit, out, x, *, dtype=None: _sum(emit, out, x, None, False),
     aten.index.Tensor: _moves(aten.index.Tensor), aten.index_select.default: _moves(aten.index_select.default),
     aten.gather.default: _moves(aten.gather.default), aten.repeat.default: _moves(aten.repeat.default),
@@ -169,6 +171,12 @@ LOWERED: dict[Any, Callable[..., None]] = {
     aten.constant_pad_nd.default: _pad,
 }  # fmt: skip
 """Called with the writer, the tensor that is written, and the operation's arguments."""
+
+MOVES = frozenset({
+    aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.repeat.default, aten.flip.default,
+    aten.roll.default, aten.constant_pad_nd.default,
+})  # fmt: skip
+"""Those of `LOWERED` whose places are found when they are recorded."""
 
 STARTED = frozenset({
     aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default,

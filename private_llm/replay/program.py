@@ -8,9 +8,10 @@ takes of each stream exactly what the recorded run took, and never twice the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -41,12 +42,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Operand:
-    """Words in a memory: a view of it as PyTorch makes views."""
+    """A view of a memory, as PyTorch makes views; offset in bytes, stride in elements."""
 
     memory: Memory
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    dtype: torch.dtype = torch.int64
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,17 @@ class Receive:
     payload: Operand
 
 
-Event = Step | Send | Receive
+@dataclass(frozen=True)
+class Call:
+    """An operation of PyTorch that no step computes: its result goes to `result`, unless it writes to an operand."""
+
+    function: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+    named: Mapping[str, Any]
+    result: Operand | None
+
+
+Event = Step | Send | Receive | Call
 
 
 @dataclass(frozen=True)
@@ -136,8 +148,10 @@ class Arena:
 
     def view(self, operand: Operand) -> Tensor:
         """The words of an operand."""
-        start = (operand.memory.place + operand.offset) // WORD
-        return self.words.as_strided(operand.shape, operand.stride, self.words.storage_offset() + start)
+        start, each = operand.memory.place + operand.offset, operand.dtype.itemsize
+        whole = self.words.view(torch.uint8)[start - start % each :]
+        whole = whole[: whole.numel() - whole.numel() % each].view(operand.dtype)
+        return whole.as_strided(operand.shape, operand.stride)
 
 
 Table = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -152,10 +166,10 @@ class _Bound:
     inputs: list[Tensor]
     outputs: list[Tensor]
     draws: list[tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]]
-    events: list[tuple[int, int, int | str, Tensor | None]]
+    events: list[tuple[int, Any, Any, Tensor | None]]
 
 
-_RUN, _SEND, _RECEIVE = range(3)
+_RUN, _SEND, _RECEIVE, _CALL = range(4)
 
 
 @dataclass
@@ -170,7 +184,7 @@ class Program:
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.size = _placed([each.payload for each in self.events if not isinstance(each, Step)], self)
+        self.size = _placed(self)
         self._starts, self._table, self._kinds = _rows(self.events)
         self._bound: _Bound | None = None
 
@@ -186,7 +200,7 @@ class Program:
             for each in self.draws
             for place in (each.memories[0].place,)
         ]
-        events: list[tuple[int, int, int | str, Tensor | None]] = []
+        events: list[tuple[int, Any, Any, Tensor | None]] = []
         step = 0
         for each in self.events:
             if isinstance(each, Step):
@@ -197,6 +211,9 @@ class Program:
                 step += 1
             elif isinstance(each, Send):
                 events.append((_SEND, each.to, each.tag, arena.view(each.payload)))
+            elif isinstance(each, Call):
+                made = functools.partial(each.function, *_seen(each.arguments, arena), **_seen(each.named, arena))
+                events.append((_CALL, made, None, None if each.result is None else arena.view(each.result)))
             else:
                 events.append((_RECEIVE, each.frm, each.tag, arena.view(each.payload)))
         self._bound = _Bound(
@@ -226,12 +243,18 @@ class Program:
         table, starts = rows.ctypes.data, self._starts.ctypes.data
         run = steps.run
         for kind, number, other, payload in bound.events:
-            if payload is None:
+            if kind == _RUN:
                 run(table, starts, number, other)
+            elif kind == _CALL:
+                made = number()
+                if payload is not None:
+                    payload.copy_(made)
+            elif payload is None:
+                continue
             elif kind == _SEND:
-                outside.send(number, str(other), payload.clone())
+                outside.send(number, other, payload.clone())
             else:
-                payload.copy_(outside.receive(number, str(other), tuple(payload.shape), payload.dtype))
+                payload.copy_(outside.receive(number, other, tuple(payload.shape), payload.dtype))
         return [
             place.clone() if isinstance(each, Operand) else place
             for each, place in zip(self.outputs, bound.outputs, strict=True)
@@ -262,14 +285,38 @@ def _rows(events: Sequence[Event]) -> tuple[Table, Table, Table]:
     return np.array(starts, np.int64), np.array(words, np.int64), np.array(kinds, np.int64)
 
 
-def _placed(messages: Sequence[Operand], program: Program) -> int:
+def _seen(arguments: Any, arena: Arena) -> Any:  # noqa: ANN401 - whatever PyTorch takes
+    """Arguments with tensors for operands."""
+    if isinstance(arguments, Operand):
+        return arena.view(arguments)
+    if isinstance(arguments, Mapping):
+        return {key: _seen(each, arena) for key, each in arguments.items()}
+    if isinstance(arguments, list | tuple):
+        return type(arguments)(_seen(each, arena) for each in arguments)
+    return arguments
+
+
+def _operands(arguments: Any) -> Iterator[Operand]:  # noqa: ANN401 - whatever PyTorch takes
+    """The operands among arguments."""
+    if isinstance(arguments, Operand):
+        yield arguments
+    elif isinstance(arguments, list | tuple):
+        for each in arguments:
+            yield from _operands(each)
+
+
+def _placed(program: Program) -> int:
     """Give every memory its place: one after the other, but where another is not used any more. Returns bytes."""
     memories: dict[int, Memory] = {}
-    operands = [*messages, *program.inputs, *(each for each in program.outputs if isinstance(each, Operand))]
-    found = [each.memory for each in operands]
+    found = [each.memory for each in (*program.inputs, *_operands(list(program.outputs)))]
     for each in program.events:
         if isinstance(each, Step):
             found += [word.memory for word in each.row if isinstance(word, Address)]
+        elif isinstance(each, Call):
+            held = [*each.arguments, *each.named.values(), each.result]
+            found += [operand.memory for operand in _operands(held)]
+        else:
+            found.append(each.payload.memory)
     for memory in found:
         memories[id(memory)] = memory
     blocks = [(each.together(), each.memories) for each in program.draws]
@@ -277,17 +324,17 @@ def _placed(messages: Sequence[Operand], program: Program) -> int:
         for memory in parts:
             memories.pop(id(memory), None)
     top = 0
-    held: list[tuple[int, int, int]] = []  # place, end, last event
+    taken: list[tuple[int, int, int]] = []  # place, end, last event
     for memory in sorted([*memories.values(), *(block for block, _ in blocks)], key=lambda each: each.first):
-        held = [each for each in held if each[2] >= memory.first]
+        taken = [each for each in taken if each[2] >= memory.first]
         size, place = -(-memory.size // _LINE) * _LINE, 0
-        for begin, end, _ in held:
+        for begin, end, _ in taken:
             if begin - place >= size:
                 break
             place = max(place, end)
         memory.place = place
-        held.append((place, place + size, memory.last))
-        held.sort()
+        taken.append((place, place + size, memory.last))
+        taken.sort()
         top = max(top, place + size)
     for block, parts in blocks:
         place = block.place

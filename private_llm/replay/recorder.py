@@ -24,8 +24,7 @@ from private_llm.kernels.compiling import CompiledStep
 from private_llm.kernels.watching import Watcher
 from private_llm.net.transport import Transport
 from private_llm.replay import loops
-from private_llm.replay.program import (
-    WORD,
+from private_llm.replay.program import Address, Call, Drawn, Event, Memory, Operand, Program, Receive, Send, Step, Weight, Word
     Address,
     Drawn,
     Event,
@@ -91,16 +90,38 @@ class Recorder(Watcher, Tap):
         """Whether x changes from run to run, or is a weight, which is another one in a module that is alike."""
         if not x.numel():
             return False
-        place = x.untyped_storage().data_ptr()
-        return place in self._memories or any(place == start for start, _ in self._weights)
+        return x.untyped_storage().data_ptr() in self._memories or self._is_weight(x)
+
+    def _is_weight(self, x: Tensor) -> bool:
+        """Whether x lies in the memory of a weight."""
+        return bool(x.numel()) and any(x.untyped_storage().data_ptr() == start for start, _ in self._weights)
 
     def operand(self, x: Tensor) -> Operand:
         """A tensor that changes, as a program sees it. Raises UnsupportedOp for others and for other elements."""
+        if x.dtype != torch.int64:
+            raise UnsupportedOp(f"{x.dtype} where ring elements are wanted")
+        found = self._view(x)
+        if not isinstance(found, Operand):
+            raise UnsupportedOp("a constant where a value that changes is wanted")
+        return found
+
+    def _view(self, x: Tensor) -> Operand | Tensor:
+        """A tensor as an operation meets it when it is repeated: a constant as it is."""
         memory = self.memory_of(x)
-        if memory is None or x.dtype != torch.int64:
-            raise UnsupportedOp(f"a constant, or {x.dtype}, where a value that changes is wanted")
+        if memory is None:
+            return x
         memory.used(len(self._events))
-        return Operand(memory, int(x.storage_offset()) * WORD, tuple(x.shape), x.stride())
+        return Operand(memory, int(x.storage_offset()) * x.element_size(), tuple(x.shape), x.stride(), x.dtype)
+
+    def _views(self, arguments: Any) -> Any:  # noqa: ANN401 - whatever PyTorch takes
+        """Arguments of an operation that is called again."""
+        if isinstance(arguments, Tensor):
+            if self._is_weight(arguments):
+                raise UnsupportedOp("an operation on weights")
+            return self._view(arguments)
+        if isinstance(arguments, list | tuple):
+            return type(arguments)(self._views(each) for each in arguments)
+        return arguments
 
     def _address(self, place: int) -> Word:
         """A place in a memory that changes, or the address as it is."""
@@ -236,10 +257,7 @@ class Recorder(Watcher, Tap):
         """Run an operation of PyTorch and write it down."""
         if self.reason is not None:
             return func(*args, **kwargs)
-        tensors = [
-            x for each in (*args, *kwargs.values()) for x in (each if isinstance(each, list | tuple) else (each,))
-        ]
-        tensors = [x for x in tensors if isinstance(x, Tensor)]
+        tensors = list(_tensors([*args, *kwargs.values()]))
         changes = any(map(self._varies, tensors))
         written = _written_by(func, args, kwargs)
         try:
@@ -273,11 +291,30 @@ class Recorder(Watcher, Tap):
         else:
             if written is None:
                 self.changing(x)
+            before = len(self._events)
             try:
                 more = {key: value for key, value in kwargs.items() if key != "out"}
+                if func in loops.MOVES and any(self._varies(index) for index in _tensors(args[1:])):
+                    raise UnsupportedOp("a move to places that change")
                 loops.LOWERED[func](self.emit, x, *args, **more)
-            except (KeyError, UnsupportedOp, TypeError) as error:
-                self.stop(f"{func}: {error}")
+            except (KeyError, UnsupportedOp, TypeError):
+                del self._events[before:]
+                self._called(func, args, kwargs, None if written is not None else x)
+
+    def _called(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Tensor | None  # noqa: ANN401
+    ) -> None:  # fmt: skip
+        """An operation that no step computes is called again, if its result has the same shape every time."""
+        try:
+            if _UNFORESEEN & set(func.tags) or (made is not None and len(func._schema.returns) != 1):
+                raise UnsupportedOp("a result that depends on values or chance")
+            result = None if made is None else self._view(made)
+            if isinstance(result, Tensor):
+                raise UnsupportedOp("a result that is a constant")
+            named = {key: self._views(each) for key, each in kwargs.items()}
+            self._events.append(Call(func, tuple(self._views(list(args))), named, result))
+        except UnsupportedOp as error:
+            self.stop(f"{func}: {error}")
 
     # -- the end ---------------------------------------------------------------------------------------------
     def program(self, inputs: Sequence[Operand], outputs: Sequence[Tensor]) -> Program:
@@ -296,6 +333,19 @@ class Recorder(Watcher, Tap):
             raise UnsupportedOp("a value that outlives the step")
         draws = [Drawn(stream, tuple(each)) for stream, each in self._draws.items()]
         return Program(self._events, inputs, found, draws, self._keep)
+
+
+def _tensors(arguments: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors among an operation's arguments, which may be lists of them."""
+    for each in arguments:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from _tensors(each)
+
+
+_UNFORESEEN = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
+"""Marks of operations whose result has another shape, or is drawn anew, each time."""
 
 
 def _written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:  # noqa: ANN401
