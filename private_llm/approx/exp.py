@@ -29,9 +29,9 @@ def exp(x: Fixed, frac: int = 24) -> Fixed:
 
     Under trio and dealer one coarse comparison, then the masks' own exponentials (protocols/exponential.py): error
     1e-5, and 2e-6 below -8; zero below -15, maybe from -14.5 on. 84 bytes an element, 5 rounds. Else (quad, plain) clip
-    at -14 (one coarse comparison, one injection), then a polynomial of degree 16 in four products (chain.py) whose error
-    shrinks with e^(x/2): at most 5e-5, and 2e-6 below -8. 12 rounds. By comparison keys (curves.py) 2 rounds, error
-    5e-5.
+    at -14 (one coarse comparison, one injection), then a polynomial of degree 16 in four products (chain.py) whose
+    error shrinks with e^(x/2): at most 5e-5, and 2e-6 below -8. 12 rounds. By comparison keys (curves.py) 2 rounds,
+    error 5e-5.
     """
     own = x.session.protocol.has_exponentials
     span = _clip_span(x) if own else coarse_span(x, extra=1, resolution=2)

@@ -24,8 +24,9 @@ from private_llm.kernels.compiling import CompiledStep
 from private_llm.kernels.watching import Watcher
 from private_llm.net.transport import Transport
 from private_llm.replay import loops
-from private_llm.replay.program import Address, Call, Drawn, Event, Memory, Operand, Program, Receive, Send, Step, Weight, Word
+from private_llm.replay.program import (
     Address,
+    Call,
     Drawn,
     Event,
     Memory,
@@ -306,7 +307,8 @@ class Recorder(Watcher, Tap):
     ) -> None:  # fmt: skip
         """An operation that no step computes is called again, if its result has the same shape every time."""
         try:
-            if _UNFORESEEN & set(func.tags) or (made is not None and len(func._schema.returns) != 1):
+            numbers = func in loops.MOVES and all(index.dtype == torch.int64 for index in _tensors(args[1:]))
+            if (_UNFORESEEN & set(func.tags) and not numbers) or (made is not None and len(func._schema.returns) != 1):
                 raise UnsupportedOp("a result that depends on values or chance")
             result = None if made is None else self._view(made)
             if isinstance(result, Tensor):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import private_llm.nn  # noqa: F401 - rules of functions
 from private_llm.config import PrivateConfig
+from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.watching import as_array
 from private_llm.net.transport import Transport
 from private_llm.protocols.client_end import ClientEnd
@@ -22,6 +23,16 @@ from private_llm.replay.units import Owner, Replays, replays_of
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from tests.session import run_session
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled() -> None:
+    """Steps are compiled before a party has to answer in time."""
+    for code, _ in steps.KERNELS.values():
+        assert code.address
+    assert all(code.address for code in (steps.combine, steps.copy, steps.sum_last, steps.gather))
+    steps.run(0, 0, 0, 0)
+
 
 WIDTH = 70
 CALLS = 7
