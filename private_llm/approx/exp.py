@@ -28,7 +28,7 @@ def exp(x: Fixed, frac: int = 24) -> Fixed:
     """e^x with `frac` fractional bits, for -2^21 + 2^10 < x <= 1/4, any shape; 64-bit ring only, else DomainError.
 
     Under trio and dealer one coarse comparison, then the masks' own exponentials (protocols/exponential.py): error
-    1e-5, and 2e-6 below -8; zero below -15, maybe from -14.5 on. 84 bytes an element, 5 rounds. Else (quad, plain) clip
+    1e-5, and 2e-6 below -8; zero below -15, maybe from -14.5 on. 83 bytes an element, 5 rounds. Else (quad, plain) clip
     at -14 (one coarse comparison, one injection), then a polynomial of degree 16 in four products (chain.py) whose
     error shrinks with e^(x/2): at most 5e-5, and 2e-6 below -8. 12 rounds. By comparison keys (curves.py) 2 rounds,
     error 5e-5.
@@ -69,7 +69,7 @@ def wide_exp(x: Fixed) -> Fixed:
     """e^x with the session's fractional bits, for -2^20 < x <= 12, any shape; 64-bit ring only, else DomainError.
 
     e^x = (4 e^(x/8 - 2 log 2))^8: `exp` and three squares. Relative error at most 8e-4 (measured 5.5e-4) and
-    absolute 2^-17. 296 bytes an element, 19 rounds. Garbage above 12.25.
+    absolute 2^-17. 181 bytes an element, 11 rounds (trio). Garbage above 12.25.
     """
     eighth = x.with_share(x.share, x.frac + 3) - 2 * math.log(2.0)
     root = exp(eighth, frac=24)

@@ -13,6 +13,7 @@ from private_llm.approx import activations
 from private_llm.approx import coefficients as tables
 from private_llm.approx.exp import exp
 from private_llm.net.ledger import Cost
+from private_llm.protocols.exponential import TOTAL_BITS
 from private_llm.protocols.trio import cost
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
@@ -95,8 +96,8 @@ FITTED = [
          4 * noise_units(tables.LOGISTIC, FULL[FULL <= 0.26])),
     Case(
         "exp", exp, torch.exp, 6e-5, (-(2.0**21) + 2**10, 0.25), (-14.0,),
-        lambda n: cost.msb(n, 40, 1, low=16) + cost.inject(R, n, 1, 1, 0) + products(n, 22, 28, 39, 36),
-        noise_units(tables.EXP, FULL[FULL >= -0.75]),
+        lambda n: cost.msb(n, 40, 1, low=17) + cost.exponential(R, n, TOTAL_BITS - 24),
+        (1e-5 + tables.EXP.error) * 2**18 + noise_units(tables.EXP, FULL[FULL >= -0.75]),
     ),
 ]  # fmt: skip
 """Functions of polynomials, which need the 64-bit ring."""

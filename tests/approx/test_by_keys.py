@@ -150,7 +150,7 @@ def test_softmax(scale: float) -> None:
     outcome = run_parties(KEYS, lambda _, a: softmax(a), [x])
     assert float((outcome.value - x.softmax(-1)).abs().max()) <= 1.5e-4
     assert outcome.cost.rounds == 13  # 7 of the maximum, 2 each of exp, reciprocal and product
-    assert run_meta(TRIO, lambda _, a: softmax(a), [x.shape]).rounds == 50
+    assert run_meta(TRIO, lambda _, a: softmax(a), [x.shape]).rounds == 43
 
 
 def test_ragged_softmax() -> None:
@@ -302,7 +302,7 @@ def test_other_settings_are_as_they_were() -> None:
     """Without keys, and in a 32-bit ring, nothing takes them, so their bytes and rounds are those of the circuits."""
     x = normal(3, 40)
     for config in (TRIO, PrivateConfig(adder="auto", bandwidth_mbit=10_000.0, latency_ms=0.0)):
-        assert run_meta(config, lambda _, a: exp(a), [x.shape]).rounds == 12
+        assert run_meta(config, lambda _, a: exp(a), [x.shape]).rounds == 5
     small = PrivateConfig(adder="keys", ring=32, frac_bits=12)
     assert run_parties(small, lambda _, a: relu(a), [x]).cost.rounds == 1
 
@@ -317,6 +317,7 @@ def test_quad_takes_circuits_whatever_the_network_says() -> None:
     """Its bits come from Trio, whose choice by the stated network must not become its own."""
     x = normal(3, 9) * 3
     far = PrivateConfig(protocol="quad", adder="auto", bandwidth_mbit=1000.0, latency_ms=20.0)
+    near = PrivateConfig(protocol="quad", adder="prefix")
     outcome = run_parties(far, lambda _, a: softmax(a), [x])
     assert float((outcome.value - x.softmax(-1)).abs().max()) <= 1e-4
-    assert outcome.cost.rounds == run_meta(PrivateConfig(adder="prefix"), lambda _, a: softmax(a), [x.shape]).rounds
+    assert outcome.cost.rounds == run_parties(near, lambda _, a: softmax(a), [x]).cost.rounds

@@ -27,14 +27,17 @@ def test_error_is_below_the_stated_bound(case: Case, config: PrivateConfig) -> N
 
 @each
 def test_trio_agrees_with_plain(case: Case) -> None:
-    """Away from coarse thresholds both take the same branches, and every truncation of trio is plain's or one more."""
+    """Away from coarse thresholds both take the same branches, and every truncation of trio is plain's or one more.
+
+    But for exp, where they are as near as their errors say.
+    """
     x = samples(case)
     plain, trio = (run_parties(config, lambda _, a: case.run(a), [x]).value for config in (PLAIN, TRIO))
     near = torch.zeros_like(x, dtype=torch.bool)
     for threshold in case.thresholds:
         near |= (x >= threshold) & (x < threshold + 2.0**-6)
-    if case.name == "exp":
-        near |= (x >= -14) & (x < -13.75)
+    if case.name == "exp":  # another method, which clears what is below -15
+        near |= x < -13.75
     assert float((trio - plain)[~near].abs().max()) <= case.noise * ULP
     assert float((trio - plain).abs().max()) <= 2 * case.error
 
@@ -52,7 +55,7 @@ def test_price_is_the_sum_of_its_steps_and_meta_agrees(case: Case) -> None:
     ("name", "per_element", "rounds"),
     [("relu", 57, 5), ("hardtanh", 87, 5), ("gelu", 204, 11), ("gelu_tanh", 204, 11), ("silu", 282, 15),
      ("sigmoid", 276, 13), ("tanh", 276, 13), ("softplus", 245, 13),
-     ("exp", 190, 12)],
+     ("exp", 84, 5)],
 )  # fmt: skip
 def test_documented_prices(name: str, per_element: float, rounds: int) -> None:
     case = next(case for case in CASES if case.name == name)
@@ -112,7 +115,7 @@ def _assert_frac(x: object, frac: int) -> object:
 
 
 def test_exp_decays_far_below_its_error_bound() -> None:
-    """Row sums of softmax add up many small terms: from -8 on the error is at most 2e-6, below -14 the value 1e-6."""
+    """Row sums of softmax add up many small terms: from -8 on error, and below -14 the value, are at most 2e-6."""
     x = torch.linspace(-8, -14, 4001, dtype=torch.float64)
     for config in (PLAIN, TRIO):
         assert float((run_parties(config, lambda _, a: exp(a), [x]).value - x.exp()).abs().max()) <= 2e-6
