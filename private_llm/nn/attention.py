@@ -8,6 +8,7 @@ their keys and values without a copy: [B, G*r, q, D] is seen as [B, G, r*q, D], 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -173,13 +174,14 @@ def _attended(
     else:
         capped = precise_tanh(_scores(query, key, scale / softcap, pattern.select, query.session.frac + SLACK))
         scores = times_scalar(SecretTensor(capped), softcap).at(query.session.frac)
-    watch_flat(scores, _score_bits(scores, bias, sinks) + scores.frac, pattern.entries)
+    watch_flat(scores, _score_bits(scores) + scores.frac, pattern.entries)
     if pattern.select is None:
         scores = scores.view(lambda part: part.reshape(pattern.shape))
     if bias is not None:
         scores = scores + _at_scores(bias, pattern)
     late = None if counted or sinks is not None else _late_bits(scores, value, pattern)
-    with comparing(scores.session, "score"):
+    alone = bias is None and sinks is None  # the range of scores tells nothing of what is added to them
+    with comparing(scores.session, "score") if alone else nullcontext():
         if late is not None:
             mixed = _divided_last(scores, pattern, grouped, value, late)
             return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), None
@@ -189,17 +191,10 @@ def _attended(
     return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), mass
 
 
-def _score_bits(scores: Fixed, bias: Fixed | Tensor | None, sinks: Fixed | None) -> int:
+def _score_bits(scores: Fixed) -> int:
     """Bits of magnitude that the check of ranges allows signed sums of scores. Local and public."""
     known = scores.session.exponent("score")
-    if known is None:
-        return REACH - 1
-    if bias is not None or sinks is not None:
-        raise DomainError(
-            f"attention of '{scores.proto.ledger.scope_name}': its ranges tell of scores to which nothing is added, "
-            "and here a bias or a sink is; calibrate the model again as it runs now, or use no ranges"
-        )
-    return min(REACH - 1, max(known, SHORTEST))
+    return REACH - 1 if known is None else min(REACH - 1, max(known, SHORTEST))
 
 
 def mixed_values(weights: Fixed, value: Fixed, pattern: Pattern, frac: int | None = None) -> Fixed:

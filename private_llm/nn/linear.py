@@ -58,21 +58,26 @@ class SharedInput:
         With `read`, which gives a layer's weight and bias, nothing is kept: each product reads anew. name: the module
         under which the ledger books the product.
         """
-        self._name, self._ledger = name, ledger
-        self.sizes = [layer.weight.shape[0] for layer in layers]
+        self.sizes = sizes = [layer.weight.shape[0] for layer in layers]
         self.kept: tuple[Tensor, Tensor | None] | None = None
         """The joined weight and bias, unless each product reads them."""
-        self._weights: Callable[[], tuple[Tensor, Tensor | None]]
+        weights: Callable[[], tuple[Tensor, Tensor | None]]
         if read is None:
             kept = self.kept = joined([(layer.weight, layer.bias) for layer in layers])
-            for layer, rows in zip(layers, kept[0].split(self.sizes), strict=True):
+            for layer, rows in zip(layers, kept[0].split(sizes), strict=True):
                 layer.weight = nn.Parameter(rows, requires_grad=False)
-            self._weights = lambda: kept
+            weights = lambda: kept  # noqa: E731
         else:
-            self._weights = lambda: joined([read(layer) for layer in layers])
+            weights = lambda: joined([read(layer) for layer in layers])  # noqa: E731
         self._pieces = Pieces()
-        self.product: Callable[[Tensor], Sequence[Tensor]] = self._made
-        """Of an input, the outputs of all layers."""
+
+        def product(x: Tensor) -> Sequence[Tensor]:
+            with ledger.scope(name):
+                made: Sequence[Tensor] = F.linear(x, *weights()).split(sizes, dim=-1)
+            return made
+
+        self.product: Callable[[Tensor], Sequence[Tensor]] = product
+        """Of an input, the outputs of all layers. It does not refer to this object, or weights would stay for long."""
 
     def piece(self, index: int, x: Tensor) -> Tensor:
         """The output [.., N_index] of layer `index` for input x [.., K].
@@ -80,11 +85,6 @@ class SharedInput:
         The first call sends what one `linear` of all layers' outputs sends, the others nothing.
         """
         return self._pieces.take(index, x, self.product)
-
-    def _made(self, x: Tensor) -> Sequence[Tensor]:
-        with self._ledger.scope(self._name):
-            made: Sequence[Tensor] = F.linear(x, *self._weights()).split(self.sizes, dim=-1)
-        return made
 
 
 def joined(layers: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:

@@ -51,7 +51,7 @@ def _unrecorded() -> Iterator[None]:
 
 
 class Recorder(Watcher, Tap):
-    """Records while its mode `operations` is on, it watches the thread, and is the party's links."""
+    """Records while `operations` is the mode of PyTorch, it watches the thread, and is the party's links."""
 
     def __init__(
         self, transport: Transport, streams: Sequence[Prg], weights: Sequence[torch.UntypedStorage] = ()
@@ -59,7 +59,6 @@ class Recorder(Watcher, Tap):
         """weights: memories of the module that is recorded, other ones in modules like it."""
         Tap.__init__(self, transport)
         self.reason: str | None = None
-        self.operations = _Operations(self)
         self._weights = [(each.data_ptr(), each.nbytes()) for each in weights]
         self._streams = list(streams)
         self._events: list[Event] = []
@@ -70,6 +69,10 @@ class Recorder(Watcher, Tap):
         self._keep: list[object] = []
         self._untouched: set[int] = set()
         self._seen: list[weakref.ref[Tensor]] = []
+
+    def operations(self) -> TorchDispatchMode:
+        """The mode of PyTorch that tells this recorder of operations."""
+        return _Operations(self)
 
     # -- what changes ----------------------------------------------------------------------------------------
     def changing(self, x: Tensor) -> Memory:
@@ -219,9 +222,10 @@ class Recorder(Watcher, Tap):
         memory.first = -1
         self._draws.setdefault(number, []).append(memory)
 
-    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+    def send(self, to: int, tag: str, payload: Tensor) -> None:
+        """As a tap; the copy is no part of the step."""
         with _unrecorded():
-            super()._send(to, tag, payload)
+            super().send(to, tag, payload)
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with _unrecorded():

@@ -32,9 +32,10 @@ class Tap(PassingTransport):
         super().__init__(inner)
         self.notes = Notes()
 
-    def _send(self, to: int, tag: str, payload: Tensor) -> None:
+    def send(self, to: int, tag: str, payload: Tensor) -> None:
+        """Tell, and let the inner transport send a copy and book it: under its own numbers, where it has others."""
         self.told_sent(to, tag, payload)
-        super()._send(to, tag, payload.clone())
+        self._inner.send(to, tag, payload.clone())
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         payload = super()._recv(frm, tag, shape, dtype).clone()

@@ -163,7 +163,7 @@ class Replays:
             recorder.changing(parts[number]).first = -1
             operands.append(recorder.operand(parts[number]))
         before, owed = _Ledgers(ledger, owner.name), len(session.known.owed)
-        with recorder.operations, watched_by(recorder), tapped(protocol, recorder):
+        with recorder.operations(), watched_by(recorder), tapped(protocol, recorder):
             made, facts = compute(_values(inputs, parts))
         new = session.known.owed[owed:]
         fracs = tuple(x.frac for x in made)

@@ -80,19 +80,31 @@ def test_next_tokens_agree_on_real_text(
 ) -> None:
     """Teacher-forced on 512 tokens of WikiText-2's test split.
 
-    At position 260 the model itself is ill-conditioned: its float32 logits are off by 6e-4 there (3e-5 elsewhere), its
-    bfloat16 ones by 18. Errors may grow with that.
+    At a few positions, 260 first of all, the model itself is ill-conditioned: its bfloat16 logits are off by 18 there.
+    Errors may grow with what noise of the last place of the ring, behind every layer, does to the exact model.
     """
     ids = script.bundled_text(tokenizer, 512, 128)
     read = script.forced(private, plain, ids)
-    exact = copy.deepcopy(plain).double()
-    with torch.no_grad():
-        own = torch.cat([(plain(row).logits - exact(row).logits).abs().amax(-1)[0] for row in ids.split(1)])
-    assert len(read.errors) == len(own) == 512
+    noisy = torch.stack([_changes_by_noise(plain, ids, seed) for seed in range(4)]).amax(0)
+    assert len(read.errors) == len(noisy) == 512
     assert read.agreement >= 0.995
-    assert (own > LOGIT_ERROR / 200).sum() <= 2
-    assert (read.errors <= (200 * own).clamp(min=LOGIT_ERROR)).all(), read.errors.topk(5)
+    assert (noisy > LOGIT_ERROR / 100).sum() <= 6
+    assert (read.errors <= (100 * noisy).clamp(min=LOGIT_ERROR)).all(), read.errors.topk(5)
     assert read.errors.median() <= LOGIT_ERROR / 10
+
+
+@torch.no_grad()
+def _changes_by_noise(plain: PreTrainedModel, ids: torch.Tensor, seed: int) -> torch.Tensor:
+    """Largest change of a logit at each position when normal noise of 2^-18 is added behind every layer."""
+    exact, generator = copy.deepcopy(plain).double(), torch.Generator().manual_seed(seed)
+    quiet = torch.cat([exact(row).logits[0] for row in ids.split(1)])
+
+    def disturb(_: Any, __: Any, out: torch.Tensor) -> torch.Tensor:
+        return out + 2.0**-18 * torch.randn(out.shape, generator=generator, dtype=out.dtype)
+
+    for layer in exact.model.layers:
+        layer.register_forward_hook(disturb)
+    return (torch.cat([exact(row).logits[0] for row in ids.split(1)]) - quiet).abs().amax(-1)
 
 
 @pytest.mark.parametrize("private", ["quad", "dealer"], indirect=True)
