@@ -219,11 +219,12 @@ def _write_rows(run: _Run, live: Sequence[Answer], tell: Tell) -> None:
 
 
 def _tell(run: _Run, answers: Sequence[Answer], tell: Tell) -> None:
-    """What is new, with the cost."""
+    """What is new, with the cost; all of it comes with the next call if the parties fail here."""
     for answer in answers:
+        spent = run.meter.look()
         piece = answer.new()
         if piece is not None:
-            tell(piece, run.meter.look())
+            tell(piece, spent)
 
 
 def _config(count: int, ends: tuple[int, ...], served: Served) -> GenerationConfig:

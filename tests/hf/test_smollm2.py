@@ -88,7 +88,7 @@ def test_next_tokens_agree_on_real_text(
     noisy = torch.stack([_changes_by_noise(plain, ids, seed) for seed in range(4)]).amax(0)
     assert len(read.errors) == len(noisy) == 512
     assert read.agreement >= 0.995
-    assert (noisy > LOGIT_ERROR / 100).sum() <= 6
+    assert (noisy > LOGIT_ERROR / 100).sum() <= 10
     assert (read.errors <= (100 * noisy).clamp(min=LOGIT_ERROR)).all(), read.errors.topk(5)
     assert read.errors.median() <= LOGIT_ERROR / 10
 
