@@ -17,6 +17,6 @@ def silu(x: Fixed) -> Fixed:
     relu(x) - g(|x|) with g(t) = t / (1 + e^t), a polynomial of degree 20 in five products (bump.py). Absolute error at
     most 5e-5; exactly x or 0 beyond 14.02. 282 bytes an element, 15 rounds (18 fractional bits). Four products (244
     bytes, error 1.3e-4) would be the largest error of a whole language model of 30 layers. By
-    comparison keys 3 rounds, error 5e-5.
+    comparison keys 2 rounds, error 5e-5.
     """
     return rectified_minus(x, SILU, TOP, 3, CURVE)

@@ -88,7 +88,7 @@ COARSE = Threat(
         (
             "meaning of the result",
             "clips and maxima inside softmax, GELU, SiLU, sigmoid, tanh and reciprocals leave the lowest bits out of "
-            "the comparison: within 2^-6 above a threshold (2^-4 in SiLU, 2^-1 in the clip of exp) either answer is "
+            "the comparison: within 2^-6 above a threshold (2^-1 in the clip of exp) either answer is "
             "possible and depends on the masks; it is used only where the function is continuous there, and the "
             "stated errors include it; ReLU and arg max are exact",
         ),
