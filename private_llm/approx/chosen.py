@@ -6,6 +6,8 @@ with it. MPCFormer and PUMA compute LayerNorm exactly; for SecFormer's see `secf
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from private_llm.approx import gelu as own
 from private_llm.approx.mpcformer import quad, two_quad, two_quad_ragged
 from private_llm.approx.puma import puma_exp, puma_gelu
@@ -27,14 +29,17 @@ def gelu(x: Fixed, approximate: str = "none") -> Fixed:
     return own.gelu(x, approximate) if function is None else function(x)
 
 
-def softmax(x: Fixed, sink: Fixed | None = None) -> Fixed:
-    """Softmax over the last dimension as the session's configuration wants it; else as `approx.softmax.softmax`."""
+def softmax(x: Fixed, sink: Fixed | None = None, present: Tensor | None = None) -> Fixed:
+    """Softmax over the last dimension as the session's configuration wants it; else as `approx.softmax.softmax`.
+
+    present: for this library's own alone.
+    """
     name = x.session.config.approximations
     if name == "puma":
         return own_softmax(x, sink, exponential=puma_exp, coarse=False)
     if name == "secformer":
         return two_quad(x, sink, inverse=goldschmidt)
-    return two_quad(x, sink) if name == "mpcformer" else own_softmax(x, sink)
+    return two_quad(x, sink) if name == "mpcformer" else own_softmax(x, sink, present=present)
 
 
 def softmax_ragged(x: Fixed, rows: Rows, sink: Fixed | None = None) -> Fixed:

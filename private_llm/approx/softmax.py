@@ -38,19 +38,24 @@ Exponential = Callable[[Fixed], Fixed]
 """e^x of entries less a maximum of their row."""
 
 
-def softmax(x: Fixed, sink: Fixed | None = None, exponential: Exponential = exp, coarse: bool = True) -> Fixed:
+def softmax(
+    x: Fixed, sink: Fixed | None = None, exponential: Exponential = exp, coarse: bool = True,
+    present: Tensor | None = None,
+) -> Fixed:  # fmt: skip
     """Softmax over the last dimension of x, |x| < 2^20; 64-bit ring only. Any shape.
 
-    sink: one more entry of each row, [..., 1] with the fractional bits of x. exponential, coarse: what replaces `exp`,
-    and whether the maximum may be the coarse one. With the defaults: absolute error at most 5e-4 (measured:
-    below 1e-4 on rows of 128 normal scores of deviation 3). About 181 bytes an entry at n = 128; 4 ceil(log2 n) + 15
-    rounds, by comparison keys ceil(log2 n) + 6. Raises DomainError for rows of 0 or more than 65,536 entries and in
-    a 32-bit ring.
+    sink: one more entry of each row, [..., 1] with the fractional bits of x. present: a public factor, 0 for entries
+    that are copies of another one of their row and count nothing, 1 for the others; without a sink. exponential,
+    coarse: what replaces `exp`, and whether the maximum may be the coarse one. With the defaults: absolute error at
+    most 5e-4 (measured: below 1e-4 on rows of 128 normal scores of deviation 3). About 181 bytes an entry at n = 128;
+    4 ceil(log2 n) + 15 rounds, by comparison keys ceil(log2 n) + 6. Raises DomainError for rows of 0 or more than
+    65,536 entries and in a 32-bit ring.
     """
     entries = x if sink is None else concatenated([x, sink], -1)
     width = entries.shape[-1]
     check_width(width)
     e = exponential(entries - maximum(entries, coarse=coarse))
+    e = e if present is None else e.scale_int(present)
     own = e if sink is None else e.view(lambda part: part[..., :-1])
     return own.mul(_inverse(e.sum(-1, keepdim=True), width))
 
@@ -75,13 +80,15 @@ def softmax_ragged(
     return own.mul(rows.spread(inverse))
 
 
-def unscaled(x: Fixed, frac: int) -> tuple[Fixed, Fixed]:
+def unscaled(x: Fixed, frac: int, present: Tensor | None = None) -> tuple[Fixed, Fixed]:
     """Softmax before its last product: (e^(x - m) with `frac` fractional bits [..., n], 1 / their sum [..., 1]).
 
-    Domain, errors and cost otherwise as `softmax`, for what is divided later: sums of a row's e times anything.
+    Domain, errors, cost and `present` otherwise as for `softmax`, for what is divided later: sums of a row's e times
+    anything.
     """
     check_width(x.shape[-1])
     e = exp(x - maximum(x, coarse=True), frac)
+    e = e if present is None else e.scale_int(present)
     return e, _inverse(e.sum(-1, keepdim=True), x.shape[-1])
 
 

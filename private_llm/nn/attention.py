@@ -8,6 +8,7 @@ their keys and values without a copy: [B, G*r, q, D] is seen as [B, G, r*q, D], 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ from private_llm.approx.tanh import precise_tanh
 from private_llm.errors import DomainError
 from private_llm.exact.comparisons import SHORTEST, comparing
 from private_llm.exact.ragged_rows import Rows
+from private_llm.nn.padded_keys import padded, presence, repeats
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
 from private_llm.replay.units import repeat
@@ -33,11 +35,11 @@ _CPU = torch.device("cpu")
 _ALL = Rows(())
 
 _FEW = 16
-"""Queries of a step that is worth a program of its own for each length of the cache."""
+"""Queries of a step that is worth a program of its own for each length of the cache (see `padded_keys`)."""
 
-_PATIENCE = 8
+_PATIENCE = 4
 """Calls at one length before one is recorded: to record and to check costs as much as ten calls that are repeated save,
-and all layers of a step have one length. A model of fewer layers repeats its attention from the second answer on."""
+and all layers of up to eight tokens have one length."""
 
 SCALE_BITS = 14
 """Bits of a score scale that is no power of two: relative error 2^-14; one truncation of q removes them."""
@@ -153,19 +155,29 @@ def attend_and_weigh(
         nobody = _nothing(query, (batch, groups, keys)) if counted else None
         return _nothing(query, (batch, heads, queries, value.shape[-1])), nobody
     if queries <= _FEW and pattern.select is None and bias is None and sinks is None and not counted:
-        (made,) = repeat(
-            query.session, ("attention", scale, softcap), (query, key, value),
-            lambda x: (_attended(x[0], x[1], x[2], pattern, scale, softcap, None, None, 0)[0],), _PATIENCE,
-        )  # fmt: skip
-        return made, None
+        return _repeated(query, key, value, scale, softcap), None
     return _attended(query, key, value, pattern, scale, softcap, bias, sinks, counted)
+
+
+def _repeated(query: Fixed, key: Fixed, value: Fixed, scale: float, softcap: float | None) -> Fixed:
+    """Attention of few queries to all keys: beside those of a cache, padded to a length that repeats."""
+    inputs = [query, key, value]
+    if key.shape[2] > query.shape[2] and repeats(query.session):
+        inputs = [query, padded(key), padded(value), presence(key)]
+
+    def compute(x: Sequence[Fixed]) -> Sequence[Fixed]:
+        pattern = Pattern((*x[0].shape[:3], x[1].shape[2]), None, _ALL)
+        present = x[3].share.parts[0] if len(x) > 3 else None
+        return (_attended(x[0], x[1], x[2], pattern, scale, softcap, None, None, 0, present)[0],)
+
+    return repeat(query.session, ("attention", scale, softcap), inputs, compute, _PATIENCE)[0]
 
 
 def _attended(
     query: Fixed, key: Fixed, value: Fixed, pattern: Pattern, scale: float, softcap: float | None,
-    bias: Fixed | Tensor | None, sinks: Fixed | None, counted: int,
+    bias: Fixed | Tensor | None, sinks: Fixed | None, counted: int, present: Tensor | None = None,
 ) -> tuple[Fixed, Fixed | None]:  # fmt: skip
-    """`attend_and_weigh` where some query sees something."""
+    """`attend_and_weigh` where some query sees something. present: see `padded_keys`; with all keys alone."""
     (batch, heads, queries, keys), groups, depth = pattern.shape, key.shape[1], query.shape[3]
     grouped = (batch, groups, heads // groups * queries)
     query = query.view(lambda part: part.reshape(*grouped, depth))
@@ -174,7 +186,8 @@ def _attended(
     else:
         capped = precise_tanh(_scores(query, key, scale / softcap, pattern.select, query.session.frac + SLACK))
         scores = times_scalar(SecretTensor(capped), softcap).at(query.session.frac)
-    watch_flat(scores, _score_bits(scores) + scores.frac, pattern.entries)
+    counting = scores if present is None else scores.scale_int(present)
+    watch_flat(counting, _score_bits(scores) + scores.frac, pattern.entries)
     if pattern.select is None:
         scores = scores.view(lambda part: part.reshape(pattern.shape))
     if bias is not None:
@@ -183,9 +196,9 @@ def _attended(
     alone = bias is None and sinks is None  # the range of scores tells nothing of what is added to them
     with comparing(scores.session, "score") if alone else nullcontext():
         if late is not None:
-            mixed = _divided_last(scores, pattern, grouped, value, late)
+            mixed = _divided_last(scores, pattern, grouped, value, late, present)
             return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), None
-        weights = soften(scores, pattern, None if sinks is None else _at_rows(sinks.at(scores.frac), pattern))
+        weights = soften(scores, pattern, None if sinks is None else _at_rows(sinks.at(scores.frac), pattern), present)
     mixed = mixed_values(weights.view(lambda part: part.reshape(*grouped, keys)), value, pattern)
     mass = _mass(weights, groups, counted) if counted else None
     return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), mass
@@ -232,12 +245,13 @@ def _late_bits(scores: Fixed, value: Fixed, pattern: Pattern) -> tuple[int, int]
 
 
 def _divided_last(
-    scores: Fixed, pattern: Pattern, grouped: tuple[int, int, int], value: Fixed, bits: tuple[int, int]
-) -> Fixed:
+    scores: Fixed, pattern: Pattern, grouped: tuple[int, int, int], value: Fixed, bits: tuple[int, int],
+    present: Tensor | None,
+) -> Fixed:  # fmt: skip
     """sum of e^(score - maximum) times values, divided by the sum of the e: [B, G, R, Dv]."""
     exponentials, frac = bits
     if pattern.select is None:
-        e, inverse = unscaled(scores, exponentials)
+        e, inverse = unscaled(scores, exponentials, present)
     else:
         e, inverse = unscaled_ragged(scores, pattern.rows, exponentials)
         e = scatter(e, pattern.select, pattern.shape)
@@ -288,14 +302,15 @@ def _at_rows(sinks: Fixed, pattern: Pattern) -> Fixed:
     return sinks.view(lambda part: part[(pattern.row_numbers // queries % heads).to(part.device)])
 
 
-def soften(scores: Fixed, pattern: Pattern, sinks: Fixed | None = None) -> Fixed:
+def soften(scores: Fixed, pattern: Pattern, sinks: Fixed | None = None, present: Tensor | None = None) -> Fixed:
     """Softmax over the last dimension, [B, H, q, k], the session's fractional bits; zeros where no score exists.
 
-    `scores`: flat at the pattern's positions, or whole. sinks: one for each row that is not empty. Cost and errors as
-    `softmax`; local if no position exists.
+    `scores`: flat at the pattern's positions, or whole. sinks: one for each row that is not empty. present: for whole
+    rows, see `padded_keys`. Cost and errors as `softmax`; local if no position exists.
     """
     if pattern.select is None:
-        return softmax(scores, None if sinks is None else sinks.view(lambda part: part.view(*pattern.shape[:-1], 1)))
+        shaped = None if sinks is None else sinks.view(lambda part: part.view(*pattern.shape[:-1], 1))
+        return softmax(scores, shaped, present)
     if not pattern.rows.count:
         return _nothing(scores, pattern.shape)
     return scatter(softmax_ragged(scores, pattern.rows, sinks), pattern.select, pattern.shape)

@@ -29,6 +29,8 @@ class PartyEnd(ABC):
     name: str
     same_inputs = False
     """Whether a client sends the same tensor to all parties that receive one of an input."""
+    can_repeat = False
+    """Whether parties of this protocol may repeat steps as recorded programs, at some time (`mask_streams`)."""
 
     def __init__(self, party: int, transport: Transport, ring: Ring) -> None:
         self.party = party

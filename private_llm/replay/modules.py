@@ -83,7 +83,7 @@ def _small(x: object) -> bool:
     if not isinstance(x, SecretTensor) or x.hidden is not None:
         return False
     shape = x.shape
-    return len(shape) > 0 and 0 < x.content.numel() <= MOST_ROWS * shape[-1]
+    return len(shape) > 1 and 0 < x.content.numel() <= MOST_ROWS * shape[-1]
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,7 @@ class _Call:
     def _compute(self, inputs: Sequence[Fixed]) -> tuple[Sequence[Fixed], Hashable]:
         """Call the module with tensors of its own, and tell what became of them."""
         known = self._session.known
-        args = [SecretTensor(x) for x in inputs]
-        for mine, given in zip(args, self._args, strict=True):
-            mine.coarse = given.coarse
+        args = [SecretTensor(x).stand_in_for(given) for x, given in zip(inputs, self._args, strict=True)]
         if self._held is not None:
             known.pending = (args[self._held], self._bits)
         made = self._forward(*args)
@@ -140,12 +138,18 @@ class _Call:
         settled = [(n, x) for n, (x, was) in enumerate(zip(args, inputs, strict=True)) if x.content is not was]
         put_off = _put_off(known.pending, results, args)
         secret = [x for x in results if isinstance(x, SecretTensor) and x.hidden is None]
-        if len(secret) < len(results) or (known.pending is not None and put_off is None):
+        own = {id(mine): given for mine, given in zip(args, self._args, strict=True)}
+        handed_on = any(x.shares_memory_with(mine) for x in secret for mine in args)
+        if len(secret) < len(results) or handed_on or (known.pending is not None and put_off is None):
             for n, x in settled:
                 self._args[n].settle(x.content, x.coarse)
-            if put_off is not None and not put_off[0]:
-                known.pending = (self._args[put_off[1]], put_off[2])
-            self._odd = made
+            for mine, given in zip(args, self._args, strict=True):
+                given.stand_in_for(mine)
+            if known.pending is not None:
+                known.pending = (own.get(id(known.pending[0]), known.pending[0]), known.pending[1])
+            self._odd = own.get(id(made), made)
+            if isinstance(made, tuple | list):
+                self._odd = type(made)(own.get(id(x), x) for x in made)
             return [], None
         known.pending = None
         facts = _Facts(

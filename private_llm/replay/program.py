@@ -188,6 +188,13 @@ class Program:
         self._starts, self._table, self._kinds = _rows(self.events)
         self._bound: _Bound | None = None
 
+    @property
+    def held(self) -> int:
+        """Bytes of what it keeps beside the arena: constants, and rows for each owner of weights that was met."""
+        constants = {each.data_ptr(): each.untyped_storage().nbytes() for each in self.keep if isinstance(each, Tensor)}
+        tables = 1 if self._bound is None else 1 + len(self._bound.tables)
+        return sum(constants.values()) + 2 * tables * self._table.nbytes
+
     def bind(self, arena: Arena) -> _Bound:
         """This program in an arena; anew where the arena has moved."""
         arena.reserve(self.size)
@@ -255,10 +262,7 @@ class Program:
                 outside.send(number, other, payload.clone())
             else:
                 payload.copy_(outside.receive(number, other, tuple(payload.shape), payload.dtype))
-        return [
-            place.clone() if isinstance(each, Operand) else place
-            for each, place in zip(self.outputs, bound.outputs, strict=True)
-        ]
+        return [place.clone() for place in bound.outputs]
 
 
 def _rows(events: Sequence[Event]) -> tuple[Table, Table, Table]:

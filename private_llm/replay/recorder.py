@@ -42,6 +42,9 @@ from private_llm.replay.taps import Tap, whole_blocks
 from private_llm.ring.prg import Prg
 from private_llm.tensor.dispatch import TorchArg
 
+MOST_RECORDED = 256 << 20
+"""Bytes of all that changes in a step that is recorded: all of it is held until the step is over."""
+
 
 @contextmanager
 def _unrecorded() -> Iterator[None]:
@@ -69,6 +72,7 @@ class Recorder(Watcher, Tap):
         self._keep: list[object] = []
         self._untouched: set[int] = set()
         self._seen: list[weakref.ref[Tensor]] = []
+        self._bytes = 0
 
     def operations(self) -> TorchDispatchMode:
         """The mode of PyTorch that tells this recorder of operations."""
@@ -79,6 +83,12 @@ class Recorder(Watcher, Tap):
         """From now on the memory of x changes from run to run; its content comes from elsewhere."""
         storage = x.untyped_storage()
         memory = Memory(storage.nbytes(), len(self._events), len(self._events))
+        if self.reason is not None:
+            return memory
+        self._bytes += storage.nbytes()
+        if self._bytes > MOST_RECORDED:
+            self.stop(f"more than {MOST_RECORDED >> 20} MiB in one step")
+            return memory
         place = storage.data_ptr()
         self._memories[place] = (memory, storage.nbytes(), storage)
         bisect.insort(self._starts, place)
@@ -168,14 +178,18 @@ class Recorder(Watcher, Tap):
         self._events.append(Step(code, tuple(words)))
 
     def stop(self, reason: str) -> None:
-        """This step cannot be repeated as a program."""
+        """This step cannot be repeated as a program; what was held for it is let go."""
         self.reason = self.reason or reason
+        for held in (
+            self._events, self._draws, self._starts, self._memories, self._made, self._keep, self._untouched, self._seen
+        ):  # fmt: skip
+            held.clear()
 
     # -- Watcher ---------------------------------------------------------------------------------------------
     def addressed(self, tensors: Sequence[Tensor]) -> None:
         """Their kernel is going to be called."""
         for x in tensors:
-            if x.numel():
+            if x.numel() and self.reason is None:
                 place = x.data_ptr()
                 self._untouched.add(place)
                 if isinstance(self._address(place), int):
@@ -205,12 +219,14 @@ class Recorder(Watcher, Tap):
                     self._untouched.discard(int(each))
                     row.append(self._address(int(each)) if kind in "rw" else int(each))
             self._events.append(Step(code, tuple(row)))
-        except (KeyError, UnsupportedOp) as error:
+        except Exception as error:  # noqa: BLE001 - what nobody foresaw is no reason to end the step itself
             self.stop(f"kernel {getattr(kernel, '__name__', kernel)}: {error}")
 
     def drew(self, stream: object, out: Tensor) -> None:
         """Masks, of one of the session's streams."""
         number = next((n for n, each in enumerate(self._streams) if each is stream), None)
+        if self.reason is not None:
+            return
         if number is None:
             self.stop("masks of another stream")
             return
@@ -268,7 +284,7 @@ class Recorder(Watcher, Tap):
         try:
             if changes and written is not None:
                 self._written(written.data_ptr())
-        except UnsupportedOp as error:
+        except Exception as error:  # noqa: BLE001 - as for kernels
             self.stop(f"{func}: {error}")
         made = func(*args, **kwargs)
         for x in made if isinstance(made, list | tuple) else (made,):
@@ -302,7 +318,7 @@ class Recorder(Watcher, Tap):
                 if func in loops.MOVES and any(self._varies(index) for index in _tensors(args[1:])):
                     raise UnsupportedOp("a move to places that change")
                 loops.LOWERED[func](self.emit, x, *args, **more)
-            except (KeyError, UnsupportedOp, TypeError):
+            except Exception:  # noqa: BLE001 - a rule for other arguments than these
                 del self._events[before:]
                 self._called(func, args, kwargs, None if written is not None else x)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from private_llm.errors import UnsupportedOp
 from private_llm.kernels.watching import this_thread, watched_by
 from private_llm.net.ledger import Ledger
+from private_llm.net.transport import CLIENT
 from private_llm.protocols.session import Owed, Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import QUANTITIES
@@ -33,6 +34,8 @@ MOST_PROGRAMS = 1024
 """Programs that a session keeps; the one that was used longest ago goes first."""
 MOST_BYTES = 64 << 20
 """Largest memory of a program that is kept."""
+MOST_HELD = 256 << 20
+"""Bytes of constants and tables of all programs of a session; again the one that was used longest ago goes first."""
 
 Compute = Callable[[Sequence[Fixed]], tuple[Sequence[Fixed], Hashable]]
 """A function of shared values: what it makes, and public facts about that, equal in every call of a key; None as facts
@@ -151,6 +154,16 @@ class Replays:
             self._units.move_to_end(key)
         return found
 
+    def _let_go(self) -> None:
+        """Forget programs while all of them hold too much."""
+        held = [(key, unit.kept.program.held) for key, unit in self._units.items() if unit.kept is not None]
+        total = sum(size for _, size in held)
+        for key, size in held[:-1]:
+            if total <= MOST_HELD:
+                break
+            total -= size
+            del self._units[key]
+
     def _record(
         self, session: Session, unit: _Unit, inputs: Sequence[Fixed], compute: Compute, owner: Owner
     ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
@@ -178,9 +191,11 @@ class Replays:
             if program.size > MOST_BYTES:
                 raise UnsupportedOp(f"a program of more than {MOST_BYTES >> 20} MiB")
             unit.kept = _Kept(program, fracs, tuple(bits for _, bits, _ in new), facts, before.booked(ledger))
-        except UnsupportedOp as error:
+        except Exception as error:  # noqa: BLE001 - the step is done; only its program is not
             unit.refused_all = True
             self.refused[str(error)] += 1
+        else:
+            self._let_go()
         return made, facts
 
     def _check(
@@ -196,7 +211,11 @@ class Replays:
         new = session.known.owed[owed:]
         outputs = [part for x in made for part in x.share.parts] + [p for sums, _, _ in new for p in sums.parts]
         rerun = Rerun(witness.notes)
-        again = kept.program.run(rerun, self._arena, given, owner.addresses)
+        try:
+            again = kept.program.run(rerun, self._arena, given, owner.addresses)
+        except Exception as error:  # noqa: BLE001 - as above
+            again = []
+            self.refused[str(error)] += 1
         same = (kept.fracs, kept.owed, kept.facts) == (tuple(x.frac for x in made), tuple(b for _, b, _ in new), facts)
         right = (
             same and rerun.agrees(witness.notes) and kept.booked == before.booked(ledger)
@@ -246,6 +265,8 @@ class _Ledgers:
         """What it says more now."""
         sent, rounds, macs = self._held
         more_sent, more_rounds = Counter(ledger.sent) - sent, Counter(ledger.rounds) - rounds
+        for key in [key for key in more_sent if key[2] == CLIENT]:  # "still computing", which comes when it comes
+            del more_sent[key]
         more_macs = Counter(ledger.macs) - macs
         return _Booked(
             tuple([(self._scope(scope), op, to, count) for (scope, op, to), count in more_sent.items()]),

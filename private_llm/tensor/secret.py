@@ -164,6 +164,15 @@ class SecretTensor(Guarded):
         out._hidden = hidden
         return out
 
+    def shares_memory_with(self, other: SecretTensor) -> bool:
+        """Whether they are the same tensor, or views of the same one. Local."""
+        return self is other or (self._family is not None and self._family is other._family)
+
+    def stand_in_for(self, other: SecretTensor) -> SecretTensor:
+        """This tensor, which is coarse where `other` is and refuses in-place operations where `other` does. Local."""
+        self._family, self._coarse = other._family, other._coarse
+        return self
+
     def rebind(self, value: SecretTensor) -> SecretTensor:
         """Become `value` (an in-place operation). Local.
 

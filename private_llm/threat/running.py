@@ -81,8 +81,9 @@ DRAFTS = Threat(
         ("with FixedCounts: every party, and whoever sees the traffic", "the sizes in it, and of the text the limit "
          "max_new_tokens only: every pass reads as many tokens, keeps as many, and goes on with the same row, and the "
          "number of passes follows from the limit, also where the text ends before. A text that falls behind this "
-         "schedule ends early for the user; that is not seen. The client's pauses between passes are not padded: a "
-         "draft model takes the same steps in each, but reads what was accepted, a few tokens more or less"),
+         "schedule ends early for the user; that is not seen. A next turn of a chat does show the length of the answer "
+         "together with that of the new message, which are read then. The client's pauses between passes are not "
+         "padded: a draft model takes the same steps in each, but reads what was accepted, a few tokens more or less"),
         ("whoever holds a draft model that was made from the private model", "what went into it: "
          "scripts/train_draft.py copies layers and embeddings, and trains on the private model's words. Who may not "
          "see the weights may not see such a draft"),
@@ -178,9 +179,10 @@ SERVICE = Threat(
     corrupt="as the protocol; and any number of clients, whatever they do",
     learns=(
         ("every party", "when each user's sessions ask for what (shapes as above), and which requests run together"),
-        ("a client", "of others nothing but time: its answer comes when the pass is over that it shares. Outputs are "
-         "opened by rows, each to its own client; the check of ranges has a verdict for each row, but where rows "
-         "cannot be told apart it counts for all"),
+        ("a client", "of others nothing but time: its answer comes when the pass is over that it shares, and first "
+         "steps of a length that another one had before are faster, because parties keep programs of steps (replay). "
+         "Outputs are opened by rows, each to its own client; the check of ranges has a verdict for each row, but "
+         "where rows cannot be told apart it counts for all"),
         ("a client that breaks rules", "nothing. What it sends is received before a pass begins, by a thread of its "
          "own, and compared: a client that tells the parties different things is sent away, and what is wrong with a "
          "call ends the session of that call. Under quad, point functions cannot be compared before they are used: "

@@ -7,6 +7,7 @@ Bound: values and scores below about 8 in magnitude; a truncated product is off 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor
 import private_llm.nn  # noqa: F401 - registers the rules
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.exact.ragged_rows import Rows
 from private_llm.net.ledger import Cost
-from private_llm.nn.attention import attend, attend_and_weigh, pattern_of
+from private_llm.nn.attention import Pattern, _attended, attend, attend_and_weigh, pattern_of
+from private_llm.nn.padded_keys import padded_length, repeats
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio import cost
@@ -306,11 +309,62 @@ def test_what_known_ranges_save() -> None:
     assert _known_cost(128, puma, value=5) == _known_cost(128, puma)
 
 
-def test_scores_with_a_bias_have_no_range() -> None:
-    session = _ranged(plain_session(), score=8)
-    q, k = fixed(session, noise(1, 2, 3, 4)), fixed(session, noise(1, 2, 3, 4))
-    with pytest.raises(DomainError, match="calibrate the model again"):
-        attend(q, k, k, None, 1.0, bias=torch.ones(1, 2, 3, 3))
+@pytest.mark.parametrize("protocol", ["trio", "quad"])
+def test_what_is_added_to_scores_may_leave_their_range(protocol: str) -> None:
+    """A bias of hundreds where scores are below 2^4: comparisons have room for it."""
+    q, k, v = noise(1, 2, 3, 4), noise(1, 2, 5, 4, seed=1), noise(1, 2, 5, 4, seed=2)
+    bias = torch.tensor([0.0, 900.0, -3000.0, 899.0, 400.0]).expand(1, 2, 3, 5)
+
+    def out(session: Session, *operands: Fixed) -> Fixed:
+        return attend(*operands, None, 0.5, bias=bias) if _ranged(session, score=4, value=4) else operands[0]
+
+    got = run_parties(PrivateConfig(protocol=protocol), out, [q, k, v]).value  # type: ignore[arg-type]
+    every = torch.ones(1, 1, 3, 5, dtype=torch.bool)
+    assert (got - _reference(q, k, v, every, 0.5, None, bias)).abs().max() <= BOUND
+
+
+@pytest.mark.parametrize("known", [{}, {"score": 8, "value": 4}], ids=["unknown", "known"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("keys", [2, 3, 5, 9, 13, 17, 33, 34, 41])
+def test_padded_keys_change_nothing_but_bytes(keys: int, sign: float, known: dict[str, int]) -> None:
+    """All scores far below 0 or far above, the newest the largest or the smallest of them; rounds as without."""
+    q = torch.ones(2, 4, 1, 8, dtype=torch.float64)
+    k = sign * (12.0 + noise(2, 2, keys, 8, seed=1) / 8)
+    k[:, :, -1] *= 1.02
+    v = noise(2, 2, keys, 6, seed=2)
+    every = torch.ones(1, 1, 1, keys, dtype=torch.bool)
+
+    def out(session: Session, *operands: Fixed) -> Fixed:
+        return attend(*operands, None, 0.25) if _ranged(session, **known) else operands[0]
+
+    found = run_parties(PrivateConfig(), out, [q, k, v])
+    assert (found.value - _reference(q, k, v, every, 0.25, None, torch.zeros(1))).abs().max() <= BOUND
+    pattern = Pattern((2, 4, 1, keys), None, Rows(()))
+
+    def alone(session: Session, *operands: Fixed) -> Fixed:
+        return _attended(*operands, pattern, 0.25, None, None, None, 0)[0] if _ranged(session, **known) else operands[0]
+
+    without = run_parties(PrivateConfig(), alone, [q, k, v]).cost
+    assert found.cost.rounds == without.rounds
+    if padded_length(keys) == keys:
+        assert found.cost == without
+    else:
+        assert without.total < found.cost.total <= without.total * padded_length(keys) / keys * 1.1
+
+
+def test_padded_lengths() -> None:
+    """Few of them, never beyond the next power of two, never a quarter more; other protocols keep theirs."""
+    for length in range(1, 300):
+        found = padded_length(length)
+        assert length <= found <= 1 << (length - 1).bit_length()
+        assert found <= length * 1.25
+        assert padded_length(found) == found
+    assert len({padded_length(length) for length in range(129, 257)}) == 16
+    names: tuple[Literal["trio", "dealer", "quad"], ...] = ("trio", "dealer", "quad")
+    assert [repeats(meta_session(PrivateConfig(protocol=name), 1)) for name in names] == [
+        True, True, False,
+    ]  # fmt: skip
+    assert not repeats(meta_session(PrivateConfig(approximations="puma"), 1))
 
 
 def test_the_check_of_ranges_sees_scores_and_mixes_beyond_theirs() -> None:

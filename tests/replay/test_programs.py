@@ -12,13 +12,16 @@ from torch import Tensor
 
 import private_llm.nn  # noqa: F401 - rules of functions
 from private_llm.config import PrivateConfig
+from private_llm.errors import UnsupportedOp
 from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.watching import as_array
 from private_llm.net.transport import Transport
 from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
+from private_llm.replay import recorder, units
 from private_llm.replay.modules import repeated
+from private_llm.replay.program import Program
 from private_llm.replay.units import Owner, Replays, replays_of
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
@@ -78,10 +81,10 @@ def run(
         ledgers[session.party] = {**ledger.sent, **ledger.rounds, **ledger.macs}  # type: ignore[dict-item]
 
     def client(end: ClientEnd) -> list[Tensor]:
-        with torch.no_grad():
-            want = function(inputs[0]).shape  # type: ignore[arg-type]
         made = []
         for given in inputs:
+            with torch.no_grad():
+                want = function(given).shape  # type: ignore[arg-type]
             elements = (given.double() * (1 << config.frac_bits)).round()
             end.share(elements.to(torch.int64 if config.ring == 64 else torch.int32))
             made.append(end.open(tuple(want)).double() / (1 << config.frac_bits))
@@ -240,6 +243,69 @@ def test_modules_that_are_alike_share_a_program_and_keep_their_weights() -> None
             assert torch.allclose(got, F.linear(x, w).double(), atol=1e-4)
     # 12 calls: the first as always, the second recorded, then one check for each of four layers
     assert counts == [{"plain": 1, "recorded": 1, "checked": 4, "repeated": 6}] * 3
+
+
+def test_a_step_that_is_too_large_to_record_is_let_go_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "MOST_RECORDED", 20_000)
+    made, held, _ = run(PrivateConfig(), F.gelu, some(4))
+    assert all(torch.allclose(got, F.gelu(x).double(), atol=2e-3) for got, x in zip(made, some(4), strict=True))
+    assert held[1].counts == {"plain": CALLS - 1, "recorded": 1}
+    assert any("MiB in one step" in why for why in held[1].refused)
+
+
+def test_what_a_recorder_did_not_foresee_ends_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in its own code, where a step is written down and where it is checked."""
+
+    def fails(*_: object) -> None:
+        raise ValueError("unforeseen")
+
+    monkeypatch.setattr(recorder.Recorder, "program", fails)
+    inputs = some(5)
+    made, held, _ = run(PrivateConfig(), F.relu, inputs)
+    assert all(torch.allclose(got, F.relu(x).double(), atol=2e-3) for got, x in zip(made, inputs, strict=True))
+    assert held[0].refused == {"unforeseen": 1}
+    monkeypatch.undo()
+    monkeypatch.setattr(Program, "run", fails)
+    made, held, _ = run(PrivateConfig(), F.relu, inputs)
+    assert all(torch.allclose(got, F.relu(x).double(), atol=2e-3) for got, x in zip(made, inputs, strict=True))
+    assert held[0].counts["repeated"] == 0
+    assert held[0].refused["unforeseen"] == 1
+
+
+def test_constants_of_programs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = torch.arange(WIDTH)
+
+    def adds(x: SecretTensor) -> Tensor:
+        return x + table.float() * x.shape[0]
+
+    inputs = [x for rows in range(1, 6) for x in some(6, (rows, WIDTH))[:3]]
+    _, held, _ = run(PrivateConfig(), adds, inputs)
+    assert len(held[1]) == 5
+    monkeypatch.setattr(units, "MOST_HELD", 1)
+    _, held, _ = run(PrivateConfig(), adds, inputs)
+    assert len(held[1]) == 1
+
+
+def test_arguments_that_are_handed_on_stay_the_same_tensors() -> None:
+    """What returns its argument, or a view of it, is not repeated; in-place operations on views are refused as ever."""
+    facts: list[bool] = []
+
+    def outer(x: SecretTensor) -> Tensor:
+        if not isinstance(x, SecretTensor):  # the client, who asks for the shape
+            return x
+        same = repeated(lambda y: y, "same", x.session, "same", [])
+        view = repeated(lambda y: y.flatten(), "view", x.session, "view", [])
+        inplace = repeated(lambda y: F.relu(y, inplace=True), "relu", x.session, "relu", [])
+        for _ in range(4):
+            facts.append(same(x) is x)
+            facts.append(view(x).shares_memory_with(x))
+            with pytest.raises(UnsupportedOp, match="in-place"):
+                inplace(x[:1])
+        return x + 0.0
+
+    run(PrivateConfig(), outer, some(7)[:2], wrap=False)
+    assert facts
+    assert all(facts)
 
 
 def test_a_session_lets_go_of_the_program_that_was_used_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:

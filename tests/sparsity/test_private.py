@@ -12,6 +12,7 @@ from private_llm_hf import GeneratePlan, patch
 from private_llm_hf.checkpoint.model_spec import ModelSpec
 from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
 from private_llm_hf.models import sparse_blocks
+from private_llm_hf.party import model as party_model
 from private_llm_hf.sparsity import sharing
 from private_llm_hf.sparsity.apply import predicted_only
 from private_llm_hf.sparsity.predictor_set import PredictorSet, SitePredictor, fingerprint
@@ -392,3 +393,24 @@ def test_the_threshold_is_the_predictors_own(tmp_path: Path) -> None:
         want = answer(model, "opt")
     close(run(model, "opt", CometConfig(str(tmp_path), orders="kept", levels="open"))[0], want)
     assert float((want - answer(model, "opt")).abs().max()) > 10 * LOGIT_ERROR
+
+
+def test_a_text_never_gets_the_neurons_that_an_earlier_one_opened(tmp_path: Path) -> None:
+    """One text until its steps would repeat as programs, then others of its length."""
+    model = sparse("opt")
+    config = PrivateConfig(sparsity=CometConfig(saved(model, "opt", tmp_path), orders="kept", levels="open"))
+    texts = [torch.randint(3, 60, (1, 6), generator=torch.Generator().manual_seed(seed)) for seed in range(12)]
+    with patch(model, config) as private, torch.no_grad():
+        for ids in [texts[0]] * 4 + texts:
+            close(private(input_ids=ids)[0], model(input_ids=ids)[0])
+
+
+def test_blocks_of_predicted_neurons_are_no_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they write depends on what was opened, which is no input of theirs."""
+    asked: list[str] = []
+    monkeypatch.setattr(party_model, "repeated", lambda forward, name, *rest: asked.append(name) or forward)
+    model = sparse("opt")
+    run(model, "opt", CometConfig(saved(model, "opt", tmp_path), neuron_budget=0.95))
+    assert {name.rpartition(".")[2] for name in asked} == {"q_proj+k_proj+v_proj"}, "products of inputs and weights"
+    run(model, "opt", None)
+    assert any(name.endswith("fc2") for name in asked)

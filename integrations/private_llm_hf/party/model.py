@@ -197,12 +197,32 @@ def _share_inputs(model: nn.Module, session: Session, placement: Placement) -> s
 
 
 def _repeat_modules(model: nn.Module, session: Session, grouped: set[nn.Module]) -> None:
-    """Let modules run as recorded programs where they can; those of a group keep pieces from call to call."""
+    """Let modules run as recorded programs where they can: where nothing but inputs and weights decides what they do.
+
+    Those of a group keep pieces from call to call, blocks of predicted neurons which of them were opened, and what a
+    user's module keeps is not known.
+    """
+    if session.config.sparsity is not None:
+        return
     for name, module in model.named_modules():
-        if name and module not in grouped and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if (
+            name
+            and module not in grouped
+            and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+            and _is_ours(module)
+        ):
             module.forward = repeated(
                 module.forward, name, session, (type(module), repr(module)), list(module.named_parameters())
             )
+
+
+def _is_ours(module: nn.Module) -> bool:
+    """Whether a module and all within it are PyTorch's, transformers' or this library's."""
+    return all(type(each).__module__.partition(".")[0] in _WITHOUT_STATE for each in module.modules())
+
+
+_WITHOUT_STATE = {"torch", "transformers", "private_llm", "private_llm_hf"}
+"""Packages whose modules compute the same from the same inputs."""
 
 
 # -- weights ------------------------------------------------------------------------------------------------

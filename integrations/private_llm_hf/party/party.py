@@ -126,6 +126,7 @@ class Party:
 
     # -- the model --------------------------------------------------------------------------------------------
     def _load(self, command: commands.Load) -> None:
+        forget(self.session)  # programs of a model that was loaded before
         weights: Weights
         if isinstance(command, commands.LoadFile):
             if self.share_file is None:

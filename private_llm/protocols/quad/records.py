@@ -34,7 +34,7 @@ class QuadRecords(Trio):
     """Trio's code in its role, with records."""
 
     name = "quad"
-    has_exponentials = False
+    has_exponentials = can_repeat = False
 
     def __init__(
         self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed],

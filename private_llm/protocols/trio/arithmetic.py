@@ -54,6 +54,7 @@ class TrioArithmetic(Protocol):
     """One party's arithmetic; shares have two parts. Bytes over all links: `trio/cost.py`."""
 
     name = "trio"
+    can_repeat = True
     one_hot = False
     """Whether the client shares indices as one-hot rows, which need nothing of party 0 but masks."""
 
