@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from private_llm.errors import ConfigError, DomainError
@@ -102,6 +103,15 @@ class Ranges:
         found = [self.of(f"{path}.{name}" if path else name, quantity) for name in names.split("+")]
         exponents = [exponent for exponent in found if exponent is not None]
         return max(exponents) if len(exponents) == len(found) else None
+
+    @cached_property
+    def widest(self) -> Mapping[str, int]:
+        """Of each quantity the largest exponent of all modules."""
+        found: dict[str, int] = {}
+        for known in self.modules.values():
+            for quantity, exponent in known.items():
+                found[quantity] = max(found.get(quantity, exponent), exponent)
+        return found
 
     def frac_of_weight(self, name: str, default: int) -> int:
         """Fractional bits of a weight by its name: a bias has those of the product it is added to."""

@@ -22,7 +22,7 @@ from private_llm.approx.tanh import precise_tanh
 from private_llm.errors import DomainError
 from private_llm.exact.comparisons import SHORTEST, comparing
 from private_llm.exact.ragged_rows import Rows
-from private_llm.nn.padded_keys import padded, presence, repeats
+from private_llm.nn.padded_keys import alike, padded, presence, repeats
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
 from private_llm.replay.units import repeat
@@ -37,9 +37,9 @@ _ALL = Rows(())
 _FEW = 16
 """Queries of a step that is worth a program of its own for each length of the cache (see `padded_keys`)."""
 
-_PATIENCE = 4
+_PATIENCE = 2
 """Calls at one length before one is recorded: to record and to check costs as much as ten calls that are repeated save,
-and all layers of up to eight tokens have one length."""
+and all layers of up to 16 tokens have one length."""
 
 SCALE_BITS = 14
 """Bits of a score scale that is no power of two: relative error 2^-14; one truncation of q removes them."""
@@ -162,7 +162,8 @@ def attend_and_weigh(
 def _repeated(query: Fixed, key: Fixed, value: Fixed, scale: float, softcap: float | None) -> Fixed:
     """Attention of few queries to all keys: beside those of a cache, padded to a length that repeats."""
     inputs = [query, key, value]
-    if key.shape[2] > query.shape[2] and repeats(query.session):
+    decoding = key.shape[2] > query.shape[2] and repeats(query.session)
+    if decoding:
         inputs = [query, padded(key), padded(value), presence(key)]
 
     def compute(x: Sequence[Fixed]) -> Sequence[Fixed]:
@@ -170,7 +171,8 @@ def _repeated(query: Fixed, key: Fixed, value: Fixed, scale: float, softcap: flo
         present = x[3].share.parts[0] if len(x) > 3 else None
         return (_attended(x[0], x[1], x[2], pattern, scale, softcap, None, None, 0, present)[0],)
 
-    return repeat(query.session, ("attention", scale, softcap), inputs, compute, _PATIENCE)[0]
+    with alike(query.session) if decoding else nullcontext():
+        return repeat(query.session, ("attention", scale, softcap), inputs, compute, _PATIENCE)[0]
 
 
 def _attended(

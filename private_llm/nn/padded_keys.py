@@ -3,10 +3,13 @@
 A recorded program serves one length (`private_llm.replay`), and a decode step has another length each time. Padding
 repeats the last entry: scores of copies change neither a row's maximum nor its range, and their exponentials are taken
 out by a public factor of 0 before anything is summed. Rounds stay the same, because no length is padded beyond the
-next power of two; bytes grow by those of the copies' scores, at most a quarter, from 57 entries on at most an eighth.
+next power of two; bytes grow by those of the copies' scores, at most a quarter, from 113 entries on at most an eighth.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -14,14 +17,24 @@ from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.tensor.fixed import Fixed
 
-STEP = 8
-"""Lengths above 32 are padded to multiples of it, shorter ones to those of an eighth of the next power of two."""
+STEP = 16
+"""Lengths above 64 are padded to multiples of it, shorter ones to those of an eighth of the next power of two."""
 
 
 def repeats(session: Session) -> bool:
     """Whether attention of this session is padded: public, and alike at all parties, whether they repeat or not."""
     config = session.config
     return session.protocol.can_repeat and session.ring.bits == 64 and config.approximations == "ours"
+
+
+@contextmanager
+def alike(session: Session) -> Iterator[None]:
+    """Inside, all layers' scores and values have the ranges of the widest, so that layers share programs. Local."""
+    kept, session.known.alike = session.known.alike, frozenset({"score", "value"})
+    try:
+        yield
+    finally:
+        session.known.alike = kept
 
 
 def padded_length(length: int) -> int:

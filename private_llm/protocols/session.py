@@ -38,8 +38,8 @@ class Known:
     owed: see tensor/range_check.py. pending: a secret tensor, and the bits that its sums may have, to be checked unless
     the operation on it checks it anyway. batch: of a call whose rows belong to several clients their number, so that
     each row has a verdict of its own; None: one verdict for the call. compared: which of `ranges.QUANTITIES` the
-    arguments of comparisons are (`exact.comparisons.comparing`). seeds: whether masks of weights stay seeds until a
-    layer runs.
+    arguments of comparisons are (`exact.comparisons.comparing`). alike: quantities of which every module counts as
+    having the widest range of all modules that have one. seeds: whether masks of weights stay seeds until a layer runs.
     """
 
     def __init__(self) -> None:
@@ -48,6 +48,7 @@ class Known:
         self.pending: tuple[Any, int] | None = None
         self.batch: int | None = None
         self.compared = "compare"
+        self.alike: frozenset[str] = frozenset()
         self.seeds = False
 
 
@@ -84,7 +85,8 @@ class Session:
         None without calibration or for a module that it did not meet. Public and local.
         """
         ranges = self.known.ranges
-        return ranges.of(self.protocol.ledger.scope_name, quantity) if ranges.modules else None
+        found = ranges.of(self.protocol.ledger.scope_name, quantity) if ranges.modules else None
+        return ranges.widest[quantity] if found is not None and quantity in self.known.alike else found
 
     def __repr__(self) -> str:
         return f"Session({self.protocol.name}, party {self.party}, ring {self.ring.bits}, f={self.frac})"

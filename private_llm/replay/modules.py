@@ -15,7 +15,7 @@ from private_llm.replay.units import Owner, Replays, replays_of
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 
-MOST_ROWS = 64
+MOST_ROWS = 16
 """Rows of inputs that are repeated: tokens of a step. Prompts are longer, and Python is little of their time."""
 
 _UNTOUCHED = -1

@@ -166,7 +166,7 @@ class _Bound:
     inputs: list[Tensor]
     outputs: list[Tensor]
     draws: list[tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]]
-    events: list[tuple[int, Any, Any, Tensor | None]]
+    events: list[tuple[int, Any, Any, Any]]
 
 
 _RUN, _SEND, _RECEIVE, _CALL = range(4)
@@ -207,7 +207,7 @@ class Program:
             for each in self.draws
             for place in (each.memories[0].place,)
         ]
-        events: list[tuple[int, Any, Any, Tensor | None]] = []
+        events: list[tuple[int, Any, Any, Any]] = []
         step = 0
         for each in self.events:
             if isinstance(each, Step):
@@ -217,12 +217,12 @@ class Program:
                     events.append((_RUN, step, step + 1, None))
                 step += 1
             elif isinstance(each, Send):
-                events.append((_SEND, each.to, each.tag, arena.view(each.payload)))
+                events.append((_SEND, each.to, each.tag, arena.view(each.payload).numpy()))
             elif isinstance(each, Call):
                 made = functools.partial(each.function, *_seen(each.arguments, arena), **_seen(each.named, arena))
                 events.append((_CALL, made, None, None if each.result is None else arena.view(each.result)))
             else:
-                events.append((_RECEIVE, each.frm, each.tag, arena.view(each.payload)))
+                events.append((_RECEIVE, each.frm, each.tag, arena.view(each.payload).numpy()))
         self._bound = _Bound(
             arena.words, {}, [arena.view(each) for each in self.inputs],
             [arena.view(each) if isinstance(each, Operand) else each for each in self.outputs], draws, events,
@@ -259,9 +259,9 @@ class Program:
             elif payload is None:
                 continue
             elif kind == _SEND:
-                outside.send(number, other, payload.clone())
+                outside.send(number, other, torch.from_numpy(payload.copy()))
             else:
-                payload.copy_(outside.receive(number, other, tuple(payload.shape), payload.dtype))
+                payload[...] = outside.receive(number, other, payload.shape, torch.int64).numpy()
         return [place.clone() for place in bound.outputs]
 
 
