@@ -145,6 +145,7 @@ def test_one_user_gets_so_many_sessions_and_another_gets_in(start: Start) -> Non
 
 def test_clients_stand_in_line(start: Start) -> None:
     running = start(sessions=1, waiting=1, busy_wait_s=0.7)
+    assert eventually(lambda: all(service.ready for service in running.services), 20)
     with running.model() as model, pytest.raises(PartiesBusy, match="all 1 sessions are taken"):
         model.open_session()
 
@@ -167,6 +168,7 @@ def test_a_party_that_stops_is_named_and_the_others_go_on_when_it_is_back(start:
 @pytest.mark.parametrize("party", [0, 2])
 def test_a_service_that_drains_lets_its_sessions_end(start: Start, plain: Any, party: int) -> None:
     running = start(drain_s=30.0, busy_wait_s=0.5)
+    assert eventually(lambda: all(service.ready for service in running.services), 20)
     model = running.model()
     running.services[party].drain()
     assert not running.services[party].ready
