@@ -126,7 +126,8 @@ def raised(node: ast.AST, private: Private, seen: frozenset[str] = frozenset()) 
         tried = set[str]().union(*(raised(part, private, seen) for part in node.body))
         caught = {called(kind) for handler in node.handlers for kind in ast.walk(handler.type or handler)}
         parts: list[ast.AST] = [*node.handlers, *node.orelse, *node.finalbody]
-        return found | (tried - caught) | set[str]().union(*(raised(part, private, seen) for part in parts))
+        left = set() if "Exception" in caught else tried - caught
+        return found | left | set[str]().union(*(raised(part, private, seen) for part in parts))
     return found.union(*(raised(part, private, seen) for part in ast.iter_child_nodes(node)))
 
 

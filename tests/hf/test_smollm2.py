@@ -85,7 +85,7 @@ def test_next_tokens_agree_on_real_text(
     """
     ids = script.bundled_text(tokenizer, 512, 128)
     read = script.forced(private, plain, ids)
-    noisy = torch.stack([_changes_by_noise(plain, ids, seed) for seed in range(4)]).amax(0)
+    noisy = torch.stack([_changes_by_noise(plain, ids, seed) for seed in range(2)]).amax(0)
     assert len(read.errors) == len(noisy) == 512
     assert read.agreement >= 0.995
     assert (noisy > LOGIT_ERROR / 100).sum() <= 10
