@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from private_llm.net.socket_io import Incoming, Outgoing
 from private_llm.net.transport import CLIENT, PassingTransport, Transport
 
 RoleAssignment = tuple[int, ...]
@@ -67,6 +68,10 @@ class RoleTransport(PassingTransport):
     def wait(self, frm: int) -> None:
         """Block until a frame from that role's party is there."""
         self._inner.wait(self._party[frm])
+
+    def ends(self, endpoint: int) -> Sequence[Outgoing | Incoming]:
+        """Those of the party that plays this role."""
+        return self._inner.ends(self._party[endpoint]) if endpoint in self._party else ()
 
     def name_of(self, endpoint: int) -> str:
         """The party that plays this role."""

@@ -12,6 +12,7 @@ decides whether the peer counts as dead.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import select
 import socket
@@ -22,10 +23,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from private_llm.errors import PartyFailed, TransportError
+from private_llm.kernels.backends.cpu import connection
 from private_llm.net import wire
 from private_llm.net.roles import PASSES_ON, attributed
 from private_llm.net.transport import endpoint_name
@@ -47,6 +50,10 @@ _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 Idle = Callable[["Incoming", float], None]
 """Called with the seconds of silence after each slice of time, and with 0 when the peer said for whom it waits;
 raises PartyFailed when the silence was too long."""
+
+
+Row = np.ndarray[tuple[int], np.dtype[np.int64]]
+"""A connection as compiled programs use it: the words of `connection`."""
 
 
 class Allowance:
@@ -92,6 +99,10 @@ class Outgoing:
         self._closing = False
         self._room = threading.Condition()
         self._writer: threading.Thread | None = None
+        self._head = np.zeros(connection.HEADER_WORDS, np.int64)
+        head = wire.encode(Kind.DATA, me, session, 0, "", torch.int64, 0)
+        self._head.view(np.uint8)[:] = np.frombuffer(head, np.uint8)
+        self._foregone = False
 
     def send(self, kind: Kind, tag: str, dtype: torch.dtype, count: int, body: memoryview) -> None:
         """Send one frame now, or queue it. Raises PartyFailed when the connection is broken."""
@@ -114,12 +125,52 @@ class Outgoing:
 
     def send_tensor(self, tag: str, payload: Tensor) -> None:
         """Send a tensor, of any device, as `send` does."""
+        if self._foregone:
+            self._foregone = False
+            return
         payload = payload.contiguous()
         if payload.device.type != "cpu":
             payload = payload.cpu()
         count = payload.numel()
         body = payload.view(-1).numpy().data.cast("B") if count else _NOBODY
         self.send(Kind.DATA, tag, payload.dtype, count, body)
+
+    @property
+    def plain(self) -> bool:
+        """Whether what is written goes to a socket as it is."""
+        return not isinstance(self._sock, ssl.SSLSocket)
+
+    def lend(self, row: Row) -> None:
+        """Let a compiled program write frames, until `take_back`; nobody else writes meanwhile."""
+        self._room.acquire()
+        usable = not self._queue and self.failure is None and not self._closing
+        row[connection.OUT] = self._sock.fileno() if usable else -1
+        row[connection.SENT], row[connection.WRITTEN], row[connection.OUT_PART] = self._sequence, 0, 0
+        row[connection.OUT_HEAD] = self._head.ctypes.data
+        if not usable:
+            self._room.release()
+
+    def take_back(self, row: Row) -> None:
+        """The end of `lend`. A frame of which only a part could be written goes on here, and its `send_tensor` is
+        foregone. Raises PartyFailed if no thread is left to write it.
+        """
+        if row[connection.OUT] < 0:
+            return
+        try:
+            row[connection.OUT] = -1
+            written, part = int(row[connection.WRITTEN]), int(row[connection.OUT_PART])
+            self._sequence = int(row[connection.SENT])
+            self.wire_bytes += written
+            self.moved += written + part
+            if part:
+                body = ctypes.string_at(int(row[connection.OUT_PLACE]), int(row[connection.OUT_SIZE]))
+                rest = memoryview(self._head.tobytes() + body)[part:]
+                self.wire_bytes += HEADER_BYTES + len(body)
+                self._foregone = True
+                self._sequence += 1
+                self._enqueue(_Queued(self._sequence - 1, deque([rest]), started=True))
+        finally:
+            self._room.release()
 
     @property
     def idle(self) -> bool:
@@ -254,18 +305,45 @@ class Incoming:
         self._start = self._end = 0
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
+        self._begun: bytes | None = None
 
     def receive(self, tag: str, shape: tuple[int, ...], dtype: torch.dtype, idle: Idle) -> Tensor:
         """The next payload, which must have this tag, dtype and number of elements."""
         out = torch.empty(shape, dtype=dtype)
-        head = self._data_header(idle, time.monotonic() + self._patience)
-        want = wire.encode(Kind.DATA, self.peer, self._session, self._sequence, tag, dtype, out.numel())
-        if head != want:
-            self._explain(head, tag, dtype, out.numel())
-        self._accept()
+        begun, self._begun = self._begun, None
+        if begun is None:
+            head = self._data_header(idle, time.monotonic() + self._patience)
+            want = wire.encode(Kind.DATA, self.peer, self._session, self._sequence, tag, dtype, out.numel())
+            if head != want:
+                self._explain(head, tag, dtype, out.numel())
+            self._accept()
         if out.numel():
-            self._fill(out.view(-1).numpy().data.cast("B"), idle)
+            view, done = out.view(-1).numpy().data.cast("B"), len(begun or b"")
+            view[:done] = begun or b""
+            self._fill(view[done:], idle)
         return out
+
+    def lend(self, row: Row) -> None:
+        """Let a compiled program read payloads, until `take_back`; this thread reads nothing else meanwhile."""
+        row[connection.IN] = self._sock.fileno() if self.ended is None and self._begun is None else -1
+        row[connection.TAKEN], row[connection.IN_PART] = self._sequence, -1
+        row[connection.START], row[connection.END], row[connection.SIZE] = self._start, self._end, len(self._buffer)
+        row[connection.BUFFER] = np.frombuffer(self._buffer, np.uint8).ctypes.data
+        head = wire.encode(Kind.DATA, self.peer, self._session, 0, "", torch.int64, 0)
+        row[connection.IN_HEAD], row[connection.IN_SESSION] = np.frombuffer(head, np.int64, 2)
+        row[connection.WAIT_MS] = int(self._slice * 1000)
+
+    def take_back(self, row: Row) -> None:
+        """The end of `lend`. The payload that the program began to read, the next `receive` ends."""
+        if row[connection.IN] < 0:
+            return
+        row[connection.IN] = -1
+        if row[connection.TAKEN] != self._sequence:
+            self.waits_for = None
+        self._sequence = int(row[connection.TAKEN])
+        self._start, self._end = int(row[connection.START]), int(row[connection.END])
+        if row[connection.IN_PART] >= 0:
+            self._begun = ctypes.string_at(int(row[connection.PLACE]), int(row[connection.IN_PART]))
 
     def receive_bytes(self, tag: str, most: int, idle: Idle) -> bytes:
         """The next payload, which must be bytes with this tag; how many, its header says, and not above `most`."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -66,6 +67,12 @@ class SocketTransport(Transport):
         self._in = {
             peer: Incoming(pair.inn, peer, pair.in_session, self._slice, patience) for peer, pair in pairs.items()
         }
+
+    def ends(self, endpoint: int) -> Sequence[Outgoing | Incoming]:
+        """Both, where the sockets are plain ones."""
+        if endpoint not in self._out or self.device != "cpu" or not self._out[endpoint].plain:
+            return ()
+        return self._out[endpoint], self._in[endpoint]
 
     @property
     def wire_bytes(self) -> int:

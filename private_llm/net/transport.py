@@ -10,6 +10,8 @@ takes at most, and compares that with what the frame announces before it has mem
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +19,9 @@ from torch import Tensor
 from private_llm.errors import ConfigError, TransportError
 from private_llm.net.ledger import Ledger
 from private_llm.net.wire import TRAVELS, dtype_code
+
+if TYPE_CHECKING:
+    from private_llm.net.socket_io import Incoming, Outgoing
 
 CLIENT = 255
 """Endpoint number of the user's process."""
@@ -89,6 +94,12 @@ class Transport(ABC):
                 "or remote"
             )
         return self
+
+    def ends(self, endpoint: int) -> Sequence[Outgoing | Incoming]:
+        """The ends of the connections with an endpoint that compiled programs may use in place of this transport: none
+        if it does more with messages than to pass them on.
+        """
+        return ()
 
     def name_of(self, endpoint: int) -> str:
         """How the machine behind an endpoint number is called."""

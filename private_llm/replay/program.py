@@ -9,6 +9,7 @@ takes of each stream exactly what the recorded run took, and never twice the sam
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.compiling import CompiledStep
+from private_llm.net.direct import MOST, Direct
+from private_llm.net.wire import tag_bytes
 
 WORD = 8
 """Bytes of all elements."""
@@ -124,6 +127,9 @@ class Drawn:
 class Outside(Protocol):
     """What a program meets when it runs: streams and links, or what was written down of them."""
 
+    def direct(self) -> Direct:
+        """The connections that a program may use itself."""
+
     def fill(self, stream: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """The next bytes of a stream."""
 
@@ -159,17 +165,15 @@ Table = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 @dataclass
 class _Bound:
-    """A program in an arena: where it was, its rows with addresses by what its weights are, its events with tensors."""
+    """A program in an arena: where it was, its rows with addresses by what its weights are, and what Python does for
+    events that are no steps."""
 
     words: Tensor
     tables: dict[tuple[int, ...], Table]
     inputs: list[Tensor]
     outputs: list[Tensor]
     draws: list[tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]]
-    events: list[tuple[int, Any, Any, Any]]
-
-
-_RUN, _SEND, _RECEIVE, _CALL = range(4)
+    events: dict[int, Callable[[Outside], None]]
 
 
 @dataclass
@@ -207,22 +211,7 @@ class Program:
             for each in self.draws
             for place in (each.memories[0].place,)
         ]
-        events: list[tuple[int, Any, Any, Any]] = []
-        step = 0
-        for each in self.events:
-            if isinstance(each, Step):
-                if events and events[-1][0] == _RUN:
-                    events[-1] = (_RUN, events[-1][1], step + 1, None)
-                else:
-                    events.append((_RUN, step, step + 1, None))
-                step += 1
-            elif isinstance(each, Send):
-                events.append((_SEND, each.to, each.tag, arena.view(each.payload).numpy()))
-            elif isinstance(each, Call):
-                made = functools.partial(each.function, *_seen(each.arguments, arena), **_seen(each.named, arena))
-                events.append((_CALL, made, None, None if each.result is None else arena.view(each.result)))
-            else:
-                events.append((_RECEIVE, each.frm, each.tag, arena.view(each.payload).numpy()))
+        events = {at: _doing(each, arena) for at, each in enumerate(self.events) if not isinstance(each, Step)}
         self._bound = _Bound(
             arena.words, {}, [arena.view(each) for each in self.inputs],
             [arena.view(each) if isinstance(each, Operand) else each for each in self.outputs], draws, events,
@@ -246,23 +235,54 @@ class Program:
             outside.fill(stream, octets)
         for place, given in zip(bound.inputs, inputs, strict=True):
             place.copy_(given)
-        rows = self._addressed(bound, weights)
-        table, starts = rows.ctypes.data, self._starts.ctypes.data
-        run = steps.run
-        for kind, number, other, payload in bound.events:
-            if kind == _RUN:
-                run(table, starts, number, other)
-            elif kind == _CALL:
-                made = number()
-                if payload is not None:
-                    payload.copy_(made)
-            elif payload is None:
-                continue
-            elif kind == _SEND:
-                outside.send(number, other, torch.from_numpy(payload.copy()))
-            else:
-                payload[...] = outside.receive(number, other, payload.shape, torch.int64).numpy()
+        rows, last, at = self._addressed(bound, weights), len(self.events), 0
+        table, starts, direct = rows.ctypes.data, self._starts.ctypes.data, outside.direct()
+        while True:
+            with direct:
+                at = steps.run(table, starts, at, last, direct.address)
+            if at == last:
+                break
+            bound.events[at](outside)
+            at += 1
         return [place.clone() for place in bound.outputs]
+
+
+def _doing(event: Send | Receive | Call, arena: Arena) -> Callable[[Outside], None]:
+    """What Python does for an event that the compiled program leaves to it."""
+    if isinstance(event, Call):
+        made = functools.partial(event.function, *_seen(event.arguments, arena), **_seen(event.named, arena))
+        result = None if event.result is None else arena.view(event.result)
+
+        def call(_: Outside) -> None:
+            found = made()
+            if result is not None:
+                result.copy_(found)
+
+        return call
+    place, tag = arena.view(event.payload).numpy(), event.tag
+    if isinstance(event, Send):
+        to = event.to
+        return lambda outside: outside.send(to, tag, torch.from_numpy(place.copy()))
+    frm = event.frm
+
+    def receive(outside: Outside) -> None:
+        place[...] = outside.receive(frm, tag, place.shape, torch.int64).numpy()
+
+    return receive
+
+
+def _words(event: Event) -> Sequence[Word]:
+    """The row of an event."""
+    if isinstance(event, Step):
+        return event.code.address, *event.row
+    if isinstance(event, Call):
+        return (steps.STOP,)
+    code, endpoint = (steps.SEND, event.to) if isinstance(event, Send) else (steps.RECEIVE, event.frm)
+    payload, count = event.payload, math.prod(event.payload.shape)
+    if endpoint >= MOST or not torch.empty_strided(payload.shape, payload.stride, device="meta").is_contiguous():
+        return (steps.STOP,)
+    tag = np.frombuffer(tag_bytes(event.tag), np.int64).tolist()
+    return code, endpoint, Address(payload.memory, payload.offset), count, *tag
 
 
 def _rows(events: Sequence[Event]) -> tuple[Table, Table, Table]:
@@ -271,12 +291,8 @@ def _rows(events: Sequence[Event]) -> tuple[Table, Table, Table]:
     words: list[int] = []
     kinds: list[int] = []
     for each in events:
-        if not isinstance(each, Step):
-            continue
         starts.append(len(words))
-        words.append(each.code.address)
-        kinds.append(0)
-        for word in each.row:
+        for word in _words(each):
             if isinstance(word, Address):
                 words.append(word.memory.place + word.offset)
                 kinds.append(1)

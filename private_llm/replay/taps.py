@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from private_llm.kernels.watching import Watcher
+from private_llm.net.direct import Direct
 from private_llm.net.transport import PassingTransport, Transport
 from private_llm.protocols.protocol import Protocol
 from private_llm.ring.prg import Prg
@@ -119,6 +120,10 @@ class Rerun:
         if self.equal:
             out[:] = drawn
 
+    def direct(self) -> Direct:
+        """None: every message is compared."""
+        return Direct(lambda _: ())
+
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """Write down."""
         self.sent.append((to, tag, payload))
@@ -143,8 +148,14 @@ class Live:
     """The outside of a program that runs for its own sake."""
 
     def __init__(self, transport: Transport, streams: Sequence[Prg]) -> None:
+        self.transport = transport
         self._streams = streams
         self.send, self.receive = transport._send, transport._recv
+        self._direct = Direct(transport.ends)
+
+    def direct(self) -> Direct:
+        """The transport's plain connections."""
+        return self._direct
 
     def fill(self, stream: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """The next bytes of a stream."""

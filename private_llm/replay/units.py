@@ -116,6 +116,7 @@ class Replays:
         self.refused: Counter[str] = Counter()
         self._units: OrderedDict[Hashable, _Unit] = OrderedDict()
         self._arena = Arena()
+        self._live: Live | None = None
 
     def __len__(self) -> int:
         """Keys that were met, and are still known."""
@@ -231,7 +232,9 @@ class Replays:
     ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
         self.counts["repeated"] += 1
         protocol, known = session.protocol, session.known
-        outside = Live(protocol.transport, protocol.mask_streams)
+        outside = self._live
+        if outside is None or outside.transport is not protocol.transport:
+            outside = self._live = Live(protocol.transport, protocol.mask_streams)
         parts = [part for x in inputs for part in x.share.parts]
         made = kept.program.run(outside, self._arena, parts, owner.addresses)
         kept.booked.book(protocol.ledger, owner.name)

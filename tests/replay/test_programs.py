@@ -34,7 +34,7 @@ def _compiled() -> None:
     for code, _ in steps.KERNELS.values():
         assert code.address
     assert all(code.address for code in (steps.combine, steps.copy, steps.sum_last, steps.gather))
-    steps.run(0, 0, 0, 0)
+    steps.run(0, 0, 0, 0, 0)
 
 
 WIDTH = 70

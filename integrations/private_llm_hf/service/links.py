@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import TransportError
+from private_llm.net.socket_io import Incoming, Outgoing
 from private_llm.net.transport import CLIENT, PassingTransport, Transport
 
 Give = Callable[[str, Tensor], None]
@@ -63,6 +64,10 @@ class ServiceLinks(PassingTransport):
         super().__init__(inner)
         self.inputs: deque[Frame] = deque()
         self.receivers: deque[Give] = deque()
+
+    def ends(self, endpoint: int) -> Sequence[Outgoing | Incoming]:
+        """Those of the parties."""
+        return () if endpoint == CLIENT else self._inner.ends(endpoint)
 
     def serve(self, frames: Sequence[Frame], receivers: Sequence[Give]) -> None:
         """From now on these inputs and receivers; what is left of others is forgotten."""

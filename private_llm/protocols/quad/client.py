@@ -77,7 +77,8 @@ class QuadClient(TrioClient):
         if self._one_hot:
             self.share(one_hot(indices, domain, self.ring))
             return
-        a1, a2, x, a, u, v = (make_keys(indices, domain, self._roots) for _ in range(6))
+        pairs = torch.stack(make_keys(indices.repeat(6), domain, self._roots)).view(2, 6, indices.numel(), -1)
+        a1, a2, x, a, u, v = pairs.unbind(1)
         held = (
             (a1[0], a2[0], a[1], v[0]),
             (a1[1], x[0], u[1], v[1]),

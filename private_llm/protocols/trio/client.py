@@ -73,8 +73,9 @@ class TrioClient(ClientEnd):
         if self._one_hot:
             self.share(one_hot(indices, domain, self.ring))
             return
-        pairs = [make_keys(indices, domain, self._roots) for _ in range(3)]  # (0, 1), (0, 2), (1, 2)
-        held = [(pairs[0][0], pairs[1][0]), (pairs[0][1], pairs[2][0]), (pairs[1][1], pairs[2][1])]
+        # of (0, 1), (0, 2) and (1, 2)
+        one, other = (keys.view(3, indices.numel(), -1) for keys in make_keys(indices.repeat(3), domain, self._roots))
+        held = [(one[0], one[1]), (other[0], one[2]), (other[1], other[2])]
         for party, keys in enumerate(held):
             self.transport.send(party, "index", torch.stack(keys))
 

@@ -1,8 +1,8 @@
 """Recorded steps on the CPU: one call runs many kernels, without Python in between (Numba, GIL-free).
 
-A step is a row of 64-bit words: the address of its function, then what it takes. Kernels that exist are called by a
-function of the same name here, which reads their arguments from the row; sums, products and copies of PyTorch
-become strided loops over at most `DIMS` dimensions. `KERNELS` says for every kernel what its arguments are, in order:
+A step is a row of 64-bit words: the address of its function, then what it takes. Messages are rows, too. Kernels that
+exist are called by a function of the same name here, which reads their arguments from the row; sums, products and
+copies of PyTorch become strided loops over at most `DIMS` dimensions. `KERNELS` says what arguments a kernel takes:
 "r" an address that is read, "w" one that is written (and may be read), "i" a number, "z" the type of the elements (a
 step has 64-bit elements only), "p" a plan (int64) and "f" flags (bool), which take two words: address and length.
 """
@@ -17,7 +17,8 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from private_llm.kernels.address import WORD, flat
-from private_llm.kernels.backends.cpu import bits, matmul, trunc
+from private_llm.kernels.backends.cpu import bits, frames, matmul, trunc
+from private_llm.kernels.backends.cpu.connection import FIELDS
 from private_llm.kernels.compiling import CompiledStep, compiled
 
 DIMS = 4
@@ -46,13 +47,33 @@ def _call(typing_context, function, row):  # type: ignore[no-untyped-def]  # noq
     return signature, codegen
 
 
+STOP, SEND, RECEIVE = range(3)
+"""What stands in place of a function's address: an event for Python; a message, with the number of its connection, the
+address of its payload, the number of its elements, and 4 words of tag."""
+
+
 @compiled
-def run(table: int, starts: int, first: int, last: int) -> None:
-    """Steps first .. last - 1 of a table of words, whose rows begin where `starts` says (both by address)."""
+def run(table: int, starts: int, first: int, last: int, links: int) -> int:
+    """Rows first .. last - 1 of a table of words, which begin where `starts` says, with the connections `links`
+    (`frames.py`; all by address). Returns the first row that is left to Python, or `last`.
+    """
     words, rows = flat(table, 1 << 40, _SIGNED), flat(starts, 1 << 40, _SIGNED)
     for step in range(first, last):
         at = rows[step]
-        _call(words[at], table + 8 * (at + 1))
+        code = words[at]
+        if code > RECEIVE:
+            _call(code, table + 8 * (at + 1))
+            continue
+        if code == STOP:
+            return step
+        link, tag = links + 8 * FIELDS * words[at + 1], words[at + 4 : at + 8]
+        if code == SEND:
+            done = frames.send(link, words[at + 2], words[at + 3], tag)
+        else:
+            done = frames.receive(link, words[at + 2], words[at + 3], tag)
+        if not done:
+            return step
+    return last
 
 
 # -- kernels that exist -------------------------------------------------------------------------------------------

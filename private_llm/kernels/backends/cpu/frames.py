@@ -1,0 +1,135 @@
+"""Frames of plain sockets, written and read by compiled programs, without Python in between (Numba, GIL-free; Linux).
+
+A frame is what `net/wire.py` says: 8 words of header, of which two are the same for a whole connection, then the number
+of the frame and the number of elements (both big-endian), and 4 words of tag; then 64-bit elements.
+
+Nothing here decides what a peer did wrong. What is not simply there, or not exactly the awaited frame, is left to
+Python: a note, another header, a full or broken connection, silence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from private_llm.kernels.address import flat
+from private_llm.kernels.backends.cpu import connection as word
+from private_llm.kernels.compiling import compiled
+
+_DO_NOT_WAIT, _NO_SIGNAL = 0x40, 0x4000
+_POLLIN = 1
+_MONOTONIC = 1
+_TRIES = 400
+"""How often a message is looked for before the thread sleeps, if the last one came soon: for some 100 us. A sleep and
+its end take 50, the answer of a party on the same machine hardly longer, and a step waits for hundreds."""
+_SOON_NS = 200_000
+"""A sleep that was no longer was hardly worth it."""
+
+Array = np.ndarray[Any, Any]
+
+_SIGNED = np.int64(0)
+
+_send = types.ExternalFunction("sendmsg", types.intp(types.intc, types.uintp, types.intc))
+_recv = types.ExternalFunction("recv", types.intp(types.intc, types.uintp, types.uintp, types.intc))
+_clock = types.ExternalFunction("clock_gettime", types.intc(types.intc, types.uintp))
+_poll = types.ExternalFunction("poll", types.intc(types.uintp, types.uintp, types.intc))
+_move = types.ExternalFunction("memmove", types.uintp(types.uintp, types.uintp, types.uintp))
+
+
+@compiled
+def _turned(number: int) -> int:
+    """A number that is not negative, with its bytes in the other order."""
+    made = 0
+    for _ in range(8):
+        made = (made << 8) | (number & 255)
+        number >>= 8
+    return made
+
+
+@compiled
+def send(link: int, payload: int, count: int, tag: Array) -> bool:
+    """Write a frame to the connection at address `link`: payload [count] (address), tag [4]. False: Python does it."""
+    row = flat(link, word.FIELDS, _SIGNED)
+    size = 8 * count
+    if row[word.OUT] < 0 or size > word.INLINE:
+        return False
+    head = flat(row[word.OUT_HEAD], word.HEADER_WORDS, _SIGNED)
+    head[2], head[3] = _turned(row[word.SENT]), _turned(count)
+    for n in range(4):
+        head[4 + n] = tag[n]
+    # struct msghdr: no name, two pieces, no control data; behind it the pieces
+    for n in range(7):
+        row[word.SYSTEM + n] = 0
+    row[word.SYSTEM + 2], row[word.SYSTEM + 3] = link + 8 * (word.SYSTEM + 7), 2
+    row[word.SYSTEM + 7], row[word.SYSTEM + 8] = row[word.OUT_HEAD], word.HEADER
+    row[word.SYSTEM + 9], row[word.SYSTEM + 10] = payload, size
+    done = _send(row[word.OUT], link + 8 * word.SYSTEM, _DO_NOT_WAIT | _NO_SIGNAL)
+    if done == word.HEADER + size:
+        row[word.SENT] += 1
+        row[word.WRITTEN] += done
+        return True
+    row[word.OUT_PART], row[word.OUT_PLACE], row[word.OUT_SIZE] = max(done, 0), payload, size
+    return False
+
+
+@compiled
+def _now(link: int) -> int:
+    """Nanoseconds of a clock that only goes forward."""
+    time = flat(link + 8 * (word.SYSTEM + 1), 2, _SIGNED)
+    _clock(_MONOTONIC, link + 8 * (word.SYSTEM + 1))
+    return int(time[0] * 1_000_000_000 + time[1])
+
+
+@compiled
+def _read(row: Array, link: int, to: int, size: int) -> int:
+    """Bytes that were read, at least one; 0 or less if there are none within the time, or never again."""
+    tries = _TRIES if row[word.SOON] else 1
+    for _ in range(tries):
+        got = _recv(row[word.IN], to, size, _DO_NOT_WAIT)
+        if got >= 0:
+            return int(got)
+    began = _now(link)
+    row[word.SYSTEM] = row[word.IN] | (_POLLIN << 32)  # struct pollfd: the number, and what is awaited
+    ready = _poll(link + 8 * word.SYSTEM, 1, row[word.WAIT_MS]) > 0
+    row[word.SOON] = _now(link) - began < _SOON_NS
+    return int(_recv(row[word.IN], to, size, _DO_NOT_WAIT)) if ready else 0
+
+
+@compiled
+def receive(link: int, payload: int, count: int, tag: Array) -> bool:
+    """Read a frame from a connection, which must be this one, to payload [count] (address). False: Python does it."""
+    row = flat(link, word.FIELDS, _SIGNED)
+    if row[word.IN] < 0:
+        return False
+    if row[word.SIZE] - row[word.START] < word.HEADER:
+        _move(row[word.BUFFER], row[word.BUFFER] + row[word.START], row[word.END] - row[word.START])
+        row[word.START], row[word.END] = 0, row[word.END] - row[word.START]
+    while row[word.END] - row[word.START] < word.HEADER:
+        if row[word.START] == row[word.END]:
+            row[word.START] = row[word.END] = 0
+        got = _read(row, link, row[word.BUFFER] + row[word.END], row[word.SIZE] - row[word.END])
+        if got <= 0:
+            return False
+        row[word.END] += got
+    head = flat(row[word.BUFFER] + row[word.START], word.HEADER_WORDS, _SIGNED)
+    same = head[0] == row[word.IN_HEAD] and head[1] == row[word.IN_SESSION]
+    same &= head[2] == _turned(row[word.TAKEN]) and head[3] == _turned(count)
+    for n in range(4):
+        same &= head[4 + n] == tag[n]
+    if not same:
+        return False
+    row[word.START] += word.HEADER
+    row[word.TAKEN] += 1
+    size = 8 * count
+    done = min(size, row[word.END] - row[word.START])
+    _move(payload, row[word.BUFFER] + row[word.START], done)
+    row[word.START] += done
+    while done < size:
+        got = _read(row, link, payload + done, size - done)
+        if got <= 0:
+            row[word.PLACE], row[word.IN_PART] = payload, done
+            return False
+        done += got
+    return True

@@ -1,0 +1,250 @@
+"""Compiled programs write and read the same frames as Python does, and leave to it what is not as usual."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from private_llm.errors import PartyFailed, TransportError
+from private_llm.kernels.backends.cpu import connection, steps
+from private_llm.net import wire
+from private_llm.net.direct import Direct
+from private_llm.net.parallel_sessions import RoleTransport
+from private_llm.net.sockets import Pair, SocketTransport
+from private_llm.replay.program import Arena, Event, Memory, Operand, Program, Receive, Send
+from private_llm.replay.taps import Live
+
+SESSION = b"sessionx"
+
+pytestmark = pytest.mark.skipif(not connection.HERE, reason="connections are lent on Linux only")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled() -> None:
+    """Before anything has to answer in time."""
+    steps.run(0, 0, 0, 0, 0)
+
+
+def couple(timeout: float = 10.0, room: int = 0) -> tuple[SocketTransport, SocketTransport]:
+    """Two endpoints; room: bytes that the operating system keeps of what is not read yet."""
+    there, back = socket.socketpair(), socket.socketpair()
+    if room:
+        there[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
+    zero = SocketTransport(0, {1: Pair(there[0], SESSION, back[1], SESSION)}, timeout)
+    one = SocketTransport(1, {0: Pair(back[0], SESSION, there[1], SESSION)}, timeout)
+    return zero, one
+
+
+def raw(timeout: float = 10.0) -> tuple[SocketTransport, socket.socket, socket.socket]:
+    """Endpoint 0, and what party 1 would write to and read from."""
+    there, back = socket.socketpair(), socket.socketpair()
+    return SocketTransport(0, {1: Pair(there[0], SESSION, back[1], SESSION)}, timeout), back[0], there[1]
+
+
+def sends(transport: SocketTransport | RoleTransport, to: int, tag: str, *payloads: Tensor) -> None:
+    """A program that sends these."""
+    places = [Memory(8 * each.numel(), 0, len(payloads)) for each in payloads]
+    whole = [Operand(place, 0, each.shape, each.stride()) for place, each in zip(places, payloads, strict=True)]
+    events: list[Event] = [Send(to, tag, each) for each in whole]
+    Program(events, whole, [], [], []).run(Live(transport, []), Arena(), payloads)
+
+
+def receives(transport: SocketTransport | RoleTransport, frm: int, tag: str, *sizes: int) -> list[Tensor]:
+    """What a program receives."""
+    whole = [Operand(Memory(8 * size, 0, len(sizes)), 0, (size,), (1,)) for size in sizes]
+    return Program([Receive(frm, tag, each) for each in whole], [], whole, [], []).run(Live(transport, []), Arena(), [])
+
+
+def together(first: Callable[[], object], second: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """What the second gives, while the first runs in another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(first)
+        made = second()
+        done.result()
+    return made
+
+
+def numbers(size: int, seed: int = 0) -> Tensor:
+    return torch.randint(-(1 << 62), 1 << 62, (size,), generator=torch.Generator().manual_seed(seed))
+
+
+def frame(payload: Tensor, sequence: int = 0, tag: str = "t") -> bytes:
+    head = wire.encode(wire.Kind.DATA, 1, SESSION, sequence, tag, torch.int64, payload.numel())
+    return head + payload.numpy().tobytes()
+
+
+def note(kind: wire.Kind, body: bytes, sequence: int) -> bytes:
+    return wire.encode(kind, 1, SESSION, sequence, "note", torch.uint8, len(body)) + body
+
+
+class Refusing:
+    """Stands for Python's `_send` and `_recv` where a program has to do without."""
+
+    def __init__(self, transport: SocketTransport) -> None:
+        self._kept = transport._send, transport._recv
+        self._transport = transport
+
+    def __enter__(self) -> None:
+        def refuse(*_: object) -> Tensor:
+            raise AssertionError("a message of Python")
+
+        self._transport._send = self._transport._recv = refuse  # type: ignore[method-assign, assignment]
+
+    def __exit__(self, *_: object) -> None:
+        self._transport._send, self._transport._recv = self._kept  # type: ignore[method-assign]
+
+
+SIZES = (1, 7, 64, 129, 8191, 8192, 3)
+
+
+def test_programs_on_both_ends_need_no_python() -> None:
+    zero, one = couple()
+    payloads = [numbers(size, size) for size in SIZES]
+    for _ in range(3):
+        with Refusing(zero), Refusing(one):
+            got = together(lambda: sends(zero, 1, "t", *payloads), lambda: receives(one, 0, "t", *SIZES))
+        assert all(map(torch.equal, got, payloads))
+    assert zero.wire_bytes == 3 * sum(wire.HEADER_BYTES + 8 * size for size in SIZES)
+
+
+def test_python_and_programs_take_turns() -> None:
+    zero, one = couple()
+    for turn in range(4):
+        x, y = numbers(500, turn), numbers(70_000, turn + 9)
+        sends(zero, 1, "t", x, x[:3]) if turn % 2 else [zero.send(1, "t", each) for each in (x, x[:3])]
+        got = receives(one, 0, "t", 500, 3) if turn < 2 else [one.recv(0, "t", (n,), torch.int64) for n in (500, 3)]
+        assert torch.equal(got[0], x)
+        assert torch.equal(got[1], x[:3])
+        threading.Thread(target=sends, args=(zero, 1, "large", y, x)).start()  # more than a program writes itself
+        assert torch.equal(receives(one, 0, "large", 70_000)[0], y)
+        assert torch.equal(one.recv(0, "large", (500,), torch.int64), x)
+    zero.close()
+
+
+@pytest.mark.parametrize("room", [4096, 60_000])
+def test_what_a_full_connection_did_not_take_leaves_later(room: int) -> None:
+    zero, one = couple(room=room)
+    payloads = [numbers(6000, seed) for seed in range(8)]
+    sends(zero, 1, "t", *payloads)
+    zero.send(1, "t", payloads[0])
+    time.sleep(0.05)
+    got = receives(one, 0, "t", *[6000] * 8)
+    assert all(map(torch.equal, got, payloads))
+    assert torch.equal(one.recv(0, "t", (6000,), torch.int64), payloads[0])
+    assert zero.wire_bytes == 9 * (wire.HEADER_BYTES + 48_000)
+    zero.close()
+
+
+@pytest.mark.parametrize("cuts", [(3,), (64,), (65, 70), (64 + 4000,), (10, 4000, 4001, 7990)])
+def test_a_frame_that_comes_in_pieces(cuts: tuple[int, ...]) -> None:
+    zero, peer, _ = raw(timeout=1.6)  # a program waits 0.2 s for more
+    payload = numbers(1000)
+    whole = frame(payload) + frame(payload[:9], 1)
+
+    def write() -> None:
+        for begin, end in zip((0, *cuts), (*cuts, len(whole)), strict=True):
+            peer.sendall(whole[begin:end])
+            time.sleep(0.3)
+
+    got = together(write, lambda: receives(zero, 1, "t", 1000, 9))
+    assert torch.equal(got[0], payload)
+    assert torch.equal(got[1], payload[:9])
+
+
+def test_more_frames_than_are_read_ahead() -> None:
+    zero, peer, _ = raw()
+    payloads = [numbers(size, size) for size in range(400, 500)]
+    whole = b"".join(frame(each, number) for number, each in enumerate(payloads))
+    writer = threading.Thread(target=peer.sendall, args=(whole,))
+    writer.start()
+    got = [receives(zero, 1, "t", *range(400, 450)), receives(zero, 1, "t", *range(450, 500))]
+    writer.join()
+    assert all(map(torch.equal, [*got[0], *got[1]], payloads))
+
+
+def test_notes_between_frames() -> None:
+    zero, peer, _ = raw()
+    x = numbers(5)
+    waits = note(wire.Kind.WAITING, bytes([3]), 1)
+    peer.sendall(frame(x) + waits + frame(x, 2))
+    zero._in[3] = zero._in[1]  # there is such an endpoint
+    assert all(torch.equal(each, x) for each in receives(zero, 1, "t", 5, 5))
+    peer.sendall(note(wire.Kind.ABORT, b"party 1: out of memory", 3))
+    with pytest.raises(PartyFailed, match="out of memory"):
+        receives(zero, 1, "t", 5)
+
+
+@pytest.mark.parametrize(
+    ("whole", "what"),
+    [
+        (frame(numbers(5), tag="other"), "got 'other' with 5 x int64; want 't' with 5"),
+        (frame(numbers(4)), "got 't' with 4 x int64; want 't' with 5"),
+        (frame(numbers(5), sequence=1), "lost or repeated"),
+        (frame(numbers(5)).replace(SESSION, b"SESSIONX"), "another endpoint or session"),
+        (b"GET / HTTP/1.1" + bytes(60), "no frame"),
+    ],
+)
+def test_other_frames_are_refused_as_python_refuses_them(whole: bytes, what: str) -> None:
+    zero, peer, _ = raw()
+    peer.sendall(whole)
+    with pytest.raises(TransportError, match=what):
+        receives(zero, 1, "t", 5)
+
+
+def test_a_peer_that_goes_away_or_says_nothing() -> None:
+    zero, peer, _ = raw()
+    peer.sendall(frame(numbers(5))[:80])
+    peer.close()
+    with pytest.raises(PartyFailed, match="connection closed"):
+        receives(zero, 1, "t", 5)
+    silent, _keep, _too = raw(timeout=0.4)
+    with pytest.raises(PartyFailed, match="was silent for 0"):
+        receives(silent, 1, "t", 5)
+
+
+def test_the_end_of_a_session_is_told_while_a_program_waits() -> None:
+    zero, peer, taken = raw(timeout=2.4)
+    threading.Timer(0.1, zero.abort, ("the user left",)).start()
+    with pytest.raises(PartyFailed, match="the user left"):
+        receives(zero, 1, "t", 5)
+    assert b"the user left" in taken.recv(1000)
+    peer.close()
+
+
+def test_connections_are_free_again_after_an_error() -> None:
+    zero, peer, taken = raw(timeout=0.4)
+    with pytest.raises(PartyFailed):
+        receives(zero, 1, "t", 5)
+    done: list[Callable[[], None]] = []
+    closing = threading.Thread(target=lambda: (zero.close(), done.append(zero.close)))
+    closing.start()
+    closing.join(5)
+    assert done
+    del peer, taken
+
+
+def test_roles_lend_the_connections_of_their_parties() -> None:
+    zero, one = couple()
+    x = numbers(20)
+    swapped = [RoleTransport(zero, {0: 2, 1: 0}), RoleTransport(one, {0: 2, 1: 0})]
+    with Refusing(zero), Refusing(one):
+        sends(swapped[0], 0, "t", x)
+        assert torch.equal(receives(swapped[1], 2, "t", 20)[0], x)
+
+
+def test_only_plain_sockets_of_other_endpoints_are_lent() -> None:
+    zero, _ = couple()
+    assert len(zero.ends(1)) == 2
+    assert not zero.ends(0)
+    assert not zero.ends(2)
+    with contextlib.suppress(RuntimeError), Direct(zero.ends) as lent:
+        raise RuntimeError(str(lent.address))
+    zero.send(1, "t", numbers(3))
