@@ -1,32 +1,46 @@
-"""Connections lent to compiled programs, which write and read frames without Python (`kernels/backends/cpu/frames.py`).
+"""Connections lent to compiled programs, which write and read frames without Python.
 
-Only plain sockets are lent: what encrypts, delays, counts or alters messages is asked for each of them. While a
-connection is lent, whoever else wants to write to it (the end of the session, of another thread) waits, for at most as
-long as a program waits for a message.
+Plain sockets (`kernels/backends/cpu/frames.py`) and links between threads (`queues.py`) are lent; what encrypts,
+delays, counts or alters messages is asked for each of them. While a socket is lent, whoever else wants to write to it
+(the end of the session, of another thread) waits, for at most as long as a program waits for a message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 
 from private_llm.kernels.backends.cpu import connection
-from private_llm.net.socket_io import Incoming, Outgoing, Row
+
+Row = np.ndarray[tuple[int], np.dtype[np.int64]]
+"""A connection as programs use it: the words of `connection`."""
+
 
 MOST = 16
 """Endpoints; of those with higher numbers none is lent."""
 
 
+class End(Protocol):
+    """One end of a connection, in Python."""
+
+    def lend(self, row: Row) -> None:
+        """Let a program use it, until `take_back`; nobody else uses it meanwhile."""
+
+    def take_back(self, row: Row) -> None:
+        """The end of `lend`."""
+
+
 class Direct:
     """All connections of an endpoint that can be lent; inside `with`, `address` is that of the rows, by endpoint."""
 
-    def __init__(self, ends: Callable[[int], Sequence[Outgoing | Incoming]]) -> None:
+    def __init__(self, ends: Callable[[int], Sequence[End]]) -> None:
         """ends: `Transport.ends`."""
         self._table = np.zeros((MOST, connection.FIELDS), np.int64)
         self._table[:, [connection.OUT, connection.IN]] = -1
-        self._ends: list[tuple[Outgoing | Incoming, Row]] = []
+        self._ends: list[tuple[End, Row]] = []
         self.address = self._table.ctypes.data
         for endpoint in range(MOST if connection.HERE else 0):
             for end in ends(endpoint):

@@ -9,13 +9,15 @@ import copy
 import math
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from private_llm.errors import PartyFailed, TransportError
+from private_llm.net.direct import End
+from private_llm.net.memory_link import Item, MemoryLink, new_link
 from private_llm.net.transport import CLIENT, Transport, endpoint_name
 
 _MAX_AHEAD = 256 << 20
@@ -23,15 +25,14 @@ _MAX_AHEAD = 256 << 20
 
 
 _SMALL = 1024
-"""Payloads up to this size are not counted."""
+"""Bytes of payloads that are not counted."""
 
 
 class _Link:
     """One direction between two endpoints."""
 
-    def __init__(self) -> None:
-        self.items: queue.SimpleQueue[tuple[str, Tensor] | None] = queue.SimpleQueue()
-        self.peeked: tuple[str, Tensor] | None = None
+    def __init__(self, *, lent: bool) -> None:
+        self.items = new_link(lent=lent)
         self.ahead = 0
         self.room = threading.Condition()
 
@@ -90,7 +91,8 @@ class LocalMesh:
     def clear(self) -> None:
         """New links, for this parallel session alone."""
         self.waiting: dict[int, int] = {}
-        self.links = {(a, b): _Link() for a in self.endpoints for b in self.endpoints if a != b}
+        pairs = [(a, b) for a in self.endpoints for b in self.endpoints if a != b]
+        self.links = {pair: _Link(lent=CLIENT not in pair and self.turns is None) for pair in pairs}
 
     @property
     def failure(self) -> str | None:
@@ -122,7 +124,7 @@ class LocalMesh:
                 self.parallel_sessions.failure = reason
             meshes = list(self.parallel_sessions.meshes.values())
         for link in [link for mesh in meshes for link in mesh.links.values()]:
-            link.items.put(None)
+            link.items.wake()
             with link.room:
                 link.room.notify_all()
 
@@ -144,6 +146,15 @@ class LocalTransport(Transport):
         super().__init__(me)
         self._mesh, self._session = mesh, mesh.parallel_sessions
 
+    def ends(self, endpoint: int) -> Sequence[End]:
+        """Both, but for an endpoint that gives up its turn when it waits."""
+        there, back = (self._mesh.links.get(pair) for pair in ((self.me, endpoint), (endpoint, self.me)))
+        if there is None or back is None:
+            return ()
+        if isinstance(there.items, MemoryLink) and isinstance(back.items, MemoryLink):
+            return there.items.writer, back.items.reader
+        return ()
+
     def aside(self) -> AbstractContextManager[None]:
         """While this endpoint waits: another may compute. The client has no turns."""
         turns = self._mesh.turns
@@ -152,13 +163,14 @@ class LocalTransport(Transport):
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
         link = self._mesh.links[(self.me, to)]
         size = payload.numel() * payload.element_size()
-        if size > _SMALL:
+        counted = size > _SMALL
+        if counted:
             self._make_room(link, to)
             with link.room:
                 link.ahead += size
         if self._session.failure is not None:
             raise PartyFailed(self._session.failure)
-        link.items.put((tag, payload))
+        link.items.put((tag, payload, counted))
 
     def _make_room(self, link: _Link, to: int) -> None:
         """Wait while the receiver is too far behind."""
@@ -194,9 +206,9 @@ class LocalTransport(Transport):
     def wait(self, frm: int) -> None:
         """Block until a frame from `frm` is there, however long it takes."""
         link = self._mesh.links[(frm, self.me)]
-        if link.peeked is None:
+        if link.items.empty():
             with self.aside():
-                link.peeked = link.items.get()
+                link.items.wait()
         if self._session.failure is not None:
             raise PartyFailed(self._session.failure)
 
@@ -217,32 +229,30 @@ class LocalTransport(Transport):
         link = self._mesh.links[(frm, self.me)]
         if self._session.failure is not None:
             raise PartyFailed(self._session.failure)
-        item, link.peeked = link.peeked, None
-        if item is None:
-            self._mesh.waiting[self.me] = frm
-            try:
-                item = self._awaited(link)
-            except queue.Empty:
-                who = self._mesh.silent(self.me, frm)
-                text = f"{who}, while '{tag}' of {endpoint_name(frm)} was awaited"
-                raise self._fail(PartyFailed(text)) from None
-            finally:
-                del self._mesh.waiting[self.me]
-            if self._session.failure is not None:
-                raise PartyFailed(self._session.failure)
+        self._mesh.waiting[self.me] = frm
+        try:
+            item = self._awaited(link)
+        except queue.Empty:
+            who = self._mesh.silent(self.me, frm)
+            text = f"{who}, while '{tag}' of {endpoint_name(frm)} was awaited"
+            raise self._fail(PartyFailed(text)) from None
+        finally:
+            del self._mesh.waiting[self.me]
+        if self._session.failure is not None:
+            raise PartyFailed(self._session.failure)
         if item is None:
             raise PartyFailed(f"{endpoint_name(frm)} stopped")
-        size = item[1].numel() * item[1].element_size()
-        if size > _SMALL:
+        got, payload, counted = item
+        if counted:
             with link.room:
-                link.ahead -= size
+                link.ahead -= payload.numel() * payload.element_size()
                 link.room.notify()
-        return item
+        return got, payload
 
-    def _awaited(self, link: _Link) -> tuple[str, Tensor] | None:
+    def _awaited(self, link: _Link) -> Item | None:
         """What a link brings. Raises queue.Empty if that is nothing for too long."""
         if self._mesh.turns is not None and not link.items.empty():
-            return link.items.get_nowait()  # nobody else takes from this link
+            return link.items.get()  # nobody else takes from this link
         with self.aside():
             return link.items.get(timeout=self._mesh.timeout)
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from private_llm.net.socket_io import Incoming, Outgoing
+from private_llm.net.direct import End
 from private_llm.net.transport import CLIENT, PassingTransport, Transport
 
 RoleAssignment = tuple[int, ...]
@@ -69,7 +69,7 @@ class RoleTransport(PassingTransport):
         """Block until a frame from that role's party is there."""
         self._inner.wait(self._party[frm])
 
-    def ends(self, endpoint: int) -> Sequence[Outgoing | Incoming]:
+    def ends(self, endpoint: int) -> Sequence[End]:
         """Those of the party that plays this role."""
         return self._inner.ends(self._party[endpoint]) if endpoint in self._party else ()
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from private_llm.errors import PartyFailed, TransportError
 from private_llm.kernels.backends.cpu import connection
 from private_llm.net import wire
+from private_llm.net.direct import Row
 from private_llm.net.roles import PASSES_ON, attributed
 from private_llm.net.transport import endpoint_name
 from private_llm.net.wire import HEADER_BYTES, Kind
@@ -50,10 +51,6 @@ _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 Idle = Callable[["Incoming", float], None]
 """Called with the seconds of silence after each slice of time, and with 0 when the peer said for whom it waits;
 raises PartyFailed when the silence was too long."""
-
-
-Row = np.ndarray[tuple[int], np.dtype[np.int64]]
-"""A connection as compiled programs use it: the words of `connection`."""
 
 
 class Allowance:
@@ -144,6 +141,7 @@ class Outgoing:
         """Let a compiled program write frames, until `take_back`; nobody else writes meanwhile."""
         self._room.acquire()
         usable = not self._queue and self.failure is None and not self._closing
+        row[connection.KIND] = connection.SOCKET
         row[connection.OUT] = self._sock.fileno() if usable else -1
         row[connection.SENT], row[connection.WRITTEN], row[connection.OUT_PART] = self._sequence, 0, 0
         row[connection.OUT_HEAD] = self._head.ctypes.data

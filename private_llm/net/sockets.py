@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError, PartyFailed, TransportError
+from private_llm.net.direct import End
 from private_llm.net.socket_io import Incoming, Outgoing
 from private_llm.net.transport import CLIENT, Transport, endpoint_name
 from private_llm.net.wire import Kind
@@ -68,7 +69,7 @@ class SocketTransport(Transport):
             peer: Incoming(pair.inn, peer, pair.in_session, self._slice, patience) for peer, pair in pairs.items()
         }
 
-    def ends(self, endpoint: int) -> Sequence[Outgoing | Incoming]:
+    def ends(self, endpoint: int) -> Sequence[End]:
         """Both, where the sockets are plain ones."""
         if endpoint not in self._out or self.device != "cpu" or not self._out[endpoint].plain:
             return ()

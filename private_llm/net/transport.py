@@ -11,17 +11,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError, TransportError
+from private_llm.net.direct import End
 from private_llm.net.ledger import Ledger
 from private_llm.net.wire import TRAVELS, dtype_code
-
-if TYPE_CHECKING:
-    from private_llm.net.socket_io import Incoming, Outgoing
 
 CLIENT = 255
 """Endpoint number of the user's process."""
@@ -95,7 +92,7 @@ class Transport(ABC):
             )
         return self
 
-    def ends(self, endpoint: int) -> Sequence[Outgoing | Incoming]:
+    def ends(self, endpoint: int) -> Sequence[End]:
         """The ends of the connections with an endpoint that compiled programs may use in place of this transport: none
         if it does more with messages than to pass them on.
         """

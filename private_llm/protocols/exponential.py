@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
+from private_llm.kernels.exponential import Digits, Factors, Secrets
 
 TOP = 1
 """Arguments lie in [TOP - SPAN, TOP)."""
@@ -68,49 +69,41 @@ class Exponential:
     def _kept(self) -> int:
         return min(self.frac, _FINEST)
 
-    def _digits(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Which sixteen (0 or 1), and the upper and lower half of the rest's bits."""
-        rest_bits = self._kept + 4
-        low = values >> (self.frac - self._kept)
-        rest, fine = low & ((1 << rest_bits) - 1), rest_bits // 2
-        return (low >> rest_bits) & 1, rest >> fine, rest & ((1 << fine) - 1)
+    @property
+    def digits(self) -> Digits:
+        """How masked numbers and masks are cut."""
+        return _digits(self.frac, self._kept)
 
-    def factors(self, masked: Tensor) -> tuple[Tensor, Tensor]:
-        """(for a mask whose digit is 0, for one whose digit is 1): int64 [n] from x + a + offset [n]. Local."""
-        digit, upper, lower = self._digits(masked)
-        near, far, fine = (table.to(masked.device) for table in _public_tables(self._kept))
-        scale = fine[lower]
-        same, other = (
-            (coarse[upper] * scale + (1 << (bits - 1))) >> bits
-            for coarse, bits in ((near, _NEAR_BITS), (far, FACTOR_BITS))
-        )
-        zero = digit == 0
-        return torch.where(zero, same, other), torch.where(zero, other, same)
+    @property
+    def factors(self) -> Factors:
+        """Of x + a + offset."""
+        return _factors(self._kept)
 
-    def secrets(self, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """(digit 0 or 1, e^(-r) with SECRET_BITS fractional bits): int64 [n] from masks [n]. Local."""
-        digit, upper, lower = self._digits(mask)
-        coarse, fine = (table.to(mask.device) for table in _secret_tables(self._kept))
-        shift = _COARSE_BITS + _FINE_BITS - SECRET_BITS
-        return digit, (coarse[upper] * fine[lower] + (1 << (shift - 1))) >> shift
+    @property
+    def secrets(self) -> Secrets:
+        """e^(-r) with SECRET_BITS fractional bits."""
+        return _secrets(self._kept)
+
+
+@lru_cache(maxsize=32)
+def _digits(frac: int, kept: int) -> Digits:
+    return Digits(frac - kept, kept + 4, (kept + 4) // 2)
 
 
 @lru_cache(maxsize=8)
-def _public_tables(frac: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the upper bits, for a mask of the same digit and of the other one; of the lower bits."""
+def _factors(frac: int) -> Factors:
     fine = (frac + 4) // 2
     count, step = 1 << (frac + 4 - fine), fine - frac
     near = _powers(count, step, 1, TOP - SPAN, _NEAR_BITS)
     far = _powers(count, step, 1, TOP, FACTOR_BITS)
-    return near, far, _powers(1 << fine, -frac, 1, 0, FACTOR_BITS)
+    return Factors(near, far, _powers(1 << fine, -frac, 1, 0, FACTOR_BITS), _NEAR_BITS, FACTOR_BITS)
 
 
 @lru_cache(maxsize=8)
-def _secret_tables(frac: int) -> tuple[Tensor, Tensor]:
-    """Of the upper bits and of the lower bits."""
+def _secrets(frac: int) -> Secrets:
     fine = (frac + 4) // 2
     coarse = _powers(1 << (frac + 4 - fine), fine - frac, -1, 0, _COARSE_BITS)
-    return coarse, _powers(1 << fine, -frac, -1, 0, _FINE_BITS)
+    return Secrets(coarse, _powers(1 << fine, -frac, -1, 0, _FINE_BITS), _COARSE_BITS + _FINE_BITS - SECRET_BITS)
 
 
 def _powers(count: int, step: int, sign: int, start: int, bits: int) -> Tensor:

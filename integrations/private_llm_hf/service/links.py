@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import TransportError
-from private_llm.net.socket_io import Incoming, Outgoing
+from private_llm.net.direct import End
 from private_llm.net.transport import CLIENT, PassingTransport, Transport
 
 Give = Callable[[str, Tensor], None]
@@ -65,7 +65,7 @@ class ServiceLinks(PassingTransport):
         self.inputs: deque[Frame] = deque()
         self.receivers: deque[Give] = deque()
 
-    def ends(self, endpoint: int) -> Sequence[Outgoing | Incoming]:
+    def ends(self, endpoint: int) -> Sequence[End]:
         """Those of the parties."""
         return () if endpoint == CLIENT else self._inner.ends(endpoint)
 

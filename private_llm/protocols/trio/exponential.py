@@ -13,10 +13,10 @@ none to a single party. Party 2 receives four ring elements masked by a stream t
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
+from private_llm.kernels import exponential
 from private_llm.protocols.exponential import Exponential
 from private_llm.protocols.share import BitShare, Share
 from private_llm.protocols.trio.piecewise import TrioPiecewise
@@ -43,43 +43,17 @@ class TrioExponentials(TrioPiecewise):
                 shares = self._draw(_PLACES * count).view(_PLACES, count)
             else:
                 shares = self.transport.recv(0, "exponential", (_PLACES, count), self.ring.dtype)
-            piece = self._weighed(both + plan.offset, keep, shares, plan)
+            masked = both + plan.offset
+            piece = exponential.weighed(masked, keep.parts[0].contiguous(), shares, plan.digits, plan.factors)
         return self._finish("exponential", x.shape, piece, plan.shift, helped=False)
 
     def _places(self, mask: Tensor, keep: BitShare, plan: Exponential) -> Tensor:
         """Party 0: e^(-r) in one of four places, less party 1's shares: [4, n]."""
         message = -self._draw(_PLACES * mask.numel()).view(_PLACES, mask.numel())
-        if mask.is_meta:
-            return message
-        flags = _flags(keep.parts[0] ^ keep.parts[1], keep.count)
-        for at in range(0, mask.numel(), _ENTRIES):
-            some = slice(at, at + _ENTRIES)
-            digit, value = plan.secrets(mask[some])
-            message[:, some].scatter_add_(0, (2 * digit + flags[some])[None], value[None])
+        flags = keep.parts[0] ^ keep.parts[1]
+        exponential.placed(mask, flags, message, plan.digits, plan.secrets)
         return message
-
-    def _weighed(self, masked: Tensor, keep: BitShare, shares: Tensor, plan: Exponential) -> Tensor:
-        """An evaluator's additive piece of the result: [n]."""
-        piece = torch.empty_like(masked)
-        if piece.is_meta:
-            return piece
-        flags = _flags(keep.parts[0], keep.count).bool()
-        for at in range(0, masked.numel(), _ENTRIES):
-            some = slice(at, at + _ENTRIES)
-            zero, one = plan.factors(masked[some])
-            first, second = (torch.where(flags[some], shares[place, some], shares[place + 1, some]) for place in (0, 2))
-            piece[some] = zero * first + one * second
-        return piece
-
-
-def _flags(words: Tensor, count: int) -> Tensor:
-    """Bits [1, W] as numbers 0 and 1: [count]."""
-    places = torch.arange(64, device=words.device)
-    return ((words.reshape(-1, 1) >> places) & 1).view(-1)[:count]
 
 
 _PLACES = 4
 """Two digits times two values of the mask of the bit."""
-
-_ENTRIES = 1 << 16
-"""Elements that are looked up at once, so that what lies between stays in the cache."""

@@ -7,6 +7,8 @@ import sys
 
 HERE = sys.platform == "linux" and sys.maxsize > 1 << 32 and platform.machine() in {"x86_64", "aarch64"}
 """Whether sockets have the constants and structures that compiled programs know."""
+IN_MEMORY = HERE and platform.machine() == "x86_64"
+"""Whether links between threads are lent: their ring needs stores to be seen in the order in which they were made."""
 
 HEADER_WORDS = 8
 HEADER = 8 * HEADER_WORDS
@@ -14,11 +16,13 @@ INLINE = 64 << 10
 """Bytes of the largest payload that a program writes; a larger one may have to wait until its reader has room."""
 
 FIELDS = 32
+SOCKET, MEMORY = range(2)
+"""KIND: what the connection is made of."""
 (
-    OUT, SENT, OUT_HEAD, WRITTEN, OUT_PLACE, OUT_SIZE, OUT_PART,
-    IN, TAKEN, BUFFER, START, END, SIZE, IN_HEAD, IN_SESSION, PLACE, IN_PART, SOON, WAIT_MS,
+    KIND, OUT, SENT, OUT_HEAD, WRITTEN, OUT_PLACE, OUT_SIZE, OUT_PART,
+    IN, TAKEN, BUFFER, START, END, SIZE, IN_HEAD, IN_SESSION, PLACE, IN_PART, COUNTED, SOON, WAIT_MS,
     SYSTEM,
-) = range(20)  # fmt: skip
+) = range(22)  # fmt: skip
 """Words of a connection. OUT, IN: numbers of the sockets, -1 for none. SENT, TAKEN: frames so far. OUT_HEAD: where the
 header to be sent is, its first two words filled in. WRITTEN: bytes of whole frames. OUT_PART: bytes of the next frame
 that were written before the connection was full, 0 if none; its payload is OUT_SIZE bytes at OUT_PLACE.
@@ -26,4 +30,20 @@ that were written before the connection was full, 0 if none; its payload is OUT_
 BUFFER, START, END, SIZE: what was read ahead. IN_HEAD, IN_SESSION: the first two words of every header that comes.
 IN_PART: bytes of a payload that lie at PLACE before it stalled, its header taken; -1 if there is none. SOON: whether
 the last message came almost at once. WAIT_MS: how long to wait. From SYSTEM on: structures for the operating system.
+
+In memory OUT and IN are the counters, OUT_HEAD and IN_HEAD where the rings are; COUNTED: whether the next message is
+subtracted from the counter already.
 """
+
+HEAD, TAIL, RING_STATE = 0, 8, 16
+"""Words of a ring before its frames: how many words were ever written, and read, each in a line of the cache."""
+ROOM = 1 << 16
+"""Words of frames in a ring."""
+TAG_WORDS = 4
+NUMBER, COUNT, TAG = 0, 1, 2
+"""Words of a frame's header in a ring: the number of the message, from 1 on, its elements, its tag."""
+
+
+def frame_words(count: int) -> int:
+    """Words of a frame of `count` elements in a ring: whole headers, so that no header is cut in two."""
+    return HEADER_WORDS * (1 + -(-count // HEADER_WORDS))

@@ -21,8 +21,8 @@ from private_llm.kernels.compiling import compiled
 _DO_NOT_WAIT, _NO_SIGNAL = 0x40, 0x4000
 _POLLIN = 1
 _MONOTONIC = 1
-_TRIES = 400
-"""How often a message is looked for before the thread sleeps, if the last one came soon: for some 100 us. A sleep and
+TRIES = 150
+"""How often a message is looked for before the thread sleeps, if the last one came soon: for some 40 us. A sleep and
 its end take 50, the answer of a party on the same machine hardly longer, and a step waits for hundreds."""
 _SOON_NS = 200_000
 """A sleep that was no longer was hardly worth it."""
@@ -35,7 +35,8 @@ _send = types.ExternalFunction("sendmsg", types.intp(types.intc, types.uintp, ty
 _recv = types.ExternalFunction("recv", types.intp(types.intc, types.uintp, types.uintp, types.intc))
 _clock = types.ExternalFunction("clock_gettime", types.intc(types.intc, types.uintp))
 _poll = types.ExternalFunction("poll", types.intc(types.uintp, types.uintp, types.intc))
-_move = types.ExternalFunction("memmove", types.uintp(types.uintp, types.uintp, types.uintp))
+copied = types.ExternalFunction("memmove", types.uintp(types.uintp, types.uintp, types.uintp))
+"""copied(to, source, bytes), by address."""
 
 
 @compiled
@@ -83,18 +84,24 @@ def _now(link: int) -> int:
 
 
 @compiled
-def _read(row: Array, link: int, to: int, size: int) -> int:
-    """Bytes that were read, at least one; 0 or less if there are none within the time, or never again."""
-    tries = _TRIES if row[word.SOON] else 1
-    for _ in range(tries):
-        got = _recv(row[word.IN], to, size, _DO_NOT_WAIT)
-        if got >= 0:
-            return int(got)
+def slept(row: Array, link: int) -> bool:
+    """Sleep until there is something to read; False after WAIT_MS."""
     began = _now(link)
     row[word.SYSTEM] = row[word.IN] | (_POLLIN << 32)  # struct pollfd: the number, and what is awaited
     ready = _poll(link + 8 * word.SYSTEM, 1, row[word.WAIT_MS]) > 0
     row[word.SOON] = _now(link) - began < _SOON_NS
-    return int(_recv(row[word.IN], to, size, _DO_NOT_WAIT)) if ready else 0
+    return bool(ready)
+
+
+@compiled
+def _read(row: Array, link: int, to: int, size: int) -> int:
+    """Bytes that were read, at least one; 0 or less if there are none within the time, or never again."""
+    tries = TRIES if row[word.SOON] else 1
+    for _ in range(tries):
+        got = _recv(row[word.IN], to, size, _DO_NOT_WAIT)
+        if got >= 0:
+            return int(got)
+    return int(_recv(row[word.IN], to, size, _DO_NOT_WAIT)) if slept(row, link) else 0
 
 
 @compiled
@@ -104,7 +111,7 @@ def receive(link: int, payload: int, count: int, tag: Array) -> bool:
     if row[word.IN] < 0:
         return False
     if row[word.SIZE] - row[word.START] < word.HEADER:
-        _move(row[word.BUFFER], row[word.BUFFER] + row[word.START], row[word.END] - row[word.START])
+        copied(row[word.BUFFER], row[word.BUFFER] + row[word.START], row[word.END] - row[word.START])
         row[word.START], row[word.END] = 0, row[word.END] - row[word.START]
     while row[word.END] - row[word.START] < word.HEADER:
         if row[word.START] == row[word.END]:
@@ -124,7 +131,7 @@ def receive(link: int, payload: int, count: int, tag: Array) -> bool:
     row[word.TAKEN] += 1
     size = 8 * count
     done = min(size, row[word.END] - row[word.START])
-    _move(payload, row[word.BUFFER] + row[word.START], done)
+    copied(payload, row[word.BUFFER] + row[word.START], done)
     row[word.START] += done
     while done < size:
         got = _read(row, link, payload + done, size - done)

@@ -17,8 +17,8 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from private_llm.kernels.address import WORD, flat
-from private_llm.kernels.backends.cpu import bits, frames, matmul, trunc
-from private_llm.kernels.backends.cpu.connection import FIELDS
+from private_llm.kernels.backends.cpu import bits, exponential, frames, matmul, queues, trunc
+from private_llm.kernels.backends.cpu.connection import FIELDS, KIND, MEMORY
 from private_llm.kernels.compiling import CompiledStep, compiled
 
 DIMS = 4
@@ -53,9 +53,20 @@ address of its payload, the number of its elements, and 4 words of tag."""
 
 
 @compiled
+def _message(code: int, link: int, payload: int, count: int, tag: Array) -> bool:
+    """Send or receive; False: Python does it."""
+    memory = flat(link, FIELDS, _SIGNED)[KIND] == MEMORY
+    if code == SEND:
+        done = queues.send(link, payload, count, tag) if memory else frames.send(link, payload, count, tag)
+    else:
+        done = queues.receive(link, payload, count, tag) if memory else frames.receive(link, payload, count, tag)
+    return bool(done)
+
+
+@compiled
 def run(table: int, starts: int, first: int, last: int, links: int) -> int:
     """Rows first .. last - 1 of a table of words, which begin where `starts` says, with the connections `links`
-    (`frames.py`; all by address). Returns the first row that is left to Python, or `last`.
+    (`frames.py`, `queues.py`; all by address). Returns the first row that is left to Python, or `last`.
     """
     words, rows = flat(table, 1 << 40, _SIGNED), flat(starts, 1 << 40, _SIGNED)
     for step in range(first, last):
@@ -67,11 +78,7 @@ def run(table: int, starts: int, first: int, last: int, links: int) -> int:
         if code == STOP:
             return step
         link, tag = links + 8 * FIELDS * words[at + 1], words[at + 4 : at + 8]
-        if code == SEND:
-            done = frames.send(link, words[at + 2], words[at + 3], tag)
-        else:
-            done = frames.receive(link, words[at + 2], words[at + 3], tag)
-        if not done:
+        if not _message(code, link, words[at + 2], words[at + 3], tag):
             return step
     return last
 
@@ -164,6 +171,23 @@ def row_product(row: Row) -> None:
     matmul.row_product(a[0], a[1], a[2], a[3], a[4], a[5], a[6], WORD)
 
 
+@CompiledStep
+def exponential_weighed(row: Row) -> None:
+    """`exponential.weighed`."""
+    a = carray(row, 15)
+    digits, near = flat(a[4], a[5], _SIGNED), flat(a[6], a[7], _SIGNED)
+    far, fine = flat(a[8], a[9], _SIGNED), flat(a[10], a[11], _SIGNED)
+    exponential.weighed(a[0], a[1], a[2], a[3], digits, near, far, fine, a[12], a[13], a[14])
+
+
+@CompiledStep
+def exponential_placed(row: Row) -> None:
+    """`exponential.placed`."""
+    a = carray(row, 11)
+    digits, coarse, fine = flat(a[3], a[4], _SIGNED), flat(a[5], a[6], _SIGNED), flat(a[7], a[8], _SIGNED)
+    exponential.placed(a[0], a[1], a[2], digits, coarse, fine, a[9], a[10])
+
+
 KERNELS: dict[Any, tuple[Any, str]] = {
     bits.transpose_words: (transpose_words, "rizwiii"),
     bits.block_monomials: (block_monomials, "riipwii"),
@@ -175,6 +199,8 @@ KERNELS: dict[Any, tuple[Any, str]] = {
     trunc.helper: (trunc_helper, "rrrrrrriizwwww"),
     trunc.opened: (trunc_opened, "rrrriizww"),
     trunc.closed: (trunc_closed, "rrrrriizww"),
+    exponential.weighed: (exponential_weighed, "rrrippppiiw"),
+    exponential.placed: (exponential_placed, "rripppiw"),
     matmul.dot_product: (dot_product, "rrwiiiiz"),
     matmul.row_product: (row_product, "rrwiiiiz"),
 }

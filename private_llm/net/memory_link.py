@@ -1,0 +1,207 @@
+"""One direction between two threads of one process: tensors as they are, and frames that compiled programs write.
+
+Messages are numbered. Each is either an object of Python's, or a frame in a ring of memory that the program of one
+party writes and that of another reads, without Python's lock (`kernels/backends/cpu/queues.py`). A counter of the
+operating system says how many are there; who waits, waits for it. Without such counters everything is an object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import queue
+import select
+import threading
+import weakref
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from private_llm.kernels.backends.cpu import connection as word
+from private_llm.net.direct import Row
+
+Item = tuple[str, Tensor, bool]
+"""A tag, a payload, and whether the writer counts its bytes until they are read."""
+
+_WAIT_MS = 200
+"""How long a program waits before Python does."""
+
+
+class Link(Protocol):
+    """A queue of tensors with one reader and one writer; anybody may call `wake`."""
+
+    def put(self, item: Item) -> None:
+        """Add one."""
+
+    def get(self, timeout: float | None = None) -> Item | None:
+        """The next one; None after `wake`. Raises queue.Empty if there is none in time."""
+
+    def wait(self) -> None:
+        """Until there is one."""
+
+    def empty(self) -> bool:
+        """Whether `get` would wait."""
+
+    def wake(self) -> None:
+        """Let the reader's `get` or `wait` return."""
+
+
+class ObjectLink:
+    """A `Link` of objects only."""
+
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._first: deque[Item | None] = deque()
+        self.put = self._items.put
+
+    def get(self, timeout: float | None = None) -> Item | None:
+        """As `Link`."""
+        return self._first.popleft() if self._first else self._items.get(timeout=timeout)
+
+    def wait(self) -> None:
+        """As `Link`."""
+        if not self._first:
+            self._first.append(self._items.get())
+
+    def empty(self) -> bool:
+        """As `Link`."""
+        return not self._first and self._items.empty()
+
+    def wake(self) -> None:
+        """As `Link`."""
+        self._items.put(None)
+
+
+@functools.cache
+def _calls() -> ctypes.PyDLL:
+    """The C library, called with Python's lock held: giving it up for a microsecond would cost milliseconds."""
+    return ctypes.PyDLL(None)
+
+
+class MemoryLink:
+    """A `Link` whose two ends can be lent to programs."""
+
+    def __init__(self) -> None:
+        self._counter = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._counter)
+        self._poll = select.poll()
+        self._poll.register(self._counter, select.POLLIN)
+        self._objects: deque[Item] = deque()
+        self._written = self._read = 0
+        self._counted = False
+        self._ring: Row | None = None
+        self._making = threading.Lock()
+        self._count = ctypes.c_uint64()
+        self.writer, self.reader = Writer(self), Reader(self)
+
+    def put(self, item: Item) -> None:
+        """As `Link`."""
+        self._objects.append(item)
+        self._written += 1
+        self.wake()
+
+    def wake(self) -> None:
+        """As `Link`."""
+        _calls().eventfd_write(self._counter, ctypes.c_uint64(1))
+
+    def empty(self) -> bool:
+        """As `Link`."""
+        self._counted = self._counted or _calls().eventfd_read(self._counter, ctypes.byref(self._count)) == 0
+        return not self._counted
+
+    def wait(self) -> None:
+        """As `Link`."""
+        while self.empty():
+            self._poll.poll()
+
+    def get(self, timeout: float | None = None) -> Item | None:
+        """As `Link`."""
+        if self.empty():
+            self._poll.poll(None if timeout is None else timeout * 1000)
+        if self.empty():
+            raise queue.Empty
+        self._counted = False
+        self._read += 1
+        ring = self._ring
+        if ring is not None and ring[word.TAIL] != ring[word.HEAD]:
+            head = _front(ring, 0, word.HEADER_WORDS)
+            if head[word.NUMBER] == self._read:
+                return self._taken(ring, head)
+        return self._objects.popleft() if self._objects else None
+
+    def _taken(self, ring: Row, head: Row) -> Item:
+        """The frame at the front of the ring."""
+        count = int(head[word.COUNT])
+        payload = torch.from_numpy(_front(ring, word.HEADER_WORDS, count))
+        ring[word.TAIL] += word.frame_words(count)
+        return head[word.TAG : word.TAG + word.TAG_WORDS].tobytes().rstrip(b"\0").decode(), payload, False
+
+    def ring(self) -> Row:
+        """The ring, made when an end is lent first."""
+        with self._making:
+            if self._ring is None:
+                self._ring = np.zeros(word.RING_STATE + word.ROOM, np.int64)
+        return self._ring
+
+
+def _front(ring: Row, skip: int, count: int) -> Row:
+    """A copy of `count` words of a ring behind its first `skip`."""
+    places = (int(ring[word.TAIL]) + skip + np.arange(count)) % word.ROOM
+    made: Row = ring[word.RING_STATE + places]
+    return made
+
+
+class Writer:
+    """The end that puts."""
+
+    def __init__(self, link: MemoryLink) -> None:
+        self._link = weakref.ref(link)
+
+    def lend(self, row: Row) -> None:
+        """Let a program write frames, until `take_back`."""
+        link = self._link()
+        if link is not None:
+            row[word.KIND], row[word.OUT], row[word.SENT] = word.MEMORY, link._counter, link._written
+            row[word.OUT_HEAD] = link.ring().ctypes.data
+
+    def take_back(self, row: Row) -> None:
+        """The end of `lend`."""
+        link = self._link()
+        if link is not None:
+            link._written = int(row[word.SENT])
+        row[word.OUT] = -1
+
+
+class Reader:
+    """The end that gets."""
+
+    def __init__(self, link: MemoryLink) -> None:
+        self._link = weakref.ref(link)
+
+    def lend(self, row: Row) -> None:
+        """Let a program read frames, until `take_back`."""
+        link = self._link()
+        if link is not None:
+            row[word.KIND], row[word.IN], row[word.TAKEN] = word.MEMORY, link._counter, link._read
+            row[word.IN_HEAD], row[word.COUNTED] = link.ring().ctypes.data, link._counted
+            row[word.WAIT_MS] = _WAIT_MS
+
+    def take_back(self, row: Row) -> None:
+        """The end of `lend`."""
+        link = self._link()
+        if link is not None:
+            link._read, link._counted = int(row[word.TAKEN]), bool(row[word.COUNTED])
+        row[word.IN] = -1
+
+
+def new_link(*, lent: bool) -> ObjectLink | MemoryLink:
+    """A link; lent: whether programs at both ends may want to use it."""
+    if lent and word.IN_MEMORY:
+        with contextlib.suppress(OSError):  # no counter is free
+            return MemoryLink()
+    return ObjectLink()

@@ -1,0 +1,43 @@
+"""The kernels of exponentials compute what PyTorch's operations compute, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from private_llm.kernels import exponential
+from private_llm.protocols.exponential import TOTAL_BITS, Exponential
+
+EDGES = [0, 1, -1, 1 << 62, -(1 << 62), (1 << 63) - 1, -(1 << 63), 15 << 10, 16 << 10, (16 << 10) - 1, 31 << 10]
+
+
+def words(count: int, seed: int) -> Tensor:
+    """Numbers of all sizes, with edges first."""
+    high, low = (torch.randint(1 << 32, (count,), generator=torch.Generator().manual_seed(seed + n)) for n in (0, 1))
+    made = (high << 32) ^ low
+    made[: len(EDGES)] = torch.tensor(EDGES)[:count]
+    return made
+
+
+@pytest.mark.parametrize("frac", [0, 1, 10, 18, 20, 27])
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 1000, (1 << 16) + 3])
+def test_kernels_and_operations_agree(frac: int, count: int) -> None:
+    plan = Exponential(frac, TOTAL_BITS - 18)
+    x, keep, shares = words(count, 1), words(-(-count // 64), 3)[None], words(4 * count, 5).view(4, count)
+    piece = torch.empty_like(x)
+    exponential.weighed_by_operations(x, keep, shares, plan.digits, plan.factors, piece)
+    assert torch.equal(exponential.weighed(x, keep, shares, plan.digits, plan.factors), piece)
+    messages = [shares.clone(), shares.clone()]
+    exponential.placed(x, keep, messages[0], plan.digits, plan.secrets)
+    exponential.placed_by_operations(x, keep, messages[1], plan.digits, plan.secrets)
+    assert torch.equal(*messages)
+    assert not torch.equal(messages[0], shares)
+
+
+def test_nothing() -> None:
+    plan = Exponential(18, 20)
+    none = torch.empty(0, dtype=torch.int64)
+    made = exponential.weighed(none, none[None], none.view(4, 0), plan.digits, plan.factors)
+    assert made.shape == (0,)
+    exponential.placed(none, none[None], none.view(4, 0), plan.digits, plan.secrets)
