@@ -1,4 +1,4 @@
-"""Kernels on this machine's GPU: the tests, a private generation on the GPU, and ring products in TMAC/s.
+"""Kernels on this machine's GPU: the tests, a private generation on the GPU, ring products in TMAC/s, and whole models.
 
 python scripts/bench_gpu.py              tests, generation and benchmark; needs a GPU
 python scripts/bench_gpu.py --no-tests   without the tests
@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from private_llm_hf import patch  # noqa: E402
 from torch import Tensor  # noqa: E402
-from transformers import OPTConfig, OPTForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, OPTForCausalLM  # noqa: E402
 
 from private_llm.config import PrivateConfig  # noqa: E402
 from private_llm.kernels import reference  # noqa: E402
@@ -174,6 +176,40 @@ def generation() -> dict[str, Any]:
     return {"name": "generate", "parties_on": DEVICE, "tokens_equal_plaintext": bool(torch.equal(found, wanted))}
 
 
+def models(tiny: bool) -> Iterator[dict[str, Any]]:
+    """GPT-2 small and one layer of LLaMA-7B, random weights: a pass over a prompt, and further tokens behind it.
+
+    All parties are threads of this process and share the GPU. The logits are compared with plaintext.
+    """
+    narrow = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 96}
+    layer = {"num_hidden_layers": 1, "vocab_size": 1024}  # the published sizes, but for these
+    shapes: tuple[tuple[str, Any], ...] = (
+        ("gpt2", GPT2Config(n_embd=64, n_head=4, n_layer=1, vocab_size=96) if tiny else GPT2Config()),
+        ("llama-7b-layer", LlamaConfig(**narrow, intermediate_size=96) if tiny else LlamaConfig(**layer)),
+    )
+    prompt, further = (5, 2) if tiny else (128, 8)
+    for name, config in shapes:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        ids = (torch.arange(prompt + further) * 37 % config.vocab_size)[None]
+        with torch.no_grad(), patch(model, PrivateConfig(device=DEVICE)) as private:
+            want = model(ids).logits[:, -1]
+            private(ids[:, :prompt])  # compiles and tunes kernels
+            began = time.perf_counter()
+            made = private(ids[:, :prompt], use_cache=True)
+            first, steps = time.perf_counter() - began, []
+            for at in range(prompt, prompt + further):
+                began = time.perf_counter()
+                made = private(ids[:, at : at + 1], past_key_values=made.past_key_values, use_cache=True)
+                steps.append(time.perf_counter() - began)
+        yield {
+            "name": "model", "model": name, "shape": [1, prompt, further], "parties_on": DEVICE,
+            "seconds_prompt": round(first, 4) if GPU else None,
+            "seconds_per_token": round(statistics.median(steps), 4) if GPU else None,
+            "error_max": float((made.logits[:, -1] - want).abs().max()),
+        }  # fmt: skip
+
+
 def main() -> None:
     """Print one JSON object per line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -190,7 +226,7 @@ def main() -> None:
             done = subprocess.run(command, cwd=ROOT, check=False)
         print(json.dumps({"name": "tests", "passed": done.returncode == 0}), flush=True)
     print(json.dumps(generation()), flush=True)
-    for rows in (products, convolutions, streams):
+    for rows in (products, convolutions, streams, models):
         for row in rows(given.tiny):
             print(json.dumps(row), flush=True)
 
