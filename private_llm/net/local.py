@@ -9,6 +9,7 @@ import copy
 import math
 import queue
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -23,6 +24,9 @@ from private_llm.net.transport import CLIENT, Transport, endpoint_name
 _MAX_AHEAD = 256 << 20
 """Bytes a sender may run ahead of its receiver before it waits (bounds memory of the preprocessing)."""
 
+
+_PARTIES = 4
+"""Endpoints with lower numbers run programs; a link that they may use takes a file descriptor."""
 
 _SMALL = 1024
 """Bytes of payloads that are not counted."""
@@ -42,7 +46,7 @@ class _ParallelSessions:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.meshes: dict[int, LocalMesh] = {}
+        self.meshes: weakref.WeakValueDictionary[int, LocalMesh] = weakref.WeakValueDictionary()
         self.failure: str | None = None
 
 
@@ -76,23 +80,27 @@ _NO_TURNS: AbstractContextManager[None] = nullcontext()
 
 
 class LocalMesh:
-    """Creates the transports of all endpoints of one session."""
+    """Creates the transports of all endpoints of one session. lends: whether programs may use its links themselves."""
+
+    lends = True
 
     def __init__(self, parties: int, timeout: float = 60.0, at_once: int | None = None) -> None:
         """at_once: how many parties compute at a time, each inside `turn` and in one thread (None: all may)."""
         self.endpoints = [*range(parties), CLIENT]
         self.timeout = timeout
         self.turns = None if at_once is None else Turns(at_once)
+        self.lends = self.lends and self.turns is None
         self.number = 0
         self.parallel_sessions = _ParallelSessions()
         self.parallel_sessions.meshes[0] = self
+        self.others: list[LocalMesh] = []  # of this session, made here; no circle, so that links end with the mesh
         self.clear()
 
     def clear(self) -> None:
         """New links, for this parallel session alone."""
         self.waiting: dict[int, int] = {}
         pairs = [(a, b) for a in self.endpoints for b in self.endpoints if a != b]
-        self.links = {pair: _Link(lent=CLIENT not in pair and self.turns is None) for pair in pairs}
+        self.links = {pair: _Link(lent=self.lends and max(pair) < _PARTIES) for pair in pairs}
 
     @property
     def failure(self) -> str | None:
@@ -106,12 +114,13 @@ class LocalMesh:
     def parallel_session(self, number: int) -> LocalMesh:
         """The mesh of another parallel session of the same session."""
         with self.parallel_sessions.lock:
-            if number not in self.parallel_sessions.meshes:
-                twin = copy.copy(self)
-                twin.number = number
-                twin.clear()
-                self.parallel_sessions.meshes[number] = twin
-            return self.parallel_sessions.meshes[number]
+            found = self.parallel_sessions.meshes.get(number)
+            if found is None:
+                found = self.parallel_sessions.meshes[number] = copy.copy(self)
+                found.number, found.others = number, []
+                found.clear()
+                self.others.append(found)
+            return found
 
     def transport(self, me: int) -> LocalTransport:
         """The transport of endpoint `me`."""

@@ -30,6 +30,8 @@ Item = tuple[str, Tensor, bool]
 
 _WAIT_MS = 200
 """How long a program waits before Python does."""
+_LONGEST_MS = 2**31 - 1
+"""That the operating system can wait; some 25 days."""
 
 
 class Link(Protocol):
@@ -88,7 +90,9 @@ class MemoryLink:
 
     def __init__(self) -> None:
         self._counter = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._counter)
+        # not when the interpreter ends: threads of parties may still run, and write to the next file of this number
+        weakref.finalize(self, os.close, self._counter).atexit = False
+        self._ended = False
         self._poll = select.poll()
         self._poll.register(self._counter, select.POLLIN)
         self._objects: deque[Item] = deque()
@@ -103,10 +107,14 @@ class MemoryLink:
         """As `Link`."""
         self._objects.append(item)
         self._written += 1
-        self.wake()
+        self._count_one()
 
     def wake(self) -> None:
-        """As `Link`."""
+        """As `Link`; from now on no end is lent."""
+        self._ended = True
+        self._count_one()
+
+    def _count_one(self) -> None:
         _calls().eventfd_write(self._counter, ctypes.c_uint64(1))
 
     def empty(self) -> bool:
@@ -122,7 +130,7 @@ class MemoryLink:
     def get(self, timeout: float | None = None) -> Item | None:
         """As `Link`."""
         if self.empty():
-            self._poll.poll(None if timeout is None else timeout * 1000)
+            self._poll.poll(None if timeout is None else min(timeout * 1000, _LONGEST_MS))
         if self.empty():
             raise queue.Empty
         self._counted = False
@@ -165,14 +173,14 @@ class Writer:
     def lend(self, row: Row) -> None:
         """Let a program write frames, until `take_back`."""
         link = self._link()
-        if link is not None:
+        if link is not None and not link._ended:
             row[word.KIND], row[word.OUT], row[word.SENT] = word.MEMORY, link._counter, link._written
             row[word.OUT_HEAD] = link.ring().ctypes.data
 
     def take_back(self, row: Row) -> None:
         """The end of `lend`."""
         link = self._link()
-        if link is not None:
+        if link is not None and row[word.OUT] >= 0:
             link._written = int(row[word.SENT])
         row[word.OUT] = -1
 
@@ -186,15 +194,15 @@ class Reader:
     def lend(self, row: Row) -> None:
         """Let a program read frames, until `take_back`."""
         link = self._link()
-        if link is not None:
+        if link is not None and not link._ended:
             row[word.KIND], row[word.IN], row[word.TAKEN] = word.MEMORY, link._counter, link._read
             row[word.IN_HEAD], row[word.COUNTED] = link.ring().ctypes.data, link._counted
-            row[word.WAIT_MS] = _WAIT_MS
+            row[word.WAIT_MS], row[word.WAITED] = _WAIT_MS, 0
 
     def take_back(self, row: Row) -> None:
         """The end of `lend`."""
         link = self._link()
-        if link is not None:
+        if link is not None and row[word.IN] >= 0:
             link._read, link._counted = int(row[word.TAKEN]), bool(row[word.COUNTED])
         row[word.IN] = -1
 

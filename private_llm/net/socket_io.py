@@ -81,11 +81,12 @@ class _Queued:
 
 
 class Outgoing:
-    """The sending end towards `peer`."""
+    """The sending end towards `peer`. plain: whether what is written goes to a socket as it is."""
 
     def __init__(self, sock: socket.socket, me: int, peer: int, session: bytes) -> None:
         sock.setblocking(False)
         self.peer = peer
+        self.plain = not isinstance(sock, ssl.SSLSocket)
         self.wire_bytes = 0
         self.failure: str | None = None
         self.moved = 0
@@ -100,6 +101,7 @@ class Outgoing:
         head = wire.encode(Kind.DATA, me, session, 0, "", torch.int64, 0)
         self._head.view(np.uint8)[:] = np.frombuffer(head, np.uint8)
         self._foregone = False
+        self._ending = False
 
     def send(self, kind: Kind, tag: str, dtype: torch.dtype, count: int, body: memoryview) -> None:
         """Send one frame now, or queue it. Raises PartyFailed when the connection is broken."""
@@ -132,25 +134,20 @@ class Outgoing:
         body = payload.view(-1).numpy().data.cast("B") if count else _NOBODY
         self.send(Kind.DATA, tag, payload.dtype, count, body)
 
-    @property
-    def plain(self) -> bool:
-        """Whether what is written goes to a socket as it is."""
-        return not isinstance(self._sock, ssl.SSLSocket)
-
     def lend(self, row: Row) -> None:
         """Let a compiled program write frames, until `take_back`; nobody else writes meanwhile."""
         self._room.acquire()
-        usable = not self._queue and self.failure is None and not self._closing
-        row[connection.KIND] = connection.SOCKET
-        row[connection.OUT] = self._sock.fileno() if usable else -1
+        number = self._sock.fileno()
+        if self._queue or self.failure is not None or self._closing or self._ending or number < 0:
+            self._room.release()
+            return
+        row[connection.KIND], row[connection.OUT] = connection.SOCKET, number
         row[connection.SENT], row[connection.WRITTEN], row[connection.OUT_PART] = self._sequence, 0, 0
         row[connection.OUT_HEAD] = self._head.ctypes.data
-        if not usable:
-            self._room.release()
 
     def take_back(self, row: Row) -> None:
         """The end of `lend`. A frame of which only a part could be written goes on here, and its `send_tensor` is
-        foregone. Raises PartyFailed if no thread is left to write it.
+        foregone, unless no thread is left to write it: then that finds out.
         """
         if row[connection.OUT] < 0:
             return
@@ -167,6 +164,8 @@ class Outgoing:
                 self._foregone = True
                 self._sequence += 1
                 self._enqueue(_Queued(self._sequence - 1, deque([rest]), started=True))
+        except PartyFailed:
+            self._foregone = False
         finally:
             self._room.release()
 
@@ -184,6 +183,7 @@ class Outgoing:
 
     def abort(self, reason: str) -> None:
         """Drop what is queued, except a frame that is half written, and send the reason."""
+        self._ending = True  # so that a program which has it now is the last one
         with self._room:
             while self._queue and not self._queue[-1].started:
                 dropped = self._queue.pop()
@@ -290,6 +290,7 @@ class Incoming:
         """patience_s: how long a payload is waited for, whatever the peer says about its own waiting."""
         sock.setblocking(False)
         self.peer = peer
+        self.plain = not isinstance(sock, ssl.SSLSocket)
         self._patience = patience_s
         self._notes: Allowance | None = None
         self.waits_for: int | None = None
@@ -304,6 +305,7 @@ class Incoming:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._begun: bytes | None = None
+        self._lent = threading.Lock()
 
     def receive(self, tag: str, shape: tuple[int, ...], dtype: torch.dtype, idle: Idle) -> Tensor:
         """The next payload, which must have this tag, dtype and number of elements."""
@@ -323,7 +325,12 @@ class Incoming:
 
     def lend(self, row: Row) -> None:
         """Let a compiled program read payloads, until `take_back`; this thread reads nothing else meanwhile."""
-        row[connection.IN] = self._sock.fileno() if self.ended is None and self._begun is None else -1
+        self._lent.acquire()
+        number = self._sock.fileno()
+        if self.ended is not None or self._begun is not None or number < 0:
+            self._lent.release()
+            return
+        row[connection.IN], row[connection.WAITED] = number, 0
         row[connection.TAKEN], row[connection.IN_PART] = self._sequence, -1
         row[connection.START], row[connection.END], row[connection.SIZE] = self._start, self._end, len(self._buffer)
         row[connection.BUFFER] = np.frombuffer(self._buffer, np.uint8).ctypes.data
@@ -342,6 +349,7 @@ class Incoming:
         self._start, self._end = int(row[connection.START]), int(row[connection.END])
         if row[connection.IN_PART] >= 0:
             self._begun = ctypes.string_at(int(row[connection.PLACE]), int(row[connection.IN_PART]))
+        self._lent.release()
 
     def receive_bytes(self, tag: str, most: int, idle: Idle) -> bytes:
         """The next payload, which must be bytes with this tag; how many, its header says, and not above `most`."""
@@ -395,8 +403,11 @@ class Incoming:
         self.ended = self.ended or reason
 
     def close(self) -> None:
-        """Close the connection."""
-        self._sock.close()
+        """Close the connection, once no program has it."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RD)
+        with self._lent:
+            self._sock.close()
 
     # -- frames -----------------------------------------------------------------------------------------
     def _data_header(self, idle: Idle, deadline: float) -> memoryview:

@@ -71,9 +71,10 @@ class SocketTransport(Transport):
 
     def ends(self, endpoint: int) -> Sequence[End]:
         """Both, where the sockets are plain ones."""
-        if endpoint not in self._out or self.device != "cpu" or not self._out[endpoint].plain:
+        if endpoint not in self._out or self.device != "cpu":
             return ()
-        return self._out[endpoint], self._in[endpoint]
+        ends = self._out[endpoint], self._in[endpoint]
+        return ends if all(end.plain for end in ends) else ()
 
     @property
     def wire_bytes(self) -> int:

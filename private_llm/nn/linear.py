@@ -61,14 +61,19 @@ class SharedInput:
         self.sizes = sizes = [layer.weight.shape[0] for layer in layers]
         self.kept: tuple[Tensor, Tensor | None] | None = None
         """The joined weight and bias, unless each product reads them."""
-        weights: Callable[[], tuple[Tensor, Tensor | None]]
         if read is None:
             kept = self.kept = joined([(layer.weight, layer.bias) for layer in layers])
             for layer, rows in zip(layers, kept[0].split(sizes), strict=True):
                 layer.weight = nn.Parameter(rows, requires_grad=False)
-            weights = lambda: kept  # noqa: E731
+
+            def weights() -> tuple[Tensor, Tensor | None]:
+                return kept
+
         else:
-            weights = lambda: joined([read(layer) for layer in layers])  # noqa: E731
+
+            def weights() -> tuple[Tensor, Tensor | None]:
+                return joined([read(layer) for layer in layers])
+
         self._pieces = Pieces()
 
         def product(x: Tensor) -> Sequence[Tensor]:

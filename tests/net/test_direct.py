@@ -219,6 +219,48 @@ def test_the_end_of_a_session_is_told_while_a_program_waits() -> None:
     peer.close()
 
 
+def test_a_peer_that_drips_does_not_keep_a_connection_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    zero, peer, _ = raw(timeout=0.4)  # lent for at most 50 ms of waiting
+    payload = numbers(2)
+    lent: list[float] = []
+    entered = Direct.__enter__
+    monkeypatch.setattr(Direct, "__enter__", lambda self: (lent.append(0.0), entered(self))[1])
+
+    def drip() -> None:
+        for byte in frame(payload):
+            peer.sendall(bytes([byte]))
+            time.sleep(0.01)
+
+    got = together(drip, lambda: receives(zero, 1, "t", 2))
+    assert torch.equal(got[0], payload)
+    assert len(lent) == 2, "80 bytes of 10 ms each: the program gave up, Python read the rest, the program ended"
+
+
+def test_nothing_is_lent_after_an_abort() -> None:
+    zero, one = couple()
+    zero.abort("the user left")
+    with pytest.raises(PartyFailed, match="the user left"):
+        sends(zero, 1, "t", numbers(5))
+    with pytest.raises(PartyFailed, match="the user left"):
+        receives(one, 0, "t", 5)
+
+
+def test_a_frame_that_no_thread_can_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    zero, _one = couple(room=4096)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", none)
+        with pytest.raises(PartyFailed, match="no thread left to write to party 1"):
+            sends(zero, 1, "t", *[numbers(6000)] * 4)
+    zero.close()
+
+
+def test_rows_have_room_for_what_the_system_wants() -> None:
+    assert connection.SYSTEM + 11 <= connection.FIELDS
+
+
 def test_connections_are_free_again_after_an_error() -> None:
     zero, peer, taken = raw(timeout=0.4)
     with pytest.raises(PartyFailed):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import random
 import threading
+import weakref
 
 import pytest
 import torch
@@ -108,6 +109,25 @@ def test_without_a_counter_left_there_are_objects(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("os.eventfd", none)
     assert isinstance(new_link(lent=True), ObjectLink)
+
+
+def test_links_end_with_their_session() -> None:
+    """Without a search for circles: counters are few."""
+    mesh = LocalMesh(3)
+    other = mesh.parallel_session(1)
+    links = [weakref.ref(link.items) for each in (mesh, other) for link in each.links.values()]
+    assert mesh.parallel_session(1) is other
+    assert other.parallel_session(0) is mesh
+    sends(mesh.transport(0), 1, "t", numbers(3))  # type: ignore[arg-type]
+    assert all(link() is not None for link in links)
+    del mesh, other
+    assert all(link() is None for link in links)
+
+
+def test_any_timeout() -> None:
+    link = MemoryLink()
+    threading.Timer(0.05, link.wake).start()
+    assert link.get(1e9) is None
 
 
 @pytest.mark.parametrize("kind", [MemoryLink, ObjectLink])

@@ -10,14 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from private_llm.errors import ConfigError
-from private_llm.net.direct import End
 from private_llm.net.local import LocalMesh, LocalTransport
 
 
@@ -47,6 +45,8 @@ class LinkSpeed:
 
 class SlowMesh(LocalMesh):
     """A `LocalMesh` whose links have a speed; frames tagged `instant` (start and stop signals) are not delayed."""
+
+    lends = False
 
     def __init__(
         self, parties: int, timeout: float, speed: LinkSpeed, instant: str, at_once: int | None = None
@@ -79,10 +79,6 @@ class SlowTransport(LocalTransport):
     def __init__(self, mesh: SlowMesh, me: int) -> None:
         super().__init__(mesh, me)
         self._slow = mesh
-
-    def ends(self, endpoint: int) -> Sequence[End]:
-        """None: every frame has a time."""
-        return ()
 
     def _send(self, to: int, tag: str, payload: Tensor) -> None:
         link = (self.me, to)

@@ -205,24 +205,20 @@ def _repeat_modules(model: nn.Module, session: Session, grouped: set[nn.Module])
     if session.config.sparsity is not None:
         return
     for name, module in model.named_modules():
-        if (
-            name
-            and module not in grouped
-            and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-            and _is_ours(module)
-        ):
-            module.forward = repeated(
-                module.forward, name, session, (type(module), repr(module)), list(module.named_parameters())
-            )
+        if name and module not in grouped and not isinstance(module, _CONTAINERS) and _is_known(module):
+            kind, weights = (type(module), repr(module)), list(module.named_parameters())
+            module.forward = repeated(module.forward, name, session, kind, weights)
 
 
-def _is_ours(module: nn.Module) -> bool:
-    """Whether a module and all within it are PyTorch's, transformers' or this library's."""
-    return all(type(each).__module__.partition(".")[0] in _WITHOUT_STATE for each in module.modules())
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+_KNOWN_PACKAGES = {"torch", "transformers", "private_llm", "private_llm_hf"}
+"""Their modules compute the same from the same inputs."""
 
 
-_WITHOUT_STATE = {"torch", "transformers", "private_llm", "private_llm_hf"}
-"""Packages whose modules compute the same from the same inputs."""
+def _is_known(module: nn.Module) -> bool:
+    """Whether a module and all within it are of known packages."""
+    return all(type(each).__module__.partition(".")[0] in _KNOWN_PACKAGES for each in module.modules())
 
 
 # -- weights ------------------------------------------------------------------------------------------------

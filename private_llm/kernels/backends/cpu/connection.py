@@ -15,21 +15,22 @@ HEADER = 8 * HEADER_WORDS
 INLINE = 64 << 10
 """Bytes of the largest payload that a program writes; a larger one may have to wait until its reader has room."""
 
-FIELDS = 32
+FIELDS = 40
 SOCKET, MEMORY = range(2)
 """KIND: what the connection is made of."""
 (
     KIND, OUT, SENT, OUT_HEAD, WRITTEN, OUT_PLACE, OUT_SIZE, OUT_PART,
-    IN, TAKEN, BUFFER, START, END, SIZE, IN_HEAD, IN_SESSION, PLACE, IN_PART, COUNTED, SOON, WAIT_MS,
+    IN, TAKEN, BUFFER, START, END, SIZE, IN_HEAD, IN_SESSION, PLACE, IN_PART, COUNTED, SOON, WAIT_MS, WAITED,
     SYSTEM,
-) = range(22)  # fmt: skip
+) = range(23)  # fmt: skip
 """Words of a connection. OUT, IN: numbers of the sockets, -1 for none. SENT, TAKEN: frames so far. OUT_HEAD: where the
 header to be sent is, its first two words filled in. WRITTEN: bytes of whole frames. OUT_PART: bytes of the next frame
 that were written before the connection was full, 0 if none; its payload is OUT_SIZE bytes at OUT_PLACE.
 
 BUFFER, START, END, SIZE: what was read ahead. IN_HEAD, IN_SESSION: the first two words of every header that comes.
 IN_PART: bytes of a payload that lie at PLACE before it stalled, its header taken; -1 if there is none. SOON: whether
-the last message came almost at once. WAIT_MS: how long to wait. From SYSTEM on: structures for the operating system.
+the last message came almost at once. WAIT_MS: how long to wait, all in all; WAITED: ns so far. From SYSTEM on:
+structures for the operating system, at most 11 words.
 
 In memory OUT and IN are the counters, OUT_HEAD and IN_HEAD where the rings are; COUNTED: whether the next message is
 subtracted from the counter already.

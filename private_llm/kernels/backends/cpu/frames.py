@@ -19,7 +19,7 @@ from private_llm.kernels.backends.cpu import connection as word
 from private_llm.kernels.compiling import compiled
 
 _DO_NOT_WAIT, _NO_SIGNAL = 0x40, 0x4000
-_POLLIN = 1
+_POLLIN, _POLLERR = 1, 8
 _MONOTONIC = 1
 TRIES = 150
 """How often a message is looked for before the thread sleeps, if the last one came soon: for some 40 us. A sleep and
@@ -85,12 +85,14 @@ def _now(link: int) -> int:
 
 @compiled
 def slept(row: Array, link: int) -> bool:
-    """Sleep until there is something to read; False after WAIT_MS."""
+    """Sleep until there is something to read; False after WAIT_MS in one or more sleeps, or if the connection broke."""
     began = _now(link)
     row[word.SYSTEM] = row[word.IN] | (_POLLIN << 32)  # struct pollfd: the number, and what is awaited
-    ready = _poll(link + 8 * word.SYSTEM, 1, row[word.WAIT_MS]) > 0
-    row[word.SOON] = _now(link) - began < _SOON_NS
-    return bool(ready)
+    ready = _poll(link + 8 * word.SYSTEM, 1, row[word.WAIT_MS]) > 0 and not (row[word.SYSTEM] >> 48) & _POLLERR
+    slept_for = _now(link) - began
+    row[word.SOON] = slept_for < _SOON_NS
+    row[word.WAITED] += slept_for
+    return bool(ready and row[word.WAITED] < row[word.WAIT_MS] * 1_000_000)
 
 
 @compiled
