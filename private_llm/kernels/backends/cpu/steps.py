@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from private_llm.kernels.address import WORD, flat
 from private_llm.kernels.backends.cpu import bits, exponential, frames, matmul, queues, trunc
-from private_llm.kernels.backends.cpu.connection import FIELDS, KIND, MEMORY
+from private_llm.kernels.backends.cpu.connection import FIELDS, HERE, KIND, MEMORY
 from private_llm.kernels.compiling import CompiledStep, compiled
 
 DIMS = 4
@@ -52,15 +52,24 @@ STOP, SEND, RECEIVE = range(3)
 address of its payload, the number of its elements, and 4 words of tag."""
 
 
-@compiled
-def _message(code: int, link: int, payload: int, count: int, tag: Array) -> bool:
-    """Send or receive; False: Python does it."""
-    memory = flat(link, FIELDS, _SIGNED)[KIND] == MEMORY
-    if code == SEND:
-        done = queues.send(link, payload, count, tag) if memory else frames.send(link, payload, count, tag)
-    else:
-        done = queues.receive(link, payload, count, tag) if memory else frames.receive(link, payload, count, tag)
-    return bool(done)
+if HERE:
+
+    @compiled
+    def _message(code: int, link: int, payload: int, count: int, tag: Array) -> bool:
+        """Send or receive; False: Python does it."""
+        memory = flat(link, FIELDS, _SIGNED)[KIND] == MEMORY
+        if code == SEND:
+            done = queues.send(link, payload, count, tag) if memory else frames.send(link, payload, count, tag)
+        else:
+            done = queues.receive(link, payload, count, tag) if memory else frames.receive(link, payload, count, tag)
+        return bool(done)
+
+else:
+
+    @compiled
+    def _message(code: int, link: int, payload: int, count: int, tag: Array) -> bool:
+        """Python does it: elsewhere the functions that would be called do not exist."""
+        return False
 
 
 @compiled
