@@ -151,15 +151,22 @@ def test_stopping_scores_streamer_and_a_conversation(llama: Pair) -> None:
     assert streamer.ended == 1
 
 
-def test_three_parties_and_revealing_only_tokens() -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        TRIO, PrivateConfig(protocol="plain", insecure=True, timeout_s=60, reveal="token"),
+        PrivateConfig(timeout_s=60, adder="keys"), PrivateConfig(timeout_s=60, protocol="dealer"),
+        PrivateConfig(timeout_s=60, protocol="quad"),
+    ],
+    ids=["trio", "reveal-token", "keys", "dealer", "quad"],
+)  # fmt: skip
+def test_every_protocol(config: PrivateConfig) -> None:
     model = tiny.build("llama")
     want = model.generate(IDS, max_new_tokens=6, do_sample=False)
-    token = PrivateConfig(protocol="plain", insecure=True, timeout_s=60, reveal="token")
-    for config in (TRIO, token):
-        with patch(model, config) as private:
-            for counts in (None, FixedCounts(advance=2, window=5, reserve=1)):
-                how = SpeculationConfig(draft=model, paths=2, fixed_counts=counts)
-                assert torch.equal(private.generate(IDS, max_new_tokens=6, do_sample=False, speculation=how), want)
+    with patch(model, config) as private:
+        for counts in (None, FixedCounts(advance=2, window=5, reserve=1)):
+            how = SpeculationConfig(draft=model, paths=2, fixed_counts=counts)
+            assert torch.equal(private.generate(IDS, max_new_tokens=6, do_sample=False, speculation=how), want)
 
 
 # -- what the parties see ------------------------------------------------------------------------------------------
