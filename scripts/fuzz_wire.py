@@ -26,7 +26,7 @@ from torch import Tensor
 from private_llm.errors import ConfigError, DomainError, PartyFailed, TransportError
 from private_llm.net import hello, wire
 from private_llm.net.hello import CALLER_BYTES, answer, greet
-from private_llm.net.socket_io import Incoming
+from private_llm.net.incoming import Incoming
 from private_llm.net.transport import CLIENT
 from private_llm.net.wire import MAX_NOTE, Kind
 

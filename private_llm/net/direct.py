@@ -2,7 +2,8 @@
 
 Plain sockets (`kernels/backends/cpu/frames.py`) and links between threads (`queues.py`) are lent; what encrypts,
 delays, counts or alters messages is asked for each of them. While a socket is lent, whoever else wants to write to it
-(the end of the session, of another thread) waits, for at most as long as a program waits for a message.
+(the end of the session, of another thread) waits for the program: as long as that computes, and at most `WAIT_MS` of
+waiting on each connection.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class End(Protocol):
     """One end of a connection, in Python."""
 
     def lend(self, row: Row) -> None:
-        """Let a program use it, until `take_back`; nobody else uses it meanwhile."""
+        """Let a program use it, until `take_back`; nobody else uses it meanwhile. It may keep it for itself."""
 
     def take_back(self, row: Row) -> None:
-        """The end of `lend`."""
+        """The end of `lend`; nothing, if it was not lent."""
 
 
 class Direct:
@@ -47,17 +48,26 @@ class Direct:
                 self._ends.append((end, self._table[endpoint]))
 
     def __enter__(self) -> Direct:
-        for number, (end, row) in enumerate(self._ends):
-            try:
+        try:
+            for end, row in self._ends:
                 end.lend(row)
-            except BaseException:
-                for other, its in self._ends[:number]:
-                    other.take_back(its)
-                raise
+        except BaseException:
+            self._take_back()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """All of them, whatever becomes of one."""
+        failed: BaseException | None = None
         for end, row in self._ends:
-            end.take_back(row)
+            try:
+                end.take_back(row)
+            except BaseException as error:  # noqa: BLE001 - raised below
+                failed = failed or error
+        if failed is not None:
+            raise failed

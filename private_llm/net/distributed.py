@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from private_llm.errors import ConfigError, PartyFailed, TransportError
 from private_llm.net import wire
 from private_llm.net.local import LocalMesh
-from private_llm.net.socket_io import MAX_AHEAD
+from private_llm.net.outgoing import MAX_AHEAD
 from private_llm.net.transport import CLIENT, Transport, endpoint_name
 from private_llm.net.wire import HEADER_BYTES, Kind
 

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from private_llm.errors import PartyFailed, TransportError
 from private_llm.net.direct import End
-from private_llm.net.memory_link import Item, MemoryLink, new_link
+from private_llm.net.memory_link import Item, MemoryLink, Reader, Writer, new_link
 from private_llm.net.transport import CLIENT, Transport, endpoint_name
 
 _MAX_AHEAD = 256 << 20
 """Bytes a sender may run ahead of its receiver before it waits (bounds memory of the preprocessing)."""
 
 
-_PARTIES = 4
-"""Endpoints with lower numbers run programs; a link that they may use takes a file descriptor."""
+_PARTIES = 3
+"""Endpoints with lower numbers run programs, as parties of trio and dealer; each link of theirs takes a descriptor."""
 
 _SMALL = 1024
 """Bytes of payloads that are not counted."""
@@ -89,7 +89,6 @@ class LocalMesh:
         self.endpoints = [*range(parties), CLIENT]
         self.timeout = timeout
         self.turns = None if at_once is None else Turns(at_once)
-        self.lends = self.lends and self.turns is None
         self.number = 0
         self.parallel_sessions = _ParallelSessions()
         self.parallel_sessions.meshes[0] = self
@@ -100,7 +99,8 @@ class LocalMesh:
         """New links, for this parallel session alone."""
         self.waiting: dict[int, int] = {}
         pairs = [(a, b) for a in self.endpoints for b in self.endpoints if a != b]
-        self.links = {pair: _Link(lent=self.lends and max(pair) < _PARTIES) for pair in pairs}
+        lent = self.lends and self.turns is None
+        self.links = {pair: _Link(lent=lent and max(pair) < _PARTIES) for pair in pairs}
 
     @property
     def failure(self) -> str | None:
@@ -161,7 +161,7 @@ class LocalTransport(Transport):
         if there is None or back is None:
             return ()
         if isinstance(there.items, MemoryLink) and isinstance(back.items, MemoryLink):
-            return there.items.writer, back.items.reader
+            return Writer(there.items), Reader(back.items)
         return ()
 
     def aside(self) -> AbstractContextManager[None]:
@@ -223,11 +223,8 @@ class LocalTransport(Transport):
 
     def parallel_session(self, number: int) -> LocalTransport:
         """The transport of the same endpoint in another parallel session."""
-        return (
-            self
-            if self._mesh.parallel_session(number) is self._mesh
-            else self._mesh.parallel_session(number).transport(self.me)
-        )
+        mesh = self._mesh.parallel_session(number)
+        return self if mesh is self._mesh else mesh.transport(self.me)
 
     def abort(self, reason: str) -> None:
         """Stop the whole session."""

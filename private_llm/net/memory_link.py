@@ -29,7 +29,7 @@ Item = tuple[str, Tensor, bool]
 """A tag, a payload, and whether the writer counts its bytes until they are read."""
 
 _WAIT_MS = 200
-"""How long a program waits before Python does."""
+"""How long a program waits, all in all, before Python does."""
 _LONGEST_MS = 2**31 - 1
 """That the operating system can wait; some 25 days."""
 
@@ -86,41 +86,44 @@ def _calls() -> ctypes.PyDLL:
 
 
 class MemoryLink:
-    """A `Link` whose two ends can be lent to programs."""
+    """A `Link` whose two ends can be lent to programs (`Writer`, `Reader`), but not once it was woken.
+
+    counter: of messages, at the operating system. written, read: messages so far; the writer's and the reader's alone.
+    counted: whether the next one is subtracted from the counter already. ended: it was woken.
+    """
 
     def __init__(self) -> None:
-        self._counter = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.counter = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # not when the interpreter ends: threads of parties may still run, and write to the next file of this number
-        weakref.finalize(self, os.close, self._counter).atexit = False
-        self._ended = False
+        weakref.finalize(self, os.close, self.counter).atexit = False
+        self.ended = False
         self._poll = select.poll()
-        self._poll.register(self._counter, select.POLLIN)
+        self._poll.register(self.counter, select.POLLIN)
         self._objects: deque[Item] = deque()
-        self._written = self._read = 0
-        self._counted = False
+        self.written = self.read = 0
+        self.counted = False
         self._ring: Row | None = None
         self._making = threading.Lock()
         self._count = ctypes.c_uint64()
-        self.writer, self.reader = Writer(self), Reader(self)
 
     def put(self, item: Item) -> None:
         """As `Link`."""
         self._objects.append(item)
-        self._written += 1
+        self.written += 1
         self._count_one()
 
     def wake(self) -> None:
         """As `Link`; from now on no end is lent."""
-        self._ended = True
+        self.ended = True
         self._count_one()
 
     def _count_one(self) -> None:
-        _calls().eventfd_write(self._counter, ctypes.c_uint64(1))
+        _calls().eventfd_write(self.counter, ctypes.c_uint64(1))
 
     def empty(self) -> bool:
         """As `Link`."""
-        self._counted = self._counted or _calls().eventfd_read(self._counter, ctypes.byref(self._count)) == 0
-        return not self._counted
+        self.counted = self.counted or _calls().eventfd_read(self.counter, ctypes.byref(self._count)) == 0
+        return not self.counted
 
     def wait(self) -> None:
         """As `Link`."""
@@ -133,12 +136,12 @@ class MemoryLink:
             self._poll.poll(None if timeout is None else min(timeout * 1000, _LONGEST_MS))
         if self.empty():
             raise queue.Empty
-        self._counted = False
-        self._read += 1
+        self.counted = False
+        self.read += 1
         ring = self._ring
         if ring is not None and ring[word.TAIL] != ring[word.HEAD]:
             head = _front(ring, 0, word.HEADER_WORDS)
-            if head[word.NUMBER] == self._read:
+            if head[word.NUMBER] == self.read:
                 return self._taken(ring, head)
         return self._objects.popleft() if self._objects else None
 
@@ -165,49 +168,48 @@ def _front(ring: Row, skip: int, count: int) -> Row:
 
 
 class Writer:
-    """The end that puts."""
+    """The end of a link that puts, for programs."""
 
     def __init__(self, link: MemoryLink) -> None:
-        self._link = weakref.ref(link)
+        self._link = link
 
     def lend(self, row: Row) -> None:
         """Let a program write frames, until `take_back`."""
-        link = self._link()
-        if link is not None and not link._ended:
-            row[word.KIND], row[word.OUT], row[word.SENT] = word.MEMORY, link._counter, link._written
+        link = self._link
+        if not link.ended:
+            row[word.KIND], row[word.SENT] = word.MEMORY, link.written
             row[word.OUT_HEAD] = link.ring().ctypes.data
+            row[word.OUT] = link.counter
 
     def take_back(self, row: Row) -> None:
         """The end of `lend`."""
-        link = self._link()
-        if link is not None and row[word.OUT] >= 0:
-            link._written = int(row[word.SENT])
-        row[word.OUT] = -1
+        if row[word.OUT] >= 0:
+            self._link.written = int(row[word.SENT])
+            row[word.OUT] = -1
 
 
 class Reader:
-    """The end that gets."""
+    """The end of a link that gets, for programs."""
 
     def __init__(self, link: MemoryLink) -> None:
-        self._link = weakref.ref(link)
+        self._link = link
 
     def lend(self, row: Row) -> None:
         """Let a program read frames, until `take_back`."""
-        link = self._link()
-        if link is not None and not link._ended:
-            row[word.KIND], row[word.IN], row[word.TAKEN] = word.MEMORY, link._counter, link._read
-            row[word.IN_HEAD], row[word.COUNTED] = link.ring().ctypes.data, link._counted
-            row[word.WAIT_MS], row[word.WAITED] = _WAIT_MS, 0
+        link = self._link
+        if not link.ended:
+            row[word.KIND], row[word.TAKEN], row[word.COUNTED] = word.MEMORY, link.read, link.counted
+            row[word.IN_HEAD], row[word.WAIT_MS], row[word.WAITED] = link.ring().ctypes.data, _WAIT_MS, 0
+            row[word.IN] = link.counter
 
     def take_back(self, row: Row) -> None:
         """The end of `lend`."""
-        link = self._link()
-        if link is not None and row[word.IN] >= 0:
-            link._read, link._counted = int(row[word.TAKEN]), bool(row[word.COUNTED])
-        row[word.IN] = -1
+        if row[word.IN] >= 0:
+            self._link.read, self._link.counted = int(row[word.TAKEN]), bool(row[word.COUNTED])
+            row[word.IN] = -1
 
 
-def new_link(*, lent: bool) -> ObjectLink | MemoryLink:
+def new_link(*, lent: bool) -> Link:
     """A link; lent: whether programs at both ends may want to use it."""
     if lent and word.IN_MEMORY:
         with contextlib.suppress(OSError):  # no counter is free

@@ -2,7 +2,7 @@
 
 Of two parties the one with the higher number connects to the other; the client, which may sit behind a
 firewall, connects to all parties. Each pair makes two connections a parallel session, one per direction (see
-`socket_io.py`).
+`outgoing.py`).
 
 Without an `Admission` one client at a time is served. Clients call the parties in order, and party 0 lets one of them
 in: the others are told that it is busy before any party holds a connection of theirs. So of clients that start together

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from private_llm.errors import ConfigError, PartyFailed, TransportError
 from private_llm.net.direct import End
-from private_llm.net.socket_io import Incoming, Outgoing
+from private_llm.net.incoming import Incoming
+from private_llm.net.outgoing import Outgoing
 from private_llm.net.transport import CLIENT, Transport, endpoint_name
 from private_llm.net.wire import Kind
 
@@ -172,13 +173,13 @@ class SocketTransport(Transport):
 
     def abort(self, reason: str) -> None:
         """Tell all others that this endpoint stops and why."""
-        for parallel_session in self._parallel_sessions:
-            parallel_session._abort(reason)
-
-    def _abort(self, reason: str) -> None:
-        if self._failure is None:
-            self._failure = reason
-            for link in self._out.values():
+        ending = [each for each in self._parallel_sessions if each._failure is None]
+        for each in ending:
+            each._failure = reason
+            for link in each._out.values():
+                link.end_lending()
+        for each in sorted(ending, key=lambda each: each is not self):
+            for link in each._out.values():
                 link.abort(reason)
 
     def close(self) -> None:

@@ -237,13 +237,12 @@ class Program:
             place.copy_(given)
         rows, last, at = self._addressed(bound, weights), len(self.events), 0
         table, starts, direct = rows.ctypes.data, self._starts.ctypes.data, outside.direct()
-        while True:
+        while at < last:
             with direct:
                 at = steps.run(table, starts, at, last, direct.address)
-            if at == last:
-                break
-            bound.events[at](outside)
-            at += 1
+            if at < last:
+                bound.events[at](outside)
+                at += 1
         return [place.clone() for place in bound.outputs]
 
 

@@ -154,7 +154,7 @@ class Live:
         self._direct = Direct(transport.ends)
 
     def direct(self) -> Direct:
-        """The transport's plain connections."""
+        """The connections that the transport lends."""
         return self._direct
 
     def fill(self, stream: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from private_llm.errors import PartyFailed, TransportError
 from private_llm.kernels.backends.cpu import connection, steps
-from private_llm.net import local
+from private_llm.net import local, memory_link
 from private_llm.net.local import LocalMesh, LocalTransport
 from private_llm.net.memory_link import MemoryLink, ObjectLink, new_link
 from private_llm.net.transport import CLIENT
@@ -28,11 +28,18 @@ def _compiled() -> None:
     steps.run(0, 0, 0, 0, 0)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs wait as long as it takes."""
+    monkeypatch.setattr(memory_link, "_WAIT_MS", 60_000)
+
+
 def couple(timeout: float = 10.0) -> tuple[LocalTransport, LocalTransport]:
     mesh = LocalMesh(2, timeout)
     return mesh.transport(0), mesh.transport(1)
 
 
+@pytest.mark.usefixtures("patient")
 def test_programs_on_both_ends_need_no_python() -> None:
     zero, one = couple()
     payloads = [numbers(size, size) for size in SIZES]

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from private_llm.errors import DomainError, PartyFailed, TransportError
-from private_llm.net import socket_io as links
-from private_llm.net import wire
+from private_llm.net import outgoing, wire
 from private_llm.net.sockets import Pair, SocketTransport
 from private_llm.net.transport import CLIENT
 
@@ -99,7 +98,7 @@ def test_many_small_frames_keep_their_order_across_a_full_queue():
 
 
 def test_a_sender_waits_when_it_is_too_far_ahead(monkeypatch):
-    monkeypatch.setattr(links, "MAX_AHEAD", 1 << 20)
+    monkeypatch.setattr(outgoing, "MAX_AHEAD", 1 << 20)
     zero, one = couple(timeout=1.0)
     block = torch.zeros(1 << 20, dtype=torch.uint8)
 
@@ -118,7 +117,7 @@ def test_a_sender_waits_when_it_is_too_far_ahead(monkeypatch):
 
 
 def test_a_late_reader_gets_everything_from_a_sender_that_had_to_wait(monkeypatch):
-    monkeypatch.setattr(links, "MAX_AHEAD", 1 << 20)
+    monkeypatch.setattr(outgoing, "MAX_AHEAD", 1 << 20)
     zero, one = couple()
 
     def send(t):

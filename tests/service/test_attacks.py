@@ -32,7 +32,8 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, PartyFailed, PrivateLLMError, TransportError, UnsupportedOp
 from private_llm.net import wire
-from private_llm.net.socket_io import Allowance, Outgoing
+from private_llm.net.incoming import Allowance
+from private_llm.net.outgoing import Outgoing
 from private_llm.net.transport import CLIENT
 from private_llm.net.wire import Kind
 from private_llm.ring.dpf import key_words

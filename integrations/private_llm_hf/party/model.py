@@ -276,7 +276,7 @@ def _some(names: list[str]) -> str:
 def _follow_modules(model: nn.Module, ledger: Ledger, progress: Callable[[], None]) -> None:
     """Book what each module sends under its name (the innermost module that runs), and report that it runs."""
     for name, module in model.named_modules():
-        if name and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if name and not isinstance(module, _CONTAINERS):
             module.forward = _followed(module.forward, ledger, name, progress)
 
 

@@ -21,8 +21,8 @@ from private_llm.config import PrivateConfig
 from private_llm.errors import ConfigError, DomainError, PartyFailed, PrivateLLMError, ShareFileError, TransportError
 from private_llm.kernels.memory import trim_allocator
 from private_llm.net.admission import ClientLink
+from private_llm.net.incoming import Allowance
 from private_llm.net.roles import named
-from private_llm.net.socket_io import Allowance
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.registry import protocol_spec
 from private_llm.protocols.session import meet_client, receiving_end

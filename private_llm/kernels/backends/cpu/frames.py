@@ -86,13 +86,14 @@ def _now(link: int) -> int:
 @compiled
 def slept(row: Array, link: int) -> bool:
     """Sleep until there is something to read; False after WAIT_MS in one or more sleeps, or if the connection broke."""
+    left = max(0, row[word.WAIT_MS] - row[word.WAITED] // 1_000_000)
     began = _now(link)
     row[word.SYSTEM] = row[word.IN] | (_POLLIN << 32)  # struct pollfd: the number, and what is awaited
-    ready = _poll(link + 8 * word.SYSTEM, 1, row[word.WAIT_MS]) > 0 and not (row[word.SYSTEM] >> 48) & _POLLERR
+    ready = _poll(link + 8 * word.SYSTEM, 1, left) > 0 and not (row[word.SYSTEM] >> 48) & _POLLERR
     slept_for = _now(link) - began
     row[word.SOON] = slept_for < _SOON_NS
     row[word.WAITED] += slept_for
-    return bool(ready and row[word.WAITED] < row[word.WAIT_MS] * 1_000_000)
+    return bool(ready)
 
 
 @compiled

@@ -1,12 +1,7 @@
-"""The two ends of a one-way connection: `Outgoing` writes frames, `Incoming` reads them.
+"""The receiving end of a one-way connection: reads frames (`outgoing.py` writes them).
 
-Each ordered pair of endpoints has a connection of its own, so that a TLS object is never read and written
-by two threads at once. Both ends are non-blocking sockets (plain or TLS). Small frames leave at once, from
-the caller's thread; what the kernel does not take waits in a queue that a writer thread empties, so that
-two endpoints may send each other any amount at the same time.
-
-Neither end knows about time limits: after each slice of silence a receiver calls `idle`, and `sockets.py`
-decides whether the peer counts as dead.
+It knows nothing about time limits: after each slice of silence a receiver calls `idle`, and `sockets.py` decides
+whether the peer counts as dead.
 """
 
 from __future__ import annotations
@@ -19,9 +14,7 @@ import socket
 import ssl
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,21 +25,12 @@ from private_llm.kernels.backends.cpu import connection
 from private_llm.net import wire
 from private_llm.net.direct import Row
 from private_llm.net.roles import PASSES_ON, attributed
+from private_llm.net.socket_errors import BLOCKED, cause
 from private_llm.net.transport import endpoint_name
 from private_llm.net.wire import HEADER_BYTES, Kind
 
-MAX_AHEAD = 256 << 20
-"""Bytes a sender may run ahead of its receiver before it waits (bounds memory)."""
-_INLINE = 64 << 10
-"""Payloads up to this size are written by the caller's thread when nothing is queued."""
 _BUFFER = 64 << 10
 """Bytes an incoming link reads ahead; the rest of a larger payload goes straight into its tensor."""
-
-_POLL_MS = 200
-"""How often a blocked writer looks whether the link was closed under it."""
-
-_NOBODY = memoryview(b"")
-_BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 Idle = Callable[["Incoming", float], None]
 """Called with the seconds of silence after each slice of time, and with 0 when the peer said for whom it waits;
@@ -65,216 +49,6 @@ class Allowance:
         now = time.monotonic()
         self._full_at = max(self._full_at, now) + self._each
         return max(0.0, self._full_at - now - self._most)
-
-
-@dataclass
-class _Queued:
-    """A frame that waits for the writer thread: what is left of it, in pieces."""
-
-    sequence: int
-    pieces: deque[memoryview]
-    started: bool
-
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.pieces))
-
-
-class Outgoing:
-    """The sending end towards `peer`. plain: whether what is written goes to a socket as it is."""
-
-    def __init__(self, sock: socket.socket, me: int, peer: int, session: bytes) -> None:
-        sock.setblocking(False)
-        self.peer = peer
-        self.plain = not isinstance(sock, ssl.SSLSocket)
-        self.wire_bytes = 0
-        self.failure: str | None = None
-        self.moved = 0
-        self._sock, self._me, self._session = sock, me, session
-        self._sequence = 0
-        self._queue: deque[_Queued] = deque()
-        self._queued = 0
-        self._closing = False
-        self._room = threading.Condition()
-        self._writer: threading.Thread | None = None
-        self._head = np.zeros(connection.HEADER_WORDS, np.int64)
-        head = wire.encode(Kind.DATA, me, session, 0, "", torch.int64, 0)
-        self._head.view(np.uint8)[:] = np.frombuffer(head, np.uint8)
-        self._foregone = False
-        self._ending = False
-
-    def send(self, kind: Kind, tag: str, dtype: torch.dtype, count: int, body: memoryview) -> None:
-        """Send one frame now, or queue it. Raises PartyFailed when the connection is broken."""
-        with self._room:
-            head = wire.encode(kind, self._me, self._session, self._sequence, tag, dtype, count)
-            self._check()
-            inline = not self._queue and len(body) <= _INLINE
-            if inline:
-                rest = memoryview(head + body)
-                rest = rest[self._write(rest) :]
-                self._check()
-                pieces = deque([rest] if rest else [])
-            else:
-                pieces = deque([memoryview(head), body] if len(body) else [memoryview(head)])
-            if pieces:
-                # A TLS write that was tried must be repeated with the same bytes: it counts as started.
-                self._enqueue(_Queued(self._sequence, pieces, started=inline))
-            self._sequence += 1
-            self.wire_bytes += HEADER_BYTES + len(body)
-
-    def send_tensor(self, tag: str, payload: Tensor) -> None:
-        """Send a tensor, of any device, as `send` does."""
-        if self._foregone:
-            self._foregone = False
-            return
-        payload = payload.contiguous()
-        if payload.device.type != "cpu":
-            payload = payload.cpu()
-        count = payload.numel()
-        body = payload.view(-1).numpy().data.cast("B") if count else _NOBODY
-        self.send(Kind.DATA, tag, payload.dtype, count, body)
-
-    def lend(self, row: Row) -> None:
-        """Let a compiled program write frames, until `take_back`; nobody else writes meanwhile."""
-        self._room.acquire()
-        number = self._sock.fileno()
-        if self._queue or self.failure is not None or self._closing or self._ending or number < 0:
-            self._room.release()
-            return
-        row[connection.KIND], row[connection.OUT] = connection.SOCKET, number
-        row[connection.SENT], row[connection.WRITTEN], row[connection.OUT_PART] = self._sequence, 0, 0
-        row[connection.OUT_HEAD] = self._head.ctypes.data
-
-    def take_back(self, row: Row) -> None:
-        """The end of `lend`. A frame of which only a part could be written goes on here, and its `send_tensor` is
-        foregone, unless no thread is left to write it: then that finds out.
-        """
-        if row[connection.OUT] < 0:
-            return
-        try:
-            row[connection.OUT] = -1
-            written, part = int(row[connection.WRITTEN]), int(row[connection.OUT_PART])
-            self._sequence = int(row[connection.SENT])
-            self.wire_bytes += written
-            self.moved += written + part
-            if part:
-                body = ctypes.string_at(int(row[connection.OUT_PLACE]), int(row[connection.OUT_SIZE]))
-                rest = memoryview(self._head.tobytes() + body)[part:]
-                self.wire_bytes += HEADER_BYTES + len(body)
-                self._foregone = True
-                self._sequence += 1
-                self._enqueue(_Queued(self._sequence - 1, deque([rest]), started=True))
-        except PartyFailed:
-            self._foregone = False
-        finally:
-            self._room.release()
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing waits to be written."""
-        return not self._queue
-
-    def has_room(self, seconds: float) -> bool:
-        """Wait at most `seconds` until the queue may take another frame."""
-        if self._queued <= MAX_AHEAD:
-            return True
-        with self._room:
-            return self._room.wait_for(lambda: self._queued <= MAX_AHEAD or self.failure is not None, seconds)
-
-    def abort(self, reason: str) -> None:
-        """Drop what is queued, except a frame that is half written, and send the reason."""
-        self._ending = True  # so that a program which has it now is the last one
-        with self._room:
-            while self._queue and not self._queue[-1].started:
-                dropped = self._queue.pop()
-                self._sequence = dropped.sequence
-                self._queued -= dropped.size
-        self.note(Kind.ABORT, wire.legible(reason).encode()[: wire.MAX_NOTE])
-
-    def note(self, kind: Kind, text: bytes) -> None:
-        """Send a short message that is not data; nothing happens on a broken connection."""
-        try:
-            self.send(kind, kind.name.lower(), torch.uint8, len(text), memoryview(text))
-        except PartyFailed:
-            return  # the failure is recorded, and whoever needs this peer will meet it
-
-    def close(self, seconds: float) -> None:
-        """Say goodbye, write what is queued for at most `seconds`, and close the connection."""
-        self.note(Kind.BYE, b"")
-        with self._room:
-            self._room.wait_for(lambda: not self._queue, seconds)
-            self._closing = True
-            self._queue.clear()
-            self._room.notify_all()
-        with contextlib.suppress(OSError):
-            # SAFE: the plain method, because SSLSocket.shutdown would first forget the encryption while the
-            # writer thread may still be sending.
-            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
-        if self._writer is not None:
-            self._writer.join()
-        self._sock.close()
-
-    def _check(self) -> None:
-        if self.failure is not None or self._closing:
-            raise PartyFailed(self.failure or "this endpoint has closed the session")
-
-    def _write(self, data: memoryview) -> int:
-        """Bytes the kernel took at once; a broken connection is recorded in `failure`."""
-        done = 0
-        try:
-            while done < len(data):
-                done += self._sock.send(data[done:])
-        except _BLOCKED:
-            pass
-        except OSError as error:
-            self.failure = f"{endpoint_name(self.peer)} stopped: its connection broke ({_cause(error)})"
-        self.moved += done
-        return done
-
-    def _enqueue(self, frame: _Queued) -> None:
-        self._queue.append(frame)
-        self._queued += frame.size
-        if self._writer is None:
-            name = f"to {endpoint_name(self.peer)}"
-            writer = threading.Thread(target=self._drain, name=name, daemon=True)
-            try:
-                writer.start()
-            except RuntimeError:  # no more threads: this connection fails, and nothing else
-                self._queue.clear()
-                self._queued = 0
-                self.failure = f"this machine has no thread left to write to {endpoint_name(self.peer)}"
-                self._check()
-            self._writer = writer
-        self._room.notify_all()
-
-    def _drain(self) -> None:
-        """The writer thread: empties the queue, one frame after the other."""
-        poll = select.poll()
-        poll.register(self._sock, select.POLLOUT)
-        while True:
-            with self._room:
-                self._room.wait_for(lambda: self._queue or self._closing)
-                if not self._queue:
-                    return
-                frame = self._queue[0]
-                frame.started = True
-            piece = frame.pieces[0]
-            done = self._write(piece)
-            with self._room:
-                if self.failure is not None:
-                    self._queue.clear()
-                if not self._queue:
-                    self._queued = 0
-                else:
-                    self._queued -= done
-                    frame.pieces[0] = piece[done:]
-                    if done == len(piece):
-                        frame.pieces.popleft()
-                    if not frame.pieces:
-                        self._queue.popleft()
-                self._room.notify_all()
-            if done < len(piece):
-                poll.poll(_POLL_MS)
 
 
 class Incoming:
@@ -306,6 +80,9 @@ class Incoming:
         self._poll.register(sock, select.POLLIN)
         self._begun: bytes | None = None
         self._lent = threading.Lock()
+        head = np.frombuffer(wire.encode(Kind.DATA, peer, session, 0, "", torch.int64, 0), np.int64)
+        buffer = np.frombuffer(self._buffer, np.uint8)
+        self._constants = np.array([buffer.ctypes.data, 0, 0, buffer.size, *head[:2]], np.int64)  # BUFFER to IN_SESSION
 
     def receive(self, tag: str, shape: tuple[int, ...], dtype: torch.dtype, idle: Idle) -> Tensor:
         """The next payload, which must have this tag, dtype and number of elements."""
@@ -326,30 +103,28 @@ class Incoming:
     def lend(self, row: Row) -> None:
         """Let a compiled program read payloads, until `take_back`; this thread reads nothing else meanwhile."""
         self._lent.acquire()
-        number = self._sock.fileno()
-        if self.ended is not None or self._begun is not None or number < 0:
+        if self.ended is not None or self._begun is not None:
             self._lent.release()
             return
-        row[connection.IN], row[connection.WAITED] = number, 0
-        row[connection.TAKEN], row[connection.IN_PART] = self._sequence, -1
-        row[connection.START], row[connection.END], row[connection.SIZE] = self._start, self._end, len(self._buffer)
-        row[connection.BUFFER] = np.frombuffer(self._buffer, np.uint8).ctypes.data
-        head = wire.encode(Kind.DATA, self.peer, self._session, 0, "", torch.int64, 0)
-        row[connection.IN_HEAD], row[connection.IN_SESSION] = np.frombuffer(head, np.int64, 2)
-        row[connection.WAIT_MS] = int(self._slice * 1000)
+        row[connection.BUFFER : connection.IN_SESSION + 1] = self._constants
+        row[connection.START], row[connection.END], row[connection.TAKEN] = self._start, self._end, self._sequence
+        row[connection.WAIT_MS], row[connection.WAITED] = int(self._slice * 1000), 0
+        row[connection.IN_PART], row[connection.IN] = -1, self._sock.fileno()
 
     def take_back(self, row: Row) -> None:
         """The end of `lend`. The payload that the program began to read, the next `receive` ends."""
         if row[connection.IN] < 0:
             return
         row[connection.IN] = -1
-        if row[connection.TAKEN] != self._sequence:
-            self.waits_for = None
-        self._sequence = int(row[connection.TAKEN])
-        self._start, self._end = int(row[connection.START]), int(row[connection.END])
-        if row[connection.IN_PART] >= 0:
-            self._begun = ctypes.string_at(int(row[connection.PLACE]), int(row[connection.IN_PART]))
-        self._lent.release()
+        try:
+            if row[connection.TAKEN] != self._sequence:
+                self.waits_for = None
+            self._sequence = int(row[connection.TAKEN])
+            self._start, self._end = int(row[connection.START]), int(row[connection.END])
+            if row[connection.IN_PART] >= 0:
+                self._begun = ctypes.string_at(int(row[connection.PLACE]), int(row[connection.IN_PART]))
+        finally:
+            self._lent.release()
 
     def receive_bytes(self, tag: str, most: int, idle: Idle) -> bytes:
         """The next payload, which must be bytes with this tag; how many, its header says, and not above `most`."""
@@ -404,6 +179,7 @@ class Incoming:
 
     def close(self) -> None:
         """Close the connection, once no program has it."""
+        self.give_up("this endpoint has closed the session")
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RD)
         with self._lent:
@@ -517,16 +293,11 @@ class Incoming:
             return 0
         try:
             count = self._sock.recv_into(view)
-            cause = "its connection closed"
-        except _BLOCKED:
+            why = "its connection closed"
+        except BLOCKED:
             return 0
         except OSError as error:
-            count, cause = 0, f"its connection broke ({_cause(error)})"
+            count, why = 0, f"its connection broke ({cause(error)})"
         if not count:
-            self.ended = f"{endpoint_name(self.peer)} stopped: {cause}"
+            self.ended = f"{endpoint_name(self.peer)} stopped: {why}"
         return count
-
-
-def _cause(error: OSError) -> str:
-    """An operating system's error in words, without its arguments."""
-    return error.strerror or type(error).__name__

@@ -1,0 +1,250 @@
+"""The sending end of a one-way connection: writes frames.
+
+Each ordered pair of endpoints has a connection of its own, so that a TLS object is never read and written by two
+threads at once. Both ends (`incoming.py`) are non-blocking sockets, plain or TLS. Small frames leave at once, from the
+caller's thread; what the kernel does not take waits in a queue that a writer thread empties, so that two endpoints may
+send each other any amount at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import select
+import socket
+import ssl
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from private_llm.errors import PartyFailed
+from private_llm.kernels.backends.cpu import connection
+from private_llm.net import wire
+from private_llm.net.direct import Row
+from private_llm.net.socket_errors import BLOCKED, cause
+from private_llm.net.transport import endpoint_name
+from private_llm.net.wire import HEADER_BYTES, Kind
+
+MAX_AHEAD = 256 << 20
+"""Bytes a sender may run ahead of its receiver before it waits (bounds memory)."""
+_POLL_MS = 200
+"""How often a blocked writer looks whether the link was closed under it."""
+
+_NOBODY = memoryview(b"")
+
+
+@dataclass
+class _Queued:
+    """A frame that waits for the writer thread: what is left of it, in pieces."""
+
+    sequence: int
+    pieces: deque[memoryview]
+    started: bool
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.pieces))
+
+
+class Outgoing:
+    """The sending end towards `peer`. plain: whether what is written goes to a socket as it is."""
+
+    def __init__(self, sock: socket.socket, me: int, peer: int, session: bytes) -> None:
+        sock.setblocking(False)
+        self.peer = peer
+        self.plain = not isinstance(sock, ssl.SSLSocket)
+        self.wire_bytes = 0
+        self.failure: str | None = None
+        self.moved = 0
+        self._sock, self._me, self._session = sock, me, session
+        self._sequence = 0
+        self._queue: deque[_Queued] = deque()
+        self._queued = 0
+        self._closing = False
+        self._room = threading.Condition()
+        self._writer: threading.Thread | None = None
+        self._head = np.zeros(connection.HEADER_WORDS, np.int64)
+        head = wire.encode(Kind.DATA, me, session, 0, "", torch.int64, 0)
+        self._head.view(np.uint8)[:] = np.frombuffer(head, np.uint8)
+        self._foregone = False
+        self._ending = False
+
+    def send(self, kind: Kind, tag: str, dtype: torch.dtype, count: int, body: memoryview) -> None:
+        """Send one frame now, or queue it. Raises PartyFailed when the connection is broken."""
+        with self._room:
+            head = wire.encode(kind, self._me, self._session, self._sequence, tag, dtype, count)
+            self._check()
+            inline = not self._queue and len(body) <= connection.INLINE
+            if inline:
+                rest = memoryview(head + body)
+                rest = rest[self._write(rest) :]
+                self._check()
+                pieces = deque([rest] if rest else [])
+            else:
+                pieces = deque([memoryview(head), body] if len(body) else [memoryview(head)])
+            if pieces:
+                # A TLS write that was tried must be repeated with the same bytes: it counts as started.
+                self._enqueue(_Queued(self._sequence, pieces, started=inline))
+            self._sequence += 1
+            self.wire_bytes += HEADER_BYTES + len(body)
+
+    def send_tensor(self, tag: str, payload: Tensor) -> None:
+        """Send a tensor, of any device, as `send` does."""
+        if self._foregone:
+            self._foregone = False
+            return
+        payload = payload.contiguous()
+        if payload.device.type != "cpu":
+            payload = payload.cpu()
+        count = payload.numel()
+        body = payload.view(-1).numpy().data.cast("B") if count else _NOBODY
+        self.send(Kind.DATA, tag, payload.dtype, count, body)
+
+    def lend(self, row: Row) -> None:
+        """Let a compiled program write frames, until `take_back`; nobody else writes meanwhile."""
+        self._room.acquire()
+        if self._queue or self.failure is not None or self._ending:
+            self._room.release()
+            return
+        row[connection.KIND], row[connection.OUT_HEAD] = connection.SOCKET, self._head.ctypes.data
+        row[connection.SENT], row[connection.WRITTEN], row[connection.OUT_PART] = self._sequence, 0, 0
+        row[connection.OUT] = self._sock.fileno()
+
+    def end_lending(self) -> None:
+        """A program that has it now is the last one; callable from any thread."""
+        self._ending = True
+
+    def take_back(self, row: Row) -> None:
+        """The end of `lend`. A frame of which only a part could be written goes on here, and its `send_tensor` is
+        foregone, unless no thread is left to write it: then that raises PartyFailed.
+        """
+        if row[connection.OUT] < 0:
+            return
+        try:
+            row[connection.OUT] = -1
+            written, part = int(row[connection.WRITTEN]), int(row[connection.OUT_PART])
+            self._sequence = int(row[connection.SENT])
+            self.wire_bytes += written
+            self.moved += written + part
+            if part:
+                body = ctypes.string_at(int(row[connection.OUT_PLACE]), int(row[connection.OUT_SIZE]))
+                rest = memoryview(self._head.tobytes() + body)[part:]
+                self.wire_bytes += HEADER_BYTES + len(body)
+                self._sequence += 1
+                with contextlib.suppress(PartyFailed):
+                    self._enqueue(_Queued(self._sequence - 1, deque([rest]), started=True))
+                    self._foregone = True
+        finally:
+            self._room.release()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits to be written."""
+        return not self._queue
+
+    def has_room(self, seconds: float) -> bool:
+        """Wait at most `seconds` until the queue may take another frame."""
+        if self._queued <= MAX_AHEAD:
+            return True
+        with self._room:
+            return self._room.wait_for(lambda: self._queued <= MAX_AHEAD or self.failure is not None, seconds)
+
+    def abort(self, reason: str) -> None:
+        """Drop what is queued, except a frame that is half written, and send the reason."""
+        self.end_lending()
+        with self._room:
+            while self._queue and not self._queue[-1].started:
+                dropped = self._queue.pop()
+                self._sequence = dropped.sequence
+                self._queued -= dropped.size
+        self.note(Kind.ABORT, wire.legible(reason).encode()[: wire.MAX_NOTE])
+
+    def note(self, kind: Kind, text: bytes) -> None:
+        """Send a short message that is not data; nothing happens on a broken connection."""
+        try:
+            self.send(kind, kind.name.lower(), torch.uint8, len(text), memoryview(text))
+        except PartyFailed:
+            return  # the failure is recorded, and whoever needs this peer will meet it
+
+    def close(self, seconds: float) -> None:
+        """Say goodbye, write what is queued for at most `seconds`, and close the connection."""
+        self.end_lending()
+        self.note(Kind.BYE, b"")
+        with self._room:
+            self._room.wait_for(lambda: not self._queue, seconds)
+            self._closing = True
+            self._queue.clear()
+            self._room.notify_all()
+        with contextlib.suppress(OSError):
+            # SAFE: the plain method, because SSLSocket.shutdown would first forget the encryption while the
+            # writer thread may still be sending.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+        if self._writer is not None:
+            self._writer.join()
+        self._sock.close()
+
+    def _check(self) -> None:
+        if self.failure is not None or self._closing:
+            raise PartyFailed(self.failure or "this endpoint has closed the session")
+
+    def _write(self, data: memoryview) -> int:
+        """Bytes the kernel took at once; a broken connection is recorded in `failure`."""
+        done = 0
+        try:
+            while done < len(data):
+                done += self._sock.send(data[done:])
+        except BLOCKED:
+            pass
+        except OSError as error:
+            self.failure = f"{endpoint_name(self.peer)} stopped: its connection broke ({cause(error)})"
+        self.moved += done
+        return done
+
+    def _enqueue(self, frame: _Queued) -> None:
+        self._queue.append(frame)
+        self._queued += frame.size
+        if self._writer is None:
+            name = f"to {endpoint_name(self.peer)}"
+            writer = threading.Thread(target=self._drain, name=name, daemon=True)
+            try:
+                writer.start()
+            except RuntimeError:  # no more threads: this connection fails, and nothing else
+                self._queue.clear()
+                self._queued = 0
+                self.failure = f"this machine has no thread left to write to {endpoint_name(self.peer)}"
+                self._check()
+            self._writer = writer
+        self._room.notify_all()
+
+    def _drain(self) -> None:
+        """The writer thread: empties the queue, one frame after the other."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        while True:
+            with self._room:
+                self._room.wait_for(lambda: self._queue or self._closing)
+                if not self._queue:
+                    return
+                frame = self._queue[0]
+                frame.started = True
+            piece = frame.pieces[0]
+            done = self._write(piece)
+            with self._room:
+                if self.failure is not None:
+                    self._queue.clear()
+                if not self._queue:
+                    self._queued = 0
+                else:
+                    self._queued -= done
+                    frame.pieces[0] = piece[done:]
+                    if done == len(piece):
+                        frame.pieces.popleft()
+                    if not frame.pieces:
+                        self._queue.popleft()
+                self._room.notify_all()
+            if done < len(piece):
+                poll.poll(_POLL_MS)
