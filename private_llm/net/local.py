@@ -257,10 +257,12 @@ class LocalTransport(Transport):
 
     def _awaited(self, link: _Link) -> Item | None:
         """What a link brings. Raises queue.Empty if that is nothing for too long."""
-        if self._mesh.turns is not None and not link.items.empty():
+        if self._mesh.turns is None:
+            return link.items.get(self._mesh.timeout)
+        if not link.items.empty():
             return link.items.get()  # nobody else takes from this link
         with self.aside():
-            return link.items.get(timeout=self._mesh.timeout)
+            return link.items.get(self._mesh.timeout)
 
     def _fail(self, error: TransportError) -> TransportError:
         """Stop the session because of `error`."""

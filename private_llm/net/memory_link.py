@@ -16,6 +16,7 @@ import select
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -82,7 +83,10 @@ class ObjectLink:
 @functools.cache
 def _calls() -> ctypes.PyDLL:
     """The C library, called with Python's lock held: giving it up for a microsecond would cost milliseconds."""
-    return ctypes.PyDLL(None)
+    found = ctypes.PyDLL(None)
+    found.eventfd_write.argtypes = [ctypes.c_int, ctypes.c_uint64]
+    found.eventfd_read.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_uint64)]
+    return found
 
 
 class MemoryLink:
@@ -104,25 +108,24 @@ class MemoryLink:
         self.counted = False
         self._ring: Row | None = None
         self._making = threading.Lock()
-        self._count = ctypes.c_uint64()
+        self._add: Callable[[], int] = functools.partial(_calls().eventfd_write, self.counter, 1)
+        taken = ctypes.pointer(ctypes.c_uint64())
+        self._take: Callable[[], int] = functools.partial(_calls().eventfd_read, self.counter, taken)  # 0 if it could
 
     def put(self, item: Item) -> None:
         """As `Link`."""
         self._objects.append(item)
         self.written += 1
-        self._count_one()
+        self._add()
 
     def wake(self) -> None:
         """As `Link`; from now on no end is lent."""
         self.ended = True
-        self._count_one()
-
-    def _count_one(self) -> None:
-        _calls().eventfd_write(self.counter, ctypes.c_uint64(1))
+        self._add()
 
     def empty(self) -> bool:
         """As `Link`."""
-        self.counted = self.counted or _calls().eventfd_read(self.counter, ctypes.byref(self._count)) == 0
+        self.counted = self.counted or not self._take()
         return not self.counted
 
     def wait(self) -> None:
@@ -132,10 +135,10 @@ class MemoryLink:
 
     def get(self, timeout: float | None = None) -> Item | None:
         """As `Link`."""
-        if self.empty():
+        if not self.counted and self._take():
             self._poll.poll(None if timeout is None else min(timeout * 1000, _LONGEST_MS))
-        if self.empty():
-            raise queue.Empty
+            if self._take():
+                raise queue.Empty
         self.counted = False
         self.read += 1
         ring = self._ring
