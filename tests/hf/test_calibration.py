@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
 from private_llm_hf.api import ranges_of_checkpoint, share_checkpoint
+from private_llm_hf.checkpoint.calibration import watching
 from private_llm_hf.checkpoint.calibration_runs import loaded_ranges
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.remote_state import PrivateCache
@@ -121,6 +123,33 @@ def test_calibration_leaves_the_model_as_it_was() -> None:
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_is_calibrated_in_several_threads_at_once_as_alone() -> None:
+    model = tiny.build("llama").train()
+    alone = loaded_ranges(model, PrivateConfig())
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: loaded_ranges(model, PrivateConfig()), range(4)))
+    assert found == [alone] * 4
+    assert model.training
+
+
+def test_calibration_sees_nothing_of_what_runs_in_other_threads() -> None:
+    model, small, large = tiny.build("gpt2"), torch.tensor([[3, 4, 5]]), IDS
+    met = []
+
+    def run(ids: torch.Tensor) -> None:
+        with torch.no_grad():
+            model(input_ids=ids)
+
+    for others in (False, True):
+        with watching(model) as largest:
+            run(small)
+            if others:
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(run, large).result()
+        met.append((largest.largest, largest.smallest, largest.widths))
+    assert met[0] == met[1]
 
 
 # -- the guard ------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ do with one sum of squares. The stream is followed from the product over sums to
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -82,13 +83,16 @@ class Largest(TorchFunctionMode):
         found = {module: norm_of(module) for module in self._names}
         self._norms = {module: norm for module, norm in found.items() if norm is not None}
         self._running: list[str] = []
+        self._thread = threading.get_ident()
         self._streams: dict[int, tuple[Tensor, set[str]]] = {}
         self._convolved: tuple[str, Tensor] | None = None
         self.folded: set[str] = set()
         """Convolutions before a batch norm, which their weights will contain."""
 
     def enter(self, module: nn.Module, inputs: tuple[object, ...]) -> None:
-        """A module begins."""
+        """A module begins; in other threads the model may run meanwhile, which is nobody's business here."""
+        if threading.get_ident() != self._thread:
+            return
         self._running.append(self._names[module])
         if not inputs or not isinstance(inputs[0], Tensor):
             return
@@ -103,6 +107,8 @@ class Largest(TorchFunctionMode):
 
     def leave(self, module: nn.Module, inputs: object, output: object) -> None:
         """The module that began last has ended."""
+        if threading.get_ident() != self._thread:
+            return
         if isinstance(output, Tensor) and (module in self._norms or isinstance(module, nn.LayerNorm)):
             self._note_largest("entry", output)
         self._running.pop()

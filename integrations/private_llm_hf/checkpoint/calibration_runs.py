@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,9 @@ SPAN = 2.5
 """Largest value of the pictures of noise: white, normalised by the usual means and deviations, is 2.2 to 2.7."""
 
 _PRIME = 7919
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Held while a model of the caller's is in another state than the caller left it in, which a second patch may not see."""
 
 _LARGEST, _SMALLEST = 32, 8
 """Tokens with the largest and the smallest rows of embeddings that are tried, whatever the text."""
@@ -84,14 +88,15 @@ def loaded_ranges(model: nn.Module, private_config: PrivateConfig, images: Tenso
     """
     if not isinstance(model, PreTrainedModel) or not can_calibrate(model.config, private_config):
         return UNKNOWN
-    training = model.training
-    try:
-        with _unpacked(model), emulated(model, private_config.approximations):
-            if architecture(model.config).kind == "vision":
-                return _seen(model.eval(), private_config, images)
-            return calibrate(model.eval(), private_config, batches(model, _tokenizer_beside(model)))
-    finally:
-        model.train(training)
+    with _ONE_AT_A_TIME:
+        training = model.training
+        try:
+            with _unpacked(model), emulated(model, private_config.approximations):
+                if architecture(model.config).kind == "vision":
+                    return _seen(model.eval(), private_config, images)
+                return calibrate(model.eval(), private_config, batches(model, _tokenizer_beside(model)))
+        finally:
+            model.train(training)
 
 
 def _tokenizer_beside(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
