@@ -39,7 +39,7 @@ SPAN = 2.5
 _PRIME = 7919
 
 _ONE_AT_A_TIME = threading.Lock()
-"""Held while a model of the caller's is in another state than the caller left it in, which a second patch may not see."""
+"""Held while a model of the caller's is in another state than the caller left it in, which no second patch may see."""
 
 _LARGEST, _SMALLEST = 32, 8
 """Tokens with the largest and the smallest rows of embeddings that are tried, whatever the text."""
