@@ -24,12 +24,18 @@ from private_llm.errors import PlaintextLeak, UnsupportedOp
 from private_llm.kernels import parallel
 from private_llm.kernels.backends.cpu import aes as cpu_aes
 from private_llm.kernels.backends.cpu import aes_ctr as cpu_aes_ctr
+from private_llm.kernels.watching import this_thread
 
 BYTES = 1e10
 """Bytes of a stream in a second, to guess how many threads are worth their start."""
 
 _PAGE = 4096
 _ZEROS = memoryview(bytes(1 << 20))
+
+
+def makes_fast() -> bool:
+    """Whether this processor makes a stream as fast as it reads memory: AES on four blocks an instruction."""
+    return cpu_aes.usable() and cpu_aes_ctr.LANES > 1
 
 
 class StreamKey:
@@ -45,6 +51,13 @@ class StreamKey:
     def rounds(self) -> int | None:
         """The address of the round keys, for kernels; None on processors without AES instructions."""
         return None if self._rounds is None else int(self._rounds.ctypes.data)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where the round keys begin, and their bytes. Raises UnsupportedOp on processors without AES instructions."""
+        if self._rounds is None:
+            raise UnsupportedOp("round keys on a processor without AES instructions")
+        return int(self._rounds.ctypes.data), self._rounds.nbytes
 
     def fill(self, start: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """Overwrite out (uint8 [n], contiguous) with bytes start .. start + n - 1 of the stream."""
@@ -122,6 +135,8 @@ class DrawnTensor(Tensor):
             part = room[at : at + stretch.lines * length]
             stretch.key.fill(stretch.start * whole.itemsize, part.view(np.uint8))
             at += part.size
+        if this_thread.watcher is not None:
+            this_thread.watcher.left(whole)
         whole = whole.to(self.device)
         return whole.mT if self.turned else whole
 

@@ -17,6 +17,7 @@ from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.kernels.backends.cpu import drawn_matmul as cpu_drawn
 from private_llm.kernels.drawn import DrawnTensor, Stretch
+from private_llm.kernels.watching import launch, this_thread
 
 _ZERO = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
 _AT_ONCE = 1 << 17
@@ -54,10 +55,14 @@ def _spread(x: Tensor, out: Tensor, stretch: Stretch, keys: int, turned: bool) -
     kernel = cpu_drawn.in_byte_tiles if tiled else cpu_drawn.in_register_tiles
     left, made = addresses(x[0], out[0])
     shape, pitches = (rows, inner, columns), (x.stride(0), out.stride(0))
+    room = None
+    if this_thread.watcher is not None and not tiled:  # a step that is repeated has scratch of its own
+        room = torch.empty(cpu_drawn.REGISTER_BYTES // 8, dtype=torch.int64)
 
     def part(first: int, last: int) -> None:
-        kernel(
-            left, pitches[0], keys, stretch.start, turned, *shape, first, last, made, pitches[1], _desk().address, zero
+        desk = _desk().address if room is None else room.data_ptr()
+        launch(
+            kernel, left, pitches[0], keys, stretch.start, turned, *shape, first, last, made, pitches[1], desk, zero
         )  # fmt: skip
 
     bytes_made = inner * columns * x.element_size()

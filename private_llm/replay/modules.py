@@ -9,7 +9,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from private_llm.kernels.drawn import DrawnTensor
+import torch
+from torch import Tensor
+
+from private_llm.kernels.drawn import DrawnTensor, StreamKey
 from private_llm.protocols.session import Session
 from private_llm.replay.units import Owner, Replays, replays_of
 from private_llm.tensor.fixed import Fixed
@@ -35,16 +38,12 @@ def repeated(
     if len(shares) < len(weights):
         return forward
     parts = [part for _, fixed in shares for part in fixed.share.parts]
-    if any(isinstance(part, DrawnTensor) for part in parts):  # made when a layer runs, by kernels of its own
+    found = _layout(parts)
+    if found is None:
         return forward
-    storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in parts}
-    numbers = {place: number for number, place in enumerate(storages)}
-    layout = tuple([
-        (numbers[part.untyped_storage().data_ptr()], part.storage_offset(), tuple(part.shape), part.stride())
-        for part in parts
-    ])  # fmt: skip
+    memories, layout = found
     alike = (kind, tuple([(own, fixed.frac) for own, fixed in shares]), layout)
-    owner = Owner(name, tuple(storages.values()))
+    owner = Owner(name, memories)
     ranges: tuple[object, Hashable] = (None, ())
 
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
@@ -63,6 +62,30 @@ def repeated(
         return _Call(forward, owner, (alike, ranges[1]), session, args).made(replays, held)
 
     return run
+
+
+def _layout(
+    parts: Sequence[Tensor],
+) -> tuple[tuple[torch.UntypedStorage | StreamKey, ...], Hashable] | None:
+    """The memories of these tensors, each once, and how the tensors lie in them; None where no kernel makes a mask."""
+    memories: dict[int, torch.UntypedStorage | StreamKey] = {}
+    layout: list[tuple[list[tuple[int, int, int]], Hashable]] = []
+    for part in parts:
+        if isinstance(part, DrawnTensor):
+            if any(stretch.key.rounds is None for stretch in part.stretches):
+                return None
+            memories |= {stretch.key.place[0]: stretch.key for stretch in part.stretches}
+            lines = [(stretch.key.place[0], stretch.start, stretch.lines) for stretch in part.stretches]
+            layout.append((lines, (part.turned, tuple(part.shape))))
+        else:
+            storage = part.untyped_storage()
+            memories[storage.data_ptr()] = storage
+            lines = [(storage.data_ptr(), int(part.storage_offset()), 1)]
+            layout.append((lines, (part.stride(), tuple(part.shape))))
+    numbers = {place: number for number, place in enumerate(memories)}
+    return tuple(memories.values()), tuple([
+        (tuple([(numbers[place], start, count) for place, start, count in lines]), shape) for lines, shape in layout
+    ])  # fmt: skip
 
 
 def _ranges(session: Session, name: str) -> Hashable:

@@ -57,12 +57,12 @@ class Recorder(Watcher, Tap):
     """Records while `operations` is the mode of PyTorch, it watches the thread, and is the party's links."""
 
     def __init__(
-        self, transport: Transport, streams: Sequence[Prg], weights: Sequence[torch.UntypedStorage] = ()
+        self, transport: Transport, streams: Sequence[Prg], weights: Sequence[tuple[int, int]] = ()
     ) -> None:  # fmt: skip
-        """weights: memories of the module that is recorded, other ones in modules like it."""
+        """weights: memories of the module that is recorded, addresses and bytes; other ones in modules like it."""
         Tap.__init__(self, transport)
         self.reason: str | None = None
-        self._weights = [(each.data_ptr(), each.nbytes()) for each in weights]
+        self._weights = list(weights)
         self._streams = list(streams)
         self._events: list[Event] = []
         self._draws: dict[int, list[Memory]] = {}
@@ -209,7 +209,11 @@ class Recorder(Watcher, Tap):
                 if kind == "w":
                     self._written(int(each))
             for kind, each in zip(kinds, arguments, strict=True):
-                if kind == "z":
+                if kind == "k":
+                    row.append(self._address(int(each)))
+                    if not isinstance(row[-1], Weight):
+                        raise UnsupportedOp("a mask of another module's weight")
+                elif kind == "z":
                     if not isinstance(each, np.uint64):
                         raise UnsupportedOp(f"a kernel on {type(each).__name__}")
                 elif kind in "pf":

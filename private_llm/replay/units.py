@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
+from private_llm.kernels.drawn import StreamKey
 from private_llm.kernels.watching import this_thread, watched_by
 from private_llm.net.ledger import Ledger
 from private_llm.net.transport import CLIENT
@@ -91,15 +92,22 @@ class _Unit:
 
 @dataclass(frozen=True)
 class Owner:
-    """Whose call it is: a name, and the memories that belong to it alone (weights)."""
+    """Whose call it is: a name, and the memories that belong to it alone: weights, and keys of masks that are made."""
 
     name: str = ""
-    weights: tuple[torch.UntypedStorage, ...] = ()
+    weights: tuple[torch.UntypedStorage | StreamKey, ...] = ()
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Where these memories begin, and their bytes."""
+        return tuple([
+            each.place if isinstance(each, StreamKey) else (each.data_ptr(), each.nbytes()) for each in self.weights
+        ])  # fmt: skip
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
         """Where these memories begin."""
-        return tuple([each.data_ptr() for each in self.weights])
+        return tuple([start for start, _ in self.places])
 
 
 NOBODY = Owner()
@@ -170,7 +178,7 @@ class Replays:
     ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
         self.counts["recorded"] += 1
         protocol, ledger = session.protocol, session.protocol.ledger
-        recorder = Recorder(protocol.transport, protocol.mask_streams, owner.weights)
+        recorder = Recorder(protocol.transport, protocol.mask_streams, owner.places)
         parts = [part.contiguous().clone() for x in inputs for part in x.share.parts]
         operands: list[Operand] = []
         for number in range(len(parts)):

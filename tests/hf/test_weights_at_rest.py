@@ -6,6 +6,7 @@ import dataclasses
 import json
 import secrets
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from private_llm_hf.party import at_rest
 from torch import Tensor
 
 from private_llm.errors import ConfigError, ShareFileError
+from private_llm.kernels.backends.cpu import aes
 from private_llm.protocols.session import Session
 from private_llm.protocols.weight_sharing import bytes_at_rest
+from private_llm.replay.units import Replays
 from private_llm.sparsity_config import CometConfig
 from tests.hf import tiny
 from tests.hf.compare import BATCH
@@ -159,6 +162,24 @@ def test_auto_keeps_seeds_where_memory_is_short(monkeypatch: pytest.MonkeyPatch)
     assert planned(session, device_map={"": "cpu", "a": "disk"}) == [True] * 3
 
 
+def test_auto_keeps_seeds_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def session(config: PrivateConfig, party: int) -> Session:
+        return type("_", (), {"config": config, "party": party, "device": "cpu"})()  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(at_rest, "get_max_memory", lambda limits: limits or {"cpu": 1 << 40})
+    monkeypatch.setattr(at_rest, "memory_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(at_rest, "makes_fast", lambda: True)
+    assert planned(session) == [False] * 3  # small: it stays in the caches
+    monkeypatch.setattr(at_rest, "LARGE", 16 * (64 * 64 + 64 + 128 * 64))
+    assert planned(session) == planned(session, protocol="dealer") == [True] * 3
+    assert planned(session, protocol="dealer", matmul="remask") == [False] * 3  # these make masks whole
+    assert planned(session, protocol="quad") == [False] * 4
+    assert planned(session, weights_at_rest="resident") == [False] * 3
+    assert planned(session, device_map={"": "cpu"}) == [False] * 3
+    monkeypatch.setattr(at_rest, "makes_fast", lambda: False)
+    assert planned(session) == [False] * 3
+
+
 def test_a_plan_counts_what_seeds_leave(tmp_path: Path) -> None:
     """Memory for 12 bytes a weight: with seeds nothing has to go to disk, and no folder for it is needed."""
     model = tiny.build("llama")
@@ -168,6 +189,31 @@ def test_a_plan_counts_what_seeds_leave(tmp_path: Path) -> None:
         assert torch.equal(private.generate(**BATCH, **GREEDY), model.generate(**BATCH, **GREEDY))
     with pytest.raises(ConfigError, match="no disk is known"):
         patch(model, dataclasses.replace(config, weights_at_rest="resident"))
+
+
+@pytest.mark.skipif(not aes.usable(), reason="masks are made by OpenSSL here, which is no step")
+@pytest.mark.parametrize("protocol", ["trio", "dealer"])
+def test_modules_with_seeds_are_repeated(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joined projections, a tied head, [inputs, outputs] of Conv1D: as many calls as with masks in memory."""
+    found: list[Replays] = []
+    original = Replays.__init__
+
+    def kept(replays: Replays) -> None:
+        original(replays)
+        found.append(replays)
+
+    monkeypatch.setattr(Replays, "__init__", kept)
+    how = {"input_ids": BATCH["input_ids"][:1], "max_new_tokens": 12, "do_sample": False}
+    for name in ("llama", "gpt2"):
+        model, counts = tiny.build(name), []
+        for config in (SEEDS, RESIDENT):
+            with patch(model, dataclasses.replace(config, protocol=protocol, party_mode="threads")) as private:
+                for _ in range(2):
+                    assert torch.equal(private.generate(**how), model.generate(**how))
+            assert [each.refused for each in found] == [Counter()] * 3
+            counts.append([dict(each.counts) for each in found])
+            found.clear()
+        assert counts[0] == counts[1]
 
 
 def test_contradictions() -> None:

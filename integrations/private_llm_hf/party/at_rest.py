@@ -1,4 +1,5 @@
-"""Whether a party's masks of weights stay seeds while no layer uses them: as it is told, or where memory is short.
+"""Whether a party's masks of weights stay seeds while no layer uses them: as it is told, where memory is short, or
+where it is faster.
 
 Each party decides for itself: messages, rounds and results are the same either way.
 """
@@ -11,12 +12,18 @@ from accelerate.utils import get_max_memory
 
 from private_llm.config import PLANNED, PrivateConfig
 from private_llm.errors import ConfigError
+from private_llm.kernels.drawn import makes_fast
 from private_llm.kernels.memory import memory_bytes
+from private_llm.protocols.registry import protocol_spec
 from private_llm.protocols.session import Session
 from private_llm.protocols.weight_sharing import bytes_at_rest, keys_held
 
 FILLED = 0.9
 """Part of a device's free memory that may be filled with weights; activations and caches need the rest."""
+
+
+LARGE = 256 << 20
+"""Bytes of whole shares from which seeds are faster than memory, which is then read from beyond the caches."""
 
 
 def keeps_seeds(session: Session, shapes: Iterable[tuple[int, ...]]) -> bool:
@@ -31,7 +38,17 @@ def keeps_seeds(session: Session, shapes: Iterable[tuple[int, ...]]) -> bool:
         return False
     if isinstance(config.device_map, Mapping):
         return "disk" in config.device_map.values()
-    return sum(bytes_at_rest(config, session.party, shape, False) for shape in shapes) > _room(session)
+    shapes = list(shapes)
+    whole = sum(bytes_at_rest(config, session.party, shape, False) for shape in shapes)
+    return whole > _room(session) or (whole >= LARGE and _faster(session, shapes))
+
+
+def _faster(session: Session, shapes: Iterable[tuple[int, ...]]) -> bool:
+    """Whether products make masks tile by tile (one at a time, of matrices), and as fast as memory is read."""
+    config = session.config
+    one_at_a_time = len(protocol_spec(config.protocol).mask_holders) == 2 and config.matmul == "masked"
+    here = session.device == "cpu" and config.device_map is None and config.ring == 64
+    return one_at_a_time and here and makes_fast() and all(len(shape) <= 2 for shape in shapes)
 
 
 def _room(session: Session) -> float:

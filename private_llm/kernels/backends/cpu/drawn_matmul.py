@@ -34,6 +34,10 @@ _WIDE = 4
 """Panels of columns in a line of a register tile: 1 KB."""
 LINES_BYTES = GAP + 256 * (BLOCK_BYTES // 4 + GAP) + SPILL
 """Scratch for lines: 256 steps of 64 columns in 32 bits take most."""
+REGISTER_BYTES = GAP + SPILL + max(
+    2 * VECTORS * (8 * DOT_STEPS + GAP), ROW_STEPS * (_WIDE * VECTORS * VECTOR_BITS // 8 + GAP)
+)  # fmt: skip
+"""Scratch for lines of register tiles."""
 
 
 @compiled
@@ -78,7 +82,7 @@ def in_register_tiles(
     x: int, x_pitch: int, keys: int, start: int, turned: bool, rows: int, inner: int, columns: int, first: int,
     last: int, out: int, out_pitch: int, desk: int, zero: np.unsignedinteger[Any],
 ) -> None:  # fmt: skip
-    """The same by register tiles, as `matmul` has them, in LINES_BYTES of scratch."""
+    """The same by register tiles, as `matmul` has them, in REGISTER_BYTES of scratch."""
     if turned:
         _dot_product(x, x_pitch, keys, start, rows, inner, first, last, out, out_pitch, desk + GAP, zero)
     else:

@@ -3,8 +3,9 @@
 A step is a row of 64-bit words: the address of its function, then what it takes. Messages are rows, too. Kernels that
 exist are called by a function of the same name here, which reads their arguments from the row; sums, products and
 copies of PyTorch become strided loops over at most `DIMS` dimensions. `KERNELS` says what arguments a kernel takes:
-"r" an address that is read, "w" one that is written (and may be read), "i" a number, "z" the type of the elements (a
-step has 64-bit elements only), "p" a plan (int64) and "f" flags (bool), which take two words: address and length.
+"r" an address that is read, "k" that of a module's round keys, "w" one that is written (and may be read), "i" a number,
+"z" the type of the elements (a step has 64-bit elements only), "p" a plan (int64) and "f" flags (bool), which take two
+words: address and length.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from private_llm.kernels.address import WORD, flat
-from private_llm.kernels.backends.cpu import bits, exponential, frames, matmul, queues, trunc
+from private_llm.kernels.backends.cpu import aes, bits, drawn_matmul, exponential, frames, matmul, queues, trunc
 from private_llm.kernels.backends.cpu.connection import FIELDS, HERE, KIND, MEMORY
 from private_llm.kernels.compiling import CompiledStep, compiled
 
@@ -197,6 +198,15 @@ def exponential_placed(row: Row) -> None:
     exponential.placed(a[0], a[1], a[2], digits, coarse, fine, a[9], a[10])
 
 
+@CompiledStep
+def drawn_product(row: Row) -> None:
+    """`drawn_matmul.in_register_tiles`."""
+    a = carray(row, 13)
+    drawn_matmul.in_register_tiles(
+        a[0], a[1], a[2], a[3], a[4] != 0, a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], WORD
+    )  # fmt: skip
+
+
 KERNELS: dict[Any, tuple[Any, str]] = {
     bits.transpose_words: (transpose_words, "rizwiii"),
     bits.block_monomials: (block_monomials, "riipwii"),
@@ -213,6 +223,8 @@ KERNELS: dict[Any, tuple[Any, str]] = {
     matmul.dot_product: (dot_product, "rrwiiiiz"),
     matmul.row_product: (row_product, "rrwiiiiz"),
 }
+if aes.usable():  # elsewhere it cannot be compiled
+    KERNELS[drawn_matmul.in_register_tiles] = drawn_product, "rikiiiiiiiwiwz"
 
 
 # -- what PyTorch does ------------------------------------------------------------------------------------------------
