@@ -144,13 +144,13 @@ class PrivateConfig:
     weights_at_rest: what a party holds of secret weights while it does not use them: "resident" (all parts of their
     shares: 16 bytes a weight, quad 24, in the 64-bit ring), "seeds" (what it received, 0 or 8 bytes; masks are made
     from their seeds whenever a layer runs, with the same results), or "auto" (seeds where memory is too short for the
-    other). Parties need not agree.
+    other, and for large models where seeds are faster). Parties need not agree.
     max_memory: {device: bytes, or text like "20GB"} that the planned maps may use. offload_folder: where a party writes
     weights that are mapped to "disk" and come from the client (with a share file it reads that file instead).
     offline_folder: where a party keeps what `model.preprocess` stores (default: the system's temporary folder).
     replay: run steps that repeat, such as decoding a token, as recorded programs, without Python; False: always Python
     (same messages, same results). Under trio and dealer, in the 64-bit ring, on CPUs, up to 16 rows; modules whose
-    weights are public or rest as seeds stay in Python. Endpoints need not agree.
+    weights are public stay in Python. Endpoints need not agree.
     calibrate: run the owner's plaintext model on a bundled text before its weights are shared, and give every module
     the public powers of two that its values need (docs/ranges.md); False: one size for all, and larger messages.
     guard: check inside the protocol that values stay in their ranges; the client alone learns one bit per call, and
