@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,9 @@ from private_llm.kernels import matmul_drawn, ops, parallel, reference
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import aes as cpu_aes
 from private_llm.kernels.backends.cpu import amx as cpu_amx
+from private_llm.kernels.backends.cpu import drawn_matmul as cpu_drawn
 from private_llm.kernels.drawn import DrawnTensor, StreamKey
+from private_llm.kernels.watching import Watcher, watched_by
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import RING32, RING64, Ring
 from tests.kernels.cases import Draw
@@ -235,6 +237,43 @@ def test_a_batch_a_pair_and_listed_rows(kernel: str) -> None:
     assert torch.equal(ops.ring_matmul_rows(x[0], first, listed), reference.ring_matmul_rows(x[0], held, listed))
     lines = Draw("l").ring(RING64, 3, 6)
     assert torch.equal(ops.ring_matmul_lines(lines, first, listed), reference.ring_matmul_lines(lines, held, listed))
+
+
+class Seen(Watcher):
+    """Kernels, and how many tensors were read by something else."""
+
+    def __init__(self) -> None:
+        self.kernels: list[object] = []
+        self.read = 0
+
+    def addressed(self, tensors: Sequence[Tensor]) -> None:
+        """Nothing."""
+
+    def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
+        """Keep it."""
+        self.kernels.append(kernel)
+
+    def left(self, x: Tensor) -> None:
+        """Count it."""
+        self.read += 1
+
+    def drew(self, stream: object, out: Tensor) -> None:
+        """Nothing."""
+
+
+@needs_aes
+@pytest.mark.parametrize("turned", [True, False])
+def test_who_watches_is_told_of_kernels_and_of_masks_that_are_made_whole(turned: bool) -> None:
+    drawn, known = both(RING64, 40, 24)
+    drawn, known = (drawn.mT, known.mT) if turned else (drawn, known)
+    x, seen = torch.arange(3 * known.shape[0]).view(3, -1), Seen()
+    with watched_by(seen):
+        made = matmul_drawn.product(x, drawn)
+        assert seen.kernels == [cpu_drawn.in_register_tiles]
+        assert not seen.read
+        assert torch.equal(drawn + 1, known + 1)
+        assert seen.read == 1
+    assert torch.equal(made, reference.ring_matmul(x, known))
 
 
 def test_products_refuse_what_does_not_fit() -> None:
