@@ -132,7 +132,7 @@ def party(
     max_memory: Annotated[str, typer.Option(help="JSON {device: size} for a planned --device-map.")] = "",
     offload_folder: Annotated[str | None, typer.Option(help="Disk for weights that come from the client.")] = None,
     weights_at_rest: Annotated[
-        str, typer.Option(help="Weights between uses: 'resident', 'seeds' (no masks), 'auto' (as memory allows).")
+        str, typer.Option(help="Weights between uses: 'resident', 'seeds' (no masks), 'auto' (as is faster, or fits).")
     ] = "auto",
     frac_bits: FracOption = None,
     parallel_sessions: ParallelSessionsOption = 1,

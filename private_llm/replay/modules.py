@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from private_llm.kernels import parallel
 from private_llm.kernels.drawn import DrawnTensor, StreamKey
+from private_llm.kernels.matmul import BYTES
 from private_llm.protocols.session import Session
 from private_llm.replay.units import Owner, Replays, replays_of
 from private_llm.tensor.fixed import Fixed
@@ -20,6 +22,9 @@ from private_llm.tensor.secret import SecretTensor
 
 MOST_ROWS = 16
 """Rows of inputs that are repeated: tokens of a step. Prompts are longer, and Python is little of their time."""
+
+PYTHON_S = 1e-3
+"""What Python costs a module, about. A program runs on one thread, Python's products on all that they may use."""
 
 _UNTOUCHED = -1
 
@@ -42,12 +47,13 @@ def repeated(
     if found is None:
         return forward
     memories, layout = found
+    seconds = sum(part.numel() * part.itemsize for part in parts) / BYTES
     alike = (kind, tuple([(own, fixed.frac) for own, fixed in shares]), layout)
     owner = Owner(name, memories)
     ranges: tuple[object, Hashable] = (None, ())
 
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
-        if kwargs or not args or not all(map(_small, args)):
+        if kwargs or not args or not all(map(_small, args)) or _saved_by_threads(seconds) > PYTHON_S:
             return forward(*args, **kwargs)
         replays = replays_of(session)
         if replays is None:
@@ -86,6 +92,11 @@ def _layout(
     return tuple(memories.values()), tuple([
         (tuple([(numbers[place], start, count) for place, start, count in lines]), shape) for lines, shape in layout
     ])  # fmt: skip
+
+
+def _saved_by_threads(seconds: float) -> float:
+    """Of so many seconds of reading weights on one thread, those that this thread's helpers save."""
+    return seconds * (1.0 - 1.0 / parallel.threads(seconds))
 
 
 def _ranges(session: Session, name: str) -> Hashable:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
 from private_llm_hf.api import ranges_of_checkpoint, share_checkpoint
+from private_llm_hf.checkpoint import calibration_runs
 from private_llm_hf.checkpoint.calibration import watching
 from private_llm_hf.checkpoint.calibration_runs import loaded_ranges
+from private_llm_hf.checkpoint.loaded import refuse_changes
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.client.remote_state import PrivateCache
 from private_llm_hf.party.party import Party
@@ -130,8 +134,32 @@ def test_a_model_is_calibrated_in_several_threads_at_once_as_alone() -> None:
     alone = loaded_ranges(model, PrivateConfig())
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda _: loaded_ranges(model, PrivateConfig()), range(4)))
+    assert alone.modules
     assert found == [alone] * 4
     assert model.training
+
+
+def test_a_model_is_patched_while_another_thread_calibrates_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, started, looked = tiny.build("llama"), threading.Event(), threading.Event()
+    original = calibration_runs.calibrate
+
+    def slow(*args: Any) -> Ranges:
+        with watching(model):
+            started.set()
+            looked.wait(0.3)  # nobody comes while this model is watched
+        return original(*args)
+
+    def look() -> None:
+        started.wait(60)
+        refuse_changes(model, model.config)
+        looked.set()
+
+    monkeypatch.setattr(calibration_runs, "calibrate", slow)
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(look)
+        loaded_ranges(model, PrivateConfig())
+        done.result(60)
+    assert looked.is_set()
 
 
 def test_calibration_sees_nothing_of_what_runs_in_other_threads() -> None:

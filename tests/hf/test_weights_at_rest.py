@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import secrets
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -176,6 +177,11 @@ def test_auto_keeps_seeds_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) 
     assert planned(session, protocol="quad") == [False] * 4
     assert planned(session, weights_at_rest="resident") == [False] * 3
     assert planned(session, device_map={"": "cpu"}) == [False] * 3
+    assert planned(session, weights="public") == planned(session, ring=32, frac_bits=10) == [False] * 3
+    assert planned(session, sparsity=CometConfig(predictors="x")) == [False] * 3
+    with monkeypatch.context() as other:
+        other.setattr(sys.modules[__name__], "SHAPES", [*SHAPES, (64, 64, 3)])
+        assert planned(session) == [False] * 3
     monkeypatch.setattr(at_rest, "makes_fast", lambda: False)
     assert planned(session) == [False] * 3
 
@@ -214,6 +220,7 @@ def test_modules_with_seeds_are_repeated(protocol: str, monkeypatch: pytest.Monk
             counts.append([dict(each.counts) for each in found])
             found.clear()
         assert counts[0] == counts[1]
+        assert all(each["repeated"] > 100 for each in counts[0])
 
 
 def test_contradictions() -> None:

@@ -276,6 +276,28 @@ def test_who_watches_is_told_of_kernels_and_of_masks_that_are_made_whole(turned:
     assert torch.equal(made, reference.ring_matmul(x, known))
 
 
+@needs_aes
+@pytest.mark.parametrize(("turned", "rows"), [(True, 1), (True, 5), (False, 1), (False, 5)])
+def test_register_tiles_stay_in_their_scratch(turned: bool, rows: int) -> None:
+    """As in a recorded step, whose scratch is as large as needed: not a byte beyond."""
+    inner, columns, start, guard = 1100, 1101, 3, 64
+    room = np.full(2 * guard + cpu_drawn.REGISTER_BYTES + 64, 7, dtype=np.uint8)
+    at = guard - (room.ctypes.data + guard) % 64 + 64
+    x = torch.arange(rows * inner).view(rows, inner)
+    out = torch.zeros((rows, columns), dtype=torch.int64)
+    key = StreamKey(bytes(range(16)))
+    cpu_drawn.in_register_tiles(
+        x.data_ptr(), inner, key.rounds, start, turned, rows, inner, columns, 0, columns, out.data_ptr(), columns,
+        room.ctypes.data + at, np.uint64(0),
+    )  # fmt: skip
+    whole = np.empty(inner * columns, dtype=np.int64)
+    key.fill(8 * start, whole.view(np.uint8))
+    y = torch.from_numpy(whole).view(columns, inner).mT if turned else torch.from_numpy(whole).view(inner, columns)
+    assert torch.equal(out, reference.ring_matmul(x, y))
+    assert (room[:at] == 7).all()
+    assert (room[at + cpu_drawn.REGISTER_BYTES :] == 7).all()
+
+
 def test_products_refuse_what_does_not_fit() -> None:
     y, _ = both(RING64, 30, 50)
     for x in (torch.zeros(3, 30, dtype=torch.int64), torch.zeros(3, 50, dtype=torch.int32)):

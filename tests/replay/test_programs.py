@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -13,13 +14,14 @@ from torch import Tensor
 import private_llm.nn  # noqa: F401 - rules of functions
 from private_llm.config import PrivateConfig
 from private_llm.errors import UnsupportedOp
+from private_llm.kernels import parallel
 from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.watching import as_array
 from private_llm.net.transport import Transport
 from private_llm.protocols.client_end import ClientEnd
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
-from private_llm.replay import recorder, units
+from private_llm.replay import modules, recorder, units
 from private_llm.replay.modules import repeated
 from private_llm.replay.program import Program
 from private_llm.replay.units import Owner, Replays, replays_of
@@ -243,6 +245,34 @@ def test_modules_that_are_alike_share_a_program_and_keep_their_weights() -> None
             assert torch.allclose(got, F.linear(x, w).double(), atol=1e-4)
     # 12 calls: the first as always, the second recorded, then one check for each of four layers
     assert counts == [{"plain": 1, "recorded": 1, "checked": 4, "repeated": 6}] * 3
+
+
+def test_large_modules_stay_in_python_where_it_has_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[Counter[str]] = []
+    monkeypatch.setattr(modules, "PYTHON_S", 5 * 8 * 2 * 8 / modules.BYTES / 2)  # half of what reading the weight takes
+
+    def party(session: Session, transport: Transport) -> None:
+        def received(shape: tuple[int, ...]) -> SecretTensor:
+            return SecretTensor(Fixed(session, session.protocol.receive_input(shape), FRAC))
+
+        weight = received((5, 8))
+        layer = repeated(lambda x: F.linear(x, weight), "layer", session, "linear", [("weight", weight)])
+        for number in range(6):
+            mine.threads = 3 if number < 3 else 1
+            session.protocol.reveal_to_client(layer(received((1, 8))).to_fixed().share)
+        found = replays_of(session)
+        counts.append(Counter() if found is None else found.counts)
+
+    def client(end: ClientEnd) -> None:
+        end.share(torch.ones((5, 8), dtype=torch.int64))
+        for _ in range(6):
+            end.share(torch.ones((1, 8), dtype=torch.int64) << FRAC)
+            end.open((1, 5))
+
+    mine = threading.local()
+    monkeypatch.setattr(parallel, "threads", lambda seconds: getattr(mine, "threads", 1))
+    run_session(PrivateConfig(), party, client)
+    assert [dict(each) for each in counts] == [{"plain": 1, "recorded": 1, "checked": 1}] * 3
 
 
 def test_a_step_that_is_too_large_to_record_is_let_go_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from private_llm.errors import ConfigError, TightRange
 from private_llm.ranges import UNKNOWN, Ranges
 from private_llm_hf.checkpoint.calibration import calibrate
 from private_llm_hf.checkpoint.checkpoint import Checkpoint
+from private_llm_hf.checkpoint.loaded import AS_GIVEN
 from private_llm_hf.checkpoint.weights import dense_weight
 from private_llm_hf.client.inputs import max_positions
 from private_llm_hf.models.architectures import architecture
@@ -37,9 +37,6 @@ SPAN = 2.5
 """Largest value of the pictures of noise: white, normalised by the usual means and deviations, is 2.2 to 2.7."""
 
 _PRIME = 7919
-
-_ONE_AT_A_TIME = threading.Lock()
-"""Held while a model of the caller's is in another state than the caller left it in, which no second patch may see."""
 
 _LARGEST, _SMALLEST = 32, 8
 """Tokens with the largest and the smallest rows of embeddings that are tried, whatever the text."""
@@ -88,7 +85,7 @@ def loaded_ranges(model: nn.Module, private_config: PrivateConfig, images: Tenso
     """
     if not isinstance(model, PreTrainedModel) or not can_calibrate(model.config, private_config):
         return UNKNOWN
-    with _ONE_AT_A_TIME:
+    with AS_GIVEN:
         training = model.training
         try:
             with _unpacked(model), emulated(model, private_config.approximations):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from private_llm.errors import PatchMismatch
 from private_llm_hf.checkpoint.weights import skeleton
+
+AS_GIVEN = threading.Lock()
+"""Held while a model of the caller's is in another state than the caller gave it in, and by who looks at that state."""
 
 _OF_TRAINING = ("training", "gradient_checkpointing", "activation_checkpointing")
 """Attributes of modules that change nothing in evaluation."""
@@ -17,6 +22,11 @@ def refuse_changes(model: PreTrainedModel, config: PretrainedConfig) -> None:
 
     The parties build the model from its configuration, so what was changed afterwards would be lost.
     """
+    with AS_GIVEN:
+        _refuse_changes(model, config)
+
+
+def _refuse_changes(model: PreTrainedModel, config: PretrainedConfig) -> None:
     bare = skeleton(type(model), config)
     built, wanted_weights = dict(bare.named_modules()), bare.state_dict()
     more = [n for n, v in model.state_dict().items() if n not in wanted_weights and v.is_floating_point()]
