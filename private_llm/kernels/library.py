@@ -34,6 +34,8 @@ SCHEMAS = (
     "inject_products(Tensor bits, Tensor lam, bool[] weighted, Tensor(a!) out) -> ()",
     "inject_terms(Tensor bits, Tensor m, Tensor mine, Tensor shares, bool[] weighted, Tensor w, Tensor c,"
     " bool first, Tensor(a!) out) -> ()",
+    "pack_fields(Tensor values, int f) -> Tensor",
+    "unpack_fields(Tensor words, int count, int f) -> Tensor",
     "trunc_helper(Tensor error, Tensor g1, Tensor g2, Tensor z1, Tensor rho1, Tensor zeta1, Tensor zeta2, int f)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     "trunc_open(Tensor mine, Tensor theirs, Tensor rho, Tensor zeta, int f) -> (Tensor, Tensor)",

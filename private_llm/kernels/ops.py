@@ -277,6 +277,31 @@ def inject_terms(
         _gpu("bits", "inject_terms", bits, m, mine, shares, weighted, w, c, first, out)
 
 
+def pack_fields(values: Tensor, f: int) -> Tensor:
+    """The lowest 1 <= f <= 63 bits of int64 elements [n] as packed fields: [packed_words(n, f)] of 64 bits.
+
+    Raises DomainError for another f or type.
+    """
+    words = shapes.pack_fields(values, f)
+    if values.is_cpu:
+        operands, made = addresses(values), addresses(words)
+        launch(cpu_trunc.packed, *operands, f, values.numel(), _ZERO[torch.int64], *made)
+    elif not values.is_meta:
+        _gpu("trunc", "pack_fields", values, f, words)
+    return words
+
+
+def unpack_fields(words: Tensor, count: int, f: int) -> Tensor:
+    """The inverse of `pack_fields`: elements [count] from 0 to 2^f - 1, int64. Raises DomainError for other sizes."""
+    values = shapes.unpack_fields(words, count, f)
+    if words.is_cpu:
+        operands, made = addresses(words), addresses(values)
+        launch(cpu_trunc.unpacked, *operands, f, count, _ZERO[torch.int64], *made)
+    elif not words.is_meta:
+        _gpu("trunc", "unpack_fields", words, count, f, values)
+    return values
+
+
 def trunc_helper(
     error: Tensor, g1: Tensor, g2: Tensor, z1: Tensor, rho1: Tensor, zeta1: Tensor, zeta2: Tensor, f: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

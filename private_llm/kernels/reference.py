@@ -287,6 +287,16 @@ def _packed(fields: Tensor, f: int) -> Tensor:
     return torch.cat([whole.reshape(-1), _words(bits[blocks * _BLOCK :].reshape(-1))])
 
 
+def pack_fields(values: Tensor, f: int) -> Tensor:
+    """The lowest f bits of each element, packed."""
+    return _packed(values & ((1 << f) - 1), f)
+
+
+def unpack_fields(words: Tensor, count: int, f: int) -> Tensor:
+    """The inverse."""
+    return _fields(words, count, f)
+
+
 def trunc_helper(
     error: Tensor, g1: Tensor, g2: Tensor, z1: Tensor, rho1: Tensor, zeta1: Tensor, zeta2: Tensor, f: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -137,6 +137,30 @@ def transpose_bits(x: Tensor, rows: int) -> Tensor:
     return torch.empty((rows, (x.numel() + 63) // 64), dtype=torch.int64, device=x.device)
 
 
+def check_fields(f: int) -> None:
+    """Raise DomainError unless fields of f bits fit 64-bit elements, less one."""
+    if not 1 <= f <= 63:
+        raise DomainError(f"fields: got {f} bits; want 1 to 63")
+
+
+def pack_fields(values: Tensor, f: int) -> Tensor:
+    """[packed_words] of 64 bits, zero. Raises DomainError for elements of 32 bits, and an impossible f."""
+    check_fields(f)
+    if values.dtype != torch.int64:
+        raise DomainError(f"fields: got {values.dtype}; want int64")
+    return torch.zeros(packed_words(values.numel(), f), dtype=torch.int64, device=values.device)
+
+
+def unpack_fields(words: Tensor, count: int, f: int) -> Tensor:
+    """[count] of 64 bits. Raises DomainError for another number of words, and an impossible f."""
+    check_fields(f)
+    if words.dtype != torch.int64 or words.numel() != packed_words(count, f):
+        raise DomainError(
+            f"fields: got {words.numel()} {words.dtype}; want {packed_words(count, f)} int64 for {count} of {f} bits"
+        )
+    return torch.empty(count, dtype=torch.int64, device=words.device)
+
+
 def trunc_helper(
     error: Tensor, g1: Tensor, g2: Tensor, z1: Tensor, rho1: Tensor, zeta1: Tensor, zeta2: Tensor, f: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

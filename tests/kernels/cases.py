@@ -173,6 +173,14 @@ def trunc_cases() -> Iterator[Case]:
                 yield Case("trunc_close", note, (a, *fields[:2], b, fields[2], f))
 
 
+def field_cases() -> Iterator[Case]:
+    for n in (1, 63, 64, 511, 512, 513, 1100):
+        for f in (1, 7, 23, 32, 37, 63):
+            draw, note = Draw(f"fields {n} {f}"), f"{n}-{f}"
+            yield Case("pack_fields", note, (draw.ring(RING64, n), f))
+            yield Case("unpack_fields", note, (draw.words(ops.packed_words(n, f)), n, f))
+
+
 def gather_cases() -> Iterator[Case]:
     for ring in RINGS:
         for rows, width, picked in ((1, 1, [0]), (7, 1031, [6, 0, 6, 3]), (50, 3, list(range(49, -1, -1))), (3, 5, [])):
@@ -187,7 +195,10 @@ def stream_cases() -> Iterator[Case]:
         yield Case("chacha20", f"{counter}-{words}", (key, nonce, counter, words))
 
 
-ALL = [*matmul_cases(), *listed_cases(), *conv_cases(), *bit_cases(), *trunc_cases(), *gather_cases(), *stream_cases()]
+ALL = [
+    *matmul_cases(), *listed_cases(), *conv_cases(), *bit_cases(), *trunc_cases(), *field_cases(), *gather_cases(),
+    *stream_cases(),
+]  # fmt: skip
 
 
 def expected(case: Case) -> list[Tensor]:

@@ -15,7 +15,7 @@ from private_llm.ring.ring import RING32, RING64, Ring
 from tests.kernels.cases import ALL, Case, Draw, expected, run
 
 FAMILIES = {"ring": "matmul", "transpose": "bits", "block": "bits", "join": "bits", "inject": "bits"}
-FAMILIES |= {"trunc": "trunc", "chacha20": "prg", "gather": "gather"}
+FAMILIES |= {"trunc": "trunc", "pack": "trunc", "unpack": "trunc", "chacha20": "prg", "gather": "gather"}
 
 
 def same(made: list[Tensor], want: list[Tensor]) -> None:
@@ -112,6 +112,26 @@ def test_a_device_without_kernels_is_named() -> None:
         ops.ring_matmul(x, x.to("meta"))
     with pytest.raises(UnsupportedOp, match="one device"):
         ops.trunc_open(x.view(4), x.view(4).to("meta"), x.view(4), x.view(4), 18)
+
+
+@pytest.mark.parametrize("f", [1, 13, 37, 63])
+@pytest.mark.parametrize("n", [0, 1, 512, 700])
+def test_packed_fields_come_back(n: int, f: int) -> None:
+    values = Draw("fields").ring(RING64, n)
+    words = ops.pack_fields(values, f)
+    assert words.numel() == -(-n * f // 64)
+    assert torch.equal(ops.unpack_fields(words, n, f), values & ((1 << f) - 1))
+
+
+def test_fields_that_cannot_be_are_refused() -> None:
+    values = Draw("fields").ring(RING64, 8)
+    for f in (0, 64):
+        with pytest.raises(DomainError, match="1 to 63"):
+            ops.pack_fields(values, f)
+    with pytest.raises(DomainError, match="int64"):
+        ops.pack_fields(values.int(), 3)
+    with pytest.raises(DomainError, match="want 1 int64 for 8 of 7 bits"):
+        ops.unpack_fields(values, 8, 7)
 
 
 @pytest.mark.parametrize(

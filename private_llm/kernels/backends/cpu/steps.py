@@ -147,6 +147,20 @@ def inject_terms(row: Row) -> None:
 
 
 @CompiledStep
+def fields_packed(row: Row) -> None:
+    """`trunc.packed`."""
+    a = carray(row, 4)
+    trunc.packed(a[0], a[1], a[2], WORD, a[3])
+
+
+@CompiledStep
+def fields_unpacked(row: Row) -> None:
+    """`trunc.unpacked`."""
+    a = carray(row, 4)
+    trunc.unpacked(a[0], a[1], a[2], WORD, a[3])
+
+
+@CompiledStep
 def trunc_helper(row: Row) -> None:
     """`trunc.helper`."""
     a = carray(row, 13)
@@ -215,6 +229,8 @@ KERNELS: dict[Any, tuple[Any, str]] = {
     bits.join_carries: (join_carries, "rrripiiwi"),
     bits.inject_products: (inject_products, "rirfwiiz"),
     bits.inject_terms: (inject_terms, "rirrrifririiwiz"),
+    trunc.packed: (fields_packed, "riizw"),
+    trunc.unpacked: (fields_unpacked, "riizw"),
     trunc.helper: (trunc_helper, "rrrrrrriizwwww"),
     trunc.opened: (trunc_opened, "rrrriizww"),
     trunc.closed: (trunc_closed, "rrrrriizww"),

@@ -77,6 +77,30 @@ def pack(fields: Array, start: int, count: int, f: int, words: Array) -> None:
 
 
 @compiled
+def packed(values: int, f: int, n: int, zero: Zero, words: int) -> None:
+    """The lowest f bits of n elements as packed fields."""
+    source, made = flat(values, n, zero), flat(words, (n * f + 63) // 64, WORD)
+    kind = source.dtype.type
+    mask = kind((kind(1) << kind(f)) - kind(1))
+    fields = np.empty(BLOCK, dtype=kind)
+    made[:] = WORD
+    for start in range(0, n, BLOCK):
+        count = min(BLOCK, n - start)
+        for j in range(count):
+            fields[j] = source[start + j] & mask
+        pack(fields, start, count, f, made)
+
+
+@compiled
+def unpacked(words: int, f: int, n: int, zero: Zero, values: int) -> None:
+    """The inverse of `packed`: elements below 2^f."""
+    made, source = flat(values, n, zero), flat(words, (n * f + 63) // 64, WORD)
+    for start in range(0, n, BLOCK):
+        count = min(BLOCK, n - start)
+        unpack(source, start, count, f, made[start : start + count])
+
+
+@compiled
 def helper(
     error: int, g1: int, g2: int, z1: int, rho1: int, zeta1: int, zeta2: int, f: int, n: int, zero: Zero,
     a1: int, a2: int, z2: int, rho2: int,

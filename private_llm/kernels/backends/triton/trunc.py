@@ -63,6 +63,28 @@ def _store_ring(x, b_x, o_n, m_n, BITS: tl.constexpr):  # type: ignore[no-untype
 
 
 @triton.jit
+def pack_kernel(values, words, n, F: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """The lowest F bits of each element."""
+    i_start = tl.program_id(0).to(tl.int64) * BLOCK
+    o_n = i_start + tl.arange(0, BLOCK)
+    m_n = o_n < n
+    o_word, o_next, o_off = _places(i_start, n, F, BLOCK)
+    # [BLOCK]
+    b_fields = _load_ring(values, o_n, m_n, 64) & ((1 << F) - 1)
+    _or_fields(words, b_fields, o_word, o_next, o_off, m_n, F)
+
+
+@triton.jit
+def unpack_kernel(words, values, n, F: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """The inverse."""
+    i_start = tl.program_id(0).to(tl.int64) * BLOCK
+    o_n = i_start + tl.arange(0, BLOCK)
+    m_n = o_n < n
+    o_word, o_next, o_off = _places(i_start, n, F, BLOCK)
+    _store_ring(values, _load_fields(words, o_word, o_next, o_off, m_n, F), o_n, m_n, 64)
+
+
+@triton.jit
 def helper_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     error, g1, g2, z1, rho1, zeta1, zeta2, a1, a2, z2, rho2, n,  # noqa: ANN001
     F: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
@@ -124,6 +146,18 @@ def close_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
 
 def _grid(n: int) -> tuple[int]:
     return (triton.cdiv(n, BLOCK),)
+
+
+def pack_fields(values: Tensor, f: int, words: Tensor) -> None:
+    """See `reference.pack_fields`; words must be zero."""
+    if values.numel():
+        pack_kernel[_grid(values.numel())](values, words, values.numel(), F=f, BLOCK=BLOCK)
+
+
+def unpack_fields(words: Tensor, count: int, f: int, values: Tensor) -> None:
+    """See `reference.unpack_fields`."""
+    if count:
+        unpack_kernel[_grid(count)](words, values, count, F=f, BLOCK=BLOCK)
 
 
 def trunc_helper(
