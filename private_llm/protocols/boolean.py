@@ -36,6 +36,12 @@ def check_injected(bits: BitShare, x: Share | None, weights: Weights, constants:
         raise DomainError(f"inject: got x of {x.numel()} elements for {bits.count} bits; want as many")
 
 
+def check_low(low: int | None, shift: int) -> None:
+    """Raise DomainError for a number of low bits that `inject` does not take. Local."""
+    if low is not None and (shift or not 1 <= low <= 63):
+        raise DomainError(f"inject: got low={low} with a shift of {shift}; want 1 to 63 low bits, and no shift")
+
+
 class Boolean(PartyEnd):
     """Bits are shared bitwise, 64 elements a word (`BitShare`); a row of n bits is sent as ceil(n / 64) words."""
 
@@ -57,12 +63,17 @@ class Boolean(PartyEnd):
         """
 
     @abstractmethod
-    def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
+    def inject(
+        self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0,
+        low: int | None = None,
+    ) -> Share:  # fmt: skip
         """sum over rows k of bit_k * (weights[k] * x + constants[k]), divided by 2^shift.
 
         `x` is flattened to [count]; with `x=None` the weights are ignored (bit to arithmetic). Result is 1-D [count]. 1
         round (2 with a shift). One row without shift, bytes an element: 32 with a weight and 24 without in trio, 56 and
-        40 in quad. Raises DomainError unless x has bits.count elements and weights and constants are one for each row.
+        40 in quad. With `low`, which goes without shift, only the lowest `low` bits of the result are right, and trio
+        and dealer send as many of each number (64-bit ring). Raises DomainError unless x has bits.count elements and
+        weights and constants are one for each row, and for an impossible `low`.
         """
 
     def takes_keys(

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from private_llm.kernels.forms import Form
-from private_llm.protocols.boolean import Weights
+from private_llm.protocols.boolean import Weights, check_low
 from private_llm.protocols.exponential import Exponential
 from private_llm.protocols.piecewise import Pieces
 from private_llm.protocols.protocol import Protocol
@@ -60,9 +60,13 @@ class ExactTruncation(Protocol):
         """Polynomial of degree 2 or 3, exactly divided: 1 round, then `truncate`."""
         return self.truncate(super().poly(x, coefficients), shift)
 
-    def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
+    def inject(
+        self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0,
+        low: int | None = None,
+    ) -> Share:  # fmt: skip
         """Weighted bits, exactly divided: 1 round, then `truncate`; 1-D [count]."""
-        return self.truncate(super().inject(bits, x, weights, constants), shift)
+        check_low(low, shift)
+        return self.truncate(super().inject(bits, x, weights, constants, low=low), shift)
 
     def exponential(self, x: Share, keep: BitShare, plan: Exponential) -> Share:
         """Exponentials, exactly divided: 1 round, then `truncate`."""

@@ -39,8 +39,8 @@ class Prices(Protocol):
     def gate(self, count: int, rows: int = 1) -> Cost:
         """`and_` of `rows` bit vectors of `count` elements."""
 
-    def inject(self, ring: Ring, count: int, rows: int, weighted: int, shift: int) -> Cost:
-        """`inject` of `rows` bits for `count` elements, `weighted` of them times x, divided by 2^shift."""
+    def inject(self, ring: Ring, count: int, rows: int, weighted: int, shift: int, low: int | None = None) -> Cost:
+        """`inject` of `rows` bits for `count` elements, `weighted` of them times x, divided by 2^shift, or narrow."""
 
     def lookup(self, ring: Ring, count: int, width: int, public: bool = False) -> Cost:
         """`lookup` of `count` indices in a table of `width` columns, shared or public; what the client sends apart."""

@@ -179,6 +179,35 @@ def test_inject_sums_weighted_bits(protocol: str, ring: int, shift: int) -> None
 
 
 @every
+@pytest.mark.parametrize("low", [1, 23, 31, 63])
+@pytest.mark.parametrize("n", [1, 321, 513])
+def test_a_narrow_injection_is_right_in_its_low_bits(protocol: str, ring: int, low: int, n: int) -> None:
+    cost = prices(protocol)
+    x = ring_values(ring, (n,), ring - 1, 17)
+
+    def program(p: Protocol, a: Share) -> Share:
+        return p.inject(p.msb(a, [0, 99]), a, [3, 0], [7, -5], low=low)
+
+    below, near = (x < 0).long(), ((x + 99) < 0).long()
+    expected = below * (3 * x.long() + 7) - near * 5
+    run = run_ring(config(protocol, ring), [x], program, (n,))
+    bits = min(low, ring - 1)
+    assert torch.equal(run.result.long() & ((1 << bits) - 1), expected & ((1 << bits) - 1))
+    price = cost.msb(n, ring, 2) + cost.inject(Ring(ring), n, 2, 1, 0, low)
+    assert run.cost == (Cost() if protocol == "plain" else price)
+
+
+@every
+def test_impossible_low_bits_are_refused(protocol: str, ring: int) -> None:
+    x = ring_values(ring, (3,), 8)
+    for low, shift in ((0, 0), (64, 0), (8, 1)):
+        with pytest.raises(DomainError, match="1 to 63 low bits"):
+            run_ring(
+                config(protocol, ring), [x], lambda p, a, k=low, s=shift: p.inject(p.msb(a), a, [1], [0], s, k), (3,)
+            )
+
+
+@every
 def test_nothing_in_nothing_out(protocol: str, ring: int) -> None:
     """Every primitive takes an empty tensor."""
 

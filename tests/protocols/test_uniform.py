@@ -63,7 +63,8 @@ def program(p: Protocol, x: Share, y: Share) -> Share:
     square = p.matmul(matrix, matrix, 18).map(lambda part: part.reshape(-1))
     bits = p.msb(square, [0, 1 << 18])
     relu = p.inject(bits, square, [1, 0], [0, 1], 3)
-    return p.poly(p.truncate(relu, 2), [1, 2, 3, 4], 1)
+    narrow = p.inject(bits, square, [1, 0], [0, 1], low=37)
+    return p.add(p.poly(p.truncate(relu, 2), [1, 2, 3, 4], 1), narrow)
 
 
 def gates(p: Protocol, x: Share, y: Share) -> Share:

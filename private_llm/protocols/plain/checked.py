@@ -144,12 +144,15 @@ class CheckedPlain(Plain):
                 )
         return super().msb(x, offsets, bits, low)
 
-    def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
+    def inject(
+        self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0,
+        low: int | None = None,
+    ) -> Share:  # fmt: skip
         """sum of bit_k * (w_k x + c_k), divided by 2^shift; checked before the division."""
         x = None if x is None else self._operand(x)
         real = None if x is None else Share((x.parts[0].double(),))
         self._fits("a choice by bits", self._injected(bits, real, weights, constants, torch.float64), shift)
-        return _watched(super().inject(bits, x, weights, constants, shift))
+        return _watched(super().inject(bits, x, weights, constants, shift, low))
 
     def a2b(self, x: Share, bits: int | None = None) -> BitShare:
         """Bits of two's complement. Raises DomainError if a local step before wrapped."""

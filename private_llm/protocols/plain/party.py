@@ -15,7 +15,7 @@ from torch import Tensor
 from private_llm.errors import DomainError
 from private_llm.kernels.forms import Form
 from private_llm.net.transport import CLIENT
-from private_llm.protocols.boolean import Weights, check_injected
+from private_llm.protocols.boolean import Weights, check_injected, check_low
 from private_llm.protocols.permutation import (
     Permutation,
     ShuffledBits,
@@ -81,8 +81,12 @@ class Plain(Protocol):
         rows = [_pack(((flat + c) >> (width - 1)) & 1) for c in offsets]
         return BitShare((torch.stack(rows),), flat.numel())
 
-    def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
-        """floor(sum of bit_k * (w_k x + c_k) / 2^shift), 1-D [count]."""
+    def inject(
+        self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0,
+        low: int | None = None,
+    ) -> Share:  # fmt: skip
+        """floor(sum of bit_k * (w_k x + c_k) / 2^shift), 1-D [count]; all bits of it, whatever `low` says."""
+        check_low(low, shift)
         return self.truncate(Share((self._injected(bits, x, weights, constants, self.ring.dtype),)), shift)
 
     @staticmethod

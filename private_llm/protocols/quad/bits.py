@@ -32,7 +32,7 @@ from torch import Tensor
 
 from private_llm.circuits.carry import CarryPlan
 from private_llm.kernels import ops
-from private_llm.protocols.boolean import Weights
+from private_llm.protocols.boolean import Weights, check_low
 from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.quad import cost
 from private_llm.protocols.quad.shuffle import QuadShuffles
@@ -156,11 +156,16 @@ class Quad(QuadShuffles):
         return BitShare((*main.parts, part), main.count)
 
     # -- bits to numbers --------------------------------------------------------------------------------------
-    def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
+    def inject(
+        self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0,
+        low: int | None = None,
+    ) -> Share:  # fmt: skip
         """As Trio's, and its mirror: 1 element per row, 1 more per row with a weight, from party 2; one check.
 
-        One weighted row without shift: 7 elements in all (56 bytes in the 64-bit ring), 1 round. Errors as Trio's.
+        One weighted row without shift: 7 elements in all (56 bytes in the 64-bit ring), 1 round; as many with `low`.
+        Errors as Trio's.
         """
+        check_low(low, shift)
         piece = self._inject_piece(bits, x, weights, constants)
         mirror = self._inject_mirror(bits, x, weights, constants)
         return self._finish_checked("inject", torch.Size((bits.count,)), piece, mirror, shift, helped=False)

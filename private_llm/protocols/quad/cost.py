@@ -84,10 +84,10 @@ def a2b(ring: Ring, count: int, bits: int | None = None) -> Cost:
     return msb_ripple(count, bits or ring.bits)
 
 
-def inject(ring: Ring, count: int, rows: int, weighted: int, shift: int) -> Cost:
+def inject(ring: Ring, count: int, rows: int, weighted: int, shift: int, low: int | None = None) -> Cost:
     """sum of bit_k (w_k x + c_k): 1 element per row and per weighted row to parties 2 and 0, then one finish.
 
-    1 round, 2 with a shift.
+    1 round, 2 with a shift; the same with `low`.
     """
     products = (rows + weighted) * count * ring.bytes
     return Cost({(3, 2): products, (2, 0): products}) + finish(ring, count, shift, helped=False)

@@ -166,6 +166,35 @@ class TrioArithmetic(Protocol):
         theirs = self.transport.exchange(3 - self.role, tag, masked)
         return Share(((masked + theirs - z).view(shape), z.view(shape)))
 
+    def _finish_narrow(self, tag: str, shape: torch.Size, piece: Tensor | None, low: int) -> Share:
+        """A share of what is right in its lowest `low` bits, without E: they alone are sent, each way, in 1 round."""
+        count = shape.numel()
+        z = self._draw(count)
+        if self.role == 0:
+            return Share((z.view(shape), self._draw(count, 1).view(shape)))
+        if piece is None:
+            raise self._lacking(tag)
+        masked = piece.reshape(-1) + z
+        theirs = self.transport.exchange(3 - self.role, tag, ops.pack_fields(masked, low))
+        return Share(((masked + ops.unpack_fields(theirs, count, low) - z).view(shape), z.view(shape)))
+
+    # -- elements of which only the lowest bits count, packed ------------------------------------------------
+    def _draw_low(self, count: int, low: int | None) -> Tensor:
+        """Uniform elements [count] below 2^low (None: of the whole ring) from the first stream."""
+        if low is None:
+            return self._draw(count)
+        return ops.unpack_fields(self._draw_words(ops.packed_words(count, low)), count, low)
+
+    def _send_low(self, to: int, tag: str, elements: Tensor, low: int | None) -> None:
+        self.transport.send(to, tag, elements if low is None else ops.pack_fields(elements.view(-1), low))
+
+    def _recv_low(self, sender: int, tag: str, shape: tuple[int, ...], low: int | None) -> Tensor:
+        if low is None:
+            return self.transport.recv(sender, tag, shape, self.ring.dtype)
+        count = torch.Size(shape).numel()
+        words = self.transport.recv(sender, tag, (ops.packed_words(count, low),), torch.int64)
+        return ops.unpack_fields(words, count, low).view(shape)
+
     def _beyond(self, shift: int) -> DomainError:
         return DomainError(f"shift: got {shift}; want 0 to {self.ring.bits - 3} in a {self.ring.bits}-bit ring")
 

@@ -93,11 +93,14 @@ def a2b(ring: Ring, count: int, bits: int | None = None) -> Cost:
     return msb_ripple(count, bits or ring.bits)
 
 
-def inject(ring: Ring, count: int, rows: int, weighted: int, shift: int) -> Cost:
+def inject(ring: Ring, count: int, rows: int, weighted: int, shift: int, low: int | None = None) -> Cost:
     """sum of bit_k (w_k x + c_k): 1 element pre per row and per weighted row, then one finish.
 
-    1 round, 2 with a shift.
+    1 round, 2 with a shift. With `low`, fields of so many bits take the places of elements (64-bit ring).
     """
+    if low is not None and ring.bits == 64:
+        each = 8 * packed_words(count, low)
+        return Cost({(0, 2): 8 * packed_words((rows + weighted) * count, low), (1, 2): each, (2, 1): each}, 1)
     return Cost({(0, 2): (rows + weighted) * count * ring.bytes}) + finish(ring, count, shift, helped=False)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from private_llm.circuits.carry import CarryPlan, carry_plan
 from private_llm.errors import DomainError
 from private_llm.kernels import ops
-from private_llm.protocols.boolean import Weights, check_injected
+from private_llm.protocols.boolean import Weights, check_injected, check_low
 from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.share import BitShare, Share, words_for
 from private_llm.protocols.trio import cost
@@ -239,13 +239,22 @@ class Trio(TrioExponentials):
         return BitShare((b, fresh), x.count)
 
     # -- bits to numbers --------------------------------------------------------------------------------------
-    def inject(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0) -> Share:
+    def inject(
+        self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, shift: int = 0,
+        low: int | None = None,
+    ) -> Share:  # fmt: skip
         """Pre: 1 element per row, 1 more per row with a weight; online: one finish without E, 1 round (2 with a shift).
 
-        Raises DomainError for operands of other sizes than `bits`, and for a shift above ring bits - 3.
+        With `low` all of these are packed fields of so many bits. Raises DomainError for operands of other sizes than
+        `bits`, for a shift above ring bits - 3, and for an impossible `low`.
         """
-        piece = self._inject_piece(bits, x, weights, constants)
-        return self._finish("inject", torch.Size((bits.count,)), piece, shift, helped=False)
+        check_low(low, shift)
+        low = low if self.ring.bits == 64 else None
+        piece = self._inject_piece(bits, x, weights, constants, low)
+        size = torch.Size((bits.count,))
+        if low is not None:
+            return self._finish_narrow("inject", size, piece, low)
+        return self._finish("inject", size, piece, shift, helped=False)
 
     def _weighted(self, x: Share | None, weights: Weights) -> tuple[Flags, int]:
         """Which bit rows multiply x, and how many."""
@@ -255,7 +264,9 @@ class Trio(TrioExponentials):
             return _flags(tuple(map(bool, weights)))
         return _flags(tuple([isinstance(w, Tensor) or w != 0 for w in weights]))
 
-    def _inject_piece(self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights) -> Tensor | None:
+    def _inject_piece(
+        self, bits: BitShare, x: Share | None, weights: Weights, constants: Weights, low: int | None = None
+    ) -> Tensor | None:
         """This evaluator's additive piece of the sum (None at the helper, who sends its products)."""
         count, rows = bits.count, bits.rows
         numbers = len(weights) == len(constants) == rows and {*map(type, (*weights, *constants))} <= _NUMBERS
@@ -267,14 +278,14 @@ class Trio(TrioExponentials):
             lam = torch.zeros(1, dtype=self.ring.dtype, device=self.device)
             if x is not None:
                 lam = (x.parts[0] + x.parts[1]).reshape(-1)
-            message = self._draw(extra * count, 0).view(extra, count)
+            message = self._draw_low(extra * count, low).view(extra, count)
             ops.inject_products(bits.parts[0] ^ bits.parts[1], lam, weighted, message)
-            self.transport.send(2, "inject", message)
+            self._send_low(2, "inject", message, low)
             return None
         if self.role == 1:
-            shares = self._draw(extra * count).view(extra, count)
+            shares = self._draw_low(extra * count, low).view(extra, count)
         else:
-            shares = self.transport.recv(0, "inject", (extra, count), self.ring.dtype)
+            shares = self._recv_low(0, "inject", (extra, count), low)
         value = torch.zeros(count, dtype=self.ring.dtype, device=self.device)
         m = mine = value
         if x is not None:
