@@ -1,34 +1,61 @@
 """Functions of the form relu(x) - g(|x|) with a bump g that has died out at |x| = top.
 
 1. Rows [x < 0], [x < -top], [x < top] from one coarse comparison.
+By waves, where the protocol has them (trio, dealer):
+2. t = min(|x|, top) times a public number, modulo a turn: one narrow injection of two rows, the intervals below and
+   above 0, which are exclusive ors of rows.
+3. relu(x) - g(t) by `relu_minus_waves`.
+By a chain elsewhere (quad, plain, exact divisions):
 2. x_minus = [x < 0] x; relu = x - x_minus, |x| = x - 2 x_minus.
-3. t = min(|x|, top): one injection of the exclusive or of the last two rows.
+3. t: one injection of the exclusive or of the last two rows.
 4. g(t) by a chain that vanishes exactly at t = top, so saturated results are exactly x or 0.
 A wrong bit less than 2^-6 above a threshold changes nothing: both branches are the same analytic function there.
 """
 
 from __future__ import annotations
 
-from private_llm.approx.chain import Chain, evaluate, price
+from dataclasses import dataclass
+
+from private_llm.approx.chain import Chain, evaluate, need_wide_ring, price
 from private_llm.approx.curves import Curve, takes_curve
 from private_llm.approx.curves import evaluate as by_keys
+from private_llm.approx.wave_sums import WaveSum, waves_of
 from private_llm.exact.comparisons import coarse_bits, coarse_span
 from private_llm.net.ledger import Cost
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare
+from private_llm.protocols.trio.cost import relu_minus_waves
+from private_llm.protocols.waves import Waves
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 
 
-def rectified_minus(x: Fixed, chain: Chain, top: float, log2_scale: int, curve: Curve) -> Fixed:
-    """relu(x) - chain(z) at z = min(|x|, top) / 2^log2_scale - 1, for |x| < 2^20 - 2^10; shape and bits of x.
+@dataclass(frozen=True, eq=False)
+class Bump:
+    """g as waves, if it has them, and as a chain of z = min(|x|, top) / 2^log2_scale - 1; and the whole as a curve."""
 
-    33 bytes an element for the comparison, 64 for two injections, and the chain's; 3 + 2 rounds and the chain's. Error:
-    the chain's and the rounding of its result. By comparison keys `curve` instead: the whole function in 2 rounds.
-    Raises DomainError in a 32-bit ring.
+    waves: WaveSum | None
+    chain: Chain
+    top: float
+    log2_scale: int
+    curve: Curve
+
+
+def rectified_minus(x: Fixed, bump: Bump) -> Fixed:
+    """relu(x) - g(|x|), for |x| < 2^20 - 2^10; shape and bits of x.
+
+    33 bytes an element for the comparison. By waves, some 140 more, and 6 rounds in all; error: the sum's and 2^-16. By
+    the chain 64 for two injections, and the chain's, 3 + 2 rounds and the chain's; error: the chain's and the rounding
+    of its result. By comparison keys the whole function in 2 rounds. Raises DomainError in a 32-bit ring.
     """
-    if takes_curve(curve, x, x.frac, _price, x.session.ring, x.numel(), chain, *coarse_span(x)):
-        return by_keys(curve, x, x.frac)
+    waves = bump.waves if x.session.protocol.has_waves else None
+    plan = None if waves is None else waves_of(waves, x.frac)
+    if takes_curve(bump.curve, x, x.frac, _price, x.session.ring, x.numel(), bump, plan, *coarse_span(x)):
+        return by_keys(bump.curve, x, x.frac)
+    need_wide_ring(x, "this approximation")
+    if waves is not None and plan is not None:
+        return _by_waves(x, waves, plan)
+    chain, top, log2_scale = bump.chain, bump.top, bump.log2_scale
     rows = coarse_bits(x, [0.0, -top, top])
     inside = x.proto.xor(rows.row(1), rows.row(2))
     minus = x.choose(rows.row(0), [1], [0.0])
@@ -37,10 +64,28 @@ def rectified_minus(x: Fixed, chain: Chain, top: float, log2_scale: int, curve: 
     return relu - evaluate(chain, z, frac=x.frac)
 
 
-def _price(prices: Prices, ring: Ring, count: int, chain: Chain, bits: int, low: int) -> Cost:
-    """Of the comparison, two injections and the chain."""
+def _by_waves(x: Fixed, made: WaveSum, plan: Waves) -> Fixed:
+    """The same by waves."""
+    top, factor = made.top, made.factor
+    rows = coarse_bits(x, [-top, 0.0, top])
+    proto, negative, sides = x.proto, rows.row(1), x.proto.xor(rows.some(0, 2), rows.some(1, 2))
+    # Each interval adds what t differs by from the top: -x - top on the left, x - top on the right.
+    reach = round(top * (1 << x.frac)) * factor
+    angle = proto.inject(sides, x.share, [-factor, factor], [-reach, -reach], low=plan.angle_bits)
+    angle = proto.add_public(angle, reach)
+    return x.with_share(proto.relu_minus_waves(x.share, negative, angle, plan))
+
+
+def _price(
+    prices: Prices, ring: Ring, count: int, bump: Bump, plan: Waves | None, bits: int, low: int
+) -> Cost:  # fmt: skip
+    """Of the comparison, and of the waves and their narrow injection; or of two injections and the chain."""
+    compared = prices.msb(count, bits, 3, low)
+    if plan is not None:
+        turned = prices.inject(ring, count, 2, 2, 0, plan.angle_bits)
+        return compared + turned + relu_minus_waves(ring, count, plan)
     twice = prices.inject(ring, count, 1, 1, 0).times(2)
-    return prices.msb(count, bits, 3, low) + twice + price(chain, ring, count, prices)
+    return compared + twice + price(bump.chain, ring, count, prices)
 
 
 def folded(

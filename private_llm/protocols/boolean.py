@@ -17,6 +17,7 @@ from private_llm.protocols.exponential import Exponential
 from private_llm.protocols.party_end import PartyEnd
 from private_llm.protocols.piecewise import Pieces, PiecesShape
 from private_llm.protocols.share import BitShare, Share
+from private_llm.protocols.waves import Waves
 
 Weights = Sequence[int | Tensor]
 """Public ring constants: one per bit row, each an int or a tensor of 1 or `count` elements (flattened)."""
@@ -50,6 +51,9 @@ class Boolean(PartyEnd):
 
     has_exponentials = False
     """Whether `exponential` is there."""
+
+    has_waves = False
+    """Whether `relu_minus_waves` is there."""
 
     @abstractmethod
     def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None, low: int = 0) -> BitShare:
@@ -112,6 +116,16 @@ class Boolean(PartyEnd):
         and UnsupportedOp under a protocol without it (`has_exponentials`).
         """
         raise UnsupportedOp("exponentials in one step: this protocol has none; want trio or dealer")
+
+    def relu_minus_waves(self, x: Share, negative: BitShare, angle: Share, plan: Waves) -> Share:
+        """(1 - bit_n) x_n less the sum of waves of angle_n, with `plan.frac` fractional bits, in the shape of x.
+
+        Of angles the lowest plan.angle_bits bits count. 64-bit ring. Error of the sum: 2 units, and what its tables
+        lose (`protocols.waves`). 2 rounds; bytes an element in trio: 32, 2 wide / 8, and those of the waves' shares and
+        of 2 (64 - narrow) bits. Raises DomainError in a 32-bit ring and unless there are one row of bits and as many
+        angles, and UnsupportedOp under a protocol without it (`has_waves`).
+        """
+        raise UnsupportedOp("sums of waves: this protocol has none; want trio or dealer, without exact divisions")
 
     @abstractmethod
     def xor(self, x: BitShare, y: BitShare) -> BitShare:

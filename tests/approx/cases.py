@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from private_llm.approx import activations
+from private_llm.approx import activations, wave_tables
 from private_llm.approx import coefficients as tables
 from private_llm.approx.exp import exp
+from private_llm.approx.wave_sums import WaveSum, waves_of
 from private_llm.net.ledger import Cost
 from private_llm.protocols.exponential import TOTAL_BITS
 from private_llm.protocols.trio import cost
@@ -61,6 +62,13 @@ def _bump(n: int, *shifts: int) -> Cost:
     return fold + products(n, *shifts)
 
 
+def _waves(n: int, made: WaveSum) -> Cost:
+    """Three coarse thresholds, a narrow injection of two weighted rows, the waves."""
+    plan = waves_of(made, 18)
+    fold = cost.msb(n, 39, 3, low=12) + cost.inject(R, n, 2, 2, 0, low=plan.angle_bits)
+    return fold + cost.relu_minus_waves(R, n, plan)
+
+
 def _logistic(n: int, bits: int, low: int) -> Cost:
     fold = cost.msb(n, bits, 3, low=low) + cost.inject(R, n, 3, 3, 0)
     return fold + products(n, 22, 28, 40, 41 if low == 11 else 42) + cost.inject(R, n, 1, 1, 0)
@@ -78,14 +86,13 @@ PIECEWISE = [
 """Piecewise linear functions: they also run in the 32-bit ring."""
 
 FITTED = [
-    Case("gelu", activations.gelu, F.gelu, 2e-4, WIDE, (0.0, -4.0, 4.0), lambda n: _bump(n, 21, 25, 41),
-         noise_units(tables.GELU_ERF, FULL)),
+    Case("gelu", activations.gelu, F.gelu, 2e-4, WIDE, (0.0, -4.0, 4.0),
+         lambda n: _waves(n, wave_tables.GELU_ERF)),
     Case(
         "gelu_tanh", lambda x: activations.gelu(x, "tanh"), lambda x: F.gelu(x, approximate="tanh"), 2e-4, WIDE,
-        (0.0, -4.0, 4.0), lambda n: _bump(n, 21, 25, 41), noise_units(tables.GELU_TANH, FULL),
+        (0.0, -4.0, 4.0), lambda n: _waves(n, wave_tables.GELU_TANH),
     ),
-    Case("silu", activations.silu, F.silu, 5e-5, WIDE, (0.0, -14.0, 14.0), lambda n: _bump(n, 22, 28, 40, 40, 42),
-         noise_units(tables.SILU, FULL[FULL <= 0.76])),
+    Case("silu", activations.silu, F.silu, 5e-5, WIDE, (0.0, -14.0, 14.0), lambda n: _waves(n, wave_tables.SILU)),
     Case(
         "sigmoid", activations.sigmoid, torch.sigmoid, 1e-4, WIDE, (0.0, -10.0, 10.0),
         lambda n: _logistic(n, 39, 12), 2 * noise_units(tables.LOGISTIC, FULL[FULL <= 0.26]),

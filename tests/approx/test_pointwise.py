@@ -14,6 +14,8 @@ from tests.approx.cases import CASES, FITTED, Case, samples
 from tests.harness import PLAIN, TRIO, run_meta, run_parties
 
 ULP = 2.0**-18
+BY_WAVES = {"gelu": 6e-5, "gelu_tanh": 6e-5, "silu": 4e-5}
+"""What trio computes by waves, and how near it comes to its function."""
 each = pytest.mark.parametrize("case", CASES, ids=repr)
 
 
@@ -29,7 +31,7 @@ def test_error_is_below_the_stated_bound(case: Case, config: PrivateConfig) -> N
 def test_trio_agrees_with_plain(case: Case) -> None:
     """Away from coarse thresholds both take the same branches, and every truncation of trio is plain's or one more.
 
-    But for exp, where they are as near as their errors say.
+    But for what trio computes in another way, exp, GELU and SiLU: there they are as near as their errors say.
     """
     x = samples(case)
     plain, trio = (run_parties(config, lambda _, a: case.run(a), [x]).value for config in (PLAIN, TRIO))
@@ -38,7 +40,8 @@ def test_trio_agrees_with_plain(case: Case) -> None:
         near |= (x >= threshold) & (x < threshold + 2.0**-6)
     if case.name == "exp":  # another method, which clears what is below -15
         near |= x < -13.75
-    assert float((trio - plain)[~near].abs().max()) <= case.noise * ULP
+    if case.name not in BY_WAVES:
+        assert float((trio - plain)[~near].abs().max()) <= case.noise * ULP
     assert float((trio - plain).abs().max()) <= 2 * case.error
 
 
@@ -53,7 +56,7 @@ def test_price_is_the_sum_of_its_steps_and_meta_agrees(case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("name", "per_element", "rounds"),
-    [("relu", 57, 5), ("hardtanh", 87, 5), ("gelu", 204, 11), ("gelu_tanh", 204, 11), ("silu", 282, 15),
+    [("relu", 57, 5), ("hardtanh", 87, 5), ("gelu", 152, 6), ("gelu_tanh", 152, 6), ("silu", 175, 6),
      ("sigmoid", 276, 13), ("tanh", 276, 13), ("softplus", 245, 13),
      ("exp", 84, 5)],
 )  # fmt: skip
@@ -72,7 +75,21 @@ def test_saturation_is_exact(name: str, config: PrivateConfig) -> None:
     x = torch.tensor([top, -top, 17.25, -17.25, 300.0, -300.0, 2.0**18, -(2.0**18)], dtype=torch.float64)
     expected = torch.where(x > 0, x, 0.0) if "lu" in name else torch.where(x > 0, 1.0, -1.0 if name == "tanh" else 0.0)
     value = run_parties(config, lambda _, a: case.run(a), [x]).value
-    assert torch.equal(value, expected)
+    if config is TRIO and name in BY_WAVES:
+        assert float((value - case.truth(x)).abs().max()) <= BY_WAVES[name]
+    else:
+        assert torch.equal(value, expected)
+
+
+@pytest.mark.parametrize("protocol", ["trio", "dealer"])
+@pytest.mark.parametrize("name", list(BY_WAVES))
+def test_waves_are_nearer_than_stated(name: str, protocol: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    x = samples(case)
+    value = run_parties(PrivateConfig(protocol=protocol), lambda _, a: case.run(a), [x]).value
+    off = value - case.truth(x)
+    assert float(off.abs().max()) <= BY_WAVES[name]
+    assert float(off.abs().mean()) <= BY_WAVES[name] / 4
 
 
 @each

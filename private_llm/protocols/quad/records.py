@@ -23,6 +23,7 @@ from private_llm.protocols.quad.roles import Member, RoleTransport
 from private_llm.protocols.quad.transcript_mac import TAG_BYTES, TranscriptMac, as_bytes, as_tensor, same
 from private_llm.protocols.share import BitShare, Share
 from private_llm.protocols.trio.party import Trio
+from private_llm.protocols.waves import Waves
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import Ring
 
@@ -34,7 +35,7 @@ class QuadRecords(Trio):
     """Trio's code in its role, with records."""
 
     name = "quad"
-    has_exponentials = can_repeat = False
+    has_exponentials = has_waves = can_repeat = False
 
     def __init__(
         self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed],
@@ -64,6 +65,10 @@ class QuadRecords(Trio):
     def exponential(self, x: Share, keep: BitShare, plan: Exponential) -> Share:
         """Refused with UnsupportedOp: quad takes products for exponentials, which it can check."""
         return Protocol.exponential(self, x, keep, plan)
+
+    def relu_minus_waves(self, x: Share, negative: BitShare, angle: Share, plan: Waves) -> Share:
+        """Refused with UnsupportedOp: quad takes products for waves, which it can check."""
+        return Protocol.relu_minus_waves(self, x, negative, angle, plan)
 
     @property
     def mask_streams(self) -> Sequence[Prg]:

@@ -13,6 +13,7 @@ from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
 from private_llm.protocols.piecewise import PiecesShape
 from private_llm.protocols.share import words_for
+from private_llm.protocols.waves import Waves
 from private_llm.ring.comparison_keys import key_words
 from private_llm.ring.dpf import key_words as index_words
 from private_llm.ring.ring import Ring
@@ -75,6 +76,17 @@ def piecewise(ring: Ring, count: int, shape: PiecesShape) -> Cost:
 def exponential(ring: Ring, count: int, shift: int) -> Cost:
     """`count` exponentials, or zeros by a bit: 4 elements pre, then one finish; 2 rounds."""
     return Cost({(0, 2): 4 * count * ring.bytes}) + finish(ring, count, shift, helped=False)
+
+
+def relu_minus_waves(ring: Ring, count: int, plan: Waves) -> Cost:
+    """The waves' shares, one injection's products and fields of wraps pre; what is opened, one finish: 2 rounds."""
+    pre = plan.words(count) + 2 * packed_words(count, 64 - plan.narrow)
+    opened = 8 * packed_words(count, plan.wide)
+    return (
+        Cost({(0, 2): 8 * pre, (1, 2): opened, (2, 1): opened}, 1)
+        + Cost({(0, 2): 2 * count * ring.bytes})
+        + finish(ring, count, 0, helped=False)
+    )
 
 
 def gate(count: int, rows: int = 1) -> Cost:

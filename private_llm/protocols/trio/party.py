@@ -29,14 +29,15 @@ from private_llm.protocols.boolean import Weights, check_injected, check_low
 from private_llm.protocols.exact import ExactTruncation
 from private_llm.protocols.share import BitShare, Share, words_for
 from private_llm.protocols.trio import cost
-from private_llm.protocols.trio.exponential import TrioExponentials
+from private_llm.protocols.trio.waves import TrioWaves
+from private_llm.protocols.waves import Waves
 from private_llm.ring.ring import Ring
 
 Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-class Trio(TrioExponentials):
-    """One party of Trio: arithmetic, shuffles, piecewise polynomials, exponentials and bits."""
+class Trio(TrioWaves):
+    """One party of Trio: arithmetic, shuffles, piecewise polynomials, exponentials, sums of waves and bits."""
 
     # -- sign bits ------------------------------------------------------------------------------------------
     def msb(self, x: Share, offsets: Sequence[int] = (0,), bits: int | None = None, low: int = 0) -> BitShare:
@@ -255,6 +256,18 @@ class Trio(TrioExponentials):
         if low is not None:
             return self._finish_narrow("inject", size, piece, low)
         return self._finish("inject", size, piece, shift, helped=False)
+
+    def relu_minus_waves(self, x: Share, negative: BitShare, angle: Share, plan: Waves) -> Share:
+        """As the interface says: an injection whose finish takes the sum's pieces, too. Bytes: `trio/cost.py`."""
+        if negative.rows != 1 or not negative.count == x.numel() == angle.numel():
+            raise DomainError(
+                f"waves: got {negative.rows} rows of {negative.count} bits and {angle.numel()} angles for {x.numel()} "
+                "elements; want one row, and as many of each"
+            )
+        piece = self._inject_piece(negative, x, [-1], [0])
+        self._less_waves(angle, plan, piece)
+        rest = self._finish("waves", torch.Size((negative.count,)), piece, 0, helped=False)
+        return self.add(x, rest.map(lambda part: part.view(x.shape)))
 
     def _weighted(self, x: Share | None, weights: Weights) -> tuple[Flags, int]:
         """Which bit rows multiply x, and how many."""

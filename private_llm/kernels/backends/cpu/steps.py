@@ -18,7 +18,7 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from private_llm.kernels.address import WORD, flat
-from private_llm.kernels.backends.cpu import aes, bits, drawn_matmul, exponential, frames, matmul, queues, trunc
+from private_llm.kernels.backends.cpu import aes, bits, drawn_matmul, exponential, frames, matmul, queues, trunc, waves
 from private_llm.kernels.backends.cpu.connection import FIELDS, HERE, KIND, MEMORY
 from private_llm.kernels.compiling import CompiledStep, compiled
 
@@ -213,6 +213,36 @@ def exponential_placed(row: Row) -> None:
 
 
 @CompiledStep
+def waves_hidden(row: Row) -> None:
+    """`waves.hidden`."""
+    a = carray(row, 11)
+    plan, sizes, turns = flat(a[2], a[3], _SIGNED), flat(a[4], a[5], _SIGNED), flat(a[6], a[7], _SIGNED)
+    waves.hidden(a[0], a[1], plan.reshape(a[3] // 5, 5), sizes, turns, a[8], a[9], a[10])
+
+
+@CompiledStep
+def waves_summed(row: Row) -> None:
+    """`waves.summed`."""
+    a = carray(row, 12)
+    plan, sizes, turns = flat(a[4], a[5], _SIGNED), flat(a[6], a[7], _SIGNED), flat(a[8], a[9], _SIGNED)
+    waves.summed(a[0], a[1], a[2], a[3], plan.reshape(a[5] // 5, 5), sizes, turns, a[10], a[11])
+
+
+@CompiledStep
+def waves_wraps(row: Row) -> None:
+    """`waves.wraps`."""
+    a = carray(row, 8)
+    waves.wraps(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7])
+
+
+@CompiledStep
+def waves_widened(row: Row) -> None:
+    """`waves.widened`."""
+    a = carray(row, 9)
+    waves.widened(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7] != 0, a[8])
+
+
+@CompiledStep
 def drawn_product(row: Row) -> None:
     """`drawn_matmul.in_register_tiles`."""
     a = carray(row, 13)
@@ -236,6 +266,10 @@ KERNELS: dict[Any, tuple[Any, str]] = {
     trunc.closed: (trunc_closed, "rrrrriizww"),
     exponential.weighed: (exponential_weighed, "rrrippppiiw"),
     exponential.placed: (exponential_placed, "rripppiw"),
+    waves.hidden: (waves_hidden, "ripppriw"),
+    waves.summed: (waves_summed, "rriipppiw"),
+    waves.wraps: (waves_wraps, "rriiiriw"),
+    waves.widened: (waves_widened, "rrriiiiiw"),
     matmul.dot_product: (dot_product, "rrwiiiiz"),
     matmul.row_product: (row_product, "rrwiiiiz"),
 }

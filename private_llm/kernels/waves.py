@@ -1,0 +1,166 @@
+"""The parties' local parts of a sum of waves: on CPUs by a kernel, elsewhere by PyTorch.
+
+Elements are int64 [n]; secrets are packed fields, cosines and sines of one wave after the other (`Waves.words`).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from private_llm.kernels import ops
+from private_llm.kernels.address import addresses
+from private_llm.kernels.backends.cpu import waves as cpu
+from private_llm.kernels.shapes import packed_words
+from private_llm.kernels.watching import launch
+
+Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+class Plan(Protocol):
+    """What the kernels read of `protocols.waves.Waves`."""
+
+    @property
+    def table(self) -> Integers:
+        """By wave: frequency, amplitude, phase, secret bits, width."""
+
+    @property
+    def sizes(self) -> Integers:
+        """Bits of an angle, of a phase, of its lower half, of table entries, of factors, most of secrets."""
+
+    @property
+    def shift(self) -> int:
+        """Bits that are divided off."""
+
+    @property
+    def narrow(self) -> int:
+        """Bits that are left."""
+
+    @property
+    def first(self) -> int:
+        """What the first evaluator adds."""
+
+
+def hidden(mask: Tensor, drawn: Tensor, plan: Plan, turns: Tensor) -> Tensor:
+    """Party 0's message: the secret numbers of masks [n] less the fields of `drawn`, like `drawn`."""
+    message = torch.zeros_like(drawn)
+    if mask.is_cpu:
+        (masks,), (fields, made) = addresses(mask), addresses(drawn, message)
+        table = turns.view(-1).numpy()
+        launch(cpu.hidden, masks, mask.numel(), plan.table, plan.sizes, table, fields, drawn.numel(), made)
+    elif not mask.is_meta:
+        message = hidden_by_operations(mask, drawn, plan, turns)
+    return message
+
+
+def summed(masked: Tensor, shares: Tensor, plan: Plan, turns: Tensor, first: bool) -> Tensor:
+    """An evaluator's piece [n] of the sum, right in the bits that are sent."""
+    piece, more = torch.empty_like(masked), plan.first if first else 0
+    if masked.is_cpu:
+        operands, made = addresses(masked, shares), addresses(piece)
+        table = turns.view(-1).numpy()
+        launch(
+            cpu.summed, *operands, shares.numel(), masked.numel(), plan.table, plan.sizes, table, more, *made
+        )  # fmt: skip
+    elif not masked.is_meta:
+        piece = summed_by_operations(masked, shares, plan, turns, more)
+    return piece
+
+
+def wraps(g1: Tensor, g2: Tensor, drawn: Tensor, plan: Plan) -> Tensor:
+    """Party 0's message: what masks [n] wrap by, where the upper bit opened is 0 and where it is 1, less `drawn`."""
+    message = torch.zeros_like(drawn)
+    if g1.is_cpu:
+        masks, (fields, made) = addresses(g1, g2), addresses(drawn, message)
+        launch(cpu.wraps, *masks, g1.numel(), plan.shift, plan.narrow, fields, drawn.numel() // 2, made)
+    elif not g1.is_meta:
+        message = wraps_by_operations(g1, g2, drawn, plan)
+    return message
+
+
+def widened(opened: Tensor, g: Tensor, shares: Tensor, plan: Plan, first: bool, piece: Tensor) -> None:
+    """Subtract from piece [n] an evaluator's share, in the whole ring, of the value that `opened` [n] is masked."""
+    if piece.is_cpu:
+        operands, made = addresses(opened, g, shares), addresses(piece)
+        words = shares.numel() // 2
+        launch(cpu.widened, *operands, words, piece.numel(), plan.shift, plan.narrow, first, *made)
+    elif not piece.is_meta:
+        piece -= widened_by_operations(opened, g, shares, plan, first)
+
+
+# -- on any device ----------------------------------------------------------------------------------------------------
+def hidden_by_operations(mask: Tensor, drawn: Tensor, plan: Plan, turns: Tensor) -> Tensor:
+    """`hidden` on any device."""
+    made, rows = [], _rows(drawn, mask.numel(), plan)
+    for wave, (first, second) in zip(plan.table.tolist(), rows, strict=True):
+        frequency, _, _, bits, width = wave
+        drop = int(plan.sizes[3]) - bits
+        numbers = _turned(_place(mask, frequency, plan), plan, turns)
+        for number, fields in zip(numbers, (first, second), strict=True):
+            value = (number + (1 << (drop - 1))) >> drop
+            made.append(ops.pack_fields(value - ops.unpack_fields(fields, mask.numel(), width), width))
+    return torch.cat(made)
+
+
+def summed_by_operations(masked: Tensor, shares: Tensor, plan: Plan, turns: Tensor, first: int) -> Tensor:
+    """`summed` on any device; first: what is added."""
+    piece, count, bits = torch.full_like(masked, first), masked.numel(), int(plan.sizes[3])
+    for wave, fields in zip(plan.table.tolist(), _rows(shares, count, plan), strict=True):
+        frequency, amplitude, phase, own, width = wave
+        numbers = _turned(_place(masked, frequency, plan) - phase, plan, turns)
+        for number, packed in zip(numbers, fields, strict=True):
+            factor = (amplitude * number + (1 << (bits - 1))) >> bits
+            piece += (factor * ops.unpack_fields(packed, count, width)) << (int(plan.sizes[5]) - own)
+    return piece
+
+
+def wraps_by_operations(g1: Tensor, g2: Tensor, drawn: Tensor, plan: Plan) -> Tensor:
+    """`wraps` on any device."""
+    h = _kept(g1, plan) + _kept(g2, plan)
+    over, top = h >> plan.narrow, (h >> (plan.narrow - 1)) & 1
+    width, made = 64 - plan.narrow, []
+    for value, fields in zip((over + top, over), drawn.view(2, -1), strict=True):
+        made.append(ops.pack_fields(value - ops.unpack_fields(fields.contiguous(), len(h), width), width))
+    return torch.cat(made)
+
+
+def widened_by_operations(opened: Tensor, g: Tensor, shares: Tensor, plan: Plan, first: bool) -> Tensor:
+    """What `widened` subtracts, on any device."""
+    m, width = _kept(opened, plan), 64 - plan.narrow
+    zeros, ones = (ops.unpack_fields(row.contiguous(), len(m), width) for row in shares.view(2, -1))
+    wrap = torch.where((m >> (plan.narrow - 1)) == 1, ones, zeros)
+    value = (wrap << plan.narrow) - _kept(g, plan)
+    return value + m - (1 << (plan.narrow - 2)) if first else value
+
+
+def _kept(values: Tensor, plan: Plan) -> Tensor:
+    """The bits that a division leaves."""
+    return (values >> plan.shift) & ((1 << plan.narrow) - 1)
+
+
+def _rows(words: Tensor, count: int, plan: Plan) -> list[tuple[Tensor, Tensor]]:
+    """The packed fields of each wave's cosines and sines."""
+    sizes = [packed_words(count, int(width)) for width in plan.table[:, 4] for _ in range(2)]
+    pieces = words.split_with_sizes(sizes)
+    return list(zip(pieces[::2], pieces[1::2], strict=True))
+
+
+def _place(values: Tensor, frequency: int, plan: Plan) -> Tensor:
+    """The angle of `frequency` times the values, in turns / 2^(bits of a phase), rounded."""
+    angle, phase = int(plan.sizes[0]), int(plan.sizes[1])
+    turned = frequency * values
+    if angle <= phase:
+        return turned << (phase - angle)
+    return (turned + (1 << (angle - phase - 1))) >> (angle - phase)
+
+
+def _turned(place: Tensor, plan: Plan, turns: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of places."""
+    half, bits = int(plan.sizes[2]), int(plan.sizes[3])
+    upper, lower = (place >> half) & ((1 << half) - 1), place & ((1 << half) - 1)
+    c, s, d, t = (row[at] for row, at in zip(turns.to(place.device), (upper, upper, lower, lower), strict=True))
+    rounding = 1 << (bits - 1)
+    return (c * d - s * t + rounding) >> bits, (s * d + c * t + rounding) >> bits

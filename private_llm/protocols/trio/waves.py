@@ -1,0 +1,64 @@
+"""Trio's sums of waves: the mask's side of cos(k (M - a)) comes from party 0, in shares, and no bit above a turn.
+
+With the numbers of `protocols.waves`, for an angle M - a of which the evaluators know M and party 0 knows a:
+
+1. Party 0 shares cos(k a) and sin(k a), packed fields of a few more bits than they have. One share is drawn from its
+   stream with party 1, the other one goes to party 2. The evaluators multiply them by factors that depend on M: v1 + v2
+   is the sum v modulo 2^wide. No round.
+2. They add 2^(wide - 2), and masks g1, g2 of streams with party 0, and exchange v_i + g_i: w = v + g1 + g2 modulo
+   2^wide. With h_i = g_i >> shift, w >> shift is (v >> shift) + h1 + h2 and up to two units more modulo 2^narrow: the
+   carry of the lower parts, half a unit too much on average, which is taken off before.
+3. What is left, m, lies between 0 and 2^(narrow - 1), so (m + h1 + h2) modulo 2^narrow wrapped once where h1 + h2
+   did, and once more where the upper bit of h1 + h2 modulo 2^narrow is 1 and that of w >> shift is 0. Party 0 knows
+   both bits, and shares the number of wraps for either value of the public one, as fields of 64 - narrow bits. So the
+   evaluators have additive shares of m in the whole ring, and one finish of these, and of what else is to be added up,
+   makes a share.
+
+Pre: the fields of 1 and 2 x (64 - narrow) bits; online: wide bits each way, 1 round, before the finish. Leakage: none
+to a single party. Party 2 receives fields masked by a stream that it lacks; what the evaluators exchange is masked by
+g1 and g2, of which each lacks one, and masks serve once: the h_i are parts of what a finish masks anew.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import DomainError
+from private_llm.kernels import ops, waves
+from private_llm.protocols.share import Share
+from private_llm.protocols.trio.exponential import TrioExponentials
+from private_llm.protocols.waves import Waves, turns
+
+
+class TrioWaves(TrioExponentials):
+    """Trio's exponentials, and sums of waves."""
+
+    has_waves = True
+
+    def _less_waves(self, angle: Share, plan: Waves, piece: Tensor | None) -> None:
+        """Subtract from an evaluator's additive piece of a result [n] its piece of the sum; 1 round."""
+        if self.ring.bits != 64:
+            raise DomainError(f"waves: got a {self.ring.bits}-bit ring; want 64 bits")
+        count, table = angle.numel(), turns()
+        both = (angle.parts[0] + angle.parts[1]).reshape(-1)
+        hidden, wraps = plan.words(count), 2 * ops.packed_words(count, 64 - plan.narrow)
+        if self.role == 0:
+            drawn = self._draw_words(hidden + wraps)
+            g1, g2 = self._draw(count), self._draw(count, 1)
+            fields, rest = drawn.split_with_sizes((hidden, wraps))
+            self.transport.send(2, "waves", waves.hidden(both, fields, plan, table))
+            self.transport.send(2, "waves", waves.wraps(g1, g2, rest, plan))
+            return
+        if piece is None:
+            raise self._lacking("waves")
+        if self.role == 1:
+            fields, rest = self._draw_words(hidden + wraps).split_with_sizes((hidden, wraps))
+        else:
+            fields = self.transport.recv(0, "waves", (hidden,), torch.int64)
+            rest = self.transport.recv(0, "waves", (wraps,), torch.int64)
+        g = self._draw(count)
+        mine = waves.summed(both, fields, plan, table, self.role == 1) + g
+        theirs = self.transport.exchange(3 - self.role, "waves", ops.pack_fields(mine, plan.wide))
+        opened = mine + ops.unpack_fields(theirs, count, plan.wide)
+        waves.widened(opened, g, rest, plan, self.role == 1, piece)
