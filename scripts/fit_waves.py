@@ -15,6 +15,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -101,12 +102,9 @@ def summed(name: str, count: int, waves: int | None = None) -> WaveSum:
     _, function, top, factor, factor_bits, period_log2, usual = FUNCTIONS[name]
     period = 2.0**period_log2 * 2**factor_bits / factor
     constant, *pairs = fit(function, top, period, waves or usual, count)
-    amplitudes = [
-        (math.hypot(c, s), math.atan2(s, c) / (2 * math.pi) % 1) for c, s in zip(pairs[::2], pairs[1::2], strict=True)
-    ]
-    rounded = tuple((float(f"{a:.12g}"), float(f"{phase:.12g}")) for a, phase in amplitudes)
+    rounded = tuple((float(f"{c:.12g}"), float(f"{s:.12g}")) for c, s in zip(pairs[::2], pairs[1::2], strict=True))
     made = WaveSum(top, factor, factor_bits, period_log2, float(f"{constant:.12g}"), rounded, 0.0)
-    return WaveSum(*made.fields[:-1], float(f"{1.01 * error_of(made, function):.2e}"))
+    return replace(made, error=float(f"{1.01 * error_of(made, function):.2e}"))
 
 
 def source(name: str, made: WaveSum) -> str:

@@ -5,6 +5,7 @@ Elements are int64 [n]; secrets are packed fields, cosines and sines of one wave
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -25,11 +26,11 @@ class Plan(Protocol):
 
     @property
     def table(self) -> Integers:
-        """By wave: frequency, amplitude, phase, secret bits, width."""
+        """By wave, of frequencies 1, 2, ...: factors of cosine and sine, secret bits, width. [waves, 4]"""
 
     @property
     def sizes(self) -> Integers:
-        """Bits of an angle, of a phase, of its lower half, of table entries, of factors, most of secrets."""
+        """Bits of an angle, of a place, of its lower half, of table entries, most of secrets. [5]"""
 
     @property
     def shift(self) -> int:
@@ -94,26 +95,25 @@ def widened(opened: Tensor, g: Tensor, shares: Tensor, plan: Plan, first: bool, 
 # -- on any device ----------------------------------------------------------------------------------------------------
 def hidden_by_operations(mask: Tensor, drawn: Tensor, plan: Plan, turns: Tensor) -> Tensor:
     """`hidden` on any device."""
-    made, rows = [], _rows(drawn, mask.numel(), plan)
-    for wave, (first, second) in zip(plan.table.tolist(), rows, strict=True):
-        frequency, _, _, bits, width = wave
-        drop = int(plan.sizes[3]) - bits
-        numbers = _turned(_place(mask, frequency, plan), plan, turns)
-        for number, fields in zip(numbers, (first, second), strict=True):
-            value = (number + (1 << (drop - 1))) >> drop
-            made.append(ops.pack_fields(value - ops.unpack_fields(fields, mask.numel(), width), width))
+    made, bits = [], int(plan.sizes[3])
+    rows = _rows(drawn, mask.numel(), plan)
+    for numbers, wave, fields in zip(_turned(mask, plan, turns), plan.table.tolist(), rows, strict=False):
+        _, _, own, width = wave
+        for number, packed in zip(numbers, fields, strict=True):
+            value = (number + (1 << (bits - own - 1))) >> (bits - own)
+            made.append(ops.pack_fields(value - ops.unpack_fields(packed, mask.numel(), width), width))
     return torch.cat(made)
 
 
-def summed_by_operations(masked: Tensor, shares: Tensor, plan: Plan, turns: Tensor, first: int) -> Tensor:
-    """`summed` on any device; first: what is added."""
-    piece, count, bits = torch.full_like(masked, first), masked.numel(), int(plan.sizes[3])
-    for wave, fields in zip(plan.table.tolist(), _rows(shares, count, plan), strict=True):
-        frequency, amplitude, phase, own, width = wave
-        numbers = _turned(_place(masked, frequency, plan) - phase, plan, turns)
-        for number, packed in zip(numbers, fields, strict=True):
-            factor = (amplitude * number + (1 << (bits - 1))) >> bits
-            piece += (factor * ops.unpack_fields(packed, count, width)) << (int(plan.sizes[5]) - own)
+def summed_by_operations(masked: Tensor, shares: Tensor, plan: Plan, turns: Tensor, more: int) -> Tensor:
+    """`summed` on any device; more: what is added."""
+    piece, count, bits = torch.full_like(masked, more), masked.numel(), int(plan.sizes[3])
+    rounding, rows = 1 << (bits - 1), _rows(shares, count, plan)
+    for (c, s), wave, (first, second) in zip(_turned(masked, plan, turns), plan.table.tolist(), rows, strict=False):
+        even, odd, own, width = wave
+        left, right = (even * c + odd * s + rounding) >> bits, (even * s - odd * c + rounding) >> bits
+        cosines, sines = (ops.unpack_fields(packed, count, width) for packed in (first, second))
+        piece += (left * cosines + right * sines) << (int(plan.sizes[4]) - own)
     return piece
 
 
@@ -143,24 +143,23 @@ def _kept(values: Tensor, plan: Plan) -> Tensor:
 
 def _rows(words: Tensor, count: int, plan: Plan) -> list[tuple[Tensor, Tensor]]:
     """The packed fields of each wave's cosines and sines."""
-    sizes = [packed_words(count, int(width)) for width in plan.table[:, 4] for _ in range(2)]
+    sizes = [packed_words(count, int(width)) for width in plan.table[:, 3] for _ in range(2)]
     pieces = words.split_with_sizes(sizes)
     return list(zip(pieces[::2], pieces[1::2], strict=True))
 
 
-def _place(values: Tensor, frequency: int, plan: Plan) -> Tensor:
-    """The angle of `frequency` times the values, in turns / 2^(bits of a phase), rounded."""
-    angle, phase = int(plan.sizes[0]), int(plan.sizes[1])
-    turned = frequency * values
-    if angle <= phase:
-        return turned << (phase - angle)
-    return (turned + (1 << (angle - phase - 1))) >> (angle - phase)
-
-
-def _turned(place: Tensor, plan: Plan, turns: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of places."""
-    half, bits = int(plan.sizes[2]), int(plan.sizes[3])
+def _turned(values: Tensor, plan: Plan, turns: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cosines and sines of the angles, of twice the angles, and so on."""
+    angle, phase, half, bits = plan.sizes[:4].tolist()
+    place = values << (phase - angle)
+    if angle > phase:
+        place = (values + (1 << (angle - phase - 1))) >> (angle - phase)
     upper, lower = (place >> half) & ((1 << half) - 1), place & ((1 << half) - 1)
     c, s, d, t = (row[at] for row, at in zip(turns.to(place.device), (upper, upper, lower, lower), strict=True))
     rounding = 1 << (bits - 1)
-    return (c * d - s * t + rounding) >> bits, (s * d + c * t + rounding) >> bits
+    first = (c * d - s * t + rounding) >> bits
+    newest, before = (first, (s * d + c * t + rounding) >> bits), (1 << bits, 0)
+    while True:
+        yield newest
+        following = [((first * x + rounding // 2) >> (bits - 1)) - y for x, y in zip(newest, before, strict=True)]
+        newest, before = (following[0], following[1]), newest

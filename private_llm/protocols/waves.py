@@ -1,10 +1,10 @@
 """The public side of a sum of waves of a secret angle: numbers that turn a masked angle into factors of the result.
 
-cos(k (M - a) - p) = cos(k M - p) cos(k a) + sin(k M - p) sin(k a): a wave of a public M less a secret mask a is an
-inner product of two public and two secret numbers. Angles are numbers modulo 2^angle_bits, a full turn, so the upper
-bits of M and a need not be known. All numbers come from integer tables made in decimal arithmetic, because parties
+cos(k (M - a)) = cos(k M) cos(k a) + sin(k M) sin(k a), and sin(k (M - a)) likewise: a wave of a public M less a secret
+mask a is an inner product of two public and two secret numbers. Angles are numbers modulo 2^angle_bits, a full turn,
+so the upper bits of M and a need not be known. All numbers come from integer tables made in decimal arithmetic, because parties
 whose factors differ in one bit would multiply different numbers by shares: e^(i angle) is the product of an entry for
-the upper and one for the lower half of its PHASE_BITS bits.
+the upper and one for the lower half of its PLACE_BITS bits, and multiples follow by 2 cos(angle).
 
 The sum has PUBLIC_BITS fractional bits from factors and most_secret more from secrets. It is needed modulo 2^wide
 alone, wide = shift + frac + 1: below 1/2 in absolute value, it is divided by 2^shift and leaves `frac` bits and a sign.
@@ -29,13 +29,13 @@ from private_llm.kernels.shapes import packed_words
 PUBLIC_BITS = 18
 """Fractional bits of public factors, amplitudes included."""
 
-PHASE_BITS = 22
+PLACE_BITS = 22
 """Bits of a turn that are told apart."""
 
 TABLE_BITS = 30
 """Fractional bits of cosines and sines."""
 
-_HALF_BITS = PHASE_BITS // 2
+_HALF_BITS = PLACE_BITS // 2
 _PI = decimal.Decimal("3.14159265358979323846264338327950288419716939937510582097494459")
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -43,17 +43,16 @@ Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class Wave:
-    """amplitude / 2^PUBLIC_BITS cos(frequency angle - phase / 2^PHASE_BITS turns), its secrets with `bits` bits."""
+    """(even cos(angle) + odd sin(angle)) / 2^PUBLIC_BITS, its secrets with `bits` fractional bits."""
 
-    frequency: int
-    amplitude: int
-    phase: int
+    even: int
+    odd: int
     bits: int
 
 
 @dataclass(frozen=True)
 class Waves:
-    """constant + the waves of an angle with `angle_bits` bits a turn; results with `frac` fractional bits.
+    """constant + waves of 1, 2, ... times an angle with `angle_bits` bits a turn; results with `frac` fractional bits.
 
     Raises DomainError for sizes for which a 64-bit element has no room.
     """
@@ -101,19 +100,16 @@ class Waves:
 
     @cached_property
     def table(self) -> Integers:
-        """By wave: frequency, amplitude, phase, secret bits, width. [waves, 5]"""
+        """By wave: factors of cosine and sine, secret bits, width. [waves, 4]"""
         rows = [
-            (wave.frequency, wave.amplitude, wave.phase, wave.bits, width)
-            for wave, width in zip(self.waves, self.widths, strict=True)
-        ]
+            (wave.even, wave.odd, wave.bits, width) for wave, width in zip(self.waves, self.widths, strict=True)
+        ]  # fmt: skip
         return np.array(rows, dtype=np.int64)
 
     @cached_property
     def sizes(self) -> Integers:
-        """Bits of an angle, of a phase, of its lower half, of table entries, of factors, most of secrets. [6]"""
-        return np.array(
-            [self.angle_bits, PHASE_BITS, _HALF_BITS, TABLE_BITS, PUBLIC_BITS, self.most_secret], dtype=np.int64
-        )
+        """Bits of an angle, of a place in a turn, of its lower half, of table entries, most of secrets. [5]"""
+        return np.array([self.angle_bits, PLACE_BITS, _HALF_BITS, TABLE_BITS, self.most_secret], dtype=np.int64)
 
     @cached_property
     def first(self) -> int:
@@ -127,7 +123,7 @@ class Waves:
 
 @lru_cache(maxsize=1)
 def turns() -> Tensor:
-    """cos and sin of the upper half's angles, then of the lower half's: [4, 2^(PHASE_BITS / 2)], TABLE_BITS bits."""
+    """cos and sin of the upper half's angles, then of the lower half's: [4, 2^(PLACE_BITS / 2)], TABLE_BITS bits."""
     size = 1 << _HALF_BITS
     with decimal.localcontext(decimal.Context(prec=50, rounding=decimal.ROUND_HALF_EVEN)):
         upper = _powers(2 * _PI / size, size)

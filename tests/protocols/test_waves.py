@@ -16,7 +16,7 @@ from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import meta_session
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio import cost
-from private_llm.protocols.waves import PHASE_BITS, TABLE_BITS, Wave, Waves, turns
+from private_llm.protocols.waves import TABLE_BITS, Wave, Waves, turns
 from private_llm.ring.ring import RING64
 from tests.protocols.parties import run_ring
 from tests.protocols.test_uniform import CHI_SQUARE_255, Tap, chi_square
@@ -35,11 +35,10 @@ def rectified(p: Protocol, x: Share, angle: Share, plan: Waves = PLAN) -> Share:
 
 def truth(plan: Waves, angle: Tensor) -> Tensor:
     """The sum in float64."""
-    turned = angle.double() / 2.0**plan.angle_bits
+    turned = 2 * math.pi * angle.double() / 2.0**plan.angle_bits
     total = torch.full_like(turned, plan.constant)
-    for wave in plan.waves:
-        phase = wave.phase / 2**PHASE_BITS
-        total += wave.amplitude / 2**18 * torch.cos(2 * math.pi * (wave.frequency * turned - phase))
+    for k, wave in enumerate(plan.waves, 1):
+        total += (wave.even * torch.cos(k * turned) + wave.odd * torch.sin(k * turned)) / 2.0**18
     return total
 
 
@@ -119,4 +118,4 @@ def test_refusals() -> None:
     with pytest.raises(DomainError, match="1 or more"):
         Waves(18, 24, 0.0, ())
     with pytest.raises(DomainError, match="at most 63"):
-        Waves(18, 64, 0.0, (Wave(1, 1, 0, 18),))
+        Waves(18, 64, 0.0, (Wave(1, 1, 18),))

@@ -217,7 +217,7 @@ def waves_hidden(row: Row) -> None:
     """`waves.hidden`."""
     a = carray(row, 11)
     plan, sizes, turns = flat(a[2], a[3], _SIGNED), flat(a[4], a[5], _SIGNED), flat(a[6], a[7], _SIGNED)
-    waves.hidden(a[0], a[1], plan.reshape(a[3] // 5, 5), sizes, turns, a[8], a[9], a[10])
+    waves.hidden(a[0], a[1], plan.reshape(a[3] // 4, 4), sizes, turns, a[8], a[9], a[10])
 
 
 @CompiledStep
@@ -225,7 +225,7 @@ def waves_summed(row: Row) -> None:
     """`waves.summed`."""
     a = carray(row, 12)
     plan, sizes, turns = flat(a[4], a[5], _SIGNED), flat(a[6], a[7], _SIGNED), flat(a[8], a[9], _SIGNED)
-    waves.summed(a[0], a[1], a[2], a[3], plan.reshape(a[5] // 5, 5), sizes, turns, a[10], a[11])
+    waves.summed(a[0], a[1], a[2], a[3], plan.reshape(a[5] // 4, 4), sizes, turns, a[10], a[11])
 
 
 @CompiledStep

@@ -21,24 +21,30 @@ _SIGNED = np.int64(0)
 
 
 @compiled
-def _place(value: int, frequency: int, sizes: Array) -> int:
-    """The angle of `frequency` times the value, in turns / 2^(bits of a phase), rounded; modulo a turn later on."""
-    angle, phase = sizes[0], sizes[1]
-    turned = frequency * value
-    if angle <= phase:
-        return int(turned << (phase - angle))
-    return int((turned + (np.int64(1) << (angle - phase - 1))) >> (angle - phase))
+def _first_turned(values: Array, start: int, sizes: Array, turns: Array, waves: Array) -> None:
+    """Cosines and sines of a block of angles into waves[0] and waves[1], those of 0 into waves[2] and waves[3]."""
+    angle, phase, half, bits = sizes[0], sizes[1], sizes[2], sizes[3]
+    size, down, up = np.int64(1) << half, max(angle - phase, 0), max(phase - angle, 0)
+    rounding, least = np.int64(1) << (bits - 1), (np.int64(1) << down) >> 1
+    for j in range(min(BLOCK, len(values) - start)):
+        place = ((values[start + j] + least) >> down) << up
+        upper, lower = (place >> half) & (size - 1), place & (size - 1)
+        c, s, d, t = turns[upper], turns[size + upper], turns[2 * size + lower], turns[3 * size + lower]
+        waves[0, j] = (c * d - s * t + rounding) >> bits
+        waves[1, j] = (s * d + c * t + rounding) >> bits
+        waves[2, j], waves[3, j] = np.int64(1) << bits, 0
 
 
 @compiled
-def _turned(place: int, turns: Array, sizes: Array) -> tuple[int, int]:
-    """Cosine and sine of a place, with as many fractional bits as the table."""
-    half, bits = sizes[2], sizes[3]
-    size = np.int64(1) << half
-    upper, lower = (place >> half) & (size - 1), place & (size - 1)
-    c, s, d, t = turns[upper], turns[size + upper], turns[2 * size + lower], turns[3 * size + lower]
-    rounding = np.int64(1) << (bits - 1)
-    return (c * d - s * t + rounding) >> bits, (s * d + c * t + rounding) >> bits
+def _turn_on(first: Array, sizes: Array, waves: Array) -> None:
+    """From frequencies k and k - 1 in waves to k + 1 and k: cos (k+1) a = 2 cos a cos k a - cos (k-1) a, and sines."""
+    bits = sizes[3]
+    rounding = np.int64(1) << (bits - 2)
+    for row in range(2):
+        newest, before = waves[row], waves[2 + row]
+        for j in range(BLOCK):
+            following = ((first[j] * newest[j] + rounding) >> (bits - 1)) - before[j]
+            before[j], newest[j] = newest[j], following
 
 
 @compiled
@@ -47,48 +53,56 @@ def hidden(mask: int, n: int, plan: Array, sizes: Array, turns: Array, drawn: in
     masks = flat(mask, n, _SIGNED)
     source, made = flat(drawn, words, WORD), flat(message, words, WORD)
     made[:] = WORD
-    cosines, sines = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
-    fields = np.empty(BLOCK, np.uint64)
+    waves, fields = np.zeros((4, BLOCK), np.int64), np.empty(BLOCK, np.int64)
+    first = np.empty(BLOCK, np.int64)
     for start in range(0, n, BLOCK):
         count, at = min(BLOCK, n - start), 0
+        _first_turned(masks, start, sizes, turns, waves)
+        first[:] = waves[0]
         for row in range(len(plan)):
-            frequency, drop, width = plan[row, 0], sizes[3] - plan[row, 3], plan[row, 4]
+            if row:
+                _turn_on(first, sizes, waves)
+            drop, width = sizes[3] - plan[row, 2], plan[row, 3]
             rounding = np.int64(1) << (drop - 1)
-            for j in range(count):
-                c, s = _turned(_place(masks[start + j], frequency, sizes), turns, sizes)
-                cosines[j], sines[j] = (c + rounding) >> drop, (s + rounding) >> drop
-            each, cut = (n * width + 63) // 64, (np.uint64(1) << np.uint64(width)) - np.uint64(1)
-            for values in (cosines, sines):
+            each, cut = (n * width + 63) // 64, (np.int64(1) << width) - 1
+            for kind in range(2):
                 unpack(source[at : at + each], start, count, width, fields)
-                for j in range(count):
-                    fields[j] = (values[j] - fields[j]) & cut
+                numbers = waves[kind]
+                for j in range(BLOCK):
+                    fields[j] = (((numbers[j] + rounding) >> drop) - fields[j]) & cut
                 pack(fields, start, count, width, made[at : at + each])
                 at += each
 
 
 @compiled
 def summed(
-    masked: int, shares: int, words: int, n: int, plan: Array, sizes: Array, turns: Array, first: int, piece: int
+    masked: int, shares: int, words: int, n: int, plan: Array, sizes: Array, turns: Array, more: int, piece: int
 ) -> None:  # fmt: skip
-    """piece [n] = `first` and an evaluator's share of the sum: its secret numbers times their public factors."""
+    """piece [n] = `more` and an evaluator's share of the sum: its secret numbers times their public factors."""
     values, source, out = flat(masked, n, _SIGNED), flat(shares, words, WORD), flat(piece, n, _SIGNED)
-    cosines, sines = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
+    waves, total = np.zeros((4, BLOCK), np.int64), np.empty(BLOCK, np.int64)
+    cosines, sines, first = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
+    bits = sizes[3]
+    rounding = np.int64(1) << (bits - 1)
     for start in range(0, n, BLOCK):
         count, at = min(BLOCK, n - start), 0
-        out[start : start + count] = first
+        _first_turned(values, start, sizes, turns, waves)
+        first[:] = waves[0]
+        total[:] = more
         for row in range(len(plan)):
-            frequency, amplitude, phase = plan[row, 0], plan[row, 1], plan[row, 2]
-            up, width = sizes[5] - plan[row, 3], plan[row, 4]
+            if row:
+                _turn_on(first, sizes, waves)
+            even, odd, up, width = plan[row, 0], plan[row, 1], sizes[4] - plan[row, 2], plan[row, 3]
             each = (n * width + 63) // 64
             unpack(source[at : at + each], start, count, width, cosines)
             unpack(source[at + each : at + 2 * each], start, count, width, sines)
             at += 2 * each
-            rounding = np.int64(1) << (sizes[3] - 1)
-            for j in range(count):
-                place = _place(values[start + j], frequency, sizes) - phase
-                c, s = _turned(place, turns, sizes)
-                c, s = (amplitude * c + rounding) >> sizes[3], (amplitude * s + rounding) >> sizes[3]
-                out[start + j] += (c * cosines[j] + s * sines[j]) << up
+            c, s = waves[0], waves[1]
+            for j in range(BLOCK):
+                left = (even * c[j] + odd * s[j] + rounding) >> bits
+                right = (even * s[j] - odd * c[j] + rounding) >> bits
+                total[j] += (left * cosines[j] + right * sines[j]) << up
+        out[start : start + count] = total[:count]
 
 
 @compiled
