@@ -2,9 +2,9 @@
 
 cos(k (M - a)) = cos(k M) cos(k a) + sin(k M) sin(k a), and sin(k (M - a)) likewise: a wave of a public M less a secret
 mask a is an inner product of two public and two secret numbers. Angles are numbers modulo 2^angle_bits, a full turn,
-so the upper bits of M and a need not be known. All numbers come from integer tables made in decimal arithmetic, because parties
-whose factors differ in one bit would multiply different numbers by shares: e^(i angle) is the product of an entry for
-the upper and one for the lower half of its PLACE_BITS bits, and multiples follow by 2 cos(angle).
+so the upper bits of M and a need not be known. All numbers come from integer tables made in decimal arithmetic,
+because parties whose factors differ in one bit would multiply different numbers by shares: e^(i angle) is the product
+of an entry for the upper and one for the lower half of its PLACE_BITS bits, and multiples follow by 2 cos(angle).
 
 The sum has PUBLIC_BITS fractional bits from factors and most_secret more from secrets. It is needed modulo 2^wide
 alone, wide = shift + frac + 1: below 1/2 in absolute value, it is divided by 2^shift and leaves `frac` bits and a sign.
