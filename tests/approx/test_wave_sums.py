@@ -1,0 +1,50 @@
+"""Fitted sums of waves against the functions they stand for, and against the script that fits them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from private_llm.approx import wave_tables
+from private_llm.approx.wave_sums import WaveSum, waves_of
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "fit_waves.py"
+TABLES = [
+    (wave_tables.SILU, lambda t: t * torch.sigmoid(-t)),
+    (wave_tables.GELU_ERF, lambda t: -F.gelu(-t)),
+    (wave_tables.GELU_TANH, lambda t: -F.gelu(-t, approximate="tanh")),
+]
+each = pytest.mark.parametrize(("made", "truth"), TABLES, ids=["silu", "gelu_erf", "gelu_tanh"])
+
+
+@each
+def test_error_as_stated(made: WaveSum, truth: Callable[[Tensor], Tensor]) -> None:
+    """As far as a coarse comparison lets arguments go, and at the top as zero."""
+    t = torch.linspace(-1 / 64, made.top + 1 / 64, 100_001, dtype=torch.float64)
+    error = float(np.abs(made.value(t.numpy()) - truth(t).numpy()).max())
+    assert 0.8 * made.error <= error <= made.error
+    assert abs(float(made.value(np.array([made.top]))[0])) <= made.error
+
+
+@each
+@pytest.mark.parametrize("frac", [8, 12, 18, 20])
+def test_the_period_is_a_power_of_two(made: WaveSum, truth: Callable[[Tensor], Tensor], frac: int) -> None:
+    plan = waves_of(made, frac)
+    one = made.factor << frac  # an argument of 1
+    angle = 2 * np.pi / (1 << plan.angle_bits) * one
+    assert angle == pytest.approx(2 * np.pi * made.factor / 2**made.factor_bits / 2**made.period_log2)
+    assert made.top * made.factor / 2**made.factor_bits < 2**made.period_log2
+    assert plan.narrow == frac + 1
+
+
+@pytest.mark.slow
+def test_the_script_fits_what_is_committed() -> None:
+    subprocess.run([sys.executable, str(SCRIPT), "--check"], check=True, timeout=300)
