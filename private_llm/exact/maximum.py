@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from weakref import WeakKeyDictionary
 
 import torch
@@ -167,7 +168,8 @@ def _levels(rows: Rows) -> tuple[Level, ...]:
 def concatenated(pieces: Sequence[Fixed], dim: int) -> Fixed:
     """Secrets of equal fractional bits, one after the other. Local."""
     columns = zip(*(piece.share.parts for piece in pieces), strict=True)
-    return pieces[0].with_share(Share(tuple(torch.cat(column, dim) for column in columns)))
+    made = pieces[0].with_share(Share(tuple(torch.cat(column, dim) for column in columns)))
+    return reduce(Fixed.as_wide, pieces, made)
 
 
 def _counting(lengths: Tensor) -> Tensor:

@@ -106,7 +106,8 @@ class Rows:
         Both have the same fractional bits.
         """
         pairs = zip(x.share.parts, last.share.parts, strict=True)
-        return x.with_share(Share(tuple(torch.cat(pair)[self.appended.to(pair[0].device)] for pair in pairs)))
+        both = Share(tuple(torch.cat(pair)[self.appended.to(pair[0].device)] for pair in pairs))
+        return x.as_wide(last).with_share(both)
 
     def without_last(self, x: Fixed) -> Fixed:
         """Entries of `longer` to those of these rows, [total]."""

@@ -23,6 +23,7 @@ from private_llm.errors import DomainError
 from private_llm.exact.comparisons import SHORTEST, comparing
 from private_llm.exact.ragged_rows import Rows
 from private_llm.nn.padded_keys import alike, padded, presence, repeats
+from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
 from private_llm.replay.units import repeat
@@ -44,6 +45,9 @@ and all layers of up to 16 tokens have one length."""
 SCALE_BITS = 14
 """Bits of a score scale that is no power of two: relative error 2^-14; one truncation of q removes them."""
 
+
+ROOM = 4
+"""Bits above 2^REACH that scores need: their differences and a sign, and one to see what leaves its range."""
 
 LEAST_EXP_BITS = 18
 """Least fractional bits of exponentials that are mixed before they are divided."""
@@ -184,7 +188,7 @@ def _attended(
     grouped = (batch, groups, heads // groups * queries)
     query = query.view(lambda part: part.reshape(*grouped, depth))
     if softcap is None:
-        scores = _scores(query, key, scale, pattern.select, query.session.frac)
+        scores = _scores(query, key, scale, pattern.select, query.session.frac, short=_low_bits_do(query.session))
     else:
         capped = precise_tanh(_scores(query, key, scale / softcap, pattern.select, query.session.frac + SLACK))
         scores = times_scalar(SecretTensor(capped), softcap).at(query.session.frac)
@@ -272,10 +276,22 @@ def _mass(weights: Fixed, groups: int, counted: int) -> Fixed:
     return newest.sum(2)
 
 
-def _scores(query: Fixed, key: Fixed, scale: float, select: Tensor | None, frac: int) -> Fixed:
-    """scale * q k^T with `frac` fractional bits."""
-    turned = key.view(lambda part: part.transpose(-1, -2))
-    return scaled(query, scale).matmul(turned, frac=frac, select=select)
+def _low_bits_do(session: Session) -> bool:
+    """Whether this softmax reads the lowest bits of scores alone, as one by circuits and `exponential` does.
+
+    Curves by comparison keys multiply scores, and so do the squares of other approximations. Local and public.
+    """
+    protocol = session.protocol
+    return session.config.approximations == "ours" and protocol.has_exponentials and not protocol.has_keys
+
+
+def _scores(
+    query: Fixed, key: Fixed, scale: float, select: Tensor | None, frac: int, short: bool = False
+) -> Fixed:  # fmt: skip
+    """scale * q k^T with `frac` fractional bits. short: where the bits that are right then are enough for softmax."""
+    turned, query = key.view(lambda part: part.transpose(-1, -2)), scaled(query, scale)
+    left = query.session.ring.bits - (query.frac + turned.frac - frac)
+    return query.matmul(turned, frac=frac, select=select, short=short and left >= frac + REACH + ROOM)
 
 
 def scaled(query: Fixed, scale: float) -> Fixed:

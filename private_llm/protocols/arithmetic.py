@@ -38,6 +38,9 @@ class Arithmetic(PartyEnd):
     divides_exactly = False
     """Whether every division is the floor, never one unit more."""
 
+    has_short_products = False
+    """Whether `bilinear` and `matmul` make use of `short`."""
+
     def may_wrap(self) -> AbstractContextManager[None]:
         """Around steps whose values may leave the ring, because what wrapped is multiplied by zero later on. Local.
 
@@ -94,19 +97,26 @@ class Arithmetic(PartyEnd):
         """
 
     @abstractmethod
-    def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
+    def bilinear(
+        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None, short: bool = False
+    ) -> Share:  # fmt: skip
         """B(x, y) of a bilinear form, divided by 2^shift; rounds and bytes an output as `mul`, whatever it sums over.
 
         With `select` (int64, flat positions in the output) only those outputs are made, as a 1-D share; nothing is sent
-        for the others. Raises DomainError for operands that do not fit the form, and as `mul`.
+        for the others. short: what comes out need be right in its lowest ring bits - shift bits only; nothing is
+        promised of those above, and the product may be any ring element. Where the protocol has that
+        (`has_short_products`: trio and dealer, 64-bit ring) 1 round instead of 2, bytes 3 e - s / 8 (21.75); elsewhere
+        nothing changes. Raises DomainError for operands that do not fit the form, and as `mul`.
         """
 
-    def matmul(self, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
+    def matmul(
+        self, x: Share, y: Share, shift: int = 0, select: Tensor | None = None, short: bool = False
+    ) -> Share:  # fmt: skip
         """torch.matmul of x [..., M, K] and y [..., K, N] to [..., M, N], divided by 2^shift.
 
-        `select`, rounds, bytes and errors as `bilinear`.
+        `select`, `short`, rounds, bytes and errors as `bilinear`.
         """
-        return self.bilinear(Matmul(), x, y, shift, select)
+        return self.bilinear(Matmul(), x, y, shift, select, short)
 
     def conv2d(self, x: Share, w: Share, conv: Conv2d, shift: int = 0) -> Share:
         """Convolution of x [B, C, H, W] with w [O, C / groups, kh, kw] to [B, O, H', W'], divided by 2^shift.

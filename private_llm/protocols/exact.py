@@ -34,6 +34,7 @@ class ExactTruncation(Protocol):
 
     divides_exactly = True
     has_waves = False
+    has_short_products = False
 
     def truncate(self, x: Share, shift: int) -> Share:
         """floor(x / 2^shift) for |x| < 2^(ring bits - 2); the shape of x.
@@ -54,7 +55,9 @@ class ExactTruncation(Protocol):
         """
         return self.truncate(super().mul(x, y), shift)
 
-    def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
+    def bilinear(
+        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None, short: bool = False
+    ) -> Share:  # fmt: skip
         """Matrix product or convolution, exactly divided: 1 round, then `truncate` of the (selected) outputs."""
         return self.truncate(super().bilinear(form, x, y, select=select), shift)
 

@@ -154,6 +154,7 @@ LOWERED: dict[Any, Callable[..., None]] = {
     aten.mul.Tensor: _binary(steps.MUL), aten.mul_.Tensor: _binary(steps.MUL), aten.mul.out: _binary(steps.MUL),
     aten.bitwise_xor.Tensor: _binary(steps.XOR), aten.bitwise_xor_.Tensor: _binary(steps.XOR),
     aten.bitwise_and.Tensor: _binary(steps.AND), aten.bitwise_and_.Tensor: _binary(steps.AND),
+    aten.__rshift__.Scalar: _binary(steps.RIGHT),
     aten.rsub.Scalar: lambda emit, out, x, y, alpha=1: combine(emit, out, y, x, steps.SUB),
     aten.neg.default: lambda emit, out, x: combine(emit, out, 0, x, steps.SUB),
     aten.bitwise_not.default: lambda emit, out, x: combine(emit, out, x, -1, steps.XOR),

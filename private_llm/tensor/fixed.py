@@ -28,11 +28,17 @@ class Fixed:
     Bytes and rounds: trio, 64-bit ring, 18 fractional bits (`PrivateConfig.frac_bits`); for others the formulas are in
     protocols/prices.py. Before a truncation |ring element| < 2^(ring bits - 2); values beyond are garbage, and found in
     debug sessions only.
+
+    width: how many of the ring's lowest bits are right, where the others are not (`matmul` with short=True); None: all
+    are. It goes along with what is made of the value. What needs the whole ring (products, truncations, a tensor of a
+    model) refuses such a value with DomainError; sums, products with integers, choices by bits and comparisons of at
+    most as many bits take it.
     """
 
     session: Session
     share: Share
     frac: int
+    width: int | None = None
 
     @property
     def proto(self) -> Protocol:
@@ -54,14 +60,28 @@ class Fixed:
 
         A smaller or larger `frac` for the same share moves the point: the value is multiplied by a power of two.
         """
-        return Fixed(self.session, share, self.frac if frac is None else frac)
+        return Fixed(self.session, share, self.frac if frac is None else frac, self.width)
 
     def view(self, reorder: Callable[[Tensor], Tensor]) -> Fixed:
         """Apply a reordering or linear function (reshape, index, sum, ...) of one part to every part; keeps `frac`.
 
         What it returns decides about the shape. A function that is not linear gives garbage, and no error.
         """
-        return Fixed(self.session, self.share.map(reorder), self.frac)
+        return Fixed(self.session, self.share.map(reorder), self.frac, self.width)
+
+    def whole(self) -> Fixed:
+        """This value, for what needs all bits of its ring elements. Raises DomainError if some are not right."""
+        if self.width is not None:
+            raise DomainError(
+                f"a step that needs the whole ring: got a short product, whose lowest {self.width} bits alone are "
+                "right; want one made without short=True"
+            )
+        return self
+
+    def as_wide(self, other: Fixed) -> Fixed:
+        """This value, said to be right in no more bits than `other` is: what has entries or terms of both. Local."""
+        widths = [each.width for each in (self, other) if each.width is not None]
+        return Fixed(self.session, self.share, self.frac, min(widths, default=None))
 
     # -- scale ------------------------------------------------------------------------------------------
     def encode(self, value: float | Tensor, frac: int) -> int | Tensor:
@@ -82,7 +102,10 @@ class Fixed:
             raise DomainError(f"finer: got {frac} bits; want at least {self.frac} (use `coarser`, which communicates)")
         if frac == self.frac:
             return self
-        return self.with_share(self.proto.mul_public(self.share, 1 << (frac - self.frac)), frac)
+        raised = self.with_share(self.proto.mul_public(self.share, 1 << (frac - self.frac)), frac)
+        if self.width is None or self.width + frac - self.frac >= self.session.ring.bits:
+            return Fixed(self.session, raised.share, frac)
+        return Fixed(self.session, raised.share, frac, self.width + frac - self.frac)
 
     def coarser(self, frac: int) -> Fixed:
         """The same value with fewer fractional bits, rounded down (or one unit more): one truncation.
@@ -91,7 +114,7 @@ class Fixed:
         """
         if frac == self.frac:
             return self
-        return self.with_share(self.proto.truncate(self.share, self.frac - frac), frac)
+        return self.with_share(self.proto.truncate(self.whole().share, self.frac - frac), frac)
 
     def at(self, frac: int) -> Fixed:
         """The same value with exactly `frac` bits: `finer`, which is local, or `coarser`, which costs 1 round."""
@@ -105,7 +128,7 @@ class Fixed:
         Local.
         """
         pairs = zip(self.share.parts, other.share.parts, strict=True)
-        return self.with_share(Share(tuple(torch.stack(pair) for pair in pairs)))
+        return self.as_wide(other).with_share(Share(tuple(torch.stack(pair) for pair in pairs)))
 
     # -- sums --------------------------------------------------------------------------------------------
     def _aligned(self, other: Fixed) -> tuple[Fixed, Fixed]:
@@ -117,7 +140,7 @@ class Fixed:
     def __add__(self, other: Fixed | float | Tensor) -> Fixed:
         if isinstance(other, Fixed):
             x, y = self._aligned(other)
-            return x.with_share(x.proto.add(x.share, y.share))
+            return x.as_wide(y).with_share(x.proto.add(x.share, y.share))
         return self.with_share(self.proto.add_public(self.share, self.encode(other, self.frac)))
 
     __radd__ = __add__
@@ -128,7 +151,7 @@ class Fixed:
     def __sub__(self, other: Fixed | float | Tensor) -> Fixed:
         if isinstance(other, Fixed):
             x, y = self._aligned(other)
-            return x.with_share(x.proto.sub(x.share, y.share))
+            return x.as_wide(y).with_share(x.proto.sub(x.share, y.share))
         return self + (-other)
 
     def __rsub__(self, other: float | Tensor) -> Fixed:
@@ -155,7 +178,7 @@ class Fixed:
         """
         out = self.session.frac if frac is None else frac
         bits = self.session.frac if bits is None else bits
-        raw = self.proto.mul_public(self.share, self.encode(factor, bits))
+        raw = self.proto.mul_public(self.whole().share, self.encode(factor, bits))
         return self.with_share(self.proto.truncate(raw, self.frac + bits - out), out)
 
     def mul(self, other: Fixed, frac: int | None = None) -> Fixed:
@@ -165,22 +188,28 @@ class Fixed:
         DomainError for a `frac` above the sum of both.
         """
         out = self.session.frac if frac is None else frac
-        return self.with_share(self.proto.mul(self.share, other.share, self.frac + other.frac - out), out)
+        raw = self.proto.mul(self.whole().share, other.whole().share, self.frac + other.frac - out)
+        return self.with_share(raw, out)
 
     def __mul__(self, other: Fixed | float | Tensor) -> Fixed:
         return self.mul(other) if isinstance(other, Fixed) else self.scale(other)
 
     __rmul__ = __mul__
 
-    def matmul(self, other: Fixed, frac: int | None = None, select: Tensor | None = None) -> Fixed:
+    def matmul(
+        self, other: Fixed, frac: int | None = None, select: Tensor | None = None, short: bool = False
+    ) -> Fixed:  # fmt: skip
         """Matrix product [..., M, K] x [..., K, N], truncation included; cost of `mul` an output, whatever K is.
 
-        With `select` (flat positions) only these outputs, 1-D; see `Protocol.bilinear`. Raises DomainError for shapes
-        that do not fit, and as `mul`.
+        With `select` (flat positions) only these outputs, 1-D; see `Protocol.bilinear`. short: the result may be right
+        in its lowest bits alone (`width`: all but as many as are dropped) where the protocol has such products: 1 round
+        and 21.75 bytes an output. Raises DomainError for shapes that do not fit, and as `mul`.
         """
         out = self.session.frac if frac is None else frac
-        raw = self.proto.matmul(self.share, other.share, self.frac + other.frac - out, select)
-        return self.with_share(raw, out)
+        x, y, shift = self.whole(), other.whole(), self.frac + other.frac - out
+        short = short and shift > 0 and x.proto.has_short_products
+        raw = x.proto.matmul(x.share, y.share, shift, select, short)
+        return Fixed(self.session, raw, out, self.session.ring.bits - shift if short else None)
 
     def poly(self, coefficients: Sequence[float], frac: int | None = None, bits: int | None = None) -> Fixed:
         """c0 + c1 x + c2 x^2 (+ c3 x^3) in one protocol step; the leading coefficient carries `bits` fractional bits.
@@ -193,7 +222,7 @@ class Fixed:
         degree = len(coefficients) - 1
         ints = [round(c * 2.0 ** (bits + (degree - i) * self.frac)) for i, c in enumerate(coefficients)]
         shift = degree * self.frac + bits - out
-        return self.with_share(self.proto.poly(self.share, ints, shift), out)
+        return self.with_share(self.proto.poly(self.whole().share, ints, shift), out)
 
     # -- comparisons -----------------------------------------------------------------------------------------
     def below(self, thresholds: Sequence[float], bits: int | None = None, low: int = 0) -> BitShare:
@@ -201,8 +230,11 @@ class Fixed:
 
         `bits` and `low` bound the adder as in `Protocol.msb`: x - threshold must fit `bits` bits, and where x lies less
         than 2^(low - frac) above a threshold the bit may be 1. Thresholds are rounded to `frac` bits. 4 rounds and
-        40.75 bytes an element for 64 bits, 22.25 for each further threshold. Raises DomainError as `Protocol.msb`.
+        40.75 bytes an element for 64 bits, 22.25 for each further threshold. Raises DomainError as `Protocol.msb`, and
+        for more bits than `width`.
         """
+        if self.width is not None and (bits is None or bits > self.width):
+            self.whole()
         return self.proto.msb(self.share, _offsets(tuple(thresholds), self.frac), bits, low)
 
     def choose(
@@ -224,7 +256,8 @@ class Fixed:
         total = self.frac + weight_bits
         ring = self.session.ring
         w, c = _encoded(tuple(weights), weight_bits, ring), _encoded(tuple(constants), total, ring)
-        raw = self.proto.inject(bits, self.share, w, c, total - out)
+        share = self.whole().share if total > out else self.share
+        raw = self.proto.inject(bits, share, w, c, total - out)
         shape = self.shape
         return self.with_share(raw.map(lambda part: part.reshape(shape)), out)
 

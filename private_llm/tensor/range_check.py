@@ -12,6 +12,12 @@ is never missed. A row of norm n has |p| above 8 n with probability below 10^-13
 seen, with its head room of 32, raise no alarm. What the client learns is declared in `threat`. A cheating party of a
 semi-honest protocol is not its subject: it finds honest mistakes, models whose values outgrow their plan.
 
+Short products (their lowest w bits are right) are summed modulo 2^w, and a pattern still misses an entry x with
+2^(e+1) <= |x| < 2^(w-1) - 2^e with probability 1/2 at most: sums of both signs within 2^e of multiples of 2^w would put
+x within 2^e of a multiple of 2^(w-1). Every entry whose product stayed below 2^(ring bits - 2) is one of these, because
+it has |x| <= 2^(w-2). Of the others, which are garbage of the size of 2^w, one near 2^(w-1) outweighs its row unless
+another one does.
+
 Where rows of a batch belong to several clients (`Known.batch`), each row has a verdict of its own, and no sum is over
 entries of two of them: of tensors whose first dimension counts the batch's rows, each the same number of times, and of
 flat ones of which it is known where each row's entries end. What cannot be told apart counts for all rows.
@@ -81,6 +87,9 @@ def watch(x: Fixed, bits: int | None = None, batch: Tensor | None = None) -> Non
     bits = max(width.bit_length() + 4, min(bits, session.ring.value_bits - 1))
     signs = _signs(width, session.ring.dtype, str(x.share.parts[0].device))
     sums = x.share.map(lambda part: ring_matmul(part.reshape(-1, width), signs).reshape(-1))
+    if x.width is not None:  # what is right in its lowest bits is right in the highest ones once these are moved there
+        more = session.ring.bits - x.width
+        sums, bits = x.proto.mul_public(sums, 1 << more), bits + more
     session.known.owed.append((sums, bits, None if batch is None else batch.repeat_interleave(SKETCHES)))
 
 

@@ -38,7 +38,7 @@ class SecretTensor(Guarded):
     @staticmethod
     def __new__(cls: type[SecretTensor], fixed: Fixed) -> SecretTensor:
         """Wrap `fixed`; the shape is its shape, the outer dtype float32."""
-        part = fixed.share.parts[0]
+        part = fixed.whole().share.parts[0]
         device = part.device
         self: SecretTensor = torch.Tensor._make_wrapper_subclass(
             cls, part.shape, dtype=torch.float32, device=_CPU if device.type == "meta" else device

@@ -379,3 +379,45 @@ def test_the_check_of_ranges_sees_scores_and_mixes_beyond_theirs() -> None:
     assert not verdicts(1.0, "score")
     assert verdicts(1000.0, "score")
     assert verdicts(30_000.0, "value")
+
+
+@pytest.mark.parametrize("protocol", ["trio", "dealer"])
+@pytest.mark.parametrize(("large", "left"), [(1.0, 0), (2.0**10, 1), (2.0**24, 1)])
+def test_the_check_of_ranges_sees_short_products(protocol: str, large: float, left: int) -> None:
+    """Of scores nothing is right but the lowest 46 bits, which reach 2^27: the check needs no more."""
+    q, k, v = noise(1, 1, 4, 8) * large, noise(1, 1, 300, 8, seed=1), noise(1, 1, 300, 8, seed=2)
+
+    def out(session: Session, *operands: Fixed) -> Fixed:
+        attend(*operands, None, 1.0) if _ranged(session, score=10, value=6) else None
+        found = verdict(session)
+        return operands[0] if found is None else found
+
+    got = run_parties(PrivateConfig(protocol=protocol), out, [q, k, v]).value  # type: ignore[arg-type]
+    assert got.item() == left
+
+
+def _matmul_rounds(config: PrivateConfig, softcap: float | None = None, scale: float = 0.25) -> int:
+    """Rounds of the product of scores and of the mix of values."""
+
+    def out(session: Session, *operands: Fixed) -> Fixed:
+        made = attend(*operands, None, scale, softcap)
+        rounds = session.protocol.ledger.rounds
+        found.append(sum(n for (_, tag), n in rounds.items() if tag == "matmul"))
+        return made
+
+    found: list[int] = []
+    run_meta(config, out, [(1, 2, 64, 16), (1, 2, 9, 16), (1, 2, 9, 16)])
+    return max(found)
+
+
+def test_scores_are_short_products_where_softmax_reads_their_lowest_bits() -> None:
+    """Not under a cap, by comparison keys, with exact divisions, other approximations, and where too few are left."""
+    whole = 2 + 2
+    assert _matmul_rounds(PrivateConfig()) == _matmul_rounds(PrivateConfig(protocol="dealer")) == whole - 1
+    others = [
+        PrivateConfig(adder="keys"), PrivateConfig(approximations="puma"), PrivateConfig(approximations="mpcformer"),
+        PrivateConfig(frac_bits=20),
+    ]  # fmt: skip
+    assert [_matmul_rounds(each) for each in others] == [whole] * len(others)
+    assert _matmul_rounds(PrivateConfig(), softcap=30.0) == whole
+    assert _matmul_rounds(PrivateConfig(truncation="exact")) == 2, "one each without division"

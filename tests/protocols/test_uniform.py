@@ -61,6 +61,8 @@ def program(p: Protocol, x: Share, y: Share) -> Share:
     product = p.mul(x, y, 18)
     matrix = product.map(lambda part: part.view(64, 64))
     square = p.matmul(matrix, matrix, 18).map(lambda part: part.reshape(-1))
+    short = p.matmul(matrix, matrix, 18, short=True).map(lambda part: part.reshape(-1))
+    square = p.add(square, p.inject(p.msb(short, bits=44), None, [0], [1]))
     bits = p.msb(square, [0, 1 << 18])
     relu = p.inject(bits, square, [1, 0], [0, 1], 3)
     narrow = p.inject(bits, square, [1, 0], [0, 1], low=37)

@@ -61,7 +61,9 @@ class TwoPartyDealer(DealerShuffles):
         """
         return super().mul(*self._operands(x, y), shift)
 
-    def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
+    def bilinear(
+        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None, short: bool = False
+    ) -> Share:  # fmt: skip
         """As Trio's, with `remask` after one round of |x| + |y| elements each way (before broadcasting).
 
         Of y only what the form reads counts. 16 bytes for each element of an operand (64-bit ring).
@@ -69,7 +71,7 @@ class TwoPartyDealer(DealerShuffles):
         if self.remask:
             form, y = taking_part(form, y)
             x, y = self._operands(x, y)
-        return super().bilinear(form, x, y, shift, select)
+        return super().bilinear(form, x, y, shift, select, short)
 
     def _operands(self, x: Share, y: Share) -> tuple[Share, Share]:
         """Both operands under fresh masks, if the products of this session want that."""

@@ -99,7 +99,9 @@ class CheckedPlain(Plain):
         self._fits("a product", x.parts[0].double() * y.parts[0].double(), shift)
         return _watched(super().mul(x, y, shift))
 
-    def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
+    def bilinear(
+        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None, short: bool = False
+    ) -> Share:  # fmt: skip
         """floor(B(x, y) / 2^shift), checked at the selected outputs only; limits as `mul`."""
         x, y = self._operand(x), self._operand(y)
         exact = form.real(x.parts[0].double(), y.parts[0].double())

@@ -59,7 +59,9 @@ class Plain(Protocol):
         """floor(x*y / 2^shift), where x*y wraps modulo 2^(ring bits) unnoticed."""
         return self.truncate(Share((x.parts[0] * y.parts[0],)), shift)
 
-    def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
+    def bilinear(
+        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None, short: bool = False
+    ) -> Share:  # fmt: skip
         """floor(B(x, y) / 2^shift), optionally at selected outputs only, 1-D; B(x, y) wraps unnoticed."""
         out = form.product(x.parts[0], y.parts[0])
         if select is not None:

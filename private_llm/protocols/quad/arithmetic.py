@@ -176,7 +176,9 @@ class QuadArithmetic(QuadRecords):
         """
         return self._multiply(_Elementwise(), x, y, shift)
 
-    def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
+    def bilinear(
+        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None, short: bool = False
+    ) -> Share:  # fmt: skip
         """Output-sized traffic, rounds and errors as `mul`. Local products: three at every party."""
         form, y = taking_part(form, y)  # parts are added up
         self.ledger.add_macs(form.macs(x.shape, y.shape) * 3)

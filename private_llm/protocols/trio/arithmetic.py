@@ -311,8 +311,15 @@ class TrioArithmetic(Protocol):
             piece = x0 * y0
         return self._finish("mul", piece.shape, piece, shift, helped=True)
 
-    def bilinear(self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None) -> Share:
+    def bilinear(
+        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None, short: bool = False
+    ) -> Share:  # fmt: skip
         """Output-sized traffic, rounds and errors as `mul`. Local products: two at parties 0 and 1, one at party 2."""
+        piece = self._bilinear_piece(form, x, y, select)
+        return self._finish(form.tag, piece.shape, piece, shift, helped=True)
+
+    def _bilinear_piece(self, form: Form, x: Share, y: Share, select: Tensor | None) -> Tensor:
+        """v_i at an evaluator, E at the helper, of all or of the selected outputs."""
         (x0, x1), (y0, y1) = x.parts, y.parts
         if self.role == 0:
             piece = form.pair(x0 - x1, y0, -x0, y1)
@@ -323,7 +330,7 @@ class TrioArithmetic(Protocol):
         self.ledger.add_macs(form.macs(x.shape, y.shape) * (1 if self.role == 2 else 2))
         if select is not None:
             piece = piece.reshape(-1)[select.to(piece.device)]
-        return self._finish(form.tag, piece.shape, piece, shift, helped=True)
+        return piece
 
     def poly(self, x: Share, coefficients: Sequence[int], shift: int = 0) -> Share:
         """c(M - a) by Taylor's formula around the public M; party 0 shares a^2 (and a^3).

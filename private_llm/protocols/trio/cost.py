@@ -35,6 +35,12 @@ def product(ring: Ring, count: int, shift: int) -> Cost:
     return finish(ring, count, shift, helped=True)
 
 
+def short_product(ring: Ring, count: int, shift: int) -> Cost:
+    """`bilinear` with short=True and a shift of f > 0: l - f bits pre, e each way, 1 round."""
+    plain = count * ring.bytes
+    return Cost({(0, 2): 8 * packed_words(count, ring.bits - shift), (1, 2): plain, (2, 1): plain}, 1)
+
+
 def truncate(ring: Ring, count: int, shift: int) -> Cost:
     """Truncation of a held value: e + f bits pre, f bits each way, 1 round."""
     if shift == 0:

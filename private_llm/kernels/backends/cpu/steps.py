@@ -278,8 +278,8 @@ if aes.usable():  # elsewhere it cannot be compiled
 
 
 # -- what PyTorch does ------------------------------------------------------------------------------------------------
-ADD, SUB, MUL, XOR, AND, ADD_TIMES = range(6)
-"""What `combine` computes; the last is x + factor y."""
+ADD, SUB, MUL, XOR, AND, RIGHT, ADD_TIMES = range(7)
+"""What `combine` computes; RIGHT shifts the signed x to the right by y, the last is x + factor y."""
 
 
 @compiled
@@ -324,6 +324,13 @@ def _line(
         else:
             for m in range(count):
                 out[to + m * so] = x[at + m * sx] & y[by + m * sy]
+    elif operation == RIGHT:
+        if one:
+            for m in range(count):
+                out[to + m] = x[at + m] >> y[by + m]
+        else:
+            for m in range(count):
+                out[to + m * so] = x[at + m * sx] >> y[by + m * sy]
     else:
         for m in range(count):
             out[to + m * so] = x[at + m * sx] + factor * y[by + m * sy]
