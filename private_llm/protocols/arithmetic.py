@@ -18,6 +18,7 @@ from operator import add, neg, sub
 
 from torch import Tensor
 
+from private_llm.errors import UnsupportedOp
 from private_llm.kernels.forms import Conv2d, Form, Matmul
 from private_llm.protocols.party_end import PartyEnd
 from private_llm.protocols.share import Share
@@ -39,7 +40,7 @@ class Arithmetic(PartyEnd):
     """Whether every division is the floor, never one unit more."""
 
     has_short_products = False
-    """Whether `bilinear` and `matmul` make use of `short`."""
+    """Whether `bilinear` and `matmul` make use of `short`, and `cut` is there."""
 
     def may_wrap(self) -> AbstractContextManager[None]:
         """Around steps whose values may leave the ring, because what wrapped is multiplied by zero later on. Local.
@@ -87,6 +88,15 @@ class Arithmetic(PartyEnd):
         `shift=0` returns x, local. 1 round. Bytes an element: trio e + 3 s / 8 (14.75), quad 2 e + 5 s / 8 (27.25);
         none under plain, which is exact. Raises DomainError for a shift outside the ring.
         """
+
+    def cut(self, x: Share, shift: int) -> Share:
+        """x / 2^shift rounded to an integer that is less than two units away, modulo 2^(b - shift). Local.
+
+        b: how many of the lowest bits of x are right (all of the ring's, but for short products). The shape of x; what
+        is shared is right in its lowest b - shift bits alone. Raises UnsupportedOp under a protocol without it
+        (`has_short_products`).
+        """
+        raise UnsupportedOp("a local division: this protocol has none; want trio or dealer")
 
     @abstractmethod
     def mul(self, x: Share, y: Share, shift: int = 0) -> Share:

@@ -83,6 +83,17 @@ class Fixed:
         widths = [each.width for each in (self, other) if each.width is not None]
         return Fixed(self.session, self.share, self.frac, min(widths, default=None))
 
+    def cut(self, frac: int, width: int) -> Fixed:
+        """The same value with fewer fractional bits, less than two units away from it, in its lowest `width` bits.
+
+        Local. Raises DomainError for bits that are not right here or more than there are, and UnsupportedOp under a
+        protocol without `cut`.
+        """
+        right = (self.session.ring.bits if self.width is None else self.width) - (self.frac - frac)
+        if frac > self.frac or width > right:
+            raise DomainError(f"cut: got {frac} fractional bits of {width}; want {self.frac} of {right} at most")
+        return Fixed(self.session, self.proto.cut(self.share, self.frac - frac), frac, width)
+
     # -- scale ------------------------------------------------------------------------------------------
     def encode(self, value: float | Tensor, frac: int) -> int | Tensor:
         """Public real constants as ring elements with `frac` bits, rounded: an int for a number, a tensor for a tensor.
@@ -248,16 +259,16 @@ class Fixed:
         """sum over rows of bit_k * (weights_k * x + constants_k), in the shape of x: one step.
 
         Weights carry `weight_bits` fractional bits (0: integers); the result has `frac` bits (default: those of x). 1
-        round and 16 bytes an element, 8 for each row, 8 more for each with a weight; weights with fractional bits add a
-        truncation (2 rounds). Raises DomainError for constants that the ring cannot hold, or that are not one for each
-        row, and for bits of another number of elements than x.
+        round and 16 bytes an element, 8 for each row, 8 more for each with a weight (with a `width` as many bits for
+        each 8 bytes); weights with fractional bits add a truncation (2 rounds). Raises DomainError for constants that
+        the ring cannot hold, or that are not one for each row, and for bits of another number of elements than x.
         """
         out = self.frac if frac is None else frac
         total = self.frac + weight_bits
         ring = self.session.ring
         w, c = _encoded(tuple(weights), weight_bits, ring), _encoded(tuple(constants), total, ring)
         share = self.whole().share if total > out else self.share
-        raw = self.proto.inject(bits, share, w, c, total - out)
+        raw = self.proto.inject(bits, share, w, c, total - out, self.width)
         shape = self.shape
         return self.with_share(raw.map(lambda part: part.reshape(shape)), out)
 

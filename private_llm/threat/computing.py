@@ -90,7 +90,8 @@ COARSE = Threat(
             "clips and maxima inside softmax, GELU, SiLU, sigmoid, tanh and reciprocals leave the lowest bits out of "
             "the comparison: within 2^-6 above a threshold (2^-1 in the clip of exp) either answer is "
             "possible and depends on the masks; it is used only where the function is continuous there, and the "
-            "stated errors include it; ReLU and arg max are exact",
+            "stated errors include it; under trio and dealer a row's maximum, which softmax subtracts from all entries "
+            "alike, is one of entries cut to 2^-4, up to 3/16 too low by the masks; ReLU and arg max are exact",
         ),
         (
             "range",
@@ -99,7 +100,10 @@ COARSE = Threat(
             "ReLU's range and precision further, to what their user states",
         ),
     ),
-    source="private_llm/exact/comparisons.py; msb in private_llm/protocols/trio/party.py",
+    source=(
+        "private_llm/exact/comparisons.py; msb in private_llm/protocols/trio/party.py; private_llm/exact/maximum.py "
+        "and private_llm/protocols/trio/short_products.py"
+    ),
     setting="always on",
 )
 

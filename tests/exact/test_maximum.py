@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from private_llm.config import PrivateConfig
-from private_llm.errors import DomainError
+from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.exact.argmax import argmax, first_maximum
-from private_llm.exact.maximum import levels, maximum, maximum_ragged, sizes
+from private_llm.exact.comparisons import comparing
+from private_llm.exact.maximum import is_cut, levels, maximum, maximum_ragged, sizes
 from private_llm.exact.ragged_rows import Rows
+from private_llm.net.ledger import Cost
+from private_llm.protocols.session import Session, meta_session
+from private_llm.protocols.share import Share
 from private_llm.protocols.trio import cost
+from private_llm.ranges import Ranges
 from private_llm.ring.ring import Ring
+from private_llm.tensor.fixed import Fixed
 from tests.harness import PLAIN, TRIO, run_meta, run_parties
 
 NARROW = PrivateConfig(ring=32, frac_bits=12)
 KEYS = PrivateConfig(adder="keys")
+QUAD = PrivateConfig(protocol="quad")
+EXACT = PrivateConfig(truncation="exact")
 every = pytest.mark.parametrize("config", [PLAIN, TRIO, NARROW, KEYS], ids=["plain", "trio", "trio 32", "keys"])
 WIDTHS = [1, 2, 3, 5, 8, 64, 97]
 
@@ -127,7 +137,7 @@ def test_ragged_maximum(config: PrivateConfig) -> None:
     assert torch.equal(run.value, (expected * 4).round() / 4)
 
 
-@pytest.mark.parametrize("config", [PLAIN, TRIO], ids=["plain", "trio"])
+@pytest.mark.parametrize("config", [PLAIN, QUAD, KEYS, EXACT], ids=["plain", "quad", "keys", "exact"])
 def test_coarse_maximum_is_near_and_never_above(config: PrivateConfig) -> None:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(64, 100, generator=generator, dtype=torch.float64) * 0.05
@@ -137,11 +147,82 @@ def test_coarse_maximum_is_near_and_never_above(config: PrivateConfig) -> None:
     assert float(gap.max()) < 7 * 2.0**-6
 
 
+def lifted(x: Fixed) -> Fixed:
+    """The same value where all bits are right: what is right in the lowest bits moves up to the highest."""
+    assert x.width is not None
+    return x.finer(x.frac + 64 - x.width)
+
+
+def spread_rows() -> Tensor:
+    """Rows with near ties of all kinds, equal entries, and both ends of the domain."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(64, 100, generator=generator, dtype=torch.float64)
+    x *= torch.tensor([0.0, 0.01, 1.0, 1000.0], dtype=torch.float64).repeat(16)[:, None]
+    x[0, 3], x[1], x[2], x[3, ::2] = 2.0**20 - 2.0**10, 2.0**10 - 2.0**20, 2.0**20 - 2.0**10, 2.0**10 - 2.0**20
+    x[3, 1::2] = 2.0**20 - 2.0**10
+    return (x * 2**18).round() / 2**18
+
+
+@pytest.mark.parametrize("protocol", ["trio", "dealer"])
+@pytest.mark.parametrize("rows", [None, Rows((1, 99)), Rows((2, 3, 95))])
+def test_a_maximum_of_cut_entries_is_near_and_never_above(protocol: str, rows: Rows | None) -> None:
+    """Less than 3/16 below, at any masks; also of a few entries, and of one that meets nobody."""
+    config, x = PrivateConfig.from_dict({"protocol": protocol}), spread_rows()
+    if rows is None:
+        run = run_parties(config, lambda _, a: lifted(maximum(a, coarse=True)), [x])
+        gap = x.amax(-1, keepdim=True) - run.value
+    else:
+        flat, every = x.reshape(-1), Rows(rows.lengths * 64)
+        run = run_parties(config, lambda _, a: lifted(maximum_ragged(a, every, coarse=True)), [flat])
+        gap = torch.stack([part.max() for part in flat.split(list(every.lengths))]) - run.value
+    assert float(gap.min()) > 0
+    assert float(gap.max()) < 3 / 16
+
+
+@pytest.mark.parametrize(("known", "width"), [(4, 13), (9, 16), (19, 26), (30, 26)])
+def test_a_known_range_makes_the_ring_of_cut_entries_smaller(known: int, width: int) -> None:
+    def out(session: Session, x: Fixed) -> Fixed:
+        session.known.ranges = Ranges({session.protocol.ledger.scope_name: {"score": known}})
+        with comparing(session, "score"):
+            return lifted(maximum(x, coarse=True))
+
+    x = spread_rows().clamp(-(2.0 ** min(known, 18)), 2.0 ** min(known, 18))
+    run = run_parties(TRIO, out, [x])
+    gap = x.amax(-1, keepdim=True) - run.value
+    assert float(gap.min()) > 0
+    assert float(gap.max()) < 3 / 16
+    pairs = [64 * n for n in (50, 25, 12, 6, 3, 2, 1)]
+    wanted = Cost()
+    for n in pairs:
+        wanted = wanted + cost.msb(n, width) + cost.inject(Ring(64), n, 1, 1, 0, low=width)
+    assert run.cost == wanted
+
+
+def test_entries_are_cut_where_the_protocol_can_and_bits_are_left() -> None:
+    sessions = [
+        meta_session(config, 1) for config in (TRIO, PrivateConfig(protocol="dealer"), KEYS, EXACT, NARROW, QUAD)
+    ]
+    held = [Fixed(session, Share((torch.empty(4, dtype=torch.int64, device="meta"),) * 2), 18) for session in sessions]
+    assert [is_cut(x) for x in held] == [True, True, False, False, False, False]
+    assert is_cut(replace(held[0], width=40))
+    assert not is_cut(replace(held[0], width=39))
+    assert not is_cut(replace(held[0], frac=3))
+    with pytest.raises(DomainError, match="cut"):
+        held[0].cut(4, 51)
+    with pytest.raises(UnsupportedOp, match="local division"):
+        held[5].cut(4, 26)
+
+
 def test_price_per_pair() -> None:
-    for coarse, low, rounds in ((False, 0, 5), (True, 12, 4)):
-        price = run_meta(TRIO, lambda _, a, c=coarse: maximum(a, coarse=c), [(640, 2)])
-        assert price == cost.msb(640, 40, low=low) + cost.inject(Ring(64), 640, 1, 1, 0)
-        assert price.rounds == rounds
+    price = run_meta(TRIO, lambda _, a: maximum(a), [(640, 2)])
+    assert price == cost.msb(640, 40) + cost.inject(Ring(64), 640, 1, 1, 0)
+    assert price.rounds == 5
+    price = run_meta(TRIO, lambda _, a: maximum(a, coarse=True), [(640, 2)])
+    assert price == cost.msb(640, 26) + cost.inject(Ring(64), 640, 1, 1, 0, low=26)
+    assert price.total == 640 * 28.75
+    assert price.rounds == 4
+    price = run_meta(EXACT, lambda _, a: maximum(a, coarse=True), [(640, 2)])
+    assert price == cost.msb(640, 40, low=12) + cost.inject(Ring(64), 640, 1, 1, 0)
 
 
 @pytest.mark.parametrize("lengths", [(1,), (1, 1), (5, 1, 8, 3), (64, 7)])

@@ -1,4 +1,4 @@
-"""Trio's short products: divided in one round, and right in their lowest bits alone.
+"""Trio's short products, divided in one round and right in their lowest bits alone, and values cut to such bits.
 
 A quotient by 2^f whose lowest l - f bits are all that anybody reads (scores: they are compared, exponentiated and
 watched) needs nothing of what a whole one costs beside the opening (trio/arithmetic.py):
@@ -12,6 +12,10 @@ watched) needs nothing of what a whole one costs beside the opening (trio/arithm
 
 Pre: l - f bits; online: l each way; 1 round. Every xy modulo 2^l is divided as the signed number it stands for: no bit
 of slack is needed. Above its lowest l - f bits the shared number is not the quotient: it depends on masks.
+
+Cutting needs no message where two units of the quotient do not matter. With M = x + a1 + a2 modulo 2^b, the s bits cut
+from each of the three amount to so little that (M >> s) - (a1 >> s) - (a2 >> s) lies between x / 2^s - 1 and
+x / 2^s + 2, modulo 2^(b-s).
 
 Leakage: none to a single party. w is uniform for each evaluator, which lacks the other's g; z2 is masked by a stream
 that party 2 lacks. The rounding bit depends on R (see threat).
@@ -43,6 +47,15 @@ class TrioShortProducts(TrioArithmetic):
             raise self._beyond(shift)
         piece = self._bilinear_piece(form, x, y, select)
         return self._finish_short(form.tag, piece.shape, piece.reshape(-1), shift)
+
+    def cut(self, x: Share, shift: int) -> Share:
+        """As the interface says: each party cuts the numbers that it knows."""
+        if not self.has_short_products:
+            return super().cut(x, shift)
+        first, second = x.parts[0], x.parts[1] >> shift
+        if self.role == 0:
+            return Share((first >> shift, second))
+        return Share((((first + x.parts[1]) >> shift) - second, second))
 
     def _finish_short(self, tag: str, shape: torch.Size, piece: Tensor, shift: int) -> Share:
         """From additive pieces [n] (party 0's is E) to a share of what is right modulo 2^(l - shift)."""
