@@ -7,7 +7,7 @@
 1. The target, in plaintext, writes texts: half of them greedily, half sampled. Prompts are pieces of the given texts
    or, without any, user's turns that the target itself makes up from its chat template (as Magpie, arXiv 2406.08464).
 2. The draft starts as the target without the layers that it misses least: in rounds, those without which the target's
-   predictions change least (cross-entropy over one of the texts).
+   predictions change least (cross-entropy over four of the texts).
 3. Its layers learn the target's probabilities at every word of the texts (Kim and Rush 2016; the likeliest 16 words).
    Embeddings and head stay as they are.
 
@@ -46,6 +46,8 @@ from transformers import (
 
 DATA = Path(__file__).resolve().parent.parent / "integrations/private_llm_hf/data"
 LIKELIEST = 16
+CHOOSING = 4
+"""Texts that layers are chosen by: the order in which one text misses them is that text's own."""
 RANKS = (1, 2, 3, 4, 8)
 _MARK = "PLACE OF THE QUESTION"
 TINY: dict[str, Any] = {
@@ -326,7 +328,7 @@ def main(argv: list[str] | None = None) -> int:
         while clock.part(f"({len(texts)} texts)") < 1.0 or not texts:
             asked = prompts(target, tokenizer, args, chance)
             texts += told(target, tokenizer, asked, args.new, sample=len(texts) // args.rows % 2 == 1)
-    stay = thinned(target, args.layers, texts[:1])
+    stay = thinned(target, args.layers, texts[:CHOOSING])
     del target
     draft = draft_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), stay)
     tokenizer.save_pretrained(args.out)

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from private_llm.ring.comparison_keys import shared_ways
+
 Array = np.ndarray[Any, Any]
 
 Polynomial = tuple[int, ...]
@@ -79,6 +81,11 @@ class Pieces:
     def arrays(self) -> tuple[Array, Array, Array]:
         """Offsets [thresholds], steps [outputs, thresholds, words] and rest [outputs, words] as uint64."""
         return _unsigned(self.offsets), _unsigned(self.steps), _unsigned(self.rest)
+
+    @cached_property
+    def ways(self) -> Array:
+        """How many steps a key's evaluation takes at each level for all thresholds (`comparison_keys.shared_ways`)."""
+        return shared_ways(self.arrays[0], self.shape.levels, self.low)
 
 
 def _unsigned(values: object) -> Array:

@@ -21,7 +21,7 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
 from private_llm.errors import DomainError
-from private_llm.kernels.backends.cpu import aes
+from private_llm.kernels.backends.cpu import aes, aes_fan
 from private_llm.kernels.backends.cpu import comparison_keys as kernels
 from private_llm.kernels.watching import as_array
 from private_llm.ring.prg import Prg
@@ -66,7 +66,7 @@ def make_keys(alpha: Array, beta: Array, levels: int, first: Prg, second: Prg) -
     seeds = np.stack([roots(first, count), roots(second, count)])
     if aes.usable():
         made = np.zeros((count, key_words(levels, words)), dtype=np.uint64)
-        kernels.make(seeds, alpha, beta, levels, _round_keys(), made)
+        kernels.make(seeds, alpha, beta, levels, _tables(), made)
         return made
     return _make_by_levels(seeds, alpha, beta, levels)
 
@@ -93,20 +93,24 @@ def _make_by_levels(seeds: Array, alpha: Array, beta: Array, levels: int) -> Arr
     return made
 
 
-def evaluate(holder: int, root: Array, key: Array, x: Array, levels: int, words: int) -> Array:
+def evaluate(
+    holder: int, root: Array, key: Array, x: Array, levels: int, words: int, nodes: Array | None = None
+) -> Array:
     """This holder's shares of beta where x < alpha, else of 0: uint64 [points, n, words] at x uint64 [points, n].
 
     holder: 0 or 1, the first or second of `make_keys`, with its root [n, 2]. Only the lowest `levels` bits of x count.
-    Raises DomainError as `make_keys`.
+    nodes: as `shared_ways` has it of points at public distances, for which so many steps of
+    a level are taken; default: one for each point. Raises DomainError as `make_keys`.
     """
     _check(levels, words)
     points, count = x.shape
     if not x.size:
         return np.zeros((points, count, words), dtype=np.uint64)
     if aes.usable():
-        total = np.empty((points * count, words), dtype=np.uint64)
-        kernels.follow(root, holder, key, np.ascontiguousarray(x).reshape(-1), levels, _round_keys(), total)
-        return total.reshape(points, count, words)
+        total = np.empty((points, count, words), dtype=np.uint64)
+        most = np.full(levels, points, dtype=np.int64) if nodes is None else nodes
+        kernels.follow(root, holder, key, np.ascontiguousarray(x), levels, most, _tables(), total)
+        return total
     return _evaluate_by_levels(holder, root, key, x, levels, words)
 
 
@@ -129,6 +133,25 @@ def _evaluate_by_levels(holder: int, root: Array, key: Array, x: Array, levels: 
         )  # fmt: skip
     kernels.finish(seeds, control, _joined(end, seeds), np.ascontiguousarray(key[:, -words:]), holder == 1, total)
     return total.reshape(points, count, words)
+
+
+def shared_ways(offsets: Array, levels: int, low: int) -> Array:
+    """How many different ways points m + offsets can go at most, level by level, whatever m is: int64 [levels].
+
+    offsets: uint64 [points], modulo 2^64; `low` bits of a sum are dropped, the next `levels` compared. Points that go
+    one way are counted once where they are neighbours, so offsets should rise or fall. Public and local.
+    """
+    apart = (offsets - offsets[0]).view(np.int64)
+    if np.any(np.abs(apart) >> 62) or not (np.all(np.diff(apart) >= 0) or np.all(np.diff(apart) <= 0)):
+        return np.full(levels, len(offsets), dtype=np.int64)
+    apart = np.sort(apart - apart.min())
+    found = np.empty(levels, dtype=np.int64)
+    for level in range(levels):
+        bits = low + levels - 1 - level
+        phases = -apart & ((1 << bits) - 1)  # with the most ways one may begin at a point
+        cells = (apart + phases[:, None]) >> bits
+        found[level] = 1 + int((np.diff(cells, axis=1) != 0).sum(1).max())
+    return found
 
 
 def roots(stream: Prg, count: int) -> Array:
@@ -154,10 +177,10 @@ def _check(levels: int, words: int) -> None:
 
 
 @cache
-def _round_keys() -> Array:
-    """Of all public keys, [8, 11, 2]."""
-    labels = [*_CHILDREN, *_VALUES[0], *_VALUES[1], *_END]
-    return np.stack([aes.round_keys(label) for label in labels])
+def _tables() -> Array:
+    """Of the left and the right side (child, two blocks of words) and of the end: [3, 11, 4, 2], for kernels."""
+    labels = [[child, *words] for child, words in zip(_CHILDREN, _VALUES, strict=True)]
+    return aes_fan.tables([[aes.round_keys(label) for label in each] for each in [*labels, list(_END)]])
 
 
 def _control_words(levels: int) -> int:

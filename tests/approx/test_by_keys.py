@@ -313,6 +313,18 @@ def test_a_slow_network_takes_keys_for_few_elements() -> None:
     assert run_meta(far, lambda _, a: softmax(a), [(12 * 512, 512)]).rounds > 40
 
 
+def test_thresholds_of_a_key_are_counted_together() -> None:
+    """SiLU of a step of 12 tokens, 1536 wide, takes keys at 20 ms: its 33 thresholds share most of their ways."""
+
+    def narrow(session: Session, x: Fixed) -> Fixed:
+        session.known.ranges = Ranges({session.protocol.ledger.scope_name: {"compare": 6}})
+        return silu(x)
+
+    far = PrivateConfig(adder="auto", bandwidth_mbit=1000.0, latency_ms=20.0)
+    assert run_meta(far, narrow, [(12, 1536)]).rounds == 2
+    assert run_meta(far, narrow, [(24, 1536)]).rounds > 2
+
+
 def test_quad_takes_circuits_whatever_the_network_says() -> None:
     """Its bits come from Trio, whose choice by the stated network must not become its own."""
     x = normal(3, 9) * 3

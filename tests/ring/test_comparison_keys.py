@@ -163,3 +163,40 @@ def test_impossible_sizes_are_refused(levels: int, width: int) -> None:
         comparison_keys.make_keys(alpha, beta, levels, Seed.fresh().stream("a"), Seed.fresh().stream("b"))
     with pytest.raises(DomainError, match="want 1 to 64 and 1 to 4"):
         comparison_keys.evaluate(0, np.zeros((2, 2), np.uint64), beta, alpha[None], levels, width)
+
+
+@pytest.mark.parametrize("low", [0, 3])
+@pytest.mark.parametrize("offsets", [(5,), (0, 1, 2, 3), (200, 130, 7, 3, 0), (-9, -8, -1, 0, 64), (4, 4, 5), (0, 255)])
+def test_ways_are_counted_for_every_masked_value(offsets: tuple[int, ...], low: int) -> None:
+    """As many as the values with most different ways have: no fewer, so that there is room, and no more."""
+    levels = 8 - low
+    points = np.array([each % (1 << 64) for each in offsets], dtype=np.uint64)
+    masked = np.arange(256, dtype=np.uint64)
+    ways = (masked[:, None] + points & np.uint64(255)) >> np.uint64(low)
+    for level, count in enumerate(comparison_keys.shared_ways(points, levels, low)):
+        short = ways >> np.uint64(levels - 1 - level)
+        assert count == 1 + (short[:, 1:] != short[:, :-1]).sum(1).max()
+
+
+def test_unordered_points_share_nothing() -> None:
+    """They would be counted too low otherwise: neighbours alone are compared."""
+    assert comparison_keys.shared_ways(np.array([0, 7, 1], dtype=np.uint64), 4, 0).tolist() == [3, 3, 3, 3]
+    far = np.array([0, 1 << 63], dtype=np.uint64)
+    assert comparison_keys.shared_ways(far, 2, 0).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(("levels", "low", "width"), [(16, 12, 3), (27, 0, 2), (63, 1, 4), (5, 2, 1)])
+def test_shared_ways_give_the_same_shares(levels: int, low: int, width: int, cipher: str) -> None:
+    """Close points and far ones, falling as thresholds make them, and rising; 19 keys, in groups that are not full."""
+    random, count = np.random.default_rng(levels), 19
+    alpha, beta = words(random, levels, count), words(random, 64, count, width)
+    seeds = Seed.fresh(), Seed.fresh()
+    key = comparison_keys.make_keys(alpha, beta, levels, *(seed.stream("t") for seed in seeds))
+    root = comparison_keys.roots(seeds[0].stream("t"), count)
+    apart = [0, 1, 1, 9, 300, 301, 5000, 1 << (levels + low - 2)]
+    for offsets in (apart, apart[::-1], [-each for each in apart], [3]):
+        points = np.array([each % (1 << 64) for each in offsets], dtype=np.uint64)
+        x = ~((words(random, 64, count) + points[:, None]) >> np.uint64(low))
+        nodes = comparison_keys.shared_ways(points, levels, low)
+        shared = comparison_keys.evaluate(0, root, key, x, levels, width, nodes)
+        assert np.array_equal(shared, comparison_keys.evaluate(0, root, key, x, levels, width))

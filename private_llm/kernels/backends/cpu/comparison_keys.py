@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from private_llm.kernels.backends.cpu.aes import KEYS_BYTES, encrypt
+from private_llm.kernels.address import flat
+from private_llm.kernels.backends.cpu.aes_fan import LINE, descend_three, descend_two, encrypt_three, encrypt_two
 from private_llm.kernels.compiling import compiled
 
 Array = np.ndarray[Any, Any]
@@ -122,76 +123,105 @@ def finish(seeds: Array, control: Array, end: Array, last: Array, negate: bool, 
 
 
 @compiled
-def add_steps(values: Array, top: Array, offset: Array, powers: Array, steps: Array, total: Array) -> None:
+def add_steps(values: Array, top: Array, offset: Array, powers: Array, steps: Array, total: Array, at: int) -> None:
     """Add shares of coefficients times powers of the mask, where a threshold's bit is set.
 
-    total [outputs, i, j, n] += sum over points of steps[output, point, i] bit[point, n] mask[n]^j, where the bit times
-    mask^j is u or, where top [points, n] is set, powers[j, n] - u, with u = values[point, n, j] + offset[j, n].
+    total [outputs, i, j, at + n] += sum over points of steps[output, point, i] bit[point, n] mask[n]^j, where the bit
+    times mask^j is u or, where top [points, n] is set, powers[j, n] - u, with u = values[point, n, j] + offset[j, n].
     """
     points, count, words = values.shape
+    bits = np.empty((words, count), dtype=np.uint64)
     for point in range(points):
         for n in range(count):
+            flip = np.uint64(0) - top[point, n]  # all bits of it are the top bit
             for j in range(words):
                 bit = values[point, n, j] + offset[j, n]
-                if top[point, n] == np.uint64(1):
-                    bit = powers[j, n] - bit
-                for output in range(len(steps)):
-                    for i in range(words):
-                        total[output, i, j, n] += steps[output, point, i] * bit
+                bits[j, n] = (powers[j, n] & flip) + ((bit ^ flip) - flip)
+        for output in range(len(steps)):
+            for i in range(words):
+                factor = steps[output, point, i]
+                if factor != np.uint64(0):  # public
+                    for j in range(words):
+                        for n in range(count):
+                            total[output, i, j, at + n] += factor * bits[j, n]
 
 
-_LANES = 8
-"""Ways that are followed side by side: a step of one waits for the cipher, which can work on the others' meanwhile."""
+_WORDS = LINE // 8
+GROUP = 8
+"""Keys that are followed side by side: a step of one waits for the cipher, which can work on the others' meanwhile."""
 
 
 @compiled
-def follow(root: Array, holder: int, key: Array, x: Array, levels: int, ciphers: Array, total: Array) -> None:
-    """Evaluate keys: total [m, words] is set to this holder's shares at x [m]; entry m belongs to key m modulo n.
+def follow(
+    root: Array, holder: int, key: Array, x: Array, levels: int, nodes: Array, ciphers: Array, total: Array
+) -> None:
+    """Evaluate keys: total [points, n, words] is set to this holder's shares at x [points, n].
 
-    root [n, 2], key [n, words of a key]; ciphers [8, 11, 2]: round keys of the left and right child, of two blocks of
-    words of the left and of the right side, and of two at the end.
+    root [n, 2], key [n, words of a key]; ciphers [3, 11, 4, 2]: tables (`aes_fan`) of the left and the right side, each
+    of a child and two blocks of words, and of two blocks at the end. nodes int64 [levels]: at most so many different
+    ways do the points of a key go that far, those of one way neighbours. So many steps are taken whatever x is: time
+    tells nothing of it.
     """
-    count, (entries, words) = len(root), total.shape
-    at_keys = np.uintp(ciphers.ctypes.data)
-    blocks = (words + 1) >> 1
+    points, count, words = total.shape
+    at_tables, table_bytes = ciphers.ctypes.data, ciphers.itemsize * ciphers.size // 3
     controls, first, last = (2 + words) * levels, 2 * levels, key.shape[1] - words
-    one = np.uint64(1)
-    low, high, mask = np.empty((3, _LANES), dtype=np.uint64)
-    which, place = np.empty((2, _LANES), dtype=np.int64)
-    points = entries // count
-    total[:] = np.uint64(0)
-    for begin in range(0, entries, _LANES):
-        lanes = min(_LANES, entries - begin)
-        for lane in range(lanes):  # the points of one key are neighbours, so that it stays in the cache
-            n = (begin + lane) // points
-            which[lane], place[lane] = n, (begin + lane) % points * count + n
-            low[lane], high[lane], mask[lane] = root[n, 0], root[n, 1], np.uint64(0) - np.uint64(holder)
+    one, mask = np.uint64(1), ~np.uint64(0) >> np.uint64(64 - levels)
+    turns, parents = np.empty((2, points), dtype=np.int64)
+    node_of = np.empty((GROUP, points), dtype=np.int64)
+    fix, out = 2 * GROUP * points, 2 * GROUP * (points + levels)  # lines of corrections, and of the end's words
+    room = np.zeros((out + 2) * _WORDS, dtype=np.uint64)
+    at_room = (room.ctypes.data + LINE - 1) // LINE * LINE
+    lines = flat(at_room, (out + 1) * _WORDS, room[0]).reshape(-1, _WORDS)
+    for begin in range(0, count, GROUP):
+        group = min(GROUP, count - begin)
+        for e in range(group):
+            root_line = lines[e * points]
+            root_line[0], root_line[1] = root[begin + e, 0], root[begin + e, 1]
+            root_line[2:6] = np.uint64(0)
+            root_line[6] = np.uint64(0) - np.uint64(holder)
+            node_of[e] = 0
+            for level in range(levels):  # well before they are read: a line is not read fast just behind its words
+                bits = key[begin + e, controls + (level >> 5)] >> np.uint64(2 * (level & 31))
+                for side in range(2):
+                    line = lines[fix + 2 * (e * levels + level) + side]
+                    line[0] = key[begin + e, 2 * level] | ((bits >> np.uint64(side)) & one)
+                    line[1] = key[begin + e, 2 * level + 1]
+                    for word in range(words):
+                        line[2 + word] = key[begin + e, first + words * level + word]
         for level in range(levels):
-            for lane in range(lanes):
-                n, m = which[lane], place[lane]
-                old_low, old_high, was = low[lane], high[lane], mask[lane]  # all bits of `was` are the control bit
-                side = np.int64((x[m] >> np.uint64(levels - 1 - level)) & one)
-                child = encrypt(old_low, old_high, at_keys + np.uintp(KEYS_BYTES * side))
-                for block in range(blocks):
-                    values = encrypt(old_low, old_high, at_keys + np.uintp(KEYS_BYTES * (2 + 2 * side + block)))
-                    word = 2 * block
-                    total[m, word] += (values[0] ^ old_low) + (key[n, first + words * level + word] & was)
-                    if word + 1 < words:
-                        total[m, word + 1] += (values[1] ^ old_high) + (key[n, first + words * level + word + 1] & was)
-                new_low = child[0] ^ old_low
-                fix = (key[n, controls + (level >> 5)] >> np.uint64(2 * (level & 31) + side)) & was
-                mask[lane] = np.uint64(0) - ((new_low ^ fix) & one)
-                low[lane] = (new_low & ~one) ^ (key[n, 2 * level] & was)
-                high[lane] = child[1] ^ old_high ^ (key[n, 2 * level + 1] & was)
-        for lane in range(lanes):
-            n, m = which[lane], place[lane]
-            for block in range(blocks):
-                values = encrypt(low[lane], high[lane], at_keys + np.uintp(KEYS_BYTES * (6 + block)))
-                for half in range(min(2, words - 2 * block)):
-                    word = 2 * block + half
-                    value = total[m, word] + (values[half] ^ (high[lane] if half else low[lane]))
-                    value += key[n, last + word] & mask[lane]
-                    total[m, word] = np.uint64(0) - value if holder == 1 else value
+            width, old, new = nodes[level], (level & 1) * GROUP, (1 - (level & 1)) * GROUP
+            shift = np.uint64(levels - 1 - level)
+            for e in range(group):
+                n = begin + e
+                for spare in range(width):
+                    turns[spare], parents[spare] = 0, 0
+                node, before = np.int64(-1), ~((x[0, n] & mask) >> shift)
+                for point in range(points):
+                    way = (x[point, n] & mask) >> shift
+                    node += np.int64(way != before)
+                    before = way
+                    turns[node], parents[node] = np.int64(way & one), node_of[e, point]
+                    node_of[e, point] = node
+                above, below = at_room + LINE * (old + e) * points, at_room + LINE * (new + e) * points
+                fixes = at_room + LINE * (fix + 2 * (e * levels + level))
+                for child in range(width):
+                    side = turns[child]
+                    place, table = above + LINE * parents[child], at_tables + table_bytes * side
+                    if words > 2:
+                        descend_three(place, fixes + LINE * side, table, below + LINE * child)
+                    else:
+                        descend_two(place, fixes + LINE * side, table, below + LINE * child)
+        end = (levels & 1) * GROUP
+        for e in range(group):
+            n, leaves = begin + e, lines[(end + e) * points : (end + e + 1) * points]
+            for leaf in leaves[: nodes[levels - 1]]:
+                encrypt_two(leaf[0], leaf[1], at_tables + 2 * table_bytes, at_room + LINE * out)
+                for word in range(words):
+                    value = leaf[2 + word] + lines[out, word] + (key[n, last + word] & leaf[6])
+                    leaf[2 + word] = np.uint64(0) - value if holder == 1 else value
+            for point in range(points):
+                for word in range(words):
+                    total[point, n, word] = leaves[node_of[e, point], 2 + word]
 
 
 @compiled
@@ -201,13 +231,13 @@ def make(roots: Array, alpha: Array, beta: Array, levels: int, ciphers: Array, k
     ciphers: as in `follow`.
     """
     count, words = beta.shape
-    at_keys = np.uintp(ciphers.ctypes.data)
-    blocks = (words + 1) >> 1
+    at_tables, table_bytes = ciphers.ctypes.data, ciphers.itemsize * ciphers.size // 3
     controls, first = (2 + words) * levels, 2 * levels
     one = np.uint64(1)
     seeds = np.empty((2, 2), dtype=np.uint64)
     control = np.empty(2, dtype=np.uint64)
-    child = np.empty((2, 2, 2), dtype=np.uint64)  # [holder, side, half]
+    out = np.empty((2, 2, 8), dtype=np.uint64)  # [holder, side]: the child, then words
+    at_out, step = out.ctypes.data, 8 * out.itemsize
     total = np.empty(words, dtype=np.uint64)
     for n in range(count):
         for holder in range(2):
@@ -219,36 +249,32 @@ def make(roots: Array, alpha: Array, beta: Array, levels: int, ciphers: Array, k
             lost = 1 - kept
             negate = control[1] == one
             for holder in range(2):
-                low, high = seeds[holder, 0], seeds[holder, 1]
                 for side in range(2):
-                    made = encrypt(low, high, at_keys + np.uintp(KEYS_BYTES * side))
-                    child[holder, side, 0], child[holder, side, 1] = made[0] ^ low, made[1] ^ high
-            for block in range(blocks):
-                lost0 = encrypt(seeds[0, 0], seeds[0, 1], at_keys + np.uintp(KEYS_BYTES * (2 + 2 * lost + block)))
-                lost1 = encrypt(seeds[1, 0], seeds[1, 1], at_keys + np.uintp(KEYS_BYTES * (2 + 2 * lost + block)))
-                kept0 = encrypt(seeds[0, 0], seeds[0, 1], at_keys + np.uintp(KEYS_BYTES * (2 + 2 * kept + block)))
-                kept1 = encrypt(seeds[1, 0], seeds[1, 1], at_keys + np.uintp(KEYS_BYTES * (2 + 2 * kept + block)))
-                for half in range(min(2, words - 2 * block)):
-                    word = 2 * block + half
-                    value = (lost1[half] ^ seeds[1, half]) - (lost0[half] ^ seeds[0, half]) - total[word]
-                    if kept == 1:
-                        value += beta[n, word]
-                    if negate:
-                        value = np.uint64(0) - value
-                    key[n, first + words * level + word] = value
-                    total[word] += (kept0[half] ^ seeds[0, half]) - (kept1[half] ^ seeds[1, half])
-                    total[word] += np.uint64(0) - value if negate else value
-            fix_low = (child[0, lost, 0] ^ child[1, lost, 0]) & ~one
-            fix_high = child[0, lost, 1] ^ child[1, lost, 1]
+                    place, table = at_out + (2 * holder + side) * step, at_tables + table_bytes * side
+                    if words > 2:
+                        encrypt_three(seeds[holder, 0], seeds[holder, 1], table, place)
+                    else:
+                        encrypt_two(seeds[holder, 0], seeds[holder, 1], table, place)
+            for word in range(words):
+                value = out[1, lost, 2 + word] - out[0, lost, 2 + word] - total[word]
+                if kept == 1:
+                    value += beta[n, word]
+                if negate:
+                    value = np.uint64(0) - value
+                key[n, first + words * level + word] = value
+                total[word] += out[0, kept, 2 + word] - out[1, kept, 2 + word]
+                total[word] += np.uint64(0) - value if negate else value
+            fix_low = (out[0, lost, 0] ^ out[1, lost, 0]) & ~one
+            fix_high = out[0, lost, 1] ^ out[1, lost, 1]
             key[n, 2 * level], key[n, 2 * level + 1] = fix_low, fix_high
             turn = np.uint64(kept)
-            fix_left = (child[0, 0, 0] ^ child[1, 0, 0] ^ turn ^ one) & one
-            fix_right = (child[0, 1, 0] ^ child[1, 1, 0] ^ turn) & one
+            fix_left = (out[0, 0, 0] ^ out[1, 0, 0] ^ turn ^ one) & one
+            fix_right = (out[0, 1, 0] ^ out[1, 1, 0] ^ turn) & one
             at = 2 * (level & 31)
             key[n, controls + (level >> 5)] |= (fix_left << np.uint64(at)) | (fix_right << np.uint64(at + 1))
             fix = fix_right if kept == 1 else fix_left
             for holder in range(2):
-                low, high = child[holder, kept, 0], child[holder, kept, 1]
+                low, high = out[holder, kept, 0], out[holder, kept, 1]
                 bit = low & one
                 low &= ~one
                 if control[holder] == one:
@@ -256,10 +282,10 @@ def make(roots: Array, alpha: Array, beta: Array, levels: int, ciphers: Array, k
                     high ^= fix_high
                     bit ^= fix
                 seeds[holder, 0], seeds[holder, 1], control[holder] = low, high, bit
-        for block in range(blocks):
-            end0 = encrypt(seeds[0, 0], seeds[0, 1], at_keys + np.uintp(KEYS_BYTES * (6 + block)))
-            end1 = encrypt(seeds[1, 0], seeds[1, 1], at_keys + np.uintp(KEYS_BYTES * (6 + block)))
-            for half in range(min(2, words - 2 * block)):
-                word = 2 * block + half
-                value = (end1[half] ^ seeds[1, half]) - (end0[half] ^ seeds[0, half]) - total[word]
-                key[n, key.shape[1] - words + word] = np.uint64(0) - value if control[1] == one else value
+        for holder in range(2):
+            encrypt_two(
+                seeds[holder, 0], seeds[holder, 1], at_tables + 2 * table_bytes, at_out + 2 * holder * step
+            )  # fmt: skip
+        for word in range(words):
+            value = out[1, 0, word] - out[0, 0, word] - total[word]
+            key[n, key.shape[1] - words + word] = np.uint64(0) - value if control[1] == one else value
