@@ -8,7 +8,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from private_llm.errors import DomainError
-from private_llm.kernels.backends.cpu import aes
+from private_llm.kernels.backends.cpu import aes, aes_fan
 from private_llm.ring import comparison_keys
 from private_llm.ring.comparison_keys import Array
 from private_llm.ring.prg import Seed
@@ -74,17 +74,51 @@ def test_both_ways_make_the_same_keys_and_values(monkeypatch: pytest.MonkeyPatch
     assert np.array_equal(found[0][1], found[1][1])
 
 
-def test_the_cipher_is_aes() -> None:
-    """FIPS 197, appendices A.1 and B, and random keys against the library."""
-    if not aes.usable():
-        pytest.skip("this processor has no AES instructions")
-    key, text = (bytes.fromhex(h) for h in ("2b7e151628aed2a6abf7158809cf4f3c", "3243f6a8885a308d313198a2e0370734"))
-    assert aes.round_keys(key)[10].tobytes().hex() == "d014f9a8c9ee2589e13f0cc8b6630ca6"
-    assert encrypted(key, text).hex() == "3925841d02dc09fbdc118597196a0b32"
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("number", [2, 3])
+def test_the_cipher_is_aes(number: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FIPS 197, appendices A.1 and B, and random keys against the library: keys side by side, or one by one."""
+    if not aes.usable() or (wide and not aes_fan._WIDE):
+        pytest.skip("this processor has no such instructions")
+    monkeypatch.setattr(aes_fan, "_WIDE", wide)
+    encrypt = aes_fan._fan(number)
+
+    def call(low: Array, high: Array, table: Array, out: Array) -> None:
+        encrypt(low, high, table.ctypes.data, out.ctypes.data)
+
+    run = numba.njit(call)
+
+    example = bytes.fromhex("2b7e151628aed2a6abf7158809cf4f3c")
+    assert aes.round_keys(example)[10].tobytes().hex() == "d014f9a8c9ee2589e13f0cc8b6630ca6"
     random = np.random.default_rng(4)
-    for _ in range(20):
-        key, text = random.bytes(16), random.bytes(16)
-        assert encrypted(key, text) == Cipher(algorithms.AES(key), modes.ECB()).encryptor().update(text)
+    for text in (bytes.fromhex("3243f6a8885a308d313198a2e0370734"), *(random.bytes(16) for _ in range(8))):
+        keys = [example, *(random.bytes(16) for _ in range(number - 1))]
+        plain, out = np.frombuffer(text, np.uint64), np.zeros(8, dtype=np.uint64)
+        run(*plain, aes_fan.tables([[aes.round_keys(key) for key in keys]]), out)
+        for key, made in zip(keys, out.reshape(4, 2), strict=False):
+            want = Cipher(algorithms.AES(key), modes.ECB()).encryptor().update(text)
+            assert (made ^ plain).tobytes() == want
+            assert key != example or text[0] != 0x32 or want.hex() == "3925841d02dc09fbdc118597196a0b32"
+
+
+def test_a_child_is_the_same_by_wide_and_narrow_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not aes_fan._WIDE or not aes.usable():
+        pytest.skip("this processor has no wide instructions")
+    random, found = np.random.default_rng(5), []
+    table = aes_fan.tables([[aes.round_keys(random.bytes(16)) for _ in range(3)]])
+    node, fix = words(random, 64, 2, 8)
+    node[6] = ~np.uint64(0)
+    for wide in (True, False):
+        monkeypatch.setattr(aes_fan, "_WIDE", wide)
+        descend = aes_fan._descent(3)
+
+        def call(node: Array, fix: Array, table: Array, out: Array) -> None:
+            descend(node.ctypes.data, fix.ctypes.data, table.ctypes.data, out.ctypes.data)  # noqa: B023 - called below
+
+        out = np.zeros(8, dtype=np.uint64)
+        numba.njit(call)(node, fix, table, out)
+        found.append(out[:7])
+    assert np.array_equal(found[0], found[1])
 
 
 @pytest.mark.parametrize("setting", ["CPU_NAME", "CPU_FEATURES"])
@@ -92,12 +126,6 @@ def test_a_compiler_for_other_processors_has_no_instructions(setting: str, monke
     """LLVM ends the process over an instruction that its target lacks."""
     monkeypatch.setattr(numba.config, setting, "generic")
     assert not aes.usable.__wrapped__()
-
-
-def encrypted(key: bytes, text: bytes) -> bytes:
-    """A block by the processor's instructions."""
-    low, high = aes.encrypt_block(*np.frombuffer(text, np.uint64), aes.round_keys(key))
-    return bytes(np.array([low, high], dtype=np.uint64).tobytes())
 
 
 def test_every_pair_of_a_small_domain() -> None:

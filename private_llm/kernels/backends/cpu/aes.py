@@ -1,7 +1,7 @@
-"""AES-128 under fixed keys inside Numba kernels, by the processor's own instructions (AES-NI); blocks are two uint64.
+"""AES-128 inside Numba kernels: whether the processor's own instructions (AES-NI) can be used, and round keys.
 
-For kernels that follow a chain of blocks, where calls of a library for each step would cost more than the cipher. For
-`usable` processors only: elsewhere these functions are never compiled, and OpenSSL's cipher gives the same blocks.
+For kernels that follow a chain of blocks, where calls of a library for each step would cost more than the cipher
+(`aes_fan`, `aes_ctr`). Where they cannot, OpenSSL's cipher gives the same blocks.
 """
 
 from __future__ import annotations
@@ -11,16 +11,10 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
-from numba import config, types
-from numba.extending import intrinsic
-
-from private_llm.kernels.compiling import compiled
+from llvmlite import binding
+from numba import config
 
 Array = np.ndarray[Any, Any]
-
-_I64 = ir.IntType(64)
-_BLOCK = ir.VectorType(_I64, 2)
 
 
 @cache
@@ -30,45 +24,6 @@ def usable() -> bool:
         return False
     features = binding.get_host_cpu_features()
     return platform.machine().lower() in ("x86_64", "amd64") and bool(features.get("aes"))
-
-
-@intrinsic
-def encrypt(typing_context, low, high, keys):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """The block (low, high) under the round keys at an address: 11 blocks, as `round_keys` has them."""
-    word = types.uint64
-
-    def codegen(context: Any, builder: Any, _: Any, args: Any) -> Any:  # noqa: ANN401
-        first, second, address = args
-        table = builder.inttoptr(address, _BLOCK.as_pointer())
-
-        def key(number: int) -> Any:  # noqa: ANN401
-            return builder.load(builder.gep(table, [ir.Constant(_I64, number)]), align=8)
-
-        def run(name: str, block: Any, number: int) -> Any:  # noqa: ANN401
-            full = f"llvm.x86.aesni.{name}"
-            known = builder.module.globals.get(full)
-            function = known or ir.Function(builder.module, ir.FunctionType(_BLOCK, [_BLOCK, _BLOCK]), full)
-            return builder.call(function, [block, key(number)])
-
-        made = builder.insert_element(ir.Constant(_BLOCK, ir.Undefined), first, ir.Constant(_I64, 0))
-        made = builder.xor(builder.insert_element(made, second, ir.Constant(_I64, 1)), key(0))
-        for number in range(1, 10):
-            made = run("aesenc", made, number)
-        made = run("aesenclast", made, 10)
-        halves = [builder.extract_element(made, ir.Constant(_I64, half)) for half in range(2)]
-        return context.make_tuple(builder, types.UniTuple(word, 2), halves)
-
-    return types.UniTuple(word, 2)(word, word, types.uintp), codegen
-
-
-KEYS_BYTES = 176
-"""Size of one key's round keys."""
-
-
-@compiled
-def encrypt_block(low: Any, high: Any, keys: Array) -> Any:  # noqa: ANN401 - numbers of Numba's
-    """`encrypt` with round keys [11, 2] as an array."""
-    return encrypt(low, high, np.uintp(keys.ctypes.data))
 
 
 def round_keys(key: bytes) -> Array:
