@@ -222,6 +222,7 @@ def follow(
             for point in range(points):
                 for word in range(words):
                     total[point, n, word] = leaves[node_of[e, point], 2 + word]
+    room[:] = np.uint64(0)  # `lines` does not own its memory: without a use behind the loops Numba frees it before them
 
 
 @compiled
