@@ -27,7 +27,7 @@ WEIGHT_BITS = 11
 """A layer's weights have a root mean square of 2^WEIGHT_BITS units: rounding is then 1e-4 of them."""
 
 FOLDED_WEIGHT_BITS = 14
-"""The same of layers that take up a norm: they would have had more units without it, and they are most layers."""
+"""The same of layers that take up a norm: their weights were larger by the norm's, and every layer reads two of them."""
 
 _MOST_WEIGHT_BITS = 40
 
@@ -48,7 +48,7 @@ def with_fine_weights(
     gains = _gains(model, config)
     tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     groups: dict[tuple[str, int], list[tuple[str, float]]] = {}
-    wanted_of = dict.fromkeys(gains, FOLDED_WEIGHT_BITS)
+    wanted_of = {name: FOLDED_WEIGHT_BITS for name in gains}
     coarse: dict[str, float] = {}
     for name, part in model.named_modules():
         if not isinstance(part, nn.Linear | nn.Conv2d | Conv1D) or name not in ranges.modules or name in folded:
