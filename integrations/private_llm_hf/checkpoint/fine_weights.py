@@ -26,9 +26,6 @@ from private_llm_hf.models.folded_norms import fold_norms
 WEIGHT_BITS = 11
 """A layer's weights have a root mean square of 2^WEIGHT_BITS units: rounding is then 1e-4 of them."""
 
-FOLDED_WEIGHT_BITS = 14
-"""The same of layers that take up a norm: their weights were larger by the norm's, and every layer reads two of them."""
-
 _MOST_WEIGHT_BITS = 40
 
 _FEW_UNITS = 128.0
@@ -48,7 +45,6 @@ def with_fine_weights(
     gains = _gains(model, config)
     tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     groups: dict[tuple[str, int], list[tuple[str, float]]] = {}
-    wanted_of = {name: FOLDED_WEIGHT_BITS for name in gains}
     coarse: dict[str, float] = {}
     for name, part in model.named_modules():
         if not isinstance(part, nn.Linear | nn.Conv2d | Conv1D) or name not in ranges.modules or name in folded:
@@ -64,10 +60,7 @@ def with_fine_weights(
     modules = ranges.to_dict()
     for members in groups.values():
         sizes = [size for _, size in members]
-        wanted = max(
-            (wanted_of.get(name, WEIGHT_BITS) - math.floor(math.log2(size)) for name, size in members if size),
-            default=0,
-        )
+        wanted = max((WEIGHT_BITS - math.floor(math.log2(size)) for size in sizes if size), default=0)
         outputs = max(modules[name].get("output", REACH) for name, _ in members)
         bits = min(wanted, Ring(config.ring).value_bits - 1 - config.frac_bits - outputs, _MOST_WEIGHT_BITS)
         if bits > config.frac_bits:
