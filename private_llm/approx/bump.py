@@ -66,7 +66,7 @@ def rectified_minus(x: Fixed, bump: Bump) -> Fixed:
 
 def _by_waves(x: Fixed, made: WaveSum, plan: Waves) -> Fixed:
     """The same by waves."""
-    top, factor = made.top, made.factor
+    x, top, factor = x.whole(), made.top, made.factor
     rows = coarse_bits(x, [-top, 0.0, top])
     proto, negative, sides = x.proto, rows.row(1), x.proto.xor(rows.some(0, 2), rows.some(1, 2))
     # Each interval adds what t differs by from the top: -x - top on the left, x - top on the right.

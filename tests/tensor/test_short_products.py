@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from private_llm.approx.gelu import gelu
+from private_llm.approx.silu import silu
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.exact.comparisons import coarse_bits
@@ -38,6 +40,7 @@ REFUSED: dict[str, Callable[[Fixed], object]] = {
     "a sum with a whole one": lambda x: (held(4, 4) + x).mul(x),
     "a row of both": lambda x: concatenated([held(4, 4), x], -1).mul(held(4, 8)),
     "one entry more a row": lambda x: _appended(x).at(3),
+    "SiLU": silu, "GELU": gelu,
     "a stack": lambda x: held(4, 4).stack(x).at(3),
 }  # fmt: skip
 
