@@ -24,7 +24,7 @@ from private_llm_hf.checkpoint.checkpoint import Checkpoint
 from private_llm_hf.checkpoint.client_folder import generation_config, made_or_removed, write_client_folder
 from private_llm_hf.checkpoint.dense import dense_model, without_quantisation
 from private_llm_hf.checkpoint.loaded import refuse_changes
-from private_llm_hf.checkpoint.model_spec import ModelSpec, describe
+from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norms
 from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
 from private_llm_hf.checkpoint.share_files import ShareWriter, refuse_taken
 from private_llm_hf.checkpoint.weights import Sink, WeightList, stream_loaded
@@ -196,7 +196,7 @@ def _open(
     plain, private_config = config, adopted(private_config, config)
     sparse = shared_predictors(private_config.sparsity, model_class, config)
     config = config if sparse is None else sparse.config
-    spec = ModelSpec.of(model_class, config)
+    spec = ModelSpec.of(model_class, config, folds_norms(private_config))
     check_sparsity(spec.model, private_config.sparsity)
 
     def mine() -> str | None:
@@ -220,7 +220,7 @@ def _open(
     check_reveal(spec.model, private_config)
     parties = start(private_config, mesh)
     try:
-        description = describe(model_class, config)
+        description = describe(model_class, config, folded=spec.folded)
         if not parties.use_stored(description, mine):
             known = ranges if isinstance(ranges, Ranges) else ranges()
             check_ranges(spec.model, known)
@@ -321,7 +321,7 @@ def share_checkpoint(
     source_config = config
     sparse = shared_predictors(private_config.sparsity, model_class, config)
     config = config if sparse is None else sparse.config
-    spec = ModelSpec.of(model_class, config)
+    spec = ModelSpec.of(model_class, config, folds_norms(private_config))
     check_sparsity(spec.model, private_config.sparsity)
     make_patch_plan(spec.model, private_config)
     check_ring(spec.model, private_config)
@@ -335,7 +335,7 @@ def share_checkpoint(
     if ranges is None:
         ranges = checkpoint_ranges(checkpoint, model_class, source_config, private_config, hf=hf_kwargs)
     check_ranges(spec.model, ranges)
-    description = describe(model_class, config, ranges)
+    description = describe(model_class, config, ranges, spec.folded)
     with (
         made_or_removed(client),
         ShareWriter(target, private_config, description, wanted, overwrite) as writer,

@@ -22,7 +22,7 @@ from private_llm.errors import ConfigError
 from private_llm.nn.activation import PrivateGELU, PrivateQuickGELU
 from private_llm_hf.models.architectures import module_rules, table
 from private_llm_hf.models.experts import PrivateClampedExperts, PrivateExperts, is_clamped_experts, is_experts
-from private_llm_hf.models.norms import norm_of
+from private_llm_hf.models.norms import FoldedNorm, norm_of
 from private_llm_hf.models.routers import PrivateRouter, router_of
 
 Make = Callable[[Any], nn.Module]
@@ -95,7 +95,9 @@ def _norm(module: nn.Module) -> Handler | None:
     norm = norm_of(module)
     if norm is None:
         return None
-    return Handler(f"secret {'RMS' if norm.kind == 'rms' else 'layer'} norm", make=norm.private)
+    kind = f"secret {'RMS' if norm.kind == 'rms' else 'layer'} norm"
+    folded = ", its weight in the layers that read it" if isinstance(module, FoldedNorm) else ""
+    return Handler(kind + folded, make=norm.private)
 
 
 def _gelu(module: nn.Module) -> Handler | None:

@@ -21,7 +21,7 @@ from private_llm.ranges import QUANTITIES, UNKNOWN, Ranges, layer_of
 from private_llm.token_sharding import ShardingPlan
 from private_llm_hf.handlers import handler_of
 from private_llm_hf.models.cache_policies import check_cache_policy
-from private_llm_hf.models.norms import norm_of
+from private_llm_hf.models.norms import FoldedNorm, norm_of
 from private_llm_hf.token_sharding.attention_calls import run_without_values
 from private_llm_hf.token_sharding.cut import Cut
 
@@ -98,6 +98,7 @@ def make_patch_plan(model: PreTrainedModel, config: PrivateConfig) -> PatchPlan:
             becomes = "its own forward on shares" + (", then at CompNodes" if further else "")
             rows.append(PatchRow(name or "(model)", kind, becomes, "", own))
     unique = {id(value): value.numel() for value in model.parameters()}
+    total = sum(unique.values()) + sum(part.taken for part in model.modules() if isinstance(part, FoldedNorm))
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     embedding = {id(table.weight): table.weight.numel() for table in tables}
     secret = "secret-shared" if config.weights == "secret" else "public"
@@ -109,7 +110,7 @@ def make_patch_plan(model: PreTrainedModel, config: PrivateConfig) -> PatchPlan:
     heading = "public"
     if config.plan is not None:
         heading = "each node sees" if config.split is None else "public, or each node sees"
-    return PatchPlan(type(model).__name__, tuple(rows), secret, sum(unique.values()), sum(embedding.values()), heading)
+    return PatchPlan(type(model).__name__, tuple(rows), secret, total, sum(embedding.values()), heading)
 
 
 def check_ring(model: PreTrainedModel, config: PrivateConfig) -> None:

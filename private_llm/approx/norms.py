@@ -79,7 +79,8 @@ def layer_norm(
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, with `frac` (default: session) bits.
 
     x [.., width] gives [.., width]; weight and bias [width]. Mean squares of rows stay below 2^square, and if `gain` is
-    given, weights below 2^gain: a secret weight then takes 2 rounds less, unless the ring has no room for it.
+    given, weights below 2^gain (0 without one): a secret weight then takes 2 rounds less, unless the ring has no room
+    for it.
     Relative error of a row 1e-4 (5e-5 where one sum is enough) and 2^-17 absolute. With a known range that fits: 33
     bytes an element without weight, 64 with a secret one, 48 with a public one, 4 to 5 kB a row; 15 rounds without
     weight, 16 with a public, 17 with a secret one; one more for the mean where the width is no power of two. Without
@@ -245,9 +246,9 @@ def _scaled(
     if not one_sum(d.frac, width, square):
         return _times(d.mul(_inverse_root_of_any_row(d, eps), frac=frac), weight, frac)
     bits = lines.own if lines is not None else min(SQUARE_BITS, 2 * d.frac - 6)
+    if gain is not None and lines is None and not isinstance(weight, Tensor):
+        bits = min(bits, max(0, _SUM_BITS - bits_below(0.98 * width * eps)))
     if isinstance(weight, Fixed) and gain is not None:
-        if lines is None:
-            bits = min(bits, max(0, _SUM_BITS - bits_below(0.98 * width * eps)))
         finer = _finer_weight(d, bits, weight.frac, gain)
         if finer is not None:
             total, y = _squares_and_scaled(d, weight.finer(weight.frac + finer), bits)

@@ -40,21 +40,22 @@ def gain(weight: Tensor | None, offset: float = 0.0) -> Fixed | Tensor | None:
 
 @dataclass(frozen=True)
 class _Known:
-    """What calibration tells of a norm: mean squares of its rows below 2^square, weights below 2^gain (or None)."""
+    """What is known of a norm: mean squares of its rows below 2^square, weights below 2^gain (or None; of none, 0)."""
 
     square: int
     gain: int | None
 
 
-def _measured(x: SecretTensor, eps: float, centred: bool = False) -> tuple[Fixed, _Known]:
-    """A norm's input, and the powers of two above the mean squares of its rows and above its weights.
+def _measured(x: SecretTensor, weight: Tensor | None, eps: float, centred: bool = False) -> tuple[Fixed, _Known]:
+    """A norm's input, and the powers of two above the mean squares of its rows and above its weights, if it has some.
 
     Where calibration found that all rows can do with fewer fractional bits, so that one sum of squares is enough, the
     entries are cut to those. It lets the products of a residual sum leave no more, so that this happens once at most,
     where a model's values become massive.
     """
     value = x.raw if x.raw.frac <= x.session.frac else x.to_fixed()
-    width, known, gain = x.shape[-1], x.session.exponent("square"), x.session.exponent("gain")
+    width, known = x.shape[-1], x.session.exponent("square")
+    gain = 0 if weight is None else x.session.exponent("gain")
     square = WIDEST if known is None else min(known, WIDEST)
     frac = x.session.exponent("frac")
     if frac is not None and frac < value.frac:
@@ -75,7 +76,7 @@ def rms_norm_rule(x: SecretTensor, weight: Tensor | None, eps: float, offset: fl
 
     Calibration may cut x to fewer fractional bits first (1 round), for good.
     """
-    value, known = _measured(x, eps)
+    value, known = _measured(x, weight, eps)
     return SecretTensor(rms_norm(value, gain(weight, offset), eps, square=known.square, gain=known.gain))
 
 
@@ -98,7 +99,7 @@ def layer_norm_rule(
     Calibration may cut x to fewer fractional bits first (1 round), for good. Raises UnsupportedOp for other dimensions.
     """
     _last_only(x, normalized_shape, "layer_norm")
-    value, known = _measured(x, eps, centred=True)
+    value, known = _measured(x, weight, eps, centred=True)
     made = layer_norm(value, gain(weight), gain(bias), eps, square=known.square, gain=known.gain)
     return SecretTensor(made)
 

@@ -25,6 +25,7 @@ from private_llm_hf.checkpoint.share_files import ShareFile, share_path
 from torch import Tensor, nn
 
 from private_llm.errors import ConfigError, PatchMismatch
+from private_llm.ranges import Ranges
 from tests.hf import tiny
 from tests.hf.compare import GREEDY, LOGIT_ERROR, worst
 from tests.hf.conftest import PLAIN, TRIO
@@ -69,9 +70,17 @@ def test_a_model_from_a_gguf_file_can_be_patched(gguf_folder: Path) -> None:
 def test_a_gguf_file_is_shared_with_its_tokenizer(gguf_folder: Path, tmp_path: Path) -> None:
     share_checkpoint(str(gguf_folder), tmp_path, TRIO, gguf_file="tiny.Q4_1.gguf")
     masked, mask = (dict(ShareFile.open(share_path(tmp_path, p), TRIO, p).weights()) for p in (1, 0))
-    for name, weight in reference(gguf_folder).state_dict().items():
+    plain, description = (
+        reference(gguf_folder).state_dict(),
+        ShareFile.open(share_path(tmp_path, 1), TRIO, 1).description,
+    )
+    norms = {f"{layer}.weight": f"{norm}.weight" for norm, layers in description.folded.items() for layer in layers}
+    assert plain.keys() - masked.keys() == set(norms.values())
+    for name in masked:
         value = masked[name].parts[0] - mask[name].parts[1]
-        assert torch.equal(value, torch.round(weight.double() * 2**18).to(torch.int64))
+        weight = plain[name] * (plain[norms[name]] if name in norms else 1)
+        frac = Ranges(description.ranges).frac_of_weight(name, 18)
+        assert torch.equal(value, torch.round(weight.double() * 2**frac).to(torch.int64))
     client = tmp_path / "client"
     assert "quantization_config" not in json.loads((client / "config.json").read_text())
     tokenizer = tr.AutoTokenizer.from_pretrained(client)

@@ -25,6 +25,9 @@ from tests.tensor.secrets import fixed, plain_session
 TINY = {"vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
 LLAMA = tr.LlamaConfig(**TINY, intermediate_size=384, num_key_value_heads=2, tie_word_embeddings=True)
 OPT = tr.OPTConfig(**TINY, ffn_dim=512, max_position_embeddings=64, word_embed_proj_dim=128)
+LEAST = 0.99
+"""Of what a model's own weights would take: those of norms are parts of others."""
+
 MODELS = {"llama": (tr.LlamaForCausalLM, LLAMA), "opt": (tr.OPTForCausalLM, OPT)}
 IDS = torch.arange(5, 13)[None]
 
@@ -53,7 +56,7 @@ def test_a_party_holds_its_weights_once(protocol: str, kind: str) -> None:
     before = live_bytes()
     with patch(model, config):
         held = live_bytes() - before
-    assert 1.0 <= held / held_by_parties(config, model) <= 1.05
+    assert LEAST <= held / held_by_parties(config, model) <= 1.05
 
 
 @pytest.mark.parametrize("settings", [{"parallel_sessions": 2}, {"protocol": "dealer"}, {"protocol": "quad"}], ids=str)
@@ -72,7 +75,7 @@ def test_with_seeds_a_party_holds_what_it_received(kind: str, settings: dict[str
         held = live_bytes() - before
         private(input_ids=IDS[:, :1], use_cache=False)
         behind = live_bytes() - before
-    assert 1.0 <= held / sum(sizes) <= 1.05
+    assert LEAST <= held / sum(sizes) <= 1.05
     assert behind / sum(sizes) <= 1.2
     assert sum(sizes) < 0.55 * held_by_parties(config, model)
 

@@ -10,13 +10,16 @@ import pytest
 import torch
 from private_llm_hf import AutoPrivateModelForCausalLM, PrivateConfig, patch
 from private_llm_hf.api import share_checkpoint
+from private_llm_hf.checkpoint.model_spec import ModelSpec
 from private_llm_hf.checkpoint.share_files import ShareFile, share_path
+from private_llm_hf.checkpoint.weights import stream_loaded
 from private_llm_hf.party import party
 
 from private_llm.errors import ProtocolAbort
 from private_llm.net.local import LocalMesh
 from private_llm.net.record import RecordingTransport
 from private_llm.net.transport import Transport
+from private_llm.ranges import Ranges
 from tests.hf import tiny
 from tests.hf.compare import BATCH, GREEDY, LOGIT_ERROR, MASK, worst
 from tests.hf.test_remote import free_ports, running
@@ -47,10 +50,14 @@ def test_the_four_share_files_add_up_to_the_weights(tmp_path: Path) -> None:
     model = tiny.build("llama")
     model.save_pretrained(tmp_path / "checkpoint")
     share_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "shares", QUAD)
-    held = [dict(ShareFile.open(share_path(tmp_path / "shares", p), QUAD, p).weights()) for p in range(4)]
-    for name, weight in model.state_dict().items():
+    files = [ShareFile.open(share_path(tmp_path / "shares", p), QUAD, p) for p in range(4)]
+    held, ranges = [dict(each.weights()) for each in files], Ranges(files[0].description.ranges)
+    spec, weights = ModelSpec.of(type(model), model.config, fold_norms_too=True), dict[str, torch.Tensor]()
+    stream_loaded(model, spec.source, spec.folding(weights.__setitem__))
+    assert all(each.keys() == weights.keys() for each in held)
+    for name, weight in weights.items():
         (a1, a2, third), (x1, b1, u1), (x2, b2, u2), (c1, c2, c3) = (each[name].parts for each in held)
-        encoded = torch.round(weight.double() * 2**18).to(torch.int64)
+        encoded = torch.round(weight.double() * 2.0 ** ranges.frac_of_weight(name, 18)).to(torch.int64)
         assert all(torch.equal(*pair) for pair in ((a1, b1), (a1, c1), (a2, b2), (a2, c2), (u1, u2), (u1, c3)))
         assert all(torch.equal(masked, encoded) for masked in (third - u1, x1 - a2, x2 - a1))
     assert share_path(tmp_path / "shares", 3).stat().st_size < 10_000, "party 3 holds seeds, no weights"

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from private_llm_hf.api import AutoPrivateModel, AutoPrivateModelForCausalLM, share_checkpoint
+from private_llm_hf.checkpoint.model_spec import ModelSpec
 from private_llm_hf.checkpoint.share_files import ShareFile, _digest, _extents, _hash, share_path
+from private_llm_hf.checkpoint.weights import stream_loaded
 from safetensors import safe_open
 
 from private_llm.config import PrivateConfig
@@ -30,7 +32,9 @@ def shared(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_three_files_add_up_to_the_weights(shared: Path) -> None:
     files = [dict(ShareFile.open(share_path(shared, p), TRIO, p).weights()) for p in PARTY_FILES]
-    state = tiny.build("llama").state_dict()
+    model, state = tiny.build("llama"), dict[str, torch.Tensor]()
+    spec = ModelSpec.of(type(model), model.config, fold_norms_too=True)
+    stream_loaded(model, spec.source, spec.folding(state.__setitem__))
     assert set(files[0]) == set(files[1]) == set(files[2]) == set(state)
     for name, weight in state.items():
         a1, a2 = files[0][name].parts

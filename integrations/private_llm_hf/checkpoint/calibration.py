@@ -13,14 +13,13 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers.pytorch_utils import Conv1D
 
 from private_llm.approx.norms import fitting_bits
 from private_llm.approx.power_lines import bits_above
@@ -30,6 +29,7 @@ from private_llm.ranges import LARGEST_EXPONENT, LEAST_BITS, REACH, SQUARE_HEAD_
 from private_llm.ring.ring import Ring
 from private_llm.tensor.dispatch import TorchArg
 from private_llm.tensor.range_check import PIECE
+from private_llm_hf.checkpoint.fine_weights import with_fine_weights
 from private_llm_hf.handlers import match
 from private_llm_hf.models.norms import norm_of
 
@@ -49,14 +49,6 @@ ROUNDING = 4e-4
 
 VISIBLE = 2e-3
 """One unit may be this part of a row's root mean square before a warning says so: logits are then off by 0.01."""
-
-WEIGHT_BITS = 11
-"""A layer's weights have a root mean square of 2^WEIGHT_BITS units: rounding is then 1e-4 of them."""
-
-_MOST_WEIGHT_BITS = 40
-
-_FEW_UNITS = 128.0
-"""Weights of a root mean square of fewer units are warned of: logits are then off by 0.01."""
 
 _LARGE_SCORE = 500.0
 """Attention scores above it are warned of."""
@@ -369,52 +361,3 @@ def _warn_of_small_rows(largest: Largest, config: PrivateConfig) -> None:
 
 def _warn(text: str) -> None:
     warnings.warn(text, LowPrecision, stacklevel=6)
-
-
-def with_fine_weights(
-    model: nn.Module, ranges: Ranges, config: PrivateConfig, folded: Collection[str] = ()
-) -> Ranges:  # fmt: skip
-    """`ranges`, with more fractional bits for layers whose weights are so small that rounding would show in them.
-
-    Their root mean square is then 2^`WEIGHT_BITS` units or more, as far as the layer's results leave room in a product.
-    Layers that read the same input run as one product and get the same bits. folded: convolutions whose weights will be
-    others. Warns (LowPrecision) of small weights that cannot have more bits: tables, public ones.
-    """
-    tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
-    groups: dict[tuple[str, int], list[tuple[str, Tensor]]] = {}
-    coarse: dict[str, float] = {}
-    for name, part in model.named_modules():
-        if not isinstance(part, nn.Linear | nn.Conv2d | Conv1D) or name not in ranges.modules or name in folded:
-            continue
-        if id(part.weight) in tables or config.weights == "public":
-            coarse[name] = _root_mean_square(part.weight)
-            continue
-        inputs = part.weight.shape[0 if isinstance(part, Conv1D) else 1]
-        groups.setdefault((name.rpartition(".")[0], inputs), []).append((name, part.weight))
-    modules = ranges.to_dict()
-    for members in groups.values():
-        sizes = [_root_mean_square(weight) for _, weight in members]
-        wanted = max((WEIGHT_BITS - math.floor(math.log2(size)) for size in sizes if size), default=0)
-        outputs = max(modules[name].get("output", REACH) for name, _ in members)
-        bits = min(wanted, Ring(config.ring).value_bits - 1 - config.frac_bits - outputs, _MOST_WEIGHT_BITS)
-        if bits > config.frac_bits:
-            for name, _ in members:
-                modules[name]["weight"] = bits
-        if bits < wanted:
-            coarse |= {
-                name: size * 2.0 ** (max(bits, config.frac_bits) - config.frac_bits)
-                for (name, _), size in zip(members, sizes, strict=True)
-            }
-    few = {name: size * 2.0**config.frac_bits for name, size in coarse.items() if size > 0}
-    worst = min(few, key=lambda name: few[name], default=None)
-    if config.ring == 64 and worst is not None and few[worst] < _FEW_UNITS:  # 32 bits never have many
-        _warn(
-            f"the weights of '{worst}' have a root mean square of {few[worst]:.2g} units of the last place, and cannot "
-            "have more of them here: answers may differ from the plaintext model's. Scale them up and what they are "
-            "multiplied with down"
-        )
-    return Ranges(modules)
-
-
-def _root_mean_square(weight: Tensor) -> float:
-    return float(torch.linalg.vector_norm(weight.detach(), dtype=torch.float64)) / math.sqrt(max(weight.numel(), 1))

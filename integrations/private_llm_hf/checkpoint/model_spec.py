@@ -1,4 +1,4 @@
-"""A model's structure as its owner and the parties agree on it: before and after batch norms are folded."""
+"""A model's structure as its owner and the parties agree on it: before and after norms are folded."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
+from private_llm.config import PrivateConfig
 from private_llm.errors import PatchMismatch
 from private_llm.ranges import UNKNOWN, Ranges
+from private_llm_hf.checkpoint.norm_readers import norm_readers
 from private_llm_hf.checkpoint.weights import Sink, WeightList, skeleton
 from private_llm_hf.models.architectures import architecture_of, classes_of, refuse_loading
 from private_llm_hf.models.batch_norm import Fold, Folder, fold_batch_norms
-from private_llm_hf.models.sparse_blocks import attach_predictors
+from private_llm_hf.models.folded_norms import NONE_FOLDED, Folded, NormFold, NormFolder, fold_norms
+from private_llm_hf.models.sparse_blocks import attach_predictors, sparse_blocks
 from private_llm_hf.vision.network import Network
 from private_llm_hf.wire.commands import Description
 
@@ -51,13 +54,24 @@ def accepted_class(name: object, config: object) -> type[PreTrainedModel]:
 
 
 def describe(
-    model_class: type[PreTrainedModel], config: PretrainedConfig, ranges: Ranges = UNKNOWN
+    model_class: type[PreTrainedModel], config: PretrainedConfig, ranges: Ranges = UNKNOWN, folded: Folded = NONE_FOLDED
 ) -> Description:  # fmt: skip
-    """What parties need to know to build a model: class, configuration, a digest of both, and the ranges."""
+    """What parties need to know to build a model: class, configuration, a digest of both, ranges, folded norms."""
     values = {k: v for k, v in json.loads(config.to_json_string(use_diff=False)).items() if k not in _PASSING}
     facts = {"class": model_class.__name__, "config": values}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return Description(model_class.__name__, values, digest, ranges.to_dict())
+    return Description(
+        model_class.__name__, values, digest, ranges.to_dict(), {norm: tuple(layers) for norm, layers in folded.items()}
+    )
+
+
+def folds_norms(config: PrivateConfig) -> bool:
+    """Whether norms are folded into the layers that read them: where weights are secret, and whole at the parties.
+
+    Folded weights are small where a norm's are, and want fractional bits of their own, which public weights and those
+    of models that nobody calibrates do not get.
+    """
+    return config.weights == "secret" and config.calibrate and config.plan is None and config.sparsity is None
 
 
 @dataclass(frozen=True)
@@ -65,23 +79,39 @@ class ModelSpec:
     """What is known of a model without its weights.
 
     model: the tree that the parties build. source: the weights that a checkpoint holds. shared: those that the parties
-    get, which differ where norms are folded.
+    get, which differ where norms are folded. norm_folds: layers that take up a norm that they read.
     """
 
     model: PreTrainedModel
     source: WeightList
     shared: WeightList
     folds: tuple[Fold, ...]
+    norm_folds: tuple[NormFold, ...] = ()
 
     @classmethod
-    def of(cls, model_class: type[PreTrainedModel], config: PretrainedConfig) -> ModelSpec:
-        """From class and configuration alone. Raises PatchMismatch for weights without a rule."""
+    def of(
+        cls, model_class: type[PreTrainedModel], config: PretrainedConfig, fold_norms_too: bool = False
+    ) -> ModelSpec:  # fmt: skip
+        """From class and configuration alone. fold_norms_too: see `folds_norms`; not where predictors read norms.
+
+        Raises PatchMismatch for weights without a rule.
+        """
+        folded = norm_readers(model_class, config) if fold_norms_too and not sparse_blocks(config) else NONE_FOLDED
         model = skeleton(model_class, config)
         source = WeightList.of(model)
-        folds = fold_batch_norms(model)
+        folds, norm_folds = fold_batch_norms(model), fold_norms(model, folded)
         attach_predictors(model)
-        return cls(model, source, WeightList.of(model), folds)
+        return cls(model, source, WeightList.of(model), folds, norm_folds)
+
+    @property
+    def folded(self) -> Folded:
+        """The layers that take up a norm, by its name."""
+        found: dict[str, list[str]] = {}
+        for fold in self.norm_folds:
+            found.setdefault(fold.norm, []).append(fold.layer)
+        return found
 
     def folding(self, sink: Sink) -> Sink:
         """A sink for the tensors of a checkpoint that passes on what the parties get."""
-        return Folder(self.folds, set(self.source.shapes), sink)
+        known = set(self.source.shapes)
+        return Folder(self.folds, known, NormFolder(self.norm_folds, known, sink))

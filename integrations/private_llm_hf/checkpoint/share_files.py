@@ -261,6 +261,8 @@ def _facts(metadata: dict[str, str]) -> tuple[dict[str, tuple[int, ...]], tuple[
     if kinds != (str, dict, str):
         raise TypeError("a description that is none")
     Ranges(description.ranges)
+    if not all(type(name) is str for names in description.folded.values() for name in names):
+        raise TypeError("folded norms that are none")
     return shapes, keys, description
 
 

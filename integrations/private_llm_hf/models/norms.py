@@ -61,8 +61,33 @@ class Norm:
         return out if bias is None else out + bias
 
 
+class FoldedNorm(nn.Module):
+    """What is left of a norm without weight and bias, for plain rows: parties put theirs in its place.
+
+    taken: weights that it had, less those that layers got for it.
+    """
+
+    def __init__(self, norm: Norm, taken: int) -> None:
+        super().__init__()
+        self.norm, self.taken = norm, taken
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalise [.., H]; same shape."""
+        return self.norm.plain(hidden_states, None, None)
+
+
+def spelled_norm(module: nn.Module) -> Norm | None:
+    """The norm that a module computes, spelled by hand or by PyTorch; None for another module."""
+    if type(module) in (nn.LayerNorm, nn.RMSNorm) and len(module.normalized_shape) == 1:  # type: ignore[arg-type]
+        eps = torch.finfo(torch.float32).eps if module.eps is None else float(module.eps)  # type: ignore[arg-type]
+        return Norm("layer" if isinstance(module, nn.LayerNorm) else "rms", eps, 0.0)
+    return norm_of(module)
+
+
 def norm_of(module: nn.Module) -> Norm | None:
     """The norm that a module spells by hand, or None: it is another module, or one that PyTorch spells."""
+    if isinstance(module, FoldedNorm):
+        return module.norm
     if type(module).forward in _PYTORCH_S or isinstance(module, nn.GroupNorm) or any(True for _ in module.children()):
         return None
     held = {name: value for name, value in module._parameters.items() if value is not None}

@@ -26,6 +26,7 @@ from private_llm_hf.checkpoint.model_spec import accepted_class
 from private_llm_hf.checkpoint.weights import WeightList, weights_of_buffers
 from private_llm_hf.models.attention_interface import register
 from private_llm_hf.models.batch_norm import fold_batch_norms
+from private_llm_hf.models.folded_norms import fold_norms
 from private_llm_hf.models.sparse_blocks import attach_predictors
 from private_llm_hf.party.model import party_config
 from private_llm_hf.wire.commands import Description, Weight
@@ -58,6 +59,7 @@ def announced_shapes(description: Description, bytes_each: int, whole: bool = Tr
         model: PreTrainedModel = cls(party_config(config, cls))
     weights_of_buffers(model)
     fold_batch_norms(model)
+    fold_norms(model, description.folded)
     attach_predictors(model)
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     if buffers > MOST_BUFFERS:

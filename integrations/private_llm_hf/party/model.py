@@ -35,6 +35,7 @@ from private_llm_hf.handlers import handler_of, match
 from private_llm_hf.models.architectures import attention_of, table
 from private_llm_hf.models.attention_interface import register
 from private_llm_hf.models.batch_norm import fold_batch_norms
+from private_llm_hf.models.folded_norms import NONE_FOLDED, Folded, fold_norms
 from private_llm_hf.models.latent import expanded, expands_latents
 from private_llm_hf.models.sparse_blocks import attach_predictors, make_sparse
 from private_llm_hf.models.windows import windowed_layers
@@ -50,17 +51,18 @@ AnyValue = TypeVar("AnyValue", bound=Value)
 
 def build_party_model(
     config: Mapping[str, Any], class_name: str, parameters: MutableMapping[str, AnyValue], session: Session,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[[], None] = lambda: None, folded: Folded = NONE_FOLDED,
 ) -> PreTrainedModel:  # fmt: skip
     """A model of transformers' class `class_name` whose parameters are this party's shares.
 
     `parameters` maps the model's own parameter names (tied ones once, under the name they are tied to) to shares. It
     is emptied: a weight that becomes part of a larger one (query, key and value) is not kept beside it.
     Modules lie where the session's device_map says. `progress` is called after each weight, and later whenever a
-    module runs. The result also has `new_cache()`. Raises PatchMismatch for modules without a rule and for missing,
-    surplus or misshapen weights, ConfigError for a device_map that does not fit.
+    module runs. folded: norms whose weights are part of other layers. The result also has `new_cache()`. Raises
+    PatchMismatch for modules without a rule and for missing, surplus or misshapen weights, ConfigError for a device_map
+    that does not fit.
     """
-    model = empty_model(config, class_name)
+    model = empty_model(config, class_name, folded)
     make_patch_plan(model, session.config)
     _replace_modules(model)
     placement = Placement(model, session)
@@ -115,10 +117,11 @@ def new_cache(model: PreTrainedModel, policy: CachePolicy) -> SecretCache | Secr
 
 
 # -- the bare tree ---------------------------------------------------------------------------------------------
-def empty_model(config: Mapping[str, Any], class_name: str) -> PreTrainedModel:
+def empty_model(config: Mapping[str, Any], class_name: str, folded: Folded = NONE_FOLDED) -> PreTrainedModel:
     """The module tree without weights and with real (public) buffers; batch norms are folded away.
 
-    Raises PatchMismatch, before anything is built, for a class that `architecture()` does not accept.
+    Norms that are `folded` have no weight. Raises PatchMismatch, before anything is built, for a class that
+    `architecture()` does not accept.
     """
     cls = accepted_class(class_name, config)
     register()
@@ -127,6 +130,7 @@ def empty_model(config: Mapping[str, Any], class_name: str) -> PreTrainedModel:
     weights_of_buffers(model)
     model.tie_weights()
     fold_batch_norms(model)
+    fold_norms(model, folded)
     attach_predictors(model)
     return model
 

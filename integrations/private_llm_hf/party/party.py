@@ -155,7 +155,9 @@ class Party:
         self.loaded, facts = loaded, loaded.description
         self.session.known.ranges = Ranges(facts.ranges)
         self.offloaded = {name: value for name, value in weights.items() if isinstance(value, Offloaded)}
-        self.model = build_party_model(facts.config, facts.class_, weights, self.session, self._heartbeat.beat)
+        self.model = build_party_model(
+            facts.config, facts.class_, weights, self.session, self._heartbeat.beat, facts.folded
+        )
         self.kept = Kept(self.model)
         if loaded.stop_behind is not None:
             stop_behind(self.model, loaded.stop_behind)

@@ -83,7 +83,9 @@ class ServedModel:
         else:
             weights = weights_of_model(self.session, before, self._offloaded)
         facts = self.file.description
-        self.model = self._built = build_party_model(facts.config, facts.class_, weights, self.session)
+        self.model = self._built = build_party_model(
+            facts.config, facts.class_, weights, self.session, folded=facts.folded
+        )
         self.kept = Kept(self.model)
         if before is not None:
             release(before)
@@ -97,7 +99,7 @@ def open_model(path: Path, config: PrivateConfig, number: int) -> ShareFile:
     """
     file = ShareFile.open(path, config, number)
     facts = file.description
-    model, own = empty_model(facts.config, facts.class_), adopted(config, facts.config)
+    model, own = empty_model(facts.config, facts.class_, facts.folded), adopted(config, facts.config)
     make_patch_plan(model, own)
     check_ring(model, own)
     return file

@@ -25,10 +25,11 @@ from private_llm.ranges import UNKNOWN, Ranges
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
-from private_llm_hf.checkpoint.model_spec import ModelSpec, describe
+from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norms
 from private_llm_hf.checkpoint.weights import encode_weight, stream_loaded
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.emulation import emulated
+from private_llm_hf.models.folded_norms import fold_norms
 from private_llm_hf.party.model import build_party_model
 
 
@@ -61,15 +62,16 @@ def compare(
 
     ranges: what calibration found; a value that leaves them stops the run, as does one that leaves the ring.
 
-    An encoder-decoder model reads tokens in both stacks, the decoder after its start token. Folded batch norms are
-    folded on both sides, so that layers can be compared. Raises what patching raises.
+    An encoder-decoder model reads tokens in both stacks, the decoder after its start token. Folded norms are folded on
+    both sides, so that layers can be compared. Raises what patching raises.
     """
     config = replace(config, protocol="plain", insecure=True, debug_ranges=True, party_mode="auto", hosts=())
-    truth = _truth(model)
+    spec = ModelSpec.of(type(model), model.config, folds_norms(config))
+    truth = _truth(model, spec)
     session = _session(config, ranges)
-    weights = dict(_weights(model, session))
+    weights = dict(_weights(model, spec, session))
     facts = describe(type(model), model.config)
-    private = build_party_model(facts.config, facts.class_, weights, session)
+    private = build_party_model(facts.config, facts.class_, weights, session, folded=spec.folded)
     expected, found = _Outputs(truth), _Outputs(private)
     stopped = None
     with torch.no_grad():
@@ -99,11 +101,21 @@ def compare(
     return Comparison(tuple(rows), stopped)
 
 
-def _truth(model: PreTrainedModel) -> PreTrainedModel:
-    """The model in float64, with batch norms folded as the parties have them."""
-    spec = ModelSpec.of(type(model), model.config)
+def _truth(model: PreTrainedModel, spec: ModelSpec) -> PreTrainedModel:
+    """The model in float64, with norms folded as the parties have them."""
     if not spec.folds:
-        return copy.deepcopy(model).to(torch.float64).eval()
+        truth = copy.deepcopy(model)
+        fold_norms(truth, spec.folded)
+        taken = {fold.layer for fold in spec.norm_folds}
+        held: dict[str, Tensor] = {}
+
+        def take(name: str, value: Tensor) -> None:
+            if name.rpartition(".")[0] in taken:
+                held[name] = value
+
+        stream_loaded(model, spec.source, spec.folding(take))
+        truth.load_state_dict(held, strict=False, assign=True)
+        return truth.to(torch.float64).eval()
     made: dict[str, Tensor] = {}
     sink = spec.folding(lambda name, value: made.update({name: value.to(torch.float64)}))
     stream_loaded(model, spec.source, sink)
@@ -176,7 +188,7 @@ def _session(config: PrivateConfig, ranges: Ranges) -> Session:
     return session
 
 
-def _weights(model: PreTrainedModel, session: Session) -> list[tuple[str, Fixed]]:
+def _weights(model: PreTrainedModel, spec: ModelSpec, session: Session) -> list[tuple[str, Fixed]]:
     made: list[tuple[str, Fixed]] = []
 
     def take(name: str, value: Tensor) -> None:
@@ -184,7 +196,6 @@ def _weights(model: PreTrainedModel, session: Session) -> list[tuple[str, Fixed]
         elements = encode_weight(name, value, session.ring, frac)
         made.append((name, Fixed(session, cleartext(elements, watched=True), frac)))
 
-    spec = ModelSpec.of(type(model), model.config)
     stream_loaded(model, spec.source, spec.folding(take))
     return made
 

@@ -34,7 +34,7 @@ from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
 from private_llm.token_sharding import Stage, seconds_of
 from private_llm_hf.checkpoint.calibration_runs import check_ranges
-from private_llm_hf.checkpoint.model_spec import ModelSpec, describe
+from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norms
 from private_llm_hf.client.costs import Costs, layer_of, rows_of
 from private_llm_hf.client.model import private_class
 from private_llm_hf.client.session_client import Secret, SessionClient
@@ -157,7 +157,9 @@ class _MetaParty(Party):
         session.known.ranges = Ranges(description.ranges)
         self.answer = Outputs("", ())
         parameters = meta_parameters(empty, session)
-        self.model = build_party_model(description.config, description.class_, parameters, session)
+        self.model = build_party_model(
+            description.config, description.class_, parameters, session, folded=description.folded
+        )
         self.kept = Kept(self.model)
         if not every_layer and not session.known.ranges.modules:  # with ranges, no two layers are equal
             price_once(self.model, self.transport.ledger)
@@ -204,7 +206,7 @@ class _MetaParties(SessionClient):
     ) -> None:
         self.config = config
         self.ring = Ring(config.ring)
-        empty = empty_model(description.config, description.class_)
+        empty = empty_model(description.config, description.class_, description.folded)
         self.parties = [_MetaParty(config, number, description, every_layer, empty) for number in range(config.parties)]
         transport = MetaTransport(CLIENT)
         self.end = client_end(config, transport)
@@ -329,11 +331,20 @@ def estimate(
     """
     if sequence < 1 or new_tokens < 0 or batch < 1:
         raise ConfigError(f"estimate: got seq {sequence}, new {new_tokens}, batch {batch}; want at least 1, 0 and 1")
-    bare = ModelSpec.of(model_class, config).model
+    spec = ModelSpec.of(model_class, config, folds_norms(private_config))
+    bare = spec.model
     if new_tokens and not bare.can_generate():
         raise ConfigError(f"{model_class.__name__} does not generate; leave out --new")
     check_ranges(bare, ranges)
-    parties = _link(model_class, config, private_config, progress, every_layer, ranges)
+    parties = _link(
+        model_class,
+        describe(model_class, config, ranges, spec.folded),
+        config,
+        private_config,
+        progress,
+        every_layer,
+        ranges,
+    )
     generation = None
     if bare.can_generate():
         generation = GenerationConfig.from_model_config(config)
@@ -374,11 +385,11 @@ class _FirstToken(BaseStreamer):  # type: ignore[misc]
 
 
 def _link(
-    model_class: type[PreTrainedModel], config: PretrainedConfig, private_config: PrivateConfig,
-    progress: Callable[[], None], every_layer: bool, ranges: Ranges,
+    model_class: type[PreTrainedModel], description: Description, config: PretrainedConfig,
+    private_config: PrivateConfig, progress: Callable[[], None], every_layer: bool, ranges: Ranges,
 ) -> _MetaParties | _ShardedOnly:  # fmt: skip
     if private_config.plan is None:
-        return _MetaParties(private_config, describe(model_class, config, ranges), progress, every_layer)
+        return _MetaParties(private_config, description, progress, every_layer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", WeakProtection)  # no text is at risk here
         check_sharding(model_class, config, private_config.plan, private_config.split)

@@ -23,7 +23,7 @@ from private_llm.ring.ring import Ring
 from private_llm.tensor.dispatch import TorchArg, op_name
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
-from private_llm_hf.checkpoint.model_spec import ModelSpec, describe
+from private_llm_hf.checkpoint.model_spec import ModelSpec, describe, folds_norms
 from private_llm_hf.checkpoint.weights import encode_weight, stream_loaded
 from private_llm_hf.party.model import build_party_model
 
@@ -41,10 +41,10 @@ def survey(model: PreTrainedModel, run: Callable[[nn.Module, Callable[[Tensor], 
         elements = encode_weight(name, value, session.ring, session.frac)
         weights[name] = Fixed(session, cleartext(elements), session.frac)
 
-    spec = ModelSpec.of(type(model), model.config)
+    spec = ModelSpec.of(type(model), model.config, folds_norms(config))
     stream_loaded(model, spec.source, spec.folding(take))
     facts = describe(type(model), model.config)
-    private = build_party_model(facts.config, facts.class_, weights, session)
+    private = build_party_model(facts.config, facts.class_, weights, session, folded=spec.folded)
     mode = _Noting(private, session)
     try:
         with torch.no_grad(), mode:

@@ -6,7 +6,7 @@ plan, to parallel sessions. Commands to the nodes of token sharding are in token
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
@@ -41,22 +41,27 @@ class Description(Message):
     """What parties need to know to build a model.
 
     class_: of transformers, or `Network`. config: its configuration, checked in party/announced.py. model: a digest of
-    both. ranges: as `Ranges.to_dict`.
+    both. ranges: as `Ranges.to_dict`. folded: norms whose weights are part of the layers that read them, with these.
     """
 
     class_: str
     config: dict[str, object]
     model: str
     ranges: dict[str, dict[str, int]]
+    folded: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
         """As share files hold it."""
-        return {"class": self.class_, "config": self.config, "model": self.model, "ranges": self.ranges}
+        return {
+            "class": self.class_, "config": self.config, "model": self.model, "ranges": self.ranges,
+            "folded": {norm: list(layers) for norm, layers in self.folded.items()},
+        }  # fmt: skip
 
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> Description:
-        """The inverse."""
-        return cls(facts["class"], facts["config"], facts["model"], facts["ranges"])
+        """The inverse; share files of before norms were folded say nothing of it."""
+        folded = {norm: tuple(layers) for norm, layers in facts.get("folded", {}).items()}
+        return cls(facts["class"], facts["config"], facts["model"], facts["ranges"], folded)
 
 
 # -- requests -------------------------------------------------------------------------------------------------

@@ -1,0 +1,199 @@
+"""Norms whose output linear layers alone read: found by following it through a forward on the meta device.
+
+A norm's weight can then be part of those layers (models/folded_norms.py). A norm is none of them if its output goes
+anywhere else: into a sum, a product, an expert, an output of the model; if a layer that reads it reads something else,
+too, or has a weight that another module uses; if somebody looks at its weight; and if a module around it is replaced
+at the parties, where it may do anything else. Where the forward does not run without values, no norm is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from private_llm.tensor.dispatch import TorchArg
+from private_llm_hf.checkpoint.weights import skeleton
+from private_llm_hf.handlers import handler_of
+from private_llm_hf.models.architectures import architecture
+from private_llm_hf.models.latent import expands_latents
+from private_llm_hf.models.norms import spelled_norm
+
+_SAME = {Tensor.contiguous, Tensor.to, Tensor.float, Tensor.detach, Tensor.unsqueeze, F.dropout, torch.dropout}
+_SHAPED = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}
+"""Operations that leave rows as they are, if the last dimension stays as long as it was."""
+
+_CANNOT = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError)
+"""What a forward may raise that does not run without values."""
+
+
+def norm_readers(model_class: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, tuple[str, ...]]:
+    """The norms of a decoder whose output linear layers alone read, with the names of those layers.
+
+    The model runs once on two tokens, on the meta device.
+    """
+    if architecture(config).kind != "decoder":
+        return {}
+    settings = copy.deepcopy(config)
+    settings._attn_implementation = "eager"  # others look into the mask
+    model = skeleton(model_class, settings)
+    trace = _Trace(model)
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(trace.enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(trace.leave))
+    try:
+        with torch.no_grad(), trace:
+            ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+            made = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    except _CANNOT:
+        return {}
+    finally:
+        for handle in handles:
+            handle.remove()
+    return trace.readers(made)
+
+
+class _Trace(TorchFunctionMode):
+    """Follows the rows that norms return, from operation to operation."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        replaced = _replaced(model)
+        shared = _shared(model)
+        self._norms: dict[nn.Module, str] = {}
+        self._layers: dict[nn.Module, str] = {}
+        self._owners: dict[int, nn.Module] = {}
+        for name, module in model.named_modules():
+            if name.startswith(replaced) or any(id(value) in shared for value in module.parameters(recurse=False)):
+                continue
+            if _is_norm(module):
+                self._norms[module] = name
+            elif type(module) in (nn.Linear, Conv1D) and not _runs_otherwise(module):
+                self._layers[module] = name
+            else:
+                continue
+            self._owners |= {id(value): module for value in module.parameters(recurse=False)}
+        self._running: list[nn.Module] = []
+        self._rows: dict[int, tuple[Tensor, nn.Module]] = {}
+        self._read: dict[nn.Module, set[nn.Module | None]] = {layer: set() for layer in self._layers}
+        """What each layer reads: norms, and None for anything else."""
+        self._lost: set[nn.Module] = set()
+        """Norms whose output, or whose weight, goes somewhere else."""
+
+    def enter(self, module: nn.Module, inputs: tuple[object, ...], named: Mapping[str, object]) -> None:
+        """A module begins."""
+        self._running.append(module)
+        if module in self._layers:
+            self._read[module] |= {self._norm_of(value) for value in _tensors((inputs, named))}
+
+    def leave(self, module: nn.Module, _: object, output: object) -> None:
+        """The module that began last has ended."""
+        self._running.pop()
+        if module in self._norms:
+            if isinstance(output, Tensor):
+                self._rows[id(output)] = (output, module)
+            else:
+                self._lost.add(module)
+
+    def __torch_function__(
+        self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (), kwargs: TorchArg = None
+    ) -> TorchArg:
+        """Run the operation, and see which rows and weights it is given."""
+        out = func(*args, **(kwargs or {}))
+        running = self._running[-1] if self._running else None
+        given = list(_tensors((args, kwargs or {})))
+        for value in given:
+            owner = self._owners.get(id(value))
+            if owner is not None and owner is not running:
+                self._leaves(owner)
+        told = out is not None and not any(True for _ in _tensors(out))  # shapes and types, which are public
+        if running in self._layers or told:
+            return out
+        norms = {norm for value in given if (norm := self._norm_of(value)) is not None}
+        first = self._norm_of(args[0]) if args else None
+        if first is not None and norms == {first} and _same_rows(func, args, out):
+            self._rows[id(out)] = (out, first)
+        else:
+            self._lost |= norms
+        return out
+
+    def _norm_of(self, value: object) -> nn.Module | None:
+        """The norm that these rows come from; None for anything else."""
+        found = self._rows.get(id(value))
+        return None if found is None else found[1]
+
+    def _leaves(self, owner: nn.Module) -> None:
+        """Somebody else has looked at the weights of a norm or a layer."""
+        if owner in self._norms:
+            self._lost.add(owner)
+        else:
+            self._read[owner].add(None)
+
+    def readers(self, output: object) -> dict[str, tuple[str, ...]]:
+        """Of each norm that lost nothing the layers that read it. output: of the model."""
+        lost = self._lost | {norm for value in _tensors(output) if (norm := self._norm_of(value)) is not None}
+        lost |= {norm for read in self._read.values() if len(read) > 1 for norm in read if norm is not None}
+        found: dict[str, list[str]] = {}
+        for layer, read in self._read.items():
+            norm = next(iter(read), None)
+            if norm is not None and norm not in lost:
+                found.setdefault(self._norms[norm], []).append(self._layers[layer])
+        return {norm: tuple(layers) for norm, layers in found.items()}
+
+
+def _is_norm(module: nn.Module) -> bool:
+    handler = handler_of(module)
+    of_user = handler is not None and handler.settings is not None
+    return not of_user and getattr(module, "weight", None) is not None and spelled_norm(module) is not None
+
+
+def _replaced(model: nn.Module) -> tuple[str, ...]:
+    """Beginnings of the names of what lies in modules that run otherwise at the parties."""
+    found = []
+    for name, module in model.named_modules():
+        if _runs_otherwise(module) or expands_latents(module):
+            found.append(f"{name}.")
+    return tuple(found)
+
+
+def _runs_otherwise(module: nn.Module) -> bool:
+    handler = handler_of(module)
+    return handler is not None and handler.make is not None
+
+
+def _shared(model: PreTrainedModel) -> set[int]:
+    """Weights that have more than one place."""
+    places = dict(model.named_parameters(remove_duplicate=False))
+    uses = Counter(id(value) for value in places.values())
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    names = {*tied, *tied.values()}
+    return {id(value) for name, value in places.items() if uses[id(value)] > 1 or name in names}
+
+
+def _same_rows(func: TorchArg, args: Sequence[TorchArg], out: TorchArg) -> bool:
+    """Whether a result consists of rows of the first argument, each as it was."""
+    if not isinstance(out, Tensor) or out.dim() == 0 or out.shape[-1] != args[0].shape[-1]:
+        return False
+    if func is Tensor.__getitem__:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return all(part is Ellipsis or isinstance(part, int | slice) for part in index)
+    return func in _SAME or func in _SHAPED
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """Every tensor in tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
