@@ -30,6 +30,10 @@ class Watcher(ABC):
     def left(self, x: Tensor) -> None:
         """The values of this tensor are read by something else than PyTorch and kernels."""
 
+    def encoded(self, values: Tensor, bits: int, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` makes of public values: ring elements with `bits` fractional bits."""
+        return make()
+
     @abstractmethod
     def drew(self, stream: object, out: Tensor) -> None:
         """These were the next bytes of a stream."""
@@ -44,8 +48,8 @@ this_thread = _Thread()
 
 
 @contextmanager
-def watched_by(each: Watcher) -> Iterator[None]:
-    """Tell `each` what this thread does inside."""
+def watched_by(each: Watcher | None) -> Iterator[None]:
+    """Tell `each`, or nobody, what this thread does inside."""
     before, this_thread.watcher = this_thread.watcher, each
     try:
         yield

@@ -5,7 +5,8 @@ Beside its results a call may leave an input with fewer fractional bits, and put
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from private_llm.kernels import parallel
 from private_llm.kernels.drawn import DrawnTensor, StreamKey
 from private_llm.kernels.matmul import BYTES
 from private_llm.protocols.session import Session
+from private_llm.replay.middle import Middle
 from private_llm.replay.units import Owner, Replays, replays_of
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
@@ -25,6 +27,9 @@ MOST_ROWS = 16
 
 PYTHON_S = 1e-3
 """What Python costs a module, about. A program runs on one thread, Python's products on all that they may use."""
+
+AROUND_S = 3e-3
+"""The same of a whole decoder layer."""
 
 _UNTOUCHED = -1
 
@@ -37,23 +42,12 @@ def repeated(
     kind: what the module is, equal for modules that compute the same. weights: its own, by names relative to it; unless
     all of them are shares, `forward` stays as it is.
     """
-    if not session.config.replay:
+    unit = _unit_of(name, session, kind, weights)
+    if unit is None:
         return forward
-    shares = [(own, each.content) for own, each in weights if isinstance(each, SecretTensor)]
-    if len(shares) < len(weights):
-        return forward
-    parts = [part for _, fixed in shares for part in fixed.share.parts]
-    found = _layout(parts)
-    if found is None:
-        return forward
-    memories, layout = found
-    seconds = sum(part.numel() * part.itemsize for part in parts) / BYTES
-    alike = (kind, tuple([(own, fixed.frac) for own, fixed in shares]), layout)
-    owner = Owner(name, memories)
-    ranges: tuple[object, Hashable] = (None, ())
 
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
-        if kwargs or not args or not all(map(_small, args)) or _saved_by_threads(seconds) > PYTHON_S:
+        if kwargs or not args or not all(map(_small, args)) or _saved_by_threads(unit.seconds) > PYTHON_S:
             return forward(*args, **kwargs)
         replays = replays_of(session)
         if replays is None:
@@ -62,12 +56,66 @@ def repeated(
         held = None if pending is None else next((n for n, x in enumerate(args) if x is pending[0]), _UNTOUCHED)
         if held == _UNTOUCHED:  # a check of something else was put off, which may happen inside
             return forward(*args)
-        nonlocal ranges
-        if ranges[0] is not session.known.ranges:
-            ranges = session.known.ranges, _ranges(session, name)
-        return _Call(forward, owner, (alike, ranges[1]), session, args).made(replays, held)
+        return _Call(forward, unit.owner, unit.alike(session), session, args).made(replays, held)
 
     return run
+
+
+Around = Callable[[Any, Mapping[str, Any], Hashable, Middle], Any]
+"""Calls a module with one tensor, named arguments that are public (facts: all that decides of them, but for tensors
+that change), and the middle of this call."""
+
+
+def repeated_around(
+    forward: Callable[..., Any], name: str, session: Session, kind: Hashable, weights: Sequence[tuple[str, object]]
+) -> Around | None:  # fmt: skip
+    """As `repeated`, for a module with a middle (`replay.middle`); None where it stays as it is."""
+    unit = _unit_of(name, session, kind, weights)
+    if unit is None:
+        return None
+
+    def run(x: Any, named: Mapping[str, Any], facts: Hashable, middle: Middle) -> Any:  # noqa: ANN401 - as above
+        if not _small(x) or _saved_by_threads(unit.seconds) > AROUND_S or session.known.pending is not None:
+            return forward(x, **named)
+        replays = replays_of(session)
+        if replays is None:
+            return forward(x, **named)
+        called = functools.partial(forward, **named)
+        return _Call(called, unit.owner, (unit.alike(session), facts), session, (x,)).made(replays, None, middle)
+
+    return run
+
+
+@dataclass
+class _Unit:
+    """A module that is repeated. kind: what it is. seconds: of reading its weights."""
+
+    owner: Owner
+    kind: Hashable
+    seconds: float
+    ranges: tuple[object, Hashable] = (None, ())
+
+    def alike(self, session: Session) -> Hashable:
+        """Equal for modules that compute the same but for their weights."""
+        if self.ranges[0] is not session.known.ranges:
+            self.ranges = session.known.ranges, _ranges(session, self.owner.name)
+        return self.kind, self.ranges[1]
+
+
+def _unit_of(name: str, session: Session, kind: Hashable, weights: Sequence[tuple[str, object]]) -> _Unit | None:
+    """None for a module that cannot be repeated."""
+    if not session.config.replay:
+        return None
+    shares = [(own, each.content) for own, each in weights if isinstance(each, SecretTensor)]
+    if len(shares) < len(weights):
+        return None
+    parts = [part for _, fixed in shares for part in fixed.share.parts]
+    found = _layout(parts)
+    if found is None:
+        return None
+    memories, layout = found
+    seconds = sum(part.numel() * part.itemsize for part in parts) / BYTES
+    return _Unit(Owner(name, memories), (kind, tuple([(own, fixed.frac) for own, fixed in shares]), layout), seconds)
 
 
 def _layout(
@@ -142,12 +190,14 @@ class _Call:
         self._session, self._args = session, args
         self._odd: Any = None
 
-    def made(self, replays: Replays, held: int | None) -> Any:  # noqa: ANN401 - what the module returns
+    def made(self, replays: Replays, held: int | None, middle: Middle | None = None) -> Any:  # noqa: ANN401 - what the module returns
         """The module's results. held: which argument's check is put off."""
         known, args = self._session.known, self._args
         self._held, self._bits = held, 0 if known.pending is None else known.pending[1]
         key = (self._alike, held, self._bits, tuple([x.coarse for x in args]))
-        values, facts = replays.run(self._session, key, [x.content for x in args], self._compute, self._owner)
+        values, facts = replays.run(
+            self._session, key, [x.content for x in args], self._compute, self._owner, 1, middle
+        )
         if not isinstance(facts, _Facts):
             return self._odd
         results = [SecretTensor(value) for value in values[: len(facts.coarse)]]

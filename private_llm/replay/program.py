@@ -109,19 +109,34 @@ class Call:
     result: Operand | None
 
 
-Event = Step | Send | Receive | Call
+@dataclass(frozen=True)
+class Middle:
+    """What Python computes in the midst (`private_llm.replay.middle`), of `inputs`: `outputs`."""
+
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+
+
+Event = Step | Send | Receive | Call | Middle
+
+Inner = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Computes a program's middle."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """All masks of one stream, one after the other: their memories, in whole blocks of the cipher."""
+    """All masks of one stream, one after the other: their memories, in whole blocks of the cipher.
+
+    behind: the middle behind which they are drawn, -1 at the beginning; what is drawn in a middle comes between.
+    """
 
     stream: int
     memories: tuple[Memory, ...]
+    behind: int = -1
 
     def together(self) -> Memory:
         """All of them."""
-        return Memory(sum(each.size for each in self.memories), -1, max(each.last for each in self.memories))
+        return Memory(sum(each.size for each in self.memories), self.behind, max(each.last for each in self.memories))
 
 
 class Outside(Protocol):
@@ -172,8 +187,9 @@ class _Bound:
     tables: dict[tuple[int, ...], Table]
     inputs: list[Tensor]
     outputs: list[Tensor]
-    draws: list[tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]]
+    draws: dict[int, list[tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]]]
     events: dict[int, Callable[[Outside], None]]
+    middles: dict[int, tuple[list[Tensor], list[Tensor]]]
 
 
 @dataclass
@@ -206,15 +222,22 @@ class Program:
         if held is not None and held.words is arena.words:
             return held
         octets = arena.words.numpy().view(np.uint8)
-        draws = [
-            (each.stream, octets[place : place + sum(memory.size for memory in each.memories)])
-            for each in self.draws
-            for place in (each.memories[0].place,)
-        ]
-        events = {at: _doing(each, arena) for at, each in enumerate(self.events) if not isinstance(each, Step)}
+        draws: dict[int, list[tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]]] = {-1: []}
+        for drawn in self.draws:
+            place = drawn.memories[0].place
+            taken = octets[place : place + sum(memory.size for memory in drawn.memories)]
+            draws.setdefault(drawn.behind, []).append((drawn.stream, taken))
+        left = [(at, each) for at, each in enumerate(self.events) if not isinstance(each, Step)]
+        events = {at: _doing(each, arena) for at, each in left if not isinstance(each, Middle)}
+        middles = {
+            at: ([arena.view(x) for x in each.inputs], [arena.view(x) for x in each.outputs])
+            for at, each in left
+            if isinstance(each, Middle)
+        }
         self._bound = _Bound(
             arena.words, {}, [arena.view(each) for each in self.inputs],
             [arena.view(each) if isinstance(each, Operand) else each for each in self.outputs], draws, events,
+            middles,
         )  # fmt: skip
         return self._bound
 
@@ -227,11 +250,14 @@ class Program:
         return found
 
     def run(
-        self, outside: Outside, arena: Arena, inputs: Sequence[Tensor], weights: tuple[int, ...] = ()
+        self, outside: Outside, arena: Arena, inputs: Sequence[Tensor], weights: tuple[int, ...] = (),
+        inner: Inner | None = None,
     ) -> list[Tensor]:  # fmt: skip
-        """Outputs in memory of their own. weights: addresses of the module's memories. Raises what `outside` raises."""
+        """Outputs in memory of their own. weights: addresses of the module's memories. inner: what its middle computes,
+        in another arena. Raises what `outside` and `inner` raise.
+        """
         bound = self.bind(arena)
-        for stream, octets in bound.draws:
+        for stream, octets in bound.draws[-1]:
             outside.fill(stream, octets)
         for place, given in zip(bound.inputs, inputs, strict=True):
             place.copy_(given)
@@ -240,7 +266,14 @@ class Program:
         while at < last:
             with direct:
                 at = steps.run(table, starts, at, last, direct.address)
-            if at < last:
+            if at in bound.middles and inner is not None:
+                taken, results = bound.middles[at]
+                for result, made in zip(results, inner(taken), strict=True):
+                    result.copy_(made)
+                for stream, octets in bound.draws.get(at, ()):
+                    outside.fill(stream, octets)
+                at += 1
+            elif at < last:
                 bound.events[at](outside)
                 at += 1
         return [place.clone() for place in bound.outputs]
@@ -274,7 +307,7 @@ def _words(event: Event) -> Sequence[Word]:
     """The row of an event."""
     if isinstance(event, Step):
         return event.code.address, *event.row
-    if isinstance(event, Call):
+    if isinstance(event, Call | Middle):
         return (steps.STOP,)
     code, endpoint = (steps.SEND, event.to) if isinstance(event, Send) else (steps.RECEIVE, event.frm)
     payload, count = event.payload, math.prod(event.payload.shape)
@@ -334,6 +367,8 @@ def _placed(program: Program) -> int:
         elif isinstance(each, Call):
             held = [*each.arguments, *each.named.values(), each.result]
             found += [operand.memory for operand in _operands(held)]
+        elif isinstance(each, Middle):
+            found += [operand.memory for operand in (*each.inputs, *each.outputs)]
         else:
             found.append(each.payload.memory)
     for memory in found:

@@ -24,12 +24,14 @@ from private_llm.kernels.compiling import CompiledStep
 from private_llm.kernels.watching import Watcher
 from private_llm.net.transport import Transport
 from private_llm.replay import loops
+from private_llm.replay.operations import UNFORESEEN, tensors_of, written_by
 from private_llm.replay.program import (
     Address,
     Call,
     Drawn,
     Event,
     Memory,
+    Middle,
     Operand,
     Program,
     Receive,
@@ -38,6 +40,7 @@ from private_llm.replay.program import (
     Weight,
     Word,
 )
+from private_llm.replay.publics import Encoding, Publics
 from private_llm.replay.taps import Tap, whole_blocks
 from private_llm.ring.prg import Prg
 from private_llm.tensor.dispatch import TorchArg
@@ -65,7 +68,9 @@ class Recorder(Watcher, Tap):
         self._weights = list(weights)
         self._streams = list(streams)
         self._events: list[Event] = []
-        self._draws: dict[int, list[Memory]] = {}
+        self._draws: dict[tuple[int, int], list[Memory]] = {}
+        self._behind = -1  # the middle behind which masks are drawn
+        self.publics = Publics()
         self._starts: list[int] = []
         self._memories: dict[int, tuple[Memory, int, object]] = {}  # by address: bytes, and what owns them
         self._made: dict[int, tuple[torch.dtype, torch.UntypedStorage]] = {}
@@ -118,6 +123,61 @@ class Recorder(Watcher, Tap):
         if not isinstance(found, Operand):
             raise UnsupportedOp("a constant where a value that changes is wanted")
         return found
+
+    def public(self, x: Tensor) -> Operand:
+        """A public tensor that changes; its ring elements come from outside, too, where they are made of views of it.
+
+        Raises UnsupportedOp for an empty one.
+        """
+        memory = self.memory_of(x) or self.changing(x)
+        memory.first = -1
+        self.publics.tensors.append(x)
+        found = self._view(x)
+        if not isinstance(found, Operand):
+            raise UnsupportedOp("a public tensor without elements")
+        return found
+
+    def encoded(self, values: Tensor, bits: int, make: Callable[[], Tensor]) -> Tensor:
+        """Ring elements of public values."""
+        with _unrecorded():
+            made = make()
+            if self.reason is not None or self.memory_of(values) is None:
+                self._keep.append(made)
+                return made
+            key = self.publics.encoding(values, bits)
+            if key is None:
+                self.stop("ring elements of public values that are computed")
+                return made
+            held = self.publics.made.get(key)
+            if held is None:
+                held = self.publics.made[key] = made.clone()
+                self.changing(held).first = -1
+            return held
+
+    def encodings(self) -> dict[Encoding, Operand]:
+        """Ring elements of public tensors, which whoever repeats the program makes anew."""
+        return {key: self.operand(held) for key, held in self.publics.made.items()}
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, nothing is part of the step."""
+        with _unrecorded():
+            yield
+
+    def middle(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
+        """Python has computed the middle of this step; returns what the step goes on with."""
+        with _unrecorded():
+            results = [x.contiguous().clone() for x in made]
+            if self.reason is None:
+                try:
+                    inputs = tuple([self.operand(x) for x in given])
+                    for x in results:
+                        self.changing(x)
+                    self._events.append(Middle(inputs, tuple([self.operand(x) for x in results])))
+                    self._behind = len(self._events) - 1
+                except UnsupportedOp as error:
+                    self.stop(f"a middle: {error}")
+        return results
 
     def _view(self, x: Tensor) -> Operand | Tensor:
         """A tensor as an operation meets it when it is repeated: a constant as it is."""
@@ -181,7 +241,8 @@ class Recorder(Watcher, Tap):
         """This step cannot be repeated as a program; what was held for it is let go."""
         self.reason = self.reason or reason
         for held in (
-            self._events, self._draws, self._starts, self._memories, self._made, self._keep, self._untouched, self._seen
+            self._events, self._draws, self._starts, self._memories, self._made, self._keep, self._untouched,
+            self._seen, self.publics,
         ):  # fmt: skip
             held.clear()
 
@@ -239,8 +300,8 @@ class Recorder(Watcher, Tap):
         with _unrecorded():
             memory = self.memory_of(out) or self.changing(out)
         memory.size = whole_blocks(self._streams[number], memory.size)
-        memory.first = -1
-        self._draws.setdefault(number, []).append(memory)
+        memory.first = self._behind
+        self._draws.setdefault((number, self._behind), []).append(memory)
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """As a tap; the copy is no part of the step."""
@@ -282,9 +343,9 @@ class Recorder(Watcher, Tap):
         """Run an operation of PyTorch and write it down."""
         if self.reason is not None:
             return func(*args, **kwargs)
-        tensors = list(_tensors([*args, *kwargs.values()]))
+        tensors = list(tensors_of([*args, *kwargs.values()]))
         changes = any(map(self._varies, tensors))
-        written = _written_by(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         try:
             if changes and written is not None:
                 self._written(written.data_ptr())
@@ -319,7 +380,7 @@ class Recorder(Watcher, Tap):
             before = len(self._events)
             try:
                 more = {key: value for key, value in kwargs.items() if key != "out"}
-                if func in loops.MOVES and any(self._varies(index) for index in _tensors(args[1:])):
+                if func in loops.MOVES and any(self._varies(index) for index in tensors_of(args[1:])):
                     raise UnsupportedOp("a move to places that change")
                 loops.LOWERED[func](self.emit, x, *args, **more)
             except Exception:  # noqa: BLE001 - a rule for other arguments than these
@@ -331,8 +392,8 @@ class Recorder(Watcher, Tap):
     ) -> None:  # fmt: skip
         """An operation that no step computes is called again, if its result has the same shape every time."""
         try:
-            numbers = func in loops.MOVES and all(index.dtype == torch.int64 for index in _tensors(args[1:]))
-            if (_UNFORESEEN & set(func.tags) and not numbers) or (made is not None and len(func._schema.returns) != 1):
+            numbers = func in loops.MOVES and all(index.dtype == torch.int64 for index in tensors_of(args[1:]))
+            if (UNFORESEEN & set(func.tags) and not numbers) or (made is not None and len(func._schema.returns) != 1):
                 raise UnsupportedOp("a result that depends on values or chance")
             result = None if made is None else self._view(made)
             if isinstance(result, Tensor):
@@ -353,34 +414,12 @@ class Recorder(Watcher, Tap):
         for each in found:
             if isinstance(each, Operand):
                 each.memory.last = len(self._events)
-        returned = {x.untyped_storage().data_ptr() for x in outputs}
+        returned = {x.untyped_storage().data_ptr() for x in (*outputs, *self.publics.all())}
         left = (each() for each in self._seen)
         if any(x is not None and x.untyped_storage().data_ptr() not in returned for x in left):
             raise UnsupportedOp("a value that outlives the step")
-        draws = [Drawn(stream, tuple(each)) for stream, each in self._draws.items()]
+        draws = [Drawn(stream, tuple(each), behind) for (stream, behind), each in self._draws.items()]
         return Program(self._events, inputs, found, draws, self._keep)
-
-
-def _tensors(arguments: Sequence[Any]) -> Iterator[Tensor]:
-    """The tensors among an operation's arguments, which may be lists of them."""
-    for each in arguments:
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, list | tuple):
-            yield from _tensors(each)
-
-
-_UNFORESEEN = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
-"""Marks of operations whose result has another shape, or is drawn anew, each time."""
-
-
-def _written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:  # noqa: ANN401
-    """The tensor that an operation writes to; None if its result is a new one."""
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written = kwargs.get(argument.name) if argument.kwarg_only else args[number]
-            return written if isinstance(written, Tensor) else None
-    return None
 
 
 class _Operations(TorchDispatchMode):

@@ -31,7 +31,7 @@ class Tap(PassingTransport):
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
-        self.notes = Notes()
+        self.inner, self.notes = inner, Notes()
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """Tell, and let the inner transport send a copy and book it: under its own numbers, where it has others."""
@@ -91,7 +91,7 @@ class Witness(Watcher, Tap):
 
 
 @contextmanager
-def tapped(protocol: Protocol, tap: Tap) -> Iterator[None]:
+def tapped(protocol: Protocol, tap: Transport) -> Iterator[None]:
     """Inside, the protocol's links are the tap's."""
     kept, protocol.transport = protocol.transport, tap
     try:
@@ -114,11 +114,11 @@ class Rerun:
         self.equal = True
 
     def fill(self, stream: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-        """All masks of a stream, at once."""
-        drawn = self._drawn.pop(stream, np.empty(0, np.uint8))
-        self.equal &= drawn.size == out.size
+        """The next masks of a stream."""
+        drawn = self._drawn.get(stream, np.empty(0, np.uint8))
+        self.equal &= drawn.size >= out.size
         if self.equal:
-            out[:] = drawn
+            out[:], self._drawn[stream] = drawn[: out.size], drawn[out.size :]
 
     def direct(self) -> Direct:
         """None: every message is compared."""
@@ -136,7 +136,7 @@ class Rerun:
 
     def agrees(self, notes: Notes) -> bool:
         """Whether the program drew, received and sent the same as the other run, and all of it."""
-        left = bool(self._drawn) or next(self._received, None) is not None
+        left = any(each.size for each in self._drawn.values()) or next(self._received, None) is not None
         return self.equal and not left and len(self.sent) == len(notes.sent) and all(map(_same, self.sent, notes.sent))
 
 

@@ -9,9 +9,11 @@ recorded stays as it is, and `Replays.refused` says why.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -21,15 +23,17 @@ from torch import Tensor
 from private_llm.errors import UnsupportedOp
 from private_llm.kernels.drawn import StreamKey
 from private_llm.kernels.watching import this_thread, watched_by
-from private_llm.net.ledger import Ledger
-from private_llm.net.transport import CLIENT
 from private_llm.protocols.session import Owed, Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import QUANTITIES
-from private_llm.replay.program import Arena, Operand, Program
+from private_llm.replay.middle import Middle, this_call
+from private_llm.replay.program import Arena, Inner, Operand, Program
+from private_llm.replay.publics import Encoding
 from private_llm.replay.recorder import Recorder
-from private_llm.replay.taps import Live, Rerun, Witness, tapped
+from private_llm.replay.taps import Live, Rerun, Tap, Witness, tapped
+from private_llm.replay.told import Booked, Met, Seen, Told
 from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.scale import encode_public
 
 MOST_PROGRAMS = 1024
 """Programs that a session keeps; the one that was used longest ago goes first."""
@@ -43,31 +47,6 @@ Compute = Callable[[Sequence[Fixed]], tuple[Sequence[Fixed], Hashable]]
 if a program could not make that."""
 
 
-_HERE, _OWNER, _AS_IT_IS = range(3)
-_Scope = tuple[int, str]
-"""A module in the ledger: the one in which the unit was called, one within its owner, or any other."""
-
-
-@dataclass(frozen=True)
-class _Booked:
-    """What a run adds to the ledger."""
-
-    sent: tuple[tuple[_Scope, str, int, int], ...]
-    rounds: tuple[tuple[_Scope, str, int], ...]
-    macs: tuple[tuple[_Scope, int], ...]
-
-    def book(self, ledger: Ledger, owner: str) -> None:
-        """Add it, for an owner of this name."""
-        outer = ledger.op_name
-        starts = (ledger.scope_name, owner, "")
-        for (kind, name), op, to, count in self.sent:
-            ledger.sent[(starts[kind] + name, outer or op, to)] += count
-        for (kind, name), op, count in self.rounds:
-            ledger.rounds[(starts[kind] + name, outer or op)] += count
-        for (kind, name), count in self.macs:
-            ledger.macs[starts[kind] + name] += count
-
-
 @dataclass(frozen=True)
 class _Kept:
     """A program, and how its outputs become values: fractional bits, facts, and the sums owed to the range check."""
@@ -76,7 +55,9 @@ class _Kept:
     fracs: tuple[int, ...]
     owed: tuple[int, ...]
     facts: Hashable
-    booked: _Booked
+    booked: Booked
+    middle: Met | None = None
+    encodings: tuple[Encoding, ...] = ()
 
 
 @dataclass
@@ -123,7 +104,10 @@ class Replays:
         self.counts: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self._units: OrderedDict[Hashable, _Unit] = OrderedDict()
-        self._arena = Arena()
+        self.waits = False
+        """Whether a larger unit is computed for the first time, within which nothing is recorded."""
+        self._arenas = (Arena(), Arena())  # the second one is for what is computed in a middle
+        self._inside = 0
         self._live: Live | None = None
 
     def __len__(self) -> int:
@@ -132,26 +116,69 @@ class Replays:
 
     def run(
         self, session: Session, key: Hashable, inputs: Sequence[Fixed], compute: Compute, owner: Owner = NOBODY,
-        patience: int = 1,
+        patience: int = 1, middle: Middle | None = None,
     ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
         """What `compute` makes of the inputs, and its facts.
 
         key: all that decides what is computed, but sizes and the owner's weights. patience: calls before one is
-        recorded.
+        recorded. middle: what of this call stays in Python.
         """
         unit = self._unit((key, tuple([(tuple(x.shape), x.frac, len(x.share.parts)) for x in inputs])))
         unit.calls += 1
         if owner.name in unit.checked and unit.kept is not None:
-            return self._repeat(session, unit.kept, inputs, owner)
+            return self._repeat(session, unit.kept, inputs, owner, middle)
         if unit.refused_all or unit.calls <= patience or owner.name in unit.refused:
             self.counts["plain"] += 1
-            made, facts = compute(inputs)
-            if facts is None:
-                unit.refused_all = True
+            if middle is None or unit.refused_all or owner.name in unit.refused:
+                made, facts = compute(inputs)
+            else:
+                made, facts = self._first(inputs, compute, middle)
+                unit.refused_all = self._without(middle)
+            unit.refused_all |= facts is None
             return made, facts
         if unit.kept is None:
-            return self._record(session, unit, inputs, compute, owner)
-        return self._check(session, unit, unit.kept, inputs, compute, owner)
+            return self._record(session, unit, inputs, compute, owner, middle)
+        return self._check(session, unit, unit.kept, inputs, compute, owner, middle)
+
+    def _first(
+        self, inputs: Sequence[Fixed], compute: Compute, middle: Middle
+    ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
+        """As always, but what is within is not recorded by itself, and the middle is watched."""
+
+        @contextmanager
+        def aside() -> Iterator[None]:
+            self.waits = False
+            with self._within():
+                yield
+            self.waits = True
+
+        middle.aside, self.waits = aside, True
+        try:
+            with _met(middle):
+                return compute(inputs)
+        finally:
+            self.waits = False
+
+    def _without(self, middle: Middle) -> bool:
+        """Whether a unit has not the middle that it should have."""
+        if not middle.met:
+            middle.refuse("a middle that was not met")
+        if middle.reason is not None:
+            self.refused[middle.reason] += 1
+        return middle.reason is not None
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        """Inside, a middle is computed, whose programs run in memory of their own."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+    @property
+    def _arena(self) -> Arena:
+        return self._arenas[min(self._inside, 1)]
 
     def _unit(self, key: Hashable) -> _Unit:
         found = self._units.get(key)
@@ -174,32 +201,42 @@ class Replays:
             del self._units[key]
 
     def _record(
-        self, session: Session, unit: _Unit, inputs: Sequence[Fixed], compute: Compute, owner: Owner
+        self, session: Session, unit: _Unit, inputs: Sequence[Fixed], compute: Compute, owner: Owner,
+        middle: Middle | None,
     ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
         self.counts["recorded"] += 1
-        protocol, ledger = session.protocol, session.protocol.ledger
+        protocol = session.protocol
         recorder = Recorder(protocol.transport, protocol.mask_streams, owner.places)
         parts = [part.contiguous().clone() for x in inputs for part in x.share.parts]
         operands: list[Operand] = []
         for number in range(len(parts)):
             recorder.changing(parts[number]).first = -1
             operands.append(recorder.operand(parts[number]))
-        before, owed = _Ledgers(ledger, owner.name), len(session.known.owed)
-        with recorder.operations(), watched_by(recorder), tapped(protocol, recorder):
+        told = Told(session, owner.name)
+        if middle is not None:
+            operands += [recorder.public(x) for x in middle.publics]
+            self._surround(middle, told, recorder, recorder.aside)
+            middle.ends = told.ending(recorder.middle)
+        with recorder.operations(), watched_by(recorder), tapped(protocol, recorder), _met(middle):
             made, facts = compute(_values(inputs, parts))
-        new = session.known.owed[owed:]
+        new = told.end()
         fracs = tuple(x.frac for x in made)
         try:
             if facts is None:
                 raise UnsupportedOp("results that are no secret tensors")
+            if middle is not None and self._without(middle):
+                raise UnsupportedOp(f"its middle: {middle.reason}")
             if any(rows is not None for _, _, rows in new):
                 raise UnsupportedOp("a verdict for each row of a batch")
             outputs = [part for x in made for part in x.share.parts] + [p for sums, _, _ in new for p in sums.parts]
             parts.clear()
-            program = recorder.program(operands, outputs)
+            encodings = recorder.encodings()
+            program = recorder.program([*operands, *encodings.values()], outputs)
             if program.size > MOST_BYTES:
                 raise UnsupportedOp(f"a program of more than {MOST_BYTES >> 20} MiB")
-            unit.kept = _Kept(program, fracs, tuple(bits for _, bits, _ in new), facts, before.booked(ledger))
+            unit.kept = _Kept(
+                program, fracs, tuple(bits for _, bits, _ in new), facts, told.booked, told.met, tuple(encodings)
+            )
         except Exception as error:  # noqa: BLE001 - the step is done; only its program is not
             unit.refused_all = True
             self.refused[str(error)] += 1
@@ -207,27 +244,51 @@ class Replays:
             self._let_go()
         return made, facts
 
+    def _surround(
+        self, middle: Middle, told: Told, tap: Tap, unseen: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:  # fmt: skip
+        """Let `told` and `tap` see nothing of a middle."""
+
+        @contextmanager
+        def aside() -> Iterator[None]:
+            with unseen(), watched_by(None), tapped(told.session.protocol, tap.inner), self._within():
+                yield
+
+        def begins() -> str | None:
+            told.pause()
+            return None if told.session.known.pending is None else "a check that was put off until the middle"
+
+        middle.aside, middle.begins = aside, begins
+
     def _check(
-        self, session: Session, unit: _Unit, kept: _Kept, inputs: Sequence[Fixed], compute: Compute, owner: Owner
+        self, session: Session, unit: _Unit, kept: _Kept, inputs: Sequence[Fixed], compute: Compute, owner: Owner,
+        middle: Middle | None,
     ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
         self.counts["checked"] += 1
-        protocol, ledger = session.protocol, session.protocol.ledger
+        protocol = session.protocol
         witness = Witness(protocol.transport, protocol.mask_streams)
         given = [part.contiguous().clone() for x in inputs for part in x.share.parts]
-        before, owed = _Ledgers(ledger, owner.name), len(session.known.owed)
-        with watched_by(witness), tapped(protocol, witness):
+        told, seen = Told(session, owner.name), Seen()
+        if middle is not None:
+            given += [x.clone() for x in middle.publics]
+            self._surround(middle, told, witness)
+            middle.ends = told.ending(seen.note)
+        with watched_by(witness), tapped(protocol, witness), _met(middle):
             made, facts = compute(inputs)
-        new = session.known.owed[owed:]
+        new = told.end()
         outputs = [part for x in made for part in x.share.parts] + [p for sums, _, _ in new for p in sums.parts]
         rerun = Rerun(witness.notes)
         try:
-            again = kept.program.run(rerun, self._arena, given, owner.addresses)
+            if middle is not None:
+                given += [encode_public(inputs[0], middle.publics[each[0]], each) for each in kept.encodings]
+            again = kept.program.run(rerun, self._arena, given, owner.addresses, seen.again)
         except Exception as error:  # noqa: BLE001 - as above
             again = []
             self.refused[str(error)] += 1
         same = (kept.fracs, kept.owed, kept.facts) == (tuple(x.frac for x in made), tuple(b for _, b, _ in new), facts)
         right = (
-            same and rerun.agrees(witness.notes) and kept.booked == before.booked(ledger)
+            same and rerun.agrees(witness.notes) and (kept.booked, kept.middle) == (told.booked, told.met) and seen.same
+            and (middle is None or middle.reason is None)
             and len(again) == len(outputs) and all(map(torch.equal, again, outputs))
         )  # fmt: skip
         (unit.checked if right else unit.refused).add(owner.name)
@@ -236,7 +297,7 @@ class Replays:
         return made, facts
 
     def _repeat(
-        self, session: Session, kept: _Kept, inputs: Sequence[Fixed], owner: Owner
+        self, session: Session, kept: _Kept, inputs: Sequence[Fixed], owner: Owner, middle: Middle | None
     ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
         self.counts["repeated"] += 1
         protocol, known = session.protocol, session.known
@@ -244,46 +305,55 @@ class Replays:
         if outside is None or outside.transport is not protocol.transport:
             outside = self._live = Live(protocol.transport, protocol.mask_streams)
         parts = [part for x in inputs for part in x.share.parts]
-        made = kept.program.run(outside, self._arena, parts, owner.addresses)
+        each, before = len(parts) // len(inputs), len(known.owed)
+        inner: Inner | None = None
+        if middle is not None and kept.middle is not None:
+            parts += [
+                *middle.publics, *(encode_public(inputs[0], middle.publics[e[0]], e) for e in kept.encodings)
+            ]  # fmt: skip
+            inner = functools.partial(self._inner, session, kept.middle, middle, owner.name)
+        made = kept.program.run(outside, self._arena, parts, owner.addresses, inner)
         kept.booked.book(protocol.ledger, owner.name)
-        each = len(inputs[0].share.parts)
         shares = [Share(tuple(made[at : at + each])) for at in range(0, len(made), each)]
         values = [Fixed(session, share, frac) for share, frac in zip(shares, kept.fracs, strict=False)]
         sums: list[Owed] = [(share, bits, None) for share, bits in zip(shares[len(values) :], kept.owed, strict=True)]
-        known.owed += sums
+        first = len(sums) if kept.middle is None else kept.middle.owed
+        known.owed[before:before] = sums[:first]
+        known.owed += sums[first:]
         return values, kept.facts
+
+    def _inner(
+        self, session: Session, met: Met, middle: Middle, owner: str, parts: Sequence[Tensor]
+    ) -> Sequence[Tensor]:  # fmt: skip
+        """The middle of a program that is repeated."""
+        ledger = session.protocol.ledger
+        count = len(parts) // len(met.fracs)
+        values = [
+            Fixed(session, Share(tuple(parts[at * count : (at + 1) * count])), frac)
+            for at, frac in enumerate(met.fracs)
+        ]
+        outer = ledger.enter(met.module(ledger, owner))
+        try:
+            with self._within():
+                return middle.again(values).share.parts
+        finally:
+            ledger.leave(outer)
+
+
+@contextmanager
+def _met(middle: Middle | None) -> Iterator[None]:
+    """Inside, what is called may meet this middle."""
+    before, this_call.middle = this_call.middle, middle
+    try:
+        yield
+    finally:
+        this_call.middle = before
 
 
 def _values(inputs: Sequence[Fixed], parts: Sequence[Tensor]) -> list[Fixed]:
     """The inputs with these parts."""
     left = iter(parts)
     return [Fixed(x.session, Share(tuple(next(left) for _ in x.share.parts)), x.frac) for x in inputs]
-
-
-class _Ledgers:
-    """What a ledger said at one time."""
-
-    def __init__(self, ledger: Ledger, owner: str) -> None:
-        self._here, self._owner = ledger.scope_name, owner
-        self._held = Counter(ledger.sent), Counter(ledger.rounds), Counter(ledger.macs)
-
-    def _scope(self, name: str) -> _Scope:
-        if self._owner and (name == self._owner or name.startswith(f"{self._owner}.")):
-            return _OWNER, name[len(self._owner) :]
-        return (_HERE, "") if name == self._here else (_AS_IT_IS, name)
-
-    def booked(self, ledger: Ledger) -> _Booked:
-        """What it says more now."""
-        sent, rounds, macs = self._held
-        more_sent, more_rounds = Counter(ledger.sent) - sent, Counter(ledger.rounds) - rounds
-        for key in [key for key in more_sent if key[2] == CLIENT]:  # "still computing", which comes when it comes
-            del more_sent[key]
-        more_macs = Counter(ledger.macs) - macs
-        return _Booked(
-            tuple([(self._scope(scope), op, to, count) for (scope, op, to), count in more_sent.items()]),
-            tuple([(self._scope(scope), op, count) for (scope, op), count in more_rounds.items()]),
-            tuple([(self._scope(scope), count) for scope, count in more_macs.items()]),
-        )
 
 
 _held: weakref.WeakKeyDictionary[Session, Replays] = weakref.WeakKeyDictionary()
@@ -301,7 +371,7 @@ def replays_of(session: Session) -> Replays | None:
     found = _held.get(session)
     if found is None:
         found = _held[session] = Replays()
-    return found
+    return None if found.waits else found
 
 
 def repeat(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
+from private_llm.kernels.watching import this_thread
 from private_llm.protocols.session import Session
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SLACK, SecretTensor
@@ -98,6 +99,14 @@ def encoded(x: Fixed, values: Tensor, bits: int) -> Tensor:
     entry keeps its source tensor alive, so an address in a key cannot be reused. Raises DomainError for values that the
     ring cannot hold.
     """
+    watching = this_thread.watcher
+    if watching is not None:
+        return watching.encoded(values, bits, lambda: _encoded(x, values, bits))
+    return _encoded(x, values, bits)
+
+
+def _encoded(x: Fixed, values: Tensor, bits: int) -> Tensor:
+    """`encoded`, unwatched."""
     where = x.share.parts[0].device
     version = None if values.is_inference() else values._version
     key = (values.data_ptr(), values.shape, values.stride(), values.dtype, version, bits, where)
@@ -111,6 +120,12 @@ def encoded(x: Fixed, values: Tensor, bits: int) -> Tensor:
     else:
         recent.move_to_end(key)
     return found[1]
+
+
+def encode_public(x: Fixed, values: Tensor, view: tuple[int, tuple[int, ...], tuple[int, ...], int, int]) -> Tensor:
+    """`encoded` for a view of public values: (any number, shape, strides, offset, fractional bits)."""
+    _, shape, stride, offset, bits = view
+    return encoded(x, values.as_strided(shape, stride, int(values.storage_offset()) + offset), bits)
 
 
 def aligned(x: SecretTensor, y: SecretTensor) -> tuple[Fixed, Fixed]:

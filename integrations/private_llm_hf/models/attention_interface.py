@@ -16,9 +16,10 @@ from private_llm.nn.evicting import Call
 from private_llm.nn.merged_heads import apart, merge_heads
 from private_llm.nn.ops_softmax import read_mask
 from private_llm.nn.predicted import SparseHeads
+from private_llm.replay.middle import this_call
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
-from private_llm_hf.party.cache import HeldKeys
+from private_llm_hf.party.cache import HeldKeys, Updated
 
 NAME = "private_llm"
 """What `config._attn_implementation` is set to."""
@@ -55,7 +56,7 @@ def private_attention(
     position_bias: Tensor | None = None,
     s_aux: Tensor | None = None,
     **_: object,
-) -> tuple[Tensor, None]:
+) -> tuple[SecretTensor, None]:
     """q [B, H, q, D], k and v [B, G, kv, D], all secret, to ([B, q, H, D], no attention weights).
 
     s_aux: a sink for each head [H], secret or (public weights) plain.
@@ -70,6 +71,23 @@ def private_attention(
         raise UnsupportedOp("attention dropout on secret tensors; call model.eval()")
     if attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", False):
         raise DomainError(f"{type(module).__name__} is causal but got no mask; the mask function is not registered")
+    middle = this_call.middle
+    if isinstance(middle, Updated) and not middle.met:
+        alone = attention_mask is None and position_bias is None and s_aux is None and not hasattr(module, SPARSE)
+
+        def attend_again(query: SecretTensor, key: SecretTensor, value: SecretTensor) -> SecretTensor:
+            made, _ = _attention(module, query, key, value, attention_mask, scaling, softcap, position_bias, s_aux)
+            return made
+
+        return middle.attended(query, key, value, alone, attend_again), None
+    return _attention(module, query, key, value, attention_mask, scaling, softcap, position_bias, s_aux)
+
+
+def _attention(
+    module: nn.Module, query: SecretTensor, key: SecretTensor, value: SecretTensor, attention_mask: Tensor | None,
+    scaling: float | None, softcap: float | None, position_bias: Tensor | None, s_aux: Tensor | None,
+) -> tuple[SecretTensor, None]:  # fmt: skip
+    """`private_attention` of what it takes."""
     attention_mask, addend = read_mask(attention_mask)
     layer = key.layer if isinstance(key, HeldKeys) else None
     merged = 1 if layer is None else layer.policy.merged_heads

@@ -8,7 +8,9 @@ cost no traffic; what stays in memory is decided by a policy (private_llm/kv_pol
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import functools
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,8 +21,15 @@ from private_llm.kv_policies.fixed import KEEP_ALL
 from private_llm.kv_policies.policy import CacheFacts, CachePolicy
 from private_llm.nn.evicting import EvictingLayer
 from private_llm.nn.kv_cache import KVBuffer, Piece
+from private_llm.replay.middle import Middle, this_call
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
+
+
+def _looked_at() -> None:
+    """A layer asked for a length, which may decide what it computes."""
+    if this_call.middle is not None:
+        this_call.middle.refuse("the length of a cache")
 
 
 class HeldKeys(SecretTensor):
@@ -123,10 +132,12 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(positions after this query, number of the first)."""
+        _looked_at()
         return self.buffer.position + query_length, 0
 
     def get_seq_length(self) -> int:
         """The number of the next position."""
+        _looked_at()
         return self.buffer.position
 
     def get_max_length(self) -> int:
@@ -178,6 +189,24 @@ class SecretCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return twin
 
 
+class Updated(Middle):
+    """A middle that begins with the update of a cache."""
+
+    @abstractmethod
+    def updated(
+        self, cache: SecretCache, key: SecretTensor, value: SecretTensor, number: int,
+        update: Callable[[], tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """What `update` of layer `number` gives."""
+
+    @abstractmethod
+    def attended(
+        self, query: SecretTensor, key: Tensor, value: Tensor, alone: bool,
+        attend: Callable[[SecretTensor, SecretTensor, SecretTensor], SecretTensor],
+    ) -> SecretTensor:  # fmt: skip
+        """What `attend` gives. alone: it knows nothing else that may change."""
+
+
 class SecretCache(Cache):  # type: ignore[misc]
     """All layers of a decoder. Copying (copy.deepcopy) shares the entries so far.
 
@@ -193,6 +222,27 @@ class SecretCache(Cache):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """As the layer's, which is made when it is first needed."""
+        middle = this_call.middle
+        if (
+            isinstance(middle, Updated)
+            and isinstance(key_states, SecretTensor)
+            and isinstance(value_states, SecretTensor)
+        ):
+            update = functools.partial(self._update, key_states, value_states, layer_idx, *args, **kwargs)
+            return middle.updated(self, key_states, value_states, layer_idx, update)
+        return self._update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def holds(self, number: int) -> bool:
+        """Whether a layer keeps all, and holds something."""
+        return (
+            number < len(self.layers)
+            and self.layers[number].policy == KEEP_ALL
+            and self.layers[number].buffer.length > 0
+        )
+
+    def _update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         while len(self.layers) <= layer_idx:
             self.add_layer()
         made: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -40,6 +40,7 @@ from private_llm_hf.models.latent import expanded, expands_latents
 from private_llm_hf.models.sparse_blocks import attach_predictors, make_sparse
 from private_llm_hf.models.windows import windowed_layers
 from private_llm_hf.party.cache import SecretCache, SecretEncoderDecoderCache
+from private_llm_hf.party.layers import RepeatedLayer, are_layers
 from private_llm_hf.party.placement import Placement, Value
 from private_llm_hf.patch_plan import make_patch_plan
 
@@ -171,13 +172,17 @@ def _pool_first(parent: nn.Module, relu: str, pool: str) -> None:
             setattr(parent.get_submodule(path), own, module)
 
 
-def _share_inputs(model: nn.Module, session: Session, placement: Placement) -> set[nn.Module]:
+Grouped = dict[nn.Module, list[tuple[str, object]]]
+"""Modules that are part of a product, and the weights of that product, at one of them."""
+
+
+def _share_inputs(model: nn.Module, session: Session, placement: Placement) -> Grouped:
     """Let siblings that read the same tensor (query, key, value; gate, up) be one product; returns them.
 
     Joining copies, and leaves holes where the pieces were, which the allocator would keep: one after the other they
     grow to a part of the model, so they go back to the system now and then.
     """
-    grouped: set[nn.Module] = set()
+    grouped: Grouped = {}
     left = 0
     for path, parent in model.named_modules():
         children = dict(parent.named_children())
@@ -187,12 +192,13 @@ def _share_inputs(model: nn.Module, session: Session, placement: Placement) -> s
                 read = placement.reader([f"{path}.{name}" for name in names.split()], found)
                 name = f"{path}.{'+'.join(names.split())}"
                 group = SharedInput(found, name, session.protocol.ledger, read)
+                shares: list[tuple[str, object]] = [("read for each product", None)]
                 if group.kept is not None:
                     shares = [(str(n), each) for n, each in enumerate(group.kept) if each is not None]
                     group.product = repeated(group.product, name, session, ("product", *group.sizes), shares)
                 for index, layer in enumerate(found):
                     layer.forward = functools.partial(group.piece, index)
-                grouped.update(found)
+                grouped |= {layer: [] for layer in found} | {found[0]: shares}
                 left += 0 if read else sum(layer.weight.numel() for layer in found)
                 if left >= _HOLES:
                     trim_allocator()
@@ -200,7 +206,7 @@ def _share_inputs(model: nn.Module, session: Session, placement: Placement) -> s
     return grouped
 
 
-def _repeat_modules(model: nn.Module, session: Session, grouped: set[nn.Module]) -> None:
+def _repeat_modules(model: nn.Module, session: Session, grouped: Grouped) -> None:
     """Let modules run as recorded programs where they can: where nothing but inputs and weights decides what they do.
 
     Those of a group keep pieces from call to call, blocks of predicted neurons which of them were opened, and what a
@@ -208,10 +214,17 @@ def _repeat_modules(model: nn.Module, session: Session, grouped: set[nn.Module])
     """
     if session.config.sparsity is not None:
         return
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and are_layers(module)]
+    layers = {layer for module in lists for layer in module}
     for name, module in model.named_modules():
         if name and module not in grouped and not isinstance(module, _CONTAINERS) and _is_known(module):
-            kind, weights = (type(module), repr(module)), list(module.named_parameters())
-            module.forward = repeated(module.forward, name, session, kind, weights)
+            kind, weights = (type(module), repr(module)), list[tuple[str, object]](module.named_parameters())
+            if module in layers:
+                within = [(own, grouped.get(each, [])) for own, each in module.named_modules()]
+                weights += [(f"{own}+{number}", share) for own, shares in within for number, share in shares]
+                module.forward = RepeatedLayer(module.forward, name, session, kind, weights)
+            else:
+                module.forward = repeated(module.forward, name, session, kind, weights)
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)

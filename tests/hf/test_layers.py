@@ -1,0 +1,124 @@
+"""Decoder layers are programs around their attention, and what does more than that stays as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from private_llm_hf import patch
+from private_llm_hf.party import layers
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from private_llm.config import PrivateConfig
+from private_llm.replay.units import Replays
+
+LAYERS = 2
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": 64}
+
+
+def llama() -> PreTrainedModel:
+    config = LlamaConfig(**SIZES, num_key_value_heads=2, intermediate_size=48, max_position_embeddings=64)
+    return LlamaForCausalLM(config).eval()
+
+
+def opt() -> PreTrainedModel:
+    config = OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64)
+    return OPTForCausalLM(config).eval()
+
+
+STEPS = (6, 7, 7, 7, 8, 9, 8, 9, *range(10, 19))
+"""Positions of tokens, with steps back: programs are recorded and checked at one of them."""
+
+
+class Counted:
+    """What became of the calls of layers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.repeated = 0
+        self.refused: set[str] = set()
+        run, repeat = Replays.run, Replays._repeat
+
+        def counted(this: Replays, *args: Any, **kwargs: Any) -> Any:
+            made = run(this, *args, **kwargs)
+            self.refused |= set(this.refused)
+            return made
+
+        def again(this: Replays, *args: Any) -> Any:
+            self.repeated += args[-1] is not None
+            return repeat(this, *args)
+
+        monkeypatch.setattr(Replays, "run", counted)
+        monkeypatch.setattr(Replays, "_repeat", again)
+
+
+def answers(make: Callable[[], PreTrainedModel], **settings: Any) -> tuple[list[Tensor], int, int]:
+    """Logits of steps behind a prompt, with a step back between; bytes and rounds."""
+    torch.manual_seed(0)
+    plain = make()
+    ids = torch.arange(19)[None] % 40
+    with patch(plain, PrivateConfig.from_dict({"party_mode": "threads", **settings})) as model, torch.no_grad():
+        out = model(input_ids=ids[:, :6], use_cache=True)
+        cache, found = out.past_key_values, [out.logits[:, -1]]
+        for position, before in zip(STEPS, (5, *STEPS), strict=False):
+            cache.crop(min(0, position - before - 1))
+            out = model(input_ids=ids[:, position : position + 1], past_key_values=cache, use_cache=True)
+            found.append(out.logits[:, -1])
+        cost = model.cost()
+        want = plain(ids).logits[0]
+    for logits, position in zip(found, (5, *STEPS), strict=True):
+        assert torch.allclose(logits[0], want[position], atol=2e-2)
+    return found, cost.bytes_total, cost.rounds
+
+
+@pytest.mark.parametrize("settings", [{}, {"protocol": "dealer"}, {"weights_at_rest": "seeds"}], ids=str)
+@pytest.mark.parametrize("make", [llama, opt])
+def test_layers_are_repeated_around_attention(
+    make: Callable[[], PreTrainedModel], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Counted(monkeypatch)
+    _, sent, rounds = answers(make, **settings)
+    assert not counted.refused
+    assert counted.repeated >= 3 * LAYERS * 10, "of 17 steps at most 7 are first, recorded and checked"
+    assert answers(make, **settings, replay=False)[1:] == (sent, rounds)
+
+
+def test_a_layer_that_asks_for_the_length_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = LlamaAttention.forward
+
+    def asks(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("past_key_values") is not None:
+            kwargs["past_key_values"].get_seq_length()
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", asks)
+    counted = Counted(monkeypatch)
+    answers(llama)
+    assert counted.refused == {"the length of a cache"}
+    assert not counted.repeated
+
+
+def test_masked_steps_are_no_programs_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding on the left is a mask, which says which keys count: it may change, so smaller units run."""
+    counted = Counted(monkeypatch)
+    torch.manual_seed(0)
+    plain, ids = llama(), torch.arange(12).view(2, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    limits = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with patch(plain, PrivateConfig(party_mode="threads")) as model:
+        made = model.generate(ids, attention_mask=mask, **limits)
+    assert torch.equal(made, plain.generate(ids, attention_mask=mask, **limits))
+    assert not counted.repeated
+
+
+def test_what_layers_are_called_with() -> None:
+    angle, position = torch.rand(1, 1, 4), torch.zeros(1, 1, dtype=torch.int64)
+    given = {"past_key_values": object(), "use_cache": True, "position_embeddings": (angle, angle), "mask": None}
+    facts, publics = layers._facts({**given, "position_ids": position}) or ((), [])
+    assert [x is y for x, y in zip(publics, [angle, angle, position], strict=True)] == [True] * 3
+    assert facts != (layers._facts({**given, "use_cache": False, "position_ids": position}) or ((), []))[0]
+    assert layers._facts({"attention_mask": torch.ones(1, 1)}) is None
+    assert layers._facts({"scale": 2.0}) is None
