@@ -29,10 +29,13 @@ def test_calls_of_two_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_calls_of_decode_steps_that_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules run as programs from the fourth step on; attention meets every length once here, and stays in Python."""
+    """Layers run as programs from the fourth step on; attention meets every length once here, and stays in Python.
+
+    18 300 calls of all parties, and some head room; 23 000 when a layer was several programs.
+    """
     monkeypatch.syspath_prepend(str(SCRIPTS))
     count_calls = importlib.import_module("count_calls").count_calls
     found = count_calls(PrivateConfig(protocol="trio", party_mode="threads"), STEPS, before=4)
     totals = [sum(each.values()) for each in found.values()]
     assert len(totals) == 3
-    assert 0 < sum(totals) < 0.75 * 33_500
+    assert 0 < sum(totals) < 20_000
