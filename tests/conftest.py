@@ -16,9 +16,13 @@ if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+_LONG = {"test_scripts_tiny.py", "test_examples.py", "test_attack_scripts.py"}
+"""Files that take minutes, and would come last by their names."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The real model's minutes come first: whichever process gets them, the other has all the rest meanwhile."""
-    items.sort(key=lambda item: item.get_closest_marker("real_model") is None)
+    """The longest files come first: whichever process gets them, the other has all the rest meanwhile."""
+    items.sort(key=lambda item: (item.get_closest_marker("real_model") is None, item.path.name not in _LONG))
 
 
 @pytest.fixture
