@@ -34,6 +34,7 @@ from private_llm.approx.chain import need_wide_ring
 from private_llm.approx.coefficients import RSQRT
 from private_llm.approx.normalise import THIRDS, power, powers, price
 from private_llm.approx.power_lines import REACH, Lines, bits_below, power_by_lines, takes_lines
+from private_llm.approx.wide_lines import APART, WideLines, power_by_wide_lines, takes_wide_lines, wide_range
 from private_llm.errors import DomainError
 from private_llm.kernels.row_forms import InnerAndScaled
 from private_llm.protocols.share import Share
@@ -120,7 +121,7 @@ def rms_norm(
     return _scaled(x.finer(bits(x.frac, x.shape[-1], square)), weight, eps, frac, square, lines, gain)
 
 
-def lines_of(x: Fixed, eps: float, square: int, centred: bool = False) -> Lines | None:
+def lines_of(x: Fixed, eps: float, square: int, centred: bool = False) -> Lines | WideLines | None:
     """The inverse roots of rows of x, or of their deviations, by comparison keys; None if another way is.
 
     Rows are then squared with `line_bits`, and sums reach down to 2^-REACH of the largest that the ring holds.
@@ -130,11 +131,14 @@ def lines_of(x: Fixed, eps: float, square: int, centred: bool = False) -> Lines 
         return None
     width, ring = x.shape[-1], x.session.ring
     rows, found = x.numel() // width, _lines(x.frac, width, eps, square, centred)
-    if found is None or not takes_lines(
-        x, rows, found, price, ring, found.own, rows, THIRDS, found.low, found.high
-    ):  # fmt: skip
+    if isinstance(found, Lines):
+        facts = found.own, rows, THIRDS, found.low, found.high
+        return found if takes_lines(x, rows, found, price, ring, *facts) else None
+    wide = _wide_lines(x.frac, width, eps, square, centred)
+    if wide is None:
         return None
-    return found
+    facts = wide.own, rows, THIRDS, 2.0 ** (wide.log2_low + 1), 2.0**wide.log2_high
+    return wide if takes_wide_lines(x, rows, wide, price, ring, *facts) else None
 
 
 @lru_cache(maxsize=256)
@@ -152,6 +156,21 @@ def _lines(frac: int, width: int, eps: float, square: int, centred: bool) -> Lin
         return None
     own, bits = max(0, _SUM_BITS - bits_below(low)), _inverse_bits(widest - _log2(width))
     return Lines(RSQRT.power, own, low, 2.0**widest, bits, math.sqrt(width))
+
+
+@lru_cache(maxsize=256)
+def _wide_lines(frac: int, width: int, eps: float, square: int, centred: bool) -> WideLines | None:
+    """Lines for rows whose range is too wide for `_lines`, if two copies of one table reach all of it."""
+    fine = line_bits(frac, width, square)
+    smaller = _ratio_squared(width) if centred else 1.0
+    if not one_sum(fine, width, square) or not eps > 0:
+        return None
+    widest = _WRAP_FREE - 2 * fine
+    least = max(0.98 * width * eps, width * smaller * _SMALLEST)
+    own = max(0, min(2 * fine, 59 - widest))
+    found = WideLines(own, widest, _inverse_bits(widest - _log2(width)), math.sqrt(width))
+    significant = own + widest - 2 * APART + 1 >= _SUM_BITS - 2
+    return found if wide_range(least, widest) and significant and found.fit else None
 
 
 def _ratio_squared(width: int) -> float:
@@ -236,8 +255,8 @@ def _divided(total: Fixed, width: int, reach: int) -> tuple[Fixed, int]:
 
 
 def _scaled(
-    d: Fixed, weight: Fixed | Tensor | None, eps: float, frac: int | None, square: int, lines: Lines | None = None,
-    gain: int | None = None,
+    d: Fixed, weight: Fixed | Tensor | None, eps: float, frac: int | None, square: int,
+    lines: Lines | WideLines | None = None, gain: int | None = None,
 ) -> Fixed:  # fmt: skip
     """d / sqrt(mean(d^2) + eps) * weight."""
     if not eps > 0:
@@ -303,9 +322,11 @@ def _squares(d: Fixed, frac: int) -> Fixed:
     return row.matmul(column, frac=frac).view(lambda part: part.squeeze(-1))
 
 
-def _inverse_root(square: Fixed, d: Fixed, eps: float, lines: Lines | None) -> Fixed:
+def _inverse_root(square: Fixed, d: Fixed, eps: float, lines: Lines | WideLines | None) -> Fixed:
     """1 / sqrt(mean(d^2) + eps) of rows whose squares fit, from their sums: [.., 1]."""
     width, widest = d.shape[-1], _WRAP_FREE - 2 * d.frac
+    if isinstance(lines, WideLines):
+        return power_by_wide_lines(square + width * eps, lines)
     if lines is not None:
         return power_by_lines(square + width * eps, lines)
     low = max(0.98 * width * eps, 2.0 ** (10 - square.frac))

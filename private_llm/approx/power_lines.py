@@ -26,7 +26,7 @@ CELLS = {-1.0: 33, -0.5: 24}
 REACH = 24.5
 """Most octaves of a range."""
 
-_DECIMAL = Context(prec=40, rounding=ROUND_HALF_EVEN, traps=[])
+DECIMAL = Context(prec=40, rounding=ROUND_HALF_EVEN, traps=[])
 """Not that of the program around, which may round otherwise."""
 
 _LARGEST = 60
@@ -112,7 +112,7 @@ def power_by_lines(x: Fixed, lines: Lines) -> Fixed:
 @lru_cache(maxsize=256)
 def _cells(low: float, high: float, octave: int) -> int:
     """`octave` times the octaves of the range, rounded up; what is less than a billionth too many is the last one's."""
-    with localcontext(_DECIMAL):
+    with localcontext(DECIMAL):
         octaves = (Decimal(high) / Decimal(low)).ln() / Decimal(2).ln()
         return int((octaves * octave - Decimal("1e-9")).to_integral_value(ROUND_CEILING))
 
@@ -121,11 +121,11 @@ def _cells(low: float, high: float, octave: int) -> int:
 def _pieces(lines: Lines) -> Pieces:
     own, total, shape = lines.own, lines.total, lines.shape
     exponent, gain, cells = Decimal(lines.exponent), Decimal(lines.gain), CELLS[lines.exponent]
-    with localcontext(_DECIMAL):
+    with localcontext(DECIMAL):
         ratio = Decimal(2) ** (Decimal(1) / cells)
         ends = [Decimal(lines.low) * ratio**cell for cell in range(lines.cells + 1)]
         fitted = [_line(exponent, gain, *pair, own, total) for pair in itertools.pairwise(ends)]
-        offsets = tuple(-_whole(end, own) for end in ends[1:-1])
+        offsets = tuple(-whole(end, own) for end in ends[1:-1])
     steps = tuple((a[0] - b[0], a[1] - b[1]) for a, b in itertools.pairwise(fitted))
     return Pieces(offsets, (steps,), (fitted[-1],), shape.bits, shape.low, shape.shifts)
 
@@ -137,10 +137,11 @@ def _line(exponent: Decimal, gain: Decimal, low: Decimal, high: Decimal, own: in
     deepest = (slope / (gain * exponent)) ** (1 / (exponent - 1))
     above = left + slope * (deepest - low) - gain * deepest**exponent
     middle = (low + high) / 2
-    centre, value = _whole(middle, own), left + slope * (middle - low) - above / 2
-    steep = _whole(slope, total - own)
-    return _whole(value, total) - steep * centre, steep
+    centre, value = whole(middle, own), left + slope * (middle - low) - above / 2
+    steep = whole(slope, total - own)
+    return whole(value, total) - steep * centre, steep
 
 
-def _whole(value: Decimal, frac: int) -> int:
+def whole(value: Decimal, frac: int) -> int:
+    """The ring element of a public number with `frac` fractional bits."""
     return int((value * (Decimal(2) ** frac)).to_integral_value())

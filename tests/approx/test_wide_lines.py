@@ -1,0 +1,75 @@
+"""Inverse roots over 43 octaves by one table of lines: errors, rounds, and norms of rows with massive entries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from private_llm.approx.norms import layer_norm, rms_norm
+from private_llm.approx.wide_lines import APART, WideLines, power_by_wide_lines, wide_range
+from private_llm.config import PrivateConfig
+from private_llm.protocols.session import Session
+from private_llm.protocols.trio import cost
+from private_llm.ring.ring import Ring
+from private_llm.tensor.fixed import Fixed
+from tests.harness import run_parties
+
+LINES = WideLines(own=22, log2_high=37, frac=29, gain=24.0)
+KEYS = PrivateConfig(adder="keys")
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("protocol", ["trio", "dealer"])
+def test_relative_errors_and_price(protocol: str) -> None:
+    x = 2.0 ** torch.linspace(LINES.log2_low + 1, LINES.log2_high, 3000, dtype=torch.float64)
+    x = torch.round(x * 2.0**22) / 2.0**22
+    config = PrivateConfig(adder="keys", protocol=protocol)  # type: ignore[arg-type]
+    got = run_parties(config, lambda _, a: power_by_wide_lines(a, LINES), [x], fracs=[22])
+    want = 24.0 * x**-0.5
+    assert float(((got.value - want).abs() / want).max()) <= 1.2e-4
+    price = cost.truncate(Ring(64), 3000, APART) + cost.piecewise(Ring(64), 6000, LINES.shape)
+    assert (got.cost.total, got.cost.rounds) == (price.total, price.rounds) == (price.total, 3)
+
+
+def test_where_the_copies_meet_and_below_the_range() -> None:
+    """A comparison may be off by a little at every end: nothing jumps there. Below the range results fall to zero."""
+    ends = torch.tensor([LINES.log2_low + 1.0, LINES.log2_low + APART, LINES.log2_low + APART + 1], dtype=torch.float64)
+    x = (2.0 ** ends[:, None] * (1 + torch.linspace(-0.002, 0.002, 41, dtype=torch.float64))).reshape(-1)
+    got = run_parties(KEYS, lambda _, a: power_by_wide_lines(a, LINES), [x], fracs=[22]).value
+    assert float((got * x**0.5 / 24 - 1).abs().max()) <= 5e-3  # 0.2 % below the range, where the rise is twice as steep
+    assert float((got * x**0.5 / 24 - 1).abs()[41:].max()) <= 1.2e-4
+    below = 2.0 ** torch.linspace(LINES.log2_low - 3, LINES.log2_low + 1, 50, dtype=torch.float64)
+    small = run_parties(KEYS, lambda _, a: power_by_wide_lines(a, LINES), [below], fracs=[22]).value
+    assert bool((small >= -1e-3).all())
+    assert bool((small <= 24 * below**-0.5 * 1.01).all())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_norms_of_massive_rows_take_few_rounds(kind: str, weighted: bool) -> None:
+    x, weight = noise(16, 576) * 2.0 ** torch.arange(-2.0, 14.0)[:, None], 1 + 0.3 * noise(576, seed=1)
+    x[-1, 7] = 2.0**17
+
+    def run(session: Session, rows: Fixed, gain: Fixed) -> Fixed:
+        known = {"square": 27, "gain": 1 if weighted else None}
+        if kind == "rms":
+            return rms_norm(rows, gain if weighted else None, 1e-5, **known)  # type: ignore[arg-type]
+        return layer_norm(rows, gain if weighted else None, None, 1e-5, **known)  # type: ignore[arg-type]
+
+    centred = x if kind == "rms" else x - x.mean(-1, keepdim=True)
+    want = centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + 1e-5) * (weight if weighted else 1)
+    by_keys, by_circuits = (run_parties(config, run, [x, weight], fracs=[12, 18]) for config in (KEYS, PrivateConfig()))
+    errors = (by_keys.value - want).norm(dim=-1) / want.norm(dim=-1)
+    assert float(errors[3:].max()) <= 2e-4, "rows of 12 fractional bits that are not too small for them"
+    assert by_keys.cost.rounds <= by_circuits.cost.rounds - 5
+    assert by_keys.cost.total < by_circuits.cost.total
+
+
+def test_ranges_that_it_reaches() -> None:
+    assert wide_range(2.0 ** (37 - 43), 37)
+    assert not wide_range(2.0 ** (37 - 44), 37)
+    assert not WideLines(own=30, log2_high=37, frac=29).fit
