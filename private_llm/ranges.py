@@ -34,6 +34,7 @@ QUANTITIES = {
     "gain": "weights of a norm, with what is added to them for good, stay below 2^gain",
     "score": "pieces of 256 scaled scores of fused attention have norms below 2^score",
     "value": "rows of attention's values, all heads, have norms below 2^value",
+    "read": "products alone read results, of a size that is below 2^read with the other factor's fractional bits",
     "frac": "results of products and their bias, or a norm's input, keep `frac` fractional bits",
     "weight": "a layer's small weights are shared with `weight` fractional bits",
 }
@@ -55,6 +56,7 @@ _LIMITS = {
     "gain": (0, LARGEST_EXPONENT),
     "score": (-60, LARGEST_EXPONENT),
     "value": (-60, LARGEST_EXPONENT),
+    "read": (-60, 63),
     "frac": (LEAST_BITS, 20),
     "weight": (8, 40),
 }

@@ -42,19 +42,20 @@ class Bump:
 
 
 def rectified_minus(x: Fixed, bump: Bump) -> Fixed:
-    """relu(x) - g(|x|), for |x| < 2^20 - 2^10; shape and bits of x.
+    """relu(x) - g(|x|), for |x| < 2^20 - 2^10; shape and bits of x, right in as many of them as x by waves.
 
     33 bytes an element for the comparison. By waves, some 140 more, and 6 rounds in all; error: the sum's and 2^-16. By
     the chain 64 for two injections, and the chain's, 3 + 2 rounds and the chain's; error: the chain's and the rounding
     of its result. By comparison keys the whole function in 2 rounds. Raises DomainError in a 32-bit ring.
     """
     waves = bump.waves if x.session.protocol.has_waves else None
-    plan = None if waves is None else waves_of(waves, x.frac)
+    plan = None if waves is None else waves_of(waves, x.frac, x.session.ring.bits if x.width is None else x.width)
     if takes_curve(bump.curve, x, x.frac, _price, x.session.ring, x.numel(), bump, plan, *coarse_span(x)):
-        return by_keys(bump.curve, x, x.frac)
+        return by_keys(bump.curve, x.whole(), x.frac)
     need_wide_ring(x, "this approximation")
     if waves is not None and plan is not None:
         return _by_waves(x, waves, plan)
+    x = x.whole()
     chain, top, log2_scale = bump.chain, bump.top, bump.log2_scale
     rows = coarse_bits(x, [0.0, -top, top])
     inside = x.proto.xor(rows.row(1), rows.row(2))
@@ -66,7 +67,7 @@ def rectified_minus(x: Fixed, bump: Bump) -> Fixed:
 
 def _by_waves(x: Fixed, made: WaveSum, plan: Waves) -> Fixed:
     """The same by waves."""
-    x, top, factor = x.whole(), made.top, made.factor
+    top, factor = made.top, made.factor
     rows = coarse_bits(x, [-top, 0.0, top])
     proto, negative, sides = x.proto, rows.row(1), x.proto.xor(rows.some(0, 2), rows.some(1, 2))
     # Each interval adds what t differs by from the top: -x - top on the left, x - top on the right.

@@ -47,11 +47,14 @@ class WaveSum:
 
 
 @lru_cache(maxsize=64)
-def waves_of(made: WaveSum, frac: int) -> Waves:
-    """The public side for arguments and results with `frac` fractional bits; arguments come multiplied."""
+def waves_of(made: WaveSum, frac: int, bits: int = 64) -> Waves:
+    """The public side for arguments and results with `frac` fractional bits; arguments come multiplied.
+
+    bits: how many of the lowest bits of results are read.
+    """
     whole = 1 << PUBLIC_BITS
     waves = tuple(Wave(round(c * whole), round(s * whole), _secret_bits(abs(c) + abs(s))) for c, s in made.waves)
-    return Waves(frac, frac + made.factor_bits + made.period_log2, made.constant, waves)
+    return Waves(frac, frac + made.factor_bits + made.period_log2, made.constant, waves, bits)
 
 
 def _secret_bits(size: float) -> int:

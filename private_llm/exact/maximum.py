@@ -28,7 +28,7 @@ from private_llm.exact.ragged_rows import Rows
 from private_llm.exact.topk import losses
 from private_llm.protocols.piecewise import Pieces, PiecesShape
 from private_llm.protocols.share import Share
-from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.fixed import Fixed, narrows
 
 
 def maximum(x: Fixed, coarse: bool = False) -> Fixed:
@@ -69,7 +69,7 @@ def maximum_ragged(x: Fixed, rows: Rows, coarse: bool = False) -> Fixed:
 def is_cut(x: Fixed) -> bool:
     """Whether a coarse maximum of x is one of cut entries: not by comparison keys. Local and public."""
     protocol, ring = x.session.protocol, x.session.ring
-    possible = protocol.has_short_products and not protocol.has_keys and ring.bits == 64 and x.frac >= CUT_BITS
+    possible = narrows(x.session) and not protocol.has_keys and x.frac >= CUT_BITS
     return possible and x.frac - CUT_BITS + _cut_width(x) <= (ring.bits if x.width is None else x.width)
 
 

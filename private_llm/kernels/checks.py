@@ -38,7 +38,7 @@ def told(
     """
     if composed or not w.is_cpu:
         none, no_fields = torch.zeros_like(w), torch.zeros_like(t2)
-        u, _, high, beta = ops.trunc_helper(~w, none, none, t1, t2, t3, no_fields, f)
+        u, _, high, beta = ops.trunc_helper(~w, none, none, t1, t2, t3, no_fields, f, f)
         return u, high, beta, half + own + u
     u, high, value, beta = torch.empty_like(w), torch.empty_like(w), torch.empty_like(w), torch.zeros_like(t2)
     operands = addresses(w, t1, t2, t3, half, own)
@@ -53,8 +53,8 @@ def piece(
     e, g1, g2 = summands
     if composed or not t1.is_cpu:
         r = e + g1 + g2
-        w, fields = ops.trunc_open(_turned(r), torch.zeros_like(r), t2, t3, f)
-        return fields, ops.trunc_close(w, fields, torch.zeros_like(t2), t1, t3, f)[1]
+        w, fields = ops.trunc_open(_turned(r), torch.zeros_like(r), t2, t3, f, f)
+        return fields, ops.trunc_close(w, fields, torch.zeros_like(t2), t1, t3, f, f)[1]
     fields, u = torch.zeros_like(t2), torch.empty_like(t1)
     operands = addresses(e, g1, g2, t1, t2, t3)
     cpu_check.piece(*operands, f, t1.numel(), _ZERO[t1.dtype], *addresses(fields, u))
@@ -67,8 +67,8 @@ def part(
     """(made, made + a1 + a2): made = (~r >> f) + (msb(r) beta + theirs) 2^(bits-f) - 2^(bits-2-f) - high."""
     if composed or not r.is_cpu:
         none = torch.zeros_like(beta)
-        w, fields = ops.trunc_open(_turned(r), torch.zeros_like(r), beta, none, f)
-        made = ops.trunc_close(w, fields, theirs, high, none, f)[0]
+        w, fields = ops.trunc_open(_turned(r), torch.zeros_like(r), beta, none, f, f)
+        made = ops.trunc_close(w, fields, theirs, high, none, f, f)[0]
         return made, made + a1 + a2
     made, value = torch.empty_like(r), torch.empty_like(r)
     operands = addresses(r, beta, theirs, high, a1, a2)

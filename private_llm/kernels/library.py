@@ -36,10 +36,10 @@ SCHEMAS = (
     " bool first, Tensor(a!) out) -> ()",
     "pack_fields(Tensor values, int f) -> Tensor",
     "unpack_fields(Tensor words, int count, int f) -> Tensor",
-    "trunc_helper(Tensor error, Tensor g1, Tensor g2, Tensor z1, Tensor rho1, Tensor zeta1, Tensor zeta2, int f)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    "trunc_open(Tensor mine, Tensor theirs, Tensor rho, Tensor zeta, int f) -> (Tensor, Tensor)",
-    "trunc_close(Tensor w, Tensor mine, Tensor theirs, Tensor z, Tensor zeta, int f) -> (Tensor, Tensor)",
+    "trunc_helper(Tensor error, Tensor g1, Tensor g2, Tensor z1, Tensor rho1, Tensor zeta1, Tensor zeta2, int f,"
+    " int width) -> (Tensor, Tensor, Tensor, Tensor)",
+    "trunc_open(Tensor mine, Tensor theirs, Tensor rho, Tensor zeta, int f, int width) -> (Tensor, Tensor)",
+    "trunc_close(Tensor w, Tensor mine, Tensor theirs, Tensor z, Tensor zeta, int f, int width) -> (Tensor, Tensor)",
     "chacha20(Tensor key, Tensor nonce, int counter, int words) -> Tensor",
 )
 

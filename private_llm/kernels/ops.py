@@ -303,41 +303,46 @@ def unpack_fields(words: Tensor, count: int, f: int) -> Tensor:
 
 
 def trunc_helper(
-    error: Tensor, g1: Tensor, g2: Tensor, z1: Tensor, rho1: Tensor, zeta1: Tensor, zeta2: Tensor, f: int
+    error: Tensor, g1: Tensor, g2: Tensor, z1: Tensor, rho1: Tensor, zeta1: Tensor, zeta2: Tensor, f: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Party 0's step of the truncation: (a1, a2, z2, rho2).
 
-    Elements [n]; rho and zeta are fields of 1 <= f <= bits - 3 bits, packed into `packed_words(n, f)` words. Nobody
-    looks at sizes and f here.
+    Elements [n] are divided by 2^f, 1 <= f <= bits - 3; rho and zeta are fields of 1 <= width <= f bits, packed into
+    `packed_words(n, width)` words: results are right in their lowest bits - f + width bits. Nobody looks at sizes, f
+    and width here.
     """
-    made = shapes.trunc_helper(error, g1, g2, z1, rho1, zeta1, zeta2, f)
+    made = shapes.trunc_helper(error, g1, g2, z1, rho1, zeta1, zeta2, f, width)
     if z1.is_cpu:
         operands = addresses(error, g1, g2, z1, rho1, zeta1, zeta2)
-        launch(cpu_trunc.helper, *operands, f, z1.numel(), _ZERO[z1.dtype], *addresses(*made))
+        launch(cpu_trunc.helper, *operands, f, width, z1.numel(), _ZERO[z1.dtype], *addresses(*made))
     elif not z1.is_meta:
-        _gpu("trunc", "trunc_helper", error, g1, g2, z1, rho1, zeta1, zeta2, f, *made)
+        _gpu("trunc", "trunc_helper", error, g1, g2, z1, rho1, zeta1, zeta2, f, width, *made)
     return made
 
 
-def trunc_open(mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int) -> tuple[Tensor, Tensor]:
+def trunc_open(
+    mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int, width: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Evaluator's first step: (w [n], packed fields to exchange); operands as in `trunc_helper`."""
-    made = w, packed = shapes.trunc_open(mine, theirs, rho, zeta, f)
+    made = w, packed = shapes.trunc_open(mine, theirs, rho, zeta, f, width)
     if w.is_cpu:
         *operands, opened, fields = addresses(mine, theirs, rho, zeta, w, packed)
-        launch(cpu_trunc.opened, *operands, f, w.numel(), _ZERO[w.dtype], opened, fields)
+        launch(cpu_trunc.opened, *operands, f, width, w.numel(), _ZERO[w.dtype], opened, fields)
     elif not w.is_meta:
-        _gpu("trunc", "trunc_open", mine, theirs, rho, zeta, f, *made)
+        _gpu("trunc", "trunc_open", mine, theirs, rho, zeta, f, width, *made)
     return made
 
 
-def trunc_close(w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor, f: int) -> tuple[Tensor, Tensor]:
+def trunc_close(
+    w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor, f: int, width: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Evaluator's last step: (value plus the other's mask, own mask), [n] each; operands as in `trunc_helper`."""
-    made = half, own = shapes.trunc_close(w, mine, theirs, z, zeta, f)
+    made = half, own = shapes.trunc_close(w, mine, theirs, z, zeta, f, width)
     if w.is_cpu:
         *operands, value, mask = addresses(w, mine, theirs, z, zeta, half, own)
-        launch(cpu_trunc.closed, *operands, f, w.numel(), _ZERO[w.dtype], value, mask)
+        launch(cpu_trunc.closed, *operands, f, width, w.numel(), _ZERO[w.dtype], value, mask)
     elif not w.is_meta:
-        _gpu("trunc", "trunc_close", w, mine, theirs, z, zeta, f, *made)
+        _gpu("trunc", "trunc_close", w, mine, theirs, z, zeta, f, width, *made)
     return made
 
 

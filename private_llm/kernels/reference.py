@@ -298,33 +298,37 @@ def unpack_fields(words: Tensor, count: int, f: int) -> Tensor:
 
 
 def trunc_helper(
-    error: Tensor, g1: Tensor, g2: Tensor, z1: Tensor, rho1: Tensor, zeta1: Tensor, zeta2: Tensor, f: int
+    error: Tensor, g1: Tensor, g2: Tensor, z1: Tensor, rho1: Tensor, zeta1: Tensor, zeta2: Tensor, f: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """R = error + g1 + g2; (a1, a2, z2, rho2) with z1 + z2 = R >> f and rho1 + rho2 = msb(R) mod 2^f."""
+    """R = error + g1 + g2; (a1, a2, z2, rho2) with z1 + z2 = R >> f and rho1 + rho2 = msb(R) mod 2^width."""
     bits = z1.element_size() * 8
     count = z1.numel()
     r = error + g1 + g2
     z2 = _shift_right(r, f) - z1
-    rho2 = (_top(r).to(torch.int64) - _fields(rho1, count, f)) & ((1 << f) - 1)
-    a1 = z1 + (_fields(zeta1, count, f) << (bits - f)).to(z1.dtype)
-    a2 = z2 + (_fields(zeta2, count, f) << (bits - f)).to(z1.dtype)
-    return a1, a2, z2, _packed(rho2, f)
+    rho2 = (_top(r).to(torch.int64) - _fields(rho1, count, width)) & ((1 << width) - 1)
+    a1 = z1 + (_fields(zeta1, count, width) << (bits - f)).to(z1.dtype)
+    a2 = z2 + (_fields(zeta2, count, width) << (bits - f)).to(z1.dtype)
+    return a1, a2, z2, _packed(rho2, width)
 
 
-def trunc_open(mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int) -> tuple[Tensor, Tensor]:
-    """w = mine + theirs + 2^(bits-2), and the packed fields (1 - msb(w)) rho + zeta mod 2^f."""
+def trunc_open(
+    mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int, width: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """w = mine + theirs + 2^(bits-2), and the packed fields (1 - msb(w)) rho + zeta mod 2^width."""
     bits = mine.element_size() * 8
     w = mine + theirs + (1 << (bits - 2))
     stays = 1 - _top(w).to(torch.int64)
-    fields = (stays * _fields(rho, w.numel(), f) + _fields(zeta, w.numel(), f)) & ((1 << f) - 1)
-    return w, _packed(fields, f)
+    fields = (stays * _fields(rho, w.numel(), width) + _fields(zeta, w.numel(), width)) & ((1 << width) - 1)
+    return w, _packed(fields, width)
 
 
-def trunc_close(w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor, f: int) -> tuple[Tensor, Tensor]:
+def trunc_close(
+    w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor, f: int, width: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """own = z + zeta 2^(bits-f); half = (w >> f) + (mine + theirs) 2^(bits-f) - 2^(bits-2-f) - own."""
     bits = w.element_size() * 8
-    own = z + (_fields(zeta, w.numel(), f) << (bits - f)).to(w.dtype)
-    wraps = _fields(mine, w.numel(), f) + _fields(theirs, w.numel(), f)
+    own = z + (_fields(zeta, w.numel(), width) << (bits - f)).to(w.dtype)
+    wraps = _fields(mine, w.numel(), width) + _fields(theirs, w.numel(), width)
     half = _shift_right(w, f) + (wraps << (bits - f)).to(w.dtype) - (1 << (bits - 2 - f)) - own
     return half, own
 

@@ -162,18 +162,22 @@ def unpack_fields(words: Tensor, count: int, f: int) -> Tensor:
 
 
 def trunc_helper(
-    error: Tensor, g1: Tensor, g2: Tensor, z1: Tensor, rho1: Tensor, zeta1: Tensor, zeta2: Tensor, f: int
+    error: Tensor, g1: Tensor, g2: Tensor, z1: Tensor, rho1: Tensor, zeta1: Tensor, zeta2: Tensor, f: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """a1, a2, z2 like z1; rho2 packed and zero."""
     return torch.empty_like(z1), torch.empty_like(z1), torch.empty_like(z1), torch.zeros_like(rho1)
 
 
-def trunc_open(mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int) -> tuple[Tensor, Tensor]:
+def trunc_open(
+    mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int, width: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """w like mine; fields packed and zero."""
     return torch.empty_like(mine), torch.zeros_like(rho)
 
 
-def trunc_close(w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor, f: int) -> tuple[Tensor, Tensor]:
+def trunc_close(
+    w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor, f: int, width: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Two like w."""
     return torch.empty_like(w), torch.empty_like(w)
 

@@ -41,6 +41,10 @@ class Plan(Protocol):
         """Bits that are left."""
 
     @property
+    def above(self) -> int:
+        """Bits above those that are wanted, too."""
+
+    @property
     def first(self) -> int:
         """What the first evaluator adds."""
 
@@ -76,18 +80,18 @@ def wraps(g1: Tensor, g2: Tensor, drawn: Tensor, plan: Plan) -> Tensor:
     message = torch.zeros_like(drawn)
     if g1.is_cpu:
         masks, (fields, made) = addresses(g1, g2), addresses(drawn, message)
-        launch(cpu.wraps, *masks, g1.numel(), plan.shift, plan.narrow, fields, drawn.numel() // 2, made)
+        launch(cpu.wraps, *masks, g1.numel(), plan.shift, plan.narrow, plan.above, fields, drawn.numel() // 2, made)
     elif not g1.is_meta:
         message = wraps_by_operations(g1, g2, drawn, plan)
     return message
 
 
 def widened(opened: Tensor, g: Tensor, shares: Tensor, plan: Plan, first: bool, piece: Tensor) -> None:
-    """Subtract from piece [n] an evaluator's share, in the whole ring, of the value that `opened` [n] is masked."""
+    """Subtract from piece [n] an evaluator's share of the value that `opened` [n] is masked."""
     if piece.is_cpu:
         operands, made = addresses(opened, g, shares), addresses(piece)
         words = shares.numel() // 2
-        launch(cpu.widened, *operands, words, piece.numel(), plan.shift, plan.narrow, first, *made)
+        launch(cpu.widened, *operands, words, piece.numel(), plan.shift, plan.narrow, plan.above, first, *made)
     elif not piece.is_meta:
         piece -= widened_by_operations(opened, g, shares, plan, first)
 
@@ -121,7 +125,7 @@ def wraps_by_operations(g1: Tensor, g2: Tensor, drawn: Tensor, plan: Plan) -> Te
     """`wraps` on any device."""
     h = _kept(g1, plan) + _kept(g2, plan)
     over, top = h >> plan.narrow, (h >> (plan.narrow - 1)) & 1
-    width, made = 64 - plan.narrow, []
+    width, made = plan.above, []
     for value, fields in zip((over + top, over), drawn.view(2, -1), strict=True):
         made.append(ops.pack_fields(value - ops.unpack_fields(fields.contiguous(), len(h), width), width))
     return torch.cat(made)
@@ -129,7 +133,7 @@ def wraps_by_operations(g1: Tensor, g2: Tensor, drawn: Tensor, plan: Plan) -> Te
 
 def widened_by_operations(opened: Tensor, g: Tensor, shares: Tensor, plan: Plan, first: bool) -> Tensor:
     """What `widened` subtracts, on any device."""
-    m, width = _kept(opened, plan), 64 - plan.narrow
+    m, width = _kept(opened, plan), plan.above
     zeros, ones = (ops.unpack_fields(row.contiguous(), len(m), width) for row in shares.view(2, -1))
     wrap = torch.where((m >> (plan.narrow - 1)) == 1, ones, zeros)
     value = (wrap << plan.narrow) - _kept(g, plan)

@@ -27,7 +27,7 @@ from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
 from private_llm.replay.units import repeat
-from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.fixed import Fixed, read_width
 from private_llm.tensor.range_check import watch_flat
 from private_llm.tensor.scale import dyadic, times_scalar
 from private_llm.tensor.secret import SLACK, SecretTensor
@@ -187,8 +187,10 @@ def _attended(
     (batch, heads, queries, keys), groups, depth = pattern.shape, key.shape[1], query.shape[3]
     grouped = (batch, groups, heads // groups * queries)
     query = query.view(lambda part: part.reshape(*grouped, depth))
+    alone = bias is None and sinks is None  # the range of scores tells nothing of what is added to them
     if softcap is None:
-        scores = _scores(query, key, scale, pattern.select, query.session.frac, short=_low_bits_do(query.session))
+        width = _score_width(query.session, alone)
+        scores = _scores(query, key, scale, pattern.select, query.session.frac, width)
     else:
         capped = precise_tanh(_scores(query, key, scale / softcap, pattern.select, query.session.frac + SLACK))
         scores = times_scalar(SecretTensor(capped), softcap).at(query.session.frac)
@@ -199,13 +201,13 @@ def _attended(
     if bias is not None:
         scores = scores + _at_scores(bias, pattern)
     late = None if counted or sinks is not None else _late_bits(scores, value, pattern)
-    alone = bias is None and sinks is None  # the range of scores tells nothing of what is added to them
     with comparing(scores.session, "score") if alone else nullcontext():
         if late is not None:
             mixed = _divided_last(scores, pattern, grouped, value, late, present)
             return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), None
         weights = soften(scores, pattern, None if sinks is None else _at_rows(sinks.at(scores.frac), pattern), present)
-    mixed = mixed_values(weights.view(lambda part: part.reshape(*grouped, keys)), value, pattern)
+    weighing = weights.view(lambda part: part.reshape(*grouped, keys))
+    mixed = mixed_values(weighing, value, pattern, width=read_width(value.session, value.session.frac))
     mass = _mass(weights, groups, counted) if counted else None
     return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), mass
 
@@ -216,17 +218,19 @@ def _score_bits(scores: Fixed) -> int:
     return REACH - 1 if known is None else min(REACH - 1, max(known, SHORTEST))
 
 
-def mixed_values(weights: Fixed, value: Fixed, pattern: Pattern, frac: int | None = None) -> Fixed:
+def mixed_values(
+    weights: Fixed, value: Fixed, pattern: Pattern, frac: int | None = None, width: int | None = None
+) -> Fixed:  # fmt: skip
     """weights [B, G, R, k] times value [B, G, k, D], with `frac` fractional bits (default: the session's).
 
     Rows that see nothing are zero and cost nothing.
     """
     shape = (*weights.shape[:-1], value.shape[-1])
     if pattern.select is None or len(pattern.row_numbers) == math.prod(shape[:-1]):
-        return weights.matmul(value, frac=frac)
+        return weights.matmul(value, frac=frac, width=width)
     wanted = pattern.row_numbers.to(pattern.select.device)[:, None] * shape[-1]
     select = (wanted + torch.arange(shape[-1], device=wanted.device)).view(-1)
-    return scatter(weights.matmul(value, frac=frac, select=select), select, shape)
+    return scatter(weights.matmul(value, frac=frac, select=select, width=width), select, shape)
 
 
 def _late_bits(scores: Fixed, value: Fixed, pattern: Pattern) -> tuple[int, int] | None:
@@ -266,7 +270,8 @@ def _divided_last(
     weights = e.view(lambda part: part.reshape(*grouped, pattern.shape[-1]))
     mixed = mixed_values(weights, value, pattern, frac)
     watch_flat(mixed, max(value.session.exponent("value") or 0, 0) + sum_bits(pattern.longest) + frac)
-    return mixed.mul(inverse.view(lambda part: part.reshape(*grouped, 1)))
+    session = value.session
+    return mixed.mul(inverse.view(lambda part: part.reshape(*grouped, 1)), width=read_width(session, session.frac))
 
 
 def _mass(weights: Fixed, groups: int, counted: int) -> Fixed:
@@ -276,34 +281,41 @@ def _mass(weights: Fixed, groups: int, counted: int) -> Fixed:
     return newest.sum(2)
 
 
-def _low_bits_do(session: Session) -> bool:
-    """Whether this softmax reads the lowest bits of scores alone, as one by circuits and `exponential` does.
+def _score_width(session: Session, alone: bool) -> int | None:
+    """How many of the lowest bits of scores softmax reads, one by circuits and `exponential`; None: all of them.
 
-    Curves by comparison keys multiply scores, and so do the squares of other approximations. Local and public.
+    Curves by comparison keys multiply scores, and so do the squares of other approximations. alone: nothing is added to
+    scores, so that their calibrated range holds. Local and public.
     """
-    protocol = session.protocol
-    return session.config.approximations == "ours" and protocol.has_exponentials and not protocol.has_keys
+    protocol, known = session.protocol, session.exponent("score") if alone else None
+    if session.config.approximations != "ours" or not protocol.has_exponentials or protocol.has_keys:
+        return None
+    return session.frac + ROOM + (REACH if known is None else min(REACH, max(known, SHORTEST) + 1))
 
 
 def _scores(
-    query: Fixed, key: Fixed, scale: float, select: Tensor | None, frac: int, short: bool = False
+    query: Fixed, key: Fixed, scale: float, select: Tensor | None, frac: int, width: int | None = None
 ) -> Fixed:  # fmt: skip
-    """scale * q k^T with `frac` fractional bits. short: where the bits that are right then are enough for softmax."""
-    turned, query = key.view(lambda part: part.transpose(-1, -2)), scaled(query, scale)
-    left = query.session.ring.bits - (query.frac + turned.frac - frac)
-    return query.matmul(turned, frac=frac, select=select, short=short and left >= frac + REACH + ROOM)
+    """scale * q k^T with `frac` fractional bits. width: how many of the lowest bits softmax reads."""
+    turned = key.view(lambda part: part.transpose(-1, -2))
+    query = scaled(query, scale, None if width is None else width + turned.frac - frac)
+    return query.matmul(turned, frac=frac, select=select, width=width)
 
 
-def scaled(query: Fixed, scale: float) -> Fixed:
-    """scale * q: its power of two moves the point, the rest multiplies; one truncation if bits get many."""
+def scaled(query: Fixed, scale: float, right: int | None = None) -> Fixed:
+    """scale * q: its power of two moves the point, the rest multiplies; one truncation if bits get many.
+
+    right: how many bits above its fractional ones have to be right; None: all.
+    """
     session = query.session
     n, exponent = dyadic(scale, SCALE_BITS)
     bits = n.bit_length() - 1
     if n != 1:  # q times n / 2^bits, which lies in [1, 2)
         query = Fixed(session, query.scale_int(n).share, query.frac + bits)
     if query.frac > session.frac and query.frac - exponent - bits > session.frac + SLACK:
-        query = query.at(session.frac)  # one truncation, for the scale and what rope left
-    return Fixed(session, query.share, query.frac - exponent - bits)
+        wanted = None if right is None else right + session.frac - exponent - bits
+        query = query.coarser(session.frac, wanted)  # one truncation, for the scale and what rope left
+    return query.with_share(query.share, query.frac - exponent - bits)
 
 
 def _at_scores(bias: Fixed | Tensor, pattern: Pattern) -> Fixed | Tensor:

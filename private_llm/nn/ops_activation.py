@@ -24,6 +24,9 @@ _KEY_ROOM = 7
 """Bits that sums of 256 arguments may have more than one of them: values fill the range that `relu_bits` states."""
 
 
+_NARROW = {"relu", "silu", "gelu"}
+"""What makes of values that are right in their lowest bits results that are right in as many."""
+
 _SQUARED = 12
 """Bits of magnitude of what MPCFormer's GELU squares."""
 
@@ -38,7 +41,7 @@ def _settled(x: Tensor, name: str) -> Fixed:
     if name == "gelu" and config.approximations == "mpcformer":  # a square
         most = min(most, _SQUARED)
     watch_compared(x, x.session.frac + most, rows=known is not None)
-    return x.to_fixed()
+    return x.held if name in _NARROW and x.held.frac == x.session.frac else x.to_fixed()
 
 
 def _register(function: Callable[[Fixed], Fixed], *ops: object) -> None:

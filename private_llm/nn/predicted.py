@@ -155,7 +155,7 @@ class SparseFeedForward:
         there = held.view(lambda part: part if turned else part.t())
 
         def product(value: Fixed, frac: int | None) -> Fixed:
-            made = sparse_input_product(value, there, wanted, frac)
+            made = sparse_input_product(value.whole(), there, wanted, frac)
             return made.view(lambda part: part.view(*lead, part.shape[-1]))
 
         return linear_by(h, held.frac, product, bias if isinstance(bias, Tensor) else None)
@@ -299,7 +299,7 @@ def _at_wanted(
     shape = (len(wanted), -1) if equal else (-1,)
 
     def product(value: Fixed, frac: int | None) -> Fixed:
-        rows = value.view(lambda part: part.reshape(-1, part.shape[-1]))
+        rows = value.whole().view(lambda part: part.reshape(-1, part.shape[-1]))
         return sparse_output_product(rows, there, wanted, frac).view(lambda part: part.view(shape))
 
     found = None if equal else functools.partial(_spread, wanted=wanted, lead=(len(wanted),))

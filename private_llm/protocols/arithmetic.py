@@ -20,6 +20,7 @@ from torch import Tensor
 
 from private_llm.errors import UnsupportedOp
 from private_llm.kernels.forms import Conv2d, Form, Matmul
+from private_llm.protocols.narrow import Narrow
 from private_llm.protocols.party_end import PartyEnd
 from private_llm.protocols.share import Share
 
@@ -39,8 +40,8 @@ class Arithmetic(PartyEnd):
     divides_exactly = False
     """Whether every division is the floor, never one unit more."""
 
-    has_short_products = False
-    """Whether `bilinear` and `matmul` make use of `short`, and `cut` is there."""
+    has_narrow = False
+    """Whether divisions make use of `narrow` (in a 64-bit ring), and `cut` is there."""
 
     def may_wrap(self) -> AbstractContextManager[None]:
         """Around steps whose values may leave the ring, because what wrapped is multiplied by zero later on. Local.
@@ -82,25 +83,31 @@ class Arithmetic(PartyEnd):
 
     # -- products ---------------------------------------------------------------------------------------
     @abstractmethod
-    def truncate(self, x: Share, shift: int) -> Share:
+    def truncate(self, x: Share, shift: int, narrow: Narrow | None = None) -> Share:
         """floor(x / 2^shift), plus at most one unit, for |x| < 2^(ring bits - 2); the shape of x.
 
         `shift=0` returns x, local. 1 round. Bytes an element: trio e + 3 s / 8 (14.75), quad 2 e + 5 s / 8 (27.25);
-        none under plain, which is exact. Raises DomainError for a shift outside the ring.
+        none under plain, which is exact. With `narrow` (see `mul`) trio (r + 3 n) / 8, also for a shift of 0, which
+        makes more bits right. Raises DomainError for a shift outside the ring.
         """
 
     def cut(self, x: Share, shift: int) -> Share:
         """x / 2^shift rounded to an integer that is less than two units away, modulo 2^(b - shift). Local.
 
-        b: how many of the lowest bits of x are right (all of the ring's, but for short products). The shape of x; what
+        b: how many of the lowest bits of x are right (all of the ring's, but for narrow results). The shape of x; what
         is shared is right in its lowest b - shift bits alone. Raises UnsupportedOp under a protocol without it
-        (`has_short_products`).
+        (`has_narrow`).
         """
         raise UnsupportedOp("a local division: this protocol has none; want trio or dealer")
 
     @abstractmethod
-    def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
+    def mul(self, x: Share, y: Share, shift: int = 0, narrow: Narrow | None = None) -> Share:
         """Elementwise product x*y with broadcasting, divided by 2^shift; before a division |x*y| < 2^(ring bits - 2).
+
+        narrow: of x*y k bits are right, and |x*y| < 2^(k-2); of the result r bits are wanted, and nothing is promised
+        of those above. Where the protocol has that (`has_narrow`: trio and dealer, 64-bit ring) it takes 2 k + r + 3 n
+        bits, n = max(0, r + shift - k), and with n = 0 one round less, and x*y may be any number modulo 2^k; elsewhere,
+        and without a shift, nothing changes.
 
         Bytes an output: trio 3 (e + s / 8) (30.75; 24 without shift), quad 5 (e + s / 8) (51.25; 40); 2 rounds, 1
         without shift. Raises DomainError for a shift outside the ring.
@@ -108,25 +115,23 @@ class Arithmetic(PartyEnd):
 
     @abstractmethod
     def bilinear(
-        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None, short: bool = False
+        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
+        narrow: Narrow | None = None,
     ) -> Share:  # fmt: skip
         """B(x, y) of a bilinear form, divided by 2^shift; rounds and bytes an output as `mul`, whatever it sums over.
 
         With `select` (int64, flat positions in the output) only those outputs are made, as a 1-D share; nothing is sent
-        for the others. short: what comes out need be right in its lowest ring bits - shift bits only; nothing is
-        promised of those above, and the product may be any ring element. Where the protocol has that
-        (`has_short_products`: trio and dealer, 64-bit ring) 1 round instead of 2, bytes 3 e - s / 8 (21.75); elsewhere
-        nothing changes. Raises DomainError for operands that do not fit the form, and as `mul`.
+        for the others. narrow: as for `mul`. Raises DomainError for operands that do not fit the form, and as `mul`.
         """
 
     def matmul(
-        self, x: Share, y: Share, shift: int = 0, select: Tensor | None = None, short: bool = False
+        self, x: Share, y: Share, shift: int = 0, select: Tensor | None = None, narrow: Narrow | None = None
     ) -> Share:  # fmt: skip
         """torch.matmul of x [..., M, K] and y [..., K, N] to [..., M, N], divided by 2^shift.
 
-        `select`, `short`, rounds, bytes and errors as `bilinear`.
+        `select`, `narrow`, rounds, bytes and errors as `bilinear`.
         """
-        return self.bilinear(Matmul(), x, y, shift, select, short)
+        return self.bilinear(Matmul(), x, y, shift, select, narrow)
 
     def conv2d(self, x: Share, w: Share, conv: Conv2d, shift: int = 0) -> Share:
         """Convolution of x [B, C, H, W] with w [O, C / groups, kh, kw] to [B, O, H', W'], divided by 2^shift.

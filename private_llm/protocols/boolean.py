@@ -120,10 +120,11 @@ class Boolean(PartyEnd):
     def relu_minus_waves(self, x: Share, negative: BitShare, angle: Share, plan: Waves) -> Share:
         """(1 - bit_n) x_n less the sum of waves of angle_n, with `plan.frac` fractional bits, in the shape of x.
 
-        Of angles the lowest plan.angle_bits bits count. 64-bit ring. Error of the sum: 2 units, and what its tables
-        lose (`protocols.waves`). 2 rounds; bytes an element in trio: 32, 2 wide / 8, and those of the waves' shares and
-        of 2 (64 - narrow) bits. Raises DomainError in a 32-bit ring and unless there are one row of bits and as many
-        angles, and UnsupportedOp under a protocol without it (`has_waves`).
+        Of angles the lowest plan.angle_bits bits count, of x plan.bits, and as many are right. 64-bit ring. Error of
+        the sum: 2 units, and what its tables lose (`protocols.waves`). 2 rounds; bytes an element in trio: 4 bits / 8,
+        2 wide / 8, and those of the waves' shares and of 2 (bits - narrow) bits. Raises DomainError in a 32-bit ring
+        and unless there are one row of bits and as many angles, and UnsupportedOp under a protocol without it
+        (`has_waves`).
         """
         raise UnsupportedOp("sums of waves: this protocol has none; want trio or dealer, without exact divisions")
 

@@ -54,13 +54,14 @@ class Wave:
 class Waves:
     """constant + waves of 1, 2, ... times an angle with `angle_bits` bits a turn; results with `frac` fractional bits.
 
-    Raises DomainError for sizes for which a 64-bit element has no room.
+    Of results the lowest `bits` bits are right. Raises DomainError for sizes for which a 64-bit element has no room.
     """
 
     frac: int
     angle_bits: int
     constant: float
     waves: tuple[Wave, ...]
+    bits: int = 64
 
     def __post_init__(self) -> None:
         if not 1 <= self.frac <= 40 or not self.frac <= self.angle_bits <= 63 or not self.waves or self.shift < 1:
@@ -68,6 +69,8 @@ class Waves:
                 f"waves: got {self.frac} fractional bits, {self.angle_bits} bits of an angle and {len(self.waves)} "
                 "waves; want 1 to 40, at least as many and at most 63, and 1 or more, of more bits than the result"
             )
+        if not self.narrow < self.bits <= 64:
+            raise DomainError(f"waves: got results of {self.bits} bits; want more than {self.narrow}, and at most 64")
 
     @cached_property
     def most_secret(self) -> int:
@@ -88,6 +91,11 @@ class Waves:
     def narrow(self) -> int:
         """Bits of the sum that are left after the division."""
         return self.frac + 1
+
+    @property
+    def above(self) -> int:
+        """Bits above those that are left, which are right, too."""
+        return self.bits - self.narrow
 
     @cached_property
     def widths(self) -> tuple[int, ...]:

@@ -115,7 +115,7 @@ def _unit_of(name: str, session: Session, kind: Hashable, weights: Sequence[tupl
         return None
     memories, layout = found
     seconds = sum(part.numel() * part.itemsize for part in parts) / BYTES
-    return _Unit(Owner(name, memories), (kind, tuple([(own, fixed.frac) for own, fixed in shares]), layout), seconds)
+    return _Unit(Owner(name, memories), (kind, tuple([(own, fixed.form) for own, fixed in shares]), layout), seconds)
 
 
 def _layout(

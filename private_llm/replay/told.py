@@ -45,10 +45,10 @@ class Booked:
 
 @dataclass(frozen=True)
 class Met:
-    """A middle: fractional bits of what it takes and gives, its module, and how many checks of ranges came before."""
+    """A middle: `Fixed.form` of what it takes and gives, its module, and how many checks of ranges came before."""
 
-    fracs: tuple[int, ...]
-    frac: int
+    forms: tuple[tuple[int, int | None], ...]
+    form: tuple[int, int | None]
     scope: Scope
     owed: int
 
@@ -132,7 +132,7 @@ class Told:
             given = [part for x in values for part in x.share.parts]
             parts = note(given, made.share.parts)
             scope = self._before.scope(self.session.protocol.ledger.scope_name)
-            self.met = Met(tuple(x.frac for x in values), made.frac, scope, len(self._new))
+            self.met = Met(tuple(x.form for x in values), made.form, scope, len(self._new))
             self._start()
             return made.with_share(Share(tuple(parts)))
 

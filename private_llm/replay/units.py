@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from private_llm.errors import UnsupportedOp
+from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.drawn import StreamKey
 from private_llm.kernels.watching import this_thread, watched_by
 from private_llm.protocols.session import Owed, Session
@@ -52,7 +52,7 @@ class _Kept:
     """A program, and how its outputs become values: fractional bits, facts, and the sums owed to the range check."""
 
     program: Program
-    fracs: tuple[int, ...]
+    forms: tuple[tuple[int, int | None], ...]
     owed: tuple[int, ...]
     facts: Hashable
     booked: Booked
@@ -123,7 +123,7 @@ class Replays:
         key: all that decides what is computed, but sizes and the owner's weights. patience: calls before one is
         recorded. middle: what of this call stays in Python.
         """
-        unit = self._unit((key, tuple([(tuple(x.shape), x.frac, len(x.share.parts)) for x in inputs])))
+        unit = self._unit((key, tuple([(tuple(x.shape), x.form, len(x.share.parts)) for x in inputs])))
         unit.calls += 1
         if owner.name in unit.checked and unit.kept is not None:
             return self._repeat(session, unit.kept, inputs, owner, middle)
@@ -220,7 +220,7 @@ class Replays:
         with recorder.operations(), watched_by(recorder), tapped(protocol, recorder), _met(middle):
             made, facts = compute(_values(inputs, parts))
         new = told.end()
-        fracs = tuple(x.frac for x in made)
+        forms = tuple(x.form for x in made)
         try:
             if facts is None:
                 raise UnsupportedOp("results that are no secret tensors")
@@ -235,7 +235,7 @@ class Replays:
             if program.size > MOST_BYTES:
                 raise UnsupportedOp(f"a program of more than {MOST_BYTES >> 20} MiB")
             unit.kept = _Kept(
-                program, fracs, tuple(bits for _, bits, _ in new), facts, told.booked, told.met, tuple(encodings)
+                program, forms, tuple(bits for _, bits, _ in new), facts, told.booked, told.met, tuple(encodings)
             )
         except Exception as error:  # noqa: BLE001 - the step is done; only its program is not
             unit.refused_all = True
@@ -285,7 +285,7 @@ class Replays:
         except Exception as error:  # noqa: BLE001 - as above
             again = []
             self.refused[str(error)] += 1
-        same = (kept.fracs, kept.owed, kept.facts) == (tuple(x.frac for x in made), tuple(b for _, b, _ in new), facts)
+        same = (kept.forms, kept.owed, kept.facts) == (tuple(x.form for x in made), tuple(b for _, b, _ in new), facts)
         right = (
             same and rerun.agrees(witness.notes) and (kept.booked, kept.middle) == (told.booked, told.met) and seen.same
             and (middle is None or middle.reason is None)
@@ -315,7 +315,7 @@ class Replays:
         made = kept.program.run(outside, self._arena, parts, owner.addresses, inner)
         kept.booked.book(protocol.ledger, owner.name)
         shares = [Share(tuple(made[at : at + each])) for at in range(0, len(made), each)]
-        values = [Fixed(session, share, frac) for share, frac in zip(shares, kept.fracs, strict=False)]
+        values = [Fixed(session, share, *form) for share, form in zip(shares, kept.forms, strict=False)]
         sums: list[Owed] = [(share, bits, None) for share, bits in zip(shares[len(values) :], kept.owed, strict=True)]
         first = len(sums) if kept.middle is None else kept.middle.owed
         known.owed[before:before] = sums[:first]
@@ -327,15 +327,18 @@ class Replays:
     ) -> Sequence[Tensor]:  # fmt: skip
         """The middle of a program that is repeated."""
         ledger = session.protocol.ledger
-        count = len(parts) // len(met.fracs)
+        count = len(parts) // len(met.forms)
         values = [
-            Fixed(session, Share(tuple(parts[at * count : (at + 1) * count])), frac)
-            for at, frac in enumerate(met.fracs)
+            Fixed(session, Share(tuple(parts[at * count : (at + 1) * count])), *form)
+            for at, form in enumerate(met.forms)
         ]
         outer = ledger.enter(met.module(ledger, owner))
         try:
             with self._within():
-                return middle.again(values).share.parts
+                made = middle.again(values)
+                if made.form != met.form:
+                    raise DomainError(f"a repeated layer: its attention gives {made.form} bits, recorded {met.form}")
+                return made.share.parts
         finally:
             ledger.leave(outer)
 
@@ -353,7 +356,7 @@ def _met(middle: Middle | None) -> Iterator[None]:
 def _values(inputs: Sequence[Fixed], parts: Sequence[Tensor]) -> list[Fixed]:
     """The inputs with these parts."""
     left = iter(parts)
-    return [Fixed(x.session, Share(tuple(next(left) for _ in x.share.parts)), x.frac) for x in inputs]
+    return [x.with_share(Share(tuple(next(left) for _ in x.share.parts))) for x in inputs]
 
 
 _held: weakref.WeakKeyDictionary[Session, Replays] = weakref.WeakKeyDictionary()

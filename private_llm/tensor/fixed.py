@@ -15,10 +15,17 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError
+from private_llm.protocols.narrow import Narrow
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import BitShare, Share
 from private_llm.ring.ring import Ring
+
+SEEN = 5
+"""Bits that a product's elements need above its size: a sign, one for a division, and three for the check of ranges.
+
+Modulo 32 times its size, a product of any size comes out within the size with probability 1/16: the check sees others.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,10 +36,10 @@ class Fixed:
     protocols/prices.py. Before a truncation |ring element| < 2^(ring bits - 2); values beyond are garbage, and found in
     debug sessions only.
 
-    width: how many of the ring's lowest bits are right, where the others are not (`matmul` with short=True); None: all
-    are. It goes along with what is made of the value. What needs the whole ring (products, truncations, a tensor of a
-    model) refuses such a value with DomainError; sums, products with integers, choices by bits and comparisons of at
-    most as many bits take it.
+    width: how many of the ring's lowest bits are right, where others are not (products with `width`); None: all are.
+    The value fits them: |ring element| < 2^(width-2). It goes along with what is made of the value: sums, products with
+    integers, choices by bits, comparisons of at most as many bits, products whose size is known. What needs the whole
+    ring makes the others right first (`whole`: 1 round).
     """
 
     session: Session
@@ -45,6 +52,11 @@ class Fixed:
         """The protocol end that computes; in a session of several devices, on the one where this share lies."""
         protocol = self.session.protocol
         return protocol.on(self.share.parts[0].device) if protocol.placed else protocol
+
+    @property
+    def form(self) -> tuple[int, int | None]:
+        """`frac` and `width`: what is public beside the shape."""
+        return self.frac, self.width
 
     @property
     def shape(self) -> torch.Size:
@@ -70,13 +82,14 @@ class Fixed:
         return Fixed(self.session, self.share.map(reorder), self.frac, self.width)
 
     def whole(self) -> Fixed:
-        """This value, for what needs all bits of its ring elements. Raises DomainError if some are not right."""
-        if self.width is not None:
-            raise DomainError(
-                f"a step that needs the whole ring: got a short product, whose lowest {self.width} bits alone are "
-                "right; want one made without short=True"
-            )
-        return self
+        """This value with all bits of its ring elements right: local if they are, else 1 round.
+
+        With `width` bits right that is (64 + 3 (64 - width)) / 8 bytes an element.
+        """
+        if self.width is None:
+            return self
+        bits = self.session.ring.bits
+        return Fixed(self.session, self.proto.truncate(self.share, 0, Narrow(self.width, bits)), self.frac)
 
     def as_wide(self, other: Fixed) -> Fixed:
         """This value, said to be right in no more bits than `other` is: what has entries or terms of both. Local."""
@@ -118,14 +131,23 @@ class Fixed:
             return Fixed(self.session, raised.share, frac)
         return Fixed(self.session, raised.share, frac, self.width + frac - self.frac)
 
-    def coarser(self, frac: int) -> Fixed:
+    def coarser(self, frac: int, width: int | None = None) -> Fixed:
         """The same value with fewer fractional bits, rounded down (or one unit more): one truncation.
 
-        1 round, 8 bytes and 3 bits for each bit dropped an element. Raises DomainError for more bits than there are.
+        width: bits of the result that are read (default: as many as are right now).
+
+        1 round, 8 bytes and 3 bits for each bit dropped an element; with r bits read, r bits in place of the 8 bytes
+        and 3 (64 - r) bits less. Raises DomainError for more bits
+        than there are.
         """
         if frac == self.frac:
             return self
-        return self.with_share(self.proto.truncate(self.whole().share, self.frac - frac), frac)
+        bits = self.session.ring.bits
+        right = bits if self.width is None else self.width
+        wanted = right if width is None or not narrows(self.session) else min(width, right)
+        narrow = None if wanted == right == bits else Narrow(right, wanted)
+        made = self.proto.truncate(self.share, self.frac - frac, narrow)
+        return Fixed(self.session, made, frac, None if narrow is None else wanted)
 
     def at(self, frac: int) -> Fixed:
         """The same value with exactly `frac` bits: `finer`, which is local, or `coarser`, which costs 1 round."""
@@ -190,17 +212,39 @@ class Fixed:
         out = self.session.frac if frac is None else frac
         bits = self.session.frac if bits is None else bits
         raw = self.proto.mul_public(self.whole().share, self.encode(factor, bits))
-        return self.with_share(self.proto.truncate(raw, self.frac + bits - out), out)
+        return Fixed(self.session, self.proto.truncate(raw, self.frac + bits - out), out)
 
-    def mul(self, other: Fixed, frac: int | None = None) -> Fixed:
+    def mul(
+        self, other: Fixed, frac: int | None = None, below: int | None = None, width: int | None = None
+    ) -> Fixed:  # fmt: skip
         """Elementwise product with broadcasting and `frac` bits (default: the session's): one protocol product.
 
-        Truncation included: 2 rounds, 30.75 bytes an output; 1 round and 24 bytes where no bit is dropped. Raises
-        DomainError for a `frac` above the sum of both.
+        below: |product| < 2^below, so that factors need not be right in more bits than that takes. width: bits of the
+        result that are read; the others need not be right where the protocol saves something by that.
+
+        Truncation included: 2 rounds, 30.75 bytes an output; 1 round and 24 bytes where no bit is dropped. With a
+        `width` of r, or factors of k bits, (2 k + r + 3 n) / 8 bytes, n = max(0, r + bits dropped - k), and 1 round
+        with n = 0: r = 50, k = 64 are 23.75. Raises DomainError for a `frac` above the sum of both.
         """
         out = self.session.frac if frac is None else frac
-        raw = self.proto.mul(self.whole().share, other.whole().share, self.frac + other.frac - out)
-        return self.with_share(raw, out)
+        x, y, shift, narrow = self._factors(other, out, below, width)
+        return _product(x, x.proto.mul(x.share, y.share, shift, narrow), out, y, narrow)
+
+    def _factors(
+        self, other: Fixed, out: int, below: int | None, width: int | None
+    ) -> tuple[Fixed, Fixed, int, Narrow | None]:
+        """Both factors with the bits that their product needs, the bits that it drops, and how narrow it is."""
+        x, y, bits, shift = self, other, self.session.ring.bits, self.frac + other.frac - out
+        wanted = bits if width is None or not narrows(self.session) else min(width, bits)
+        right = min(each.width or bits for each in (x, y))
+        enough = bits if below is None else below + x.frac + y.frac + SEEN
+        if shift <= 0:
+            return x, y, shift, None
+        if right < min(enough, wanted + shift):
+            x, y, right = x.whole(), y.whole(), bits
+        if wanted == right == bits:
+            return x, y, shift, None
+        return x, y, shift, Narrow(min(right, wanted + shift), wanted)
 
     def __mul__(self, other: Fixed | float | Tensor) -> Fixed:
         return self.mul(other) if isinstance(other, Fixed) else self.scale(other)
@@ -208,19 +252,17 @@ class Fixed:
     __rmul__ = __mul__
 
     def matmul(
-        self, other: Fixed, frac: int | None = None, select: Tensor | None = None, short: bool = False
+        self, other: Fixed, frac: int | None = None, select: Tensor | None = None, below: int | None = None,
+        width: int | None = None,
     ) -> Fixed:  # fmt: skip
         """Matrix product [..., M, K] x [..., K, N], truncation included; cost of `mul` an output, whatever K is.
 
-        With `select` (flat positions) only these outputs, 1-D; see `Protocol.bilinear`. short: the result may be right
-        in its lowest bits alone (`width`: all but as many as are dropped) where the protocol has such products: 1 round
-        and 21.75 bytes an output. Raises DomainError for shapes that do not fit, and as `mul`.
+        With `select` (flat positions) only these outputs, 1-D; see `Protocol.bilinear`. below, width: as for `mul`.
+        Raises DomainError for shapes that do not fit, and as `mul`.
         """
         out = self.session.frac if frac is None else frac
-        x, y, shift = self.whole(), other.whole(), self.frac + other.frac - out
-        short = short and shift > 0 and x.proto.has_short_products
-        raw = x.proto.matmul(x.share, y.share, shift, select, short)
-        return Fixed(self.session, raw, out, self.session.ring.bits - shift if short else None)
+        x, y, shift, narrow = self._factors(other, out, below, width)
+        return _product(x, x.proto.matmul(x.share, y.share, shift, select, narrow), out, y, narrow)
 
     def poly(self, coefficients: Sequence[float], frac: int | None = None, bits: int | None = None) -> Fixed:
         """c0 + c1 x + c2 x^2 (+ c3 x^3) in one protocol step; the leading coefficient carries `bits` fractional bits.
@@ -233,7 +275,7 @@ class Fixed:
         degree = len(coefficients) - 1
         ints = [round(c * 2.0 ** (bits + (degree - i) * self.frac)) for i, c in enumerate(coefficients)]
         shift = degree * self.frac + bits - out
-        return self.with_share(self.proto.poly(self.whole().share, ints, shift), out)
+        return Fixed(self.session, self.proto.poly(self.whole().share, ints, shift), out)
 
     # -- comparisons -----------------------------------------------------------------------------------------
     def below(self, thresholds: Sequence[float], bits: int | None = None, low: int = 0) -> BitShare:
@@ -241,12 +283,11 @@ class Fixed:
 
         `bits` and `low` bound the adder as in `Protocol.msb`: x - threshold must fit `bits` bits, and where x lies less
         than 2^(low - frac) above a threshold the bit may be 1. Thresholds are rounded to `frac` bits. 4 rounds and
-        40.75 bytes an element for 64 bits, 22.25 for each further threshold. Raises DomainError as `Protocol.msb`, and
-        for more bits than `width`.
+        40.75 bytes an element for 64 bits, 22.25 for each further threshold. Values that are right in fewer bits
+        are made whole first. Raises DomainError as `Protocol.msb`.
         """
-        if self.width is not None and (bits is None or bits > self.width):
-            self.whole()
-        return self.proto.msb(self.share, _offsets(tuple(thresholds), self.frac), bits, low)
+        x = self if self.width is None or (bits is not None and bits <= self.width) else self.whole()
+        return x.proto.msb(x.share, _offsets(tuple(thresholds), self.frac), bits, low)
 
     def choose(
         self,
@@ -267,13 +308,39 @@ class Fixed:
         total = self.frac + weight_bits
         ring = self.session.ring
         w, c = _encoded(tuple(weights), weight_bits, ring), _encoded(tuple(constants), total, ring)
-        share = self.whole().share if total > out else self.share
-        raw = self.proto.inject(bits, share, w, c, total - out, self.width)
+        x = self.whole() if total > out else self
+        raw = self.proto.inject(bits, x.share, w, c, total - out, x.width)
         shape = self.shape
-        return self.with_share(raw.map(lambda part: part.reshape(shape)), out)
+        return x.with_share(raw.map(lambda part: part.reshape(shape)), out)
 
     def __repr__(self) -> str:
         return f"Fixed(shape={tuple(self.shape)}, frac={self.frac}, {self.session!r})"
+
+
+def narrows(session: Session) -> bool:
+    """Whether this protocol's products may leave bits that nobody reads: trio and dealer, 64-bit ring. Public."""
+    return session.protocol.has_narrow and session.ring.bits == 64
+
+
+def read_width(session: Session, frac: int) -> int | None:
+    """How many of the lowest bits of the running module's results, with `frac` fractional bits, are read; None: all.
+
+    By calibration (`read`), where products follow that are made of so many bits, and the check of ranges. Public and
+    local.
+    """
+    known = session.exponent("read")
+    if known is None or not narrows(session) or session.protocol.has_keys or session.config.approximations != "ours":
+        return None
+    own = max(session.exponent(quantity) or 0 for quantity in ("output", "value"))
+    width = max(known, own) + frac + SEEN
+    return width if width < session.ring.bits else None
+
+
+def _product(x: Fixed, share: Share, frac: int, y: Fixed, narrow: Narrow | None) -> Fixed:
+    """A product's share as a value, with as many bits as are right."""
+    bits = x.session.ring.bits
+    right = min(x.width or bits, y.width or bits) if narrow is None else narrow.wanted
+    return Fixed(x.session, share, frac, right if right < bits else None)
 
 
 def arithmetic(session: Session, bits: BitShare, constants: Sequence[float], frac: int) -> Fixed:

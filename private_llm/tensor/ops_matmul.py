@@ -11,7 +11,7 @@ from private_llm.errors import PlaintextLeak, UnsupportedOp
 from private_llm.kernels.forms import Matmul
 from private_llm.protocols.session import Session
 from private_llm.tensor.dispatch import implements
-from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.fixed import Fixed, read_width
 from private_llm.tensor.ops_pointwise import Operand, mul, plus
 from private_llm.tensor.range_check import watch
 from private_llm.tensor.scale import same_session
@@ -39,12 +39,19 @@ def product(x: Fixed, y: Fixed, frac: int | None = None) -> Fixed:
     return x.matmul(y, frac=frac)
 
 
+def layer_product(x: Fixed, y: Fixed, frac: int | None) -> Fixed:
+    """`product`, less where calibration knows the size of the running layer's results and of what reads them."""
+    session = x.session
+    width = read_width(session, session.frac if frac is None else frac)
+    return x.matmul(y, frac=frac, below=session.exponent("output"), width=width)
+
+
 def product_public(x: Fixed, y: Tensor, left: bool = False, frac: int | None = None) -> Fixed:
     """x @ y (or y @ x) for ring elements y with the session's fractional bits: local, then one truncation.
 
     1 round, 14.75 bytes an output in trio (64-bit ring, 18 bits).
     """
-    out = x.session.frac if frac is None else frac
+    out, x = x.session.frac if frac is None else frac, x.whole()
     shift = x.frac + x.session.frac - out
     return x.with_share(x.proto.bilinear_public(Matmul(), x.share, y, shift, left), out)
 
@@ -98,7 +105,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> SecretTenso
     if isinstance(weight, SecretTensor):
         same_session(x, weight)
         held = weight.raw
-        return linear_by(x, held.frac, lambda value, frac: product(value, held.view(Tensor.t), frac), bias)
+        return linear_by(x, held.frac, lambda value, frac: layer_product(value, held.view(Tensor.t), frac), bias)
 
     def public(value: Fixed, frac: int | None) -> Fixed:
         elements = ring_weight(x.session, weight, value.share.parts[0].device)
@@ -118,10 +125,10 @@ def linear_by(
     """
     frac = x.session.exponent("frac")
     frac = None if frac is None else min(frac, x.session.frac)
-    out = SecretTensor(made(_in_range(x.to_operand(), weight_frac), frac))
+    out = SecretTensor(made(_in_range(x.to_narrow_operand(), weight_frac), frac))
     out.coarse = frac is not None and frac < x.session.frac
     out = out if bias is None else plus(out, bias)
-    watch(out.raw if rows is None else out.raw.view(rows))
+    watch(out.held if rows is None else out.held.view(rows))
     return out
 
 
@@ -138,11 +145,11 @@ def addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float =
     """beta * bias + alpha * x @ y (GPT-2's Conv1D); x [M, K], y [K, N], bias broadcasts. Cost as `linear`."""
     if isinstance(x, SecretTensor) and isinstance(y, SecretTensor):
         same_session(x, y)
-        made = SecretTensor(product(_in_range(x.to_operand(), y.raw.frac), y.raw))
+        made = SecretTensor(layer_product(_in_range(x.to_narrow_operand(), y.raw.frac), y.raw, None))
     else:
         made = matmul(x, y)
     out = _combined(bias, made, beta, alpha)
-    watch(out.raw)
+    watch(out.held)
     return out
 
 

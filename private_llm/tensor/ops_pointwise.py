@@ -9,7 +9,7 @@ from torch import Tensor
 
 from private_llm.errors import PlaintextLeak, UnsupportedOp
 from private_llm.tensor.dispatch import TorchArg, implements
-from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.fixed import Fixed, read_width
 from private_llm.tensor.range_check import watch
 from private_llm.tensor.scale import aligned, encoded, same_session, times_public, times_scalar
 from private_llm.tensor.secret import SecretTensor
@@ -62,8 +62,8 @@ def _plus_public(x: SecretTensor, y: Tensor) -> SecretTensor:
     if y.is_floating_point() and y.dim() > 1 and y.numel() and bool(y.min() <= MINUS_INFINITY):
         hidden = y <= MINUS_INFINITY
         y = y.masked_fill(hidden, 0.0)
-    surplus = y.numel() > 0 and x.raw.frac > x.session.frac
-    value = _roomy(x, float(y.abs().max())) if surplus else x.raw
+    surplus = y.numel() > 0 and x.held.frac > x.session.frac
+    value = _roomy(x, float(y.abs().max())) if surplus else x.held
     out = SecretTensor(value.with_share(value.proto.add_public(value.share, encoded(value, y, value.frac))))
     return out if hidden is None else out.masked(hidden.expand(out.shape))
 
@@ -104,20 +104,24 @@ def rsub(x: Operand, y: Operand) -> SecretTensor:
 @implements(torch.neg, Tensor.neg, Tensor.__neg__, torch.negative, Tensor.negative)
 def neg(x: SecretTensor) -> SecretTensor:
     """-x; local."""
-    return SecretTensor(-x.raw)
+    return SecretTensor(-x.held)
 
 
 @implements(torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.multiply)
 def mul(x: Operand, y: Operand) -> SecretTensor:
     """Product x*y, broadcasting. Two secrets: one truncating product.
 
-    That is 2 rounds and 30.75 bytes an output in trio (64-bit ring, 18 bits). With public values: local, the result
+    That is 2 rounds and 30.75 bytes an output in trio (64-bit ring, 18 bits), less where calibration knows the size of
+    the product and of what reads it (`Fixed.mul`). With public values: local, the result
     carries up to 16 bits more until an operation truncates them; an operand that carries such bits is truncated first
     (1 round). A 32-bit ring truncates after a public tensor of real numbers. Raises PlaintextLeak if neither is secret.
     """
     if isinstance(x, SecretTensor) and isinstance(y, SecretTensor):
         same_session(x, y)
-        product = x.to_operand().mul(y.to_operand())
+        session = x.session
+        product = x.to_narrow_operand().mul(
+            y.to_narrow_operand(), below=session.exponent("output"), width=read_width(session, session.frac)
+        )
         watch(product if product.share.parts[0].dim() else product.view(lambda part: part.reshape(1)))
         return SecretTensor(product)
     if not isinstance(x, SecretTensor):

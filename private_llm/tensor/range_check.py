@@ -58,7 +58,8 @@ UNKNOWN = REACH + 3
 
 
 def watch(x: Fixed, bits: int | None = None, batch: Tensor | None = None) -> None:
-    """Owe a check of the rows of x [.., width]: signed sums below 2^bits in ring elements. Local.
+    """Owe a check of the rows of x [.., width]: signed sums below 2^bits in ring elements. Local, unless x is right in
+    no more bits than that (1 round).
 
     bits: default, the calibrated `output` of the module that is computed. batch: of `Known.batch` rows of a batch the
     one that each row of x belongs to; default, as the first dimension of x tells. Nothing is done with guard=False, or
@@ -82,6 +83,8 @@ def watch(x: Fixed, bits: int | None = None, batch: Tensor | None = None) -> Non
         return
     if small:
         bits -= _LESS_ROOM
+    if x.width is not None and bits > x.width - 2:
+        x = x.whole()
     width = x.shape[-1]
     # Every entry may be off by a unit or two of its last place, however small the values are.
     bits = max(width.bit_length() + 4, min(bits, session.ring.value_bits - 1))
@@ -100,9 +103,9 @@ def watch_later(x: SecretTensor) -> None:
     """
     watch_pending(x.session)
     known = x.session.exponent("output")
-    bits = x.raw.frac + (UNKNOWN if known is None else known)
+    bits = x.held.frac + (UNKNOWN if known is None else known)
     if x.session.config.debug_ranges:  # which names the module that runs now
-        watch_flat(x.raw, bits)
+        watch_flat(x.held, bits)
     else:
         x.session.known.pending = (x, bits)
 
@@ -116,17 +119,18 @@ def watch_compared(x: SecretTensor, bits: int, rows: bool = False) -> None:
     has others.
     """
     watch_pending(x.session, instead=x)
+    value = x.held if x.held.frac == x.session.frac else x.to_fixed()
     if rows and x.dim() > 1 and x.shape[-1] >= PIECE:
-        watch(x.to_fixed(), bits)
+        watch(value, bits)
     else:  # lines of images are short: they share their sums
-        watch_flat(x.to_fixed(), bits)
+        watch_flat(value, bits)
 
 
 def watch_pending(session: Session, instead: SecretTensor | None = None) -> None:
     """Owe the check that was put off, unless it is of `instead`. Local."""
     pending, session.known.pending = session.known.pending, None
     if pending is not None and pending[0] is not instead:
-        watch_flat(pending[0].raw, pending[1])
+        watch_flat(pending[0].held, pending[1])
 
 
 def watch_flat(x: Fixed, bits: int, counts: Sequence[int] = ()) -> None:

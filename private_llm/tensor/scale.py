@@ -135,7 +135,7 @@ def aligned(x: SecretTensor, y: SecretTensor) -> tuple[Fixed, Fixed]:
     cut is one truncation, 1 round. Raises DomainError for secrets of two sessions.
     """
     same_session(x, y)
-    a, b = x.raw, y.raw
+    a, b = x.held, y.held
     if a.frac == b.frac:
         return a, b
     if x.coarse or y.coarse:

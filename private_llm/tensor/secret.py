@@ -38,7 +38,7 @@ class SecretTensor(Guarded):
     @staticmethod
     def __new__(cls: type[SecretTensor], fixed: Fixed) -> SecretTensor:
         """Wrap `fixed`; the shape is its shape, the outer dtype float32."""
-        part = fixed.whole().share.parts[0]
+        part = fixed.share.parts[0]
         device = part.device
         self: SecretTensor = torch.Tensor._make_wrapper_subclass(
             cls, part.shape, dtype=torch.float32, device=_CPU if device.type == "meta" else device
@@ -91,9 +91,25 @@ class SecretTensor(Guarded):
         x = self.raw
         return x if x.frac <= x.session.frac else self.to_fixed()
 
+    def to_narrow_operand(self) -> Fixed:
+        """As `to_operand`, maybe right in its lowest bits alone, for products that know how many they need."""
+        x = self.held
+        return x if x.frac <= x.session.frac else self.to_fixed()
+
     @property
     def raw(self) -> Fixed:
-        """The share as it is. Raises UnsupportedOp if entries stand for minus infinity (softmax removes them)."""
+        """The share with its fractional bits, and from now on all bits right: local, 1 round for a narrow one.
+
+        Raises UnsupportedOp if entries stand for minus infinity (softmax removes them).
+        """
+        x = self.held
+        if x.width is not None:
+            x = self._fixed = x.whole()
+        return x
+
+    @property
+    def held(self) -> Fixed:
+        """The share as it is, maybe right in its lowest bits alone (`Fixed.width`). Local; raises as `raw`."""
         if self._hidden is not None:
             raise UnsupportedOp("a tensor with masked (minus infinity) entries can only be reshaped or go into softmax")
         return self._fixed
@@ -156,7 +172,7 @@ class SecretTensor(Guarded):
         Local.
         """
         x = self._fixed
-        out = SecretTensor(Fixed(x.session, Share(parts), x.frac))
+        out = SecretTensor(x.with_share(Share(parts)))
         out._coarse = self._coarse
         if self._family is None:
             self._family = object()

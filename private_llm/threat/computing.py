@@ -102,7 +102,7 @@ COARSE = Threat(
     ),
     source=(
         "private_llm/exact/comparisons.py; msb in private_llm/protocols/trio/party.py; private_llm/exact/maximum.py "
-        "and private_llm/protocols/trio/short_products.py"
+        "and private_llm/protocols/trio/narrow.py"
     ),
     setting="always on",
 )

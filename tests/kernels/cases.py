@@ -164,13 +164,13 @@ def _inject_cases(ring: Ring, n: int, kinds: tuple[bool, ...]) -> Iterator[Case]
 def trunc_cases() -> Iterator[Case]:
     for ring in RINGS:
         for n in (1, 511, 512, 1100):
-            for f in (1, 18, ring.bits - 3):
-                draw, note = Draw(f"trunc {n} {f}"), f"{ring.bits}-{n}-{f}"
+            for f, width in ((1, 1), (18, 18), (18, 4), (ring.bits - 3, ring.bits - 3), (ring.bits - 3, 1)):
+                draw, note = Draw(f"trunc {n} {f} {width}"), f"{ring.bits}-{n}-{f}-{width}"
                 a, b, c, d = (draw.ring(ring, n) for _ in range(4))
-                fields = [draw.words(ops.packed_words(n, f)) for _ in range(3)]
-                yield Case("trunc_helper", note, (a, b, c, d, *fields, f))
-                yield Case("trunc_open", note, (a, b, *fields[:2], f))
-                yield Case("trunc_close", note, (a, *fields[:2], b, fields[2], f))
+                fields = [draw.words(ops.packed_words(n, width)) for _ in range(3)]
+                yield Case("trunc_helper", note, (a, b, c, d, *fields, f, width))
+                yield Case("trunc_open", note, (a, b, *fields[:2], f, width))
+                yield Case("trunc_close", note, (a, *fields[:2], b, fields[2], f, width))
 
 
 def field_cases() -> Iterator[Case]:

@@ -26,7 +26,7 @@ with compiling.telling(heard.append):
     for rows in (1, 5):  # register tiles along either dimension, and the tiles of processors that have some
         made += [ops.ring_matmul(word(rows, 70), word(70, 33)), ops.ring_matmul(word(rows, 70), word(33, 70).mT)]
     made += [ops.ring_matmul(word(130, 300), word(300, 70)), ops.transpose_bits(word(130), 64)]
-    made += [ops.trunc_open(word(130), word(130), word(130), word(130), 18)[0]]
+    made += [ops.trunc_open(word(130), word(130), word(130), word(130), 18, 18)[0]]
     made += [ops.ring_conv2d(word(1, 3, 9, 9), word(4, 3, 3, 3), (1, 1), (1, 1), (1, 1), 1)]
 digest = hashlib.sha256()
 for tensor in made:

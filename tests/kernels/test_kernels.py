@@ -111,7 +111,7 @@ def test_a_device_without_kernels_is_named() -> None:
     with pytest.raises(UnsupportedOp, match="meta"):
         ops.ring_matmul(x, x.to("meta"))
     with pytest.raises(UnsupportedOp, match="one device"):
-        ops.trunc_open(x.view(4), x.view(4).to("meta"), x.view(4), x.view(4), 18)
+        ops.trunc_open(x.view(4), x.view(4).to("meta"), x.view(4), x.view(4), 18, 18)
 
 
 @pytest.mark.parametrize("f", [1, 13, 37, 63])

@@ -113,23 +113,26 @@ def test_fields_lie_where_the_layout_says(count: int, f: int) -> None:
 
 
 @pytest.mark.parametrize("ring", RINGS, ids=lambda ring: str(ring.bits))
-@pytest.mark.parametrize("f", [1, 13])
-def test_truncation_is_off_by_at_most_one_unit(ring: Ring, f: int) -> None:
-    """The three parties' steps on z, |z| < 2^(bits-2): the result opens to floor(z / 2^f) or a neighbour."""
+@pytest.mark.parametrize(("f", "width"), [(1, 1), (13, 13), (13, 4), (13, 1)])
+def test_truncation_is_off_by_at_most_one_unit(ring: Ring, f: int, width: int) -> None:
+    """The three parties' steps on z, |z| < 2^(bits-2): the result opens to floor(z / 2^f) or a neighbour.
+
+    With fields of fewer bits than are dropped, it does so in its lowest bits - f + width bits.
+    """
     n, draw = 600, Draw(f"shift {f}")
     z = draw.ring(ring, n) >> 2
     error, g1, g2, z1, piece = (draw.ring(ring, n) for _ in range(5))
-    rho1, zeta1, zeta2 = (draw.words(packed_words(n, f)) for _ in range(3))
-    a1, a2, z2, rho2 = reference.trunc_helper(error, g1, g2, z1, rho1, zeta1, zeta2, f)
+    rho1, zeta1, zeta2 = (draw.words(packed_words(n, width)) for _ in range(3))
+    a1, a2, z2, rho2 = reference.trunc_helper(error, g1, g2, z1, rho1, zeta1, zeta2, f, width)
     mine, theirs = piece + g1, z + error - piece + g2
-    w1, fields1 = reference.trunc_open(mine, theirs, rho1, zeta1, f)
-    w2, fields2 = reference.trunc_open(theirs, mine, rho2, zeta2, f)
-    half1, own1 = reference.trunc_close(w1, fields1, fields2, z1, zeta1, f)
-    half2, own2 = reference.trunc_close(w2, fields2, fields1, z2, zeta2, f)
+    w1, fields1 = reference.trunc_open(mine, theirs, rho1, zeta1, f, width)
+    w2, fields2 = reference.trunc_open(theirs, mine, rho2, zeta2, f, width)
+    half1, own1 = reference.trunc_close(w1, fields1, fields2, z1, zeta1, f, width)
+    half2, own2 = reference.trunc_close(w2, fields2, fields1, z2, zeta2, f, width)
     assert torch.equal(own1, a1)
     assert torch.equal(own2, a2)
     assert torch.equal(half1 - a2, half2 - a1)
-    off = half1 - a2 - (z >> f)
+    off = ((half1 - a2 - (z >> f)) << (f - width)) >> (f - width)
     assert set(off.tolist()) <= {-1, 0, 1}
 
 

@@ -383,8 +383,8 @@ def test_the_check_of_ranges_sees_scores_and_mixes_beyond_theirs() -> None:
 
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
 @pytest.mark.parametrize(("large", "left"), [(1.0, 0), (2.0**10, 1), (2.0**24, 1)])
-def test_the_check_of_ranges_sees_short_products(protocol: str, large: float, left: int) -> None:
-    """Of scores nothing is right but the lowest 46 bits, which reach 2^27: the check needs no more."""
+def test_the_check_of_ranges_sees_narrow_products(protocol: str, large: float, left: int) -> None:
+    """Of scores nothing is right but the lowest 33 bits, which reach 2^14: the check needs no more."""
     q, k, v = noise(1, 1, 4, 8) * large, noise(1, 1, 300, 8, seed=1), noise(1, 1, 300, 8, seed=2)
 
     def out(session: Session, *operands: Fixed) -> Fixed:
@@ -410,13 +410,12 @@ def _matmul_rounds(config: PrivateConfig, softcap: float | None = None, scale: f
     return max(found)
 
 
-def test_scores_are_short_products_where_softmax_reads_their_lowest_bits() -> None:
-    """Not under a cap, by comparison keys, with exact divisions, other approximations, and where too few are left."""
+def test_scores_are_narrow_products_where_softmax_reads_their_lowest_bits() -> None:
+    """Not under a cap, by comparison keys, with exact divisions, and under other approximations."""
     whole = 2 + 2
     assert _matmul_rounds(PrivateConfig()) == _matmul_rounds(PrivateConfig(protocol="dealer")) == whole - 1
     others = [
         PrivateConfig(adder="keys"), PrivateConfig(approximations="puma"), PrivateConfig(approximations="mpcformer"),
-        PrivateConfig(frac_bits=20),
     ]  # fmt: skip
     assert [_matmul_rounds(each) for each in others] == [whole] * len(others)
     assert _matmul_rounds(PrivateConfig(), softcap=30.0) == whole

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT, MetaTransport
-from private_llm.protocols.dealer import cost as dealer_cost
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.registry import protocol_names, protocol_spec
@@ -21,7 +19,6 @@ from private_llm.ring.ring import Ring
 from tests.protocols.parties import Run, ring_values, run_ring
 
 PROTOCOLS = protocol_names()
-SHORT = ["trio", "dealer"]
 RINGS = [64, 32]
 SIZES = [1, 64, 1001]
 every = pytest.mark.parametrize(("protocol", "ring"), [(p, r) for p in PROTOCOLS for r in RINGS])
@@ -102,43 +99,6 @@ def test_matmul_sends_selected_outputs_only(protocol: str, ring: int) -> None:
     select = torch.tensor([0, 7, 23, 5])
     run = run_ring(config(protocol, ring), [x, y], lambda p, a, b: p.matmul(a, b, 4, select), (4,))
     check(run, ((x @ y).view(-1)[select]) >> 4, cost.product(Ring(ring), 4, 4), protocol, slack=1)
-
-
-@every
-@pytest.mark.parametrize("shift", [1, 9, 20])
-@pytest.mark.parametrize("select", [None, torch.tensor([0, 69, 3])])
-def test_short_products_are_right_in_their_lowest_bits(
-    protocol: str, ring: int, shift: int, select: Tensor | None
-) -> None:
-    """Products of all sizes, up to those that wrap; a protocol without short products makes whole ones."""
-    cost = prices(protocol)
-    x, y = ring_values(ring, (2, 7, 33), ring if protocol in SHORT else 11, 1), ring_values(ring, (33, 5), 11, 2)
-    x[1] >>= ring - 12
-    want = ((x @ y) if select is None else (x @ y).view(-1)[select]) >> shift
-    run = run_ring(
-        config(protocol, ring), [x, y], lambda p, a, b: p.matmul(a, b, shift, select, short=True), want.shape
-    )
-    off = (run.result - want) & ((1 << (ring - shift)) - 1)
-    assert set(off.unique().tolist()) <= ({0, 1} if protocol != "plain" else {0})
-    if protocol in SHORT:
-        assert run.cost == trio_cost.short_product(Ring(ring), want.numel(), shift)
-        assert run.cost.rounds == 1
-    elif protocol != "plain":
-        assert run.cost == cost.product(Ring(ring), want.numel(), shift)
-
-
-def test_a_short_product_saves_a_round_and_nine_bytes() -> None:
-    assert dealer_cost.short_product is trio_cost.short_product
-    short, whole = trio_cost.short_product(Ring(64), 64, 18), trio_cost.product(Ring(64), 64, 18)
-    assert (short.total / 64, short.rounds) == (21.75, 1)
-    assert (whole.total / 64, whole.rounds) == (30.75, 2)
-
-
-@pytest.mark.parametrize("shift", [62, 80])
-def test_a_short_product_divided_beyond_the_ring_is_refused(shift: int) -> None:
-    x = ring_values(64, (2, 3), 10)
-    with pytest.raises(DomainError, match="shift"):
-        run_ring(config("trio", 64), [x], lambda p, a: p.matmul(a, a.map(Tensor.t), shift, short=True), (2, 2))
 
 
 @every

@@ -54,14 +54,14 @@ def test_one_large_entry_among_many_is_seen(protocol: str, size: float) -> None:
 
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
 @pytest.mark.parametrize(("largest", "seen"), [(2.0**8.5, 0.0), (2.0**15.5, 1.0)])
-def test_short_products_are_watched_by_the_bits_that_are_right(protocol: str, largest: float, seen: float) -> None:
+def test_narrow_products_are_watched_by_the_bits_that_are_right(protocol: str, largest: float, seen: float) -> None:
     """Products of 2^53 in the ring: of 40,000 about 20 wrap with their masks, and are off by 2^28 above their bits."""
     generator = torch.Generator().manual_seed(2)
     x, y = (2.0**8.5 * (1 - 2 * torch.randint(0, 2, (200,), generator=generator)).double() for _ in range(2))
     x[17] = largest
 
     def check(session: Session, rows: Fixed, columns: Fixed) -> Fixed:
-        scores = rows.matmul(columns, short=True)
+        scores = rows.matmul(columns, width=46)
         if scores.width != 46:
             raise ValueError(f"got width {scores.width}; want 46")
         watch_flat(scores, 18 + 23)

@@ -288,9 +288,9 @@ def _truncation(ring: Ring, n: int, stream: Prg) -> Iterator[_Job]:
     error, one, two, mask = (stream.elements(n, ring) for _ in range(4))
     rho, zeta, other = (stream.words(ops.packed_words(n, f)) for _ in range(3))
     calls: tuple[tuple[str, Callable[[], object]], ...] = (
-        ("trunc_helper", lambda: ops.trunc_helper(error, one, two, mask, rho, zeta, other, f)),
-        ("trunc_open", lambda: ops.trunc_open(one, two, rho, zeta, f)),
-        ("trunc_close", lambda: ops.trunc_close(one, rho, zeta, mask, other, f)),
+        ("trunc_helper", lambda: ops.trunc_helper(error, one, two, mask, rho, zeta, other, f, f)),
+        ("trunc_open", lambda: ops.trunc_open(one, two, rho, zeta, f, f)),
+        ("trunc_close", lambda: ops.trunc_close(one, rho, zeta, mask, other, f, f)),
     )
     for name, run in calls:
         yield _Job(name, "", ring.bits, (n,), run, n / 1e9, "G elements/s")

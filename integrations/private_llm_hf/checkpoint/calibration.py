@@ -30,6 +30,7 @@ from private_llm.ring.ring import Ring
 from private_llm.tensor.dispatch import TorchArg
 from private_llm.tensor.range_check import PIECE
 from private_llm_hf.checkpoint.fine_weights import with_fine_weights
+from private_llm_hf.checkpoint.result_readers import ResultReaders, with_readers
 from private_llm_hf.handlers import match
 from private_llm_hf.models.norms import norm_of
 
@@ -77,6 +78,7 @@ class Largest(TorchFunctionMode):
         self._running: list[str] = []
         self._thread = threading.get_ident()
         self._streams: dict[int, tuple[Tensor, set[str]]] = {}
+        self.readers = ResultReaders(model)
         self._convolved: tuple[str, Tensor] | None = None
         self.folded: set[str] = set()
         """Convolutions before a batch norm, which their weights will contain."""
@@ -86,6 +88,7 @@ class Largest(TorchFunctionMode):
         if threading.get_ident() != self._thread:
             return
         self._running.append(self._names[module])
+        self.readers.enter(module)
         if not inputs or not isinstance(inputs[0], Tensor):
             return
         norm = self._norms.get(module)
@@ -103,6 +106,7 @@ class Largest(TorchFunctionMode):
             return
         if isinstance(output, Tensor) and (module in self._norms or isinstance(module, nn.LayerNorm)):
             self._note_largest("entry", output)
+        self.readers.leave(module, inputs, output)
         self._running.pop()
 
     def __torch_function__(
@@ -110,7 +114,9 @@ class Largest(TorchFunctionMode):
     ) -> TorchArg:
         """Run the operation, and look at what it was given and made."""
         out = func(*args, **(kwargs or {}))
-        if func in _LAYERS or (func in _TIMES and self._of_two_secrets(args)):
+        multiplies = func in _LAYERS or (func in _TIMES and self._of_two_secrets(args))
+        self.readers.see(func, args, kwargs, out, self._scope, multiplies)
+        if multiplies:
             self._note_rows_of("output", out)
             self._note_largest("peak", out)
             if func is F.linear:
@@ -234,6 +240,7 @@ class Largest(TorchFunctionMode):
         """The run is over: drop the tensors that were followed."""
         self._note_convolution()
         self._streams.clear()
+        self.readers.forget()
 
 
 @contextmanager
@@ -331,7 +338,8 @@ def calibrate(model: nn.Module, config: PrivateConfig, batches: Sequence[Callabl
             batch(model)
             largest.forget()
     _warn_of_small_rows(largest, config)
-    return with_fine_weights(model, ranges_of(largest, config), config, largest.folded)
+    ranges = with_fine_weights(model, ranges_of(largest, config), config, largest.folded)
+    return with_readers(ranges, largest.readers, config)
 
 
 def _warn_of_small_rows(largest: Largest, config: PrivateConfig) -> None:

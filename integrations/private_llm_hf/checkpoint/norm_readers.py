@@ -92,7 +92,7 @@ class _Trace(TorchFunctionMode):
         """A module begins."""
         self._running.append(module)
         if module in self._layers:
-            self._read[module] |= {self._norm_of(value) for value in _tensors((inputs, named))}
+            self._read[module] |= {self._norm_of(value) for value in tensors_in((inputs, named))}
 
     def leave(self, module: nn.Module, _: object, output: object) -> None:
         """The module that began last has ended."""
@@ -109,12 +109,12 @@ class _Trace(TorchFunctionMode):
         """Run the operation, and see which rows and weights it is given."""
         out = func(*args, **(kwargs or {}))
         running = self._running[-1] if self._running else None
-        given = list(_tensors((args, kwargs or {})))
+        given = list(tensors_in((args, kwargs or {})))
         for value in given:
             owner = self._owners.get(id(value))
             if owner is not None and owner is not running:
                 self._leaves(owner)
-        told = out is not None and not any(True for _ in _tensors(out))  # shapes and types, which are public
+        told = out is not None and not any(True for _ in tensors_in(out))  # shapes and types, which are public
         if running in self._layers or told:
             return out
         norms = {norm for value in given if (norm := self._norm_of(value)) is not None}
@@ -139,7 +139,7 @@ class _Trace(TorchFunctionMode):
 
     def readers(self, output: object) -> dict[str, tuple[str, ...]]:
         """Of each norm that lost nothing the layers that read it. output: of the model."""
-        lost = self._lost | {norm for value in _tensors(output) if (norm := self._norm_of(value)) is not None}
+        lost = self._lost | {norm for value in tensors_in(output) if (norm := self._norm_of(value)) is not None}
         lost |= {norm for read in self._read.values() if len(read) > 1 for norm in read if norm is not None}
         found: dict[str, list[str]] = {}
         for layer, read in self._read.items():
@@ -188,12 +188,12 @@ def _same_rows(func: TorchArg, args: Sequence[TorchArg], out: TorchArg) -> bool:
     return func in _SAME or func in _SHAPED
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """Every tensor in tuples, lists and dictionaries."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        yield from _tensors(tuple(value.values()))
+        yield from tensors_in(tuple(value.values()))
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)

@@ -59,13 +59,13 @@ class LayerMiddle(Updated):
             return attend(query, key, value)  # type: ignore[arg-type]
         self._layer.attend = attend
         given = SecretTensor(query.raw)
-        return SecretTensor(self.run((query.raw, *taken), lambda: attend(given, *held).raw))  # type: ignore[arg-type]
+        return SecretTensor(self.run((query.raw, *taken), lambda: attend(given, *held).held))  # type: ignore[arg-type]
 
     def again(self, values: Sequence[Fixed]) -> Fixed:
         """The update and attention, of what the program has made for them."""
         query, key, value = map(SecretTensor, values)
         keys, held = self._cache.update(key, value, self._layer.number)
-        return self._layer.attend(query, keys, held).raw  # type: ignore[arg-type]
+        return self._layer.attend(query, keys, held).held  # type: ignore[arg-type]
 
 
 class RepeatedLayer:

@@ -1,7 +1,7 @@
 """Layers of equal cost are priced once: in a meta session, a layer like one that ran is booked instead of run.
 
 A layer costs what a layer before it cost if both are built alike (classes, shapes, settings; not their number), are
-called with the same shapes, fractional bits and public values, and find as much in their part of the cache. Then the
+called with the same shapes, bits and public values, and find as much in their part of the cache. Then the
 second is not run: what the first booked is booked under the second's name, and the cache and the arguments are brought
 to where the first left them. Whatever cannot be compared is run.
 """
@@ -152,14 +152,14 @@ class _Priced:
             watch_pending(secrets[0].session)  # what an earlier layer owes is not this one's
         owed = secrets[0].session.known.owed if secrets else []
         before = len(owed)
-        fracs, untouched = [secret.raw.frac for secret in secrets], self._untouched(leaves, caches)
+        forms, untouched = [secret.held.form for secret in secrets], self._untouched(leaves, caches)
         with _apart(self._at.ledger) as counts:
             output = self._forward(*args, **kwargs)
         counts.add_to(self._at.ledger)
         own = (f"{self._at.name}.", f"{self._at.name}{PREDICTOR}.")
         inside = all(f"{scope}.".startswith(own) for scope in counts.scopes())
         if inside and untouched == self._untouched(leaves, caches):
-            rescaled = tuple(secret.raw.frac != frac for secret, frac in zip(secrets, fracs, strict=True))
+            rescaled = tuple(secret.held.form != form for secret, form in zip(secrets, forms, strict=True))
             with suppress(_Unknown):
                 known[key] = _Ran(self._at, counts, _again(output), rescaled, tuple(owed[before:]))
         return output
@@ -216,7 +216,7 @@ def _compared(value: object) -> Hashable:
     if isinstance(value, SecretTensor):
         if value.hidden is not None:
             raise _Unknown
-        return SecretTensor, value.shape, value.raw.frac
+        return SecretTensor, value.shape, value.held.form
     if isinstance(value, Tensor) and not isinstance(value, Guarded):
         return Tensor, value.shape, value.dtype, value.is_meta or _digest(value)
     if isinstance(value, Cache):
@@ -236,14 +236,14 @@ def _built(layer: nn.Module) -> Hashable:
 
 def _settings(part: nn.Module) -> Hashable:
     held = part.named_parameters(recurse=False)
-    shapes = tuple((name, type(value), value.shape, value.dtype, _frac(value)) for name, value in held)
+    shapes = tuple((name, type(value), value.shape, value.dtype, _form(value)) for name, value in held)
     buffers = tuple((name, _setting(value)) for name, value in part.named_buffers(recurse=False))
     others = tuple((name, _setting(value)) for name, value in sorted(vars(part).items()) if name not in _OWN)
     return shapes, buffers, others
 
 
-def _frac(value: Tensor) -> int | None:
-    return value.raw.frac if isinstance(value, SecretTensor) else None
+def _form(value: Tensor) -> tuple[int, int | None] | None:
+    return value.held.form if isinstance(value, SecretTensor) else None
 
 
 def _setting(value: object) -> Hashable:
@@ -301,7 +301,7 @@ def _again(output: Any) -> Any:  # noqa: ANN401 - a layer's own result
     if isinstance(output, SecretTensor):
         if output.hidden is not None:
             raise _Unknown
-        return SecretTensor(output.raw)
+        return SecretTensor(output.held)
     if type(output) is Tensor or isinstance(output, _PLAIN):
         return output
     if type(output) in (tuple, list):

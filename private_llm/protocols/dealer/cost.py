@@ -19,7 +19,6 @@ from private_llm.protocols.trio.cost import (
     product,
     relu_minus_waves,
     reveal_to_client,
-    short_product,
     truncate,
 )
 from private_llm.ring.ring import Ring
@@ -27,7 +26,7 @@ from private_llm.ring.ring import Ring
 __all__ = [
     "a2b", "exponential", "finish", "gate", "index_from_client", "inject", "input_from_client", "lookup", "msb",
     "msb_ripple", "open_shuffled", "permutation",
-    "piecewise", "poly", "product", "relu_minus_waves", "remask", "reveal_to_client", "short_product", "shuffle",
+    "piecewise", "poly", "product", "relu_minus_waves", "remask", "reveal_to_client", "shuffle",
     "shuffle_bits", "truncate",
 ]  # fmt: skip
 

@@ -33,6 +33,7 @@ from private_llm.protocols.adder import DEFAULT_ADDER, Adder
 from private_llm.protocols.arithmetic import taking_part
 from private_llm.protocols.dealer.shuffle import DealerShuffles
 from private_llm.protocols.exact import ExactTruncation
+from private_llm.protocols.narrow import Narrow
 from private_llm.protocols.share import Share
 from private_llm.ring.prg import Seed
 from private_llm.ring.ring import Ring
@@ -54,15 +55,16 @@ class TwoPartyDealer(DealerShuffles):
         super().__init__(party, transport, ring, pair_seeds, input_keys, adder, device)
         self.remask = remask
 
-    def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
+    def mul(self, x: Share, y: Share, shift: int = 0, narrow: Narrow | None = None) -> Share:
         """As Trio's, with `remask` after one round of |x| + |y| elements each way (|x| for a square of one share).
 
         That is 16 bytes for each element of an operand (64-bit ring).
         """
-        return super().mul(*self._operands(x, y), shift)
+        return super().mul(*self._operands(x, y), shift, narrow)
 
     def bilinear(
-        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None, short: bool = False
+        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
+        narrow: Narrow | None = None,
     ) -> Share:  # fmt: skip
         """As Trio's, with `remask` after one round of |x| + |y| elements each way (before broadcasting).
 
@@ -71,7 +73,7 @@ class TwoPartyDealer(DealerShuffles):
         if self.remask:
             form, y = taking_part(form, y)
             x, y = self._operands(x, y)
-        return super().bilinear(form, x, y, shift, select, short)
+        return super().bilinear(form, x, y, shift, select, narrow)
 
     def _operands(self, x: Share, y: Share) -> tuple[Share, Share]:
         """Both operands under fresh masks, if the products of this session want that."""

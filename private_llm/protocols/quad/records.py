@@ -35,7 +35,7 @@ class QuadRecords(Trio):
     """Trio's code in its role, with records."""
 
     name = "quad"
-    has_exponentials = has_waves = has_short_products = can_repeat = False
+    has_exponentials = has_waves = has_narrow = can_repeat = False
 
     def __init__(
         self, party: int, transport: Transport, ring: Ring, pair_seeds: dict[int, Seed],

@@ -39,6 +39,7 @@ from private_llm.kernels import ops
 from private_llm.kernels.forms import Form, Matmul
 from private_llm.kernels.shapes import broadcast
 from private_llm.net.transport import CLIENT, Transport
+from private_llm.protocols.narrow import Narrow
 from private_llm.protocols.party_end import Links
 from private_llm.protocols.protocol import Protocol
 from private_llm.protocols.share import Index, Share
@@ -219,7 +220,7 @@ class TrioArithmetic(Protocol):
             (rho1, zeta1), (g1, z1) = self._draw_mixed(packed, count, 2, 0)
             (zeta2,), (g2,) = self._draw_mixed(packed, count, 1, 1)
             e = torch.zeros_like(g2) if piece is None else piece.reshape(-1)
-            a1, a2, z2, rho2 = ops.trunc_helper(e, g1, g2, z1, rho1, zeta1, zeta2, shift)
+            a1, a2, z2, rho2 = ops.trunc_helper(e, g1, g2, z1, rho1, zeta1, zeta2, shift, shift)
             for message in self._mixed(rho2, z2):
                 self.transport.send(2, tag, message)
             return Share((a1.view(shape), a2.view(shape))), (e, g1, g2)
@@ -230,17 +231,17 @@ class TrioArithmetic(Protocol):
             rho, z = self._recv_mixed(self._from_helper, tag, packed, count)
         mine = g if piece is None else piece.reshape(-1) + g
         theirs = self.transport.exchange(3 - self.role, tag, mine if along is None else torch.cat([mine, along]))
-        w, fields = ops.trunc_open(mine, theirs[:count], rho, zeta, shift)
+        w, fields = ops.trunc_open(mine, theirs[:count], rho, zeta, shift, shift)
         return self._close(tag, shape, w, fields, z, zeta, shift), (w, theirs[count:])
 
     def _close(
         self, tag: str, shape: torch.Size, w: Tensor, fields: Tensor, z: Tensor, zeta: Tensor, shift: int
     ) -> Share:
         their_fields = self.transport.exchange(3 - self.role, tag, fields)
-        half, own = ops.trunc_close(w, fields, their_fields, z, zeta, shift)
+        half, own = ops.trunc_close(w, fields, their_fields, z, zeta, shift, shift)
         return Share((half.view(shape), own.view(shape)))
 
-    def truncate(self, x: Share, shift: int) -> Share:
+    def truncate(self, x: Share, shift: int, narrow: Narrow | None = None) -> Share:
         """Division of a held value: M plays w and the known mask plays R.
 
         1 round, f bits each way; pre 1 element + f bits. Raises DomainError for a shift above ring bits - 3.
@@ -257,7 +258,7 @@ class TrioArithmetic(Protocol):
             (rho1, zeta1), (z1,) = self._draw_mixed(packed, count, 2, 0, elements=1)
             zeta2 = self._draw_words(packed, 1)
             zero = torch.zeros_like(z1)
-            a1, a2, z2, rho2 = ops.trunc_helper(zero, first, second, z1, rho1, zeta1, zeta2, shift)
+            a1, a2, z2, rho2 = ops.trunc_helper(zero, first, second, z1, rho1, zeta1, zeta2, shift, shift)
             for message in self._mixed(rho2, z2):
                 self.transport.send(2, "truncate", message)
             return Share((a1.view(x.shape), a2.view(x.shape))), (zero, first, second)
@@ -266,7 +267,7 @@ class TrioArithmetic(Protocol):
         else:
             zeta = self._draw_words(packed)
             rho, z = self._recv_mixed(self._from_helper, "truncate", packed, count)
-        w, fields = ops.trunc_open(first, second, rho, zeta, shift)
+        w, fields = ops.trunc_open(first, second, rho, zeta, shift, shift)
         return self._close("truncate", x.shape, w, fields, z, zeta, shift), (w,)
 
     # -- words and ring elements in one draw, one message ---------------------------------------------------
@@ -297,22 +298,24 @@ class TrioArithmetic(Protocol):
         return self.transport.recv(0, tag, shape, dtype)
 
     # -- products ------------------------------------------------------------------------------------------
-    def mul(self, x: Share, y: Share, shift: int = 0) -> Share:
+    def mul(self, x: Share, y: Share, shift: int = 0, narrow: Narrow | None = None) -> Share:
         """Elementwise product; bytes and rounds of one finish: 1 element before and each way, f bits more with a shift.
 
         1 round, 2 with a shift. Raises DomainError for a shift above ring bits - 3.
         """
-        (x0, x1), (y0, y1) = x.parts, y.parts
-        if self.role == 0:
-            piece = x0 * (y0 - y1) - x1 * y0
-        elif self.role == 1:
-            piece = -(x0 * y1 + x1 * y0)
-        else:
-            piece = x0 * y0
+        piece = self._mul_piece(x, y)
         return self._finish("mul", piece.shape, piece, shift, helped=True)
 
+    def _mul_piece(self, x: Share, y: Share) -> Tensor:
+        """v_i at an evaluator, E at the helper."""
+        (x0, x1), (y0, y1) = x.parts, y.parts
+        if self.role == 0:
+            return x0 * (y0 - y1) - x1 * y0
+        return -(x0 * y1 + x1 * y0) if self.role == 1 else x0 * y0
+
     def bilinear(
-        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None, short: bool = False
+        self, form: Form, x: Share, y: Share, shift: int = 0, select: Tensor | None = None,
+        narrow: Narrow | None = None,
     ) -> Share:  # fmt: skip
         """Output-sized traffic, rounds and errors as `mul`. Local products: two at parties 0 and 1, one at party 2."""
         piece = self._bilinear_piece(form, x, y, select)

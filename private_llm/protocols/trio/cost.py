@@ -11,6 +11,7 @@ from private_llm.circuits.carry import carry_plan
 from private_llm.kernels.ops import packed_words
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
+from private_llm.protocols.narrow import Narrow
 from private_llm.protocols.piecewise import PiecesShape
 from private_llm.protocols.share import words_for
 from private_llm.protocols.waves import Waves
@@ -30,19 +31,28 @@ def finish(ring: Ring, count: int, shift: int, helped: bool) -> Cost:
     return Cost({(0, 2): plain if helped else 0, (1, 2): plain, (2, 1): plain}, 1)
 
 
-def product(ring: Ring, count: int, shift: int) -> Cost:
+def narrow_finish(ring: Ring, count: int, shift: int, narrow: Narrow, held: bool = False) -> Cost:
+    """A division by 2^shift of k bits, of which r are wanted, in a 64-bit ring: r + n bits pre, k + n each way.
+
+    n = max(0, r + shift - k). 2 rounds, 1 without n. held: nothing is opened, one round less.
+    """
+    wanted, fields = (8 * packed_words(count, bits) for bits in (narrow.wanted, narrow.fields(shift)))
+    opened = 0 if held else 8 * packed_words(count, narrow.given)
+    each, rounds = opened + fields, (not held) + (narrow.fields(shift) > 0)
+    return Cost({(0, 2): wanted + fields, (1, 2): each, (2, 1): each}, rounds)
+
+
+def product(ring: Ring, count: int, shift: int, narrow: Narrow | None = None) -> Cost:
     """`mul` and `matmul` with `count` outputs, whatever the inner size."""
+    if narrow is not None and shift and ring.bits == 64:
+        return narrow_finish(ring, count, shift, narrow)
     return finish(ring, count, shift, helped=True)
 
 
-def short_product(ring: Ring, count: int, shift: int) -> Cost:
-    """`bilinear` with short=True and a shift of f > 0: l - f bits pre, e each way, 1 round."""
-    plain = count * ring.bytes
-    return Cost({(0, 2): 8 * packed_words(count, ring.bits - shift), (1, 2): plain, (2, 1): plain}, 1)
-
-
-def truncate(ring: Ring, count: int, shift: int) -> Cost:
+def truncate(ring: Ring, count: int, shift: int, narrow: Narrow | None = None) -> Cost:
     """Truncation of a held value: e + f bits pre, f bits each way, 1 round."""
+    if narrow is not None and ring.bits == 64:
+        return narrow_finish(ring, count, shift, narrow, held=True)
     if shift == 0:
         return Cost()
     packed = 8 * packed_words(count, shift)
@@ -86,13 +96,10 @@ def exponential(ring: Ring, count: int, shift: int) -> Cost:
 
 def relu_minus_waves(ring: Ring, count: int, plan: Waves) -> Cost:
     """The waves' shares, one injection's products and fields of wraps pre; what is opened, one finish: 2 rounds."""
-    pre = plan.words(count) + 2 * packed_words(count, 64 - plan.narrow)
+    pre = plan.words(count) + 2 * packed_words(count, plan.above)
     opened = 8 * packed_words(count, plan.wide)
-    return (
-        Cost({(0, 2): 8 * pre, (1, 2): opened, (2, 1): opened}, 1)
-        + Cost({(0, 2): 2 * count * ring.bytes})
-        + finish(ring, count, 0, helped=False)
-    )
+    summed = Cost({(0, 2): 8 * pre, (1, 2): opened, (2, 1): opened}, 1)
+    return summed + inject(ring, count, 1, 1, 0, None if plan.bits >= ring.bits else plan.bits)
 
 
 def gate(count: int, rows: int = 1) -> Cost:

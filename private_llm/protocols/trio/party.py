@@ -264,9 +264,14 @@ class Trio(TrioWaves):
                 f"waves: got {negative.rows} rows of {negative.count} bits and {angle.numel()} angles for {x.numel()} "
                 "elements; want one row, and as many of each"
             )
-        piece = self._inject_piece(negative, x, [-1], [0])
+        low = None if plan.bits >= self.ring.bits else plan.bits
+        size = torch.Size((negative.count,))
+        piece = self._inject_piece(negative, x, [-1], [0], low)
         self._less_waves(angle, plan, piece)
-        rest = self._finish("waves", torch.Size((negative.count,)), piece, 0, helped=False)
+        if low is None:
+            rest = self._finish("waves", size, piece, 0, helped=False)
+        else:
+            rest = self._finish_narrow("waves", size, piece, low)
         return self.add(x, rest.map(lambda part: part.view(x.shape)))
 
     def _weighted(self, x: Share | None, weights: Weights) -> tuple[Flags, int]:

@@ -40,14 +40,14 @@ from private_llm.protocols.permutation import (
     unpacked,
 )
 from private_llm.protocols.share import BitShare, Share, words_for
-from private_llm.protocols.trio.short_products import TrioShortProducts
+from private_llm.protocols.trio.narrow import TrioNarrow
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import Ring
 
 Parts = tuple[Tensor, Tensor]
 
 
-class TrioShuffles(TrioShortProducts):
+class TrioShuffles(TrioNarrow):
     """One party's oblivious shuffles; costs: `trio/cost.py`."""
 
     def __init__(

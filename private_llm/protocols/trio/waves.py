@@ -10,11 +10,11 @@ With the numbers of `protocols.waves`, for an angle M - a of which the evaluator
    carry of the lower parts, half a unit too much on average, which is taken off before.
 3. What is left, m, lies between 0 and 2^(narrow - 1), so (m + h1 + h2) modulo 2^narrow wrapped once where h1 + h2
    did, and once more where the upper bit of h1 + h2 modulo 2^narrow is 1 and that of w >> shift is 0. Party 0 knows
-   both bits, and shares the number of wraps for either value of the public one, as fields of 64 - narrow bits. So the
-   evaluators have additive shares of m in the whole ring, and one finish of these, and of what else is to be added up,
-   makes a share.
+   both bits, and shares the number of wraps for either value of the public one, as fields of bits - narrow bits. So
+   the evaluators have additive shares of m modulo 2^bits (the ring, or what is read), and one finish of these, and of
+   what else is to be added up, makes a share.
 
-Pre: the fields of 1 and 2 x (64 - narrow) bits; online: wide bits each way, 1 round, before the finish. Leakage: none
+Pre: the fields of 1 and 2 x (bits - narrow) bits; online: wide bits each way, 1 round, before the finish. Leakage: none
 to a single party. Party 2 receives fields masked by a stream that it lacks; what the evaluators exchange is masked by
 g1 and g2, of which each lacks one, and masks serve once: the h_i are parts of what a finish masks anew.
 """
@@ -42,7 +42,7 @@ class TrioWaves(TrioExponentials):
             raise DomainError(f"waves: got a {self.ring.bits}-bit ring; want 64 bits")
         count, table = angle.numel(), turns()
         both = (angle.parts[0] + angle.parts[1]).reshape(-1)
-        hidden, wraps = plan.words(count), 2 * ops.packed_words(count, 64 - plan.narrow)
+        hidden, wraps = plan.words(count), 2 * ops.packed_words(count, plan.above)
         if self.role == 0:
             drawn = self._draw_words(hidden + wraps)
             g1, g2 = self._draw(count), self._draw(count, 1)

@@ -163,22 +163,22 @@ def fields_unpacked(row: Row) -> None:
 @CompiledStep
 def trunc_helper(row: Row) -> None:
     """`trunc.helper`."""
-    a = carray(row, 13)
-    trunc.helper(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], WORD, a[9], a[10], a[11], a[12])
+    a = carray(row, 14)
+    trunc.helper(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], WORD, a[10], a[11], a[12], a[13])
 
 
 @CompiledStep
 def trunc_opened(row: Row) -> None:
     """`trunc.opened`."""
-    a = carray(row, 8)
-    trunc.opened(a[0], a[1], a[2], a[3], a[4], a[5], WORD, a[6], a[7])
+    a = carray(row, 9)
+    trunc.opened(a[0], a[1], a[2], a[3], a[4], a[5], a[6], WORD, a[7], a[8])
 
 
 @CompiledStep
 def trunc_closed(row: Row) -> None:
     """`trunc.closed`."""
-    a = carray(row, 9)
-    trunc.closed(a[0], a[1], a[2], a[3], a[4], a[5], a[6], WORD, a[7], a[8])
+    a = carray(row, 10)
+    trunc.closed(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], WORD, a[8], a[9])
 
 
 @CompiledStep
@@ -231,15 +231,15 @@ def waves_summed(row: Row) -> None:
 @CompiledStep
 def waves_wraps(row: Row) -> None:
     """`waves.wraps`."""
-    a = carray(row, 8)
-    waves.wraps(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7])
+    a = carray(row, 9)
+    waves.wraps(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8])
 
 
 @CompiledStep
 def waves_widened(row: Row) -> None:
     """`waves.widened`."""
-    a = carray(row, 9)
-    waves.widened(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7] != 0, a[8])
+    a = carray(row, 10)
+    waves.widened(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8] != 0, a[9])
 
 
 @CompiledStep
@@ -261,15 +261,15 @@ KERNELS: dict[Any, tuple[Any, str]] = {
     bits.inject_terms: (inject_terms, "rirrrifririiwiz"),
     trunc.packed: (fields_packed, "riizw"),
     trunc.unpacked: (fields_unpacked, "riizw"),
-    trunc.helper: (trunc_helper, "rrrrrrriizwwww"),
-    trunc.opened: (trunc_opened, "rrrriizww"),
-    trunc.closed: (trunc_closed, "rrrrriizww"),
+    trunc.helper: (trunc_helper, "rrrrrrriiizwwww"),
+    trunc.opened: (trunc_opened, "rrrriiizww"),
+    trunc.closed: (trunc_closed, "rrrrriiizww"),
     exponential.weighed: (exponential_weighed, "rrrippppiiw"),
     exponential.placed: (exponential_placed, "rripppiw"),
     waves.hidden: (waves_hidden, "ripppriw"),
     waves.summed: (waves_summed, "rriipppiw"),
-    waves.wraps: (waves_wraps, "rriiiriw"),
-    waves.widened: (waves_widened, "rrriiiiiw"),
+    waves.wraps: (waves_wraps, "rriiiiriw"),
+    waves.widened: (waves_widened, "rrriiiiiiw"),
     matmul.dot_product: (dot_product, "rrwiiiiz"),
     matmul.row_product: (row_product, "rrwiiiiz"),
 }

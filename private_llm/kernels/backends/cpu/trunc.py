@@ -1,4 +1,4 @@
-"""Fused local steps of the wrap-free truncation on the CPU (Numba, GIL-free), with f-bit packing.
+"""Fused local steps of the wrap-free truncation on the CPU (Numba, GIL-free), with packed fields.
 
 Operands are addresses (`address`) of n elements of the type of `zero` (uint32 or uint64), or of packed words. Packed
 arrays hold one f-bit field per element in ceil(n f / 64) words: each full block of 512 elements is 64 rows of
@@ -102,17 +102,17 @@ def unpacked(words: int, f: int, n: int, zero: Zero, values: int) -> None:
 
 @compiled
 def helper(
-    error: int, g1: int, g2: int, z1: int, rho1: int, zeta1: int, zeta2: int, f: int, n: int, zero: Zero,
+    error: int, g1: int, g2: int, z1: int, rho1: int, zeta1: int, zeta2: int, f: int, width: int, n: int, zero: Zero,
     a1: int, a2: int, z2: int, rho2: int,
 ) -> None:  # fmt: skip
-    """Party 0: R = error + g1 + g2; z2 = (R >> f) - z1; rho2 = msb(R) - rho1 mod 2^f; masks a1, a2 of the result."""
+    """Party 0: R = error + g1 + g2; z2 = (R >> f) - z1; rho2 = msb(R) - rho1 mod 2^width; masks a1, a2."""
     errors, first, second, mask1 = flat(error, n, zero), flat(g1, n, zero), flat(g2, n, zero), flat(z1, n, zero)
     out1, out2, rests = flat(a1, n, zero), flat(a2, n, zero), flat(z2, n, zero)
-    words = (n * f + 63) // 64
+    words = (n * width + 63) // 64
     rho, zetas1, zetas2 = flat(rho1, words, WORD), flat(zeta1, words, WORD), flat(zeta2, words, WORD)
     packed = flat(rho2, words, WORD)
     kind = errors.dtype.type
-    mask = kind((1 << f) - 1)
+    mask = kind((1 << width) - 1)
     bits = errors.itemsize * 8
     up = kind(bits - f)
     down = kind(f)
@@ -122,9 +122,9 @@ def helper(
     two_f = np.empty(BLOCK, dtype=kind)
     for start in range(0, n, BLOCK):
         count = min(BLOCK, n - start)
-        unpack(rho, start, count, f, r_f)
-        unpack(zetas1, start, count, f, one_f)
-        unpack(zetas2, start, count, f, two_f)
+        unpack(rho, start, count, width, r_f)
+        unpack(zetas1, start, count, width, one_f)
+        unpack(zetas2, start, count, width, two_f)
         stop = start + count
         error_b, first_b, second_b, mask_b = (
             errors[start:stop],
@@ -140,17 +140,19 @@ def helper(
             r_f[j] = kind((r >> top) - r_f[j]) & mask
             out1_b[j] = mask_b[j] + kind(one_f[j] << up)
             out2_b[j] = rest + kind(two_f[j] << up)
-        pack(r_f, start, count, f, packed)
+        pack(r_f, start, count, width, packed)
 
 
 @compiled
-def opened(mine: int, theirs: int, rho: int, zeta: int, f: int, n: int, zero: Zero, w: int, packed: int) -> None:
-    """Evaluator: w = mine + theirs + 2^(bits-2); packed = (1 - msb(w)) * rho + zeta mod 2^f, to be exchanged."""
+def opened(
+    mine: int, theirs: int, rho: int, zeta: int, f: int, width: int, n: int, zero: Zero, w: int, packed: int
+) -> None:  # fmt: skip
+    """Evaluator: w = mine + theirs + 2^(bits-2); packed = (1 - msb(w)) * rho + zeta mod 2^width, to be exchanged."""
     first, second, out = flat(mine, n, zero), flat(theirs, n, zero), flat(w, n, zero)
-    words = (n * f + 63) // 64
+    words = (n * width + 63) // 64
     rhos, zetas, fields = flat(rho, words, WORD), flat(zeta, words, WORD), flat(packed, words, WORD)
     kind = out.dtype.type
-    mask = kind((1 << f) - 1)
+    mask = kind((1 << width) - 1)
     bits = out.itemsize * 8
     offset = kind(1) << kind(bits - 2)
     top = kind(bits - 1)
@@ -158,8 +160,8 @@ def opened(mine: int, theirs: int, rho: int, zeta: int, f: int, n: int, zero: Ze
     z_f = np.empty(BLOCK, dtype=kind)
     for start in range(0, n, BLOCK):
         count = min(BLOCK, n - start)
-        unpack(rhos, start, count, f, r_f)
-        unpack(zetas, start, count, f, z_f)
+        unpack(rhos, start, count, width, r_f)
+        unpack(zetas, start, count, width, z_f)
         stop = start + count
         first_b, second_b, out_b = first[start:stop], second[start:stop], out[start:stop]
         for j in range(count):
@@ -167,16 +169,16 @@ def opened(mine: int, theirs: int, rho: int, zeta: int, f: int, n: int, zero: Ze
             out_b[j] = value
             wraps = kind(kind(1) - (value >> top))
             z_f[j] = kind(z_f[j] + wraps * r_f[j]) & mask
-        pack(z_f, start, count, f, fields)
+        pack(z_f, start, count, width, fields)
 
 
 @compiled
 def closed(
-    w: int, mine: int, theirs: int, z: int, zeta: int, f: int, n: int, zero: Zero, half: int, own: int
+    w: int, mine: int, theirs: int, z: int, zeta: int, f: int, width: int, n: int, zero: Zero, half: int, own: int
 ) -> None:  # fmt: skip
     """Evaluator: own = z + zeta 2^(bits-f); half = (w >> f) + (mine + theirs) 2^(bits-f) - 2^(bits-2-f) - own."""
     values, masks, halves, owns = flat(w, n, zero), flat(z, n, zero), flat(half, n, zero), flat(own, n, zero)
-    words = (n * f + 63) // 64
+    words = (n * width + 63) // 64
     first, second, zetas = flat(mine, words, WORD), flat(theirs, words, WORD), flat(zeta, words, WORD)
     kind = values.dtype.type
     bits = values.itemsize * 8
@@ -188,9 +190,9 @@ def closed(
     z_f = np.empty(BLOCK, dtype=kind)
     for start in range(0, n, BLOCK):
         count = min(BLOCK, n - start)
-        unpack(first, start, count, f, m_f)
-        unpack(second, start, count, f, t_f)
-        unpack(zetas, start, count, f, z_f)
+        unpack(first, start, count, width, m_f)
+        unpack(second, start, count, width, t_f)
+        unpack(zetas, start, count, width, z_f)
         stop = start + count
         value_b, mask_b, half_b, own_b = values[start:stop], masks[start:stop], halves[start:stop], owns[start:stop]
         for j in range(count):

@@ -106,8 +106,10 @@ def summed(
 
 
 @compiled
-def wraps(g1: int, g2: int, n: int, shift: int, narrow: int, drawn: int, words: int, message: int) -> None:
-    """message = shares of what the masks wrap by, [2 n] fields of 64 - narrow bits, less the fields of `drawn`.
+def wraps(
+    g1: int, g2: int, n: int, shift: int, narrow: int, width: int, drawn: int, words: int, message: int
+) -> None:  # fmt: skip
+    """message = shares of what the masks wrap by, [2 n] fields of `width` bits, less the fields of `drawn`.
 
     g1 and g2 are masks modulo 2^(shift + narrow); h = (g1 >> shift) + (g2 >> shift) of which the upper bit counts, and
     the one before it where what is opened has none. First the fields for an upper bit of 0, then those for 1.
@@ -115,7 +117,7 @@ def wraps(g1: int, g2: int, n: int, shift: int, narrow: int, drawn: int, words: 
     one, other = flat(g1, n, WORD), flat(g2, n, WORD)
     source, made = flat(drawn, 2 * words, WORD), flat(message, 2 * words, WORD)
     made[:] = WORD
-    fields, width = np.empty(BLOCK, np.uint64), 64 - narrow
+    fields = np.empty(BLOCK, np.uint64)
     down, cut = np.uint64(shift), (np.uint64(1) << np.uint64(narrow)) - np.uint64(1)
     kept = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
     for start in range(0, n, BLOCK):
@@ -133,16 +135,17 @@ def wraps(g1: int, g2: int, n: int, shift: int, narrow: int, drawn: int, words: 
 
 @compiled
 def widened(
-    opened: int, g: int, shares: int, words: int, n: int, shift: int, narrow: int, first: bool, piece: int
+    opened: int, g: int, shares: int, words: int, n: int, shift: int, narrow: int, width: int, first: bool, piece: int
 ) -> None:  # fmt: skip
-    """piece [n] -= an evaluator's share, in the whole ring, of the narrow value that `opened` [n] is masked.
+    """piece [n] -= an evaluator's share of the narrow value that `opened` [n] is masked.
 
-    shares are those that `wraps` made, [2 n] fields of 64 - narrow bits in two rows of so many words.
+    shares are those that `wraps` made, [2 n] fields of `width` bits in two rows of so many words: it is right in the
+    lowest narrow + width bits.
     """
     w, mine, out = flat(opened, n, WORD), flat(g, n, WORD), flat(piece, n, WORD)
     source = flat(shares, 2 * words, WORD)
     zeros, ones = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
-    width, down, up = 64 - narrow, np.uint64(shift), np.uint64(narrow)
+    down, up = np.uint64(shift), np.uint64(narrow)
     cut, top = (np.uint64(1) << up) - np.uint64(1), np.uint64(narrow - 1)
     half = np.uint64(1) << np.uint64(narrow - 2)
     for start in range(0, n, BLOCK):

@@ -87,57 +87,60 @@ def unpack_kernel(words, values, n, F: tl.constexpr, BLOCK: tl.constexpr):  # ty
 @triton.jit
 def helper_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     error, g1, g2, z1, rho1, zeta1, zeta2, a1, a2, z2, rho2, n,  # noqa: ANN001
-    F: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    F: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """R = error + g1 + g2; z2 = (R >> f) - z1; rho2 = msb(R) - rho1; a_i = z_i + zeta_i 2^(bits-f)."""
     i_start = tl.program_id(0).to(tl.int64) * BLOCK
     o_n = i_start + tl.arange(0, BLOCK)
     m_n = o_n < n
-    o_word, o_next, o_off = _places(i_start, n, F, BLOCK)
+    o_word, o_next, o_off = _places(i_start, n, WIDTH, BLOCK)
     # [BLOCK]
     b_r = _load_ring(error, o_n, m_n, BITS) + _load_ring(g1, o_n, m_n, BITS) + _load_ring(g2, o_n, m_n, BITS)
     b_z1 = _load_ring(z1, o_n, m_n, BITS)
     b_z2 = (b_r >> F) - b_z1
-    b_rho = (b_r >> (BITS - 1)).to(tl.uint64) - _load_fields(rho1, o_word, o_next, o_off, m_n, F)
-    b_one = _load_fields(zeta1, o_word, o_next, o_off, m_n, F).to(b_r.dtype)
-    b_two = _load_fields(zeta2, o_word, o_next, o_off, m_n, F).to(b_r.dtype)
+    b_rho = (b_r >> (BITS - 1)).to(tl.uint64) - _load_fields(rho1, o_word, o_next, o_off, m_n, WIDTH)
+    b_one = _load_fields(zeta1, o_word, o_next, o_off, m_n, WIDTH).to(b_r.dtype)
+    b_two = _load_fields(zeta2, o_word, o_next, o_off, m_n, WIDTH).to(b_r.dtype)
     _store_ring(z2, b_z2, o_n, m_n, BITS)
     _store_ring(a1, b_z1 + (b_one << (BITS - F)), o_n, m_n, BITS)
     _store_ring(a2, b_z2 + (b_two << (BITS - F)), o_n, m_n, BITS)
-    _or_fields(rho2, b_rho & ((1 << F) - 1), o_word, o_next, o_off, m_n, F)
+    _or_fields(rho2, b_rho & ((1 << WIDTH) - 1), o_word, o_next, o_off, m_n, WIDTH)
 
 
 @triton.jit
 def open_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    mine, theirs, rho, zeta, w, packed, n, F: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: ANN001
+    mine, theirs, rho, zeta, w, packed, n,  # noqa: ANN001
+    F: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """w = mine + theirs + 2^(bits-2); packed = (1 - msb(w)) rho + zeta mod 2^f."""
+    """w = mine + theirs + 2^(bits-2); packed = (1 - msb(w)) rho + zeta mod 2^width."""
     i_start = tl.program_id(0).to(tl.int64) * BLOCK
     o_n = i_start + tl.arange(0, BLOCK)
     m_n = o_n < n
-    o_word, o_next, o_off = _places(i_start, n, F, BLOCK)
+    o_word, o_next, o_off = _places(i_start, n, WIDTH, BLOCK)
     # [BLOCK]
     b_w = _load_ring(mine, o_n, m_n, BITS) + _load_ring(theirs, o_n, m_n, BITS) + (1 << (BITS - 2))
     _store_ring(w, b_w, o_n, m_n, BITS)
-    b_rho = _load_fields(rho, o_word, o_next, o_off, m_n, F)
-    b_zeta = _load_fields(zeta, o_word, o_next, o_off, m_n, F)
+    b_rho = _load_fields(rho, o_word, o_next, o_off, m_n, WIDTH)
+    b_zeta = _load_fields(zeta, o_word, o_next, o_off, m_n, WIDTH)
     b_stays = tl.where((b_w >> (BITS - 1)) == 0, b_rho, 0 * b_rho)
-    _or_fields(packed, (b_stays + b_zeta) & ((1 << F) - 1), o_word, o_next, o_off, m_n, F)
+    _or_fields(packed, (b_stays + b_zeta) & ((1 << WIDTH) - 1), o_word, o_next, o_off, m_n, WIDTH)
 
 
 @triton.jit
 def close_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
-    w, mine, theirs, z, zeta, half, own, n, F: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,  # noqa: ANN001
+    w, mine, theirs, z, zeta, half, own, n,  # noqa: ANN001
+    F: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """own = z + zeta 2^(bits-f); half = (w >> f) + (mine + theirs) 2^(bits-f) - 2^(bits-2-f) - own."""
     i_start = tl.program_id(0).to(tl.int64) * BLOCK
     o_n = i_start + tl.arange(0, BLOCK)
     m_n = o_n < n
-    o_word, o_next, o_off = _places(i_start, n, F, BLOCK)
+    o_word, o_next, o_off = _places(i_start, n, WIDTH, BLOCK)
     # [BLOCK]
     b_w = _load_ring(w, o_n, m_n, BITS)
-    b_zeta = _load_fields(zeta, o_word, o_next, o_off, m_n, F).to(b_w.dtype)
-    b_wraps = _load_fields(mine, o_word, o_next, o_off, m_n, F) + _load_fields(theirs, o_word, o_next, o_off, m_n, F)
+    b_zeta = _load_fields(zeta, o_word, o_next, o_off, m_n, WIDTH).to(b_w.dtype)
+    b_wraps = _load_fields(mine, o_word, o_next, o_off, m_n, WIDTH)
+    b_wraps += _load_fields(theirs, o_word, o_next, o_off, m_n, WIDTH)
     b_own = _load_ring(z, o_n, m_n, BITS) + (b_zeta << (BITS - F))
     b_half = (b_w >> F) + (b_wraps.to(b_w.dtype) << (BITS - F)) - (1 << (BITS - 2 - F)) - b_own
     _store_ring(own, b_own, o_n, m_n, BITS)
@@ -161,28 +164,33 @@ def unpack_fields(words: Tensor, count: int, f: int, values: Tensor) -> None:
 
 
 def trunc_helper(
-    error: Tensor, g1: Tensor, g2: Tensor, z1: Tensor, rho1: Tensor, zeta1: Tensor, zeta2: Tensor, f: int,
+    error: Tensor, g1: Tensor, g2: Tensor, z1: Tensor, rho1: Tensor, zeta1: Tensor, zeta2: Tensor, f: int, width: int,
     a1: Tensor, a2: Tensor, z2: Tensor, rho2: Tensor,
 ) -> None:  # fmt: skip
     """See `reference.trunc_helper`; rho2 must be zero."""
     n = z1.numel()
     if n:
         helper_kernel[_grid(n)](
-            error, g1, g2, z1, rho1, zeta1, zeta2, a1, a2, z2, rho2, n, F=f, BITS=z1.element_size() * 8, BLOCK=BLOCK
+            error, g1, g2, z1, rho1, zeta1, zeta2, a1, a2, z2, rho2, n,
+            F=f, WIDTH=width, BITS=z1.element_size() * 8, BLOCK=BLOCK,
         )  # fmt: skip
 
 
-def trunc_open(mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int, w: Tensor, packed: Tensor) -> None:
+def trunc_open(
+    mine: Tensor, theirs: Tensor, rho: Tensor, zeta: Tensor, f: int, width: int, w: Tensor, packed: Tensor
+) -> None:  # fmt: skip
     """See `reference.trunc_open`; packed must be zero."""
     n = mine.numel()
     if n:
-        open_kernel[_grid(n)](mine, theirs, rho, zeta, w, packed, n, F=f, BITS=w.element_size() * 8, BLOCK=BLOCK)
+        sizes = {"F": f, "WIDTH": width, "BITS": w.element_size() * 8, "BLOCK": BLOCK}
+        open_kernel[_grid(n)](mine, theirs, rho, zeta, w, packed, n, **sizes)
 
 
 def trunc_close(
-    w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor, f: int, half: Tensor, own: Tensor
+    w: Tensor, mine: Tensor, theirs: Tensor, z: Tensor, zeta: Tensor, f: int, width: int, half: Tensor, own: Tensor
 ) -> None:
     """See `reference.trunc_close`."""
     n = w.numel()
     if n:
-        close_kernel[_grid(n)](w, mine, theirs, z, zeta, half, own, n, F=f, BITS=w.element_size() * 8, BLOCK=BLOCK)
+        sizes = {"F": f, "WIDTH": width, "BITS": w.element_size() * 8, "BLOCK": BLOCK}
+        close_kernel[_grid(n)](w, mine, theirs, z, zeta, half, own, n, **sizes)

@@ -1,0 +1,94 @@
+"""Who reads the results of products, as calibration meets it: where products alone do, fewer of their bits are needed.
+
+Results of linear layers, of products of two values and of fused attention are followed through activations that keep
+their size and through new shapes, until something else reads them. A product below 2^s in ring elements is the same
+number modulo 2^(s+3), so its factors need to be right in as many bits (`Fixed.mul`). What is met in calibration is a
+hint: a product at the parties that needs more bits than it gets makes them right first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from private_llm.config import PrivateConfig
+from private_llm.ranges import Ranges
+from private_llm.tensor.dispatch import TorchArg
+from private_llm_hf.checkpoint.norm_readers import tensors_in
+from private_llm_hf.handlers import match
+
+_KEEP = {
+    F.relu, torch.relu, Tensor.relu, F.gelu, F.silu,
+    F.dropout, torch.dropout, Tensor.to, Tensor.float, Tensor.contiguous, Tensor.detach, Tensor.view, Tensor.reshape,
+    torch.reshape, Tensor.flatten, torch.flatten, Tensor.transpose, torch.transpose, Tensor.permute, torch.permute,
+    Tensor.unsqueeze, Tensor.squeeze, Tensor.chunk, torch.chunk, Tensor.split, torch.split, torch.functional.split,
+    Tensor.__getitem__,
+}  # fmt: skip
+"""Activations no larger than their argument, and what moves entries."""
+
+
+class ResultReaders:
+    """The products that read each module's results; None among them is anything else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.of: dict[str, set[str | None]] = {}
+        self._gelus = {module for module in model.modules() if match("gelus", module) is not None}
+        self._inside: list[nn.Module] = []
+        self._results: dict[int, tuple[Tensor, set[str]]] = {}
+
+    def enter(self, module: nn.Module) -> None:
+        """A module begins. What a GELU that is spelled by hand does inside is nobody's business."""
+        if module in self._gelus:
+            self._inside.append(module)
+
+    def leave(self, module: nn.Module, inputs: object, output: object) -> None:
+        """A module has ended."""
+        if module in self._gelus:
+            self._inside.pop()
+            self._follow(self._sources(inputs), output)
+
+    def see(
+        self, func: TorchArg, args: Sequence[TorchArg], kwargs: TorchArg, out: TorchArg, scope: str, multiplies: bool
+    ) -> None:  # fmt: skip
+        """An operation ran in the module `scope`. multiplies: it is a product whose size is noted."""
+        if self._inside or not any(True for _ in tensors_in(out)):  # shapes and types are no values
+            return
+        sources, attends = self._sources((args, kwargs)), func is F.scaled_dot_product_attention
+        if func in _KEEP:
+            self._follow(sources, out)
+        else:
+            for source in sources:
+                self.of.setdefault(source, set()).add(scope if multiplies else None)
+        if multiplies or attends:
+            self._follow({scope}, out)
+
+    def forget(self) -> None:
+        """The run is over: drop the tensors that were followed."""
+        self._results.clear()
+
+    def _sources(self, value: object) -> set[str]:
+        found = (self._results.get(id(each)) for each in tensors_in(value))
+        return {name for each in found if each is not None for name in each[1]}
+
+    def _follow(self, sources: set[str], out: object) -> None:
+        if sources:
+            for each in tensors_in(out):
+                self._results[id(each)] = (each, sources)
+
+
+def with_readers(ranges: Ranges, readers: ResultReaders, config: PrivateConfig) -> Ranges:
+    """`ranges`, with `read` for modules whose results are read by products alone, of known sizes."""
+    modules = ranges.to_dict()
+    for name, found in readers.of.items():
+        sizes = [
+            None if reader is None or "output" not in ranges.modules.get(reader, {})
+            else ranges.modules[reader]["output"] + ranges.modules[reader].get("weight", config.frac_bits)
+            for reader in found
+        ]  # fmt: skip
+        known = [size for size in sizes if size is not None]
+        if name in modules and len(known) == len(sizes):
+            modules[name]["read"] = max(known)
+    return Ranges(modules)

@@ -1,0 +1,149 @@
+"""A narrow product says how many of its bits are right; what needs more makes them right first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from private_llm.approx.gelu import gelu
+from private_llm.approx.silu import silu
+from private_llm.approx.tanh import precise_tanh
+from private_llm.config import PrivateConfig
+from private_llm.errors import DomainError
+from private_llm.exact.comparisons import coarse_bits
+from private_llm.exact.maximum import concatenated
+from private_llm.exact.ragged_rows import Rows
+from private_llm.exact.relu import relu
+from private_llm.net.ledger import Cost
+from private_llm.protocols.narrow import Narrow
+from private_llm.protocols.session import Session, meta_session
+from private_llm.protocols.share import Share
+from private_llm.protocols.trio import cost
+from private_llm.ring.ring import Ring
+from private_llm.tensor.fixed import Fixed, arithmetic
+from private_llm.tensor.secret import SecretTensor
+from tests.harness import run_parties
+
+SESSION = meta_session(PrivateConfig(), 1)
+X = torch.randn(4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = torch.randn(4, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def held(*shape: int) -> Fixed:
+    return Fixed(SESSION, Share(tuple(torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(2))), 18)
+
+
+def _appended(x: Fixed, y: Fixed) -> Fixed:
+    flat, rows = x.view(lambda part: part.reshape(-1)), Rows((16,))
+    return rows.append(y.view(lambda part: part.reshape(-1)), flat.view(lambda part: part[:1]))
+
+
+WHOLE: dict[str, Callable[[Fixed, Fixed], Fixed]] = {
+    "a product": lambda x, y: x.mul(y), "a product from the right": lambda x, y: y.mul(x),
+    "a matrix product": lambda x, y: x.matmul(y), "its right operand": lambda x, y: y.matmul(x),
+    "a product of a size that is too large": lambda x, y: x.mul(y, below=10),
+    "a constant": lambda x, y: x.scale(0.3), "a polynomial": lambda x, y: x.poly([1.0, 2.0, 3.0]),
+    "a comparison of all bits": lambda x, y: arithmetic(x.session, x.below([0.0]), [1.0], 18),
+    "a long comparison": lambda x, y: arithmetic(x.session, x.below([0.0], bits=47), [1.0], 18),
+    "a choice with fractional weights": lambda x, y: x.choose(y.below([0.0]), [0.5], [0.0], weight_bits=4),
+    "a sum with a whole one": lambda x, y: (y + x).mul(y),
+    "a row of both": lambda x, y: concatenated([y, x], -1).view(lambda part: part[:, 4:]).mul(y),
+    "a tensor of a model": lambda x, y: SecretTensor(x).raw,
+}  # fmt: skip
+NARROW: dict[str, Callable[[Fixed, Fixed], Fixed]] = {
+    "a sum": lambda x, y: x + y, "a difference": lambda x, y: y - x, "a multiple": lambda x, y: x.scale_int(3),
+    "more fractional bits": lambda x, y: x.finer(22), "fewer": lambda x, y: x.at(12),
+    "a product of a known size": lambda x, y: x.mul(y, below=5),
+    "a right factor of a known size": lambda x, y: y.mul(x, below=5),
+    "a matrix product of a known size": lambda x, y: x.matmul(y, below=5),
+    "a narrow product of a known size": lambda x, y: x.mul(y, below=5, width=40),
+    "a product that leaves few bits": lambda x, y: x.mul(y, width=28),
+    "ReLU": lambda x, y: relu(x), "SiLU": lambda x, y: silu(x), "GELU": lambda x, y: gelu(x),
+    "one entry more a row": _appended, "a stack": lambda x, y: y.stack(x),
+    "an integer choice": lambda x, y: x.choose(y.below([0.0]), [2], [1.0]),
+    "rows of a model": lambda x, y: SecretTensor(x).view(-1).view(4, 4).transpose(0, 1).held,
+}  # fmt: skip
+
+
+def _both(
+    step: Callable[[Fixed, Fixed], Fixed], protocol: str = "trio"
+) -> tuple[torch.Tensor, torch.Tensor, Cost, Cost, int | None]:  # fmt: skip
+    """What a step makes of a narrow product and of a whole one, what it costs, and the bits that are right."""
+    found, widths = [], []
+    for width in (46, None):
+
+        def run(session: Session, x: Fixed, y: Fixed, width: int | None = width) -> Fixed:
+            product = x.mul(y, width=width)
+            session.protocol.ledger.reset()
+            made = step(product, y)
+            widths.append(made.width)
+            return made.with_share(session.protocol.truncate(made.share, 0)) if made.width is None else _seen(made)
+
+        found.append(run_parties(PrivateConfig(protocol=protocol), run, [X, Y]))  # type: ignore[arg-type]
+    return found[0].value, found[1].value, found[0].cost, found[1].cost, widths[0]
+
+
+def _seen(x: Fixed) -> Fixed:
+    """A narrow value for the client, who reads the whole ring; what that costs is not the step's."""
+    ledger = x.session.protocol.ledger
+    sent, rounds = dict(ledger.sent), dict(ledger.rounds)
+    made = x.whole()
+    for book, before in ((ledger.sent, sent), (ledger.rounds, rounds)):
+        book.clear()
+        book.update(before)
+    return made
+
+
+@pytest.mark.parametrize("protocol", ["trio", "dealer"])
+@pytest.mark.parametrize("step", WHOLE)
+def test_what_needs_the_whole_ring_makes_it_right_first(step: str, protocol: str) -> None:
+    got, want, price, usual, width = _both(WHOLE[step], protocol)
+    assert torch.allclose(got, want, atol=2.0**-14)
+    assert width is None
+    count = 32 if step == "a row of both" else 16
+    widened = cost.truncate(Ring(64), 16, 0, Narrow(46, 64)) if count == 16 else None
+    if widened is not None:
+        assert price.total - usual.total == widened.total
+    assert price.rounds == usual.rounds + 1
+
+
+@pytest.mark.parametrize("protocol", ["trio", "dealer"])
+@pytest.mark.parametrize("step", NARROW)
+def test_what_needs_its_right_bits_alone_costs_no_more(step: str, protocol: str) -> None:
+    got, want, price, usual, width = _both(NARROW[step], protocol)
+    assert torch.allclose(got, want, atol=2.0**-12 if step == "fewer" else 2.0**-13)
+    if "size" in step:  # a factor of fewer bits makes more of the quotient's bits uncertain, which costs some
+        assert price.rounds <= 2
+    else:
+        assert (price.total, price.rounds) <= (usual.total, usual.rounds)
+        assert width is not None
+
+
+def test_its_width_goes_along_with_what_is_made_of_it() -> None:
+    x = held(4, 4).matmul(held(4, 4), width=46)
+    assert x.width == 46
+    assert (x + 1.0).width == (held(4, 4) - x).width == x.scale_int(3).width == 46
+    assert x.view(torch.t).sum(0).width == 46
+    assert x.finer(28).width == 56
+    assert x.finer(36).width is None, "what is right in its lowest bits is whole once these are the highest"
+    assert held(4, 4).matmul(held(4, 4), frac=36, width=46).width is None
+    assert coarse_bits(x, [0.0], extra=1).count == 16
+    assert x.cut(4, 26).width == 26
+    assert (silu(x).width, gelu(x).width, relu(x).width) == (46, 46, 46)
+    assert precise_tanh(x).width is None
+    with pytest.raises(DomainError, match="46 at most"):
+        x.cut(18, 47)
+
+
+@pytest.mark.parametrize("config", [
+    PrivateConfig(protocol="quad"), PrivateConfig(truncation="exact"), PrivateConfig(ring=32, frac_bits=10),
+])  # fmt: skip
+def test_other_protocols_have_no_narrow_values(config: PrivateConfig) -> None:
+    session = meta_session(config, 1)
+    parts = 3 if config.protocol == "quad" else 2
+    dtype = torch.int64 if config.ring == 64 else torch.int32
+    x = Fixed(session, Share(tuple(torch.empty(4, 4, dtype=dtype, device="meta") for _ in range(parts))), 10)
+    assert x.mul(x, width=20).width is None
+    assert x.matmul(x, width=20).width is None
