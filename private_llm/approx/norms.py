@@ -34,7 +34,7 @@ from private_llm.approx.chain import need_wide_ring
 from private_llm.approx.coefficients import RSQRT
 from private_llm.approx.normalise import THIRDS, power, powers, price
 from private_llm.approx.power_lines import REACH, Lines, bits_below, power_by_lines, takes_lines
-from private_llm.approx.wide_lines import APART, WideLines, power_by_wide_lines, takes_wide_lines, wide_range
+from private_llm.approx.wide_lines import WideLines, octaves_apart, power_by_wide_lines, takes_wide_lines
 from private_llm.errors import DomainError
 from private_llm.kernels.row_forms import InnerAndScaled
 from private_llm.protocols.share import Share
@@ -167,10 +167,12 @@ def _wide_lines(frac: int, width: int, eps: float, square: int, centred: bool) -
         return None
     widest = _WRAP_FREE - 2 * fine
     least = max(0.98 * width * eps, width * smaller * _SMALLEST)
-    own = max(0, min(2 * fine, 59 - widest))
-    found = WideLines(own, widest, _inverse_bits(widest - _log2(width)), math.sqrt(width))
-    significant = own + widest - 2 * APART + 1 >= _SUM_BITS - 2
-    return found if wide_range(least, widest) and significant and found.fit else None
+    apart = octaves_apart(least, widest)
+    if apart is None or 2 * least > 2.0**widest:
+        return None
+    own = max(0, _SUM_BITS - 1 - bits_below(least), _SUM_BITS - 2 - (widest - 2 * apart))
+    found = WideLines(own, widest, _inverse_bits(widest - _log2(width)), math.sqrt(width), apart)
+    return found if own <= 2 * fine and found.fit else None
 
 
 def _ratio_squared(width: int) -> float:

@@ -20,8 +20,8 @@ from private_llm.net.ledger import Cost
 from private_llm.protocols.piecewise import Pieces, PiecesShape
 from private_llm.tensor.fixed import Fixed
 
-APART = 22
-"""s: octaves between the copies, even. The range has 2 s - 1."""
+MOST_APART = 22
+"""Largest s, the octaves between the copies, which is even. The range has 2 s - 1."""
 
 _LARGEST = 60
 _SLACK = 13
@@ -30,17 +30,21 @@ _SLACK = 13
 
 @dataclass(frozen=True)
 class WideLines:
-    """gain * x^(-1/2) for 2^(log2_high - 2 APART + 1) <= x <= 2^log2_high, x with `own` fractional bits."""
+    """gain * x^(-1/2) for 2^(log2_high - 2 apart + 1) <= x <= 2^log2_high, x with `own` fractional bits.
+
+    apart: s, even, at most MOST_APART.
+    """
 
     own: int
     log2_high: int
     frac: int
     gain: float = 1.0
+    apart: int = MOST_APART
 
     @property
     def log2_low(self) -> int:
         """a: where the rising starts; the range begins an octave above."""
-        return self.log2_high - 2 * APART
+        return self.log2_high - 2 * self.apart
 
     @property
     def total(self) -> int:
@@ -50,8 +54,8 @@ class WideLines:
 
     @property
     def shift(self) -> int:
-        """Bits that the truncation drops: each copy leaves APART / 2 fractional bits less than the result."""
-        return self.total - (self.frac - APART // 2)
+        """Bits that the truncation drops: each copy leaves apart / 2 fractional bits less than the result."""
+        return self.total - (self.frac - self.apart // 2)
 
     @property
     def fit(self) -> bool:
@@ -62,7 +66,7 @@ class WideLines:
     def shape(self) -> PiecesShape:
         """Public sizes of the one step."""
         bits, low = self.own + self.log2_high + 2, max(0, self.log2_low + self.own - _SLACK)
-        return PiecesShape(CELLS[-0.5] * (APART + 1) + 1, 1, bits, low, (self.shift,))
+        return PiecesShape(CELLS[-0.5] * (self.apart + 1) + 1, 1, bits, low, (self.shift,))
 
 
 def takes_wide_lines(x: Fixed, count: int, lines: WideLines, other: Callable[..., Cost], *facts: Hashable) -> bool:
@@ -77,11 +81,11 @@ def power_by_wide_lines(x: Fixed, lines: WideLines) -> Fixed:
     and the precision of x. Below the range too small, not garbage. Raises UnsupportedOp under a protocol without
     comparison keys.
     """
-    far = x.coarser(lines.own - APART)
+    far = x.coarser(lines.own - lines.apart)
     both = x.stack(far.with_share(far.share, x.frac))
     (made,) = x.proto.piecewise(both.share, _pieces(lines))
     near, far = x.with_share(made.map(lambda part: part[0])), x.with_share(made.map(lambda part: part[1]))
-    total = near.scale_int(1 << (APART // 2)) + far
+    total = near.scale_int(1 << (lines.apart // 2)) + far
     return total.with_share(total.share, lines.frac)
 
 
@@ -90,7 +94,7 @@ def _pieces(lines: WideLines) -> Pieces:
     own, total, shape, cells = lines.own, lines.total, lines.shape, CELLS[-0.5]
     with localcontext(DECIMAL):
         ratio, low = Decimal(2) ** (Decimal(1) / cells), Decimal(2) ** lines.log2_low
-        ends = [low * ratio**cell for cell in range(cells * (APART + 1) + 1)]
+        ends = [low * ratio**cell for cell in range(cells * (lines.apart + 1) + 1)]
         fitted = [_line(lines, *pair, own, total) for pair in itertools.pairwise(ends)]
         offsets = tuple(-whole(end, own) for end in ends)
     lines_of = [(0, 0), *fitted, (0, 0)]
@@ -109,11 +113,13 @@ def _line(lines: WideLines, low: Decimal, high: Decimal, own: int, total: int) -
 
 def _value(lines: WideLines, x: Decimal) -> Decimal:
     """T(x), for a <= x <= 2t."""
-    rising, falling = Decimal(2) ** lines.log2_low, Decimal(2) ** (lines.log2_low + APART)
+    rising, falling = Decimal(2) ** lines.log2_low, Decimal(2) ** (lines.log2_low + lines.apart)
     share = min(Decimal(1), x / rising - 1, 2 - x / falling)
     return Decimal(lines.gain) * share / x.sqrt()
 
 
-def wide_range(least: float, log2_high: int) -> bool:
-    """Whether the range of `WideLines` up to 2^log2_high reaches down to `least`."""
-    return log2_high - 2 * APART + 1 <= bits_below(least)
+def octaves_apart(least: float, log2_high: int) -> int | None:
+    """The smallest s whose range reaches from 2^log2_high down to `least`; None if none does."""
+    apart = max(2, -(-(log2_high + 1 - bits_below(least)) // 2))
+    apart += apart % 2
+    return apart if apart <= MOST_APART else None

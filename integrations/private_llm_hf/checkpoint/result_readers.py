@@ -8,6 +8,7 @@ hint: a product at the parties that needs more bits than it gets makes them righ
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -37,7 +38,7 @@ class ResultReaders:
         self.of: dict[str, set[str | None]] = {}
         self._gelus = {module for module in model.modules() if match("gelus", module) is not None}
         self._inside: list[nn.Module] = []
-        self._results: dict[int, tuple[Tensor, set[str]]] = {}
+        self._results: dict[int, tuple[weakref.ref[Tensor], set[str]]] = {}
 
     def enter(self, module: nn.Module) -> None:
         """A module begins. What a GELU that is spelled by hand does inside is nobody's business."""
@@ -70,13 +71,13 @@ class ResultReaders:
         self._results.clear()
 
     def _sources(self, value: object) -> set[str]:
-        found = (self._results.get(id(each)) for each in tensors_in(value))
-        return {name for each in found if each is not None for name in each[1]}
+        found = ((each, self._results.get(id(each))) for each in tensors_in(value))
+        return {name for each, known in found if known is not None and known[0]() is each for name in known[1]}
 
     def _follow(self, sources: set[str], out: object) -> None:
         if sources:
             for each in tensors_in(out):
-                self._results[id(each)] = (each, sources)
+                self._results[id(each)] = (weakref.ref(each), sources)  # which keeps no activation in memory
 
 
 def with_readers(ranges: Ranges, readers: ResultReaders, config: PrivateConfig) -> Ranges:
