@@ -49,6 +49,8 @@ def rectified_minus(x: Fixed, bump: Bump) -> Fixed:
     of its result. By comparison keys the whole function in 2 rounds. Raises DomainError in a 32-bit ring.
     """
     waves = bump.waves if x.session.protocol.has_waves else None
+    if waves is not None and x.width is not None and x.width < waves_of(waves, x.frac).angle_bits:
+        x = x.whole()
     plan = None if waves is None else waves_of(waves, x.frac, x.session.ring.bits if x.width is None else x.width)
     if takes_curve(bump.curve, x, x.frac, _price, x.session.ring, x.numel(), bump, plan, *coarse_span(x)):
         return by_keys(bump.curve, x.whole(), x.frac)

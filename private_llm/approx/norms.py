@@ -165,8 +165,14 @@ def _wide_lines(frac: int, width: int, eps: float, square: int, centred: bool) -
     smaller = _ratio_squared(width) if centred else 1.0
     if not one_sum(fine, width, square) or not eps > 0:
         return None
+    least = 0.98 * width * eps * smaller
+    found = (_wide_lines_from(each, fine, width) for each in (least, max(least, width * smaller * _SMALLEST)))
+    return next((lines for lines in found if lines is not None), None)
+
+
+def _wide_lines_from(least: float, fine: int, width: int) -> WideLines | None:
+    """Those for sums of squares from `least` on, of rows with `fine` fractional bits, if the ring has room."""
     widest = _WRAP_FREE - 2 * fine
-    least = max(0.98 * width * eps, width * smaller * _SMALLEST)
     apart = octaves_apart(least, widest)
     if apart is None or 2 * least > 2.0**widest:
         return None

@@ -167,6 +167,8 @@ def _repeated(query: Fixed, key: Fixed, value: Fixed, scale: float, softcap: flo
     """Attention of few queries to all keys: beside those of a cache, padded to a length that repeats."""
     inputs = [query, key, value]
     decoding = key.shape[2] > query.shape[2] and repeats(query.session)
+    # The same bits as at later steps: a layer that is repeated goes on with what attention gives.
+    first = query.shape[2] == 1 and repeats(query.session)
     if decoding:
         inputs = [query, padded(key), padded(value), presence(key)]
 
@@ -175,7 +177,7 @@ def _repeated(query: Fixed, key: Fixed, value: Fixed, scale: float, softcap: flo
         present = x[3].share.parts[0] if len(x) > 3 else None
         return (_attended(x[0], x[1], x[2], pattern, scale, softcap, None, None, 0, present)[0],)
 
-    with alike(query.session) if decoding else nullcontext():
+    with alike(query.session) if decoding or first else nullcontext():
         return repeat(query.session, ("attention", scale, softcap), inputs, compute, _PATIENCE)[0]
 
 
@@ -207,7 +209,7 @@ def _attended(
             return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), None
         weights = soften(scores, pattern, None if sinks is None else _at_rows(sinks.at(scores.frac), pattern), present)
     weighing = weights.view(lambda part: part.reshape(*grouped, keys))
-    mixed = mixed_values(weighing, value, pattern, width=read_width(value.session, value.session.frac))
+    mixed = mixed_values(weighing, value, pattern, width=read_width(value.session, value.session.frac, "value"))
     mass = _mass(weights, groups, counted) if counted else None
     return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), mass
 
@@ -271,7 +273,9 @@ def _divided_last(
     mixed = mixed_values(weights, value, pattern, frac)
     watch_flat(mixed, max(value.session.exponent("value") or 0, 0) + sum_bits(pattern.longest) + frac)
     session = value.session
-    return mixed.mul(inverse.view(lambda part: part.reshape(*grouped, 1)), width=read_width(session, session.frac))
+    return mixed.mul(
+        inverse.view(lambda part: part.reshape(*grouped, 1)), width=read_width(session, session.frac, "value")
+    )
 
 
 def _mass(weights: Fixed, groups: int, counted: int) -> Fixed:

@@ -237,7 +237,7 @@ class Fixed:
         x, y, bits, shift = self, other, self.session.ring.bits, self.frac + other.frac - out
         wanted = bits if width is None or not narrows(self.session) else min(width, bits)
         right = min(each.width or bits for each in (x, y))
-        enough = bits if below is None else below + x.frac + y.frac + SEEN
+        enough = bits if below is None else max(below + x.frac + y.frac + SEEN, shift + 3)
         if shift <= 0:
             return x, y, shift, None
         if right < min(enough, wanted + shift):
@@ -322,17 +322,16 @@ def narrows(session: Session) -> bool:
     return session.protocol.has_narrow and session.ring.bits == 64
 
 
-def read_width(session: Session, frac: int) -> int | None:
+def read_width(session: Session, frac: int, size: str = "output") -> int | None:
     """How many of the lowest bits of the running module's results, with `frac` fractional bits, are read; None: all.
 
-    By calibration (`read`), where products follow that are made of so many bits, and the check of ranges. Public and
-    local.
+    By calibration (`read`), where products follow that are made of so many bits, and the check of ranges, which reads
+    as many as results of the calibrated `size` have. Public and local.
     """
     known = session.exponent("read")
     if known is None or not narrows(session) or session.protocol.has_keys or session.config.approximations != "ours":
         return None
-    own = max(session.exponent(quantity) or 0 for quantity in ("output", "value"))
-    width = max(known, own) + frac + SEEN
+    width = max(known, session.exponent(size) or 0) + frac + SEEN
     return width if width < session.ring.bits else None
 
 

@@ -127,7 +127,7 @@ def linear_by(
     frac = None if frac is None else min(frac, x.session.frac)
     out = SecretTensor(made(_in_range(x.to_narrow_operand(), weight_frac), frac))
     out.coarse = frac is not None and frac < x.session.frac
-    out = out if bias is None else plus(out, bias)
+    out = out if bias is None else plus(out, bias, narrow=True)  # the calibrated size is that of the sum
     watch(out.held if rows is None else out.held.view(rows))
     return out
 
@@ -148,7 +148,7 @@ def addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float =
         made = SecretTensor(layer_product(_in_range(x.to_narrow_operand(), y.raw.frac), y.raw, None))
     else:
         made = matmul(x, y)
-    out = _combined(bias, made, beta, alpha)
+    out = _combined(bias, made, beta, alpha, narrow=True)
     watch(out.held)
     return out
 
@@ -160,10 +160,12 @@ def baddbmm(bias: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, al
     return _combined(bias, matmul(scaled, batch2), beta, 1)
 
 
-def _combined(bias: Operand, made: SecretTensor, beta: float, alpha: float) -> SecretTensor:
+def _combined(
+    bias: Operand, made: SecretTensor, beta: float, alpha: float, narrow: bool = False
+) -> SecretTensor:  # fmt: skip
     made = made if alpha == 1 else mul(made, alpha)
     if beta == 0:
         return made
     if beta != 1:
         bias = mul(bias, beta) if isinstance(bias, SecretTensor) else bias * beta
-    return plus(made, bias)
+    return plus(made, bias, narrow)

@@ -26,16 +26,18 @@ def _secret(x: object, op: str) -> SecretTensor:
     return x
 
 
-def plus(x: SecretTensor, y: Operand) -> SecretTensor:
+def plus(x: SecretTensor, y: Operand, narrow: bool = False) -> SecretTensor:
     """x + y for a secret x, broadcasting; a public y may hold minus infinities (additive mask, 2-D or more).
+
+    narrow: as for `aligned`.
 
     Cost as `add`. Raises UnsupportedOp for a y of booleans, DomainError for a y that the ring cannot hold.
     """
     if isinstance(y, SecretTensor):
-        a, b = aligned(x, y)
+        a, b = aligned(x, y, narrow)
         return _like(SecretTensor(a + b), x, y)
     if isinstance(y, Tensor):
-        return _like(_plus_public(x, y), x)
+        return _like(_plus_public(x, y, narrow), x)
     return SecretTensor(_roomy(x, abs(y)) + y) if y else x.viewed(lambda part: part)
 
 
@@ -51,7 +53,7 @@ def _like(made: SecretTensor, *sources: SecretTensor) -> SecretTensor:
     return made
 
 
-def _plus_public(x: SecretTensor, y: Tensor) -> SecretTensor:
+def _plus_public(x: SecretTensor, y: Tensor, narrow: bool) -> SecretTensor:
     if y.dtype == torch.bool:
         raise UnsupportedOp("a mask of booleans added to a secret; an additive mask has 0 and minus infinity")
     if x.hidden is not None and y.is_floating_point():  # a second mask on top of the first
@@ -63,7 +65,7 @@ def _plus_public(x: SecretTensor, y: Tensor) -> SecretTensor:
         hidden = y <= MINUS_INFINITY
         y = y.masked_fill(hidden, 0.0)
     surplus = y.numel() > 0 and x.held.frac > x.session.frac
-    value = _roomy(x, float(y.abs().max())) if surplus else x.held
+    value = _roomy(x, float(y.abs().max())) if surplus else x.held if narrow else x.raw
     out = SecretTensor(value.with_share(value.proto.add_public(value.share, encoded(value, y, value.frac))))
     return out if hidden is None else out.masked(hidden.expand(out.shape))
 
@@ -119,9 +121,11 @@ def mul(x: Operand, y: Operand) -> SecretTensor:
     if isinstance(x, SecretTensor) and isinstance(y, SecretTensor):
         same_session(x, y)
         session = x.session
+        followed = x.shape == y.shape and x.dim() > 1  # by calibration, which knows who reads such products alone
         product = x.to_narrow_operand().mul(
-            y.to_narrow_operand(), below=session.exponent("output"), width=read_width(session, session.frac)
-        )
+            y.to_narrow_operand(), below=session.exponent("output"),
+            width=read_width(session, session.frac) if followed else None,
+        )  # fmt: skip
         watch(product if product.share.parts[0].dim() else product.view(lambda part: part.reshape(1)))
         return SecretTensor(product)
     if not isinstance(x, SecretTensor):

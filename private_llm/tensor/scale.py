@@ -128,14 +128,16 @@ def encode_public(x: Fixed, values: Tensor, view: tuple[int, tuple[int, ...], tu
     return encoded(x, values.as_strided(shape, stride, int(values.storage_offset()) + offset), bits)
 
 
-def aligned(x: SecretTensor, y: SecretTensor) -> tuple[Fixed, Fixed]:
+def aligned(x: SecretTensor, y: SecretTensor, narrow: bool = False) -> tuple[Fixed, Fixed]:
     """Both operands of a sum: as they are when their fractional bits agree, else without (many) surplus bits.
+
+    narrow: the sum has the size of a narrow operand; else this is made whole first, since the other may be larger.
 
     Beside a coarse one the other is cut to its bits, for good: a residual stream whose values have become massive. Each
     cut is one truncation, 1 round. Raises DomainError for secrets of two sessions.
     """
     same_session(x, y)
-    a, b = x.held, y.held
+    a, b = (x.held, y.held) if narrow else (x.raw, y.raw)
     if a.frac == b.frac:
         return a, b
     if x.coarse or y.coarse:

@@ -79,3 +79,12 @@ def test_ranges_that_it_reaches() -> None:
     assert octaves_apart(2.0 ** (37 - 44), 37) is None
     assert octaves_apart(2.0**-4, 21) == 14
     assert not WideLines(own=30, log2_high=37, frac=29).fit
+
+
+def test_small_rows_above_epsilon_are_right() -> None:
+    """Where the ring has room, the range begins at epsilon: a row of 0.004 is no row of zeros."""
+    x = 0.004 * noise(4, 512)
+    got = run_parties(KEYS, lambda _, a: rms_norm(a, None, 1e-6, square=16), [x])
+    want = x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-6)
+    assert float(((got.value - want).norm(dim=-1) / want.norm(dim=-1)).max()) <= 2e-3, "18 fractional bits of 0.004"
+    assert got.cost.rounds <= 7

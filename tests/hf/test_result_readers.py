@@ -115,3 +115,15 @@ def test_repeated_steps_give_the_same(weights: str) -> None:
     truth = model.generate(input_ids=IDS[:1], max_new_tokens=24, min_new_tokens=24, do_sample=False)
     assert torch.equal(answers[0], answers[1])
     assert torch.equal(answers[0], truth)
+
+
+def test_a_prompt_of_one_token_goes_through_repeated_layers() -> None:
+    """Whatever ranges its layers have, what attention gives has the bits of later steps."""
+    model = tiny.build("llama")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+        model.model.layers[1].self_attn.v_proj.weight.mul_(30)
+    with patch(model, TRIO) as private:
+        for prompt in (IDS[:1], IDS[:1, :1], IDS[1:, :1], IDS[:1, :1]):
+            settings = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+            assert torch.equal(private.generate(input_ids=prompt, **settings), model.generate(prompt, **settings))

@@ -147,3 +147,34 @@ def test_other_protocols_have_no_narrow_values(config: PrivateConfig) -> None:
     x = Fixed(session, Share(tuple(torch.empty(4, 4, dtype=dtype, device="meta") for _ in range(parts))), 10)
     assert x.mul(x, width=20).width is None
     assert x.matmul(x, width=20).width is None
+
+
+def test_a_narrow_value_plus_a_larger_one_keeps_the_larger_one() -> None:
+    def run(_: Session, x: Fixed, y: Fixed) -> Fixed:
+        narrow = SecretTensor(x.mul(y, width=30))
+        return (narrow + 2.0**14 + SecretTensor(x) - narrow).raw  # type: ignore[no-any-return]
+
+    got = run_parties(PrivateConfig(), run, [X, Y]).value
+    assert torch.allclose(got, X + 2.0**14, atol=2.0**-13)
+
+
+@pytest.mark.parametrize("width", [23, 25, 27])
+@pytest.mark.parametrize("function", [silu, gelu])
+def test_waves_of_few_bits(function: Callable[[Fixed], Fixed], width: int) -> None:
+    """An angle reads more bits than small values may have."""
+
+    def run(_: Session, x: Fixed, y: Fixed) -> Fixed:
+        return function(x.mul(y, width=width)).whole()
+
+    x = X / 16
+    want = torch.nn.functional.silu(x) if function is silu else torch.nn.functional.gelu(x)
+    assert torch.allclose(run_parties(PrivateConfig(), run, [x, torch.ones(4, 4)]).value, want, atol=1e-4)
+
+
+def test_a_product_that_is_nearly_zero_is_divided() -> None:
+    def run(_: Session, x: Fixed, y: Fixed) -> Fixed:
+        return x.mul(y, width=28).mul(y.finer(30), below=-25)
+
+    x = X * 2.0**-10
+    got = run_parties(PrivateConfig(), run, [x, torch.full((4, 4), 2.0**-8)]).value
+    assert torch.allclose(got, x * 2.0**-16, atol=2.0**-16)
