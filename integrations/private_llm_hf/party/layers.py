@@ -63,6 +63,9 @@ class LayerMiddle(Updated):
 
     def again(self, values: Sequence[Fixed]) -> Fixed:
         """The update and attention, of what the program has made for them."""
+        if not self._cache.holds(self._layer.number):
+            # An empty cache keeps what it is given: memory of the program, which the next call overwrites.
+            values = [x.view(Tensor.clone) for x in values]
         query, key, value = map(SecretTensor, values)
         keys, held = self._cache.update(key, value, self._layer.number)
         return self._layer.attend(query, keys, held).held  # type: ignore[arg-type]
