@@ -34,7 +34,7 @@ from private_llm.approx.chain import need_wide_ring
 from private_llm.approx.coefficients import RSQRT
 from private_llm.approx.normalise import THIRDS, power, powers, price
 from private_llm.approx.power_lines import REACH, Lines, bits_below, power_by_lines, takes_lines
-from private_llm.approx.wide_lines import WideLines, octaves_apart, power_by_wide_lines, takes_wide_lines
+from private_llm.approx.wide_lines import WideLines, octaves_apart, power_by_wide_lines
 from private_llm.errors import DomainError
 from private_llm.kernels.row_forms import InnerAndScaled
 from private_llm.protocols.share import Share
@@ -138,7 +138,7 @@ def lines_of(x: Fixed, eps: float, square: int, centred: bool = False) -> Lines 
     if wide is None:
         return None
     facts = wide.own, rows, THIRDS, 2.0 ** (wide.log2_low + 1), 2.0**wide.log2_high
-    return wide if takes_wide_lines(x, rows, wide, price, ring, *facts) else None
+    return wide if takes_lines(x, 2 * rows, wide, price, ring, *facts) else None
 
 
 @lru_cache(maxsize=256)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_HALF_EVEN, Context, Decimal, localcontext
 from functools import lru_cache
+from typing import Protocol
 
 from private_llm.net.ledger import Cost
 from private_llm.protocols.piecewise import Pieces, PiecesShape
@@ -87,8 +88,20 @@ class Lines:
         return PiecesShape(self.cells - 1, 1, bits, low, (self.shift,))
 
 
-def takes_lines(x: Fixed, count: int, lines: Lines, other: Callable[..., Cost], *facts: Hashable) -> bool:
-    """Whether `power_by_lines` is the way to go for `count` elements, where another one costs other(prices, *facts).
+class Table(Protocol):
+    """Lines of one table, or of two copies of one."""
+
+    @property
+    def fit(self) -> bool:
+        """Whether the ring has room for them."""
+
+    @property
+    def shape(self) -> PiecesShape:
+        """Public sizes of the one step."""
+
+
+def takes_lines(x: Fixed, count: int, lines: Table, other: Callable[..., Cost], *facts: Hashable) -> bool:
+    """Whether lines are the way to go for `count` elements, where another one costs other(prices, *facts).
 
     Local and public.
 

@@ -10,13 +10,11 @@ entries are massive, sums of squares span 40 octaves.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
 from functools import lru_cache
 
 from private_llm.approx.power_lines import CELLS, DECIMAL, bits_above, bits_below, whole
-from private_llm.net.ledger import Cost
 from private_llm.protocols.piecewise import Pieces, PiecesShape
 from private_llm.tensor.fixed import Fixed
 
@@ -67,11 +65,6 @@ class WideLines:
         """Public sizes of the one step."""
         bits, low = self.own + self.log2_high + 2, max(0, self.log2_low + self.own - _SLACK)
         return PiecesShape(CELLS[-0.5] * (self.apart + 1) + 1, 1, bits, low, (self.shift,))
-
-
-def takes_wide_lines(x: Fixed, count: int, lines: WideLines, other: Callable[..., Cost], *facts: Hashable) -> bool:
-    """Whether `power_by_wide_lines` is the way to go for `count` elements, as `takes_lines`. Local and public."""
-    return x.session.ring.bits == 64 and lines.fit and x.proto.takes_keys(2 * count, lines.shape, other, *facts)
 
 
 def power_by_wide_lines(x: Fixed, lines: WideLines) -> Fixed:

@@ -29,7 +29,7 @@ def repeats(session: Session) -> bool:
 
 @contextmanager
 def alike(session: Session) -> Iterator[None]:
-    """Inside, all layers' scores and values have the ranges of the widest, so that layers share programs. Local."""
+    """Inside, all layers' scores, values and readers count as the widest, so that layers share programs. Local."""
     kept, session.known.alike = session.known.alike, frozenset({"score", "value", "read"})
     try:
         yield

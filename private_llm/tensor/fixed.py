@@ -137,8 +137,7 @@ class Fixed:
         width: bits of the result that are read (default: as many as are right now).
 
         1 round, 8 bytes and 3 bits for each bit dropped an element; with r bits read, r bits in place of the 8 bytes
-        and 3 (64 - r) bits less. Raises DomainError for more bits
-        than there are.
+        and 3 (64 - r) bits less. Raises DomainError for more bits than there are.
         """
         if frac == self.frac:
             return self
@@ -238,11 +237,10 @@ class Fixed:
         wanted = bits if width is None or not narrows(self.session) else min(width, bits)
         right = min(each.width or bits for each in (x, y))
         enough = bits if below is None else max(below + x.frac + y.frac + SEEN, shift + 3)
-        if shift <= 0:
-            return x, y, shift, None
-        if right < min(enough, wanted + shift):
-            x, y, right = x.whole(), y.whole(), bits
-        if wanted == right == bits:
+        if shift <= 0 or right < min(enough, wanted + shift):
+            x = self.whole()
+            y, right = x if other is self else other.whole(), bits
+        if shift <= 0 or wanted == right == bits:
             return x, y, shift, None
         return x, y, shift, Narrow(min(right, wanted + shift), wanted)
 

@@ -42,6 +42,7 @@ def _appended(x: Fixed, y: Fixed) -> Fixed:
 
 WHOLE: dict[str, Callable[[Fixed, Fixed], Fixed]] = {
     "a product": lambda x, y: x.mul(y), "a product from the right": lambda x, y: y.mul(x),
+    "a square": lambda x, y: x.mul(x), "a product that drops nothing": lambda x, y: x.mul(y, frac=36, below=5),
     "a matrix product": lambda x, y: x.matmul(y), "its right operand": lambda x, y: y.matmul(x),
     "a product of a size that is too large": lambda x, y: x.mul(y, below=10),
     "a constant": lambda x, y: x.scale(0.3), "a polynomial": lambda x, y: x.poly([1.0, 2.0, 3.0]),
