@@ -17,12 +17,14 @@ from private_llm.exact.maximum import concatenated
 from private_llm.exact.ragged_rows import Rows
 from private_llm.exact.relu import relu
 from private_llm.net.ledger import Cost
+from private_llm.nn.padded_keys import alike
 from private_llm.protocols.narrow import Narrow
 from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
 from private_llm.protocols.trio import cost
+from private_llm.ranges import Ranges
 from private_llm.ring.ring import Ring
-from private_llm.tensor.fixed import Fixed, arithmetic
+from private_llm.tensor.fixed import SEEN, Fixed, arithmetic, read_width
 from private_llm.tensor.secret import SecretTensor
 from tests.harness import run_parties
 
@@ -179,3 +181,13 @@ def test_a_product_that_is_nearly_zero_is_divided() -> None:
     x = X * 2.0**-10
     got = run_parties(PrivateConfig(), run, [x, torch.full((4, 4), 2.0**-8)]).value
     assert torch.allclose(got, x * 2.0**-16, atol=2.0**-16)
+
+
+def test_what_attention_gives_has_the_same_bits_in_all_layers_of_a_decode_step() -> None:
+    """One program serves the attention of all layers at a length."""
+    session = meta_session(PrivateConfig(), 1)
+    session.known.ranges = Ranges({"a": {"read": 20, "value": 4}, "b": {"read": 31, "value": 9}})
+    with session.protocol.ledger.scope("a"):
+        assert read_width(session, 18, "value") == 20 + 18 + SEEN
+        with alike(session):
+            assert read_width(session, 18, "value") == 31 + 18 + SEEN
