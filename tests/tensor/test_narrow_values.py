@@ -152,13 +152,16 @@ def test_other_protocols_have_no_narrow_values(config: PrivateConfig) -> None:
     assert x.matmul(x, width=20).width is None
 
 
-def test_a_narrow_value_plus_a_larger_one_keeps_the_larger_one() -> None:
-    def run(_: Session, x: Fixed, y: Fixed) -> Fixed:
-        narrow = SecretTensor(x.mul(y, width=30))
-        return (narrow + 2.0**14 + SecretTensor(x) - narrow).raw  # type: ignore[no-any-return]
+@pytest.mark.parametrize("public", [False, True])
+def test_a_narrow_value_plus_a_larger_one_keeps_the_larger_one(public: bool) -> None:
+    large = torch.full((4, 4), 2.0**14)
 
-    got = run_parties(PrivateConfig(), run, [X, Y]).value
-    assert torch.allclose(got, X + 2.0**14, atol=2.0**-13)
+    def run(_: Session, x: Fixed, y: Fixed, z: Fixed) -> Fixed:
+        made = SecretTensor(x.mul(y, width=30)) + (large.float() if public else SecretTensor(z))
+        return made.raw  # type: ignore[no-any-return]
+
+    got = run_parties(PrivateConfig(), run, [X, Y, large.double()]).value
+    assert torch.allclose(got, X * Y + 2.0**14, atol=2.0**-13)
 
 
 @pytest.mark.parametrize("width", [23, 25, 27])
