@@ -70,9 +70,9 @@ class WideLines:
 def power_by_wide_lines(x: Fixed, lines: WideLines) -> Fixed:
     """gain * x^(-1/2) in the range of `lines`, of the shape of x, with `lines.frac` fractional bits.
 
-    3 rounds; bytes: a truncation, and `piecewise` for two elements each (protocols/trio/cost.py). Relative error 1.5e-4
-    and the precision of x. Below the range too small, not garbage. Raises UnsupportedOp under a protocol without
-    comparison keys.
+    3 rounds; bytes: a truncation, and `piecewise` for two elements each (protocols/trio/cost.py). Relative error 1e-4
+    and the precision of x; 2e-4 where the copies meet: the lines' and what a coarse comparison is off by. Below the
+    range too small, not garbage. Raises UnsupportedOp under a protocol without comparison keys.
     """
     far = x.coarser(lines.own - lines.apart)
     both = x.stack(far.with_share(far.share, x.frac))

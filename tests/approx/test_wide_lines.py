@@ -26,7 +26,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("lines", [LINES, WideLines(21, 21, 21, 27.7, 14), WideLines(29, 17, 22, 2.6, 16)])
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
 def test_relative_errors_and_price(protocol: str, lines: WideLines) -> None:
-    """From where x has 16 significant bits on."""
+    """From where x has 16 significant bits on. Only points within 2^-13 of where copies meet may be further off."""
     low = max(lines.log2_low + 1, 16 - lines.own)
     x = 2.0 ** torch.linspace(low, lines.log2_high, 3000, dtype=torch.float64)
     x = torch.round(x * 2.0**lines.own) / 2.0**lines.own
@@ -46,7 +46,8 @@ def test_where_the_copies_meet_and_below_the_range() -> None:
     x = (2.0 ** ends[:, None] * (1 + torch.linspace(-0.002, 0.002, 41, dtype=torch.float64))).reshape(-1)
     got = run_parties(KEYS, lambda _, a: power_by_wide_lines(a, LINES), [x], fracs=[21]).value
     assert float((got * x**0.5 / 24 - 1).abs().max()) <= 5e-3  # 0.2 % below the range, where the rise is twice as steep
-    assert float((got * x**0.5 / 24 - 1).abs()[41:].max()) <= 1.5e-4
+    # 2^-13 of a comparison, and the lines' own
+    assert float((got * x**0.5 / 24 - 1).abs()[41:].max()) <= 2e-4
     below = 2.0 ** torch.linspace(LINES.log2_low - 3, LINES.log2_low + 1, 50, dtype=torch.float64)
     small = run_parties(KEYS, lambda _, a: power_by_wide_lines(a, LINES), [below], fracs=[21]).value
     assert bool((small >= -1e-3).all())
