@@ -41,9 +41,9 @@ class Limits:
     rows: int
 
 
-_RENEWALS = 2
-"""How often a request's session may be renewed: the end of a party can be met twice, first where its connection to this
-client ends, and again, on a session that was renewed too early for it, where the links between the parties do."""
+_RENEWALS = 3
+"""How often a request's session may be renewed: the end of a party is met where its connection to this client ends, and
+again, on sessions that were renewed too early for it, where the links between the parties end and form anew."""
 
 
 class _Run:

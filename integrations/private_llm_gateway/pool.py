@@ -18,6 +18,9 @@ from private_llm.errors import ConfigError, PartiesBusy, PartyFailed, PrivateLLM
 _LOG = logging.getLogger("private_llm")
 _LOOK_S = 0.1
 """How often a waiting request looks whether its client is still there."""
+_TRIES = 3
+_PAUSE_S = 0.2
+"""Tries to join the parties, and the time between them: parties that form their links anew end what has just begun."""
 
 
 class PoolBusy(Exception):
@@ -26,6 +29,17 @@ class PoolBusy(Exception):
 
 class Abandoned(Exception):
     """The client went away before there was a session."""
+
+
+def _tried(join: Callable[[], Any]) -> Any:  # noqa: ANN401
+    """The result of `join`, which is called again if a party ends the session while it begins."""
+    for _ in range(_TRIES - 1):
+        try:
+            return join()
+        except PartyFailed as error:
+            _LOG.debug("a session ended as it began: %s", error)
+            time.sleep(_PAUSE_S)
+    return join()
 
 
 class SessionPool:
@@ -91,7 +105,7 @@ class SessionPool:
         reconnect = getattr(model, "reconnect", None)
         if reconnect is None:
             raise PartyFailed("the session with the parties is over; start the gateway again")
-        reconnect()
+        _tried(reconnect)
         with self._changed:
             self._ended.discard(id(model))
             self._trouble = False
@@ -185,7 +199,7 @@ class SessionPool:
     def _open(self) -> Any:  # noqa: ANN401
         """A model on a new session, which is counted already."""
         try:
-            made = self._opening()  # type: ignore[misc]
+            made = _tried(self._opening)  # type: ignore[arg-type]
         except (PrivateLLMError, OSError) as error:
             with self._changed:
                 self._opened -= 1

@@ -328,3 +328,25 @@ def test_nothing_is_lost_when_parties_fail_as_costs_are_read(whole: Whole, monke
         chunks = list(client.chat.completions.create(**{**LONG, "max_tokens": 8}, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text_of(greedy(8))
     assert next(calls) > 8
+
+
+@pytest.mark.parametrize(("failures", "fails"), [(1, False), (2, False), (3, True)])
+def test_a_session_that_ends_as_it_begins_is_begun_again(failures: int, fails: bool) -> None:
+    """Twice: parties that form their links anew end what has just begun; ones that are gone must be told of."""
+
+    class Model:
+        left = failures
+
+        def reconnect(self) -> None:
+            self.left -= 1
+            if self.left >= 0:
+                raise PartyFailed("party 0 passes on: party 2 lost its connection to the client")
+
+    model = Model()
+    pool = SessionPool(model, 1)
+    if fails:
+        with pytest.raises(PartyFailed, match="lost its connection"):
+            pool.renew(model)
+    else:
+        pool.renew(model)
+        assert pool.healthy
