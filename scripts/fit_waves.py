@@ -4,9 +4,9 @@
     python scripts/fit_waves.py --check    # fail unless the committed file fits as this script does
     python scripts/fit_waves.py --tiny     # one coarse sum, write nothing
 
-A linear program finds the coefficients of least largest error on the points of a grid: from STEP below 0 to STEP above
-the top, as far as a coarse comparison may let the argument go, and at the top, where arguments saturate, also as the
-zero that the function is beyond it. Parties read the numbers from the file, so that all have the same.
+A linear program finds the coefficients of least largest error on the points of a grid: from 2^-resolution below 0 to as
+much above the top, as far as a coarse comparison may let the argument go, and at the top, where arguments saturate,
+also as the zero that the function is beyond it. Parties read the numbers from the file, so that all have the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from private_llm.approx import wave_tables
 from private_llm.approx.wave_sums import WaveSum
 
 TARGET = Path(__file__).resolve().parent.parent / "private_llm" / "approx" / "wave_tables.py"
-STEP = 1 / 64
 LARGEST = 1.0
 """Largest coefficient: larger ones would need more bits."""
 HEADER = '''"""Fitted sums of waves, written by `scripts/fit_waves.py` (do not edit; run the script)."""
@@ -53,18 +52,19 @@ def _gelu_tanh(t: Array) -> Array:
     return np.asarray(t * (1 - np.tanh(math.sqrt(2 / math.pi) * (t + 0.044715 * t**3))) / 2)
 
 
-FUNCTIONS: dict[str, tuple[str, Function, float, int, int, int, int]] = {
-    "SILU": ("t / (1 + e^t)", _silu, 14.0, 23, 4, 5, 8),
-    "GELU_ERF": ("t erfc(t / 2^(1/2)) / 2", _gelu, 4.5, 1, 0, 3, 6),
-    "GELU_TANH": ("t (1 - tanh(...)) / 2, the other half of GELU by tanh", _gelu_tanh, 4.5, 1, 0, 3, 6),
+FUNCTIONS: dict[str, tuple[str, Function, float, int, int, int, int, int]] = {
+    "SILU": ("t / (1 + e^t)", _silu, 11.25, 13, 3, 5, 2, 6),
+    "GELU_ERF": ("t erfc(t / 2^(1/2)) / 2", _gelu, 4.0, 1, 0, 3, 3, 5),
+    "GELU_TANH": ("t (1 - tanh(...)) / 2, the other half of GELU by tanh", _gelu_tanh, 4.0, 1, 0, 3, 3, 5),
 }
 """By name: what it is, the function, its top, the factor of arguments and its fractional bits, log2 of the period of
-multiplied arguments, and the number of waves."""
+multiplied arguments, the resolution of comparisons in bits, and the number of waves."""
 
 
-def points(top: float, count: int) -> Array:
+def points(top: float, resolution: int, count: int) -> Array:
     """A grid that is finer at its ends."""
-    return (1 - np.cos(np.linspace(0, np.pi, count))) / 2 * (top + 2 * STEP) - STEP
+    beyond = 2.0**-resolution
+    return (1 - np.cos(np.linspace(0, np.pi, count))) / 2 * (top + 2 * beyond) - beyond
 
 
 def basis(t: Array, period: float, waves: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
@@ -73,9 +73,9 @@ def basis(t: Array, period: float, waves: int) -> np.ndarray[tuple[int, int], np
     return np.stack([np.ones_like(t), *(f(angle) for angle in angles for f in (np.cos, np.sin))], 1)
 
 
-def fit(function: Function, top: float, period: float, waves: int, count: int) -> Array:
+def fit(function: Function, top: float, resolution: int, period: float, waves: int, count: int) -> Array:
     """Coefficients of `basis`."""
-    t = points(top, count)
+    t = points(top, resolution, count)
     columns = np.concatenate([basis(t, period, waves), basis(np.array([top]), period, waves)])
     wanted = np.concatenate([function(t), [0.0]])
     error = -np.ones((len(wanted), 1))
@@ -92,18 +92,18 @@ def fit(function: Function, top: float, period: float, waves: int, count: int) -
 
 def error_of(made: WaveSum, function: Function) -> float:
     """The largest error, between the points of the fit as well."""
-    t = points(made.top, 20_011)
+    t = points(made.top, made.resolution, 20_011)
     beyond = abs(float(made.value(np.array([made.top]))[0]))
     return max(float(np.abs(made.value(t) - function(t)).max()), beyond)
 
 
 def summed(name: str, count: int, waves: int | None = None) -> WaveSum:
     """The fitted sum."""
-    _, function, top, factor, factor_bits, period_log2, usual = FUNCTIONS[name]
+    _, function, top, factor, factor_bits, period_log2, resolution, usual = FUNCTIONS[name]
     period = 2.0**period_log2 * 2**factor_bits / factor
-    constant, *pairs = fit(function, top, period, waves or usual, count)
+    constant, *pairs = fit(function, top, resolution, period, waves or usual, count)
     rounded = tuple((float(f"{c:.12g}"), float(f"{s:.12g}")) for c, s in zip(pairs[::2], pairs[1::2], strict=True))
-    made = WaveSum(top, factor, factor_bits, period_log2, float(f"{constant:.12g}"), rounded, 0.0)
+    made = WaveSum(top, factor, factor_bits, period_log2, resolution, float(f"{constant:.12g}"), rounded, 0.0)
     return replace(made, error=float(f"{1.01 * error_of(made, function):.2e}"))
 
 
@@ -112,7 +112,8 @@ def source(name: str, made: WaveSum) -> str:
     waves = "\n".join(f"        {pair!r}," for pair in made.waves)
     return (
         f"{name} = WaveSum(\n    top={made.top}, factor={made.factor}, factor_bits={made.factor_bits},"
-        f" period_log2={made.period_log2}, constant={made.constant!r},\n    waves=(\n{waves}\n    ),\n"
+        f" period_log2={made.period_log2}, resolution={made.resolution},\n"
+        f"    constant={made.constant!r},\n    waves=(\n{waves}\n    ),\n"
         f'    error={made.error!r},\n)\n"""{FUNCTIONS[name][0]}"""\n'
     )
 

@@ -9,7 +9,7 @@ By a chain elsewhere (quad, plain, exact divisions):
 2. x_minus = [x < 0] x; relu = x - x_minus, |x| = x - 2 x_minus.
 3. t: one injection of the exclusive or of the last two rows.
 4. g(t) by a chain that vanishes exactly at t = top, so saturated results are exactly x or 0.
-A wrong bit less than 2^-6 above a threshold changes nothing: both branches are the same analytic function there.
+A wrong bit a little above a threshold changes nothing: both branches are the same analytic function there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from private_llm.approx.chain import Chain, evaluate, need_wide_ring, price
 from private_llm.approx.curves import Curve, takes_curve
 from private_llm.approx.curves import evaluate as by_keys
-from private_llm.approx.wave_sums import WaveSum, waves_of
+from private_llm.approx.wave_sums import WaveSum, angle_frac, waves_of
 from private_llm.exact.comparisons import coarse_bits, coarse_span
 from private_llm.net.ledger import Cost
 from private_llm.protocols.prices import Prices
@@ -49,10 +49,11 @@ def rectified_minus(x: Fixed, bump: Bump) -> Fixed:
     of its result. By comparison keys the whole function in 2 rounds. Raises DomainError in a 32-bit ring.
     """
     waves = bump.waves if x.session.protocol.has_waves else None
-    if waves is not None and x.width is not None and x.width < waves_of(waves, x.frac).angle_bits:
+    if waves is not None and x.width is not None and x.width < _read(waves, x.frac):
         x = x.whole()
     plan = None if waves is None else waves_of(waves, x.frac, x.session.ring.bits if x.width is None else x.width)
-    if takes_curve(bump.curve, x, x.frac, _price, x.session.ring, x.numel(), bump, plan, *coarse_span(x)):
+    span = coarse_span(x) if waves is None else coarse_span(x, resolution=waves.resolution)
+    if takes_curve(bump.curve, x, x.frac, _price, x.session.ring, x.numel(), bump, plan, *span):
         return by_keys(bump.curve, x.whole(), x.frac)
     need_wide_ring(x, "this approximation")
     if waves is not None and plan is not None:
@@ -70,13 +71,20 @@ def rectified_minus(x: Fixed, bump: Bump) -> Fixed:
 def _by_waves(x: Fixed, made: WaveSum, plan: Waves) -> Fixed:
     """The same by waves."""
     top, factor = made.top, made.factor
-    rows = coarse_bits(x, [-top, 0.0, top])
+    rows = coarse_bits(x, [-top, 0.0, top], resolution=made.resolution)
     proto, negative, sides = x.proto, rows.row(1), x.proto.xor(rows.some(0, 2), rows.some(1, 2))
     # Each interval adds what t differs by from the top: -x - top on the left, x - top on the right.
-    reach = round(top * (1 << x.frac)) * factor
-    angle = proto.inject(sides, x.share, [-factor, factor], [-reach, -reach], low=plan.angle_bits)
+    kept = angle_frac(x.frac)
+    reach = round(top * (1 << kept)) * factor
+    short = x.cut(kept, _read(made, x.frac) - (x.frac - kept))
+    angle = proto.inject(sides, short.share, [-factor, factor], [-reach, -reach], low=plan.angle_bits)
     angle = proto.add_public(angle, reach)
     return x.with_share(proto.relu_minus_waves(x.share, negative, angle, plan))
+
+
+def _read(made: WaveSum, frac: int) -> int:
+    """Lowest bits of an argument that its angle is made of."""
+    return frac + made.factor_bits + made.period_log2
 
 
 def _price(

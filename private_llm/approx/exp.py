@@ -14,6 +14,7 @@ from private_llm.net.ledger import Cost
 from private_llm.protocols.exponential import SPAN, TOTAL_BITS, Exponential
 from private_llm.protocols.exponential import TOP as RANGE_TOP
 from private_llm.protocols.prices import Prices
+from private_llm.protocols.trio.cost import exponential
 from private_llm.ring.ring import Ring
 from private_llm.tensor.fixed import Fixed
 
@@ -28,7 +29,7 @@ def exp(x: Fixed, frac: int = 24) -> Fixed:
     """e^x with `frac` fractional bits, for -2^21 + 2^10 < x <= 1/4, any shape; 64-bit ring only, else DomainError.
 
     Under trio and dealer one coarse comparison, then the masks' own exponentials (protocols/exponential.py): error
-    1e-5, and 2e-6 below -8; zero below -15, maybe from -14.5 on. 83 bytes an element, 5 rounds. Else (quad, plain) clip
+    2e-5, and 4e-6 below -8; zero below -15, maybe from -14 on. 78 bytes an element, 5 rounds. Else (quad, plain) clip
     at -14 (one coarse comparison, one injection), then a polynomial of degree 16 in four products (chain.py) whose
     error shrinks with e^(x/2): at most 5e-5, and 2e-6 below -8. 12 rounds. By comparison keys (curves.py) 2 rounds,
     error 5e-5.
@@ -52,13 +53,13 @@ def exp(x: Fixed, frac: int = 24) -> Fixed:
 
 def _clip_span(x: Fixed) -> tuple[int, int]:
     """Of the comparison that clears what is below the range of the exponential."""
-    return coarse_span(x, extra=1, resolution=1)
+    return coarse_span(x, extra=1, resolution=0)
 
 
 def _price(prices: Prices, ring: Ring, count: int, frac: int, own: bool, bits: int, low: int) -> Cost:
     """Of the comparison and the exponential, if the protocol has its own; else of it, an injection and the chain."""
-    if own:  # an exponential costs what an injection of four bits does
-        return prices.msb(count, bits, 1, low) + prices.inject(ring, count, 4, 0, TOTAL_BITS - frac)
+    if own:
+        return prices.msb(count, bits, 1, low) + exponential(ring, count, TOTAL_BITS - frac)
     return prices.msb(count, bits, 1, low) + prices.inject(ring, count, 1, 1, 0) + price(EXP, ring, count, prices)
 
 
@@ -70,7 +71,7 @@ def wide_exp(x: Fixed) -> Fixed:
     """e^x with the session's fractional bits, for -2^20 < x <= 12, any shape; 64-bit ring only, else DomainError.
 
     e^x = (4 e^(x/8 - 2 log 2))^8: `exp` and three squares. Relative error at most 8e-4 (measured 5.5e-4) and
-    absolute 2^-17. 181 bytes an element, 11 rounds (trio). Garbage above 12.25.
+    absolute 2^-17. 176 bytes an element, 11 rounds (trio). Garbage above 12.25.
     """
     eighth = x.with_share(x.share, x.frac + 3) - 2 * math.log(2.0)
     root = exp(eighth, frac=24)

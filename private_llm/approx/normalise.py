@@ -23,10 +23,11 @@ from private_llm.approx.cubic import Cubic
 from private_llm.approx.power_lines import Lines, power_by_lines, takes_lines
 from private_llm.errors import DomainError
 from private_llm.net.ledger import Cost
+from private_llm.protocols.narrow import Narrow
 from private_llm.protocols.prices import Prices
 from private_llm.protocols.share import BitShare
 from private_llm.ring.ring import Ring
-from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.fixed import Fixed, narrows
 
 Y_BITS = 18
 """Fractional bits of y; a cubic of it carries three times as many."""
@@ -127,9 +128,11 @@ def powers(
         low=max(0, math.floor(math.log2(cubic.slack * low) + x.frac)),
     )
     flat = x.view(lambda part: part.reshape(-1)).share
-    picked = proto.inject(below, flat, plan.weight_steps, zeros)
+    given = x.frac + weight_bits + 4  # y stays below 2 in the range, and a narrow division wants two bits more
+    narrow = Narrow(given, x.session.ring.bits) if given < x.session.ring.bits and narrows(x.session) else None
+    picked = proto.inject(below, flat, plan.weight_steps, zeros, low=None if narrow is None else given)
     scaled = proto.add(picked, proto.mul_public(flat, plan.last_weight))
-    y = x.with_share(proto.truncate(scaled, x.frac + weight_bits - Y_BITS), Y_BITS)
+    y = x.with_share(proto.truncate(scaled, x.frac + weight_bits - Y_BITS, narrow), Y_BITS)
     p = (y - cubic.centre).poly(cubic.coefficients, frac=Y_BITS, bits=CUBIC_BITS)
     out = proto.inject(below, p.share, plan.factor_steps, zeros)
     out = proto.add(out, proto.mul_public(p.share, plan.last_factor))

@@ -11,7 +11,7 @@ def reciprocal(x: Fixed, low: float, high: float, frac: int | None = None) -> Fi
     """1/x for low <= x <= high (public, low > 0), any shape; 64-bit ring only. Method: normalise.py.
 
     `frac`: fractional bits of the result (default: 23 + ceil(log2 high), which saves a round). Relative error 1.7e-5,
-    plus 2^-frac absolute. 5 thresholds an octave; 8 or 9 rounds, 1 more with `frac`; 1152 bytes an element for 1 to 64.
+    plus 2^-frac absolute. 5 thresholds an octave; 8 or 9 rounds, 1 more with `frac`; 931 bytes an element for 1 to 64.
     Raises DomainError as `normalise.power`.
     """
     return power(x, FIFTHS, RECIPROCAL, low, high, frac)

@@ -41,7 +41,7 @@ def _settled(x: Tensor, name: str) -> Fixed:
     if name == "gelu" and config.approximations == "mpcformer":  # a square
         most = min(most, _SQUARED)
     watch_compared(x, x.session.frac + most, rows=known is not None)
-    return x.held if name in _NARROW and x.held.frac == x.session.frac else x.to_fixed()
+    return x.to_activation_operand() if name in _NARROW else x.to_fixed()
 
 
 def _register(function: Callable[[Fixed], Fixed], *ops: object) -> None:

@@ -111,9 +111,9 @@ class Boolean(PartyEnd):
         """bit_n * e^(x_n / 2^plan.frac), with TOTAL_BITS - plan.shift fractional bits, in the shape of x; 64-bit ring.
 
         Where the bit is 1, x / 2^plan.frac lies in [TOP - SPAN, TOP), -15 to 1; elsewhere x may be anything. Relative
-        error 2^-18, absolute 2^-20 and one unit. 2 rounds; bytes an element in trio 56 + 3 shift / 8 (69.5 with 24
-        fractional bits of the result). Raises DomainError in a 32-bit ring and unless keep is one row of as many bits,
-        and UnsupportedOp under a protocol without it (`has_exponentials`).
+        error 2^-15, absolute 2^-18 and one unit. 2 rounds; 65.75 bytes an element in trio with 24 fractional bits of
+        the result. Raises DomainError in a 32-bit ring and unless keep is one row of as many bits, and UnsupportedOp
+        under a protocol without it (`has_exponentials`).
         """
         raise UnsupportedOp("exponentials in one step: this protocol has none; want trio or dealer")
 

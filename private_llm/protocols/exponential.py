@@ -27,17 +27,22 @@ TOP = 1
 SPAN = 16
 """How many units the range has; the modulus is twice that."""
 
-FACTOR_BITS = 19
+FACTOR_BITS = 17
 """Fractional bits of public factors, which reach e^(SPAN + TOP) = 2^24.6, and of the lower half they are made of."""
 
 _NEAR_BITS = 42
 """Fractional bits of the upper half where the digits are equal: those factors are small."""
 
-SECRET_BITS = 41
-"""Fractional bits of e^(-r): 2^-41 e^16 = 2^-18 of the result."""
+SECRET_BITS = 38
+"""Fractional bits of e^(-r): half of 2^-38 e^16 = 2^-16 of the result."""
 
 TOTAL_BITS = FACTOR_BITS + SECRET_BITS
-"""Fractional bits of the result before its division; it stays below 2^62."""
+"""Fractional bits of the result before its division."""
+
+GIVEN_BITS = TOTAL_BITS + 4
+"""Bits that a result below e^TOP is a number of, before its division: shares need no more, where the protocol may send
+less than whole ones.
+"""
 
 _COARSE_BITS, _FINE_BITS = 42, 20
 """Fractional bits of the two tables of e^(-r)."""
@@ -50,7 +55,7 @@ _FINEST = 20
 class Exponential:
     """e^(x / 2^frac) with 2^-shift: arguments with `frac` fractional bits, results with TOTAL_BITS - shift.
 
-    Relative error 2^-18, absolute 2^-20, and the rounding of the division. Raises DomainError for a negative frac.
+    Relative error 2^-15, absolute 2^-18, and the rounding of the division. Raises DomainError for a negative frac.
     """
 
     frac: int

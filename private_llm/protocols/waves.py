@@ -26,7 +26,7 @@ from torch import Tensor
 from private_llm.errors import DomainError
 from private_llm.kernels.shapes import packed_words
 
-PUBLIC_BITS = 18
+PUBLIC_BITS = 16
 """Fractional bits of public factors, amplitudes included."""
 
 PLACE_BITS = 22
@@ -64,10 +64,10 @@ class Waves:
     bits: int = 64
 
     def __post_init__(self) -> None:
-        if not 1 <= self.frac <= 40 or not self.frac <= self.angle_bits <= 63 or not self.waves or self.shift < 1:
+        if not 1 <= self.frac <= 40 or not 1 <= self.angle_bits <= 63 or not self.waves or self.shift < 1:
             raise DomainError(
                 f"waves: got {self.frac} fractional bits, {self.angle_bits} bits of an angle and {len(self.waves)} "
-                "waves; want 1 to 40, at least as many and at most 63, and 1 or more, of more bits than the result"
+                "waves; want 1 to 40, 1 to 63, and 1 or more, of more bits than the result"
             )
         if not self.narrow < self.bits <= 64:
             raise DomainError(f"waves: got results of {self.bits} bits; want more than {self.narrow}, and at most 64")

@@ -27,6 +27,9 @@ SEEN = 5
 Modulo 32 times its size, a product of any size comes out within the size with probability 1/16: the check sees others.
 """
 
+READ_BITS = 16
+"""Most fractional bits of results that products alone read: rounding is then a tenth of what activations miss."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fixed:
@@ -327,10 +330,24 @@ def read_width(session: Session, frac: int, size: str = "output") -> int | None:
     as many as results of the calibrated `size` have. Public and local.
     """
     known = session.exponent("read")
-    if known is None or not narrows(session) or session.protocol.has_keys or session.config.approximations != "ours":
+    if known is None or not _reads_less(session):
         return None
     width = max(known, session.exponent(size) or 0) + frac + SEEN
     return width if width < session.ring.bits else None
+
+
+def read_frac(session: Session) -> int:
+    """Fractional bits of the running module's results: the session's, READ_BITS at most where products alone read them.
+
+    Public and local.
+    """
+    fewer = session.exponent("read") is not None and _reads_less(session)
+    return min(session.frac, READ_BITS) if fewer else session.frac
+
+
+def _reads_less(session: Session) -> bool:
+    """Whether results that products alone read may have fewer bits here. Public."""
+    return narrows(session) and not session.protocol.has_keys and session.config.approximations == "ours"
 
 
 def _product(x: Fixed, share: Share, frac: int, y: Fixed, narrow: Narrow | None) -> Fixed:

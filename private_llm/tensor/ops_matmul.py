@@ -11,7 +11,7 @@ from private_llm.errors import PlaintextLeak, UnsupportedOp
 from private_llm.kernels.forms import Matmul
 from private_llm.protocols.session import Session
 from private_llm.tensor.dispatch import implements
-from private_llm.tensor.fixed import Fixed, read_width
+from private_llm.tensor.fixed import Fixed, read_frac, read_width
 from private_llm.tensor.ops_pointwise import Operand, mul, plus
 from private_llm.tensor.range_check import watch
 from private_llm.tensor.scale import same_session
@@ -42,7 +42,8 @@ def product(x: Fixed, y: Fixed, frac: int | None = None) -> Fixed:
 def layer_product(x: Fixed, y: Fixed, frac: int | None) -> Fixed:
     """`product`, less where calibration knows the size of the running layer's results and of what reads them."""
     session = x.session
-    width = read_width(session, session.frac if frac is None else frac)
+    frac = read_frac(session) if frac is None else frac
+    width = read_width(session, frac)
     return x.matmul(y, frac=frac, below=session.exponent("output"), width=width)
 
 

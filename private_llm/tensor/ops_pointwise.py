@@ -9,7 +9,7 @@ from torch import Tensor
 
 from private_llm.errors import PlaintextLeak, UnsupportedOp
 from private_llm.tensor.dispatch import TorchArg, implements
-from private_llm.tensor.fixed import Fixed, read_width
+from private_llm.tensor.fixed import Fixed, read_frac, read_width
 from private_llm.tensor.range_check import watch
 from private_llm.tensor.scale import aligned, encoded, same_session, times_public, times_scalar
 from private_llm.tensor.secret import SecretTensor
@@ -123,8 +123,8 @@ def mul(x: Operand, y: Operand) -> SecretTensor:
         session = x.session
         followed = x.shape == y.shape and x.dim() > 1  # by calibration, which knows who reads such products alone
         product = x.to_narrow_operand().mul(
-            y.to_narrow_operand(), below=session.exponent("output"),
-            width=read_width(session, session.frac) if followed else None,
+            y.to_narrow_operand(), read_frac(session) if followed else None, session.exponent("output"),
+            read_width(session, read_frac(session)) if followed else None,
         )  # fmt: skip
         watch(product if product.share.parts[0].dim() else product.view(lambda part: part.reshape(1)))
         return SecretTensor(product)

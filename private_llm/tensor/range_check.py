@@ -116,10 +116,11 @@ def watch_compared(x: SecretTensor, bits: int, rows: bool = False) -> None:
     One dimension is no row: it holds chosen entries of many.
 
     Sums below 2^bits in ring elements with the session's fractional bits. Local, but for a truncation (1 round) if x
-    has others.
+    has more.
     """
     watch_pending(x.session, instead=x)
-    value = x.held if x.held.frac == x.session.frac else x.to_fixed()
+    value = x.to_activation_operand()
+    bits -= x.session.frac - value.frac
     if rows and x.dim() > 1 and x.shape[-1] >= PIECE:
         watch(value, bits)
     else:  # lines of images are short: they share their sums

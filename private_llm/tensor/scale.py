@@ -131,7 +131,8 @@ def encode_public(x: Fixed, values: Tensor, view: tuple[int, tuple[int, ...], tu
 def aligned(x: SecretTensor, y: SecretTensor, narrow: bool = False) -> tuple[Fixed, Fixed]:
     """Both operands of a sum: as they are when their fractional bits agree, else without (many) surplus bits.
 
-    narrow: the sum has the size of a narrow operand; else this is made whole first, since the other may be larger.
+    narrow: the sum has the size of a narrow operand; else this is made whole first, since the other may be larger. An
+    other one with more fractional bits (a bias) is cut to those of a narrow operand, less than two units off: local.
 
     Beside a coarse one the other is cut to its bits, for good: a residual stream whose values have become massive. Each
     cut is one truncation, 1 round. Raises DomainError for secrets of two sessions.
@@ -143,6 +144,8 @@ def aligned(x: SecretTensor, y: SecretTensor, narrow: bool = False) -> tuple[Fix
     if x.coarse or y.coarse:
         frac = min(a.frac, b.frac)
         return x.coarsen(frac), y.coarsen(frac)
+    if narrow and a.width is not None and a.frac < b.frac:
+        return a, b.cut(a.frac, (b.session.ring.bits if b.width is None else b.width) - (b.frac - a.frac))
     if max(a.frac, b.frac) > x.session.frac + SLACK:
         return x.to_operand(), y.to_operand()
     return a, b

@@ -17,7 +17,7 @@ from private_llm.protocols.plain.checked import CheckedPlain
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.tensor.dispatch import TorchArg, dispatch, op_name
-from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.fixed import READ_BITS, Fixed
 from private_llm.tensor.guard import Guarded
 
 SLACK = 6
@@ -95,6 +95,13 @@ class SecretTensor(Guarded):
         """As `to_operand`, maybe right in its lowest bits alone, for products that know how many they need."""
         x = self.held
         return x if x.frac <= x.session.frac else self.to_fixed()
+
+    def to_activation_operand(self) -> Fixed:
+        """As `to_narrow_operand`, but with fewer bits than the session's only where that is READ_BITS or more; else as
+        `to_fixed`.
+        """
+        x = self.held
+        return x if min(x.session.frac, READ_BITS) <= x.frac <= x.session.frac else self.to_fixed()
 
     @property
     def raw(self) -> Fixed:

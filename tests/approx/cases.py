@@ -63,9 +63,9 @@ def _bump(n: int, *shifts: int) -> Cost:
 
 
 def _waves(n: int, made: WaveSum) -> Cost:
-    """Three coarse thresholds, a narrow injection of two weighted rows, the waves."""
+    """Three coarse thresholds, as coarse as the fit allows, a narrow injection of two weighted rows, the waves."""
     plan = waves_of(made, 18)
-    fold = cost.msb(n, 39, 3, low=12) + cost.inject(R, n, 2, 2, 0, low=plan.angle_bits)
+    fold = cost.msb(n, 39, 3, low=18 - made.resolution) + cost.inject(R, n, 2, 2, 0, low=plan.angle_bits)
     return fold + cost.relu_minus_waves(R, n, plan)
 
 
@@ -92,7 +92,7 @@ FITTED = [
         "gelu_tanh", lambda x: activations.gelu(x, "tanh"), lambda x: F.gelu(x, approximate="tanh"), 2e-4, WIDE,
         (0.0, -4.0, 4.0), lambda n: _waves(n, wave_tables.GELU_TANH),
     ),
-    Case("silu", activations.silu, F.silu, 5e-5, WIDE, (0.0, -14.0, 14.0), lambda n: _waves(n, wave_tables.SILU)),
+    Case("silu", activations.silu, F.silu, 2e-4, WIDE, (0.0, -14.0, 14.0), lambda n: _waves(n, wave_tables.SILU)),
     Case(
         "sigmoid", activations.sigmoid, torch.sigmoid, 1e-4, WIDE, (0.0, -10.0, 10.0),
         lambda n: _logistic(n, 39, 12), 2 * noise_units(tables.LOGISTIC, FULL[FULL <= 0.26]),
@@ -103,7 +103,7 @@ FITTED = [
          4 * noise_units(tables.LOGISTIC, FULL[FULL <= 0.26])),
     Case(
         "exp", exp, torch.exp, 6e-5, (-(2.0**21) + 2**10, 0.25), (-14.0,),
-        lambda n: cost.msb(n, 40, 1, low=17) + cost.exponential(R, n, TOTAL_BITS - 24),
+        lambda n: cost.msb(n, 40, 1, low=18) + cost.exponential(R, n, TOTAL_BITS - 24),
         (1e-5 + tables.EXP.error) * 2**18 + noise_units(tables.EXP, FULL[FULL >= -0.75]),
     ),
 ]  # fmt: skip

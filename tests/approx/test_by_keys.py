@@ -314,14 +314,14 @@ def test_a_slow_network_takes_keys_for_few_elements() -> None:
 
 
 def test_thresholds_of_a_key_are_counted_together() -> None:
-    """SiLU of a step of 4 tokens, 1536 wide, takes keys at 20 ms: its 33 thresholds share most of their ways."""
+    """SiLU of a step of 3 tokens, 1536 wide, takes keys at 20 ms: its 33 thresholds share most of their ways."""
 
     def narrow(session: Session, x: Fixed) -> Fixed:
         session.known.ranges = Ranges({session.protocol.ledger.scope_name: {"compare": 6}})
         return silu(x)
 
     far = PrivateConfig(adder="auto", bandwidth_mbit=1000.0, latency_ms=20.0)
-    assert run_meta(far, narrow, [(4, 1536)]).rounds == 2
+    assert run_meta(far, narrow, [(3, 1536)]).rounds == 2
     assert run_meta(far, narrow, [(8, 1536)]).rounds > 2
 
 

@@ -17,6 +17,7 @@ from private_llm.exact.maximum import levels
 from private_llm.exact.ragged_rows import Rows
 from private_llm.net.ledger import Cost
 from private_llm.protocols.exponential import TOTAL_BITS
+from private_llm.protocols.narrow import Narrow
 from private_llm.protocols.trio import cost
 from private_llm.ring.ring import Ring
 from tests.harness import PLAIN, TRIO, run_meta, run_parties
@@ -114,13 +115,16 @@ def price(entries: int, pairs: list[int], row_count: int, width: int) -> Cost:
     total = Cost()
     for pair in pairs:
         total = total + cost.msb(pair, 26) + cost.inject(R, pair, 1, 1, 0, low=26)
-    total = total + cost.msb(entries, 40, low=17) + cost.exponential(R, entries, TOTAL_BITS - 24)
+    total = total + cost.msb(entries, 40, low=18) + cost.exponential(R, entries, TOTAL_BITS - 24)
     high = 1.3 * width
     whole = math.ceil(math.log2(high))
     thresholds, _ = grid(FIFTHS, 0.99, high)
     count = len(thresholds)
-    total = total + cost.msb(row_count, 24 + whole + 2, count, low=15) + cost.inject(R, row_count, count, count, 0)
-    total = total + cost.truncate(R, row_count, 24 + 5 + whole - 18) + cost.poly(R, row_count, 3, 3 * 18 + 6 - 18)
+    given = 24 + 5 + whole + 4
+    total = total + cost.msb(row_count, 24 + whole + 2, count, low=15)
+    total = total + cost.inject(R, row_count, count, count, 0, low=given)
+    total = total + cost.truncate(R, row_count, 24 + 5 + whole - 18, Narrow(given, 64))
+    total = total + cost.poly(R, row_count, 3, 3 * 18 + 6 - 18)
     total = total + cost.inject(R, row_count, count, count, 0)
     return total + cost.product(R, entries, 24 + 23 + whole - 18)
 

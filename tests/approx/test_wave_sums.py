@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from private_llm.approx import wave_tables
-from private_llm.approx.wave_sums import WaveSum, waves_of
+from private_llm.approx.wave_sums import WaveSum, angle_frac, waves_of
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "fit_waves.py"
 TABLES = [
@@ -28,7 +28,7 @@ each = pytest.mark.parametrize(("made", "truth"), TABLES, ids=["silu", "gelu_erf
 @each
 def test_error_as_stated(made: WaveSum, truth: Callable[[Tensor], Tensor]) -> None:
     """As far as a coarse comparison lets arguments go, and at the top as zero."""
-    t = torch.linspace(-1 / 64, made.top + 1 / 64, 100_001, dtype=torch.float64)
+    t = torch.linspace(-(2.0**-made.resolution), made.top + 2.0**-made.resolution, 100_001, dtype=torch.float64)
     error = float(np.abs(made.value(t.numpy()) - truth(t).numpy()).max())
     assert 0.8 * made.error <= error <= made.error
     assert abs(float(made.value(np.array([made.top]))[0])) <= made.error
@@ -38,7 +38,7 @@ def test_error_as_stated(made: WaveSum, truth: Callable[[Tensor], Tensor]) -> No
 @pytest.mark.parametrize("frac", [8, 12, 18, 20])
 def test_the_period_is_a_power_of_two(made: WaveSum, truth: Callable[[Tensor], Tensor], frac: int) -> None:
     plan = waves_of(made, frac)
-    one = made.factor << frac  # an argument of 1
+    one = made.factor << angle_frac(frac)  # an argument of 1
     angle = 2 * np.pi / (1 << plan.angle_bits) * one
     assert angle == pytest.approx(2 * np.pi * made.factor / 2**made.factor_bits / 2**made.period_log2)
     assert made.top * made.factor / 2**made.factor_bits < 2**made.period_log2

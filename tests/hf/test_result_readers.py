@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from private_llm.config import PrivateConfig
 from private_llm.net.ledger import Cost
 from private_llm.ranges import Ranges
+from private_llm.tensor.fixed import READ_BITS
 from tests.hf import tiny
 from tests.hf.compare import LOGIT_ERROR
 from tests.hf.massive import massive
@@ -57,6 +58,8 @@ def test_products_alone_read(family: str) -> None:
     read, other = READ[family]
     assert {each for each in read if "read" not in known[layer + each]} == set()
     assert {each for each in other if "read" in known.get(layer + each, {})} == set()
+    if "mlp.gate_proj" in read:  # both factors of the product that reads them have fewer bits
+        assert known[layer + "mlp.gate_proj"]["read"] == known[layer + "mlp"]["output"] + READ_BITS
 
 
 @pytest.mark.parametrize("protocol", ["trio", "dealer"])
@@ -124,6 +127,6 @@ def test_a_prompt_of_one_token_goes_through_repeated_layers() -> None:
         model.model.layers[0].self_attn.o_proj.weight.zero_()
         model.model.layers[1].self_attn.v_proj.weight.mul_(30)
     with patch(model, TRIO) as private:
-        for prompt in (IDS[:1], IDS[:1, :1], IDS[1:, :1], IDS[:1, :1]):
+        for prompt in (IDS[:1], IDS[:1, 3:4], IDS[1:, :1], IDS[:1, 3:4]):
             settings = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
             assert torch.equal(private.generate(input_ids=prompt, **settings), model.generate(prompt, **settings))

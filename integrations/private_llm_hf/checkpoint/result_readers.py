@@ -3,7 +3,8 @@
 Results of linear layers, of products of two values and of fused attention are followed through activations that keep
 their size and through new shapes, until something else reads them. A product below 2^s in ring elements is the same
 number modulo 2^(s+3), so its factors need to be right in as many bits (`Fixed.mul`). What is met in calibration is a
-hint: a product at the parties that needs more bits than it gets makes them right first.
+hint: a product at the parties that needs more bits than it gets makes them right first. Products of two such results
+(gate and up) meet factors with READ_BITS fractional bits, others with as many as weights or the configuration have.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from private_llm.config import PrivateConfig
 from private_llm.ranges import Ranges
 from private_llm.tensor.dispatch import TorchArg
+from private_llm.tensor.fixed import READ_BITS
 from private_llm_hf.checkpoint.norm_readers import tensors_in
 from private_llm_hf.handlers import match
 
@@ -36,6 +38,8 @@ class ResultReaders:
 
     def __init__(self, model: nn.Module) -> None:
         self.of: dict[str, set[str | None]] = {}
+        self.factors: dict[str, set[str | None]] = {}
+        """The modules whose results are factors of each product; None among them is a factor that is anything else."""
         self._gelus = {module for module in model.modules() if match("gelus", module) is not None}
         self._inside: list[nn.Module] = []
         self._results: dict[int, tuple[weakref.ref[Tensor], set[str]]] = {}
@@ -63,6 +67,11 @@ class ResultReaders:
         else:
             for source in sources:
                 self.of.setdefault(source, set()).add(scope if multiplies else None)
+        if multiplies:
+            for factor in tensors_in((args, kwargs)):
+                self.factors.setdefault(scope, set()).update(self._sources(factor) or {None})
+        if attends:  # whose results have the session's bits
+            self.factors.setdefault(scope, set()).add(None)
         if multiplies or attends:
             self._follow({scope}, out)
 
@@ -83,13 +92,22 @@ class ResultReaders:
 def with_readers(ranges: Ranges, readers: ResultReaders, config: PrivateConfig) -> Ranges:
     """`ranges`, with `read` for modules whose results are read by products alone, of known sizes."""
     modules = ranges.to_dict()
-    for name, found in readers.of.items():
-        sizes = [
-            None if reader is None or "output" not in ranges.modules.get(reader, {})
-            else ranges.modules[reader]["output"] + ranges.modules[reader].get("weight", config.frac_bits)
-            for reader in found
-        ]  # fmt: skip
-        known = [size for size in sizes if size is not None]
-        if name in modules and len(known) == len(sizes):
-            modules[name]["read"] = max(known)
+    followed = {
+        name for name, found in readers.of.items()
+        if name in modules and all(each is not None and "output" in ranges.modules.get(each, {}) for each in found)
+    }  # fmt: skip
+    for name in followed:
+        modules[name]["read"] = max(
+            ranges.modules[each]["output"] + _factor_bits(each, ranges, readers, followed, config)
+            for each in readers.of[name] if each is not None
+        )  # fmt: skip
     return Ranges(modules)
+
+
+def _factor_bits(
+    reader: str, ranges: Ranges, readers: ResultReaders, followed: set[str], config: PrivateConfig
+) -> int:  # fmt: skip
+    """Fractional bits of the other factor of a product."""
+    if readers.factors[reader] <= followed:
+        return min(config.frac_bits, READ_BITS)
+    return ranges.modules[reader].get("weight", config.frac_bits)

@@ -11,6 +11,7 @@ from private_llm.circuits.carry import carry_plan
 from private_llm.kernels.ops import packed_words
 from private_llm.net.ledger import Cost
 from private_llm.net.transport import CLIENT
+from private_llm.protocols.exponential import GIVEN_BITS
 from private_llm.protocols.narrow import Narrow
 from private_llm.protocols.piecewise import PiecesShape
 from private_llm.protocols.share import words_for
@@ -90,7 +91,10 @@ def piecewise(ring: Ring, count: int, shape: PiecesShape) -> Cost:
 
 
 def exponential(ring: Ring, count: int, shift: int) -> Cost:
-    """`count` exponentials, or zeros by a bit: 4 elements pre, then one finish; 2 rounds."""
+    """`count` exponentials, or zeros by a bit: 4 fields pre, a narrow division (elements without a shift); 2 rounds."""
+    if shift and ring.bits == 64:
+        fields = Cost({(0, 2): 8 * packed_words(4 * count, GIVEN_BITS)})
+        return fields + narrow_finish(ring, count, shift, Narrow(GIVEN_BITS, ring.bits))
     return Cost({(0, 2): 4 * count * ring.bytes}) + finish(ring, count, shift, helped=False)
 
 

@@ -7,8 +7,9 @@ With the digits of `protocols.exponential`, bit b = B ^ l of what is kept, j the
 2. The evaluators know M and B. b = 1 means l = 1 - B, so the places 1 - B and 3 - B count; each is multiplied by the
    public factor of its digit. The sum is an additive share of b e^x, which one finish turns into a share.
 
-Pre: 4 elements, and a finish without E: 1 element + shift bits; online as a product with a shift: 2 rounds. Leakage:
-none to a single party. Party 2 receives four ring elements masked by a stream that it lacks, all else is a finish.
+Pre: 4 fields of GIVEN_BITS, and a division of as many bits (narrow.py); online as that: 2 rounds. Without a shift 4
+elements and a finish. Leakage: none to a single party. Party 2 receives four numbers masked by a stream that it lacks,
+all else is a finish or such a division.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from private_llm.errors import DomainError
 from private_llm.kernels import exponential
-from private_llm.protocols.exponential import Exponential
+from private_llm.protocols.exponential import GIVEN_BITS, Exponential
+from private_llm.protocols.narrow import Narrow
 from private_llm.protocols.share import BitShare, Share
 from private_llm.protocols.trio.piecewise import TrioPiecewise
 
@@ -34,22 +36,24 @@ class TrioExponentials(TrioPiecewise):
                 f"exponential: got a {self.ring.bits}-bit ring and {keep.rows} rows of {keep.count} bits for "
                 f"{x.numel()} elements; want 64 bits, and one row of as many"
             )
-        count, piece = x.numel(), None
+        count, piece, low = x.numel(), None, GIVEN_BITS if plan.shift and self._narrows else None
         both = (x.parts[0] + x.parts[1]).reshape(-1)
         if self.role == 0:
-            self.transport.send(2, "exponential", self._places(both, keep, plan))
+            self._send_low(2, "exponential", self._places(both, keep, plan, low), low)
         else:
             if self.role == 1:
-                shares = self._draw(_PLACES * count).view(_PLACES, count)
+                shares = self._draw_low(_PLACES * count, low).view(_PLACES, count)
             else:
-                shares = self.transport.recv(0, "exponential", (_PLACES, count), self.ring.dtype)
+                shares = self._recv_low(0, "exponential", (_PLACES, count), low)
             masked = both + plan.offset
             piece = exponential.weighed(masked, keep.parts[0].contiguous(), shares, plan.digits, plan.factors)
-        return self._finish("exponential", x.shape, piece, plan.shift, helped=False)
+        if low is None:
+            return self._finish("exponential", x.shape, piece, plan.shift, helped=False)
+        return self._divided("exponential", piece, x.shape, plan.shift, Narrow(low, self.ring.bits))
 
-    def _places(self, mask: Tensor, keep: BitShare, plan: Exponential) -> Tensor:
+    def _places(self, mask: Tensor, keep: BitShare, plan: Exponential, low: int | None) -> Tensor:
         """Party 0: e^(-r) in one of four places, less party 1's shares: [4, n]."""
-        message = -self._draw(_PLACES * mask.numel()).view(_PLACES, mask.numel())
+        message = -self._draw_low(_PLACES * mask.numel(), low).view(_PLACES, mask.numel())
         flags = keep.parts[0] ^ keep.parts[1]
         exponential.placed(mask, flags, message, plan.digits, plan.secrets)
         return message
