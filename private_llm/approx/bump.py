@@ -44,9 +44,9 @@ class Bump:
 def rectified_minus(x: Fixed, bump: Bump) -> Fixed:
     """relu(x) - g(|x|), for |x| < 2^20 - 2^10; shape and bits of x, right in as many of them as x by waves.
 
-    33 bytes an element for the comparison. By waves, some 140 more, and 6 rounds in all; error: the sum's and 2^-16. By
-    the chain 64 for two injections, and the chain's, 3 + 2 rounds and the chain's; error: the chain's and the rounding
-    of its result. By comparison keys the whole function in 2 rounds. Raises DomainError in a 32-bit ring.
+    By waves some 140 bytes an element and 6 rounds in all; error: the sum's and 2^-14. Else 33 for the comparison, and
+    by the chain 64 for two injections, and the chain's, 3 + 2 rounds and the chain's; error: the chain's and the
+    rounding of its result. By comparison keys the whole function in 2 rounds. Raises DomainError in a 32-bit ring.
     """
     waves = bump.waves if x.session.protocol.has_waves else None
     if waves is not None and x.width is not None and x.width < _read(waves, x.frac):

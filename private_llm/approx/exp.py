@@ -29,7 +29,7 @@ def exp(x: Fixed, frac: int = 24) -> Fixed:
     """e^x with `frac` fractional bits, for -2^21 + 2^10 < x <= 1/4, any shape; 64-bit ring only, else DomainError.
 
     Under trio and dealer one coarse comparison, then the masks' own exponentials (protocols/exponential.py): error
-    2e-5, and 4e-6 below -8; zero below -15, maybe from -14 on. 78 bytes an element, 5 rounds. Else (quad, plain) clip
+    3e-5, and 4e-6 below -8; zero below -15, maybe from -14 on. 78 bytes an element, 5 rounds. Else (quad, plain) clip
     at -14 (one coarse comparison, one injection), then a polynomial of degree 16 in four products (chain.py) whose
     error shrinks with e^(x/2): at most 5e-5, and 2e-6 below -8. 12 rounds. By comparison keys (curves.py) 2 rounds,
     error 5e-5.

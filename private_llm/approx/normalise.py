@@ -6,8 +6,8 @@
 4. x^q = y^q w^(-q): the same bits select w^(-q), by an injection on p(y).
 
 These functions run on rows, not on elements: rounds count, bytes hardly. Per element and threshold: 4 bytes (1/x of 1
-to 64 with 18 fractional bits) to 14 (norms) of comparison, 16 for each of the two injections. Garbage outside
-[low, high].
+to 64 with 18 fractional bits) to 14 (norms) of comparison, 16 for an injection, less for the first where the protocol
+sends no more bits than it needs. Garbage outside [low, high].
 """
 
 from __future__ import annotations

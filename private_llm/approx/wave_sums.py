@@ -32,7 +32,7 @@ class WaveSum:
     """A fitted sum; waves are the pairs (c_k, s_k).
 
     |g| stays below 1/2. Comparisons of arguments may be wrong up to 2^-resolution above a threshold. `error` bounds the
-    sum's distance from its function, and at `top` from zero, too.
+    sum's distance from its function, and at `top` from zero and from what the function is 2^-resolution below it.
     """
 
     top: float

@@ -88,7 +88,7 @@ COARSE = Threat(
         (
             "meaning of the result",
             "clips and maxima inside softmax, GELU, SiLU, sigmoid, tanh and reciprocals leave the lowest bits out of "
-            "the comparison: within 2^-6 above a threshold (2^-2 in SiLU, 2^-3 in GELU, 1 in the clip of exp) either "
+            "the comparison: within 2^-6 above a threshold (2^-3 in SiLU and GELU, 1 in the clip of exp) either "
             "answer is possible and depends on the masks; it is used only where the function is continuous there, and "
             "the stated errors include it; under trio and dealer a row's maximum, which softmax subtracts from all "
             "entries alike, is one of entries cut to 2^-4, up to 3/16 too low by the masks; ReLU and arg max are exact",

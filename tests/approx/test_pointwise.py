@@ -14,7 +14,7 @@ from tests.approx.cases import CASES, FITTED, Case, samples
 from tests.harness import PLAIN, TRIO, run_meta, run_parties
 
 ULP = 2.0**-18
-BY_WAVES = {"gelu": 1.7e-4, "gelu_tanh": 1.7e-4, "silu": 1.7e-4}
+BY_WAVES = {"gelu": 1.7e-4, "gelu_tanh": 1.7e-4, "silu": 2e-4}
 """What trio computes by waves, and how near it comes to its function."""
 each = pytest.mark.parametrize("case", CASES, ids=repr)
 

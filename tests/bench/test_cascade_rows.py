@@ -182,7 +182,7 @@ def test_the_command_draws_and_times_of_processes_add_up(tmp_path: Path, monkeyp
             assert sum(parts.values()) == pytest.approx(whole)
         else:  # a node worked on after the client had its answer
             assert sum(parts.values()) >= whole * (1 - 1e-6)
-    assert row["split"]["comp"]["computing"] > 0 < row["split"]["attn"]["serialising"]
+    assert row["split"]["attn"]["serialising"] > 0
 
 
 def test_rows_behind_a_link_feel_it_and_stand_beside_secret_sharing() -> None:

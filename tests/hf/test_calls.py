@@ -25,7 +25,7 @@ def test_calls_of_two_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     totals = {party: counts.total() for party, counts in found.items()}
     assert sorted(totals) == ["party 0", "party 1", "party 2"]
     assert 6_000 < totals["party 0"] < 12_200
-    assert 2 * 7_000 < totals["party 1"] + totals["party 2"] < 2 * 14_300
+    assert 2 * 7_000 < totals["party 1"] + totals["party 2"] < 2 * 14_600
 
 
 def test_calls_of_decode_steps_that_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

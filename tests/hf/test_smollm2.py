@@ -90,7 +90,7 @@ def test_next_tokens_agree_on_real_text(
     assert read.agreement >= 0.995
     assert (noisy > LOGIT_ERROR / 100).sum() <= 10
     assert (read.errors <= (100 * noisy).clamp(min=LOGIT_ERROR)).all(), read.errors.topk(5)
-    assert read.errors.median() <= LOGIT_ERROR / 10
+    assert read.errors.median() <= LOGIT_ERROR / 7
 
 
 @torch.no_grad()

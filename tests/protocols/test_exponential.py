@@ -34,7 +34,7 @@ def kept(p: Protocol, x: Share, plan: Exponential) -> Share:
 
 
 def error(x: Tensor, made: Tensor, frac: int, out: int) -> Tensor:
-    """In sizes of what is stated: relative 2^-18, absolute 2^-20, and one unit of the result."""
+    """In sizes of what is stated: relative 2^-15, absolute 2^-18, and one unit of the result."""
     real = x.double() / 2.0**frac
     truth = torch.where(real < TOP - SPAN, 0.0, real.exp())
     return (made.double() / 2.0**out - truth).abs() / (2.0**-15 * truth + 2.0**-18 + 2.0**-out)

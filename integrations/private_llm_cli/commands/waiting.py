@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from private_llm.errors import PartiesBusy, TransportError
+from private_llm.errors import PartiesBusy, PartyFailed, TransportError
 from private_llm.net.rendezvous import Unreached
 
 _T = TypeVar("_T")
@@ -28,7 +28,7 @@ def when_ready(call: Callable[[], _T], wait_s: float, show: Callable[[str], None
         while True:
             try:
                 return call()
-            except (Unreached, PartiesBusy) as error:
+            except (Unreached, PartiesBusy, PartyFailed) as error:  # links that form anew end what has just begun
                 passed, reason = time.monotonic() - began, str(error)
             if passed >= wait_s:
                 raise TransportError(f"the parties were not ready after {passed:.0f} s (--wait {wait_s:g}): {reason}")
