@@ -16,19 +16,26 @@ _LOG = logging.getLogger("private_llm")
 _PAUSE_S = 0.5
 
 
+_FAILURES = 2
+"""Sessions that parties may end as they begin."""
+
+
 def when_ready(call: Callable[[], _T], wait_s: float, show: Callable[[str], None]) -> _T:
     """What `call` makes, as soon as all parties are there and let a session in.
 
     wait_s: no further try begins after so many seconds; one that has begun takes its own time (`timeout_s`,
-    `busy_wait_s`). show: hears for whom it waits. Raises TransportError in the end, and at once what waiting does not
-    mend.
+    `busy_wait_s`). show: hears for whom it waits. Raises TransportError in the end, PartyFailed the third time, because
+    parties whose links form anew end what has just begun, and at once what waiting does not mend.
     """
-    began = time.monotonic()
+    began, failures = time.monotonic(), 0
     with _waiting_told(show):
         while True:
             try:
                 return call()
-            except (Unreached, PartiesBusy, PartyFailed) as error:  # links that form anew end what has just begun
+            except (Unreached, PartiesBusy, PartyFailed) as error:
+                failures += isinstance(error, PartyFailed)
+                if failures > _FAILURES:
+                    raise
                 passed, reason = time.monotonic() - began, str(error)
             if passed >= wait_s:
                 raise TransportError(f"the parties were not ready after {passed:.0f} s (--wait {wait_s:g}): {reason}")
