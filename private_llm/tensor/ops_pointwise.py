@@ -122,10 +122,10 @@ def mul(x: Operand, y: Operand) -> SecretTensor:
         same_session(x, y)
         session = x.session
         followed = x.shape == y.shape and x.dim() > 1  # by calibration, which knows who reads such products alone
+        frac = read_frac(session) if followed else session.frac
         product = x.to_narrow_operand().mul(
-            y.to_narrow_operand(), read_frac(session) if followed else None, session.exponent("output"),
-            read_width(session, read_frac(session)) if followed else None,
-        )  # fmt: skip
+            y.to_narrow_operand(), frac, session.exponent("output"), read_width(session, frac) if followed else None
+        )
         watch(product if product.share.parts[0].dim() else product.view(lambda part: part.reshape(1)))
         return SecretTensor(product)
     if not isinstance(x, SecretTensor):

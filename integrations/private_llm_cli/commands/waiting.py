@@ -14,8 +14,6 @@ from private_llm.net.rendezvous import Unreached
 _T = TypeVar("_T")
 _LOG = logging.getLogger("private_llm")
 _PAUSE_S = 0.5
-
-
 _FAILURES = 2
 """Sessions that parties may end as they begin."""
 
