@@ -81,7 +81,9 @@ class Acceptor:
                 time.sleep(0 if self._closed else _TICK_S)
                 continue
             try:
-                caller = _Caller(sock.dup(), source_of(str(address[0])), time.monotonic())
+                caller = _Caller(
+                    sock.dup(), source_of(str(address[0]) if isinstance(address, tuple) else ""), time.monotonic()
+                )
             except OSError:
                 sock.close()
                 continue
@@ -130,7 +132,12 @@ class Acceptor:
 
 
 def source_of(address: str) -> str:
-    """What counts as one source: an IPv4 address, or the 64-bit network that one host of IPv6 has to itself."""
+    """What counts as one source: an IPv4 address, or the 64-bit network that one host of IPv6 has to itself.
+
+    Empty, which is this machine by a socket with a name, is one, too.
+    """
+    if not address:
+        return ""
     found = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(found, ipaddress.IPv4Address):
         return str(found)

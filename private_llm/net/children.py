@@ -1,4 +1,4 @@
-"""Parties as processes of this machine, over loopback sockets; they end when this process does.
+"""Parties as processes of this machine, over sockets of its own; they end when this process does.
 
 One child is started; it imports what the parties run and forks into all of them, so that the imports, which take
 seconds, are paid once. The forked parties share code only: keys, sockets and shares are made afterwards, in each.
@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed
 from private_llm.kernels.parallel import threads_per_node
-from private_llm.net.addresses import hosts_of, open_listeners
+from private_llm.net.addresses import hosts_of, open_named_listeners
 from private_llm.net.rendezvous import connect
 from private_llm.net.sockets import SocketTransport
 from private_llm.net.transport import CLIENT
@@ -54,7 +54,7 @@ def start_children(
 
     extra must be JSON. Raises PartyFailed if they do not start.
     """
-    listeners = open_listeners(config.endpoints)
+    listeners = open_named_listeners(config.endpoints)
     hosts = hosts_of(listeners)
     token = secrets.token_bytes(32)
     child = _spawn(config, listeners)

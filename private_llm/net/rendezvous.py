@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartiesBusy, TransportError
 from private_llm.net.acceptor import HANDSHAKE_S, Acceptor
-from private_llm.net.addresses import Address, addresses_of, listen
+from private_llm.net.addresses import Address, addresses_of, listen, open_connection, set_options, shown
 from private_llm.net.admission import Admission, caller_name
 from private_llm.net.hello import CALLER_BYTES, Greeted, answer, greet
 from private_llm.net.sockets import Pair, SocketTransport
@@ -221,11 +221,11 @@ class _Mesh:
     # -- calling ----------------------------------------------------------------------------------------
     def _call(self, peer: int, inbound: bool, parallel_session: int) -> None:
         """Connect to `peer`, again and again until the time is up; a refusal is final, unless it says "busy"."""
-        host, port = self._addresses[peer]
+        place = shown(self._addresses[peer])
         pause, cause = 0.02, "no answer"
         while self._left() > 0:
             try:
-                plain = socket.create_connection((host, port), timeout=min(HANDSHAKE_S, self._left() + 0.01))
+                plain = open_connection(self._addresses[peer], min(HANDSHAKE_S, self._left() + 0.01))
                 with self._handshake(plain, server=False) as sock:
                     greeted = greet(
                         sock,
@@ -251,11 +251,11 @@ class _Mesh:
                 raise
             except OSError as error:
                 cause = error.strerror or str(error)
-            self._tell_waiting(f"{endpoint_name(peer)} at {host}:{port}", cause)
+            self._tell_waiting(f"{endpoint_name(peer)} at {place}", cause)
             time.sleep(min(pause, self._left()))
             pause = min(2 * pause, 0.5)
         raise Unreached(
-            f"{endpoint_name(peer)} at {host}:{port} was not reached within {self._wait:g} s ({cause}); check that "
+            f"{endpoint_name(peer)} at {place} was not reached within {self._wait:g} s ({cause}); check that "
             "it runs, its address and the firewall",
             endpoint_name(peer),
         )
@@ -283,13 +283,7 @@ class _Mesh:
     def _handshake(self, sock: socket.socket, *, server: bool) -> Iterator[socket.socket]:
         """Options for small frames and dead hosts, then TLS; the socket is closed if that or the block fails."""
         try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            if hasattr(socket, "TCP_KEEPIDLE"):
-                pause = max(1, int(self._timeout / 4))
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+            set_options(sock, max(1, int(self._timeout / 4)))
             if self._credentials:
                 secured = self._credentials.wrap(sock, server=server)
                 sock = secured

@@ -150,6 +150,16 @@ def test_what_a_full_connection_did_not_take_leaves_later(room: int) -> None:
     zero.close()
 
 
+def test_a_full_connection_is_waited_for() -> None:
+    zero, one = couple(room=4096)
+    slices(zero, 1, 60.0)
+    payloads = [numbers(20, seed) for seed in range(200)]
+    with Refusing(zero):
+        got = together(lambda: sends(zero, 1, "t", *payloads), lambda: receives(one, 0, "t", *[20] * 200))
+    assert all(map(torch.equal, got, payloads))
+    assert zero._out[1]._writer is None, "no thread of Python's had to write"
+
+
 @pytest.mark.parametrize("cuts", [(3,), (64,), (65, 70), (64 + 4000,), (10, 4000, 4001, 7990)])
 def test_a_frame_that_comes_in_pieces(cuts: tuple[int, ...]) -> None:
     zero, peer, _ = raw(timeout=20.0)

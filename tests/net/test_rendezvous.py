@@ -1,6 +1,7 @@
 """Opening the mesh: addresses, tokens, strangers, and errors before anything is sent."""
 
 import socket
+import sys
 import threading
 import time
 
@@ -10,7 +11,7 @@ import torch
 from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.errors import ConfigError, TransportError
 from private_llm.net import rendezvous
-from private_llm.net.addresses import hosts_of, open_listeners, parse_address
+from private_llm.net.addresses import hosts_of, open_listeners, open_named_listeners, parse_address
 from private_llm.net.rendezvous import connect
 from private_llm.net.transport import CLIENT
 
@@ -45,6 +46,41 @@ def test_addresses(text, expected):
 def test_malformed_addresses(text):
     with pytest.raises(ConfigError, match="host:port"):
         parse_address(text)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sockets have ports only")
+def test_sockets_with_names():
+    listeners = open_named_listeners(1)
+    hosts = hosts_of(listeners)
+    assert hosts[0].startswith("unix:")
+    assert hosts != hosts_of(open_named_listeners(1))
+    local = {"party_mode": "processes", **ONE}
+
+    def serve():
+        transport = join(0, hosts, listeners[0], **local)
+        transport.send(CLIENT, "t", torch.arange(5))
+        transport.close()
+
+    def call():
+        return join(CLIENT, hosts, **local).recv(0, "t", (5,), torch.int64)
+
+    results = both(serve, call)
+    assert torch.equal(results[CLIENT], torch.arange(5)), results
+    with pytest.raises(TransportError, match=r"party 0 at a socket of this machine was not reached within 0\.2 s"):
+        join(CLIENT, hosts, timeout=0.2, **local)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sockets have ports only")
+def test_strangers_find_no_way_in_by_a_name():
+    listeners = open_named_listeners(1)
+    hosts = hosts_of(listeners)
+    local = {"party_mode": "processes", **ONE}
+    results = both(
+        lambda: join(0, hosts, listeners[0], **local), lambda: join(CLIENT, hosts, token=b"another" * 4, **local)
+    )
+    assert all(isinstance(each, TransportError) for each in results.values()), results
+    with pytest.raises(ConfigError, match="host:port"):
+        join(CLIENT, (), config=PrivateConfig(party_mode="remote", hosts=hosts, allow_plain_loopback=True, **ONE))
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def _start_distributed(config: PrivateConfig) -> Parties:
 
 
 def _start_processes(config: PrivateConfig) -> Parties:
-    """Parties as child processes over loopback sockets; they end when this process does."""
+    """Parties as child processes over sockets of this machine; they end when this process does."""
     transport, stop = start_children(config, "private_llm_hf.party.party:run_party", {})
     try:
         return join_parallel_sessions(config, transport, stop)

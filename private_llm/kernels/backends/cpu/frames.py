@@ -19,11 +19,12 @@ from private_llm.kernels.backends.cpu import connection as word
 from private_llm.kernels.compiling import compiled
 
 _DO_NOT_WAIT, _NO_SIGNAL = 0x40, 0x4000
-_POLLIN, _POLLERR = 1, 8
+_POLLIN, _POLLOUT, _POLLERR = 1, 4, 8
 _MONOTONIC = 1
-TRIES = 150
-"""How often a message is looked for before the thread sleeps, if the last one came soon: for some 40 us. A sleep and
-its end take 50, the answer of a party on the same machine hardly longer, and a step waits for hundreds."""
+TRIES = 60
+"""How often a message is looked for before the thread sleeps, if the last one came soon: for some 15 us. A sleep and
+its end take 50, the answer of a party on the same machine hardly longer, and a step waits for hundreds. Three parties
+on two cores that look for 40 us take 3 % longer for a token, because the third one could have computed meanwhile."""
 _SOON_NS = 200_000
 """A sleep that was no longer was hardly worth it."""
 
@@ -51,7 +52,10 @@ def _turned(number: int) -> int:
 
 @compiled
 def send(link: int, payload: int, count: int, tag: Array) -> bool:
-    """Write a frame to the connection at address `link`: payload [count] (address), tag [4]. False: Python does it."""
+    """Write a frame to the connection at address `link`: payload [count] (address), tag [4]. False: Python does it.
+
+    A full connection is waited for, as long as one that is read.
+    """
     row = flat(link, word.FIELDS, _SIGNED)
     size = 8 * count
     if row[word.OUT] < 0 or size > word.INLINE:
@@ -60,19 +64,27 @@ def send(link: int, payload: int, count: int, tag: Array) -> bool:
     head[2], head[3] = _turned(row[word.SENT]), _turned(count)
     for n in range(4):
         head[4 + n] = tag[n]
-    # struct msghdr: no name, two pieces, no control data; behind it the pieces
-    for n in range(7):
-        row[word.SYSTEM + n] = 0
-    row[word.SYSTEM + 2], row[word.SYSTEM + 3] = link + 8 * (word.SYSTEM + 7), 2
-    row[word.SYSTEM + 7], row[word.SYSTEM + 8] = row[word.OUT_HEAD], word.HEADER
-    row[word.SYSTEM + 9], row[word.SYSTEM + 10] = payload, size
-    done = _send(row[word.OUT], link + 8 * word.SYSTEM, _DO_NOT_WAIT | _NO_SIGNAL)
+    done = _written(row, link, payload, size)
+    if done < 0 and _waited(row, link, row[word.OUT], _POLLOUT):
+        done = _written(row, link, payload, size)
     if done == word.HEADER + size:
         row[word.SENT] += 1
         row[word.WRITTEN] += done
         return True
     row[word.OUT_PART], row[word.OUT_PLACE], row[word.OUT_SIZE] = max(done, 0), payload, size
     return False
+
+
+@compiled
+def _written(row: Array, link: int, payload: int, size: int) -> int:
+    """Bytes of a frame, its header first, that the operating system took; -1 for none."""
+    # struct msghdr: no name, two pieces, no control data; behind it the pieces
+    for n in range(7):
+        row[word.SYSTEM + n] = 0
+    row[word.SYSTEM + 2], row[word.SYSTEM + 3] = link + 8 * (word.SYSTEM + 7), 2
+    row[word.SYSTEM + 7], row[word.SYSTEM + 8] = row[word.OUT_HEAD], word.HEADER
+    row[word.SYSTEM + 9], row[word.SYSTEM + 10] = payload, size
+    return int(_send(row[word.OUT], link + 8 * word.SYSTEM, _DO_NOT_WAIT | _NO_SIGNAL))
 
 
 @compiled
@@ -84,15 +96,22 @@ def _now(link: int) -> int:
 
 
 @compiled
-def slept(row: Array, link: int) -> bool:
-    """Sleep until there is something to read; False after WAIT_MS in one or more sleeps, or if the connection broke."""
+def _waited(row: Array, link: int, descriptor: int, event: int) -> bool:
+    """Sleep until a descriptor is ready; False after WAIT_MS in one or more sleeps, or if the connection broke."""
     left = max(0, row[word.WAIT_MS] - row[word.WAITED] // 1_000_000)
     began = _now(link)
-    row[word.SYSTEM] = row[word.IN] | (_POLLIN << 32)  # struct pollfd: the number, and what is awaited
+    row[word.SYSTEM] = descriptor | (event << 32)  # struct pollfd: the number, and what is awaited
     ready = _poll(link + 8 * word.SYSTEM, 1, left) > 0 and not (row[word.SYSTEM] >> 48) & _POLLERR
-    slept_for = _now(link) - began
-    row[word.SOON] = slept_for < _SOON_NS
-    row[word.WAITED] += slept_for
+    row[word.WAITED] += _now(link) - began
+    return bool(ready)
+
+
+@compiled
+def slept(row: Array, link: int) -> bool:
+    """Sleep until there is something to read, as `_waited`; SOON says whether that was almost at once."""
+    before = row[word.WAITED]
+    ready = _waited(row, link, row[word.IN], _POLLIN)
+    row[word.SOON] = row[word.WAITED] - before < _SOON_NS
     return bool(ready)
 
 
