@@ -223,7 +223,7 @@ def generate(trials: int, count: int, names: list[str]) -> str:
             text, error = table(spec, trials, count)
             print(f"{spec.name}: error {error:.2e}")
             parts.append(text)
-    parts.append(cubic("RECIPROCAL", -1.0, 1.1875, 2.0**-8))
+    parts.append(cubic("RECIPROCAL", -1.0, 1.203125, 2.0**-8))
     parts.append(cubic("RSQRT", -0.5, 1.3, 2.0**-7))
     return "\n".join(parts)
 

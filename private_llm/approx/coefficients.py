@@ -163,8 +163,8 @@ EXP = Chain(
 """e^x at x = 8 (z - 1), -14 <= x <= 1/4."""
 
 RECIPROCAL = Cubic(
-    power=-1.0, centre=1.09375, slack=0.00390625, error=8.22e-06,
-    coefficients=(0.914278269, -0.835918447, 0.770451219, -0.703125000),
+    power=-1.0, centre=1.1015625, slack=0.00390625, error=1.13e-05,
+    coefficients=(0.907791189, -0.824083335, 0.755249975, -0.687500000),
 )
 
 RSQRT = Cubic(

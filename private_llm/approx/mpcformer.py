@@ -54,7 +54,7 @@ def inverse(mean: Fixed) -> Fixed:
 def two_quad(x: Fixed, sink: Fixed | None = None, inverse: Inverse = inverse) -> Fixed:
     """2Quad over the last dimension of x [..., n] with |x| < 2^11; sink [..., 1] as for `approx.softmax.softmax`.
 
-    Error 1e-4. About 83 bytes an entry at n = 128 (64 without the row work), 12 rounds; one more
+    Error 1e-4. About 81 bytes an entry at n = 128 (64 without the row work), 12 rounds; one more
     for rows beyond 2048 entries. Raises DomainError for rows of 0 or more than 65,536 entries and in a 32-bit ring.
     """
     entries = x if sink is None else concatenated([x, sink], -1)

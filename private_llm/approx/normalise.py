@@ -45,8 +45,8 @@ class Cells:
     ends: tuple[float, ...]
 
 
-FIFTHS = Cells(5, (32, 28, 24, 21, 18), (1.162, 1.342, 1.55, 1.79, 2.0))
-"""Five cells an octave: y in [1, 1.1875]."""
+QUARTERS = Cells(6, (64, 54, 45, 38), (1.194, 1.4235, 1.7, 2.0))
+"""Four cells an octave: y in [1, 1.2032]."""
 
 THIRDS = Cells(4, (16, 13, 10), (1.265, 1.6, 2.0))
 """Three cells an octave: y in [1, 1.3]."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from private_llm.approx.coefficients import RECIPROCAL
-from private_llm.approx.normalise import FIFTHS, power
+from private_llm.approx.normalise import QUARTERS, power
 from private_llm.tensor.fixed import Fixed
 
 
 def reciprocal(x: Fixed, low: float, high: float, frac: int | None = None) -> Fixed:
     """1/x for low <= x <= high (public, low > 0), any shape; 64-bit ring only. Method: normalise.py.
 
-    `frac`: fractional bits of the result (default: 23 + ceil(log2 high), which saves a round). Relative error 1.7e-5,
-    plus 2^-frac absolute. 5 thresholds an octave; 8 or 9 rounds, 1 more with `frac`; 931 bytes an element for 1 to 64.
+    `frac`: fractional bits of the result (default: 24 + ceil(log2 high), which saves a round). Relative error 2e-5,
+    plus 2^-frac absolute. 4 thresholds an octave; 8 or 9 rounds, 1 more with `frac`; 767 bytes an element for 1 to 64.
     Raises DomainError as `normalise.power`.
     """
-    return power(x, FIFTHS, RECIPROCAL, low, high, frac)
+    return power(x, QUARTERS, RECIPROCAL, low, high, frac)

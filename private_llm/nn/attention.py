@@ -27,7 +27,7 @@ from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import REACH
 from private_llm.replay.units import repeat
-from private_llm.tensor.fixed import Fixed, read_width
+from private_llm.tensor.fixed import Fixed, read_frac, read_width
 from private_llm.tensor.range_check import watch_flat
 from private_llm.tensor.scale import dyadic, times_scalar
 from private_llm.tensor.secret import SLACK, SecretTensor
@@ -209,7 +209,8 @@ def _attended(
             return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), None
         weights = soften(scores, pattern, None if sinks is None else _at_rows(sinks.at(scores.frac), pattern), present)
     weighing = weights.view(lambda part: part.reshape(*grouped, keys))
-    mixed = mixed_values(weighing, value, pattern, width=read_width(value.session, value.session.frac, "value"))
+    frac = read_frac(value.session)
+    mixed = mixed_values(weighing, value, pattern, frac, read_width(value.session, frac, "value"))
     mass = _mass(weights, groups, counted) if counted else None
     return mixed.view(lambda part: part.reshape(batch, heads, queries, -1)), mass
 
@@ -250,7 +251,7 @@ def _late_bits(scores: Fixed, value: Fixed, pattern: Pattern) -> tuple[int, int]
     if exponentials < LEAST_EXP_BITS or mixed < LEAST_MIXED_BITS:
         return None
     outputs = math.prod(pattern.shape[:-1]) * value.shape[-1]
-    each = session.ring.bits + inverse_bits(width) - session.frac
+    each = session.ring.bits + inverse_bits(width) - read_frac(session)
     early = scores.numel() * (each + EXP_BITS)
     late = scores.numel() * (EXP_BITS - exponentials) + outputs * (each + exponentials)
     return (exponentials, mixed) if late < early else None
@@ -272,10 +273,9 @@ def _divided_last(
     weights = e.view(lambda part: part.reshape(*grouped, pattern.shape[-1]))
     mixed = mixed_values(weights, value, pattern, frac)
     watch_flat(mixed, max(value.session.exponent("value") or 0, 0) + sum_bits(pattern.longest) + frac)
-    session = value.session
-    return mixed.mul(
-        inverse.view(lambda part: part.reshape(*grouped, 1)), width=read_width(session, session.frac, "value")
-    )
+    frac = read_frac(value.session)
+    width = read_width(value.session, frac, "value")
+    return mixed.mul(inverse.view(lambda part: part.reshape(*grouped, 1)), frac, width=width)
 
 
 def _mass(weights: Fixed, groups: int, counted: int) -> Fixed:

@@ -20,8 +20,9 @@ from private_llm.approx.norms import (
     squared_bits,
 )
 from private_llm.errors import UnsupportedOp
+from private_llm.protocols.session import Session
 from private_llm.tensor.dispatch import implements
-from private_llm.tensor.fixed import Fixed
+from private_llm.tensor.fixed import Fixed, operand_frac
 from private_llm.tensor.range_check import watch
 from private_llm.tensor.secret import SecretTensor
 
@@ -71,13 +72,22 @@ def _measured(x: SecretTensor, weight: Tensor | None, eps: float, centred: bool 
     return value, _Known(square, gain)
 
 
+def _frac(session: Session, *vectors: Tensor | None) -> int:
+    """Fractional bits of a norm's results: fewer where it has no weights, because linear layers have taken them.
+
+    A linear layer drops what its factors have too much, for each of its outputs.
+    """
+    return operand_frac(session) if all(each is None for each in vectors) else session.frac
+
+
 def rms_norm_rule(x: SecretTensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> SecretTensor:
     """x / sqrt(mean(x^2) + eps) * (weight + offset) over the last dimension; `approx.norms.rms_norm`, at its cost.
 
     Calibration may cut x to fewer fractional bits first (1 round), for good.
     """
     value, known = _measured(x, weight, eps)
-    return SecretTensor(rms_norm(value, gain(weight, offset), eps, square=known.square, gain=known.gain))
+    made = rms_norm(value, gain(weight, offset), eps, _frac(x.session, weight), square=known.square, gain=known.gain)
+    return SecretTensor(made)
 
 
 def _last_only(x: SecretTensor, normalized_shape: Sequence[int], name: str) -> None:
@@ -100,7 +110,8 @@ def layer_norm_rule(
     """
     _last_only(x, normalized_shape, "layer_norm")
     value, known = _measured(x, weight, eps, centred=True)
-    made = layer_norm(value, gain(weight), gain(bias), eps, square=known.square, gain=known.gain)
+    frac = _frac(x.session, weight, bias)
+    made = layer_norm(value, gain(weight), gain(bias), eps, frac, square=known.square, gain=known.gain)
     return SecretTensor(made)
 
 

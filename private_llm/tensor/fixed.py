@@ -341,8 +341,12 @@ def read_frac(session: Session) -> int:
 
     Public and local.
     """
-    fewer = session.exponent("read") is not None and _reads_less(session)
-    return min(session.frac, READ_BITS) if fewer else session.frac
+    return session.frac if session.exponent("read") is None else operand_frac(session)
+
+
+def operand_frac(session: Session) -> int:
+    """Fractional bits of what products alone read: the session's, READ_BITS at most where that saves bytes. Public."""
+    return min(session.frac, READ_BITS) if _reads_less(session) else session.frac
 
 
 def _reads_less(session: Session) -> bool:

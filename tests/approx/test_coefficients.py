@@ -15,7 +15,7 @@ from torch import Tensor
 from private_llm.approx import coefficients
 from private_llm.approx.chain import Chain
 from private_llm.approx.cubic import Cubic
-from private_llm.approx.normalise import FIFTHS, THIRDS, Cells
+from private_llm.approx.normalise import QUARTERS, THIRDS, Cells
 from tests.approx.tables import run_table
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "fit_coefficients.py"
@@ -74,7 +74,7 @@ def test_vanishes_exactly(chain: Chain, truth: object, low: float, high: float, 
 
 
 @pytest.mark.parametrize(
-    ("cubic", "cells", "top"), [(coefficients.RECIPROCAL, FIFTHS, 1.1875), (coefficients.RSQRT, THIRDS, 1.3)]
+    ("cubic", "cells", "top"), [(coefficients.RECIPROCAL, QUARTERS, 1.203125), (coefficients.RSQRT, THIRDS, 1.3)]
 )
 def test_cubics_and_their_cells(cubic: Cubic, cells: Cells, top: float) -> None:
     """The cubic is as good as stated over the cell with its slack, and every cell of an octave maps into it."""

@@ -154,7 +154,7 @@ def test_puma_exponential(config: PrivateConfig) -> None:
     assert (price.total / 64_000, price.rounds) == (216.25, 14)
 
 
-SOFTMAX_PRICES = {"mpcformer": (82.921875, 12), "secformer": (75.2734375, 31), "puma": (320.28125, 59)}
+SOFTMAX_PRICES = {"mpcformer": (80.8203125, 12), "secformer": (75.2734375, 31), "puma": (318.994140625, 59)}
 
 
 @named
@@ -200,7 +200,7 @@ def test_documented_prices_of_softmax(name: str) -> None:
     assert run.cost == run_meta(config, lambda _, a: chosen.softmax(a), [(3, 64)])
 
 
-@pytest.mark.parametrize(("way", "price"), [(inverse, 1691), (goldschmidt, 800.375)], ids=["own", "goldschmidt"])
+@pytest.mark.parametrize(("way", "price"), [(inverse, 1391.5), (goldschmidt, 800.375)], ids=["own", "goldschmidt"])
 @under
 def test_division(way: Callable[[Fixed], Fixed], price: float, config: PrivateConfig) -> None:
     mean = torch.cat([torch.linspace(0.2, 2, 500, dtype=torch.float64), torch.linspace(2, 254, 2000).double()])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from private_llm.approx.normalise import FIFTHS, grid
+from private_llm.approx.normalise import QUARTERS, grid
 from private_llm.approx.softmax import softmax, softmax_ragged
 from private_llm.config import PrivateConfig
 from private_llm.errors import DomainError
@@ -118,15 +118,15 @@ def price(entries: int, pairs: list[int], row_count: int, width: int) -> Cost:
     total = total + cost.msb(entries, 40, low=18) + cost.exponential(R, entries, TOTAL_BITS - 24)
     high = 1.3 * width
     whole = math.ceil(math.log2(high))
-    thresholds, _ = grid(FIFTHS, 0.99, high)
+    thresholds, _ = grid(QUARTERS, 0.99, high)
     count = len(thresholds)
-    given = 24 + 5 + whole + 4
+    given = 24 + 6 + whole + 4
     total = total + cost.msb(row_count, 24 + whole + 2, count, low=15)
     total = total + cost.inject(R, row_count, count, count, 0, low=given)
-    total = total + cost.truncate(R, row_count, 24 + 5 + whole - 18, Narrow(given, 64))
+    total = total + cost.truncate(R, row_count, 24 + 6 + whole - 18, Narrow(given, 64))
     total = total + cost.poly(R, row_count, 3, 3 * 18 + 6 - 18)
     total = total + cost.inject(R, row_count, count, count, 0)
-    return total + cost.product(R, entries, 24 + 23 + whole - 18)
+    return total + cost.product(R, entries, 24 + 24 + whole - 18)
 
 
 def test_price_is_the_sum_of_its_steps() -> None:

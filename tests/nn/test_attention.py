@@ -295,8 +295,8 @@ def test_what_known_ranges_save() -> None:
     before, after = (_known_cost(128, PrivateConfig(), **known) for known in ({}, {"value": 5}))
     entries, outputs, ring = 2 * 64 * 128, 2 * 64 * 16, Ring(64)
     whole = math.ceil(math.log2(1.3 * 128))
-    saved = cost.product(ring, entries, 24 + 23 + whole - 18).total
-    more = cost.product(ring, outputs, 23 + whole).total
+    saved = cost.product(ring, entries, 24 + 24 + whole - 18).total
+    more = cost.product(ring, outputs, 24 + whole).total
     wider = cost.product(ring, outputs, 24).total - cost.product(ring, outputs, 18).total
     assert before.total - after.total == saved - more - wider
     assert after.rounds == before.rounds
