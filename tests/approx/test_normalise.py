@@ -53,7 +53,9 @@ def test_rsqrt_with_the_session_s_bits(config: PrivateConfig) -> None:
     assert float((value - x**-0.5).abs().max()) <= 3e-5 * 3.2 + 2.0**-17
 
 
-@pytest.mark.parametrize(("cells", "low", "high"), [(QUARTERS, 1.0, 128.0), (THIRDS, 0.003, 77.0), (QUARTERS, 0.99, 1.3)])
+@pytest.mark.parametrize(
+    ("cells", "low", "high"), [(QUARTERS, 1.0, 128.0), (THIRDS, 0.003, 77.0), (QUARTERS, 0.99, 1.3)]
+)
 def test_every_value_finds_its_cell(cells: Cells, low: float, high: float) -> None:
     thresholds, weights = grid(cells, low, high)
     assert len(weights) == len(thresholds) + 1
