@@ -6,6 +6,9 @@ from private_llm.approx.coefficients import RECIPROCAL
 from private_llm.approx.normalise import QUARTERS, power
 from private_llm.tensor.fixed import Fixed
 
+PRODUCT_BITS = 61
+"""Most bits of a product of at most 1 before its truncation."""
+
 
 def reciprocal(x: Fixed, low: float, high: float, frac: int | None = None) -> Fixed:
     """1/x for low <= x <= high (public, low > 0), any shape; 64-bit ring only. Method: normalise.py.
@@ -15,3 +18,11 @@ def reciprocal(x: Fixed, low: float, high: float, frac: int | None = None) -> Fi
     Raises DomainError as `normalise.power`.
     """
     return power(x, QUARTERS, RECIPROCAL, low, high, frac)
+
+
+def fitting(factor: Fixed, frac: int) -> Fixed:
+    """A factor whose products with values of `frac` bits are at most 1, with no more bits than these have room for.
+
+    Local, or one truncation (1 round) if it has more.
+    """
+    return factor.at(min(factor.frac, PRODUCT_BITS - frac))

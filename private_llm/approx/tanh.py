@@ -40,7 +40,7 @@ def tanh(x: Fixed) -> Fixed:
 def precise_tanh(x: Fixed) -> Fixed:
     """Tanh of x (any shape), for |x| < 2^19; 64-bit ring only, else DomainError.
 
-    Error at most 4e-5 |tanh x| + 2^-18 for |x| < 3.5 (the reciprocal's 2.4e-5, the coefficients' 2^-17), 1.1e-4 beyond
+    Error at most 4e-5 |tanh x| + 2^-18 for |x| < 3.5 (the reciprocal's 2e-5, the coefficients' 2^-17), 1.1e-4 beyond
     (the quotient's own). 972 bytes an element, 23 rounds: a coarse comparison, an injection, five products, two
     truncations at once, a reciprocal.
     """

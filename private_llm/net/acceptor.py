@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from private_llm.net.addresses import same_user
+
 HANDSHAKE_S = 10.0
 """Seconds a handshake may take."""
 _CALLERS = 64
@@ -80,6 +82,9 @@ class Acceptor:
             except OSError:  # closed, or for the moment out of descriptors: late callers will give some back
                 time.sleep(0 if self._closed else _TICK_S)
                 continue
+            if not same_user(sock):
+                sock.close()
+                continue
             try:
                 caller = _Caller(
                     sock.dup(), source_of(str(address[0]) if isinstance(address, tuple) else ""), time.monotonic()
@@ -134,7 +139,7 @@ class Acceptor:
 def source_of(address: str) -> str:
     """What counts as one source: an IPv4 address, or the 64-bit network that one host of IPv6 has to itself.
 
-    Empty, which is this machine by a socket with a name, is one, too.
+    Empty, which is this machine by a Unix socket, is one, too.
     """
     if not address:
         return ""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import os
 import secrets
 import socket
+import struct
 import sys
 from collections.abc import Sequence
 
@@ -20,8 +23,8 @@ _MIN_TOKEN = 16
 _UNIX = "unix:"
 """Begins the address of a socket that the operating system knows by a name, not a port (Linux)."""
 _NAME_BYTES = 16
-_ROOM = 4 << 20
-"""Bytes that a sender may be ahead in the system's memory."""
+_SEND_BUFFER = 4 << 20
+"""Bytes asked for; the system grants `net.core.wmem_max` at most."""
 
 
 def open_listeners(parties: int) -> list[socket.socket]:
@@ -33,13 +36,20 @@ def open_listeners(parties: int) -> list[socket.socket]:
 
 
 def open_named_listeners(parties: int) -> list[socket.socket]:
-    """As `open_listeners`, but sockets with random names where the system has such: a message costs half of TCP's time.
+    """As `open_listeners`, but Unix sockets with random abstract names where the system has such (Linux).
 
-    Only processes of this machine can reach them. Raises TransportError if nothing can listen here.
+    A message takes two thirds of TCP's time. Programs of the same network namespace can find them, and are turned away
+    unless they run as the same user. Ports where this is refused. Raises TransportError if nothing can listen here.
     """
-    if sys.platform != "linux":
-        return open_listeners(parties)
-    return [_listen_named(_UNIX + secrets.token_hex(_NAME_BYTES)) for _ in range(parties)]
+    made: list[socket.socket] = []
+    try:
+        while sys.platform == "linux" and len(made) < parties:
+            made.append(_listen_named(_UNIX + secrets.token_hex(_NAME_BYTES)))
+    except OSError:
+        for listener in made:
+            listener.close()
+        made = []
+    return made or open_listeners(parties)
 
 
 def hosts_of(listeners: Sequence[socket.socket]) -> tuple[str, ...]:
@@ -70,10 +80,20 @@ def open_connection(address: Address, timeout: float) -> socket.socket:
     try:
         made.settimeout(timeout)
         made.connect(b"\0" + address[0].encode())
+        if not same_user(made):
+            raise PermissionError(errno.EPERM, "another user listens there")
     except BaseException:
         made.close()
         raise
     return made
+
+
+def same_user(sock: socket.socket) -> bool:
+    """Whether the other end is a program of this user; True for connections that are not Unix sockets."""
+    if sys.platform != "linux" or sock.family != socket.AF_UNIX:
+        return True
+    _, user, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII")))
+    return bool(user == os.geteuid())
 
 
 def parse_address(text: str) -> Address:
@@ -87,7 +107,8 @@ def parse_address(text: str) -> Address:
 
 def addresses_of(config: PrivateConfig, me: int, hosts: Sequence[str], token: bytes) -> list[Address]:
     """The parties' addresses, once the settings allow endpoint `me` to use them. Raises ConfigError."""
-    own = config.party_mode != "remote"  # sockets with names are made by the process that starts the parties
+    # Sockets with names are made by the process that starts the parties, and nobody else's settings name one.
+    own = bool(hosts) and config.party_mode != "remote" and len(token) >= _MIN_TOKEN
     addresses = [(host, 0) if own and host.startswith(_UNIX) else parse_address(host) for host in hosts or config.hosts]
     if len(addresses) != config.endpoints:
         raise ConfigError(f"hosts: got {len(addresses)} addresses; want {config.endpoints} for {config.protocol!r}")
@@ -131,7 +152,7 @@ def set_options(sock: socket.socket, pause_s: int) -> None:
     Sockets with names have neither trouble; they get as much room as the system grants.
     """
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -146,9 +167,9 @@ def _listen_named(name: str) -> socket.socket:
     try:
         made.bind(b"\0" + name.encode())
         made.listen(_BACKLOG)
-    except OSError as error:
+    except OSError:
         made.close()
-        raise TransportError(f"cannot listen at a socket of this machine ({error.strerror})") from None
+        raise
     return made
 
 

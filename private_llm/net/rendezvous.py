@@ -70,7 +70,7 @@ def connect(
     party that serves waits much longer); a client waits config.busy_wait_s for its turn besides. admission: of a party
     service: the links are then to the other parties only, and clients are handed to it, each with links of its own.
 
-    Without config.tls the connections are plain TCP: on loopback addresses only, and only with
+    Without config.tls the connections are plain: on loopback addresses or Unix sockets only, and only with
     config.allow_plain_loopback or (parties started on this machine, party_mode other than "remote") with a token.
     Raises ConfigError before anything is sent if the settings do not allow a safe connection, Unreached when an
     endpoint is not there within wait_s, TransportError when one refuses or is not who it should be, PartiesBusy when

@@ -52,7 +52,7 @@ ROOM = 4
 LEAST_EXP_BITS = 18
 """Least fractional bits of exponentials that are mixed before they are divided."""
 
-LEAST_MIXED_BITS = 15
+LEAST_MIXED_BITS = 14
 """Least fractional bits of what is divided last: rounding it is less than rounding each probability of a row."""
 
 
@@ -251,10 +251,7 @@ def _late_bits(scores: Fixed, value: Fixed, pattern: Pattern) -> tuple[int, int]
     if exponentials < LEAST_EXP_BITS or mixed < LEAST_MIXED_BITS:
         return None
     outputs = math.prod(pattern.shape[:-1]) * value.shape[-1]
-    each = session.ring.bits + inverse_bits(width) - read_frac(session)
-    early = scores.numel() * (each + EXP_BITS)
-    late = scores.numel() * (EXP_BITS - exponentials) + outputs * (each + exponentials)
-    return (exponentials, mixed) if late < early else None
+    return (exponentials, mixed) if outputs < scores.numel() else None
 
 
 def _divided_last(

@@ -22,7 +22,7 @@ from private_llm.approx.norms import (
 from private_llm.errors import UnsupportedOp
 from private_llm.protocols.session import Session
 from private_llm.tensor.dispatch import implements
-from private_llm.tensor.fixed import Fixed, operand_frac
+from private_llm.tensor.fixed import Fixed, fewest_frac
 from private_llm.tensor.range_check import watch
 from private_llm.tensor.secret import SecretTensor
 
@@ -73,11 +73,12 @@ def _measured(x: SecretTensor, weight: Tensor | None, eps: float, centred: bool 
 
 
 def _frac(session: Session, *vectors: Tensor | None) -> int:
-    """Fractional bits of a norm's results: fewer where it has no weights, because linear layers have taken them.
+    """Fractional bits of a norm's results: fewer where it has no weights, as where linear layers have taken them.
 
-    A linear layer drops what its factors have too much, for each of its outputs.
+    A linear layer drops what its factors have too much, for each of its outputs. Norms that never had weights are
+    rounded alike, to 2^-16, whoever reads them.
     """
-    return operand_frac(session) if all(each is None for each in vectors) else session.frac
+    return fewest_frac(session) if all(each is None for each in vectors) else session.frac
 
 
 def rms_norm_rule(x: SecretTensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> SecretTensor:

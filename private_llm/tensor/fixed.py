@@ -341,10 +341,10 @@ def read_frac(session: Session) -> int:
 
     Public and local.
     """
-    return session.frac if session.exponent("read") is None else operand_frac(session)
+    return session.frac if session.exponent("read") is None else fewest_frac(session)
 
 
-def operand_frac(session: Session) -> int:
+def fewest_frac(session: Session) -> int:
     """Fractional bits of what products alone read: the session's, READ_BITS at most where that saves bytes. Public."""
     return min(session.frac, READ_BITS) if _reads_less(session) else session.frac
 

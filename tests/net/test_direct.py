@@ -160,6 +160,19 @@ def test_a_full_connection_is_waited_for() -> None:
     assert zero._out[1]._writer is None, "no thread of Python's had to write"
 
 
+def test_two_programs_that_are_both_full() -> None:
+    """Neither waits for the other's room: each sees that there is something to read, and leaves its rest to Python."""
+    zero, one = couple(room=4096)
+    back = one._out[0]._sock
+    back.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    slices(zero, 1, 60.0)
+    slices(one, 0, 60.0)
+    payloads = [numbers(20, seed) for seed in range(200)]
+    together(lambda: sends(zero, 1, "t", *payloads), lambda: [sends(one, 0, "t", *payloads)])  # type: ignore[list-item]
+    assert all(map(torch.equal, receives(one, 0, "t", *[20] * 200), payloads))
+    assert all(map(torch.equal, receives(zero, 1, "t", *[20] * 200), payloads))
+
+
 @pytest.mark.parametrize("cuts", [(3,), (64,), (65, 70), (64 + 4000,), (10, 4000, 4001, 7990)])
 def test_a_frame_that_comes_in_pieces(cuts: tuple[int, ...]) -> None:
     zero, peer, _ = raw(timeout=20.0)

@@ -1,5 +1,6 @@
 """Opening the mesh: addresses, tokens, strangers, and errors before anything is sent."""
 
+import os
 import socket
 import sys
 import threading
@@ -10,7 +11,8 @@ import torch
 
 from private_llm.config import PrivateConfig, TLSConfig
 from private_llm.errors import ConfigError, TransportError
-from private_llm.net import rendezvous
+from private_llm.net import addresses, rendezvous
+from private_llm.net.acceptor import Acceptor
 from private_llm.net.addresses import hosts_of, open_listeners, open_named_listeners, parse_address
 from private_llm.net.rendezvous import connect
 from private_llm.net.transport import CLIENT
@@ -68,6 +70,36 @@ def test_sockets_with_names():
     assert torch.equal(results[CLIENT], torch.arange(5)), results
     with pytest.raises(TransportError, match=r"party 0 at a socket of this machine was not reached within 0\.2 s"):
         join(CLIENT, hosts, timeout=0.2, **local)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sockets have ports only")
+def test_another_user_is_turned_away_unheard(monkeypatch):
+    listeners = open_named_listeners(1)
+    hosts, user = hosts_of(listeners), os.geteuid()
+    local = {"party_mode": "processes", **ONE}
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(TransportError, match="another user listens there"):
+        join(CLIENT, hosts, timeout=0.2, **local)
+    acceptor = Acceptor(listeners[0], 1)
+    met = []
+    acceptor.lead_to(lambda sock, proved: met.append(sock))
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(b"\0" + hosts[0].encode())
+        assert caller.recv(1) == b""
+    acceptor.close()
+    assert not met
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sockets have ports only")
+def test_ports_where_names_are_refused(monkeypatch):
+    def refused(name):
+        raise PermissionError(1, name)
+
+    monkeypatch.setattr(addresses, "_listen_named", refused)
+    listeners = open_named_listeners(2)
+    assert [each.family for each in listeners] == [socket.AF_INET] * 2
+    for each in listeners:
+        each.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sockets have ports only")

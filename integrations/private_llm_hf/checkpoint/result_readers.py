@@ -70,7 +70,7 @@ class ResultReaders:
         if multiplies:
             for factor in tensors_in((args, kwargs)):
                 self.factors.setdefault(scope, set()).update(self._sources(factor) or {None})
-        if attends:  # whose results have the session's bits
+        if attends:  # whose results may have the session's bits
             self.factors.setdefault(scope, set()).add(None)
         if multiplies or attends:
             self._follow({scope}, out)

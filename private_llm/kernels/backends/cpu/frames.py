@@ -4,7 +4,8 @@ A frame is what `net/wire.py` says: 8 words of header, of which two are the same
 of the frame and the number of elements (both big-endian), and 4 words of tag; then 64-bit elements.
 
 Nothing here decides what a peer did wrong. What is not simply there, or not exactly the awaited frame, is left to
-Python: a note, another header, a full or broken connection, silence.
+Python: a note, another header, a broken connection, silence. One that is full is waited for, unless the peer has
+written meanwhile.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _POLLIN, _POLLOUT, _POLLERR = 1, 4, 8
 _MONOTONIC = 1
 TRIES = 60
 """How often a message is looked for before the thread sleeps, if the last one came soon: for some 15 us. A sleep and
-its end take 50, the answer of a party on the same machine hardly longer, and a step waits for hundreds. Three parties
-on two cores that look for 40 us take 3 % longer for a token, because the third one could have computed meanwhile."""
+its end take 50, and a step waits for hundreds of messages. Three parties on two cores that looked for 40 us took 3 %
+longer for a token, because the third one could have computed meanwhile; 5 us cost as much."""
 _SOON_NS = 200_000
 """A sleep that was no longer was hardly worth it."""
 
@@ -54,7 +55,7 @@ def _turned(number: int) -> int:
 def send(link: int, payload: int, count: int, tag: Array) -> bool:
     """Write a frame to the connection at address `link`: payload [count] (address), tag [4]. False: Python does it.
 
-    A full connection is waited for, as long as one that is read.
+    One that takes nothing is waited for, unless there is something to read from the same peer, who may be waiting, too.
     """
     row = flat(link, word.FIELDS, _SIGNED)
     size = 8 * count
@@ -65,7 +66,7 @@ def send(link: int, payload: int, count: int, tag: Array) -> bool:
     for n in range(4):
         head[4 + n] = tag[n]
     done = _written(row, link, payload, size)
-    if done < 0 and _waited(row, link, row[word.OUT], _POLLOUT):
+    if done < 0 and _waited(row, link, row[word.OUT], _POLLOUT, row[word.IN]):
         done = _written(row, link, payload, size)
     if done == word.HEADER + size:
         row[word.SENT] += 1
@@ -96,21 +97,26 @@ def _now(link: int) -> int:
 
 
 @compiled
-def _waited(row: Array, link: int, descriptor: int, event: int) -> bool:
-    """Sleep until a descriptor is ready; False after WAIT_MS in one or more sleeps, or if the connection broke."""
+def _waited(row: Array, link: int, descriptor: int, event: int, other: int) -> bool:
+    """Sleep until a descriptor is ready; False after WAIT_MS in all sleeps, or if the connection broke.
+
+    other: a second one (-1: none); False as soon as there is something to read from it.
+    """
     left = max(0, row[word.WAIT_MS] - row[word.WAITED] // 1_000_000)
     began = _now(link)
-    row[word.SYSTEM] = descriptor | (event << 32)  # struct pollfd: the number, and what is awaited
-    ready = _poll(link + 8 * word.SYSTEM, 1, left) > 0 and not (row[word.SYSTEM] >> 48) & _POLLERR
+    # struct pollfd: the number, and what is awaited; the upper 16 bits are what has come
+    row[word.SYSTEM], row[word.SYSTEM + 1] = descriptor | (event << 32), (other & 0xFFFFFFFF) | (_POLLIN << 32)
+    _poll(link + 8 * word.SYSTEM, 2 if other >= 0 else 1, left)
+    come = row[word.SYSTEM] >> 48
     row[word.WAITED] += _now(link) - began
-    return bool(ready)
+    return bool(come != 0 and (come & _POLLERR) == 0)
 
 
 @compiled
 def slept(row: Array, link: int) -> bool:
     """Sleep until there is something to read, as `_waited`; SOON says whether that was almost at once."""
     before = row[word.WAITED]
-    ready = _waited(row, link, row[word.IN], _POLLIN)
+    ready = _waited(row, link, row[word.IN], _POLLIN, -1)
     row[word.SOON] = row[word.WAITED] - before < _SOON_NS
     return bool(ready)
 
