@@ -48,8 +48,8 @@ def softmax(
     that are copies of another one of their row and count nothing, 1 for the others; without a sink. exponential,
     coarse: what replaces `exp`, and whether the maximum may be the coarse one. With the defaults: absolute error at
     most 5e-4 (measured: below 1e-4 on rows of 128 normal scores of deviation 3). About 153 bytes an entry at n = 128;
-    4 ceil(log2 n) + 15 rounds, by comparison keys ceil(log2 n) + 6, one more beyond 6301 entries. Raises DomainError for rows of 0 or more than
-    65,536 entries and in a 32-bit ring.
+    4 ceil(log2 n) + 15 rounds, by comparison keys ceil(log2 n) + 6; one more beyond 6301 entries. Raises DomainError
+    for rows of 0 or more than 65,536 entries and in a 32-bit ring.
     """
     entries = x if sink is None else concatenated([x, sink], -1)
     width = entries.shape[-1]
