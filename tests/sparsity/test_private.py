@@ -121,8 +121,8 @@ def test_generate_agrees_token_for_token(tmp_path: Path) -> None:
 def test_less_is_sent(tmp_path: Path) -> None:
     """Two of four heads, with the neurons of two blocks: scores, softmax, queries, FC1 and ReLU shrink.
 
-    Norms keep the weights that predictors read, which they lose otherwise (8 % of all that is sent here), and results
-    at chosen places are whole, of which dense products send what is read alone (1 %).
+    Norms keep the weights that predictors read, which they lose otherwise (8 % of all that is sent here), and 18
+    fractional bits; results at chosen places are whole, of which dense products send what is read alone (1 %).
     """
     model = sparse("opt")
     found = []
@@ -132,7 +132,7 @@ def test_less_is_sent(tmp_path: Path) -> None:
     config = CometConfig(str(tmp_path), orders="kept", neuron_budget=0.25, head_budget=0.5)
     _, whole = run(model, "opt", None, protocol="trio")
     _, less = run(model, "opt", config, protocol="trio")
-    assert less < 0.92 * whole
+    assert less < 0.93 * whole
 
 
 class Openings:
