@@ -51,8 +51,8 @@ RIVALS = {
     "opt-decode": ("1.13 s, 120 MB", "0.46 s, 2.6 MB"),
     "gpt2-forward": ("-", "162 s, 1568 MB (PUMA's functions)"),
 }
-"""CrypTen 0.4.1 (2 parties, dealer traffic not counted) and SPU 0.9.5 (ABY3, 3 parties), measured earlier on a machine
-of this kind at the usual shapes; some of these times were taken while something else ran."""
+"""CrypTen 0.4.1 (2 parties, dealer traffic not counted) and SPU 0.9.5 (ABY3, 3 parties), measured earlier on two cores
+of a Xeon with AMX at the usual shapes; some of these times were taken while something else ran."""
 
 
 def table(rows: list[dict[str, Any]]) -> str:

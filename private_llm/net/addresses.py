@@ -24,7 +24,7 @@ _UNIX = "unix:"
 """Begins the address of a socket that the operating system knows by a name, not a port (Linux)."""
 _NAME_BYTES = 16
 _SEND_BUFFER = 4 << 20
-"""Bytes asked for; the system grants `net.core.wmem_max` at most."""
+"""Bytes asked for; the system grants `net.core.wmem_max` at most (208 KB on many, where TCP is faster)."""
 
 
 def open_listeners(parties: int) -> list[socket.socket]:
@@ -39,17 +39,25 @@ def open_named_listeners(parties: int) -> list[socket.socket]:
     """As `open_listeners`, but Unix sockets with random abstract names where the system has such (Linux).
 
     A message takes two thirds of TCP's time. Programs of the same network namespace can find them, and are turned away
-    unless they run as the same user. Ports where this is refused. Raises TransportError if nothing can listen here.
+    unless they run as the same user. Ports where this is refused, and where such sockets hold too little: a party that
+    waits for nobody then waits for room. Raises TransportError if nothing can listen here.
     """
     made: list[socket.socket] = []
     try:
-        while sys.platform == "linux" and len(made) < parties:
+        while sys.platform == "linux" and len(made) < parties and _holds_enough():
             made.append(_listen_named(_UNIX + secrets.token_hex(_NAME_BYTES)))
     except OSError:
         for listener in made:
             listener.close()
         made = []
     return made or open_listeners(parties)
+
+
+def _holds_enough() -> bool:
+    """Whether the system grants Unix sockets the room that is asked for."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        return tried.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) >= _SEND_BUFFER
 
 
 def hosts_of(listeners: Sequence[socket.socket]) -> tuple[str, ...]:

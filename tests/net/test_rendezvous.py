@@ -51,7 +51,8 @@ def test_malformed_addresses(text):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sockets have ports only")
-def test_sockets_with_names():
+def test_sockets_with_names(monkeypatch):
+    monkeypatch.setattr(addresses, "_holds_enough", lambda: True)
     listeners = open_named_listeners(1)
     hosts = hosts_of(listeners)
     assert hosts[0].startswith("unix:")
@@ -74,6 +75,7 @@ def test_sockets_with_names():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sockets have ports only")
 def test_another_user_is_turned_away_unheard(monkeypatch):
+    monkeypatch.setattr(addresses, "_holds_enough", lambda: True)
     listeners = open_named_listeners(1)
     hosts, user = hosts_of(listeners), os.geteuid()
     local = {"party_mode": "processes", **ONE}
@@ -91,11 +93,16 @@ def test_another_user_is_turned_away_unheard(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sockets have ports only")
-def test_ports_where_names_are_refused(monkeypatch):
+@pytest.mark.parametrize("small", [False, True])
+def test_ports_where_names_are_refused(monkeypatch, small):
     def refused(name):
         raise PermissionError(1, name)
 
-    monkeypatch.setattr(addresses, "_listen_named", refused)
+    if small:
+        monkeypatch.setattr(addresses, "_SEND_BUFFER", 1 << 30)  # more than any system grants
+    else:
+        monkeypatch.setattr(addresses, "_holds_enough", lambda: True)
+        monkeypatch.setattr(addresses, "_listen_named", refused)
     listeners = open_named_listeners(2)
     assert [each.family for each in listeners] == [socket.AF_INET] * 2
     for each in listeners:
@@ -103,10 +110,11 @@ def test_ports_where_names_are_refused(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sockets have ports only")
-def test_strangers_find_no_way_in_by_a_name():
+def test_strangers_find_no_way_in_by_a_name(monkeypatch):
+    monkeypatch.setattr(addresses, "_holds_enough", lambda: True)
     listeners = open_named_listeners(1)
     hosts = hosts_of(listeners)
-    local = {"party_mode": "processes", **ONE}
+    local = {"party_mode": "processes", "timeout": 1.0, **ONE}
     results = both(
         lambda: join(0, hosts, listeners[0], **local), lambda: join(CLIENT, hosts, token=b"another" * 4, **local)
     )

@@ -141,11 +141,18 @@ def smollm2(shape: Shape) -> WholeWork:
     return WholeWork("smollm2", shape, build, call, lambda model, ids: model(input_ids=ids).logits, step=step)
 
 
+_RECORDING = 4
+"""Further tokens of the warm-up: the first ones of a session record steps as programs, and check them."""
+
+
 def measure_whole(
     work: WholeWork, config: PrivateConfig, repeat: int, speed: LinkSpeed | None, progress: Callable[[], None],
     mesh: LocalMesh | None = None,
 ) -> Row:  # fmt: skip
-    """Share the model, then one warm-up call and `repeat` timed ones; the client's share and opening are inside."""
+    """Share the model, then one warm-up call and `repeat` timed ones; the client's share and opening are inside.
+
+    Further tokens are timed once their steps are recorded.
+    """
     from private_llm_hf import patch
 
     model = work.build()
@@ -155,7 +162,7 @@ def measure_whole(
     try:
         times, later, kinds = [], [], []
         with torch.no_grad():
-            for _ in range(repeat + 1):
+            for number in range(repeat + 1):
                 private.cost(reset=True)
                 started = time.perf_counter()
                 logits, ids = work.call(private)
@@ -163,6 +170,8 @@ def measure_whole(
                 made = private.cost(reset=True)
                 kinds.append(made.layer_kinds())
                 if work.step is not None:
+                    for _ in range(0 if number else _RECORDING):
+                        work.step(private)
                     started = time.perf_counter()
                     work.step(private)
                     later.append(time.perf_counter() - started)
