@@ -85,7 +85,7 @@ def test_next_tokens_agree_on_real_text(
     """
     ids = script.bundled_text(tokenizer, 512, 128)
     read = script.forced(private, plain, ids)
-    noisy = torch.stack([_changes_by_noise(plain, ids, seed) for seed in range(2)]).amax(0)
+    noisy = _changes_by_noise(plain, ids, seeds=2)
     assert len(read.errors) == len(noisy) == 512
     assert read.agreement >= 0.995
     assert (noisy > LOGIT_ERROR / 100).sum() <= 10
@@ -94,25 +94,28 @@ def test_next_tokens_agree_on_real_text(
 
 
 @torch.no_grad()
-def _changes_by_noise(plain: PreTrainedModel, ids: torch.Tensor, seed: int) -> torch.Tensor:
+def _changes_by_noise(plain: PreTrainedModel, ids: torch.Tensor, seeds: int) -> torch.Tensor:
     """Largest change of a logit at each position when normal noise of 2^-18 is added behind every layer."""
-    exact, generator = copy.deepcopy(plain).double(), torch.Generator().manual_seed(seed)
-    quiet = torch.cat([exact(row).logits[0] for row in ids.split(1)])
+    exact, generator = copy.deepcopy(plain).double(), torch.Generator().manual_seed(0)
+
+    def logits() -> torch.Tensor:
+        return torch.cat([exact(row).logits[0] for row in ids.split(1)])
 
     def disturb(_: Any, __: Any, out: torch.Tensor) -> torch.Tensor:
         return out + 2.0**-18 * torch.randn(out.shape, generator=generator, dtype=out.dtype)
 
+    quiet = logits()
     for layer in exact.model.layers:
         layer.register_forward_hook(disturb)
-    return (torch.cat([exact(row).logits[0] for row in ids.split(1)]) - quiet).abs().amax(-1)
+    return torch.stack([(logits() - quiet).abs().amax(-1) for _ in range(seeds)]).amax(0)
 
 
 @pytest.mark.parametrize("private", ["quad", "dealer"], indirect=True)
 def test_one_answer_under_the_other_protocols(
     private: Any, plain: PreTrainedModel, tokenizer: Any, script: ModuleType
 ) -> None:
-    made = script.answers(private, plain, tokenizer, ["What is the capital of France?"], 3)
-    assert made.private == made.plain == ["The capital of"]
+    made = script.answers(private, plain, tokenizer, ["What is the capital of France?"], 2)
+    assert made.private == made.plain == ["The capital"]
     assert made.error <= LOGIT_ERROR
 
 
