@@ -14,7 +14,7 @@ class PrivateGELU(nn.Module):
         self.approximate = approximate
 
     def forward(self, input: Tensor) -> Tensor:
-        """Pointwise, same shape; 202 bytes an element and 11 rounds on a secret (trio, 18 bits; by keys: `gelu`)."""
+        """Pointwise, same shape; 130 bytes an element and 6 rounds on a secret (trio, 18 bits; by keys: `gelu`)."""
         return F.gelu(input, approximate=self.approximate)
 
 
@@ -22,5 +22,5 @@ class PrivateQuickGELU(nn.Module):
     """x * sigmoid(1.702 x), as silu(1.702 x) / 1.702."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Pointwise, same shape; `silu` after one truncation: 295 bytes an element, 16 rounds (trio, 18 bits)."""
+        """Pointwise, same shape; `silu` after one truncation: 157 bytes an element, 7 rounds (trio, 18 bits)."""
         return F.silu(input * 1.702) * (1.0 / 1.702)
