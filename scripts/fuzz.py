@@ -62,8 +62,8 @@ TARGETS = {
     "http": "fuzz_http.Http", "bodies": "fuzz_bodies.Bodies",
 }  # fmt: skip
 """Where each is; one is imported when it is fuzzed."""
-TINY = {"frames": 500, "handshake": 250, "messages": 500, "shares": 50, "party": 5, "service": 5, "http": 30,
-        "bodies": 150}  # fmt: skip
+TINY = {"frames": 1000, "handshake": 500, "messages": 1000, "shares": 100, "party": 8, "service": 8, "http": 50,
+        "bodies": 300}  # fmt: skip
 """Cases of a sample."""
 
 

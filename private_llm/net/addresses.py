@@ -71,8 +71,8 @@ def _host_of(listener: socket.socket) -> str:
 
 
 def is_named(address: Address) -> bool:
-    """Whether it is one of `open_named_listeners`."""
-    return address[0].startswith(_UNIX)
+    """Whether it is one of `open_named_listeners`, which have no port; addresses in settings have one."""
+    return address[1] == 0 and address[0].startswith(_UNIX)
 
 
 def shown(address: Address) -> str:
@@ -115,7 +115,7 @@ def parse_address(text: str) -> Address:
 
 def addresses_of(config: PrivateConfig, me: int, hosts: Sequence[str], token: bytes) -> list[Address]:
     """The parties' addresses, once the settings allow endpoint `me` to use them. Raises ConfigError."""
-    # Sockets with names are made by the process that starts the parties, and nobody else's settings name one.
+    # Unix sockets are made by the process that starts the parties; no settings name one.
     own = bool(hosts) and config.party_mode != "remote" and len(token) >= _MIN_TOKEN
     addresses = [(host, 0) if own and host.startswith(_UNIX) else parse_address(host) for host in hosts or config.hosts]
     if len(addresses) != config.endpoints:
@@ -157,7 +157,7 @@ def _resolve(address: Address) -> list[Address]:
 def set_options(sock: socket.socket, pause_s: int) -> None:
     """Options of a connection: small frames leave at once, and a host that is gone is noticed after 4 `pause_s`.
 
-    Sockets with names have neither trouble; they get as much room as the system grants.
+    Unix sockets have neither trouble; they get as much room as the system grants.
     """
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)

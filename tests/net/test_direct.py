@@ -16,7 +16,8 @@ from torch import Tensor
 from private_llm.errors import PartyFailed, TransportError
 from private_llm.kernels.backends.cpu import connection, steps
 from private_llm.net import outgoing, wire
-from private_llm.net.direct import Direct
+from private_llm.net.direct import Direct, Row
+from private_llm.net.incoming import Incoming
 from private_llm.net.parallel_sessions import RoleTransport
 from private_llm.net.sockets import Pair, SocketTransport
 from private_llm.replay.program import Arena, Event, Memory, Operand, Program, Receive, Send
@@ -160,17 +161,24 @@ def test_a_full_connection_is_waited_for() -> None:
     assert zero._out[1]._writer is None, "no thread of Python's had to write"
 
 
-def test_two_programs_that_are_both_full() -> None:
-    """Neither waits for the other's room: each sees that there is something to read, and leaves its rest to Python."""
+def test_a_full_connection_is_not_waited_for_while_there_is_something_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peer may be waiting for room as well: the rest is Python's, at once."""
     zero, one = couple(room=4096)
-    back = one._out[0]._sock
-    back.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    slices(zero, 1, 60.0)
-    slices(one, 0, 60.0)
+    slices(zero, 1, 2.0)
+    waited: list[int] = []
+    end = Incoming.take_back
+
+    def take_back(self: Incoming, row: Row) -> None:
+        waited.append(int(row[connection.WAITED]))
+        end(self, row)
+
+    monkeypatch.setattr(Incoming, "take_back", take_back)
     payloads = [numbers(20, seed) for seed in range(200)]
-    together(lambda: sends(zero, 1, "t", *payloads), lambda: [sends(one, 0, "t", *payloads)])  # type: ignore[list-item]
+    one.send(0, "back", payloads[0])
+    sends(zero, 1, "t", *payloads)
+    assert max(waited) < 2_000_000_000, "it did not wait its time out"
     assert all(map(torch.equal, receives(one, 0, "t", *[20] * 200), payloads))
-    assert all(map(torch.equal, receives(zero, 1, "t", *[20] * 200), payloads))
+    assert torch.equal(zero.recv(1, "back", (20,), torch.int64), payloads[0])
 
 
 @pytest.mark.parametrize("cuts", [(3,), (64,), (65, 70), (64 + 4000,), (10, 4000, 4001, 7990)])

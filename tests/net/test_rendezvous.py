@@ -121,6 +121,13 @@ def test_strangers_find_no_way_in_by_a_name(monkeypatch):
     assert all(isinstance(each, TransportError) for each in results.values()), results
     with pytest.raises(ConfigError, match="host:port"):
         join(CLIENT, (), config=PrivateConfig(party_mode="remote", hosts=hosts, allow_plain_loopback=True, **ONE))
+    with pytest.raises(ConfigError, match="host:port"):
+        join(CLIENT, hosts, token=b"", allow_plain_loopback=True, **local)
+    named = PrivateConfig(
+        party_mode="remote", hosts=(f"{hosts[0]}:7000",), allow_plain_loopback=True, timeout_s=1.0, **ONE
+    )
+    with pytest.raises(ConfigError, match="has no address"):
+        join(CLIENT, (), config=named)
 
 
 @pytest.mark.parametrize(

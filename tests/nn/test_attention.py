@@ -304,7 +304,9 @@ def test_what_known_ranges_save() -> None:
     narrow = cost.msb(entries, 40, low=17).total - cost.msb(entries, 30, low=17).total
     assert before.total - scores.total >= narrow
     assert scores.rounds <= before.rounds
-    assert _known_cost(128, PrivateConfig(), value=30) == before, "no room in the ring"
+    assert _known_cost(128, PrivateConfig(), value=14).total < before.total, "the least that is mixed: 14 bits"
+    assert _known_cost(128, PrivateConfig(), value=15) == before, "no room in the ring"
+    assert _known_cost(128, PrivateConfig(), value=30) == before
     puma = PrivateConfig(approximations="puma")
     assert _known_cost(128, puma, value=5) == _known_cost(128, puma)
 
