@@ -10,7 +10,7 @@ here save that dispatcher's microseconds.
 from __future__ import annotations
 
 import importlib
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -27,7 +27,7 @@ from private_llm.kernels.backends.cpu import trunc as cpu_trunc
 from private_llm.kernels.drawn import dense
 from private_llm.kernels.shapes import Pair
 from private_llm.kernels.shapes import packed_words as packed_words
-from private_llm.kernels.watching import launch
+from private_llm.kernels.watching import launch, this_thread
 
 Array = np.ndarray[Any, Any]
 
@@ -46,14 +46,20 @@ def _triton(family: str) -> ModuleType:
         ) from missing
 
 
-def _gpu(family: str, name: str, *arguments: Any) -> Any:  # noqa: ANN401
-    """Call a Triton kernel's launcher on the GPU of its first argument."""
+def _gpu(family: str, name: str, *arguments: Any, writes: int = 0) -> Any:  # noqa: ANN401
+    """Call a Triton kernel's launcher on the GPU of its first argument; the last `writes` arguments are written to."""
     device = arguments[0].device
     if device.type != "cuda":
         raise UnsupportedOp(f"no kernel for device {device}; want cpu or cuda tensors (or meta for cost counting)")
-    arguments = tuple(map(dense, arguments))
-    with torch.cuda.device(device):
-        return getattr(_triton(family), name)(*arguments)
+    watching = this_thread.watcher
+    if watching is None:
+        return _on_gpu(family, name, *arguments)
+    return watching.computed(partial(_on_gpu, family, name), arguments, writes)
+
+
+def _on_gpu(family: str, name: str, *arguments: Any) -> Any:  # noqa: ANN401
+    with torch.cuda.device(arguments[0].device):
+        return getattr(_triton(family), name)(*map(dense, arguments))
 
 
 def ring_matmul(x: Tensor, y: Tensor) -> Tensor:
@@ -76,7 +82,7 @@ def ring_matmul_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor) -> Tensor:
         return matmul_drawn.product(x1, y1, matmul_drawn.product(x0, y0))
     if x0.is_meta:
         return shapes.ring_matmul_pair(x0, y0, x1, y1)
-    made: Tensor = _gpu("matmul", "product", x1, y1, _gpu("matmul", "product", x0, y0))
+    made: Tensor = _gpu("matmul", "product", x1, y1, _gpu("matmul", "product", x0, y0), writes=1)
     return made
 
 
@@ -102,7 +108,7 @@ def ring_matmul_rows_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, rows: 
     if x0.is_meta:
         return shapes.ring_matmul_rows_pair(x0, y0, x1, y1, rows)
     matmul_rows.check_inside("ring_matmul_rows", rows, len(y0))
-    made: Tensor = _gpu("matmul", "rows_product", x1, y1, rows, _gpu("matmul", "rows_product", x0, y0, rows))
+    made: Tensor = _gpu("matmul", "rows_product", x1, y1, rows, _gpu("matmul", "rows_product", x0, y0, rows), writes=1)
     return made
 
 
@@ -128,7 +134,7 @@ def ring_matmul_lines_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, lines
     if x0.is_meta:
         return shapes.ring_matmul_lines_pair(x0, y0, x1, y1, lines)
     matmul_rows.check_inside("ring_matmul_lines", lines, len(y0))
-    made: Tensor = _gpu("matmul", "lines_product", x1, y1, lines, _gpu("matmul", "lines_product", x0, y0, lines))
+    made: Tensor = _gpu("matmul", "lines_product", x1, y1, lines, _gpu("matmul", "lines_product", x0, y0, lines), writes=1)
     return made
 
 
@@ -155,7 +161,7 @@ def ring_conv2d_pair(
         return conv.product(x1, w1, *how, conv.product(x0, w0, *how))
     if x0.is_meta:
         return shapes.ring_conv2d_pair(x0, w0, x1, w1, *how)
-    made: Tensor = _gpu("conv", "product", x1, w1, *how, _gpu("conv", "product", x0, w0, *how))
+    made: Tensor = _gpu("conv", "product", x1, w1, *how, _gpu("conv", "product", x0, w0, *how), writes=1)
     return made
 
 
@@ -168,7 +174,7 @@ def gather_rows(table: Tensor, index: Tensor) -> Tensor:
         raise DomainError(f"gather_rows: a number lies outside 0 .. {table.shape[0] - 1}")
     if table.is_cpu:
         return table.index_select(0, index.cpu())
-    _gpu("gather", "gather_rows", table.contiguous(), index.to(table.device), out)
+    _gpu("gather", "gather_rows", table.contiguous(), index.to(table.device), out, writes=1)
     return out
 
 
@@ -188,7 +194,7 @@ def transpose_bits(x: Tensor, rows: int) -> Tensor:
         pieces = parallel.threads(x.numel() * _TRANSPOSE_S)
         parallel.each(words, parallel.cuts(out.shape[1], pieces, 8))
     else:
-        _gpu("bits", "transpose_bits", x, rows, out)
+        _gpu("bits", "transpose_bits", x, rows, out, writes=1)
     return out
 
 
@@ -201,7 +207,7 @@ def block_monomials(s: Tensor, low: int, blocks: Array, out: Tensor) -> None:
         bits, made = addresses(s, out)
         launch(cpu_bits.block_monomials, bits, s.shape[0], low, blocks, made, out.shape[0], s.shape[1])
     elif not s.is_meta:
-        _gpu("bits", "block_monomials", s, low, blocks, out)
+        _gpu("bits", "block_monomials", s, low, blocks, out, writes=1)
 
 
 def block_carries(m: Tensor, low: int, blocks: Array, mono: Tensor, first: bool, out: Tensor) -> None:
@@ -214,7 +220,7 @@ def block_carries(m: Tensor, low: int, blocks: Array, mono: Tensor, first: bool,
         bits, shares, made = addresses(m, mono, out)
         launch(cpu_bits.block_carries, bits, m.shape[0], low, blocks, shares, mono.shape[0], first, made, m.shape[1])
     elif not m.is_meta:
-        _gpu("bits", "block_carries", m, low, blocks, mono, first, out)
+        _gpu("bits", "block_carries", m, low, blocks, mono, first, out, writes=1)
 
 
 def join_products(lam: Tensor, groups: Array, count: int, out: Tensor) -> None:
@@ -226,7 +232,7 @@ def join_products(lam: Tensor, groups: Array, count: int, out: Tensor) -> None:
         masks, made = addresses(lam, out)
         launch(cpu_bits.join_products, masks, groups, count, made, out.shape[0], lam.shape[1])
     elif not lam.is_meta:
-        _gpu("bits", "join_products", lam, groups, count, out)
+        _gpu("bits", "join_products", lam, groups, count, out, writes=1)
 
 
 def join_carries(
@@ -240,7 +246,7 @@ def join_carries(
         opened, masks, shares, made = addresses(b, lam, prod, out)
         launch(cpu_bits.join_carries, opened, masks, shares, prod.shape[0], groups, count, first, made, b.shape[1])
     elif not b.is_meta:
-        _gpu("bits", "join_carries", b, lam, prod, groups, count, first, out)
+        _gpu("bits", "join_carries", b, lam, prod, groups, count, first, out, writes=1)
 
 
 def inject_products(bits: Tensor, lam: Tensor, weighted: Array, out: Tensor) -> None:
@@ -254,7 +260,7 @@ def inject_products(bits: Tensor, lam: Tensor, weighted: Array, out: Tensor) -> 
         rows, masks, made = addresses(bits, lam, out)
         launch(cpu_bits.inject_products, rows, bits.shape[0], masks, weighted, made, *out.shape, _ZERO[out.dtype])
     else:
-        _gpu("bits", "inject_products", bits, lam, weighted, out)
+        _gpu("bits", "inject_products", bits, lam, weighted, out, writes=1)
 
 
 def inject_terms(
@@ -274,7 +280,7 @@ def inject_terms(
             w.shape[1], addends, c.shape[1], first, made, out.numel(), _ZERO[out.dtype],
         )  # fmt: skip
     else:
-        _gpu("bits", "inject_terms", bits, m, mine, shares, weighted, w, c, first, out)
+        _gpu("bits", "inject_terms", bits, m, mine, shares, weighted, w, c, first, out, writes=1)
 
 
 def pack_fields(values: Tensor, f: int) -> Tensor:
@@ -287,7 +293,7 @@ def pack_fields(values: Tensor, f: int) -> Tensor:
         operands, made = addresses(values), addresses(words)
         launch(cpu_trunc.packed, *operands, f, values.numel(), _ZERO[torch.int64], *made)
     elif not values.is_meta:
-        _gpu("trunc", "pack_fields", values, f, words)
+        _gpu("trunc", "pack_fields", values, f, words, writes=1)
     return words
 
 
@@ -298,7 +304,7 @@ def unpack_fields(words: Tensor, count: int, f: int) -> Tensor:
         operands, made = addresses(words), addresses(values)
         launch(cpu_trunc.unpacked, *operands, f, count, _ZERO[torch.int64], *made)
     elif not words.is_meta:
-        _gpu("trunc", "unpack_fields", words, count, f, values)
+        _gpu("trunc", "unpack_fields", words, count, f, values, writes=1)
     return values
 
 
@@ -316,7 +322,7 @@ def trunc_helper(
         operands = addresses(error, g1, g2, z1, rho1, zeta1, zeta2)
         launch(cpu_trunc.helper, *operands, f, width, z1.numel(), _ZERO[z1.dtype], *addresses(*made))
     elif not z1.is_meta:
-        _gpu("trunc", "trunc_helper", error, g1, g2, z1, rho1, zeta1, zeta2, f, width, *made)
+        _gpu("trunc", "trunc_helper", error, g1, g2, z1, rho1, zeta1, zeta2, f, width, *made, writes=4)
     return made
 
 
@@ -329,7 +335,7 @@ def trunc_open(
         *operands, opened, fields = addresses(mine, theirs, rho, zeta, w, packed)
         launch(cpu_trunc.opened, *operands, f, width, w.numel(), _ZERO[w.dtype], opened, fields)
     elif not w.is_meta:
-        _gpu("trunc", "trunc_open", mine, theirs, rho, zeta, f, width, *made)
+        _gpu("trunc", "trunc_open", mine, theirs, rho, zeta, f, width, *made, writes=2)
     return made
 
 
@@ -342,7 +348,7 @@ def trunc_close(
         *operands, value, mask = addresses(w, mine, theirs, z, zeta, half, own)
         launch(cpu_trunc.closed, *operands, f, width, w.numel(), _ZERO[w.dtype], value, mask)
     elif not w.is_meta:
-        _gpu("trunc", "trunc_close", w, mine, theirs, z, zeta, f, width, *made)
+        _gpu("trunc", "trunc_close", w, mine, theirs, z, zeta, f, width, *made, writes=2)
     return made
 
 
@@ -358,5 +364,5 @@ def chacha20(key: Tensor, nonce: Tensor, counter: int, words: int) -> Tensor:
     if key.is_cpu:
         cpu_prg.chacha20(key.numpy(), nonce.numpy(), counter, out.numpy())
     else:
-        _gpu("prg", "chacha20", key, nonce, counter, words, out)
+        _gpu("prg", "chacha20", key, nonce, counter, words, out, writes=1)
     return out

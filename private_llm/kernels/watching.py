@@ -34,6 +34,10 @@ class Watcher(ABC):
         """What `make` makes of public values: ring elements with `bits` fractional bits."""
         return make()
 
+    def computed(self, call: Callable[..., Any], arguments: Sequence[Any], writes: int) -> Any:  # noqa: ANN401
+        """What a kernel of a GPU makes of its arguments, of which the last `writes` are written to; call it here."""
+        return call(*arguments)
+
     @abstractmethod
     def drew(self, stream: object, out: Tensor) -> None:
         """These were the next bytes of a stream."""

@@ -47,7 +47,7 @@ def repeated(
         return forward
 
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a module's own signature
-        if kwargs or not args or not all(map(_small, args)) or _saved_by_threads(unit.seconds) > PYTHON_S:
+        if kwargs or not args or not all(map(_small, args)) or _saved_by_threads(session, unit.seconds) > PYTHON_S:
             return forward(*args, **kwargs)
         replays = replays_of(session)
         if replays is None:
@@ -75,7 +75,7 @@ def repeated_around(
         return None
 
     def run(x: Any, named: Mapping[str, Any], facts: Hashable, middle: Middle) -> Any:  # noqa: ANN401 - as above
-        if not _small(x) or _saved_by_threads(unit.seconds) > AROUND_S or session.known.pending is not None:
+        if not _small(x) or _saved_by_threads(session, unit.seconds) > AROUND_S or session.known.pending is not None:
             return forward(x, **named)
         replays = replays_of(session)
         if replays is None:
@@ -142,8 +142,10 @@ def _layout(
     ])  # fmt: skip
 
 
-def _saved_by_threads(seconds: float) -> float:
+def _saved_by_threads(session: Session, seconds: float) -> float:
     """Of so many seconds of reading weights on one thread, those that this thread's helpers save."""
+    if session.device != "cpu":
+        return 0.0
     return seconds * (1.0 - 1.0 / parallel.threads(seconds))
 
 

@@ -22,10 +22,15 @@ UNFORESEEN = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, t
 """Marks of operations whose result has another shape, or is drawn anew, each time."""
 
 
-def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:  # noqa: ANN401
-    """The tensor that an operation writes to; None if its result is a new one."""
+def all_written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:  # noqa: ANN401
+    """The tensors that an operation writes to."""
+    found: list[Any] = []
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written = kwargs.get(argument.name) if argument.kwarg_only else args[number]
-            return written if isinstance(written, Tensor) else None
-    return None
+            found.append(kwargs.get(argument.name) if argument.kwarg_only else args[number])
+    return list(tensors_of(found))
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:  # noqa: ANN401
+    """The tensor that an operation writes to; None if its result is a new one."""
+    return next(iter(all_written_by(func, args, kwargs)), None)

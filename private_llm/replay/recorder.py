@@ -11,7 +11,7 @@ import bisect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -49,8 +49,15 @@ MOST_RECORDED = 256 << 20
 """Bytes of all that changes in a step that is recorded: all of it is held until the step is over."""
 
 
+class Follower(Protocol):
+    """Who is told of operations."""
+
+    def operated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - PyTorch's
+        """Run an operation of PyTorch and write it down."""
+
+
 @contextmanager
-def _unrecorded() -> Iterator[None]:
+def unrecorded() -> Iterator[None]:
     """Inside, what PyTorch computes is no part of the step."""
     with _disable_current_modes():
         yield
@@ -81,7 +88,7 @@ class Recorder(Watcher, Tap):
 
     def operations(self) -> TorchDispatchMode:
         """The mode of PyTorch that tells this recorder of operations."""
-        return _Operations(self)
+        return Operations(self)
 
     # -- what changes ----------------------------------------------------------------------------------------
     def changing(self, x: Tensor) -> Memory:
@@ -124,6 +131,11 @@ class Recorder(Watcher, Tap):
             raise UnsupportedOp("a constant where a value that changes is wanted")
         return found
 
+    def given(self, x: Tensor) -> Operand:
+        """A tensor of ring elements that come from outside. Raises UnsupportedOp as `operand`."""
+        self.changing(x).first = -1
+        return self.operand(x)
+
     def public(self, x: Tensor) -> Operand:
         """A public tensor that changes; its ring elements come from outside, too, where they are made of views of it.
 
@@ -139,7 +151,7 @@ class Recorder(Watcher, Tap):
 
     def encoded(self, values: Tensor, bits: int, make: Callable[[], Tensor]) -> Tensor:
         """Ring elements of public values."""
-        with _unrecorded():
+        with unrecorded():
             made = make()
             if self.reason is not None or self.memory_of(values) is None:
                 self._keep.append(made)
@@ -161,12 +173,12 @@ class Recorder(Watcher, Tap):
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Inside, nothing is part of the step."""
-        with _unrecorded():
+        with unrecorded():
             yield
 
     def middle(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
         """Python has computed the middle of this step; returns what the step goes on with."""
-        with _unrecorded():
+        with unrecorded():
             results = [x.contiguous().clone() for x in made]
             if self.reason is None:
                 try:
@@ -259,7 +271,7 @@ class Recorder(Watcher, Tap):
     def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
         """A kernel becomes a step."""
         if self.reason is None:
-            with _unrecorded():
+            with unrecorded():
                 self._launched(kernel, arguments)
 
     def _launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
@@ -297,7 +309,7 @@ class Recorder(Watcher, Tap):
             return
         if not out.numel():
             return
-        with _unrecorded():
+        with unrecorded():
             memory = self.memory_of(out) or self.changing(out)
         memory.size = whole_blocks(self._streams[number], memory.size)
         memory.first = self._behind
@@ -305,11 +317,11 @@ class Recorder(Watcher, Tap):
 
     def send(self, to: int, tag: str, payload: Tensor) -> None:
         """As a tap; the copy is no part of the step."""
-        with _unrecorded():
+        with unrecorded():
             super().send(to, tag, payload)
 
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        with _unrecorded():
+        with unrecorded():
             return super()._recv(frm, tag, shape, dtype)
 
     def left(self, x: Tensor) -> None:
@@ -422,10 +434,10 @@ class Recorder(Watcher, Tap):
         return Program(self._events, inputs, found, draws, self._keep)
 
 
-class _Operations(TorchDispatchMode):
+class Operations(TorchDispatchMode):
     """Passes operations on tensors on to a recorder."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Follower) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 

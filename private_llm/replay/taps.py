@@ -75,7 +75,7 @@ class Witness(Watcher, Tap):
         """Masks of one of the session's streams."""
         for number, each in enumerate(self._streams):
             if each is stream:
-                octets = out.view(torch.uint8)
+                octets = out.cpu().view(torch.uint8)
                 whole = torch.zeros(whole_blocks(each, len(octets)), dtype=torch.uint8)
                 whole[: len(octets)] = octets
                 self.notes.drawn.setdefault(number, []).append(whole)
@@ -141,7 +141,7 @@ class Rerun:
 
 
 def _same(one: tuple[int, str, Tensor], other: tuple[int, str, Tensor]) -> bool:
-    return one[:2] == other[:2] and torch.equal(one[2], other[2])
+    return one[:2] == other[:2] and torch.equal(one[2].cpu(), other[2].cpu())
 
 
 class Live:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +27,10 @@ from private_llm.kernels.watching import this_thread, watched_by
 from private_llm.protocols.session import Owed, Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import QUANTITIES
+from private_llm.replay.graph_recorder import GraphRecorder
+from private_llm.replay.graphs import GraphProgram
 from private_llm.replay.middle import Middle, this_call
-from private_llm.replay.program import Arena, Inner, Operand, Program
+from private_llm.replay.program import Arena, Inner, Program
 from private_llm.replay.publics import Encoding
 from private_llm.replay.recorder import Recorder
 from private_llm.replay.taps import Live, Rerun, Tap, Witness, tapped
@@ -51,7 +54,7 @@ if a program could not make that."""
 class _Kept:
     """A program, and how its outputs become values: fractional bits, facts, and the sums owed to the range check."""
 
-    program: Program
+    program: Program | GraphProgram
     forms: tuple[tuple[int, int | None], ...]
     owed: tuple[int, ...]
     facts: Hashable
@@ -123,7 +126,8 @@ class Replays:
         key: all that decides what is computed, but sizes and the owner's weights. patience: calls before one is
         recorded. middle: what of this call stays in Python.
         """
-        unit = self._unit((key, tuple([(tuple(x.shape), x.form, len(x.share.parts)) for x in inputs])))
+        alone = owner.name if captures(session) else ""  # a graph reads the memories with which it was captured
+        unit = self._unit((key, alone, tuple([(tuple(x.shape), x.form, len(x.share.parts)) for x in inputs])))
         unit.calls += 1
         if owner.name in unit.checked and unit.kept is not None:
             return self._repeat(session, unit.kept, inputs, owner, middle)
@@ -206,12 +210,13 @@ class Replays:
     ) -> tuple[Sequence[Fixed], Hashable]:  # fmt: skip
         self.counts["recorded"] += 1
         protocol = session.protocol
-        recorder = Recorder(protocol.transport, protocol.mask_streams, owner.places)
+        recorder: Any = (
+            GraphRecorder(protocol.transport, protocol.mask_streams, torch.device(session.device))
+            if captures(session)
+            else Recorder(protocol.transport, protocol.mask_streams, owner.places)
+        )
         parts = [part.contiguous().clone() for x in inputs for part in x.share.parts]
-        operands: list[Operand] = []
-        for number in range(len(parts)):
-            recorder.changing(parts[number]).first = -1
-            operands.append(recorder.operand(parts[number]))
+        operands = [recorder.given(parts[number]) for number in range(len(parts))]
         told = Told(session, owner.name)
         if middle is not None:
             operands += [recorder.public(x) for x in middle.publics]
@@ -362,14 +367,21 @@ def _values(inputs: Sequence[Fixed], parts: Sequence[Tensor]) -> list[Fixed]:
 _held: weakref.WeakKeyDictionary[Session, Replays] = weakref.WeakKeyDictionary()
 
 
+def captures(session: Session) -> bool:
+    """Whether programs of this session are graphs of a GPU."""
+    return torch.device(session.device).type == "cuda"
+
+
 def replays_of(session: Session) -> Replays | None:
-    """The programs of a session, None where steps are not repeated: with `replay=False`, on GPUs, in a 32-bit ring,
-    while costs are counted, where each row of a batch has its own verdict, and inside a step that is recorded.
+    """The programs of a session, None where steps are not repeated: with `replay=False`, on several devices, in a
+    32-bit ring, while costs are counted, where each row of a batch has its own verdict, and inside a step that is
+    recorded.
     """
     if not session.config.replay or this_thread.watcher is not None or session.known.batch is not None:
         return None
     protocol = session.protocol
-    if session.device != "cpu" or protocol.placed or session.ring.bits != 64 or not protocol.mask_streams:
+    placed = session.device == "meta" if session.config.device_map is None else protocol.placed
+    if placed or session.ring.bits != 64 or not protocol.mask_streams:
         return None
     found = _held.get(session)
     if found is None:

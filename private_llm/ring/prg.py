@@ -116,10 +116,15 @@ class Prg:
         out = torch.empty(count, dtype=dtype)
         if count:
             self.fill(out.numpy().view(np.uint8))
+        if str(device) != "cpu":
+            out = out.to(device)
+        self._told(out)
+        return out
+
+    def _told(self, out: Tensor) -> None:
         watching = this_thread.watcher
         if watching is not None:
             watching.drew(self, out)
-        return out if str(device) == "cpu" else out.to(device)
 
     def __repr__(self) -> str:
         return "Prg(<secret>)"
@@ -159,7 +164,11 @@ class ChaCha(Prg):
     def draw(self, count: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
         """`count` uniform integers of a dtype [count]."""
         where = torch.device(device)
-        return self.make(count, dtype, where) if where.type == "cuda" else super().draw(count, dtype, where)
+        if where.type != "cuda":
+            return super().draw(count, dtype, where)
+        out = self.make(count, dtype, where)
+        self._told(out)
+        return out
 
     def make(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The next `count` elements, computed by the kernel of `device`: the bytes that `fill` would give."""

@@ -112,7 +112,10 @@ class Placement:
 
     # -- hooks --------------------------------------------------------------------------------------------------
     def attach(self, model: nn.Module) -> None:
-        """Move buffers, and make modules fetch their inputs and stored weights."""
+        """Move buffers, and make modules fetch their inputs and stored weights.
+
+        With public weights on a GPU, plain inputs (positions) meet plain weights, which nothing else moves.
+        """
         several = len(self._devices) > 1
         for path, module in model.named_modules():
             device = self.device(path)
@@ -120,7 +123,8 @@ class Placement:
                 if buffer is not None and device.type != "meta":  # public values stay real when costs are counted
                     module._buffers[own] = buffer.to(device)
             stored = {} if module in self._grouped else self._offloaded.get(module, {})
-            move = several and self.where(path) is not None
+            plain = any(not isinstance(p, SecretTensor) for p in module._parameters.values() if p is not None)
+            move = (several or (plain and device.type == "cuda")) and self.where(path) is not None
             if move or stored:
                 add_hook_to_module(module, _Placed(device, move, stored))
 

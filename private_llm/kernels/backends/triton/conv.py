@@ -1,4 +1,4 @@
-"""Ring convolutions on GPUs (Triton): the digit products of `matmul` on windows that are never written down.
+"""Ring convolutions on GPUs (Triton): products of digits of windows that are never written down.
 
 Outputs of one group form a matrix [O / groups, positions] = kernel [O / groups, K] windows [K, positions],
 K = depth kh kw, with the positions of all images side by side (late layers have few each); a program computes the
@@ -13,12 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from private_llm.kernels import shapes
-from private_llm.kernels.backends.triton import matmul as triton_matmul
-from private_llm.kernels.backends.triton.matmul import add_up, digit_products, no_products
+from private_llm.kernels.backends.triton.digits import add_up, digit_products, digit_shift, no_products
 from private_llm.kernels.backends.triton.tuning import Tile, Tuner, size_range
 from private_llm.kernels.shapes import Pair
 
-TUNER = Tuner(triton_matmul.TUNER.tiles)
+TUNER = Tuner((Tile(64, 32), Tile(32, 64), Tile(16, 64, warps=4)))
+"""Tiles to try. An accumulator for each digit sum takes registers: of 64 bits, 64 x 64 spills 1 KB a thread."""
+CHUNK = 8192
+"""k steps between two additions of the accumulators: 8 * 2^14 * 8192 = 2^30."""
 
 
 @triton.jit
@@ -88,8 +90,8 @@ def product(
         grid = (triton.cdiv(each, tile.rows), triton.cdiv(batch * area, tile.columns), groups)
         conv_kernel[grid](
             x, w, into, groups, depth, each, batch * area, x.shape[2], x.shape[3], area, columns, *x.stride(),
-            *stride, *padding, *dilation, KH=high, KW=wide, LIMBS=limbs, SHIFT=triton_matmul.digit_shift(limbs),
-            ADD=add, CHUNK=triton_matmul.CHUNK, **tile.constants,
+            *stride, *padding, *dilation, KH=high, KW=wide, LIMBS=limbs, SHIFT=digit_shift(limbs),
+            ADD=add, CHUNK=CHUNK, **tile.constants,
         )  # fmt: skip
 
     tile = TUNER.tiles[0]

@@ -16,13 +16,17 @@ from triton.testing import do_bench
 
 @dataclass(frozen=True)
 class Tile:
-    """Outputs (BM x BN) of one program, steps of the inner dimension at a time, warps, and loads under way."""
+    """Outputs (BM x BN) of one program, steps of the inner dimension at a time, warps, and loads under way.
+
+    share: of kernels whose tiles are sums of several products, how many of these one program makes.
+    """
 
     rows: int
     columns: int
     inner: int = 32
     warps: int = 8
     stages: int = 2
+    share: int = 1
 
     @property
     def constants(self) -> dict[str, int]:
@@ -37,10 +41,16 @@ def size_range(*sizes: int) -> tuple[int, ...]:
     return tuple(max(size - 1, 0).bit_length() for size in sizes)
 
 
+def _briefly(run: Callable[[], None]) -> float:
+    """Milliseconds of `run`, measured for a few of them: a model meets dozens of sizes."""
+    made: float = do_bench(run, warmup=1, rep=4)
+    return made
+
+
 class Tuner:
     """Remembers the fastest of `tiles` for each key; the first one is used where nothing can be measured."""
 
-    def __init__(self, tiles: Sequence[Tile], measure: Callable[[Callable[[], None]], float] = do_bench) -> None:
+    def __init__(self, tiles: Sequence[Tile], measure: Callable[[Callable[[], None]], float] = _briefly) -> None:
         self.tiles = tuple(tiles)
         self._measure = measure
         self._best: dict[object, Tile] = {}

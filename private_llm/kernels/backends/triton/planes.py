@@ -1,0 +1,166 @@
+"""Ring matrix products on GPUs (Triton) over digit planes: each digit of an operand is an int8 matrix of its own.
+
+Operands are taken apart once (x = sum_i d_i 256^i, balanced digits as in `matmul`) into planes [L, B, rows, K], K side
+by side, as the tensor cores want their tiles: no digit is made twice, and none in registers between two products.
+Products of planes with one digit sum s = i + j < L (L = 8, or 4 for 32 bits) are shifted alike, so they add up in one
+int32 accumulator: a program makes up to `share` of them, for one tile, and `add_up_kernel` adds up what all made.
+Sums modulo 2^32 are enough for s >= L / 2, where 32 bits or more are shifted out; below that at most L / 2 products of
+2^14 meet for each of `CHUNK` steps of K, at most 2^30 in all.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from private_llm.kernels.backends.triton.digits import digit_shift
+from private_llm.kernels.backends.triton.tuning import Tile, Tuner, size_range
+
+TUNER = Tuner(
+    tuple(
+        Tile(rows, columns, inner, warps, stages, share)
+        for rows, columns, inner, warps, stages in (
+            (128, 256, 128, 8, 3), (128, 128, 128, 8, 4), (128, 128, 64, 4, 4), (64, 128, 128, 4, 4)
+        )
+        for share in (8, 2)
+    )
+)  # fmt: skip
+"""Tiles to try."""
+STEP = 128
+"""K is filled up with zeros to a multiple of it."""
+CHUNK = 16384
+"""k steps whose products one accumulator can take."""
+SUMS = 1 << 26
+"""Sums of pieces that are held at a time, int32: more outputs are made one part of the rows after the other."""
+_LINES, _PLACES, _ELEMENTS = 32, 64, 1024
+
+
+@triton.jit
+def take_apart_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
+    x, out, R, K, whole, x_batch, x_row, x_col, plane,  # noqa: ANN001
+    LIMBS: tl.constexpr, SHIFT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out [LIMBS, B, R, whole] int8: balanced digits of x [B, R, K] (any strides), zeros from K on."""
+    i_k, i_r, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    o_r = (i_r * BR + tl.arange(0, BR)).to(tl.int64)
+    o_k = (i_k * BK + tl.arange(0, BK)).to(tl.int64)
+    inside = (o_r < R)[:, None] & (o_k < K)[None, :]
+    # [BR, BK]
+    b_x = tl.load(x + i_b * x_batch + o_r[:, None] * x_row + o_k[None, :] * x_col, mask=inside, other=0) + SHIFT
+    p_out = out + (i_b * R + o_r[:, None]) * whole + o_k[None, :]
+    m_out = (o_r < R)[:, None] & (o_k < whole)[None, :]
+    for i in tl.static_range(LIMBS):
+        b_digit = (((b_x >> (8 * i)) & 0xFF) - 128).to(tl.int8)
+        tl.store(p_out + tl.cast(i, tl.int64) * plane, b_digit, mask=m_out)
+
+
+@triton.jit
+def planes_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
+    x, y, sums, M, N, K, pitch, x_plane, y_plane, x_batch, y_batch, count,  # noqa: ANN001
+    LIMBS: tl.constexpr, SHARE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """sums [pieces, B, M, N] int32: piece p is the sum of up to SHARE products x_i y_j^T of one i + j, from LIMBS - 1 down.
+
+    x [LIMBS, B, .., K], y [LIMBS, B, .., K] int8, lines `pitch` apart; count = B M N.
+    """
+    i_tile, i_piece, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tiles = tl.cdiv(M, BM)
+    i_m, i_n = i_tile % tiles, i_tile // tiles
+    # the longest sums first, so that what is left for the last processors is short
+    s, i_first = LIMBS - 1, i_piece
+    while i_first >= tl.cdiv(s + 1, SHARE):
+        i_first -= tl.cdiv(s + 1, SHARE)
+        s -= 1
+    i_first *= SHARE
+    o_m, o_n, o_k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
+    left_m, left_n = M - i_m * BM, N - i_n * BN
+    x += i_b * x_batch + (i_m * BM).to(tl.int64) * pitch
+    y += i_b * y_batch + (i_n * BN).to(tl.int64) * pitch
+    # rows beyond the last are read from others, and not stored
+    p_x = x + ((o_m % left_m)[:, None] * pitch + o_k[None, :])
+    p_y = y + ((o_n % left_n)[:, None] * pitch + o_k[None, :])
+    b_acc = tl.zeros((BM, BN), dtype=tl.int32)
+    steps = K // BK
+    for at in range(min(SHARE, s + 1 - i_first) * steps):
+        i = at // steps
+        i_k = (at - i * steps) * BK
+        i += i_first
+        # [BM, BK], [BN, BK]
+        b_x = tl.load(p_x + (tl.cast(i, tl.int64) * x_plane + i_k))
+        b_y = tl.load(p_y + (tl.cast(s - i, tl.int64) * y_plane + i_k))
+        b_acc = tl.dot(b_x, b_y.T, b_acc, out_dtype=tl.int32)
+    p_sums = sums + i_piece.to(tl.int64) * count + (i_b * M + i_m * BM) * N + i_n * BN
+    tl.store(p_sums + (o_m[:, None] * N + o_n[None, :]), b_acc, mask=(o_m < left_m)[:, None] & (o_n < left_n)[None, :])
+
+
+@triton.jit
+def add_up_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
+    sums, out, count, LIMBS: tl.constexpr, SHARE: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr  # noqa: ANN001
+):  # fmt: skip
+    """out [count] (+)= the sums of all pieces, each times 256^s."""
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = o < count
+    b_out = tl.zeros((BLOCK,), dtype=out.dtype.element_ty)
+    if ADD:
+        b_out = tl.load(out + o, mask=inside, other=0)
+    for place in tl.static_range(LIMBS):
+        for _ in tl.static_range((LIMBS - place + SHARE - 1) // SHARE):
+            b_out += tl.load(sums + o, mask=inside, other=0).to(b_out.dtype) << (8 * (LIMBS - 1 - place))
+            sums += count
+    tl.store(out + o, b_out, mask=inside)
+
+
+def pieces(limbs: int, share: int) -> int:
+    """Programs of a tile."""
+    return sum(triton.cdiv(s + 1, share) for s in range(limbs))
+
+
+def take_apart(x: Tensor) -> Tensor:
+    """Digit planes [L, B, R, K'] int8 of x [B, R, K], any strides; K' is K filled up with zeros."""
+    batch, rows, inner = x.shape
+    limbs, whole = x.element_size(), triton.cdiv(inner, STEP) * STEP
+    out = torch.empty((limbs, batch, rows, whole), dtype=torch.int8, device=x.device)
+    grid = (triton.cdiv(whole, _PLACES), triton.cdiv(rows, _LINES), batch)
+    take_apart_kernel[grid](
+        x, out, rows, inner, whole, *x.stride(), out.stride(0), LIMBS=limbs, SHIFT=digit_shift(limbs), BR=_LINES,
+        BK=_PLACES,
+    )  # fmt: skip
+    return out
+
+
+def add_product(x: Tensor, y: Tensor, out: Tensor, adds: bool) -> None:
+    """out [B, M, N] (+)= x y^T for planes x [L, B, M, K'], y [L, B, N, K']."""
+    limbs, batch, rows, inner = x.shape
+    columns = y.shape[2]
+
+    def launch(tile: Tile, into: Tensor, add: bool) -> None:
+        most = max(SUMS // (pieces(limbs, tile.share) * columns), 1)  # rows at a time
+        high, deep = min(rows, triton.cdiv(most, tile.rows) * tile.rows), max(most // rows, 1)
+        for b in range(0, batch, deep):
+            for m in range(0, rows, high):
+                for k in range(0, inner, CHUNK):
+                    left, right = x[:, b : b + deep, m : m + high, k : k + CHUNK], y[:, b : b + deep, :, k : k + CHUNK]
+                    _launch(tile, left, right, into[b : b + deep, m : m + high], add or k > 0)
+
+    tile = TUNER.tiles[0]
+    if out.is_cuda:
+        key = (out.device, limbs, size_range(batch, rows, inner, columns))
+        tile = TUNER.best(key, lambda tried: launch(tried, torch.empty_like(out), False))
+    launch(tile, out, adds)
+
+
+def _launch(tile: Tile, x: Tensor, y: Tensor, out: Tensor, adds: bool) -> None:
+    """One part of the outputs, and of K; `out` lies in one piece."""
+    limbs, batch, rows, inner = x.shape
+    columns, count, made = y.shape[2], out.numel(), pieces(limbs, tile.share)
+    sums = torch.empty((made, count), dtype=torch.int32, device=x.device)
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns), made, batch)
+    planes_kernel[grid](
+        x, y, sums, rows, columns, inner, x.stride(2), x.stride(0), y.stride(0), x.stride(1), y.stride(1), count,
+        LIMBS=limbs, SHARE=tile.share, **tile.constants,
+    )  # fmt: skip
+    add_up_kernel[(triton.cdiv(count, _ELEMENTS),)](
+        sums, out, count, LIMBS=limbs, SHARE=tile.share, ADD=adds, BLOCK=_ELEMENTS
+    )  # fmt: skip

@@ -1,0 +1,338 @@
+"""Writes down what one party computes on a GPU, as a program: every operation of PyTorch, kernel, mask and message.
+
+As `recorder` for the CPU; here operations and kernels are called again as they were, under a CUDA graph. What depends
+on nothing that changes from run to run is computed now and kept, unless the step writes to it later. What cannot be
+repeated (values that leave the GPU, results whose shape depends on values, a stream of masks that is not the session's)
+ends the recording; the step itself goes on as always.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from private_llm.errors import UnsupportedOp
+from private_llm.kernels.drawn import DrawnTensor
+from private_llm.kernels.watching import Watcher, watched_by
+from private_llm.net.transport import Transport
+from private_llm.replay.graphs import Awaiting, GraphProgram, Leaving, Masks, Node, Sending, Slot, Stop, slots_of
+from private_llm.replay.loops import MOVES
+from private_llm.replay.operations import UNFORESEEN, all_written_by, tensors_of
+from private_llm.replay.publics import Encoding, Publics
+from private_llm.replay.recorder import MOST_RECORDED, Operations, unrecorded
+from private_llm.replay.taps import Tap
+from private_llm.ring.prg import Prg
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A node as it was met: the memories of its results and of what it wrote to, and whether its inputs change."""
+
+    node: Node
+    memories: frozenset[int]
+    changes: bool
+
+
+class GraphRecorder(Watcher, Tap):
+    """Records while `operations` is the mode of PyTorch, it watches the thread, and is the party's links."""
+
+    def __init__(self, transport: Transport, streams: Sequence[Prg], device: torch.device) -> None:
+        """device: where the party computes."""
+        Tap.__init__(self, transport)
+        self.reason: str | None = None
+        self.publics = Publics()
+        self._streams, self._device = list(streams), device
+        self._events: list[_Seen | Stop] = []
+        self._tensors: list[Tensor] = []  # by slot; as long as they live, no other one has their number
+        self._slots: dict[int, Slot] = {}
+        self._fixed: dict[Slot, Tensor] = {}
+        self._changing: set[int] = set()  # memories
+        self._own: set[int] = set()  # memories that were made in this step
+        self._written: set[int] = set()  # of them, those to which something is written that changes
+        self._masks: dict[tuple[int, int], list[Slot]] = {}
+        self._behind = 0
+        self._bytes = 0
+
+    def operations(self) -> TorchDispatchMode:
+        """The mode of PyTorch that tells this recorder of operations."""
+        return Operations(self)
+
+    # -- what changes ----------------------------------------------------------------------------------------
+    def given(self, x: Tensor) -> Slot:
+        """A tensor whose values come from outside."""
+        slot = self._slot(x)
+        self._fixed[slot] = x
+        self._changing.add(_memory(x))
+        return slot
+
+    def public(self, x: Tensor) -> Slot:
+        """A public tensor that changes; its ring elements come from outside, too, where they are made of views of it.
+
+        Raises UnsupportedOp for an empty one.
+        """
+        if not x.numel():
+            raise UnsupportedOp("a public tensor without elements")
+        self.publics.tensors.append(x)
+        return self.given(x)
+
+    def encoded(self, values: Tensor, bits: int, make: Callable[[], Tensor]) -> Tensor:
+        """Ring elements of public values."""
+        with unrecorded():
+            made = make()
+            if self.reason is not None or not self._changes(values):
+                return made
+            key = self.publics.encoding(values, bits)
+            if key is None:
+                self.stop("ring elements of public values that are computed")
+                return made
+            held = self.publics.made.get(key)
+            if held is None:
+                held = self.publics.made[key] = made.clone()
+                self.given(held)
+            return held
+
+    def encodings(self) -> dict[Encoding, Slot]:
+        """Ring elements of public tensors, which whoever repeats the program makes anew."""
+        return {key: self._slots[id(held)] for key, held in self.publics.made.items()}
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, nothing is part of the step."""
+        with unrecorded():
+            yield
+
+    def middle(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
+        """Python has computed the middle of this step; returns what the step goes on with."""
+        with unrecorded():
+            results = [x.contiguous().clone() for x in made]
+            if self.reason is None:
+                inputs = [self._used(x) for x in given]
+                if all(isinstance(x, Slot) for x in inputs):
+                    outputs = tuple([self.given(x) for x in results])
+                    self._events.append(Leaving(tuple([x for x in inputs if isinstance(x, Slot)]), outputs))
+                    self._behind += 1
+                else:
+                    self.stop("a middle that is given a constant")
+        return results
+
+    def _slot(self, x: Tensor, known: Container[int] = ()) -> Slot:
+        """known: memories that were there before x was made."""
+        found = self._slots.get(id(x))
+        if found is None:
+            found = self._slots[id(x)] = Slot(len(self._tensors))
+            self._tensors.append(x)
+            memory = _memory(x)
+            if memory not in self._own and memory not in known:
+                self._own.add(memory)
+                self._bytes += x.untyped_storage().nbytes()
+                if self._bytes > MOST_RECORDED:
+                    self.stop(f"more than {MOST_RECORDED >> 20} MiB in one step")
+        return found
+
+    def _changes(self, x: Tensor) -> bool:
+        return _memory(x) in self._changing
+
+    def _used(self, x: Tensor) -> Slot | Tensor:
+        """A tensor as a node meets it."""
+        found = self._slots.get(id(x))
+        if found is None and self._changes(x):
+            self.stop("a view that was made unseen")
+        return x if found is None else found
+
+    def _all_used(self, arguments: Any) -> Any:  # noqa: ANN401 - whatever PyTorch takes
+        if isinstance(arguments, Tensor):
+            return self._used(arguments)
+        if isinstance(arguments, list | tuple):
+            return type(arguments)([self._all_used(each) for each in arguments])
+        return arguments
+
+    def stop(self, reason: str) -> None:
+        """This step cannot be repeated as a program; what was held for it is let go."""
+        self.reason = self.reason or reason
+        for held in (
+            self._events, self._tensors, self._slots, self._fixed, self._changing, self._own, self._written,
+            self._masks, self.publics,
+        ):  # fmt: skip
+            held.clear()
+
+    def _add(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor],
+        written: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        """A node, whose results are `made`."""
+        used, named = self._all_used(tuple(args)), {key: self._all_used(each) for key, each in kwargs.items()}
+        given = list(tensors_of([*args, *kwargs.values()]))
+        changes, known = any(map(self._changes, given)), {_memory(x) for x in given}
+        memories = {_memory(x) for x in (*made, *written)}
+        if any(x.device != self._device for x in (*made, *written)):
+            self.stop(f"{_name(function)}: values that leave {self._device}")
+        touched = {_memory(x) for x in written}
+        if changes and not touched <= self._own:
+            self.stop(f"{_name(function)} writes to memory of before")
+        if self.reason is not None:
+            return
+        slots = tuple([self._slot(x, known) for x in made])
+        if changes:
+            self._changing |= memories
+            self._written |= touched
+        if self.reason is None:
+            self._events.append(_Seen(Node(function, used, named, slots), frozenset(memories), changes))
+
+    # -- the modes' ends -------------------------------------------------------------------------------------
+    def operated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - PyTorch's
+        """Run an operation of PyTorch and write it down."""
+        made = func(*args, **kwargs)
+        if self.reason is not None:
+            return made
+        given = list(tensors_of([*args, *kwargs.values()]))
+        results = list(tensors_of([made]))
+        changes = any(map(self._changes, given))
+        numbers = func in MOVES and all(index.dtype == torch.int64 for index in tensors_of(args[1:]))
+        if changes and ((UNFORESEEN & set(func.tags) and not numbers) or (made is not None and not results)):
+            self.stop(f"{func}: a result that depends on values or chance")
+        elif changes or any(x.device == self._device for x in results):
+            self._add(func, args, kwargs, results, all_written_by(func, args, kwargs))
+        return made
+
+    def computed(self, call: Callable[..., Any], arguments: Sequence[Any], writes: int) -> Any:  # noqa: ANN401
+        """A kernel, which is called here; the last `writes` arguments are written to."""
+        with unrecorded(), watched_by(None):
+            made = call(*arguments)
+            if self.reason is None:
+                if any(isinstance(x, DrawnTensor) for x in tensors_of(arguments)):
+                    self.stop("masks of weights that are made anew")
+                else:
+                    written = list(tensors_of(arguments[len(arguments) - writes :]))
+                    self._add(call, arguments, {}, list(tensors_of([made])), written)
+            return made
+
+    # -- Watcher ---------------------------------------------------------------------------------------------
+    def addressed(self, tensors: Sequence[Tensor]) -> None:
+        """A kernel in main memory, whose results nobody follows."""
+        if any(map(self._changes, tensors)):
+            self.stop("a kernel on addresses")
+
+    def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
+        """`addressed` was told of it."""
+
+    def drew(self, stream: object, out: Tensor) -> None:
+        """Masks, of one of the session's streams."""
+        number = next((n for n, each in enumerate(self._streams) if each is stream), None)
+        if self.reason is not None or not out.numel():
+            return
+        if number is None or out.device != self._device:
+            self.stop("masks of another stream, or on another device")
+            return
+        self._masks.setdefault((number, self._behind), []).append(self.given(out))
+
+    def left(self, x: Tensor) -> None:
+        """Values leave PyTorch, so what becomes of them is not seen."""
+        if self._changes(x):
+            self.stop("values that leave PyTorch")
+
+    # -- Tap -------------------------------------------------------------------------------------------------
+    def send(self, to: int, tag: str, payload: Tensor) -> None:
+        """As a tap; the copy is no part of the step."""
+        with unrecorded():
+            super().send(to, tag, payload)
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with unrecorded():
+            return super()._recv(frm, tag, shape, dtype)
+
+    def told_sent(self, to: int, tag: str, payload: Tensor) -> None:
+        """A message leaves: what it contains must change from run to run."""
+        if self.reason is None:
+            slot = self._used(payload)
+            if isinstance(slot, Slot) and self._changes(payload):
+                self._events.append(Sending(to, tag, slot))
+            else:
+                self.stop(f"sending '{tag}': a constant")
+
+    def told_received(self, frm: int, tag: str, payload: Tensor) -> None:
+        """A message has come."""
+        if self.reason is None:
+            self._events.append(Awaiting(frm, tag, self.given(payload)))
+
+    def told_bytes(self) -> None:
+        """A message came whose size is not known before."""
+        self.stop("a message of unknown size")
+
+    # -- the end ---------------------------------------------------------------------------------------------
+    def program(self, inputs: Sequence[Slot], outputs: Sequence[Tensor]) -> GraphProgram:
+        """What was written down. Raises UnsupportedOp where that is not all."""
+        if self.reason is not None:
+            raise UnsupportedOp(self.reason)
+        events, dropped = self._needed()
+        found = [self._used(x) for x in outputs]
+        used = {slot for each in events if isinstance(each, Node) for slot in slots_of([each.arguments, each.named])}
+        used |= {x for x in found if isinstance(x, Slot)}
+        constants = {slot: self._tensors[slot.number] for slot in dropped & used}
+        if any(map(self._changes, constants.values())):
+            raise UnsupportedOp("another name of what comes from outside")
+        filled = [_with(each, constants) for each in events]
+        results = [constants.get(x, x) if isinstance(x, Slot) else x for x in found]
+        fixed = {  # zeros, with which a first run does nothing unforeseen
+            slot: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_()
+            for slot, x in self._fixed.items()
+        }
+        masks = [
+            Masks(stream, behind, tuple(slots), self._streams[stream].block)
+            for (stream, behind), slots in self._masks.items()
+        ]
+        returned = {_memory(x) for x in (*outputs, *self.publics.all())}
+        changing, left = self._changing, [weakref.ref(x) for x in self._tensors]
+        self._tensors, self._fixed = [], {}
+        if any(x is not None and _memory(x) in changing - returned for x in (each() for each in left)):
+            raise UnsupportedOp("a value that outlives the step")
+        return GraphProgram(filled, inputs, results, masks, fixed, self._device)
+
+    def _needed(self) -> tuple[list[Node | Stop], set[Slot]]:
+        """Events but for nodes whose results are the same every time, and the slots of these results."""
+        events: list[Node | Stop] = []
+        dropped: set[Slot] = set()
+        for event in self._events:
+            if not isinstance(event, _Seen):
+                events.append(event)
+            elif self._fixed.keys() & set(event.node.made):
+                continue  # masks, as they were drawn
+            elif event.changes or event.memories & self._written:
+                events.append(event.node)
+            else:
+                dropped |= set(event.node.made)
+        return events, dropped
+
+
+def _with(event: Node | Stop, constants: Mapping[Slot, Tensor]) -> Node | Stop:
+    """A node with the constants among its arguments."""
+    if not isinstance(event, Node) or not any(slot in constants for slot in slots_of([event.arguments, event.named])):
+        return event
+    return Node(event.function, _put(event.arguments, constants), _put(event.named, constants), event.made)
+
+
+def _put(arguments: Any, constants: Mapping[Slot, Tensor]) -> Any:  # noqa: ANN401 - whatever PyTorch takes
+    if isinstance(arguments, Slot):
+        return constants.get(arguments, arguments)
+    if isinstance(arguments, list | tuple):
+        return type(arguments)([_put(each, constants) for each in arguments])
+    if isinstance(arguments, Mapping):
+        return {key: _put(each, constants) for key, each in arguments.items()}
+    return arguments
+
+
+def _memory(x: Tensor) -> int:
+    """The number of a tensor's memory, as long as that lives."""
+    if isinstance(x, DrawnTensor):  # it has none
+        return -id(x)
+    return int(x.untyped_storage()._cdata)
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__name__", str(function))

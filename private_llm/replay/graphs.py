@@ -1,0 +1,254 @@
+"""A recorded step on a GPU: what is computed between two messages is one CUDA graph, started by one call.
+
+Operations and kernels are repeated as they were called, on the same memory, which belongs to the program: graphs of one
+program share a pool and always run in the same order. Masks are drawn at the beginning, in main memory, from the same
+streams as the operations would draw them, and copied; messages go through main memory, as always.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from private_llm.errors import DomainError
+from private_llm.replay.program import Arena, Inner, Outside
+
+_CAPTURING = threading.Lock()
+"""Parties may be threads; they need not capture at once."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor of a step that is another one, or has other values, in each run."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Node:
+    """An operation of PyTorch or a kernel; tensors that change are slots, others are constants. made: of its results."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    named: Mapping[str, Any]
+    made: tuple[Slot, ...]
+
+
+@dataclass(frozen=True)
+class Sending:
+    """A message."""
+
+    to: int
+    tag: str
+    payload: Slot
+
+
+@dataclass(frozen=True)
+class Awaiting:
+    """A message that is awaited."""
+
+    frm: int
+    tag: str
+    payload: Slot
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """What Python computes in the midst (`private_llm.replay.middle`), of `inputs`: `outputs`."""
+
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+
+
+Stop = Sending | Awaiting | Leaving
+Event = Node | Stop
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Elements of a stream, each slot in whole blocks of `block` bytes; behind: the number of middles before."""
+
+    stream: int
+    behind: int
+    slots: tuple[Slot, ...]
+    block: int
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Nodes, and what comes then; None: the end."""
+
+    nodes: tuple[Node, ...]
+    stop: Stop | None
+
+
+class GraphProgram:
+    """The same step again. held: bytes of its own memory for what comes in, and of constants."""
+
+    def __init__(
+        self, events: Sequence[Event], inputs: Sequence[Slot], outputs: Sequence[Slot | Tensor],
+        masks: Sequence[Masks], fixed: Mapping[Slot, Tensor], device: torch.device,
+    ) -> None:  # fmt: skip
+        """fixed: memory of what comes in from outside. Raises UnsupportedOp or an error of CUDA for no graph."""
+        self._inputs, self._outputs, self._device = list(inputs), list(outputs), device
+        self._fixed = dict(fixed)
+        self._masks = [_Stretch(each, self._fixed, device) for each in masks]
+        self._segments = list(_segments(events))
+        self._last = _last_uses(self._segments, outputs)
+        self.held = sum(x.numel() * x.element_size() for x in self._fixed.values())
+        self.size = self.held
+        self._graphs: list[torch.cuda.CUDAGraph | None] | None = None
+        self._kept: dict[Slot, Tensor] = {}
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                self._compute(dict(self._fixed))  # whatever is compiled or uploaded at a first call is so now
+                torch.cuda.current_stream().synchronize()
+                self._capture()
+
+    def run(
+        self, outside: Outside, arena: Arena, given: Sequence[Tensor], weights: Sequence[int], middle: Inner | None
+    ) -> list[Tensor]:
+        """The step of these inputs; arena and weights (`Program.run`) are not needed. Results are tensors of their own.
+
+        Rounds and bytes as recorded. Raises what the links raise, and DomainError for a middle without one.
+        """
+        for slot, x in zip(self._inputs, given, strict=True):
+            self._fixed[slot].copy_(x)
+        found, left = dict(self._fixed) if self._graphs is None else self._kept, 0
+        self._draw(outside, left)
+        for number, segment in enumerate(self._segments):
+            if self._graphs is None:
+                self._nodes(segment, number, found)
+            elif (graph := self._graphs[number]) is not None:
+                graph.replay()
+            match segment.stop:
+                case Sending(to, tag, payload):
+                    x = found[payload]
+                    outside.send(to, tag, x.cpu() if x.is_cuda else x.clone())
+                case Awaiting(frm, tag, payload):
+                    into = self._fixed[payload]
+                    into.copy_(outside.receive(frm, tag, tuple(into.shape), into.dtype))
+                case Leaving(inputs, outputs):
+                    if middle is None:
+                        raise DomainError("a program with a middle was run without one")
+                    made = middle([found[slot].clone() for slot in inputs])
+                    for slot, x in zip(outputs, made, strict=True):
+                        self._fixed[slot].copy_(x)
+                    left += 1
+                    self._draw(outside, left)
+        return [found[x].clone() if isinstance(x, Slot) else x for x in self._outputs]
+
+    def _draw(self, outside: Outside, behind: int) -> None:
+        for stretch in self._masks:
+            if stretch.behind == behind:
+                outside.fill(stretch.stream, stretch.octets)
+                stretch.there.copy_(stretch.here)
+
+    def _nodes(self, segment: _Segment, number: int, found: dict[Slot, Tensor]) -> None:
+        """Run the nodes of a segment, and let go of what no later one needs."""
+        for node in segment.nodes:
+            made = node.function(*_filled(node.arguments, found), **_filled(node.named, found))
+            results = made if isinstance(made, list | tuple) else (made,)
+            for slot, x in zip(node.made, results if node.made else (), strict=True):
+                found[slot] = x
+        for slot in self._last.get(number, ()):
+            found.pop(slot, None)
+
+    def _compute(self, found: dict[Slot, Tensor]) -> None:
+        for number, segment in enumerate(self._segments):
+            self._nodes(segment, number, found)
+
+    def _capture(self) -> None:
+        """A graph of each segment that computes."""
+        self._graphs, found = [], dict(self._fixed)
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with _CAPTURING, torch.cuda.stream(stream):
+            for number, segment in enumerate(self._segments):
+                graph = None
+                if segment.nodes:
+                    graph = torch.cuda.CUDAGraph()
+                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                    try:
+                        self._nodes(segment, number, found)
+                    finally:
+                        graph.capture_end()
+                self._graphs.append(graph)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._kept = found
+
+
+class _Stretch:
+    """Masks in main memory, and where they are copied to: slots are views of that."""
+
+    def __init__(self, masks: Masks, fixed: dict[Slot, Tensor], device: torch.device) -> None:
+        self.stream, self.behind = masks.stream, masks.behind
+        sizes = [fixed[slot].numel() * fixed[slot].element_size() for slot in masks.slots]
+        total = sum(-(-size // masks.block) * masks.block for size in sizes)
+        self.here = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.octets = self.here.numpy()
+        self.there = torch.zeros(total, dtype=torch.uint8, device=device)
+        at = 0
+        for slot, size in zip(masks.slots, sizes, strict=True):
+            x = fixed[slot]
+            fixed[slot] = self.there[at : at + size].view(x.dtype).view(x.shape)
+            at += -(-size // masks.block) * masks.block
+
+
+def _segments(events: Sequence[Event]) -> Sequence[_Segment]:
+    found: list[_Segment] = []
+    nodes: list[Node] = []
+    for event in events:
+        if isinstance(event, Node):
+            nodes.append(event)
+        else:
+            found.append(_Segment(tuple(nodes), event))
+            nodes = []
+    return [*found, _Segment(tuple(nodes), None)]
+
+
+def _last_uses(segments: Sequence[_Segment], outputs: Sequence[object]) -> dict[int, list[Slot]]:
+    """Slots by the number of the segment behind which nobody needs them; what is sent or returned is kept."""
+    last: dict[Slot, int] = {}
+    kept = {x for x in outputs if isinstance(x, Slot)}
+    for number, segment in enumerate(segments):
+        for node in segment.nodes:
+            for slot in (*slots_of(node.arguments), *slots_of(node.named), *node.made):
+                last[slot] = number
+        match segment.stop:
+            case Sending(_, _, payload) | Awaiting(_, _, payload):
+                kept.add(payload)
+            case Leaving(inputs, results):
+                kept |= {*inputs, *results}
+    found: dict[int, list[Slot]] = {}
+    for slot, number in last.items():
+        if slot not in kept:
+            found.setdefault(number, []).append(slot)
+    return found
+
+
+def slots_of(arguments: object) -> Sequence[Slot]:
+    """Those among arguments of an operation."""
+    if isinstance(arguments, Slot):
+        return [arguments]
+    if isinstance(arguments, Mapping):
+        arguments = list(arguments.values())
+    if isinstance(arguments, list | tuple):
+        return [slot for each in arguments for slot in slots_of(each)]
+    return []
+
+
+def _filled(arguments: Any, found: Mapping[Slot, Tensor]) -> Any:  # noqa: ANN401 - whatever PyTorch takes
+    """Arguments with tensors for slots."""
+    if isinstance(arguments, Slot):
+        return found[arguments]
+    if isinstance(arguments, list | tuple):
+        return type(arguments)([_filled(each, found) for each in arguments])
+    if isinstance(arguments, Mapping):
+        return {key: _filled(each, found) for key, each in arguments.items()}
+    return arguments
