@@ -2,6 +2,7 @@
 
 python scripts/bench_gpu.py              tests, generation and benchmark; needs a GPU
 python scripts/bench_gpu.py --no-tests   without the tests
+python scripts/bench_gpu.py --only products models    some parts
 python scripts/bench_gpu.py --tiny       the same code on the smallest sizes, without a GPU in Triton's interpreter
 
 One JSON object per line. A ring product is compared with two other ways to compute it on a GPU (four 16-bit limbs in
@@ -12,6 +13,7 @@ size, divided by the 36 (64 bits) or 10 (32 bits) digit products that the ring n
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -40,6 +42,7 @@ from private_llm.kernels import reference  # noqa: E402
 from private_llm.kernels.backends.triton import bits as triton_bits  # noqa: E402
 from private_llm.kernels.backends.triton import conv as triton_conv  # noqa: E402
 from private_llm.kernels.backends.triton import matmul as triton_matmul  # noqa: E402
+from private_llm.kernels.backends.triton import planes as triton_planes  # noqa: E402
 from private_llm.kernels.backends.triton import prg as triton_prg  # noqa: E402
 from private_llm.ring.prg import Seed  # noqa: E402
 from private_llm.ring.ring import RING32, RING64, Ring  # noqa: E402
@@ -119,6 +122,7 @@ def products(tiny: bool) -> Iterator[dict[str, Any]]:
             macs = m * k * n
             found = {
                 "tmac_per_s": rate(macs, seconds(lambda x=x, y=y: triton_matmul.product(x, y))),
+                "tmac_per_s_planes": _planes(x, y, macs),
                 "float64_limbs_tmac_per_s": rate(macs, seconds(lambda x=x, y=y: by_float64(x, y))),
                 "int64_tmac_per_s": rate(macs, seconds(lambda x=x, y=y: by_int64(x, y))),
             }
@@ -127,6 +131,13 @@ def products(tiny: bool) -> Iterator[dict[str, Any]]:
                 peak = macs / (seconds(lambda a=a, b=b: torch._int_mm(a, b)) or 1.0) / 1e12
                 found["int8_peak_tmac_per_s"] = round(peak / (36 if ring.bits == 64 else 10), 3)
             yield {"name": "ring-matmul", "ring": ring.bits, "shape": [m, k, n], **found}
+
+
+def _planes(x: Tensor, y: Tensor, macs: int) -> float | None:
+    """The same where both operands lie in planes already."""
+    left, right = triton_planes.take_apart(x[None]), triton_planes.take_apart(y.mT[None])
+    out = torch.empty((1, x.shape[0], y.shape[1]), dtype=x.dtype, device=x.device)
+    return rate(macs, seconds(lambda: triton_planes.add_product(left, right, out, False)))
 
 
 def convolutions(tiny: bool) -> Iterator[dict[str, Any]]:
@@ -177,35 +188,46 @@ def generation() -> dict[str, Any]:
 
 
 def models(tiny: bool) -> Iterator[dict[str, Any]]:
-    """GPT-2 small and one layer of LLaMA-7B, random weights: a pass over a prompt, and further tokens behind it.
+    """GPT-2 small, and two layers of LLaMA-7B, random weights: a pass over a prompt, and tokens behind it.
 
-    All parties are threads of this process and share the GPU. The logits are compared with plaintext.
+    All parties share the GPU, as threads of this process or as processes. The first tokens record the steps as CUDA
+    graphs: seconds a token are the median of the later ones. The last logits are compared with plaintext.
     """
-    narrow = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 96}
-    layer = {"num_hidden_layers": 1, "vocab_size": 1024}  # the published sizes, but for these
+    narrow = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96}
+    sizes = {"vocab_size": 1024}  # the published sizes, but for these
     shapes: tuple[tuple[str, Any], ...] = (
         ("gpt2", GPT2Config(n_embd=64, n_head=4, n_layer=1, vocab_size=96) if tiny else GPT2Config()),
-        ("llama-7b-layer", LlamaConfig(**narrow, intermediate_size=96) if tiny else LlamaConfig(**layer)),
+        *(
+            (
+                f"llama-7b-{layers}-layers",
+                LlamaConfig(**narrow, num_hidden_layers=layers, intermediate_size=96)
+                if tiny
+                else LlamaConfig(**sizes, num_hidden_layers=layers),
+            )
+            for layers in ((1,) if tiny else (2,))
+        ),
     )
-    prompt, further = (5, 2) if tiny else (128, 8)
-    for name, config in shapes:
+    prompt, recording, further = (5, 2, 2) if tiny else (128, 6, 9)
+    for (name, config), mode in itertools.product(shapes, ("threads",) if tiny else ("threads", "processes")):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).eval()
-        ids = (torch.arange(prompt + further) * 37 % config.vocab_size)[None]
-        with torch.no_grad(), patch(model, PrivateConfig(device=DEVICE)) as private:
+        ids = (torch.arange(prompt + recording + further) * 37 % config.vocab_size)[None]
+        settings = PrivateConfig.from_dict({"device": DEVICE, "party_mode": mode, "calibrate": False})
+        with torch.no_grad(), patch(model, settings) as private:
             want = model(ids).logits[:, -1]
             private(ids[:, :prompt])  # compiles and tunes kernels
             began = time.perf_counter()
             made = private(ids[:, :prompt], use_cache=True)
             first, steps = time.perf_counter() - began, []
-            for at in range(prompt, prompt + further):
+            for at in range(prompt, prompt + recording + further):
                 began = time.perf_counter()
                 made = private(ids[:, at : at + 1], past_key_values=made.past_key_values, use_cache=True)
                 steps.append(time.perf_counter() - began)
         yield {
-            "name": "model", "model": name, "shape": [1, prompt, further], "parties_on": DEVICE,
-            "seconds_prompt": round(first, 4) if GPU else None,
-            "seconds_per_token": round(statistics.median(steps), 4) if GPU else None,
+            "name": "model", "model": name, "shape": [1, prompt, recording + further], "parties_on": DEVICE,
+            "parties_as": mode, "seconds_prompt": round(first, 4) if GPU else None,
+            "seconds_per_token": round(statistics.median(steps[recording:]), 4) if GPU else None,
+            "seconds_least": round(min(steps), 4) if GPU else None,
             "error_max": float((made.logits[:, -1] - want).abs().max()),
         }  # fmt: skip
 
@@ -215,19 +237,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="smallest sizes; runs without a GPU")
     parser.add_argument("--no-tests", action="store_true", help="do not run tests/kernels first")
+    parts = {"products": products, "convolutions": convolutions, "streams": streams, "models": models}
+    parser.add_argument("--only", nargs="+", choices=parts, help="some parts, without tests and generation")
     given = parser.parse_args()
     if not GPU and not given.tiny:
         raise SystemExit("no GPU that PyTorch can use; --tiny runs the same code in Triton's interpreter")
     machine = torch.cuda.get_device_name() if GPU else "no GPU: Triton's interpreter, nothing is timed"
     print(json.dumps({"name": "machine", "gpu": machine, "torch": torch.__version__, "triton": triton.__version__}))
-    if GPU and not given.no_tests:
+    if GPU and not given.no_tests and not given.only:
         with tempfile.TemporaryDirectory() as cache:
             command = [sys.executable, "-m", "pytest", "-q", "tests/kernels", "-o", f"cache_dir={cache}"]
             done = subprocess.run(command, cwd=ROOT, check=False)
         print(json.dumps({"name": "tests", "passed": done.returncode == 0}), flush=True)
-    print(json.dumps(generation()), flush=True)
-    for rows in (products, convolutions, streams, models):
-        for row in rows(given.tiny):
+    if not given.only:
+        print(json.dumps(generation()), flush=True)
+    for name in given.only or parts:
+        for row in parts[name](given.tiny):
             print(json.dumps(row), flush=True)
 
 

@@ -134,7 +134,9 @@ def ring_matmul_lines_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, lines
     if x0.is_meta:
         return shapes.ring_matmul_lines_pair(x0, y0, x1, y1, lines)
     matmul_rows.check_inside("ring_matmul_lines", lines, len(y0))
-    made: Tensor = _gpu("matmul", "lines_product", x1, y1, lines, _gpu("matmul", "lines_product", x0, y0, lines), writes=1)
+    made: Tensor = _gpu(
+        "matmul", "lines_product", x1, y1, lines, _gpu("matmul", "lines_product", x0, y0, lines), writes=1
+    )
     return made
 
 

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from private_llm.config import PrivateConfig
 from private_llm.errors import PartyFailed
-from private_llm.kernels.parallel import threads_per_node
+from private_llm.kernels.parallel import threads_per_node, usable_cores
 from private_llm.net.addresses import hosts_of, open_named_listeners
 from private_llm.net.rendezvous import connect
 from private_llm.net.sockets import SocketTransport
@@ -115,7 +115,7 @@ def start_servers(
 
 
 def _spawn(config: PrivateConfig, listeners: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
-    threads = max(1, (os.cpu_count() or 1) // config.endpoints)
+    threads = max(1, usable_cores() // config.endpoints)
     if config.protocol == "cascade" and config.plan is not None:
         threads = threads_per_node(config.plan.alpha)
     return subprocess.Popen(

@@ -25,5 +25,9 @@ class PlacedTransport(PassingTransport):
         """As the inner transport, from main memory."""
         self._inner.send(to, tag, payload.cpu() if payload.is_cuda else payload)
 
+    def in_main_memory(self) -> Transport:
+        """The inner links."""
+        return self._inner
+
     def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return self._inner._recv(frm, tag, shape, dtype).to(self._where())

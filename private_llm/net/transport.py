@@ -98,6 +98,10 @@ class Transport(ABC):
         """
         return ()
 
+    def in_main_memory(self) -> Transport:
+        """These links without moves to other devices."""
+        return self
+
     def name_of(self, endpoint: int) -> str:
         """How the machine behind an endpoint number is called."""
         return endpoint_name(endpoint)

@@ -20,6 +20,13 @@ from private_llm.replay.program import Arena, Inner, Outside
 
 _CAPTURING = threading.Lock()
 """Parties may be threads; they need not capture at once."""
+_NEVER = -1
+"""The number of no segment."""
+_ROOM = frozenset({
+    torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
+})  # fmt: skip
+"""Operations that take memory and compute nothing."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Node:
-    """An operation of PyTorch or a kernel; tensors that change are slots, others are constants. made: of its results."""
+    """An operation of PyTorch or a kernel; tensors that change are slots, others are constants. made: its results."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -171,13 +178,15 @@ class GraphProgram:
         with _CAPTURING, torch.cuda.stream(stream):
             for number, segment in enumerate(self._segments):
                 graph = None
-                if segment.nodes:
+                if any(map(_computes, segment.nodes)):
                     graph = torch.cuda.CUDAGraph()
                     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                     try:
                         self._nodes(segment, number, found)
                     finally:
                         graph.capture_end()
+                else:  # what is made here is held: later graphs read it
+                    self._nodes(segment, _NEVER, found)
                 self._graphs.append(graph)
         torch.cuda.current_stream().wait_stream(stream)
         self._kept = found
@@ -198,6 +207,16 @@ class _Stretch:
             x = fixed[slot]
             fixed[slot] = self.there[at : at + size].view(x.dtype).view(x.shape)
             at += -(-size // masks.block) * masks.block
+
+
+def _computes(node: Node) -> bool:
+    """Whether a GPU has something to do: not for views, and for memory that is only taken."""
+    if not isinstance(node.function, torch._ops.OpOverload):
+        return True
+    if node.function in _ROOM:
+        return False
+    aliases = [each.alias_info for each in node.function._schema.returns]
+    return not aliases or any(each is None or each.is_write for each in aliases)
 
 
 def _segments(events: Sequence[Event]) -> Sequence[_Segment]:

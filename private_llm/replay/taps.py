@@ -150,7 +150,8 @@ class Live:
     def __init__(self, transport: Transport, streams: Sequence[Prg]) -> None:
         self.transport = transport
         self._streams = streams
-        self.send, self.receive = transport._send, transport._recv
+        links = transport.in_main_memory()  # programs of a GPU move what they send and receive
+        self.send, self.receive = links._send, links._recv
         self._direct = Direct(transport.ends)
 
     def direct(self) -> Direct:

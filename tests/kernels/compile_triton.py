@@ -11,8 +11,9 @@ from triton.compiler import ASTSource
 from private_llm.kernels.backends.triton import attention as triton_attention
 from private_llm.kernels.backends.triton import bits as triton_bits
 from private_llm.kernels.backends.triton import conv as triton_conv
+from private_llm.kernels.backends.triton import few_rows as triton_few_rows
 from private_llm.kernels.backends.triton import gather as triton_gather
-from private_llm.kernels.backends.triton import matmul as triton_matmul
+from private_llm.kernels.backends.triton import planes as triton_planes
 from private_llm.kernels.backends.triton import prg as triton_prg
 from private_llm.kernels.backends.triton import trunc as triton_trunc
 
@@ -46,12 +47,20 @@ def main() -> None:
         build(triton_bits.inject_products_kernel, table | pointers(ring, "lam out"), {"BN": 512})
         terms = table | pointers(ring, "m mine shares s_lam w c out")
         build(triton_bits.inject_terms_kernel, terms, {"W_EACH": 0, "C_EACH": 1, "FIRST": True, "BN": 512})
-        digits = {"LIMBS": bits // 8, "SHIFT": -128, "ADD": True, "CHUNK": triton_matmul.CHUNK}
+        digits = {"LIMBS": bits // 8, "SHIFT": -128, "ADD": True, "CHUNK": triton_conv.CHUNK}
         tile = digits | {"BM": 16, "BN": 16, "BK": 32}
         matrices = pointers(ring, "x y out") | {"listed": WORDS}
         for by_column, by_row in ((False, False), (True, False), (False, True)):
-            listed = {"LISTED_N": by_column, "LISTED_K": by_row}
-            build(triton_matmul.matmul_kernel, matrices, tile | listed, num_warps=2, num_stages=1)
+            listed = {"LISTED_N": by_column, "LISTED_K": by_row, "ROWS": 2, "SHARE": 2, "BM": 1, "BN": 16, "BK": 32}
+            build(triton_few_rows.few_rows_kernel, matrices, listed, num_warps=2)
+        limbs, taken = {"LIMBS": bits // 8}, {"SHIFT": -128, "BR": 32, "BK": 64}
+        build(triton_planes.take_apart_kernel, {"x": ring, "out": "*i8"}, limbs | taken)
+        for tried in triton_planes.TUNER.tiles[::3]:
+            of_tile = limbs | {"SHARE": tried.share, "BM": tried.rows, "BN": tried.columns, "BK": tried.inner}
+            how = {"num_warps": tried.warps, "num_stages": tried.stages}
+            build(triton_planes.planes_kernel, {"x": "*i8", "y": "*i8", "sums": TABLE}, of_tile, **how)
+        summed = limbs | {"SHARE": 4, "ADD": True, "BLOCK": 1024}
+        build(triton_planes.add_up_kernel, {"sums": TABLE, "out": ring}, summed)
         build(triton_conv.conv_kernel, pointers(ring, "x w out"), tile | {"KH": 3, "KW": 2}, num_warps=2, num_stages=1)
         build(triton_gather.gather_kernel, pointers(ring, "table out") | {"index": WORDS}, {"BW": triton_gather.WORDS})
     values = pointers(WORDS, "values words")

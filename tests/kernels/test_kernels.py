@@ -61,38 +61,83 @@ def test_triton_kernel_equals_the_reference(case: Case) -> None:
         same(run(interpreted(case), case), expected(case))
 
 
+def triton_module(name: str) -> Any:
+    pytest.importorskip("triton")
+    return importlib.import_module(f"private_llm.kernels.backends.triton.{name}")
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def test_accumulators_of_digit_products_are_added_up_before_they_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Per k at most LIMBS products of magnitude 2^14 reach one int32; chunks are exercised with a shorter one."""
-    module = pytest.importorskip("triton") and importlib.import_module("private_llm.kernels.backends.triton.matmul")
-    convolution = importlib.import_module("private_llm.kernels.backends.triton.conv")
-    assert 8 * 2**14 * module.CHUNK < 2**31
-    assert all(module.CHUNK % tile.inner == 0 for tile in module.TUNER.tiles)
-    monkeypatch.setattr(module, "CHUNK", 64)
-    x = Draw("chunks").ring(RING64, 3, 5 * 32 + 1)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    case = Case("ring_matmul", "chunks", (x, x.mT))
-    same(run(module.product, case, device), expected(case))
+    convolution = triton_module("conv")
+    assert 8 * 2**14 * convolution.CHUNK < 2**31
+    assert all(convolution.CHUNK % tile.inner == 0 for tile in convolution.TUNER.tiles)
+    monkeypatch.setattr(convolution, "CHUNK", 64)
     images = Draw("chunks").ring(RING64, 2, 17, 3, 3)
     case = Case("ring_conv2d", "chunks", (images, images, (1, 1), (1, 1), (1, 1), 1))
-    same(run(convolution.product, case, device), expected(case))
+    same(run(convolution.product, case, device()), expected(case))
 
 
-@pytest.mark.parametrize("number", range(7))
-def test_every_tile_gives_the_same_result(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    modules = [importlib.import_module(f"private_llm.kernels.backends.triton.{name}") for name in ("matmul", "conv")]
-    tiles = modules[0].TUNER.tiles
-    assert len(tiles) == 7
-    for module in modules:
-        monkeypatch.setattr(module, "TUNER", type(module.TUNER)([tiles[number]]))
-    device, draw = "cuda" if torch.cuda.is_available() else "cpu", Draw("tiles")
-    images, w = draw.ring(RING32, 2, 2, 5, 4), draw.ring(RING32, 3, 2, 2, 3)
-    cases = (
-        Case("ring_matmul", "tiles", (draw.ring(RING32, 18, 33), draw.ring(RING32, 33, 67))),
-        Case("ring_conv2d", "tiles", (images, w, (1, 1), (1, 1), (1, 1), 1)),
-    )
-    for module, case in zip(modules, cases, strict=True):
-        same(run(module.product, case, device), expected(case))
+def test_sums_of_planes_are_added_up_before_they_overflow() -> None:
+    """Of digit sums that are not shifted out of 32 bits, at most LIMBS / 2 meet per k."""
+    planes = triton_module("planes")
+    assert 4 * 2**14 * planes.CHUNK < 2**31
+    assert planes.CHUNK % planes.STEP == 0
+    assert all(planes.STEP % tile.inner == 0 for tile in planes.TUNER.tiles)
+
+
+@pytest.mark.parametrize("ring", [RING64, RING32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 3, 5, 7), (2, 70, 150, 33)], ids=str)
+def test_products_of_planes(shape: tuple[int, ...], ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts of the rows and of K, from operands of any strides, and added to what is there."""
+    planes = triton_module("planes")
+    (batch, rows, inner, columns), tiles = shape, planes.TUNER.tiles
+    draw = Draw("planes")
+    x, y = draw.ring(ring, batch, rows, inner), draw.ring(ring, batch, inner, columns)
+    want = reference.ring_matmul(x, y)
+    monkeypatch.setattr(planes, "TUNER", type(planes.TUNER)([tiles[0]]))
+    for chunk, sums in ((planes.CHUNK, planes.SUMS), (128, 1 << 13)):
+        monkeypatch.setattr(planes, "CHUNK", chunk)
+        monkeypatch.setattr(planes, "SUMS", sums)
+        for right in (y, y.mT.contiguous().mT):
+            made = torch.full_like(want, 7, device=device())
+            taken = planes.take_apart(x.to(device())), planes.take_apart(right.to(device()).mT)
+            planes.add_product(*taken, made, False)
+            assert torch.equal(made.cpu(), want)
+            planes.add_product(*taken, made, True)
+            assert torch.equal(made.cpu(), 2 * want)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_every_tile_of_few_rows_gives_the_same_result(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    few_rows = triton_module("few_rows")
+    draw = Draw("few rows")
+    x, y = draw.ring(RING64, rows, 300).to(device()), draw.ring(RING64, 300, 67).to(device())
+    want = reference.ring_matmul(x.cpu(), y.cpu())
+    for tile in few_rows.TUNER.tiles:
+        monkeypatch.setattr(few_rows, "TUNER", type(few_rows.TUNER)([tile]))
+        made = torch.ones_like(want, device=device())
+        few_rows.add_product(x[None], y[None], made[None])
+        assert torch.equal(made.cpu(), want + 1)
+
+
+@pytest.mark.parametrize(("name", "count"), [("planes", 4), ("conv", 3)])
+def test_every_tile_gives_the_same_result(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, draw = triton_module(name), Draw("tiles")
+    tiles = module.TUNER.tiles
+    assert len(tiles) == count
+    for tile in tiles:
+        monkeypatch.setattr(module, "TUNER", type(module.TUNER)([tile]))
+        if name == "conv":
+            images, w = draw.ring(RING32, 2, 2, 5, 4), draw.ring(RING32, 3, 2, 2, 3)
+            case = Case("ring_conv2d", "tiles", (images, w, (1, 1), (1, 1), (1, 1), 1))
+            same(run(module.product, case, device()), expected(case))
+        else:
+            case = Case("ring_matmul", "tiles", (draw.ring(RING32, 18, 33), draw.ring(RING32, 33, 67)))
+            same(run(triton_module("matmul").product, case, device()), expected(case))
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from private_llm_hf import patch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from private_llm.config import PrivateConfig
 from private_llm.kernels import exponential, ops, waves
 from private_llm.kernels.library import SCHEMAS
 from private_llm.kernels.watching import this_thread, watched_by
 from private_llm.net.transport import Transport
-from private_llm.replay import units
-from private_llm.replay.graph_recorder import GraphRecorder
-from private_llm.ring.prg import Prg
+from private_llm.protocols.session import Session
+from private_llm.protocols.share import Share
+from private_llm.replay import graph_recorder, modules, units
+from private_llm.replay.units import Replays, replays_of
 from private_llm.tensor import range_check
+from private_llm.tensor.fixed import Fixed
 from tests.replay import test_middles, test_programs
-from tests.replay.test_programs import CALLS, FUNCTIONS, run, some
-
-WRITES = {"trunc_helper": 0, "trunc_open": 0, "trunc_close": 0}
-"""Of kernels whose results are new tensors; others change their last argument if it is called `out`."""
+from tests.replay.test_programs import CALLS, FRAC, FUNCTIONS, run, some
+from tests.session import run_session
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +79,7 @@ def test_a_function_that_is_repeated(name: str, protocol: str) -> None:
     for got, given in zip(made, inputs, strict=True):
         assert torch.allclose(got, FUNCTIONS[name](given).double(), atol=2e-3)  # type: ignore[arg-type]
     want = {"plain": 1, "recorded": 1, "checked": 1, "repeated": CALLS - 3}
-    print([dict(each.refused) for each in held.values()])
+    assert not any(each.refused for each in held.values())
     assert [dict(held[party].counts) for party in range(3)] == [want] * 3
     plain = run(PrivateConfig.from_dict({"protocol": protocol, "replay": False}), FUNCTIONS[name], inputs)
     assert ledgers == plain[2], "the same bytes, rounds and multiply-adds under the same names"
@@ -87,5 +90,120 @@ def test_a_middle_that_differs_from_call_to_call(protocol: str) -> None:
     test_middles.test_a_middle_that_differs_from_call_to_call(protocol)
 
 
-def test_masks_never_repeat() -> None:
-    test_programs.test_masks_never_repeat()
+@pytest.mark.parametrize(
+    "same",
+    [
+        test_programs.test_masks_never_repeat,
+        test_programs.test_what_depends_on_values_is_refused,
+        test_programs.test_a_program_that_is_wrong_is_found_before_it_is_used,
+        test_middles.test_public_values_that_are_computed_are_refused,
+        test_middles.test_what_has_no_middle_or_two_stays_in_python,
+    ],
+)
+def test_what_holds_of_programs_holds_of_graphs(same: Callable[[], None]) -> None:
+    same()
+
+
+def test_streams_that_a_gpu_makes_itself_give_the_same_masks() -> None:
+    """A graph takes them from main memory."""
+    made, held, _ = run(PrivateConfig(prg="chacha20"), F.gelu, some(2, (3, 65)))
+    assert all(
+        torch.allclose(got, F.gelu(x).double(), atol=2e-3) for got, x in zip(made, some(2, (3, 65)), strict=True)
+    )
+    assert held[1].counts["repeated"] == CALLS - 3
+
+
+def repeats(function: Callable[[Fixed, int], Tensor]) -> list[dict[str, dict[str, int]]]:
+    """`function` of a share and the number of the call, six times at each party: counts, and why it was refused."""
+    found: list[dict[str, dict[str, int]]] = []
+
+    def party(session: Session, transport: Transport) -> None:
+        x, replays, calls = Fixed(session, session.protocol.receive_input((2, 8)), FRAC), Replays(), [0]
+
+        def compute(values: Sequence[Fixed]) -> tuple[Sequence[Fixed], tuple[()]]:
+            calls[0] += 1
+            part = function(values[0], calls[0])
+            return [values[0].with_share(Share((part, *values[0].share.parts[1:])))], ()
+
+        want = function(x, 0)
+        for _ in range(6):
+            made, _ = replays.run(session, "unit", [x], compute)
+            if not torch.equal(made[0].share.parts[0], want):
+                raise RuntimeError("another result")
+        found.append({"counts": dict(replays.counts), "refused": dict(replays.refused)})
+
+    run_session(PrivateConfig(), party, lambda end: end.share(torch.arange(16).view(2, 8) << FRAC))
+    return found
+
+
+def test_memory_that_a_step_fills_begins_anew_and_constants_are_kept() -> None:
+    table = torch.arange(8)
+
+    def function(x: Fixed, call: int) -> Tensor:
+        part = x.share.parts[0]
+        sums = torch.zeros_like(part)
+        first = sums[0]
+        first += part[0]
+        sums.index_add_(0, torch.tensor([1, 1]), part)
+        low, high = (table * 2 + 1).split(4)
+        return torch.cat([sums[:, :4] * low, sums[:, 4:] * high], 1) + torch.full((2, 8), 3)
+
+    for each in repeats(function):
+        assert each == {"counts": {"plain": 1, "recorded": 1, "checked": 1, "repeated": 3}, "refused": {}}
+
+
+def test_what_reaches_beyond_a_step_is_refused() -> None:
+    before, kept = torch.zeros(2, 8, dtype=torch.int64), []
+
+    def writes(x: Fixed, call: int) -> Tensor:
+        before.copy_(x.share.parts[0])
+        return before + 1
+
+    def keeps(x: Fixed, call: int) -> Tensor:
+        kept.append(x.share.parts[0] * 3)
+        return x.share.parts[0] + 1
+
+    def chooses(x: Fixed, call: int) -> Tensor:
+        part = x.share.parts[0]
+        return torch.zeros_like(part) if not part[part > part].numel() else part
+
+    for function, reason in (
+        (writes, "writes to memory of before"),
+        (keeps, "outlives the step"),
+        (chooses, "depends on values"),
+    ):
+        for each in repeats(function):
+            assert set(each["counts"]) == {"plain", "recorded"}
+            assert [reason in why for why in each["refused"]] == [True], each
+
+
+def test_a_step_that_is_too_large_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_recorder, "MOST_RECORDED", 1 << 10)
+    for each in repeats(lambda x, call: x.share.parts[0].repeat(8, 8)[:2, :8] + 1):
+        assert set(each["refused"]) == {"more than 0 MiB in one step"}
+
+
+def test_a_model_is_repeated_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph reads the weights with which it was captured, so layers that are alike have one each."""
+    met: list[Replays] = []
+
+    def followed(session: Session) -> Replays | None:
+        found = replays_of(session)
+        if found is not None and found not in met:
+            met.append(found)
+        return found
+
+    for module in (units, modules):
+        monkeypatch.setattr(module, "replays_of", followed)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, num_attention_heads=2, num_hidden_layers=2, vocab_size=64, intermediate_size=48
+    )
+    model = LlamaForCausalLM(config).eval()
+    ids = torch.arange(1, 7)[None]
+    how: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(ids, **how)
+    with patch(model, PrivateConfig()) as private:
+        assert torch.equal(private.generate(ids, **how), want)
+    assert len(met) == 3
+    assert all(each.counts["repeated"] > each.counts["recorded"] > 0 and not each.refused for each in met)

@@ -27,7 +27,8 @@ TUNER = Tuner(
 @triton.jit
 def few_rows_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     x, y, listed, out, M, N, K, x_batch, x_row, x_col, y_batch, y_row, y_col,  # noqa: ANN001
-    LISTED_N: tl.constexpr, LISTED_K: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    LISTED_N: tl.constexpr, LISTED_K: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out [B, M, N] += x y for x [B, M, K], y [B, K, N] of any strides, M <= ROWS; a program takes SHARE BK of K.
 
