@@ -127,7 +127,7 @@ class PrivateConfig:
     waits (rows beyond the batch idle). rotate_roles: in each of them another party plays each role, so that all parties
     and links carry the same; each party then holds a weight share for each different assignment of roles (for trio
     min(parallel_sessions, 6)). prg: cipher of the parties' common streams: "aes" (made on the CPU) or "chacha20" (made
-    on the GPU if shares live there).
+    on the GPU if shares live there, but for steps that are repeated).
     party_mode: "threads" or "processes" on this machine, "remote" (addresses in `hosts`), "distributed" (one
     process per party under torchrun or Accelerate's launcher, the client last), or "auto".
     trusted_network: let "distributed" span machines although torch.distributed does not encrypt.
@@ -149,8 +149,9 @@ class PrivateConfig:
     weights that are mapped to "disk" and come from the client (with a share file it reads that file instead).
     offline_folder: where a party keeps what `model.preprocess` stores (default: the system's temporary folder).
     replay: run steps that repeat, such as decoding a token, as recorded programs, without Python; False: always Python
-    (same messages, same results). Under trio and dealer, in the 64-bit ring, on CPUs, up to 16 rows; modules whose
-    weights are public, or whose products are faster on several threads, stay in Python. Endpoints need not agree.
+    (same messages, same results). Under trio and dealer, in the 64-bit ring, on CPUs and on one GPU without a
+    device_map (as CUDA graphs), up to 16 rows; modules whose weights are public, or whose products are faster on
+    several threads, stay in Python. Endpoints need not agree.
     calibrate: run the owner's plaintext model on a bundled text before its weights are shared, and give every module
     the public powers of two that its values need (docs/ranges.md); False: one size for all, and larger messages.
     guard: check inside the protocol that values stay in their ranges; the client alone learns one bit per call, and

@@ -6,8 +6,8 @@ python scripts/bench_gpu.py --only products models    some parts
 python scripts/bench_gpu.py --tiny       the same code on the smallest sizes, without a GPU in Triton's interpreter
 
 One JSON object per line. A ring product is compared with two other ways to compute it on a GPU (four 16-bit limbs in
-float64 matrix products; plain int64 multiplications) and with the int8 peak: what `torch._int_mm` reaches at the same
-size, divided by the 36 (64 bits) or 10 (32 bits) digit products that the ring needs.
+float64 matrix products; plain int64 multiplications) and with what `torch._int_mm` reaches at the same size, divided
+by the 36 (64 bits) or 10 (32 bits) digit products that the ring needs. TMAC/s are 10^12 multiply-adds a second.
 """
 
 from __future__ import annotations
@@ -190,8 +190,9 @@ def generation() -> dict[str, Any]:
 def models(tiny: bool) -> Iterator[dict[str, Any]]:
     """GPT-2 small, and two layers of LLaMA-7B, random weights: a pass over a prompt, and tokens behind it.
 
-    All parties share the GPU, as threads of this process or as processes. The first tokens record the steps as CUDA
-    graphs: seconds a token are the median of the later ones. The last logits are compared with plaintext.
+    All parties share the GPU, as threads of this process or as processes, or this machine's cores. The first tokens
+    record the steps as CUDA graphs: seconds a token are the median of the later ones. The last logits are compared with
+    plaintext.
     """
     narrow = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 96}
     sizes = {"vocab_size": 1024}  # the published sizes, but for these
@@ -208,11 +209,12 @@ def models(tiny: bool) -> Iterator[dict[str, Any]]:
         ),
     )
     prompt, recording, further = (5, 2, 2) if tiny else (128, 6, 9)
-    for (name, config), mode in itertools.product(shapes, ("threads",) if tiny else ("threads", "processes")):
+    ways = ((DEVICE, "threads"),) if tiny else ((DEVICE, "threads"), (DEVICE, "processes"), ("cpu", "processes"))
+    for (name, config), (device, mode) in itertools.product(shapes, ways):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).eval()
         ids = (torch.arange(prompt + recording + further) * 37 % config.vocab_size)[None]
-        settings = PrivateConfig.from_dict({"device": DEVICE, "party_mode": mode, "calibrate": False})
+        settings = PrivateConfig.from_dict({"device": device, "party_mode": mode, "calibrate": False})
         with torch.no_grad(), patch(model, settings) as private:
             want = model(ids).logits[:, -1]
             private(ids[:, :prompt])  # compiles and tunes kernels
@@ -224,7 +226,7 @@ def models(tiny: bool) -> Iterator[dict[str, Any]]:
                 made = private(ids[:, at : at + 1], past_key_values=made.past_key_values, use_cache=True)
                 steps.append(time.perf_counter() - began)
         yield {
-            "name": "model", "model": name, "shape": [1, prompt, recording + further], "parties_on": DEVICE,
+            "name": "model", "model": name, "shape": [1, prompt, recording + further], "parties_on": device,
             "parties_as": mode, "seconds_prompt": round(first, 4) if GPU else None,
             "seconds_per_token": round(statistics.median(steps[recording:]), 4) if GPU else None,
             "seconds_least": round(min(steps), 4) if GPU else None,

@@ -373,7 +373,7 @@ def captures(session: Session) -> bool:
 
 
 def replays_of(session: Session) -> Replays | None:
-    """The programs of a session, None where steps are not repeated: with `replay=False`, on several devices, in a
+    """The programs of a session, None where steps are not repeated: with `replay=False`, with a device map, in a
     32-bit ring, while costs are counted, where each row of a batch has its own verdict, and inside a step that is
     recorded.
     """

@@ -163,6 +163,24 @@ def test_auto_keeps_seeds_where_memory_is_short(monkeypatch: pytest.MonkeyPatch)
     assert planned(session, device_map={"": "cpu", "a": "disk"}) == [True] * 3
 
 
+@pytest.mark.parametrize(
+    ("settings", "each"),
+    [
+        ({"device": "cuda"}, 300), ({"device": "cuda:1"}, 200), ({"device_map": "auto"}, 200),
+        ({"device": "cuda", "party_mode": "remote", "hosts": ["a:1", "b:1", "c:1"], "tls": None}, 600),
+    ],
+)  # fmt: skip
+def test_parties_that_share_a_gpu_have_a_part_of_it_each(
+    settings: dict[str, Any], each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two GPUs: of three parties two are on the first one, or all on the same, or on both."""
+    monkeypatch.setattr(at_rest, "get_max_memory", lambda limits: limits or {0: 600, 1: 600, "cpu": 1 << 40})
+    if settings.get("party_mode") == "remote":
+        settings = settings | {"allow_plain_loopback": True, "hosts": [f"127.0.0.1:{n}" for n in (1, 2, 3)]}
+    free = at_rest.free_memory(PrivateConfig.from_dict(settings))
+    assert (free[0], free[1]) == (each, each)
+
+
 def test_auto_keeps_seeds_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     def session(config: PrivateConfig, party: int) -> Session:
         return type("_", (), {"config": config, "party": party, "device": "cpu"})()  # type: ignore[no-any-return]

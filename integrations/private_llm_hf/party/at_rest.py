@@ -61,8 +61,9 @@ def _room(session: Session) -> float:
 
 
 def free_memory(config: PrivateConfig) -> dict[int | str, int]:
-    """Bytes that a party may use of each device, or those of `max_memory`: of main memory, which parties that run on
-    one machine share, this one's part. Raises ConfigError for a max_memory that accelerate does not take.
+    """Bytes that a party may use of each device, or those of `max_memory`: of what parties that run on one machine
+    share (main memory, and a GPU where there are fewer of them), this one's part. Raises ConfigError for a max_memory
+    that accelerate does not take.
     """
     limits = None
     if config.max_memory is not None:
@@ -74,6 +75,10 @@ def free_memory(config: PrivateConfig) -> dict[int | str, int]:
     if limits is None:
         together = 1 if config.party_mode in ("remote", "distributed") else config.parties
         free["cpu"] = min(free["cpu"], memory_bytes()) // together
+        gpus = [where for where in free if isinstance(where, int)]
+        each_its_own = config.device == "cuda" and config.device_map is None
+        for gpu in gpus:
+            free[gpu] //= -(-together // len(gpus)) if each_its_own else together
     return free
 
 

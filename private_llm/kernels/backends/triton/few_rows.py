@@ -1,7 +1,8 @@
-"""Ring products of a few rows with a matrix on GPUs (Triton): integer multiplications, as fast as the matrix is read.
+"""Ring products of a few rows with a matrix on GPUs (Triton): integer multiplications.
 
-A decoded token is a row, so a product of digits would take y apart for one use; 64-bit multiplications of all that is
-read take less time than to read it. Parts of K are summed by different programs and added to the result atomically.
+A decoded token is a row, so a product of digits would take y apart for one use; for one row, 64-bit multiplications of
+all that is read take less time than to read it. Parts of K are summed by different programs and added to the result
+atomically.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from private_llm.kernels.backends.triton.tuning import Tile, Tuner, size_range
 
 MOST = 8
-"""Rows of x. (4 rows of 4096 elements and a matrix of 4096 x 4096 take 0.054 ms on an H200, 16 rows 0.15 ms.)"""
+"""Rows of x. With a weight of 4096 x 4096 that lies turned, 1, 4 and 16 rows take 44, 77 and 302 us on an H200."""
 TUNER = Tuner(
     tuple(
         Tile(1, columns, inner, warps, share=share)

@@ -1,6 +1,6 @@
 """Ring matrix products on GPUs (Triton) over digit planes: each digit of an operand is an int8 matrix of its own.
 
-Operands are taken apart once (x = sum_i d_i 256^i, balanced digits as in `matmul`) into planes [L, B, rows, K], K side
+Operands are taken apart once (x = sum_i d_i 256^i, balanced digits as in `digits`) into planes [L, B, rows, K], K side
 by side, as the tensor cores want their tiles: no digit is made twice, and none in registers between two products.
 Products of planes with one digit sum s = i + j < L (L = 8, or 4 for 32 bits) are shifted alike, so they add up in one
 int32 accumulator: a program makes up to `share` of them, for one tile, and `add_up_kernel` adds up what all made.
