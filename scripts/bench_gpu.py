@@ -137,7 +137,7 @@ def _planes(x: Tensor, y: Tensor, macs: int) -> float | None:
     """The same where both operands lie in planes already."""
     left, right = triton_planes.take_apart(x[None]), triton_planes.take_apart(y.mT[None])
     out = torch.empty((1, x.shape[0], y.shape[1]), dtype=x.dtype, device=x.device)
-    return rate(macs, seconds(lambda: triton_planes.add_product(left, right, out, False)))
+    return rate(macs, seconds(lambda: triton_planes.product_of_planes(left, right, out, False)))
 
 
 def convolutions(tiny: bool) -> Iterator[dict[str, Any]]:

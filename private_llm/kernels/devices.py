@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from private_llm.errors import ConfigError
+
+ALONE = threading.RLock()
+"""Held while a CUDA graph is captured, and while kernels are timed, which waits for the whole GPU and so would break a
+capture of another thread."""
 
 
 def device_for(name: str, party: int) -> torch.device:

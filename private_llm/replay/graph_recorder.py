@@ -22,7 +22,18 @@ from private_llm.errors import UnsupportedOp
 from private_llm.kernels.drawn import DrawnTensor
 from private_llm.kernels.watching import Watcher, watched_by
 from private_llm.net.transport import Transport
-from private_llm.replay.graphs import Awaiting, GraphProgram, Leaving, Masks, Node, Sending, Slot, Stop, slots_of
+from private_llm.replay.graphs import (
+    Awaiting,
+    GraphProgram,
+    Leaving,
+    Masks,
+    Node,
+    Pool,
+    Sending,
+    Slot,
+    Stop,
+    slots_of,
+)
 from private_llm.replay.loops import MOVES
 from private_llm.replay.operations import UNFORESEEN, all_written_by, tensors_of
 from private_llm.replay.publics import Encoding, Publics
@@ -43,12 +54,14 @@ class _Seen:
 class GraphRecorder(Watcher, Tap):
     """Records while `operations` is the mode of PyTorch, it watches the thread, and is the party's links."""
 
-    def __init__(self, transport: Transport, streams: Sequence[Prg], device: torch.device) -> None:
-        """device: where the party computes."""
+    def __init__(
+        self, transport: Transport, streams: Sequence[Prg], device: torch.device, pool: Pool
+    ) -> None:  # fmt: skip
+        """device: where the party computes. pool: the memory of its graphs."""
         Tap.__init__(self, transport)
         self.reason: str | None = None
         self.publics = Publics()
-        self._streams, self._device = list(streams), device
+        self._streams, self._device, self._pool = list(streams), device, pool
         self._events: list[_Seen | Stop] = []
         self._tensors: list[Tensor] = []  # by slot; as long as they live, no other one has their number
         self._slots: dict[int, Slot] = {}
@@ -114,7 +127,7 @@ class GraphRecorder(Watcher, Tap):
             results = [x.contiguous().clone() for x in made]
             if self.reason is None:
                 inputs = [self._used(x) for x in given]
-                if all(isinstance(x, Slot) for x in inputs):
+                if all(isinstance(slot, Slot) and self._changes(x) for slot, x in zip(inputs, given, strict=True)):
                     outputs = tuple([self.given(x) for x in results])
                     self._events.append(Leaving(tuple([x for x in inputs if isinstance(x, Slot)]), outputs))
                     self._behind += 1
@@ -287,12 +300,19 @@ class GraphRecorder(Watcher, Tap):
             Masks(stream, behind, tuple(slots), self._streams[stream].block)
             for (stream, behind), slots in self._masks.items()
         ]
+        for each in filled:
+            if isinstance(each, Node) and any(map(self._elsewhere, tensors_of([each.arguments, *each.named.values()]))):
+                raise UnsupportedOp(f"{_name(each.function)}: an operand that is not on {self._device}")
         returned = {_memory(x) for x in (*outputs, *self.publics.all())}
         changing, left = self._changing, [weakref.ref(x) for x in self._tensors]
         self._tensors, self._fixed = [], {}
         if any(x is not None and _memory(x) in changing - returned for x in (each() for each in left)):
             raise UnsupportedOp("a value that outlives the step")
-        return GraphProgram(filled, inputs, results, masks, fixed, self._device)
+        return GraphProgram(filled, inputs, results, masks, fixed, self._device, self._pool)
+
+    def _elsewhere(self, x: Tensor) -> bool:
+        """Whether an operation would have to move x; single numbers are read when it is called."""
+        return x.device != self._device and x.dim() > 0
 
     def _needed(self) -> tuple[list[Node | Stop], set[Slot]]:
         """Events but for nodes whose results are the same every time, and the slots of these results."""
@@ -301,9 +321,11 @@ class GraphRecorder(Watcher, Tap):
         for event in self._events:
             if not isinstance(event, _Seen):
                 events.append(event)
+            elif event.changes:
+                events.append(event.node)
             elif self._fixed.keys() & set(event.node.made):
                 continue  # masks, as they were drawn
-            elif event.changes or event.memories & self._written:
+            elif event.memories & self._written:
                 events.append(event.node)
             else:
                 dropped |= set(event.node.made)

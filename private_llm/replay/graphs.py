@@ -1,32 +1,46 @@
 """A recorded step on a GPU: what is computed between two messages is one CUDA graph, started by one call.
 
-Operations and kernels are repeated as they were called, on the same memory, which belongs to the program: graphs of one
-program share a pool and always run in the same order. Masks are drawn at the beginning, in main memory, from the same
-streams as the operations would draw them, and copied; messages go through main memory, as always.
+Operations and kernels are repeated as they were called, on the same memory. Programs of which none runs within another
+share a pool: what one leaves there another may overwrite, but for what it sends, gives to Python or returns. Masks are
+drawn at the beginning and behind each middle, in main memory, from the same streams as the operations would draw them,
+and copied; messages go through main memory, as always.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from private_llm.errors import DomainError
+from private_llm.errors import DomainError, UnsupportedOp
+from private_llm.kernels.devices import ALONE
 from private_llm.replay.program import Arena, Inner, Outside
 
-_CAPTURING = threading.Lock()
-"""Parties may be threads; they need not capture at once."""
-_NEVER = -1
-"""The number of no segment."""
+_FAILED = threading.Event()
+"""A capture failed in this process: PyTorch's allocator may believe that it still goes on, so there is no other one."""
 _ROOM = frozenset({
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
 })  # fmt: skip
 """Operations that take memory and compute nothing."""
+
+
+class Pool:
+    """The memory that graphs of several programs share."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def handle(self) -> Any:  # noqa: ANN401 - PyTorch's
+        """As a capture takes it."""
+        if self._handle is None:
+            self._handle = torch.cuda.graph_pool_handle()
+        return self._handle
 
 
 @dataclass(frozen=True)
@@ -93,13 +107,18 @@ class _Segment:
     nodes: tuple[Node, ...]
     stop: Stop | None
 
+    @property
+    def computes(self) -> bool:
+        """Whether a GPU has something to do: a graph of nothing is refused."""
+        return any(map(_computes, self.nodes))
+
 
 class GraphProgram:
-    """The same step again. held: bytes of its own memory for what comes in, and of constants."""
+    """The same step again. held, size: bytes of its own memory for what comes in."""
 
     def __init__(
         self, events: Sequence[Event], inputs: Sequence[Slot], outputs: Sequence[Slot | Tensor],
-        masks: Sequence[Masks], fixed: Mapping[Slot, Tensor], device: torch.device,
+        masks: Sequence[Masks], fixed: Mapping[Slot, Tensor], device: torch.device, pool: Pool,
     ) -> None:  # fmt: skip
         """fixed: memory of what comes in from outside. Raises UnsupportedOp or an error of CUDA for no graph."""
         self._inputs, self._outputs, self._device = list(inputs), list(outputs), device
@@ -113,9 +132,9 @@ class GraphProgram:
         self._kept: dict[Slot, Tensor] = {}
         if device.type == "cuda":
             with torch.cuda.device(device):
-                self._compute(dict(self._fixed))  # whatever is compiled or uploaded at a first call is so now
+                self._compute(dict(self._fixed))  # whatever is compiled, uploaded or tuned at a first call is so now
                 torch.cuda.current_stream().synchronize()
-                self._capture()
+                self._capture(pool)
 
     def run(
         self, outside: Outside, arena: Arena, given: Sequence[Tensor], weights: Sequence[int], middle: Inner | None
@@ -148,7 +167,7 @@ class GraphProgram:
                         self._fixed[slot].copy_(x)
                     left += 1
                     self._draw(outside, left)
-        return [found[x].clone() if isinstance(x, Slot) else x for x in self._outputs]
+        return [(found[x] if isinstance(x, Slot) else x).clone() for x in self._outputs]
 
     def _draw(self, outside: Outside, behind: int) -> None:
         for stretch in self._masks:
@@ -170,23 +189,29 @@ class GraphProgram:
         for number, segment in enumerate(self._segments):
             self._nodes(segment, number, found)
 
-    def _capture(self) -> None:
-        """A graph of each segment that computes."""
+    def _capture(self, pool: Pool) -> None:
+        """A graph of each segment that computes. Raises UnsupportedOp where an earlier capture failed."""
+        if _FAILED.is_set():
+            raise UnsupportedOp("no graphs: a capture failed in this process")
         self._graphs, found = [], dict(self._fixed)
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+        stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream())
-        with _CAPTURING, torch.cuda.stream(stream):
+        with ALONE, torch.cuda.stream(stream):
             for number, segment in enumerate(self._segments):
                 graph = None
-                if any(map(_computes, segment.nodes)):
+                if segment.computes:
                     graph = torch.cuda.CUDAGraph()
-                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                    graph.capture_begin(pool=pool.handle(), capture_error_mode="thread_local")
                     try:
                         self._nodes(segment, number, found)
-                    finally:
-                        graph.capture_end()
-                else:  # what is made here is held: later graphs read it
-                    self._nodes(segment, _NEVER, found)
+                    except Exception:
+                        _FAILED.set()
+                        with suppress(RuntimeError):  # which would hide why
+                            graph.capture_end()
+                        raise
+                    graph.capture_end()
+                else:
+                    self._nodes(segment, number, found)
                 self._graphs.append(graph)
         torch.cuda.current_stream().wait_stream(stream)
         self._kept = found
@@ -232,10 +257,15 @@ def _segments(events: Sequence[Event]) -> Sequence[_Segment]:
 
 
 def _last_uses(segments: Sequence[_Segment], outputs: Sequence[object]) -> dict[int, list[Slot]]:
-    """Slots by the number of the segment behind which nobody needs them; what is sent or returned is kept."""
+    """Slots by the number of the segment behind which nobody needs them.
+
+    Kept is what is sent or returned, and what lies outside the pool, since graphs write to it in each run.
+    """
     last: dict[Slot, int] = {}
     kept = {x for x in outputs if isinstance(x, Slot)}
     for number, segment in enumerate(segments):
+        if not segment.computes:
+            kept |= {slot for node in segment.nodes for slot in node.made}
         for node in segment.nodes:
             for slot in (*slots_of(node.arguments), *slots_of(node.named), *node.made):
                 last[slot] = number

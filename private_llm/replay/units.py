@@ -28,7 +28,7 @@ from private_llm.protocols.session import Owed, Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import QUANTITIES
 from private_llm.replay.graph_recorder import GraphRecorder
-from private_llm.replay.graphs import GraphProgram
+from private_llm.replay.graphs import GraphProgram, Pool
 from private_llm.replay.middle import Middle, this_call
 from private_llm.replay.program import Arena, Inner, Program
 from private_llm.replay.publics import Encoding
@@ -110,6 +110,7 @@ class Replays:
         self.waits = False
         """Whether a larger unit is computed for the first time, within which nothing is recorded."""
         self._arenas = (Arena(), Arena())  # the second one is for what is computed in a middle
+        self._pools = (Pool(), Pool())
         self._inside = 0
         self._live: Live | None = None
 
@@ -126,7 +127,8 @@ class Replays:
         key: all that decides what is computed, but sizes and the owner's weights. patience: calls before one is
         recorded. middle: what of this call stays in Python.
         """
-        alone = owner.name if captures(session) else ""  # a graph reads the memories with which it was captured
+        # a graph reads the memories with which it was captured, in the pool of its place
+        alone = (owner.name, self._place) if captures(session) else ()
         unit = self._unit((key, alone, tuple([(tuple(x.shape), x.form, len(x.share.parts)) for x in inputs])))
         unit.calls += 1
         if owner.name in unit.checked and unit.kept is not None:
@@ -181,8 +183,13 @@ class Replays:
             self._inside -= 1
 
     @property
+    def _place(self) -> int:
+        """1 within a middle, whose programs run in memory of their own, else 0."""
+        return min(self._inside, 1)
+
+    @property
     def _arena(self) -> Arena:
-        return self._arenas[min(self._inside, 1)]
+        return self._arenas[self._place]
 
     def _unit(self, key: Hashable) -> _Unit:
         found = self._units.get(key)
@@ -211,7 +218,9 @@ class Replays:
         self.counts["recorded"] += 1
         protocol = session.protocol
         recorder: Any = (
-            GraphRecorder(protocol.transport, protocol.mask_streams, torch.device(session.device))
+            GraphRecorder(
+                protocol.transport, protocol.mask_streams, torch.device(session.device), self._pools[self._place]
+            )
             if captures(session)
             else Recorder(protocol.transport, protocol.mask_streams, owner.places)
         )
@@ -380,7 +389,7 @@ def replays_of(session: Session) -> Replays | None:
     if not session.config.replay or this_thread.watcher is not None or session.known.batch is not None:
         return None
     protocol = session.protocol
-    placed = session.device == "meta" if session.config.device_map is None else protocol.placed
+    placed = session.device == "meta" or (session.config.device_map is not None and protocol.placed)
     if placed or session.ring.bits != 64 or not protocol.mask_streams:
         return None
     found = _held.get(session)

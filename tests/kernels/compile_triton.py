@@ -55,7 +55,7 @@ def main() -> None:
             build(triton_few_rows.few_rows_kernel, matrices, listed, num_warps=2)
         limbs, taken = {"LIMBS": bits // 8}, {"SHIFT": -128, "BR": 32, "BK": 64}
         build(triton_planes.take_apart_kernel, {"x": ring, "out": "*i8"}, limbs | taken)
-        for tried in triton_planes.TUNER.tiles[::3]:
+        for tried in triton_planes.TUNER.tiles[::4]:
             of_tile = limbs | {"SHARE": tried.share, "BM": tried.rows, "BN": tried.columns, "BK": tried.inner}
             how = {"num_warps": tried.warps, "num_stages": tried.stages}
             build(triton_planes.planes_kernel, {"x": "*i8", "y": "*i8", "sums": TABLE}, of_tile, **how)

@@ -152,6 +152,48 @@ def test_memory_that_a_step_fills_begins_anew_and_constants_are_kept() -> None:
         assert each == {"counts": {"plain": 1, "recorded": 1, "checked": 1, "repeated": 3}, "refused": {}}
 
 
+def test_what_comes_from_outside_may_be_changed_in_place() -> None:
+    """Also by an operation that did nothing when it was recorded: an input changes below."""
+    found: list[list[bool]] = []
+
+    def party(session: Session, transport: Transport) -> None:
+        x, replays = session.protocol.receive_input((2, 8)), Replays()
+
+        def compute(values: Sequence[Fixed]) -> tuple[Sequence[Fixed], tuple[()]]:
+            first, *others = values[0].share.parts
+            first.clamp_(max=3)
+            return [values[0].with_share(Share((first * 2, *others)))], ()
+
+        right = []
+        for call in range(7):
+            given = torch.full((2, 8), call)
+            share = Share((given, *(part.clone() for part in x.parts[1:])))
+            made, _ = replays.run(session, "unit", [Fixed(session, share, FRAC)], compute)
+            right.append(torch.equal(made[0].share.parts[0], torch.full((2, 8), 2 * min(call, 3))))
+        found.append([*right, replays.counts["repeated"] == 4])
+
+    run_session(PrivateConfig(), party, lambda end: end.share(torch.arange(16).view(2, 8) << FRAC))
+    assert found == [[True] * 8] * 3
+
+
+def test_results_that_are_constants_belong_to_the_caller() -> None:
+    table = torch.full((2, 8), 9)
+
+    def party(session: Session, transport: Transport) -> None:
+        x, replays = Fixed(session, session.protocol.receive_input((2, 8)), FRAC), Replays()
+
+        def compute(values: Sequence[Fixed]) -> tuple[Sequence[Fixed], tuple[()]]:
+            return [values[0].with_share(Share((table * 1, *values[0].share.parts[1:])))], ()
+
+        for _ in range(6):
+            made, _ = replays.run(session, "unit", [x], compute)
+            if not torch.equal(made[0].share.parts[0], table):
+                raise RuntimeError("a constant that a caller changed")
+            made[0].share.parts[0].add_(1)
+
+    run_session(PrivateConfig(), party, lambda end: end.share(torch.ones(2, 8, dtype=torch.int64)))
+
+
 def test_what_reaches_beyond_a_step_is_refused() -> None:
     before, kept = torch.zeros(2, 8, dtype=torch.int64), []
 

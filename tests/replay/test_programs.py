@@ -19,7 +19,7 @@ from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.watching import as_array
 from private_llm.net.transport import Transport
 from private_llm.protocols.client_end import ClientEnd
-from private_llm.protocols.session import Session
+from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
 from private_llm.replay import modules, recorder, units
 from private_llm.replay.modules import repeated
@@ -352,7 +352,17 @@ def test_a_session_lets_go_of_the_program_that_was_used_longest_ago(monkeypatch:
     assert held == [2, 2, 2]
 
 
-@pytest.mark.parametrize("settings", [{"replay": False}, {"protocol": "quad"}, {"ring": 32, "frac_bits": 13}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"replay": False}, {"protocol": "quad"}, {"ring": 32, "frac_bits": 13}, {"device_map": {"": "cpu"}},
+    ],
+)  # fmt: skip
 def test_where_steps_are_not_repeated(settings: dict[str, object]) -> None:
     _, held, _ = run(PrivateConfig.from_dict(settings), F.relu, some(4))
     assert not held
+
+
+@pytest.mark.parametrize("settings", [{}, {"device_map": {"": "cpu"}}])
+def test_counting_costs_records_nothing(settings: dict[str, object]) -> None:
+    assert replays_of(meta_session(PrivateConfig.from_dict(settings), 1)) is None

@@ -28,7 +28,7 @@ def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
     if left.shape[1] <= few_rows.MOST:
         few_rows.add_product(left, right, made)
     else:
-        planes.add_product(planes.take_apart(left), planes.take_apart(right.mT), made, onto is not None)
+        planes.add_product(left, right, made, onto is not None)
     return out
 
 

@@ -3,9 +3,9 @@
 Operands are taken apart once (x = sum_i d_i 256^i, balanced digits as in `digits`) into planes [L, B, rows, K], K side
 by side, as the tensor cores want their tiles: no digit is made twice, and none in registers between two products.
 Products of planes with one digit sum s = i + j < L (L = 8, or 4 for 32 bits) are shifted alike, so they add up in one
-int32 accumulator: a program makes up to `share` of them, for one tile, and `add_up_kernel` adds up what all made.
-Sums modulo 2^32 are enough for s >= L / 2, where 32 bits or more are shifted out; below that at most L / 2 products of
-2^14 meet for each of `CHUNK` steps of K, at most 2^30 in all.
+int32 accumulator: a program makes up to `share` of them, for one tile, and `add_up_kernel` adds up what all made. At
+most L products of 2^14 meet for each of `CHUNK` steps of K: less than 2^31 in all. (Before Hopper, and on some cards
+after it, tensor cores saturate instead of wrapping.)
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from private_llm.kernels.backends.triton.tuning import Tile, Tuner, size_range
 
 TUNER = Tuner(
     (
-        Tile(64, 64, 128, 4, 4, 4),
-        Tile(64, 128, 128, 4, 4, 8),
-        Tile(128, 128, 128, 8, 3, 4),
-        Tile(128, 128, 128, 8, 3, 8),
+        Tile(64, 64, 128, 4, 4, 4), Tile(64, 128, 128, 4, 4, 4), Tile(64, 128, 128, 4, 4, 8),
+        Tile(128, 128, 128, 8, 3, 4), Tile(128, 128, 128, 8, 3, 8),
     )
-)
-"""Tiles to try: of 24, one of these was fastest, or within 4 % of it, for each of twelve sizes on an H200."""
+)  # fmt: skip
+"""Tiles to try: of 24, one of these was fastest, or within 10 % of it, for each of twelve sizes on an H200."""
 STEP = 128
 """K is filled up with zeros to a multiple of it."""
-CHUNK = 16384
+CHUNK = 16384 - STEP
 """k steps whose products one accumulator can take."""
+BYTES = 1 << 30
+"""Of planes of an operand that are held at a time: larger ones are taken apart piece by piece."""
 SUMS = 1 << 26
 """Sums of pieces that are held at a time, int32: more outputs are made one part of the rows after the other."""
 _LINES, _PLACES, _ELEMENTS = 32, 64, 1024
@@ -42,7 +42,7 @@ def take_apart_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN201
     LIMBS: tl.constexpr, SHIFT: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out [LIMBS, B, R, whole] int8: balanced digits of x [B, R, K] (any strides), zeros from K on."""
-    i_k, i_r, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_r, i_k, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_r = (i_r * BR + tl.arange(0, BR)).to(tl.int64)
     o_k = (i_k * BK + tl.arange(0, BK)).to(tl.int64)
     inside = (o_r < R)[:, None] & (o_k < K)[None, :]
@@ -121,7 +121,7 @@ def take_apart(x: Tensor) -> Tensor:
     batch, rows, inner = x.shape
     limbs, whole = x.element_size(), triton.cdiv(inner, STEP) * STEP
     out = torch.empty((limbs, batch, rows, whole), dtype=torch.int8, device=x.device)
-    grid = (triton.cdiv(whole, _PLACES), triton.cdiv(rows, _LINES), batch)
+    grid = (triton.cdiv(rows, _LINES), triton.cdiv(whole, _PLACES), batch)
     take_apart_kernel[grid](
         x, out, rows, inner, whole, *x.stride(), out.stride(0), LIMBS=limbs, SHIFT=digit_shift(limbs), BR=_LINES,
         BK=_PLACES,
@@ -130,6 +130,27 @@ def take_apart(x: Tensor) -> Tensor:
 
 
 def add_product(x: Tensor, y: Tensor, out: Tensor, adds: bool) -> None:
+    """out [B, M, N] (contiguous) (+)= x y for x [B, M, K], y [B, K, N] of any strides."""
+    batch, rows, inner = x.shape
+    columns = y.shape[2]
+    line = x.element_size() * triton.cdiv(inner, STEP) * STEP
+    most = max(BYTES // line // STEP, 1) * STEP  # lines at a time
+    if batch > 1 and batch * max(rows, columns) > most:
+        for b in range(batch):
+            add_product(x[b : b + 1], y[b : b + 1], out[b : b + 1], adds)
+        return
+    for n in range(0, columns, most):
+        right = take_apart(y[:, :, n : n + most].mT)
+        whole = columns <= most
+        part = out if whole else torch.empty_like(out[:, :, n : n + most], memory_format=torch.contiguous_format)
+        for m in range(0, rows, most):
+            product_of_planes(take_apart(x[:, m : m + most]), right, part[:, m : m + most], adds and whole)
+        if not whole:
+            made = out[:, :, n : n + most]
+            made.add_(part) if adds else made.copy_(part)
+
+
+def product_of_planes(x: Tensor, y: Tensor, out: Tensor, adds: bool) -> None:
     """out [B, M, N] (+)= x y^T for planes x [L, B, M, K'], y [L, B, N, K']."""
     limbs, batch, rows, inner = x.shape
     columns = y.shape[2]

@@ -6,12 +6,13 @@ Results do not depend on the tile, so parties need not choose alike.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
+
+from private_llm.kernels.devices import ALONE
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,16 @@ class Tuner:
         self.tiles = tuple(tiles)
         self._measure = measure
         self._best: dict[object, Tile] = {}
-        self._lock = threading.Lock()
 
     def best(self, key: object, launch: Callable[[Tile], None]) -> Tile:
         """The tile for `key`; `launch` must be harmless to repeat. Tiles that do not fit the GPU are passed over."""
-        with self._lock:  # parties may be threads
-            if key not in self._best:
-                self._best[key] = min(self.tiles, key=lambda tile: self._seconds(tile, launch))
-            return self._best[key]
+        found = self._best.get(key)
+        if found is None:
+            with ALONE:  # parties may be threads
+                found = self._best.get(key)
+                if found is None:
+                    found = self._best[key] = min(self.tiles, key=lambda tile: self._seconds(tile, launch))
+        return found
 
     def _seconds(self, tile: Tile, launch: Callable[[Tile], None]) -> float:
         try:
