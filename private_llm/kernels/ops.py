@@ -96,7 +96,7 @@ def ring_matmul_rows(x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
     if x.is_meta:
         return shapes.ring_matmul_rows(x, y, rows)
     matmul_rows.check_inside("ring_matmul_rows", rows, len(y))
-    made: Tensor = _gpu("matmul", "rows_product", x, y, rows)
+    made: Tensor = _gpu("matmul", "rows_product", x, y, rows.to(x.device))
     return made
 
 
@@ -108,6 +108,7 @@ def ring_matmul_rows_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, rows: 
     if x0.is_meta:
         return shapes.ring_matmul_rows_pair(x0, y0, x1, y1, rows)
     matmul_rows.check_inside("ring_matmul_rows", rows, len(y0))
+    rows = rows.to(x0.device)
     made: Tensor = _gpu("matmul", "rows_product", x1, y1, rows, _gpu("matmul", "rows_product", x0, y0, rows), writes=1)
     return made
 
@@ -122,7 +123,7 @@ def ring_matmul_lines(x: Tensor, y: Tensor, lines: Tensor) -> Tensor:
     if x.is_meta:
         return shapes.ring_matmul_lines(x, y, lines)
     matmul_rows.check_inside("ring_matmul_lines", lines, len(y))
-    made: Tensor = _gpu("matmul", "lines_product", x, y, lines)
+    made: Tensor = _gpu("matmul", "lines_product", x, y, lines.to(x.device))
     return made
 
 
@@ -134,6 +135,7 @@ def ring_matmul_lines_pair(x0: Tensor, y0: Tensor, x1: Tensor, y1: Tensor, lines
     if x0.is_meta:
         return shapes.ring_matmul_lines_pair(x0, y0, x1, y1, lines)
     matmul_rows.check_inside("ring_matmul_lines", lines, len(y0))
+    lines = lines.to(x0.device)
     made: Tensor = _gpu(
         "matmul", "lines_product", x1, y1, lines, _gpu("matmul", "lines_product", x0, y0, lines), writes=1
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,9 +37,18 @@ from private_llm.replay.graphs import (
 from private_llm.replay.loops import MOVES
 from private_llm.replay.operations import UNFORESEEN, all_written_by, tensors_of
 from private_llm.replay.publics import Encoding, Publics
-from private_llm.replay.recorder import MOST_RECORDED, Operations, unrecorded
+from private_llm.replay.recorder import Operations, unrecorded
 from private_llm.replay.taps import Tap
 from private_llm.ring.prg import Prg
+
+MOST_RECORDED = 4 << 30
+"""Bytes of all that a step makes and takes in while it is recorded: all of it is held until the step is over."""
+
+_ROOM = frozenset({
+    torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
+})  # fmt: skip
+"""Operations that take memory and compute nothing."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +205,9 @@ class GraphRecorder(Watcher, Tap):
             self._changing |= memories
             self._written |= touched
         if self.reason is None:
-            self._events.append(_Seen(Node(function, used, named, slots), frozenset(memories), changes))
+            views = bool(made) and not written and memories <= known
+            node = Node(function, used, named, slots, not views and function not in _ROOM)
+            self._events.append(_Seen(node, frozenset(memories), changes))
 
     # -- the modes' ends -------------------------------------------------------------------------------------
     def operated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - PyTorch's
@@ -336,7 +347,7 @@ def _with(event: Node | Stop, constants: Mapping[Slot, Tensor]) -> Node | Stop:
     """A node with the constants among its arguments."""
     if not isinstance(event, Node) or not any(slot in constants for slot in slots_of([event.arguments, event.named])):
         return event
-    return Node(event.function, _put(event.arguments, constants), _put(event.named, constants), event.made)
+    return replace(event, arguments=_put(event.arguments, constants), named=_put(event.named, constants))
 
 
 def _put(arguments: Any, constants: Mapping[Slot, Tensor]) -> Any:  # noqa: ANN401 - whatever PyTorch takes

@@ -23,11 +23,11 @@ from private_llm.replay.program import Arena, Inner, Outside
 
 _FAILED = threading.Event()
 """A capture failed in this process: PyTorch's allocator may believe that it still goes on, so there is no other one."""
-_ROOM = frozenset({
-    torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
-    torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
-})  # fmt: skip
-"""Operations that take memory and compute nothing."""
+MOST_BYTES = 1 << 30
+"""Largest memory of what comes in of a program: attention takes keys and values of all tokens."""
+MOST_HELD = 2 << 30
+"""The same of all programs of a session: those that run within others, of which each length of a cache has its own, are
+counted apart from these, of which each layer has its own."""
 
 
 class Pool:
@@ -52,12 +52,16 @@ class Slot:
 
 @dataclass(frozen=True)
 class Node:
-    """An operation of PyTorch or a kernel; tensors that change are slots, others are constants. made: its results."""
+    """An operation of PyTorch or a kernel; tensors that change are slots, others are constants. made: its results.
+
+    computes: whether a GPU has something to do: not for views, and for memory that is only taken.
+    """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     named: Mapping[str, Any]
     made: tuple[Slot, ...]
+    computes: bool = True
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class _Segment:
     @property
     def computes(self) -> bool:
         """Whether a GPU has something to do: a graph of nothing is refused."""
-        return any(map(_computes, self.nodes))
+        return any(node.computes for node in self.nodes)
 
 
 class GraphProgram:
@@ -121,13 +125,14 @@ class GraphProgram:
         masks: Sequence[Masks], fixed: Mapping[Slot, Tensor], device: torch.device, pool: Pool,
     ) -> None:  # fmt: skip
         """fixed: memory of what comes in from outside. Raises UnsupportedOp or an error of CUDA for no graph."""
+        self.size = self.held = sum(x.numel() * x.element_size() for x in fixed.values())
+        if self.size > MOST_BYTES:
+            raise UnsupportedOp(f"a graph that takes in more than {MOST_BYTES >> 20} MiB")
         self._inputs, self._outputs, self._device = list(inputs), list(outputs), device
         self._fixed = dict(fixed)
         self._masks = [_Stretch(each, self._fixed, device) for each in masks]
         self._segments = list(_segments(events))
         self._last = _last_uses(self._segments, outputs)
-        self.held = sum(x.numel() * x.element_size() for x in self._fixed.values())
-        self.size = self.held
         self._graphs: list[torch.cuda.CUDAGraph | None] | None = None
         self._kept: dict[Slot, Tensor] = {}
         if device.type == "cuda":
@@ -232,16 +237,6 @@ class _Stretch:
             x = fixed[slot]
             fixed[slot] = self.there[at : at + size].view(x.dtype).view(x.shape)
             at += -(-size // masks.block) * masks.block
-
-
-def _computes(node: Node) -> bool:
-    """Whether a GPU has something to do: not for views, and for memory that is only taken."""
-    if not isinstance(node.function, torch._ops.OpOverload):
-        return True
-    if node.function in _ROOM:
-        return False
-    aliases = [each.alias_info for each in node.function._schema.returns]
-    return not aliases or any(each is None or each.is_write for each in aliases)
 
 
 def _segments(events: Sequence[Event]) -> Sequence[_Segment]:

@@ -27,6 +27,7 @@ from private_llm.kernels.watching import this_thread, watched_by
 from private_llm.protocols.session import Owed, Session
 from private_llm.protocols.share import Share
 from private_llm.ranges import QUANTITIES
+from private_llm.replay import graphs
 from private_llm.replay.graph_recorder import GraphRecorder
 from private_llm.replay.graphs import GraphProgram, Pool
 from private_llm.replay.middle import Middle, this_call
@@ -65,8 +66,12 @@ class _Kept:
 
 @dataclass
 class _Unit:
-    """Calls of one key so far. checked, refused: the owners for which the program is right, and is not."""
+    """Calls of one key so far. checked, refused: the owners for which the program is right, and is not.
 
+    place: of graphs, whether they run within others: these are counted apart.
+    """
+
+    place: tuple[object, ...] = ()
     calls: int = 0
     kept: _Kept | None = None
     refused_all: bool = False
@@ -129,7 +134,9 @@ class Replays:
         """
         # a graph reads the memories with which it was captured, in the pool of its place
         alone = (owner.name, self._place) if captures(session) else ()
-        unit = self._unit((key, alone, tuple([(tuple(x.shape), x.form, len(x.share.parts)) for x in inputs])))
+        unit = self._unit(
+            alone[1:], (key, alone, tuple([(tuple(x.shape), x.form, len(x.share.parts)) for x in inputs]))
+        )
         unit.calls += 1
         if owner.name in unit.checked and unit.kept is not None:
             return self._repeat(session, unit.kept, inputs, owner, middle)
@@ -191,22 +198,26 @@ class Replays:
     def _arena(self) -> Arena:
         return self._arenas[self._place]
 
-    def _unit(self, key: Hashable) -> _Unit:
+    def _unit(self, place: tuple[object, ...], key: Hashable) -> _Unit:
         found = self._units.get(key)
         if found is None:
-            found = self._units[key] = _Unit()
+            found = self._units[key] = _Unit(place)
             if len(self._units) > MOST_PROGRAMS:
                 self._units.popitem(last=False)
         else:
             self._units.move_to_end(key)
         return found
 
-    def _let_go(self) -> None:
-        """Forget programs while all of them hold too much."""
-        held = [(key, unit.kept.program.held) for key, unit in self._units.items() if unit.kept is not None]
-        total = sum(size for _, size in held)
+    def _let_go(self, place: tuple[object, ...]) -> None:
+        """Forget programs of a place while all of them hold too much."""
+        held = [
+            (key, unit.kept.program.held)
+            for key, unit in self._units.items()
+            if unit.kept is not None and unit.place == place
+        ]
+        total, most = sum(size for _, size in held), graphs.MOST_HELD if place else MOST_HELD
         for key, size in held[:-1]:
-            if total <= MOST_HELD:
+            if total <= most:
                 break
             total -= size
             del self._units[key]
@@ -246,7 +257,7 @@ class Replays:
             parts.clear()
             encodings = recorder.encodings()
             program = recorder.program([*operands, *encodings.values()], outputs)
-            if program.size > MOST_BYTES:
+            if isinstance(program, Program) and program.size > MOST_BYTES:
                 raise UnsupportedOp(f"a program of more than {MOST_BYTES >> 20} MiB")
             unit.kept = _Kept(
                 program, forms, tuple(bits for _, bits, _ in new), facts, told.booked, told.met, tuple(encodings)
@@ -255,7 +266,7 @@ class Replays:
             unit.refused_all = True
             self.refused[str(error)] += 1
         else:
-            self._let_go()
+            self._let_go(unit.place)
         return made, facts
 
     def _surround(

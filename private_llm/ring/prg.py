@@ -140,26 +140,31 @@ class ChaCha(Prg):
         self._key, self._nonce, self._block = key, 0, 0
         self._at: tuple[int, int] | None = None
 
-    def _take(self, size: int) -> tuple[int, int]:
-        """Nonce and first block of the next `size` bytes, which begin and end with whole blocks."""
-        blocks = (size + self.block - 1) // self.block
-        if self._block + blocks > 1 << 32:
-            self._nonce, self._block = self._nonce + 1, 0
-        first = (self._nonce, self._block)
-        self._block += blocks
-        return first
+    def _take(self, size: int) -> list[tuple[int, int, int]]:
+        """Nonce, first block and bytes of the next `size` bytes, in pieces of one nonce each; all but the last whole
+        blocks. The same bytes, however many calls take them."""
+        pieces, blocks = [], (size + self.block - 1) // self.block
+        while blocks:
+            if self._block == 1 << 32:
+                self._nonce, self._block = self._nonce + 1, 0
+            some = min(blocks, (1 << 32) - self._block)
+            pieces.append((self._nonce, self._block, min(size, some * self.block)))
+            self._block, blocks, size = self._block + some, blocks - some, size - some * self.block
+        return pieces
 
     def fill(self, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """Overwrite `out` (uint8 [n], contiguous) with the next stream bytes; a call takes whole blocks of 64 bytes."""
-        first = self._take(out.size)
-        if self._at != first:
-            counter = first[1].to_bytes(4, "little") + first[0].to_bytes(12, "little")
-            self._encrypt = Cipher(algorithms.ChaCha20(self._key, counter), None).encryptor()
-        for start in range(0, out.size, len(_ZEROS)):
-            piece = out[start : start + len(_ZEROS)]
-            self._encrypt.update_into(_ZEROS[: piece.size], piece.data)
-        self._encrypt.update(_ZEROS[: -out.size % self.block])
-        self._at = (self._nonce, self._block)
+        at = 0
+        for nonce, block, size in self._take(out.size):
+            if self._at != (nonce, block):
+                counter = block.to_bytes(4, "little") + nonce.to_bytes(12, "little")
+                self._encrypt = Cipher(algorithms.ChaCha20(self._key, counter), None).encryptor()
+            for start in range(at, at + size, len(_ZEROS)):
+                piece = out[start : min(start + len(_ZEROS), at + size)]
+                self._encrypt.update_into(_ZEROS[: piece.size], piece.data)
+            self._encrypt.update(_ZEROS[: -size % self.block])
+            self._at = (nonce, block - -size // self.block)
+            at += size
 
     def draw(self, count: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
         """`count` uniform integers of a dtype [count]."""
@@ -172,8 +177,9 @@ class ChaCha(Prg):
 
     def make(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The next `count` elements, computed by the kernel of `device`: the bytes that `fill` would give."""
-        size = count * dtype.itemsize
-        nonce, block = self._take(size)
         key = torch.frombuffer(bytearray(self._key), dtype=torch.int32).to(device)
-        number = torch.frombuffer(bytearray(nonce.to_bytes(12, "little")), dtype=torch.int32).to(device)
-        return ops.chacha20(key, number, block, size // 4).view(dtype)
+        made = [torch.empty(0, dtype=torch.int32, device=device)]
+        for nonce, block, size in self._take(count * dtype.itemsize):
+            number = torch.frombuffer(bytearray(nonce.to_bytes(12, "little")), dtype=torch.int32).to(device)
+            made.append(ops.chacha20(key, number, block, size // 4))
+        return (made[-1] if len(made) < 3 else torch.cat(made)).view(dtype)

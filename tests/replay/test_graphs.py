@@ -20,7 +20,7 @@ from private_llm.kernels.watching import this_thread, watched_by
 from private_llm.net.transport import Transport
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
-from private_llm.replay import graph_recorder, modules, units
+from private_llm.replay import graph_recorder, graphs, modules, units
 from private_llm.replay.units import Replays, replays_of
 from private_llm.tensor import range_check
 from private_llm.tensor.fixed import Fixed
@@ -195,11 +195,11 @@ def test_results_that_are_constants_belong_to_the_caller() -> None:
 
 
 def test_what_reaches_beyond_a_step_is_refused() -> None:
-    before, kept = torch.zeros(2, 8, dtype=torch.int64), []
+    before, kept = [torch.zeros(2, 8, dtype=torch.int64) for _ in range(3)], []
 
     def writes(x: Fixed, call: int) -> Tensor:
-        before.copy_(x.share.parts[0])
-        return before + 1
+        own = before[x.session.party].copy_(x.share.parts[0])
+        return own + 1
 
     def keeps(x: Fixed, call: int) -> Tensor:
         kept.append(x.share.parts[0] * 3)
@@ -249,3 +249,34 @@ def test_a_model_is_repeated_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> 
         assert torch.equal(private.generate(ids, **how), want)
     assert len(met) == 3
     assert all(each.counts["repeated"] > each.counts["recorded"] > 0 and not each.refused for each in met)
+
+
+def test_programs_within_others_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of a new length takes the place of old lengths, not of layers that come next."""
+    monkeypatch.setattr(graphs, "MOST_HELD", 400)
+    left: list[list[str]] = []
+
+    def party(session: Session, transport: Transport) -> None:
+        x, replays = Fixed(session, session.protocol.receive_input((2, 8)), FRAC), Replays()
+
+        def compute(values: Sequence[Fixed]) -> tuple[Sequence[Fixed], tuple[()]]:
+            return [values[0].view(lambda part: part + 1)], ()
+
+        def run_all(names: str) -> None:
+            for name in names:
+                for _ in range(3):
+                    replays.run(session, name, [x], compute)
+
+        run_all("a")
+        with replays._within():
+            run_all("bcd")
+        left.append([key[0] for key in replays._units])  # type: ignore[index]
+
+    run_session(PrivateConfig(), party, lambda end: end.share(torch.ones(2, 8, dtype=torch.int64)))
+    assert left == [["a", "d"]] * 3
+
+
+def test_a_graph_that_takes_in_too_much_is_refused_before_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST_BYTES", 100)
+    for each in repeats(lambda x, call: x.share.parts[0] + 1):
+        assert each["refused"] == {"a graph that takes in more than 0 MiB": 1}

@@ -124,6 +124,20 @@ def test_draws_of_chacha_never_overlap() -> None:
     assert following.numpy().tobytes() == other.update(bytes(64))
 
 
+def test_a_chacha_stream_is_the_same_however_many_calls_take_it() -> None:
+    """Also where the next nonce begins within a call: a program draws at once what Python draws piece by piece."""
+    at_once, by_pieces, elsewhere = (ChaCha(bytes(range(32))) for _ in range(3))
+    for each in (at_once, by_pieces, elsewhere):
+        each._block = (1 << 32) - 3
+    sizes = (8, 16, 40, 5)
+    together = sum(-(-size // 8) * 8 for size in sizes)
+    want = torch.cat([torch.cat([by_pieces.words(size), torch.zeros(-size % 8, dtype=torch.int64)]) for size in sizes])
+    for made in (at_once.words(together), elsewhere.make(together, torch.int64, torch.device("cpu"))):
+        assert torch.equal(made[: sum(sizes)], want[: sum(sizes)])
+    assert (at_once._nonce, at_once._block) == (by_pieces._nonce, by_pieces._block) == (1, 6)
+    assert torch.equal(at_once.words(3), by_pieces.words(3))
+
+
 def test_chacha_on_meta_draws_nothing() -> None:
     stream = ChaCha(bytes(32))
     assert stream.words(5, "meta").is_meta
