@@ -59,11 +59,28 @@ def maximum_ragged(x: Fixed, rows: Rows, coarse: bool = False) -> Fixed:
     rows.check(x)
     if coarse and is_cut(x):
         return _restored(maximum_ragged(_cut(x), rows), x)
+    keys = x.session.protocol.has_keys
     for level in sizes(rows) if x.share.parts[0].is_meta else levels(rows):
+        if keys and _FEWEST <= rows.longest <= _MOST:
+            square = _square(x, rows)
+            if at_once(square, coarse):
+                return _first_of_all(square).view(lambda part: part.reshape(-1))
+        rows = rows.halved if keys else rows
         top = larger(_taken(x, level.left), _taken(x, level.right), coarse)
         x = concatenated([top, _taken(x, level.bye)], 0)
         x = _taken(x, level.order)
     return x
+
+
+def _square(x: Fixed, rows: Rows) -> Fixed:
+    """Entries of rows as [count, longest]: shorter rows have copies of their last entry. Local."""
+    lengths = torch.tensor(rows.lengths, dtype=torch.int64)[:, None]
+    places = lengths.cumsum(0) - lengths + torch.arange(rows.longest).minimum(lengths - 1)
+
+    def picked(part: Tensor) -> Tensor:
+        return part.new_empty(places.shape) if part.is_meta else part[places.to(part.device)]
+
+    return x.view(picked)
 
 
 def is_cut(x: Fixed) -> bool:

@@ -55,6 +55,11 @@ class Rows:
         return torch.repeat_interleave(torch.arange(self.count), torch.tensor(self.lengths, dtype=torch.int64))
 
     @cached_property
+    def halved(self) -> Rows:
+        """What a level of a tournament leaves of every row."""
+        return Rows(tuple((n + 1) // 2 for n in self.lengths))
+
+    @cached_property
     def longer(self) -> Rows:
         """Every row with one entry more."""
         return Rows(tuple(n + 1 for n in self.lengths))

@@ -96,6 +96,24 @@ def test_the_last_entries_meet_at_once_over_a_slow_network(width: int, coarse: b
     assert run.cost == run_meta(FAR, lambda _, a: maximum(a, coarse), [x.shape])
 
 
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize("lengths", [(16, 13, 1, 9), (5, 5), (1, 2, 6), (61, 57, 33, 2), (4, 3, 1)])
+def test_rows_of_different_lengths_meet_at_once_too(lengths: tuple[int, ...], coarse: bool) -> None:
+    """Shorter ones bring copies of their last entry, which is the largest in some and in others not."""
+    rows = Rows(lengths)
+    x = (torch.randn(rows.total, dtype=torch.float64) * 2**18).round() / 2**18
+    last = torch.tensor(lengths).cumsum(0) - 1
+    x[last[::2]] = 9.0
+    run = run_parties(FAR, lambda _, a: maximum_ragged(a, rows, coarse), [x])
+    off = torch.stack([part.max() for part in x.split(list(lengths))]) - run.value
+    at_once = max(lengths) > 4
+    levels_before = max(0, (max(lengths) - 1).bit_length() - 4) if at_once else 2
+    assert float(off.min()) >= 0.0
+    assert float(off.max()) <= (levels_before * 2.0**-6 if coarse else 0.0)
+    assert run.cost.rounds == levels_before + 2 * at_once
+    assert run.cost == run_meta(FAR, lambda _, a: maximum_ragged(a, rows, coarse), [x.shape])
+
+
 def test_many_rows_meet_in_pairs() -> None:
     """Where all pairs would take longer than the rounds that they save."""
     assert run_meta(FAR, lambda _, a: maximum(a, True), [(12, 16)]).rounds == 2
