@@ -118,13 +118,10 @@ class Prg:
             self.fill(out.numpy().view(np.uint8))
         if str(device) != "cpu":
             out = out.to(device)
-        self._told(out)
-        return out
-
-    def _told(self, out: Tensor) -> None:
         watching = this_thread.watcher
         if watching is not None:
             watching.drew(self, out)
+        return out
 
     def __repr__(self) -> str:
         return "Prg(<secret>)"
@@ -172,7 +169,8 @@ class ChaCha(Prg):
         if where.type != "cuda":
             return super().draw(count, dtype, where)
         out = self.make(count, dtype, where)
-        self._told(out)
+        if this_thread.watcher is not None:
+            this_thread.watcher.drew(self, out)
         return out
 
     def make(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ STEPS = 2
 
 
 def test_calls_of_two_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One layer of a Llama and its head: 12 900 calls at an evaluator and 11 000 at the helper, and some head room.
+    """One layer of a Llama and its head: 14 400 calls at an evaluator and 12 200 at the helper, and some head room.
 
     Before plans and public constants were computed once they were 27 200 and 19 300. The sum over both evaluators is
     compared: whichever of them is first makes what the threads of a process share.
@@ -24,7 +24,7 @@ def test_calls_of_two_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     found = count_calls(PrivateConfig(protocol="trio", party_mode="threads", replay=False), STEPS)
     totals = {party: counts.total() for party, counts in found.items()}
     assert sorted(totals) == ["party 0", "party 1", "party 2"]
-    assert 6_000 < totals["party 0"] < 12_200
+    assert 6_000 < totals["party 0"] < 12_400
     assert 2 * 7_000 < totals["party 1"] + totals["party 2"] < 2 * 14_600
 
 
