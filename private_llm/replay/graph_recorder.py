@@ -9,36 +9,22 @@ ends the recording; the step itself goes on as always.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from private_llm.errors import UnsupportedOp
 from private_llm.kernels.drawn import DrawnTensor
-from private_llm.kernels.watching import Watcher, watched_by
+from private_llm.kernels.watching import watched_by
 from private_llm.net.transport import Transport
-from private_llm.replay.graphs import (
-    Awaiting,
-    GraphProgram,
-    Leaving,
-    Masks,
-    Node,
-    Pool,
-    Sending,
-    Slot,
-    Stop,
-    slots_of,
-)
+from private_llm.replay.graphs import GraphProgram, Masks, Node, Pool, Slot, Stop, slots_of
 from private_llm.replay.loops import MOVES
 from private_llm.replay.operations import UNFORESEEN, all_written_by, tensors_of
-from private_llm.replay.publics import Encoding, Publics
-from private_llm.replay.recorder import Operations, unrecorded
-from private_llm.replay.taps import Tap
+from private_llm.replay.program import Middle, Receive, Send
+from private_llm.replay.recording import Held, Recording, unrecorded
 from private_llm.ring.prg import Prg
 
 MOST_RECORDED = 4 << 30
@@ -60,17 +46,15 @@ class _Seen:
     changes: bool
 
 
-class GraphRecorder(Watcher, Tap):
-    """Records while `operations` is the mode of PyTorch, it watches the thread, and is the party's links."""
+class GraphRecorder(Recording[Slot]):
+    """Records the programs of a GPU."""
 
     def __init__(
         self, transport: Transport, streams: Sequence[Prg], device: torch.device, pool: Pool
     ) -> None:  # fmt: skip
         """device: where the party computes. pool: the memory of its graphs."""
-        Tap.__init__(self, transport)
-        self.reason: str | None = None
-        self.publics = Publics()
-        self._streams, self._device, self._pool = list(streams), device, pool
+        super().__init__(transport, streams)
+        self._device, self._pool = device, pool
         self._events: list[_Seen | Stop] = []
         self._tensors: list[Tensor] = []  # by slot; as long as they live, no other one has their number
         self._slots: dict[int, Slot] = {}
@@ -81,10 +65,6 @@ class GraphRecorder(Watcher, Tap):
         self._masks: dict[tuple[int, int], list[Slot]] = {}
         self._behind = 0
         self._bytes = 0
-
-    def operations(self) -> TorchDispatchMode:
-        """The mode of PyTorch that tells this recorder of operations."""
-        return Operations(self)
 
     # -- what changes ----------------------------------------------------------------------------------------
     def given(self, x: Tensor) -> Slot:
@@ -104,41 +84,15 @@ class GraphRecorder(Watcher, Tap):
         self.publics.tensors.append(x)
         return self.given(x)
 
-    def encoded(self, values: Tensor, bits: int, make: Callable[[], Tensor]) -> Tensor:
-        """Ring elements of public values."""
-        with unrecorded():
-            made = make()
-            if self.reason is not None or not self._changes(values):
-                return made
-            key = self.publics.encoding(values, bits)
-            if key is None:
-                self.stop("ring elements of public values that are computed")
-                return made
-            held = self.publics.made.get(key)
-            if held is None:
-                held = self.publics.made[key] = made.clone()
-                self.given(held)
-            return held
-
-    def encodings(self) -> dict[Encoding, Slot]:
-        """Ring elements of public tensors, which whoever repeats the program makes anew."""
-        return {key: self._slots[id(held)] for key, held in self.publics.made.items()}
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Inside, nothing is part of the step."""
-        with unrecorded():
-            yield
-
     def middle(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
         """Python has computed the middle of this step; returns what the step goes on with."""
         with unrecorded():
             results = [x.contiguous().clone() for x in made]
             if self.reason is None:
                 inputs = [self._used(x) for x in given]
-                if all(isinstance(slot, Slot) and self._changes(x) for slot, x in zip(inputs, given, strict=True)):
+                if all(isinstance(slot, Slot) and self.changes(x) for slot, x in zip(inputs, given, strict=True)):
                     outputs = tuple([self.given(x) for x in results])
-                    self._events.append(Leaving(tuple([x for x in inputs if isinstance(x, Slot)]), outputs))
+                    self._events.append(Middle(tuple([x for x in inputs if isinstance(x, Slot)]), outputs))
                     self._behind += 1
                 else:
                     self.stop("a middle that is given a constant")
@@ -158,13 +112,18 @@ class GraphRecorder(Watcher, Tap):
                     self.stop(f"more than {MOST_RECORDED >> 20} MiB in one step")
         return found
 
-    def _changes(self, x: Tensor) -> bool:
+    def place(self, x: Tensor) -> Slot:
+        """A tensor that was met before."""
+        return self._slots[id(x)]
+
+    def changes(self, x: Tensor) -> bool:
+        """Whether the values of x change from run to run."""
         return _memory(x) in self._changing
 
     def _used(self, x: Tensor) -> Slot | Tensor:
         """A tensor as a node meets it."""
         found = self._slots.get(id(x))
-        if found is None and self._changes(x):
+        if found is None and self.changes(x):
             self.stop("a view that was made unseen")
         return x if found is None else found
 
@@ -175,14 +134,11 @@ class GraphRecorder(Watcher, Tap):
             return type(arguments)([self._all_used(each) for each in arguments])
         return arguments
 
-    def stop(self, reason: str) -> None:
-        """This step cannot be repeated as a program; what was held for it is let go."""
-        self.reason = self.reason or reason
-        for held in (
+    def _held(self) -> Sequence[Held]:
+        return (
             self._events, self._tensors, self._slots, self._fixed, self._changing, self._own, self._written,
             self._masks, self.publics,
-        ):  # fmt: skip
-            held.clear()
+        )  # fmt: skip
 
     def _add(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor],
@@ -191,7 +147,7 @@ class GraphRecorder(Watcher, Tap):
         """A node, whose results are `made`."""
         used, named = self._all_used(tuple(args)), {key: self._all_used(each) for key, each in kwargs.items()}
         given = list(tensors_of([*args, *kwargs.values()]))
-        changes, known = any(map(self._changes, given)), {_memory(x) for x in given}
+        changes, known = any(map(self.changes, given)), {_memory(x) for x in given}
         memories = {_memory(x) for x in (*made, *written)}
         if any(x.device != self._device for x in (*made, *written)):
             self.stop(f"{_name(function)}: values that leave {self._device}")
@@ -217,7 +173,7 @@ class GraphRecorder(Watcher, Tap):
             return made
         given = list(tensors_of([*args, *kwargs.values()]))
         results = list(tensors_of([made]))
-        changes = any(map(self._changes, given))
+        changes = any(map(self.changes, given))
         numbers = func in MOVES and all(index.dtype == torch.int64 for index in tensors_of(args[1:]))
         if changes and ((UNFORESEEN & set(func.tags) and not numbers) or (made is not None and not results)):
             self.stop(f"{func}: a result that depends on values or chance")
@@ -240,7 +196,7 @@ class GraphRecorder(Watcher, Tap):
     # -- Watcher ---------------------------------------------------------------------------------------------
     def addressed(self, tensors: Sequence[Tensor]) -> None:
         """A kernel in main memory, whose results nobody follows."""
-        if any(map(self._changes, tensors)):
+        if any(map(self.changes, tensors)):
             self.stop("a kernel on addresses")
 
     def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
@@ -248,7 +204,7 @@ class GraphRecorder(Watcher, Tap):
 
     def drew(self, stream: object, out: Tensor) -> None:
         """Masks, of one of the session's streams."""
-        number = next((n for n, each in enumerate(self._streams) if each is stream), None)
+        number = self.number_of(stream)
         if self.reason is not None or not out.numel():
             return
         if number is None or out.device != self._device:
@@ -258,36 +214,23 @@ class GraphRecorder(Watcher, Tap):
 
     def left(self, x: Tensor) -> None:
         """Values leave PyTorch, so what becomes of them is not seen."""
-        if self._changes(x):
+        if self.changes(x):
             self.stop("values that leave PyTorch")
 
     # -- Tap -------------------------------------------------------------------------------------------------
-    def send(self, to: int, tag: str, payload: Tensor) -> None:
-        """As a tap; the copy is no part of the step."""
-        with unrecorded():
-            super().send(to, tag, payload)
-
-    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        with unrecorded():
-            return super()._recv(frm, tag, shape, dtype)
-
     def told_sent(self, to: int, tag: str, payload: Tensor) -> None:
         """A message leaves: what it contains must change from run to run."""
         if self.reason is None:
             slot = self._used(payload)
-            if isinstance(slot, Slot) and self._changes(payload):
-                self._events.append(Sending(to, tag, slot))
+            if isinstance(slot, Slot) and self.changes(payload):
+                self._events.append(Send(to, tag, slot))
             else:
                 self.stop(f"sending '{tag}': a constant")
 
     def told_received(self, frm: int, tag: str, payload: Tensor) -> None:
         """A message has come."""
         if self.reason is None:
-            self._events.append(Awaiting(frm, tag, self.given(payload)))
-
-    def told_bytes(self) -> None:
-        """A message came whose size is not known before."""
-        self.stop("a message of unknown size")
+            self._events.append(Receive(frm, tag, self.given(payload)))
 
     # -- the end ---------------------------------------------------------------------------------------------
     def program(self, inputs: Sequence[Slot], outputs: Sequence[Tensor]) -> GraphProgram:
@@ -299,7 +242,7 @@ class GraphRecorder(Watcher, Tap):
         used = {slot for each in events if isinstance(each, Node) for slot in slots_of([each.arguments, each.named])}
         used |= {x for x in found if isinstance(x, Slot)}
         constants = {slot: self._tensors[slot.number] for slot in dropped & used}
-        if any(map(self._changes, constants.values())):
+        if any(map(self.changes, constants.values())):
             raise UnsupportedOp("another name of what comes from outside")
         filled = [_with(each, constants) for each in events]
         results = [constants.get(x, x) if isinstance(x, Slot) else x for x in found]

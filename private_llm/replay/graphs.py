@@ -19,7 +19,7 @@ from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
 from private_llm.kernels.devices import ALONE
-from private_llm.replay.program import Arena, Inner, Outside
+from private_llm.replay.program import Arena, Inner, Middle, Outside, Receive, Send
 
 _FAILED = threading.Event()
 """A capture failed in this process: PyTorch's allocator may believe that it still goes on, so there is no other one."""
@@ -64,33 +64,7 @@ class Node:
     computes: bool = True
 
 
-@dataclass(frozen=True)
-class Sending:
-    """A message."""
-
-    to: int
-    tag: str
-    payload: Slot
-
-
-@dataclass(frozen=True)
-class Awaiting:
-    """A message that is awaited."""
-
-    frm: int
-    tag: str
-    payload: Slot
-
-
-@dataclass(frozen=True)
-class Leaving:
-    """What Python computes in the midst (`private_llm.replay.middle`), of `inputs`: `outputs`."""
-
-    inputs: tuple[Slot, ...]
-    outputs: tuple[Slot, ...]
-
-
-Stop = Sending | Awaiting | Leaving
+Stop = Send[Slot] | Receive[Slot] | Middle[Slot]
 Event = Node | Stop
 
 
@@ -158,13 +132,13 @@ class GraphProgram:
             elif (graph := self._graphs[number]) is not None:
                 graph.replay()
             match segment.stop:
-                case Sending(to, tag, payload):
+                case Send(to, tag, payload):
                     x = found[payload]
                     outside.send(to, tag, x.cpu() if x.is_cuda else x.clone())
-                case Awaiting(frm, tag, payload):
+                case Receive(frm, tag, payload):
                     into = self._fixed[payload]
                     into.copy_(outside.receive(frm, tag, tuple(into.shape), into.dtype))
-                case Leaving(inputs, outputs):
+                case Middle(inputs, outputs):
                     if middle is None:
                         raise DomainError("a program with a middle was run without one")
                     made = middle([found[slot].clone() for slot in inputs])
@@ -265,9 +239,9 @@ def _last_uses(segments: Sequence[_Segment], outputs: Sequence[object]) -> dict[
             for slot in (*slots_of(node.arguments), *slots_of(node.named), *node.made):
                 last[slot] = number
         match segment.stop:
-            case Sending(_, _, payload) | Awaiting(_, _, payload):
+            case Send(_, _, payload) | Receive(_, _, payload):
                 kept.add(payload)
-            case Leaving(inputs, results):
+            case Middle(inputs, results):
                 kept |= {*inputs, *results}
     found: dict[int, list[Slot]] = {}
     for slot, number in last.items():

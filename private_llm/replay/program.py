@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.compiling import CompiledStep
 from private_llm.net.direct import MOST, Direct
 from private_llm.net.wire import tag_bytes
+
+Place = TypeVar("Place")
+"""How a program names a tensor that changes from run to run."""
 
 WORD = 8
 """Bytes of all elements."""
@@ -82,21 +85,21 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Send:
+class Send(Generic[Place]):
     """A message."""
 
     to: int
     tag: str
-    payload: Operand
+    payload: Place
 
 
 @dataclass(frozen=True)
-class Receive:
+class Receive(Generic[Place]):
     """A message that is awaited."""
 
     frm: int
     tag: str
-    payload: Operand
+    payload: Place
 
 
 @dataclass(frozen=True)
@@ -110,14 +113,14 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Middle:
+class Middle(Generic[Place]):
     """What Python computes in the midst (`private_llm.replay.middle`), of `inputs`: `outputs`."""
 
-    inputs: tuple[Operand, ...]
-    outputs: tuple[Operand, ...]
+    inputs: tuple[Place, ...]
+    outputs: tuple[Place, ...]
 
 
-Event = Step | Send | Receive | Call | Middle
+Event = Step | Send[Operand] | Receive[Operand] | Call | Middle[Operand]
 
 Inner = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Computes a program's middle."""
@@ -279,7 +282,7 @@ class Program:
         return [place.clone() for place in bound.outputs]
 
 
-def _doing(event: Send | Receive | Call, arena: Arena) -> Callable[[Outside], None]:
+def _doing(event: Send[Operand] | Receive[Operand] | Call, arena: Arena) -> Callable[[Outside], None]:
     """What Python does for an event that the compiled program leaves to it."""
     if isinstance(event, Call):
         made = functools.partial(event.function, *_seen(event.arguments, arena), **_seen(event.named, arena))

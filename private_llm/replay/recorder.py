@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from private_llm.errors import UnsupportedOp
 from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.compiling import CompiledStep
-from private_llm.kernels.watching import Watcher
 from private_llm.net.transport import Transport
 from private_llm.replay import loops
 from private_llm.replay.operations import UNFORESEEN, tensors_of, written_by
@@ -40,44 +37,26 @@ from private_llm.replay.program import (
     Weight,
     Word,
 )
-from private_llm.replay.publics import Encoding, Publics
-from private_llm.replay.taps import Tap, whole_blocks
+from private_llm.replay.recording import Held, Recording, unrecorded
+from private_llm.replay.taps import whole_blocks
 from private_llm.ring.prg import Prg
-from private_llm.tensor.dispatch import TorchArg
 
 MOST_RECORDED = 256 << 20
 """Bytes of all that changes in a step that is recorded: all of it is held until the step is over."""
 
 
-class Follower(Protocol):
-    """Who is told of operations."""
-
-    def operated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - PyTorch's
-        """Run an operation of PyTorch and write it down."""
-
-
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """Inside, what PyTorch computes is no part of the step."""
-    with _disable_current_modes():
-        yield
-
-
-class Recorder(Watcher, Tap):
-    """Records while `operations` is the mode of PyTorch, it watches the thread, and is the party's links."""
+class Recorder(Recording[Operand]):
+    """Records the programs of a CPU."""
 
     def __init__(
         self, transport: Transport, streams: Sequence[Prg], weights: Sequence[tuple[int, int]] = ()
     ) -> None:  # fmt: skip
         """weights: memories of the module that is recorded, addresses and bytes; other ones in modules like it."""
-        Tap.__init__(self, transport)
-        self.reason: str | None = None
+        super().__init__(transport, streams)
         self._weights = list(weights)
-        self._streams = list(streams)
         self._events: list[Event] = []
         self._draws: dict[tuple[int, int], list[Memory]] = {}
         self._behind = -1  # the middle behind which masks are drawn
-        self.publics = Publics()
         self._starts: list[int] = []
         self._memories: dict[int, tuple[Memory, int, object]] = {}  # by address: bytes, and what owns them
         self._made: dict[int, tuple[torch.dtype, torch.UntypedStorage]] = {}
@@ -85,10 +64,6 @@ class Recorder(Watcher, Tap):
         self._untouched: set[int] = set()
         self._seen: list[weakref.ref[Tensor]] = []
         self._bytes = 0
-
-    def operations(self) -> TorchDispatchMode:
-        """The mode of PyTorch that tells this recorder of operations."""
-        return Operations(self)
 
     # -- what changes ----------------------------------------------------------------------------------------
     def changing(self, x: Tensor) -> Memory:
@@ -111,6 +86,18 @@ class Recorder(Watcher, Tap):
         """Of a tensor that changes; None for others."""
         found = self._memories.get(x.untyped_storage().data_ptr()) if x.numel() else None
         return None if found is None else found[0]
+
+    def changes(self, x: Tensor) -> bool:
+        """Whether the values of x change from run to run."""
+        return self.memory_of(x) is not None
+
+    def constant(self, x: Tensor) -> None:
+        """Ring elements of public values that do not change."""
+        self._keep.append(x)
+
+    def place(self, x: Tensor) -> Operand:
+        """As `operand`."""
+        return self.operand(x)
 
     def _varies(self, x: Tensor) -> bool:
         """Whether x changes from run to run, or is a weight, which is another one in a module that is alike."""
@@ -148,33 +135,6 @@ class Recorder(Watcher, Tap):
         if not isinstance(found, Operand):
             raise UnsupportedOp("a public tensor without elements")
         return found
-
-    def encoded(self, values: Tensor, bits: int, make: Callable[[], Tensor]) -> Tensor:
-        """Ring elements of public values."""
-        with unrecorded():
-            made = make()
-            if self.reason is not None or self.memory_of(values) is None:
-                self._keep.append(made)
-                return made
-            key = self.publics.encoding(values, bits)
-            if key is None:
-                self.stop("ring elements of public values that are computed")
-                return made
-            held = self.publics.made.get(key)
-            if held is None:
-                held = self.publics.made[key] = made.clone()
-                self.changing(held).first = -1
-            return held
-
-    def encodings(self) -> dict[Encoding, Operand]:
-        """Ring elements of public tensors, which whoever repeats the program makes anew."""
-        return {key: self.operand(held) for key, held in self.publics.made.items()}
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Inside, nothing is part of the step."""
-        with unrecorded():
-            yield
 
     def middle(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> list[Tensor]:
         """Python has computed the middle of this step; returns what the step goes on with."""
@@ -249,14 +209,11 @@ class Recorder(Watcher, Tap):
                 words.append(each)
         self._events.append(Step(code, tuple(words)))
 
-    def stop(self, reason: str) -> None:
-        """This step cannot be repeated as a program; what was held for it is let go."""
-        self.reason = self.reason or reason
-        for held in (
+    def _held(self) -> Sequence[Held]:
+        return (
             self._events, self._draws, self._starts, self._memories, self._made, self._keep, self._untouched,
             self._seen, self.publics,
-        ):  # fmt: skip
-            held.clear()
+        )  # fmt: skip
 
     # -- Watcher ---------------------------------------------------------------------------------------------
     def addressed(self, tensors: Sequence[Tensor]) -> None:
@@ -301,7 +258,7 @@ class Recorder(Watcher, Tap):
 
     def drew(self, stream: object, out: Tensor) -> None:
         """Masks, of one of the session's streams."""
-        number = next((n for n, each in enumerate(self._streams) if each is stream), None)
+        number = self.number_of(stream)
         if self.reason is not None:
             return
         if number is None:
@@ -314,15 +271,6 @@ class Recorder(Watcher, Tap):
         memory.size = whole_blocks(self._streams[number], memory.size)
         memory.first = self._behind
         self._draws.setdefault((number, self._behind), []).append(memory)
-
-    def send(self, to: int, tag: str, payload: Tensor) -> None:
-        """As a tap; the copy is no part of the step."""
-        with unrecorded():
-            super().send(to, tag, payload)
-
-    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        with unrecorded():
-            return super()._recv(frm, tag, shape, dtype)
 
     def left(self, x: Tensor) -> None:
         """Values leave PyTorch, so what becomes of them is not seen."""
@@ -345,10 +293,6 @@ class Recorder(Watcher, Tap):
         if self.reason is None:
             self.changing(payload)
             self._events.append(Receive(frm, tag, self.operand(payload)))
-
-    def told_bytes(self) -> None:
-        """A message came whose size is not known before."""
-        self.stop("a message of unknown size")
 
     # -- the modes' ends -------------------------------------------------------------------------------------
     def operated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - PyTorch's
@@ -432,18 +376,3 @@ class Recorder(Watcher, Tap):
             raise UnsupportedOp("a value that outlives the step")
         draws = [Drawn(stream, tuple(each), behind) for (stream, behind), each in self._draws.items()]
         return Program(self._events, inputs, found, draws, self._keep)
-
-
-class Operations(TorchDispatchMode):
-    """Passes operations on tensors on to a recorder."""
-
-    def __init__(self, recorder: Follower) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-
-    def __torch_dispatch__(
-        self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (),
-        kwargs: Mapping[str, TorchArg] | None = None,
-    ) -> TorchArg:  # fmt: skip
-        """One operation."""
-        return self._recorder.operated(func, args, kwargs or {})

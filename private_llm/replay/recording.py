@@ -1,0 +1,132 @@
+"""What all recorders do alike: they are told of operations, pass messages on, and note public values that change."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from private_llm.kernels.watching import Watcher
+from private_llm.net.transport import Transport
+from private_llm.replay.program import Place
+from private_llm.replay.publics import Encoding, Publics
+from private_llm.replay.taps import Tap
+from private_llm.ring.prg import Prg
+from private_llm.tensor.dispatch import TorchArg
+
+Held = MutableSequence[Any] | MutableMapping[Any, Any] | MutableSet[Any] | Publics
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Inside, what PyTorch computes is no part of the step."""
+    with _disable_current_modes():
+        yield
+
+
+class Recording(Watcher, Tap, Generic[Place]):
+    """Records while `operations` is the mode of PyTorch, it watches the thread, and is the party's links."""
+
+    def __init__(self, transport: Transport, streams: Sequence[Prg]) -> None:
+        Tap.__init__(self, transport)
+        self.reason: str | None = None
+        """Why the step cannot be repeated, or None."""
+        self.publics = Publics()
+        self._streams = list(streams)
+
+    def operations(self) -> TorchDispatchMode:
+        """The mode of PyTorch that tells this recorder of operations."""
+        return _Operations(self)
+
+    @abstractmethod
+    def operated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - PyTorch's
+        """Run an operation of PyTorch and write it down."""
+
+    @abstractmethod
+    def given(self, x: Tensor) -> Place:
+        """A tensor whose values come from outside."""
+
+    @abstractmethod
+    def place(self, x: Tensor) -> Place:
+        """A tensor that changes and was met before."""
+
+    @abstractmethod
+    def changes(self, x: Tensor) -> bool:
+        """Whether the values of x change from run to run."""
+
+    def constant(self, x: Tensor) -> None:
+        """Ring elements of public values that do not change."""
+
+    @abstractmethod
+    def _held(self) -> Sequence[Held]:
+        """All that is held of the step."""
+
+    def stop(self, reason: str) -> None:
+        """This step cannot be repeated as a program; what was held for it is let go."""
+        self.reason = self.reason or reason
+        for held in self._held():
+            held.clear()
+
+    def encoded(self, values: Tensor, bits: int, make: Callable[[], Tensor]) -> Tensor:
+        """Ring elements of public values."""
+        with unrecorded():
+            made = make()
+            if self.reason is not None or not self.changes(values):
+                self.constant(made)
+                return made
+            key = self.publics.encoding(values, bits)
+            if key is None:
+                self.stop("ring elements of public values that are computed")
+                return made
+            held = self.publics.made.get(key)
+            if held is None:
+                held = self.publics.made[key] = made.clone()
+                self.given(held)
+            return held
+
+    def encodings(self) -> dict[Encoding, Place]:
+        """Ring elements of public tensors, which whoever repeats the program makes anew."""
+        return {key: self.place(held) for key, held in self.publics.made.items()}
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, nothing is part of the step."""
+        with unrecorded():
+            yield
+
+    def number_of(self, stream: object) -> int | None:
+        """A stream's number among the session's; None for another one."""
+        return next((n for n, each in enumerate(self._streams) if each is stream), None)
+
+    def send(self, to: int, tag: str, payload: Tensor) -> None:
+        """As a tap; the copy is no part of the step."""
+        with unrecorded():
+            super().send(to, tag, payload)
+
+    def _recv(self, frm: int, tag: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with unrecorded():
+            return super()._recv(frm, tag, shape, dtype)
+
+    def told_bytes(self) -> None:
+        """A message came whose size is not known before."""
+        self.stop("a message of unknown size")
+
+
+class _Operations(TorchDispatchMode):
+    """Passes operations on tensors on to a recorder."""
+
+    def __init__(self, recorder: Recording[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: TorchArg, types: Sequence[type], args: Sequence[TorchArg] = (),
+        kwargs: Mapping[str, TorchArg] | None = None,
+    ) -> TorchArg:  # fmt: skip
+        """One operation."""
+        return self._recorder.operated(func, args, kwargs or {})
