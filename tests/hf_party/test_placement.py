@@ -175,3 +175,17 @@ def test_the_longest_name_decides() -> None:
     assert places.where("model.decoder.layers.0.fc1.weight") == "cpu"
     assert places.where("lm_head.weight") == DISK
     assert places.device("lm_head") == torch.device("cpu")
+
+
+def test_plain_inputs_come_to_plain_weights_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions are made in main memory; secret weights look after their inputs themselves."""
+    hooked: list[nn.Module] = []
+    monkeypatch.setattr(placement, "add_hook_to_module", lambda module, hook: hooked.append(module))
+    for gpu, weights in ((True, 1), (False, 0)):
+        model = nn.Sequential(nn.Embedding(4, 2), nn.ReLU())
+        found = Placement.__new__(Placement)
+        found._places, found._devices, found._offloaded, found._grouped = {"": "x"}, {}, {}, set()
+        monkeypatch.setattr(found, "device", lambda path, gpu=gpu: torch.device("cuda:0" if gpu else "cpu"))
+        hooked.clear()
+        found.attach(model)
+        assert hooked == [model[0]] * weights

@@ -111,6 +111,14 @@ def test_products_of_planes(shape: tuple[int, ...], ring: Ring, monkeypatch: pyt
             assert torch.equal(made.cpu(), 2 * want)
 
 
+@pytest.mark.parametrize("rows", [2, 9])
+def test_more_matrices_than_a_call_takes(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    matmul, draw = triton_module("matmul"), Draw("stacks")
+    x, y = draw.ring(RING64, 5, rows, 7), draw.ring(RING64, 5, 7, 6)
+    monkeypatch.setattr(matmul, "MOST_STACKED", 2)
+    same(run(matmul.product, Case("ring_matmul", "stacks", (x, y)), device()), [reference.ring_matmul(x, y)])
+
+
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_every_tile_of_few_rows_gives_the_same_result(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     few_rows = triton_module("few_rows")

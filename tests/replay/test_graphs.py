@@ -17,10 +17,13 @@ from private_llm.config import PrivateConfig
 from private_llm.kernels import exponential, ops, waves
 from private_llm.kernels.library import SCHEMAS
 from private_llm.kernels.watching import this_thread, watched_by
+from private_llm.net.local import LocalMesh
+from private_llm.net.placed import PlacedTransport
 from private_llm.net.transport import Transport
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Share
 from private_llm.replay import graph_recorder, graphs, modules, units
+from private_llm.replay.taps import Live
 from private_llm.replay.units import Replays, replays_of
 from private_llm.tensor import range_check
 from private_llm.tensor.fixed import Fixed
@@ -102,6 +105,18 @@ def test_a_middle_that_differs_from_call_to_call(protocol: str) -> None:
 )
 def test_what_holds_of_programs_holds_of_graphs(same: Callable[[], None]) -> None:
     same()
+
+
+def test_a_program_moves_what_it_receives_itself() -> None:
+    """The links that move messages to a device are for Python."""
+
+    def nowhere() -> str:
+        raise RuntimeError("a message that was moved twice")
+
+    mesh = LocalMesh(2)
+    live = Live(PlacedTransport(mesh.transport(1), nowhere), [])
+    mesh.transport(0).send(1, "x", torch.arange(3))
+    assert torch.equal(live.receive(0, "x", (3,), torch.int64), torch.arange(3))
 
 
 def test_streams_that_a_gpu_makes_itself_give_the_same_masks() -> None:
