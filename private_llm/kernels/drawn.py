@@ -30,6 +30,8 @@ BYTES = 1e10
 """Bytes of a stream in a second, to guess how many threads are worth their start."""
 
 _PAGE = 4096
+_SHARED = 1 << 20
+"""Bytes below which nobody asks how many threads are worth it."""
 _ZEROS = memoryview(bytes(1 << 20))
 
 
@@ -41,36 +43,46 @@ def makes_fast() -> bool:
 class StreamKey:
     """The key of one stream (16 bytes); `repr` never shows it."""
 
-    __slots__ = ("_raw", "_rounds")
+    __slots__ = ("_address", "_raw", "_rounds")
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
         self._rounds = cpu_aes.round_keys(raw) if cpu_aes.usable() else None
+        self._address = None if self._rounds is None else int(self._rounds.ctypes.data)
 
     @property
     def rounds(self) -> int | None:
         """The address of the round keys, for kernels; None on processors without AES instructions."""
-        return None if self._rounds is None else int(self._rounds.ctypes.data)
+        return self._address
 
     @property
     def place(self) -> tuple[int, int]:
         """Where the round keys begin, and their bytes. Raises UnsupportedOp on processors without AES instructions."""
-        if self._rounds is None:
+        if self._rounds is None or self._address is None:
             raise UnsupportedOp("round keys on a processor without AES instructions")
-        return int(self._rounds.ctypes.data), self._rounds.nbytes
+        return self._address, self._rounds.nbytes
 
     def fill(self, start: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """Overwrite out (uint8 [n], contiguous) with bytes start .. start + n - 1 of the stream."""
         if self.rounds is None:
             self._fill_by_library(start, out)
             return
-        keys, to = self.rounds, out.ctypes.data
+        self.write(start, out.ctypes.data, out.size)
+
+    def write(self, start: int, to: int, size: int) -> None:
+        """The same at an address. Raises UnsupportedOp on processors without AES instructions."""
+        keys = self._address
+        if keys is None:
+            raise UnsupportedOp("a stream at an address, on a processor without AES instructions")
+        pieces = 1 if size < _SHARED else parallel.threads(size / BYTES)
+        if pieces == 1:
+            cpu_aes_ctr.write_bytes(keys, start, to, size)
+            return
 
         def part(first: int, last: int) -> None:
-            scratch = np.zeros(cpu_aes_ctr.SPILL, dtype=np.uint8)
-            cpu_aes_ctr.write_bytes(keys, start + first, to + first, last - first, scratch)
+            cpu_aes_ctr.write_bytes(keys, start + first, to + first, last - first)
 
-        parallel.each(part, parallel.cuts(out.size, parallel.threads(out.size / BYTES), _PAGE))
+        parallel.each(part, parallel.cuts(size, pieces, _PAGE))
 
     def _fill_by_library(self, start: int, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         counter = (start // cpu_aes_ctr.BLOCK).to_bytes(cpu_aes_ctr.BLOCK, "big")

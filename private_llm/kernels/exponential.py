@@ -15,8 +15,10 @@ from torch import Tensor
 
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import exponential as cpu
-from private_llm.kernels.watching import launch
+from private_llm.kernels.parallel import spread
 
+_ELEMENT_S = 4e-9
+"""About what an element takes on one thread."""
 _ENTRIES = 1 << 16
 """Elements that PyTorch looks up at once, so that what lies between stays in the cache."""
 
@@ -68,7 +70,7 @@ def weighed(masked: Tensor, keep: Tensor, shares: Tensor, digits: Digits, factor
     piece = torch.empty_like(masked)
     if piece.is_cpu:
         tables = [table.numpy() for table in (factors.near, factors.far, factors.fine)]
-        launch(
+        spread(piece.numel(), _ELEMENT_S)(
             cpu.weighed, *addresses(masked, keep, shares), piece.numel(), digits.words, *tables, factors.near_bits,
             factors.far_bits, *addresses(piece),
         )  # fmt: skip
@@ -93,8 +95,8 @@ def placed(mask: Tensor, kept: Tensor, message: Tensor, digits: Digits, secrets:
     """Add the secret number of each mask [n] to its row of the message [4, n]."""
     if mask.is_cpu:
         tables = [secrets.coarse.numpy(), secrets.fine.numpy()]
-        operands = addresses(mask, kept)
-        launch(cpu.placed, *operands, mask.numel(), digits.words, *tables, secrets.shift, *addresses(message))
+        operands, elements = addresses(mask, kept), spread(mask.numel(), _ELEMENT_S)
+        elements(cpu.placed, *operands, mask.numel(), digits.words, *tables, secrets.shift, *addresses(message))
     elif not mask.is_meta:
         placed_by_operations(mask, kept, message, digits, secrets)
 

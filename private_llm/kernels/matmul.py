@@ -128,7 +128,11 @@ def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
         else:
             step = apart
     x = x.contiguous()
-    _spread(_task(x, y, out, stacks, rows_each, turned, step), x, y, out)
+    pieces = _pieces(stacks * rows_each * inner * columns, y)
+    if stacks == 1 and pieces > 1 and rows_each < _TILED_SIDE * pieces:
+        _spread_matrix(x.view(rows_each, inner), y, out.view(rows_each, columns), turned, pieces)
+    else:
+        _spread(_task(x, y, out, stacks, rows_each, turned, step), pieces)
     return out
 
 
@@ -155,20 +159,21 @@ def _task(x: Tensor, y: Tensor, out: Tensor, stacks: int, rows: int, turned: boo
     return _Task(left, right, made, stacks, rows, x.shape[-1], out.shape[-1], turned, _ZERO[x.dtype], step)
 
 
-def _spread(task: _Task, x: Tensor, y: Tensor, out: Tensor) -> None:
-    """Run the task on as many threads as are worth it: each takes some products, some rows, or a part of y."""
-    seconds = max(task.stacks * task.rows * task.inner * task.columns / RATE, y.numel() * y.element_size() / BYTES)
-    pieces = parallel.threads(seconds)
+def _pieces(macs: int, y: Tensor) -> int:
+    """On how many threads a product is worth its start."""
+    return parallel.threads(max(macs / RATE, y.numel() * y.element_size() / BYTES))
+
+
+def _spread(task: _Task, pieces: int) -> None:
+    """Run the task on so many threads: each takes some products, or some rows."""
     if pieces == 1:
         task.run()
-    elif task.stacks >= pieces:
+    elif 2 * task.stacks >= pieces:
         parallel.each(task.run_part, parallel.cuts(task.stacks, pieces))
     elif task.rows >= _TILED_SIDE * pieces:
         for stack in range(task.stacks):
             one = task.part(stack, stack + 1)
             parallel.each(one.run_rows, parallel.cuts(task.rows, pieces, _TILED_SIDE))
-    elif task.stacks == 1:
-        _spread_matrix(x.view(task.rows, task.inner), y, out.view(task.rows, task.columns), task.turned, pieces)
     else:
         task.run()
 

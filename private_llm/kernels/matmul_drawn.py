@@ -55,12 +55,12 @@ def _spread(x: Tensor, out: Tensor, stretch: Stretch, keys: int, turned: bool) -
     kernel = cpu_drawn.in_byte_tiles if tiled else cpu_drawn.in_register_tiles
     left, made = addresses(x[0], out[0])
     shape, pitches = (rows, inner, columns), (x.stride(0), out.stride(0))
-    room = None
-    if this_thread.watcher is not None and not tiled:  # a step that is repeated has scratch of its own
-        room = torch.empty(cpu_drawn.REGISTER_BYTES // 8, dtype=torch.int64)
 
     def part(first: int, last: int) -> None:
-        desk = _desk().address if room is None else room.data_ptr()
+        desk = _desk().address
+        if this_thread.watcher is not None and not tiled:  # a step that is repeated has scratch of its own
+            room = torch.empty(cpu_drawn.REGISTER_BYTES // 8, dtype=torch.int64)
+            desk = room.data_ptr()
         launch(
             kernel, left, pitches[0], keys, stretch.start, turned, *shape, first, last, made, pitches[1], desk, zero
         )  # fmt: skip

@@ -19,20 +19,23 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, UnsupportedOp
-from private_llm.kernels import conv, matmul_drawn, matmul_rows, parallel, shapes
+from private_llm.kernels import conv, matmul_drawn, matmul_rows, shapes
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import bits as cpu_bits
 from private_llm.kernels.backends.cpu import prg as cpu_prg
 from private_llm.kernels.backends.cpu import trunc as cpu_trunc
+from private_llm.kernels.backends.cpu.trunc import BLOCK
 from private_llm.kernels.drawn import dense
+from private_llm.kernels.parallel import spread
 from private_llm.kernels.shapes import Pair
 from private_llm.kernels.shapes import packed_words as packed_words
-from private_llm.kernels.watching import launch, this_thread
+from private_llm.kernels.watching import this_thread
 
 Array = np.ndarray[Any, Any]
 
-_TRANSPOSE_S = 2e-9
-"""About what the transposition of an element takes on one thread."""
+_TRANSPOSE_S, _ROW_S, _INJECT_S, _FIELD_S = 2e-9, 1e-9, 1e-9, 1e-9
+"""About what one thread takes: for the transposition of an element, for one row's word of a comparison, for one row's
+element of an injection, for packing a field and what goes with it."""
 _ZERO = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
 
 
@@ -190,13 +193,8 @@ def transpose_bits(x: Tensor, rows: int) -> Tensor:
     x = x.contiguous().view(-1)
     if x.is_cpu:
         at, made = addresses(x, out)
-        zero = _ZERO[x.dtype]
-
-        def words(first: int, last: int) -> None:
-            launch(cpu_bits.transpose_words, at, x.numel(), zero, made, rows, first, last)
-
-        pieces = parallel.threads(x.numel() * _TRANSPOSE_S)
-        parallel.each(words, parallel.cuts(out.shape[1], pieces, 8))
+        words = spread(out.shape[1], 64 * _TRANSPOSE_S)
+        words(cpu_bits.transpose_words, at, x.numel(), _ZERO[x.dtype], made, rows)
     else:
         _gpu("bits", "transpose_bits", x, rows, out, writes=1)
     return out
@@ -209,7 +207,8 @@ def block_monomials(s: Tensor, low: int, blocks: Array, out: Tensor) -> None:
     """
     if s.is_cpu:
         bits, made = addresses(s, out)
-        launch(cpu_bits.block_monomials, bits, s.shape[0], low, blocks, made, out.shape[0], s.shape[1])
+        words = spread(s.shape[1], out.shape[0] * _ROW_S)
+        words(cpu_bits.block_monomials, bits, s.shape[0], low, blocks, made, out.shape[0], s.shape[1])
     elif not s.is_meta:
         _gpu("bits", "block_monomials", s, low, blocks, out, writes=1)
 
@@ -222,7 +221,8 @@ def block_carries(m: Tensor, low: int, blocks: Array, mono: Tensor, first: bool,
     """
     if m.is_cpu:
         bits, shares, made = addresses(m, mono, out)
-        launch(cpu_bits.block_carries, bits, m.shape[0], low, blocks, shares, mono.shape[0], first, made, m.shape[1])
+        words = spread(m.shape[1], mono.shape[0] * _ROW_S)
+        words(cpu_bits.block_carries, bits, m.shape[0], low, blocks, shares, mono.shape[0], first, made, m.shape[1])
     elif not m.is_meta:
         _gpu("bits", "block_carries", m, low, blocks, mono, first, out, writes=1)
 
@@ -234,7 +234,8 @@ def join_products(lam: Tensor, groups: Array, count: int, out: Tensor) -> None:
     """
     if lam.is_cpu:
         masks, made = addresses(lam, out)
-        launch(cpu_bits.join_products, masks, groups, count, made, out.shape[0], lam.shape[1])
+        words = spread(lam.shape[1], out.shape[0] * _ROW_S)
+        words(cpu_bits.join_products, masks, groups, count, made, out.shape[0], lam.shape[1])
     elif not lam.is_meta:
         _gpu("bits", "join_products", lam, groups, count, out, writes=1)
 
@@ -248,7 +249,8 @@ def join_carries(
     """
     if b.is_cpu:
         opened, masks, shares, made = addresses(b, lam, prod, out)
-        launch(cpu_bits.join_carries, opened, masks, shares, prod.shape[0], groups, count, first, made, b.shape[1])
+        words = spread(b.shape[1], (prod.shape[0] + 2 * b.shape[0]) * _ROW_S)
+        words(cpu_bits.join_carries, opened, masks, shares, prod.shape[0], groups, count, first, made, b.shape[1])
     elif not b.is_meta:
         _gpu("bits", "join_carries", b, lam, prod, groups, count, first, out, writes=1)
 
@@ -262,7 +264,8 @@ def inject_products(bits: Tensor, lam: Tensor, weighted: Array, out: Tensor) -> 
         return
     if bits.is_cpu:
         rows, masks, made = addresses(bits, lam, out)
-        launch(cpu_bits.inject_products, rows, bits.shape[0], masks, weighted, made, *out.shape, _ZERO[out.dtype])
+        words = spread(bits.shape[1], 64 * out.shape[0] * _INJECT_S)
+        words(cpu_bits.inject_products, rows, bits.shape[0], masks, weighted, made, *out.shape, _ZERO[out.dtype])
     else:
         _gpu("bits", "inject_products", bits, lam, weighted, out, writes=1)
 
@@ -279,7 +282,7 @@ def inject_terms(
         return
     if bits.is_cpu:
         rows, known, masks, helped, factors, addends, made = addresses(bits, m, mine, shares, w, c, out)
-        launch(
+        spread(bits.shape[1], 64 * shares.shape[0] * _INJECT_S)(
             cpu_bits.inject_terms, rows, bits.shape[0], known, masks, helped, shares.shape[0], weighted, factors,
             w.shape[1], addends, c.shape[1], first, made, out.numel(), _ZERO[out.dtype],
         )  # fmt: skip
@@ -294,8 +297,8 @@ def pack_fields(values: Tensor, f: int) -> Tensor:
     """
     words = shapes.pack_fields(values, f)
     if values.is_cpu:
-        operands, made = addresses(values), addresses(words)
-        launch(cpu_trunc.packed, *operands, f, values.numel(), _ZERO[torch.int64], *made)
+        operands, made, count = addresses(values), addresses(words), values.numel()
+        spread(count, _FIELD_S, BLOCK)(cpu_trunc.packed, *operands, f, count, _ZERO[torch.int64], *made)
     elif not values.is_meta:
         _gpu("trunc", "pack_fields", values, f, words, writes=1)
     return words
@@ -306,7 +309,7 @@ def unpack_fields(words: Tensor, count: int, f: int) -> Tensor:
     values = shapes.unpack_fields(words, count, f)
     if words.is_cpu:
         operands, made = addresses(words), addresses(values)
-        launch(cpu_trunc.unpacked, *operands, f, count, _ZERO[torch.int64], *made)
+        spread(count, _FIELD_S, BLOCK)(cpu_trunc.unpacked, *operands, f, count, _ZERO[torch.int64], *made)
     elif not words.is_meta:
         _gpu("trunc", "unpack_fields", words, count, f, values, writes=1)
     return values
@@ -323,8 +326,9 @@ def trunc_helper(
     """
     made = shapes.trunc_helper(error, g1, g2, z1, rho1, zeta1, zeta2, f, width)
     if z1.is_cpu:
-        operands = addresses(error, g1, g2, z1, rho1, zeta1, zeta2)
-        launch(cpu_trunc.helper, *operands, f, width, z1.numel(), _ZERO[z1.dtype], *addresses(*made))
+        operands, count = addresses(error, g1, g2, z1, rho1, zeta1, zeta2), z1.numel()
+        elements = spread(count, 4 * _FIELD_S, BLOCK)
+        elements(cpu_trunc.helper, *operands, f, width, count, _ZERO[z1.dtype], *addresses(*made))
     elif not z1.is_meta:
         _gpu("trunc", "trunc_helper", error, g1, g2, z1, rho1, zeta1, zeta2, f, width, *made, writes=4)
     return made
@@ -336,8 +340,9 @@ def trunc_open(
     """Evaluator's first step: (w [n], packed fields to exchange); operands as in `trunc_helper`."""
     made = w, packed = shapes.trunc_open(mine, theirs, rho, zeta, f, width)
     if w.is_cpu:
-        *operands, opened, fields = addresses(mine, theirs, rho, zeta, w, packed)
-        launch(cpu_trunc.opened, *operands, f, width, w.numel(), _ZERO[w.dtype], opened, fields)
+        (*operands, opened, fields), count = addresses(mine, theirs, rho, zeta, w, packed), w.numel()
+        elements = spread(count, 3 * _FIELD_S, BLOCK)
+        elements(cpu_trunc.opened, *operands, f, width, count, _ZERO[w.dtype], opened, fields)
     elif not w.is_meta:
         _gpu("trunc", "trunc_open", mine, theirs, rho, zeta, f, width, *made, writes=2)
     return made
@@ -349,8 +354,9 @@ def trunc_close(
     """Evaluator's last step: (value plus the other's mask, own mask), [n] each; operands as in `trunc_helper`."""
     made = half, own = shapes.trunc_close(w, mine, theirs, z, zeta, f, width)
     if w.is_cpu:
-        *operands, value, mask = addresses(w, mine, theirs, z, zeta, half, own)
-        launch(cpu_trunc.closed, *operands, f, width, w.numel(), _ZERO[w.dtype], value, mask)
+        (*operands, value, mask), count = addresses(w, mine, theirs, z, zeta, half, own), w.numel()
+        elements = spread(count, 3 * _FIELD_S, BLOCK)
+        elements(cpu_trunc.closed, *operands, f, width, count, _ZERO[w.dtype], value, mask)
     elif not w.is_meta:
         _gpu("trunc", "trunc_close", w, mine, theirs, z, zeta, f, width, *made, writes=2)
     return made

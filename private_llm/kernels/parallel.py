@@ -12,15 +12,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 
-from private_llm.kernels.watching import this_thread
+from private_llm.kernels.watching import launch, this_thread
 
 LEAST_S = 200e-6
 """Least work for a thread: handing a piece over and waiting for it costs 30 to 150 microseconds."""
+TEAM_LEAST_S = 50e-6
+"""The same where a program is written down, whose pieces a team takes (`teams`)."""
 
 
 @cache
@@ -54,10 +57,9 @@ def nodes_at_once(nodes: int) -> int | None:
 
 
 def threads(seconds: float) -> int:
-    """Threads for an operation that takes one thread about `seconds`; one, if somebody watches this thread."""
-    if this_thread.watcher is not None:
-        return 1
-    return max(1, min(torch.get_num_threads(), int(seconds / LEAST_S)))
+    """Threads for an operation that takes one thread about `seconds`."""
+    least = LEAST_S if this_thread.watcher is None else TEAM_LEAST_S
+    return max(1, min(torch.get_num_threads(), int(seconds / least)))
 
 
 def cuts(total: int, pieces: int, step: int = 1) -> list[tuple[int, int]]:
@@ -68,10 +70,32 @@ def cuts(total: int, pieces: int, step: int = 1) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
+def spread(count: int, unit_s: float, step: int = 8) -> Callable[..., None]:
+    """Launches a kernel for 0 .. count on as many threads as are worth it; its last two arguments say which part.
+
+    unit_s: about what one of them takes on one thread. step: parts are cut at multiples of it.
+    """
+    pieces = threads(count * unit_s)
+    if pieces == 1:
+        return lambda kernel, *arguments: launch(kernel, *arguments, 0, count)
+    ranges = cuts(count, pieces, step)
+
+    def run(kernel: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401 - addresses, sizes and plans
+        each(partial(launch, kernel, *arguments), ranges)
+
+    return run
+
+
 def each(work: Callable[[int, int], None], ranges: Sequence[tuple[int, int]]) -> None:
-    """work(first, last) for all ranges side by side, the first one here; raises what a piece raised."""
+    """work(first, last) for all ranges side by side, the first one here; raises what a piece raised.
+
+    All of them here, one after the other, if somebody watches this thread.
+    """
     if len(ranges) == 1:
         work(*ranges[0])
+        return
+    if this_thread.watcher is not None:
+        this_thread.watcher.beside(work, ranges)
         return
     others = [_workers().submit(work, first, last) for first, last in ranges[1:]]
     try:

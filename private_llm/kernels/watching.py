@@ -26,6 +26,11 @@ class Watcher(ABC):
     def launched(self, kernel: Callable[..., None], arguments: Sequence[Any]) -> None:
         """This kernel is called next; tensors are addresses among the arguments."""
 
+    def beside(self, work: Callable[[int, int], None], ranges: Sequence[tuple[int, int]]) -> None:
+        """Pieces of one operation that may run side by side; compute them here."""
+        for first, last in ranges:
+            work(first, last)
+
     @abstractmethod
     def left(self, x: Tensor) -> None:
         """The values of this tensor are read by something else than PyTorch and kernels."""

@@ -15,8 +15,12 @@ from torch import Tensor
 from private_llm.kernels import ops
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import waves as cpu
+from private_llm.kernels.backends.cpu.trunc import BLOCK
+from private_llm.kernels.parallel import spread
 from private_llm.kernels.shapes import packed_words
-from private_llm.kernels.watching import launch
+
+_WAVE_S, _WRAP_S = 4e-9, 3e-9
+"""About what one thread takes for an element: of one wave, of what is wrapped by."""
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -55,7 +59,8 @@ def hidden(mask: Tensor, drawn: Tensor, plan: Plan, turns: Tensor) -> Tensor:
     if mask.is_cpu:
         (masks,), (fields, made) = addresses(mask), addresses(drawn, message)
         table = turns.view(-1).numpy()
-        launch(cpu.hidden, masks, mask.numel(), plan.table, plan.sizes, table, fields, drawn.numel(), made)
+        elements = spread(mask.numel(), len(plan.table) * _WAVE_S, BLOCK)
+        elements(cpu.hidden, masks, mask.numel(), plan.table, plan.sizes, table, fields, drawn.numel(), made)
     elif not mask.is_meta:
         message = hidden_by_operations(mask, drawn, plan, turns)
     return message
@@ -67,7 +72,8 @@ def summed(masked: Tensor, shares: Tensor, plan: Plan, turns: Tensor, first: boo
     if masked.is_cpu:
         operands, made = addresses(masked, shares), addresses(piece)
         table = turns.view(-1).numpy()
-        launch(
+        elements = spread(masked.numel(), len(plan.table) * _WAVE_S, BLOCK)
+        elements(
             cpu.summed, *operands, shares.numel(), masked.numel(), plan.table, plan.sizes, table, more, *made
         )  # fmt: skip
     elif not masked.is_meta:
@@ -80,7 +86,8 @@ def wraps(g1: Tensor, g2: Tensor, drawn: Tensor, plan: Plan) -> Tensor:
     message = torch.zeros_like(drawn)
     if g1.is_cpu:
         masks, (fields, made) = addresses(g1, g2), addresses(drawn, message)
-        launch(cpu.wraps, *masks, g1.numel(), plan.shift, plan.narrow, plan.above, fields, drawn.numel() // 2, made)
+        elements = spread(g1.numel(), _WRAP_S, BLOCK)
+        elements(cpu.wraps, *masks, g1.numel(), plan.shift, plan.narrow, plan.above, fields, drawn.numel() // 2, made)
     elif not g1.is_meta:
         message = wraps_by_operations(g1, g2, drawn, plan)
     return message
@@ -90,8 +97,8 @@ def widened(opened: Tensor, g: Tensor, shares: Tensor, plan: Plan, first: bool, 
     """Subtract from piece [n] an evaluator's share of the value that `opened` [n] is masked."""
     if piece.is_cpu:
         operands, made = addresses(opened, g, shares), addresses(piece)
-        words = shares.numel() // 2
-        launch(cpu.widened, *operands, words, piece.numel(), plan.shift, plan.narrow, plan.above, first, *made)
+        words, elements = shares.numel() // 2, spread(piece.numel(), _WRAP_S, BLOCK)
+        elements(cpu.widened, *operands, words, piece.numel(), plan.shift, plan.narrow, plan.above, first, *made)
     elif not piece.is_meta:
         piece -= widened_by_operations(opened, g, shares, plan, first)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from private_llm.kernels import parallel
+from private_llm.kernels import parallel, teams
 from private_llm.kernels.drawn import DrawnTensor, StreamKey
 from private_llm.kernels.matmul import BYTES
 from private_llm.protocols.session import Session
@@ -26,7 +26,8 @@ MOST_ROWS = 16
 """Rows of inputs that are repeated: tokens of a step. Prompts are longer, and Python is little of their time."""
 
 PYTHON_S = 1e-3
-"""What Python costs a module, about. A program runs on one thread, Python's products on all that they may use."""
+"""What Python costs a module, about. Where there are no teams, a program runs on one thread, Python's products on all
+that they may use."""
 
 AROUND_S = 3e-3
 """The same of a whole decoder layer."""
@@ -143,8 +144,8 @@ def _layout(
 
 
 def _saved_by_threads(session: Session, seconds: float) -> float:
-    """Of so many seconds of reading weights on one thread, those that this thread's helpers save."""
-    if session.device != "cpu":
+    """Of so many seconds of reading weights on one thread, those that threads save in Python but not in a program."""
+    if session.device != "cpu" or teams.HERE:
         return 0.0
     return seconds * (1.0 - 1.0 / parallel.threads(seconds))
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from private_llm.kernels import teams
 from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.compiling import CompiledStep
 from private_llm.net.direct import MOST, Direct
@@ -85,6 +86,13 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Together:
+    """Pieces of one operation that may run side by side, each some steps one after the other."""
+
+    pieces: tuple[tuple[Step, ...], ...]
+
+
+@dataclass(frozen=True)
 class Send(Generic[Place]):
     """A message."""
 
@@ -120,7 +128,7 @@ class Middle(Generic[Place]):
     outputs: tuple[Place, ...]
 
 
-Event = Step | Send[Operand] | Receive[Operand] | Call | Middle[Operand]
+Event = Step | Together | Send[Operand] | Receive[Operand] | Call | Middle[Operand]
 
 Inner = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Computes a program's middle."""
@@ -209,6 +217,7 @@ class Program:
     def __post_init__(self) -> None:
         self.size = _placed(self)
         self._starts, self._table, self._kinds = _rows(self.events)
+        self._pieces = max([1, *(len(each.pieces) for each in self.events if isinstance(each, Together))])
         self._bound: _Bound | None = None
 
     @property
@@ -230,7 +239,7 @@ class Program:
             place = drawn.memories[0].place
             taken = octets[place : place + sum(memory.size for memory in drawn.memories)]
             draws.setdefault(drawn.behind, []).append((drawn.stream, taken))
-        left = [(at, each) for at, each in enumerate(self.events) if not isinstance(each, Step)]
+        left = [(at, each) for at, each in enumerate(self.events) if not isinstance(each, Step | Together)]
         events = {at: _doing(each, arena) for at, each in left if not isinstance(each, Middle)}
         middles = {
             at: ([arena.view(x) for x in each.inputs], [arena.view(x) for x in each.outputs])
@@ -267,8 +276,8 @@ class Program:
         rows, last, at = self._addressed(bound, weights), len(self.events), 0
         table, starts, direct = rows.ctypes.data, self._starts.ctypes.data, outside.direct()
         while at < last:
-            with direct:
-                at = steps.run(table, starts, at, last, direct.address)
+            with direct, teams.lent(self._pieces) as team:
+                at = steps.run(table, starts, at, last, direct.address, team)
             if at in bound.middles and inner is not None:
                 taken, results = bound.middles[at]
                 for result, made in zip(results, inner(taken), strict=True):
@@ -310,6 +319,8 @@ def _words(event: Event) -> Sequence[Word]:
     """The row of an event."""
     if isinstance(event, Step):
         return event.code.address, *event.row
+    if isinstance(event, Together):
+        return _words_of_pieces(event)
     if isinstance(event, Call | Middle):
         return (steps.STOP,)
     code, endpoint = (steps.SEND, event.to) if isinstance(event, Send) else (steps.RECEIVE, event.frm)
@@ -318,6 +329,18 @@ def _words(event: Event) -> Sequence[Word]:
         return (steps.STOP,)
     tag = np.frombuffer(tag_bytes(event.tag), np.int64).tolist()
     return code, endpoint, Address(payload.memory, payload.offset), count, *tag
+
+
+def _words_of_pieces(event: Together) -> Sequence[Word]:
+    """As `team.piece` reads them, behind the code that tells what they are."""
+    begins: list[Word] = []
+    words: list[Word] = []
+    for piece in event.pieces:
+        begins.append(1 + len(event.pieces) + len(words))
+        words.append(len(piece))
+        for step in piece:
+            words += [1 + len(step.row), step.code.address, *step.row]
+    return steps.TOGETHER, len(event.pieces), *begins, *words
 
 
 def _rows(events: Sequence[Event]) -> tuple[Table, Table, Table]:
@@ -365,8 +388,10 @@ def _placed(program: Program) -> int:
     memories: dict[int, Memory] = {}
     found = [each.memory for each in (*program.inputs, *_operands(list(program.outputs)))]
     for each in program.events:
-        if isinstance(each, Step):
-            found += [word.memory for word in each.row if isinstance(word, Address)]
+        if isinstance(each, Step | Together):
+            together = each.pieces if isinstance(each, Together) else ((each,),)
+            rows = (step.row for piece in together for step in piece)
+            found += [word.memory for row in rows for word in row if isinstance(word, Address)]
         elif isinstance(each, Call):
             held = [*each.arguments, *each.named.values(), each.result]
             found += [operand.memory for operand in _operands(held)]

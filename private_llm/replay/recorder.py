@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from private_llm.replay.program import (
     Receive,
     Send,
     Step,
+    Together,
     Weight,
     Word,
 )
@@ -55,6 +57,7 @@ class Recorder(Recording[Operand]):
         super().__init__(transport, streams)
         self._weights = list(weights)
         self._events: list[Event] = []
+        self._into = self._events  # where steps are written: there, or to the piece that is computed now
         self._draws: dict[tuple[int, int], list[Memory]] = {}
         self._behind = -1  # the middle behind which masks are drawn
         self._starts: list[int] = []
@@ -193,7 +196,9 @@ class Recorder(Recording[Operand]):
                 content = whole.clone()
                 self.changing(whole)
                 del self._made[start]
+                piece, self._into = self._into, self._events  # before all pieces, of which others write there, too
                 loops.copy(self.emit, whole, content)
+                self._into = piece
                 return
         raise UnsupportedOp("a step that writes to memory of before")
 
@@ -207,7 +212,7 @@ class Recorder(Recording[Operand]):
                     self._keep.append(each)
             else:
                 words.append(each)
-        self._events.append(Step(code, tuple(words)))
+        self._into.append(Step(code, tuple(words)))
 
     def _held(self) -> Sequence[Held]:
         return (
@@ -252,9 +257,28 @@ class Recorder(Recording[Operand]):
                 else:
                     self._untouched.discard(int(each))
                     row.append(self._address(int(each)) if kind in "rw" else int(each))
-            self._events.append(Step(code, tuple(row)))
+            self._into.append(Step(code, tuple(row)))
         except Exception as error:  # noqa: BLE001 - what nobody foresaw is no reason to end the step itself
             self.stop(f"kernel {getattr(kernel, '__name__', kernel)}: {error}")
+
+    def beside(self, work: Callable[[int, int], None], ranges: Sequence[tuple[int, int]]) -> None:
+        """Pieces become one event, for which the memory that each takes is not used again."""
+        pieces: list[tuple[Step, ...]] = []
+        try:
+            for first, last in ranges:
+                self._into = []
+                work(first, last)
+                pieces.append(tuple([each for each in self._into if isinstance(each, Step)]))
+                if len(pieces[-1]) < len(self._into):
+                    self.stop("pieces side by side that are not all steps")
+        finally:
+            self._into = self._events
+        if self.reason is None and any(pieces):
+            for step in chain.from_iterable(pieces):
+                for word in step.row:
+                    if isinstance(word, Address):
+                        word.memory.used(len(self._events))
+            self._events.append(Together(tuple(pieces)))
 
     def drew(self, stream: object, out: Tensor) -> None:
         """Masks, of one of the session's streams."""
@@ -333,14 +357,14 @@ class Recorder(Recording[Operand]):
         else:
             if written is None:
                 self.changing(x)
-            before = len(self._events)
+            before = len(self._into)
             try:
                 more = {key: value for key, value in kwargs.items() if key != "out"}
                 if func in loops.MOVES and any(self._varies(index) for index in tensors_of(args[1:])):
                     raise UnsupportedOp("a move to places that change")
                 loops.LOWERED[func](self.emit, x, *args, **more)
             except Exception:  # noqa: BLE001 - a rule for other arguments than these
-                del self._events[before:]
+                del self._into[before:]
                 self._called(func, args, kwargs, None if written is not None else x)
 
     def _called(
@@ -355,7 +379,7 @@ class Recorder(Recording[Operand]):
             if isinstance(result, Tensor):
                 raise UnsupportedOp("a result that is a constant")
             named = {key: self._views(each) for key, each in kwargs.items()}
-            self._events.append(Call(func, tuple(self._views(list(args))), named, result))
+            self._into.append(Call(func, tuple(self._views(list(args))), named, result))
         except UnsupportedOp as error:
             self.stop(f"{func}: {error}")
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from private_llm.errors import ConfigError
 from private_llm.kernels import ops
-from private_llm.kernels.drawn import DrawnTensor, StreamKey, Stretch
+from private_llm.kernels.drawn import DrawnTensor, StreamKey, Stretch, makes_fast
 from private_llm.kernels.watching import this_thread
 from private_llm.ring.ring import Ring
 
@@ -84,22 +84,34 @@ class Seed:
 
 
 class Prg:
-    """An AES-128-CTR stream that yields ring elements and packed words. Not thread-safe."""
+    """An AES-128-CTR stream that yields ring elements and packed words. Not thread-safe.
 
-    __slots__ = ("_encrypt",)
+    By this package's kernel where that is faster than OpenSSL (`makes_fast`), on as many threads as are worth it.
+    """
+
+    __slots__ = ("_encrypt", "_stream", "_taken")
     block = 16
     """Bytes: a draw takes whole blocks."""
 
     def __init__(self, key: bytes) -> None:
-        self._encrypt = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+        self._stream, self._taken = StreamKey(key) if makes_fast() else None, 0
+        if self._stream is None:
+            self._encrypt = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
 
     def fill(self, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """Overwrite `out` (uint8 [n], contiguous) with the next stream bytes; a call takes whole blocks of 16 bytes."""
+        if self._stream is not None:
+            self._write(self._stream, out.ctypes.data, out.size)
+            return
         for start in range(0, out.size, len(_ZEROS)):
             piece = out[start : start + len(_ZEROS)]
             self._encrypt.update_into(_ZEROS[: piece.size], piece.data)
         if out.size % 16:
             self._encrypt.update(_ZEROS[: -out.size % 16])
+
+    def _write(self, stream: StreamKey, to: int, size: int) -> None:
+        start, self._taken = self._taken, self._taken + size + -size % 16
+        stream.write(start, to, size)
 
     def words(self, count: int, device: str | torch.device = "cpu") -> Tensor:
         """`count` uniform 64-bit words as int64 [count]."""
@@ -114,7 +126,9 @@ class Prg:
         if str(device) == "meta":
             return torch.empty(count, dtype=dtype, device="meta")
         out = torch.empty(count, dtype=dtype)
-        if count:
+        if count and self._stream is not None:
+            self._write(self._stream, out.data_ptr(), out.nbytes)
+        elif count:
             self.fill(out.numpy().view(np.uint8))
         if str(device) != "cpu":
             out = out.to(device)
@@ -135,6 +149,7 @@ class ChaCha(Prg):
 
     def __init__(self, key: bytes) -> None:
         self._key, self._nonce, self._block = key, 0, 0
+        self._stream = None
         self._at: tuple[int, int] | None = None
 
     def _take(self, size: int) -> list[tuple[int, int, int]]:

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from private_llm.config import PrivateConfig
+from private_llm.kernels import parallel
 from private_llm.replay.units import Replays
 
 LAYERS = 2
@@ -76,9 +77,11 @@ def answers(make: Callable[[], PreTrainedModel], **settings: Any) -> tuple[list[
 
 @pytest.mark.parametrize("settings", [{}, {"protocol": "dealer"}, {"weights_at_rest": "seeds"}], ids=str)
 @pytest.mark.parametrize("make", [llama, opt])
+@pytest.mark.parametrize("threads", [1, 3])
 def test_layers_are_repeated_around_attention(
-    make: Callable[[], PreTrainedModel], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], PreTrainedModel], settings: dict[str, Any], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(parallel, "threads", lambda seconds: threads)
     counted = Counted(monkeypatch)
     _, sent, rounds = answers(make, **settings)
     assert not counted.refused

@@ -22,7 +22,9 @@ def words(count: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("frac", [0, 1, 10, 18, 20, 27])
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 1000, (1 << 16) + 3])
-def test_kernels_and_operations_agree(frac: int, count: int) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_kernels_and_operations_agree(frac: int, count: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("private_llm.kernels.parallel.threads", lambda seconds: threads)
     plan = Exponential(frac, TOTAL_BITS - 18)
     x, keep, shares = words(count, 1), words(-(-count // 64), 3)[None], words(4 * count, 5).view(4, count)
     piece = torch.empty_like(x)

@@ -25,8 +25,10 @@ def same(made: list[Tensor], want: list[Tensor]) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("case", ALL, ids=str)
-def test_cpu_kernel_equals_the_reference(case: Case) -> None:
+def test_cpu_kernel_equals_the_reference(case: Case, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("private_llm.kernels.parallel.threads", lambda seconds: threads)
     same(run(getattr(ops, case.op), case), expected(case))
 
 

@@ -27,7 +27,11 @@ def operands(count: int, plan: Waves) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("made", [SILU, GELU_ERF], ids=["silu", "gelu"])
 @pytest.mark.parametrize("frac", [10, 18, 20])
 @pytest.mark.parametrize("count", SIZES)
-def test_kernels_and_operations_agree(count: int, frac: int, made: WaveSum) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_kernels_and_operations_agree(
+    count: int, frac: int, made: WaveSum, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("private_llm.kernels.parallel.threads", lambda seconds: threads)
     plan = waves_of(made, frac)
     x, y, secrets, rest = operands(count, plan)
     table = turns()

@@ -14,7 +14,7 @@ from torch import Tensor
 import private_llm.nn  # noqa: F401 - rules of functions
 from private_llm.config import PrivateConfig
 from private_llm.errors import UnsupportedOp
-from private_llm.kernels import parallel
+from private_llm.kernels import parallel, teams
 from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.watching import as_array
 from private_llm.net.transport import Transport
@@ -23,7 +23,7 @@ from private_llm.protocols.session import Session, meta_session
 from private_llm.protocols.share import Share
 from private_llm.replay import modules, recorder, units
 from private_llm.replay.modules import repeated
-from private_llm.replay.program import Program
+from private_llm.replay.program import Program, Together
 from private_llm.replay.units import Owner, Replays, replays_of
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.secret import SecretTensor
@@ -36,7 +36,7 @@ def _compiled() -> None:
     for code, _ in steps.KERNELS.values():
         assert code.address
     assert all(code.address for code in (steps.combine, steps.copy, steps.sum_last, steps.gather))
-    steps.run(0, 0, 0, 0, 0)
+    steps.run(0, 0, 0, 0, 0, 0)
 
 
 WIDTH = 70
@@ -247,8 +247,35 @@ def test_modules_that_are_alike_share_a_program_and_keep_their_weights() -> None
     assert counts == [{"plain": 1, "recorded": 1, "checked": 4, "repeated": 6}] * 3
 
 
-def test_large_modules_stay_in_python_where_it_has_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not teams.HERE, reason="no teams on this system")
+@pytest.mark.parametrize("protocol", ["trio", "dealer"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_pieces_of_a_step_run_side_by_side(name: str, protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = [x.expand(15, WIDTH).contiguous() for x in some(1, (1, WIDTH))]
+    plain = run(PrivateConfig.from_dict({"protocol": protocol, "replay": False}), FUNCTIONS[name], inputs)
+    monkeypatch.setattr(parallel, "threads", lambda seconds: 3)
+    made, held, ledgers = run(PrivateConfig.from_dict({"protocol": protocol}), FUNCTIONS[name], inputs)
+    for got, given in zip(made, inputs, strict=True):
+        assert torch.allclose(got, FUNCTIONS[name](given).double(), atol=2e-3)  # type: ignore[arg-type]
+    assert [dict(each.refused) for each in held.values()] == [{}] * 3
+    assert all(each.counts["repeated"] == CALLS - 3 for each in held.values())
+    assert ledgers == plain[2]
+    found = [program for each in held.values() for program in programs(each)]
+    together = [event for program in found for event in program.events if isinstance(event, Together)]
+    assert len(found) == 3
+    assert bool(together) == (name != "moves")
+    assert {len(event.pieces) for event in together} <= {2, 3}
+
+
+def programs(replays: Replays) -> list[Program]:
+    """What is held of a party's units."""
+    made = [unit.kept.program for unit in replays._units.values() if unit.kept is not None]
+    return [program for program in made if isinstance(program, Program)]
+
+
+def test_large_modules_stay_in_python_where_nobody_helps_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[Counter[str]] = []
+    monkeypatch.setattr(teams, "HERE", False)
     monkeypatch.setattr(modules, "PYTHON_S", 5 * 8 * 2 * 8 / modules.BYTES / 2)  # half of what reading the weight takes
 
     def party(session: Session, transport: Transport) -> None:

@@ -1,14 +1,14 @@
 """Local kernels on one core, without parties: what the steps of a protocol cost before anything is sent.
 
-Times are processor time of the measuring thread, so that other work on the machine disturbs them little; but of
-transposition on all cores by the clock, in turns with one core. Products of listed rows of a weight take turns with
+Times are processor time of the measuring thread, so that other work on the machine disturbs them little; but those on
+all cores by the clock, in turns with one core. Products of listed rows of a weight take turns with
 the product of the whole weight, products with a mask that is made from its key stream with those of the mask in memory.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
 from typing import Any
@@ -92,7 +92,7 @@ _ENOUGH_S = 0.02
 def measure_kernels(
     repeat: int = 5, tiny: bool = False, progress: Callable[[str], None] = lambda _: None
 ) -> Iterator[KernelRow]:
-    """Every job on one thread (one on all too): one call to warm up, then `repeat` timed runs, each filling 20 ms."""
+    """Every job on one thread, many on all too: one call to warm up, then `repeat` timed runs, each filling 20 ms."""
     tune_allocator()  # as a party does at its start
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -177,6 +177,10 @@ def _jobs(ring: Ring, tiny: bool) -> Iterator[_Job]:
     for size in (64,) if tiny else _DRAWS:
         items = size * 8 // ring.bits
         yield _Job("prg", "", ring.bits, (items,), _draw(stream, items, ring), size / 1e9, "GB/s")
+    if usable_cores() > 1:
+        yield _Job(
+            "prg", "all cores", ring.bits, (items,), _draw(stream, items, ring), size / 1e9, "GB/s", usable_cores()
+        )
 
 
 def _draw(stream: Prg, items: int, ring: Ring) -> Callable[[], object]:
@@ -274,12 +278,7 @@ def _comparison(ring: Ring, n: int, stream: Prg) -> Iterator[_Job]:
         ("inject_products", lambda: ops.inject_products(sign, x, weighted, shares)),
         ("inject_terms", lambda: ops.inject_terms(sign, x, x, shares, weighted, weight, weight, True, out)),
     )
-    for name, run in calls:
-        yield _Job(name, "", ring.bits, (n,), run, n / 1e9, "G elements/s")
-    cores = usable_cores()
-    if cores > 1:
-        transpose = calls[0][1]
-        yield _Job("transpose_bits", "all cores", ring.bits, (n,), transpose, n / 1e9, "G elements/s", cores)
+    yield from _alone_and_together(calls, ring, n)
 
 
 def _truncation(ring: Ring, n: int, stream: Prg) -> Iterator[_Job]:
@@ -292,5 +291,15 @@ def _truncation(ring: Ring, n: int, stream: Prg) -> Iterator[_Job]:
         ("trunc_open", lambda: ops.trunc_open(one, two, rho, zeta, f, f)),
         ("trunc_close", lambda: ops.trunc_close(one, rho, zeta, mask, other, f, f)),
     )
+    yield from _alone_and_together(calls, ring, n)
+
+
+def _alone_and_together(
+    calls: Sequence[tuple[str, Callable[[], object]]], ring: Ring, n: int
+) -> Iterator[_Job]:  # fmt: skip
+    """Each call on one thread, and on all cores."""
+    cores = usable_cores()
     for name, run in calls:
         yield _Job(name, "", ring.bits, (n,), run, n / 1e9, "G elements/s")
+        if cores > 1:
+            yield _Job(name, "all cores", ring.bits, (n,), run, n / 1e9, "G elements/s", cores)

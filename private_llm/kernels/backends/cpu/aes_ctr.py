@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
@@ -96,9 +97,16 @@ def write_blocks(keys: int, first: int, to: int, blocks: int) -> None:
 
 
 @compiled
-def write_bytes(keys: int, start: int, to: int, count: int, scratch: Any) -> None:  # noqa: ANN401 - an array
-    """Bytes start .. start + count - 1 of the stream to memory, and nothing else; scratch [SPILL] bytes."""
-    at, end, zero = start, start + count, scratch[0]
+def write_bytes(keys: int, start: int, to: int, count: int) -> None:
+    """Bytes start .. start + count - 1 of the stream to memory, and nothing else."""
+    at, end = start, start + count
+    if at & (BLOCK - 1) == 0:
+        blocks = count // BLOCK // LANES * LANES
+        write_blocks(keys, at // BLOCK, to, blocks)
+        at += BLOCK * blocks
+    if at == end:
+        return
+    scratch, zero = np.empty(SPILL, np.uint8), np.uint8(0)
     while at < end:
         lead = at & (BLOCK - 1)
         blocks = (end - at) // BLOCK // LANES * LANES

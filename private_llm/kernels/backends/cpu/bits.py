@@ -2,7 +2,7 @@
 
 Words are uint64; a row holds one bit of 64 elements per word, so one instruction works on 64 to 512
 lanes (PIGEON's bitslicing). Tensors come as addresses (`address`) with their row counts; row orders are
-those of `circuits.carry`.
+those of `circuits.carry`. A call works on words begin .. end - 1 of all rows, so calls may share the work.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Array = np.ndarray[Any, Any]
 
 @compiled
 def transpose_words(
-    x_at: int, n: int, zero: np.unsignedinteger[Any], out_at: int, rows: int, first: int, last: int
+    x_at: int, n: int, zero: np.unsignedinteger[Any], out_at: int, rows: int, begin: int, end: int
 ) -> None:  # fmt: skip
-    """Bit r of element 64*w+l becomes bit l of out[r, w], for w from `first`, a multiple of 8, to before `last`.
+    """Bit r of element 64*w+l becomes bit l of out[r, w], for w from `begin`, a multiple of 8, to before `end`.
 
     x [n] of the type of `zero`, out [rows, words].
 
@@ -33,8 +33,8 @@ def transpose_words(
     x, out = flat(x_at, n, zero), table(out_at, rows, words)
     buf = np.zeros((64, 8), dtype=np.uint64)
     half = x.itemsize == 4
-    for w0 in range(first, last, 8):
-        lanes = min(8, last - w0)
+    for w0 in range(begin, end, 8):
+        lanes = min(8, end - w0)
         if n - 64 * w0 < 512:
             buf[:] = 0
         for lane in range(lanes):
@@ -70,7 +70,7 @@ def transpose_words(
 
 @compiled
 def block_monomials(
-    s_at: int, rows: int, low: int, blocks: Array, out_at: int, out_rows: int, words: int
+    s_at: int, rows: int, low: int, blocks: Array, out_at: int, out_rows: int, words: int, begin: int, end: int
 ) -> None:  # fmt: skip
     """All monomials of the bits of each block of s [rows, W]; `out` is xored with them. Helper side."""
     s, out = table(s_at, rows, words), table(out_at, out_rows, words)
@@ -79,12 +79,12 @@ def block_monomials(
     for size in blocks:
         s0 = s[bit]
         if size == 1:
-            for w in range(words):
+            for w in range(begin, end):
                 out[row, w] ^= s0[w]
             row += 1
         elif size == 2:
             s1 = s[bit + 1]
-            for w in range(words):
+            for w in range(begin, end):
                 out[row, w] ^= s0[w]
                 out[row + 1, w] ^= s1[w]
                 out[row + 2, w] ^= s0[w] & s1[w]
@@ -92,7 +92,7 @@ def block_monomials(
         else:
             s1 = s[bit + 1]
             s2 = s[bit + 2]
-            for w in range(words):
+            for w in range(begin, end):
                 a = s0[w]
                 b = s1[w]
                 c = s2[w]
@@ -109,7 +109,8 @@ def block_monomials(
 
 @compiled
 def block_carries(
-    m_at: int, rows: int, low: int, blocks: Array, mono_at: int, mono_rows: int, first: bool, out_at: int, words: int
+    m_at: int, rows: int, low: int, blocks: Array, mono_at: int, mono_rows: int, first: bool, out_at: int, words: int,
+    begin: int, end: int,
 ) -> None:  # fmt: skip
     """Xor shares of (g, p) of each block from public bits m [rows, W] and shared monomials; xored into out.
 
@@ -127,22 +128,22 @@ def block_carries(
         m0 = m[bit]
         r0 = mono[row]
         if size == 1:
-            for w in range(words):
+            for w in range(begin, end):
                 g[w] ^= m0[w] & r0[w]
             if j > 0:
                 p = out[count + j - 1]
-                for w in range(words):
+                for w in range(begin, end):
                     p[w] ^= (m0[w] & one) ^ r0[w]
             row += 1
         elif size == 2:
             m1 = m[bit + 1]
             r1 = mono[row + 1]
             r2 = mono[row + 2]
-            for w in range(words):
+            for w in range(begin, end):
                 g[w] ^= (m1[w] & r1[w]) ^ (m1[w] & m0[w] & r0[w]) ^ (m0[w] & r2[w])
             if j > 0:
                 p = out[count + j - 1]
-                for w in range(words):
+                for w in range(begin, end):
                     p[w] ^= (m1[w] & m0[w] & one) ^ (m1[w] & r0[w]) ^ (m0[w] & r1[w]) ^ r2[w]
             row += 3
         else:
@@ -154,7 +155,7 @@ def block_carries(
             r4 = mono[row + 4]
             r5 = mono[row + 5]
             r6 = mono[row + 6]
-            for w in range(words):
+            for w in range(begin, end):
                 a = m0[w]
                 b = m1[w]
                 c = m2[w]
@@ -164,7 +165,7 @@ def block_carries(
                 )
             if j > 0:
                 p = out[count + j - 1]
-                for w in range(words):
+                for w in range(begin, end):
                     a = m0[w]
                     b = m1[w]
                     ab = a & b
@@ -180,7 +181,9 @@ def block_carries(
 
 
 @compiled
-def join_products(lam_at: int, groups: Array, count: int, out_at: int, out_rows: int, words: int) -> None:
+def join_products(
+    lam_at: int, groups: Array, count: int, out_at: int, out_rows: int, words: int, begin: int, end: int
+) -> None:  # fmt: skip
     """Products of masks that a level of joins needs, xored into out. Helper side.
 
     Rows of `lam`: count generates, then count-1 propagates (index j-1 for block j).
@@ -195,7 +198,7 @@ def join_products(lam_at: int, groups: Array, count: int, out_at: int, out_rows:
             g1 = lam[base + 1]
             p1 = lam[count + base]
             p2 = lam[count + base + 1]
-            for w in range(words):
+            for w in range(begin, end):
                 out[row, w] ^= p2[w] & (g1[w] ^ (p1[w] & g0[w]))
                 out[row + 1, w] ^= p2[w] & p1[w]
                 out[row + 2, w] ^= p2[w] & g0[w]
@@ -203,7 +206,7 @@ def join_products(lam_at: int, groups: Array, count: int, out_at: int, out_rows:
             row += 4
             if j > 0:
                 p0 = lam[count + base - 1]
-                for w in range(words):
+                for w in range(begin, end):
                     out[row, w] ^= p2[w] & p0[w]
                     out[row + 1, w] ^= p1[w] & p0[w]
                     out[row + 2, w] ^= p2[w] & p1[w] & p0[w]
@@ -211,12 +214,12 @@ def join_products(lam_at: int, groups: Array, count: int, out_at: int, out_rows:
         else:
             g0 = lam[base]
             p1 = lam[count + base]
-            for w in range(words):
+            for w in range(begin, end):
                 out[row, w] ^= p1[w] & g0[w]
             row += 1
             if j > 0:
                 p0 = lam[count + base - 1]
-                for w in range(words):
+                for w in range(begin, end):
                     out[row, w] ^= p1[w] & p0[w]
                 row += 1
         base += groups[j]
@@ -225,7 +228,7 @@ def join_products(lam_at: int, groups: Array, count: int, out_at: int, out_rows:
 @compiled
 def join_carries(
     b_at: int, lam_at: int, prod_at: int, prod_rows: int, groups: Array, count: int, first: bool, out_at: int,
-    words: int,
+    words: int, begin: int, end: int,
 ) -> None:  # fmt: skip
     """Xor shares of the joined (g, p) from masked rows b, this evaluator's mask shares and product shares."""
     one = np.uint64(0xFFFFFFFFFFFFFFFF) if first else np.uint64(0)
@@ -242,7 +245,7 @@ def join_carries(
             lg0, lg1, lg2 = lam[base], lam[base + 1], lam[base + 2]
             lp1, lp2 = lam[count + base], lam[count + base + 1]
             q0, q1, q2, q3 = prod[row], prod[row + 1], prod[row + 2], prod[row + 3]
-            for w in range(words):
+            for w in range(begin, end):
                 x, y, z = bp2[w], bp1[w], bg0[w]
                 u = bg1[w]
                 g[w] ^= (
@@ -266,7 +269,7 @@ def join_carries(
                 bp0 = b[count + base - 1]
                 lp0 = lam[count + base - 1]
                 q4, q5, q6 = prod[row], prod[row + 1], prod[row + 2]
-                for w in range(words):
+                for w in range(begin, end):
                     x, y, z = bp2[w], bp1[w], bp0[w]
                     p[w] ^= (
                         (x & y & z & one)
@@ -285,7 +288,7 @@ def join_carries(
             lg0, lg1 = lam[base], lam[base + 1]
             lp1 = lam[count + base]
             q0 = prod[row]
-            for w in range(words):
+            for w in range(begin, end):
                 g[w] ^= (
                     (bg1[w] & one) ^ lg1[w] ^ (bp1[w] & bg0[w] & one) ^ (bp1[w] & lg0[w]) ^ (bg0[w] & lp1[w]) ^ q0[w]
                 )
@@ -295,7 +298,7 @@ def join_carries(
                 bp0 = b[count + base - 1]
                 lp0 = lam[count + base - 1]
                 q1 = prod[row]
-                for w in range(words):
+                for w in range(begin, end):
                     p[w] ^= (bp1[w] & bp0[w] & one) ^ (bp1[w] & lp0[w]) ^ (bp0[w] & lp1[w]) ^ q1[w]
                 row += 1
         base += groups[j]
@@ -311,7 +314,7 @@ def _spread(word: np.uint64, ones: Array) -> None:
 @compiled
 def inject_products(
     bits_at: int, rows: int, lam_at: int, weighted: Array, out_at: int, out_rows: int, n: int,
-    zero: np.unsignedinteger[Any],
+    zero: np.unsignedinteger[Any], begin: int, end: int,
 ) -> None:  # fmt: skip
     """Helper side of bit injection: out -= masks; rows s_k for all k, then s_k * lam for weighted rows. out [R, n]."""
     words = (n + 63) // 64
@@ -319,7 +322,7 @@ def inject_products(
     out = flat(out_at, out_rows * n, zero).reshape(out_rows, n)
     ones = np.empty(64, dtype=out.dtype)
     none = out.dtype.type(0)
-    for word in range(words):
+    for word in range(begin, end):
         start, stop = 64 * word, min(64 * word + 64, n)
         lam = lams[start:stop]
         extra = rows
@@ -339,6 +342,7 @@ def inject_products(
 def inject_terms(
     bits_at: int, rows: int, m_at: int, mine_at: int, shares_at: int, share_rows: int, weighted: Array,
     w_at: int, w_each: int, c_at: int, c_each: int, first: bool, out_at: int, n: int, zero: np.unsignedinteger[Any],
+    begin: int, end: int,
 ) -> None:  # fmt: skip
     """Evaluator side: additive share of sum_k b_k (w_k x + c_k) added into out [n].
 
@@ -354,7 +358,7 @@ def inject_terms(
     ones = np.empty(64, dtype=outs.dtype)
     none = outs.dtype.type(0)
     known = none - outs.dtype.type(1) if first else none  # terms without shares count once
-    for word in range(words):
+    for word in range(begin, end):
         start, stop = 64 * word, min(64 * word + 64, n)
         m, mine, out = ms[start:stop], mines[start:stop], outs[start:stop]
         extra = rows

@@ -1,7 +1,7 @@
 """The parties' local parts of an exponential (`protocols/trio/exponential.py`), each in one pass (Numba, GIL-free).
 
 Operands are addresses of n 64-bit elements, of words of bits, and of four rows [4, n]. `digits` is what decides how a
-number is cut, `Digits`; tables have an entry for each upper or lower half.
+number is cut, `Digits`; tables have an entry for each upper or lower half. A call works on elements begin .. end - 1.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _cut(value: int, digits: Array) -> tuple[int, int, int]:
 @compiled
 def weighed(
     masked: int, keep: int, shares: int, n: int, digits: Array, near: Array, far: Array, fine: Array, near_bits: int,
-    far_bits: int, piece: int,
+    far_bits: int, piece: int, begin: int, end: int,
 ) -> None:  # fmt: skip
     """piece [n] = an evaluator's additive share: one of its shares [4, n] of each digit, times that digit's factor.
 
@@ -46,7 +46,7 @@ def weighed(
     """
     x, bits, rows = flat(masked, n, _SIGNED), flat(keep, (n + 63) // 64, _SIGNED), flat(shares, 4 * n, _SIGNED)
     out = flat(piece, n, _SIGNED)
-    for m in range(n):
+    for m in range(begin, end):
         digit, upper, lower = _cut(x[m], digits)
         same = (near[upper] * fine[lower] + (1 << (near_bits - 1))) >> near_bits
         other = (far[upper] * fine[lower] + (1 << (far_bits - 1))) >> far_bits
@@ -57,12 +57,13 @@ def weighed(
 
 @compiled
 def placed(
-    mask: int, kept: int, n: int, digits: Array, coarse: Array, fine: Array, shift: int, message: int
+    mask: int, kept: int, n: int, digits: Array, coarse: Array, fine: Array, shift: int, message: int,
+    begin: int, end: int,
 ) -> None:  # fmt: skip
     """Add party 0's number of each mask [n] to its place of `message` [4, n]: row 2 digit + bit of `kept`."""
     x, bits = flat(mask, n, _SIGNED), flat(kept, (n + 63) // 64, _SIGNED)
     rows = flat(message, 4 * n, _SIGNED)
-    for m in range(n):
+    for m in range(begin, end):
         digit, upper, lower = _cut(x[m], digits)
         row = 2 * digit + _flag(bits, m)
         rows[row * n + m] += (coarse[upper] * fine[lower] + (1 << (shift - 1))) >> shift

@@ -13,12 +13,21 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import carray, types
-from numba.extending import intrinsic
+from numba import carray
 
 from private_llm.kernels.address import WORD, flat
-from private_llm.kernels.backends.cpu import aes, bits, drawn_matmul, exponential, frames, matmul, queues, trunc, waves
+from private_llm.kernels.backends.cpu import (
+    aes,
+    bits,
+    drawn_matmul,
+    exponential,
+    frames,
+    matmul,
+    queues,
+    team,
+    trunc,
+    waves,
+)
 from private_llm.kernels.backends.cpu.connection import FIELDS, HERE, KIND, MEMORY
 from private_llm.kernels.compiling import CompiledStep, compiled
 
@@ -33,24 +42,9 @@ _SIGNED = np.int64(0)
 _FLAG = np.uint8(0)
 
 
-@intrinsic
-def _call(typing_context, function, row):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Call the function at an address with the address of a row."""
-    signature = types.void(types.int64, types.int64)
-
-    def codegen(context: Any, builder: Any, _: Any, arguments: Any) -> Any:  # noqa: ANN401
-        pointer = ir.PointerType(ir.IntType(64))
-        kind = ir.FunctionType(ir.VoidType(), [pointer])
-        made = builder.inttoptr(arguments[0], ir.PointerType(kind))
-        builder.call(made, [builder.inttoptr(arguments[1], pointer)])
-        return context.get_dummy_value()
-
-    return signature, codegen
-
-
-STOP, SEND, RECEIVE = range(3)
+STOP, SEND, RECEIVE, TOGETHER = range(4)
 """What stands in place of a function's address: an event for Python; a message, with the number of its connection, the
-address of its payload, the number of its elements, and 4 words of tag."""
+address of its payload, the number of its elements, and 4 words of tag; pieces of a step (`team.piece`)."""
 
 
 if HERE:
@@ -74,16 +68,20 @@ else:
 
 
 @compiled
-def run(table: int, starts: int, first: int, last: int, links: int) -> int:
+def run(table: int, starts: int, first: int, last: int, links: int, workers: int) -> int:
     """Rows first .. last - 1 of a table of words, which begin where `starts` says, with the connections `links`
-    (`frames.py`, `queues.py`; all by address). Returns the first row that is left to Python, or `last`.
+    (`frames.py`, `queues.py`) and a team (`team.py`; all by address, 0 for none). Returns the first row that is left
+    to Python, or `last`.
     """
     words, rows = flat(table, 1 << 40, _SIGNED), flat(starts, 1 << 40, _SIGNED)
     for step in range(first, last):
         at = rows[step]
         code = words[at]
-        if code > RECEIVE:
-            _call(code, table + 8 * (at + 1))
+        if code > TOGETHER:
+            team.call(code, table + 8 * (at + 1))
+            continue
+        if code == TOGETHER:
+            team.together(workers, table + 8 * (at + 1))
             continue
         if code == STOP:
             return step
@@ -104,81 +102,85 @@ def transpose_words(row: Row) -> None:
 @CompiledStep
 def block_monomials(row: Row) -> None:
     """`bits.block_monomials`."""
-    a = carray(row, 8)
-    bits.block_monomials(a[0], a[1], a[2], flat(a[3], a[4], _SIGNED), a[5], a[6], a[7])
+    a = carray(row, 10)
+    bits.block_monomials(a[0], a[1], a[2], flat(a[3], a[4], _SIGNED), a[5], a[6], a[7], a[8], a[9])
 
 
 @CompiledStep
 def block_carries(row: Row) -> None:
     """`bits.block_carries`."""
-    a = carray(row, 10)
-    bits.block_carries(a[0], a[1], a[2], flat(a[3], a[4], _SIGNED), a[5], a[6], a[7] != 0, a[8], a[9])
+    a = carray(row, 12)
+    plan = flat(a[3], a[4], _SIGNED)
+    bits.block_carries(a[0], a[1], a[2], plan, a[5], a[6], a[7] != 0, a[8], a[9], a[10], a[11])
 
 
 @CompiledStep
 def join_products(row: Row) -> None:
     """`bits.join_products`."""
-    a = carray(row, 7)
-    bits.join_products(a[0], flat(a[1], a[2], _SIGNED), a[3], a[4], a[5], a[6])
+    a = carray(row, 9)
+    bits.join_products(a[0], flat(a[1], a[2], _SIGNED), a[3], a[4], a[5], a[6], a[7], a[8])
 
 
 @CompiledStep
 def join_carries(row: Row) -> None:
     """`bits.join_carries`."""
-    a = carray(row, 10)
-    bits.join_carries(a[0], a[1], a[2], a[3], flat(a[4], a[5], _SIGNED), a[6], a[7] != 0, a[8], a[9])
+    a = carray(row, 12)
+    plan = flat(a[4], a[5], _SIGNED)
+    bits.join_carries(a[0], a[1], a[2], a[3], plan, a[6], a[7] != 0, a[8], a[9], a[10], a[11])
 
 
 @CompiledStep
 def inject_products(row: Row) -> None:
     """`bits.inject_products`."""
-    a = carray(row, 8)
-    bits.inject_products(a[0], a[1], a[2], flat(a[3], a[4], _FLAG), a[5], a[6], a[7], WORD)
+    a = carray(row, 10)
+    bits.inject_products(a[0], a[1], a[2], flat(a[3], a[4], _FLAG), a[5], a[6], a[7], WORD, a[8], a[9])
 
 
 @CompiledStep
 def inject_terms(row: Row) -> None:
     """`bits.inject_terms`."""
-    a = carray(row, 15)
+    a = carray(row, 17)
     bits.inject_terms(
         a[0], a[1], a[2], a[3], a[4], a[5], flat(a[6], a[7], _FLAG), a[8], a[9], a[10], a[11], a[12] != 0, a[13], a[14],
-        WORD,
+        WORD, a[15], a[16],
     )  # fmt: skip
 
 
 @CompiledStep
 def fields_packed(row: Row) -> None:
     """`trunc.packed`."""
-    a = carray(row, 4)
-    trunc.packed(a[0], a[1], a[2], WORD, a[3])
+    a = carray(row, 6)
+    trunc.packed(a[0], a[1], a[2], WORD, a[3], a[4], a[5])
 
 
 @CompiledStep
 def fields_unpacked(row: Row) -> None:
     """`trunc.unpacked`."""
-    a = carray(row, 4)
-    trunc.unpacked(a[0], a[1], a[2], WORD, a[3])
+    a = carray(row, 6)
+    trunc.unpacked(a[0], a[1], a[2], WORD, a[3], a[4], a[5])
 
 
 @CompiledStep
 def trunc_helper(row: Row) -> None:
     """`trunc.helper`."""
-    a = carray(row, 14)
-    trunc.helper(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], WORD, a[10], a[11], a[12], a[13])
+    a = carray(row, 16)
+    trunc.helper(
+        a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], WORD, a[10], a[11], a[12], a[13], a[14], a[15]
+    )
 
 
 @CompiledStep
 def trunc_opened(row: Row) -> None:
     """`trunc.opened`."""
-    a = carray(row, 9)
-    trunc.opened(a[0], a[1], a[2], a[3], a[4], a[5], a[6], WORD, a[7], a[8])
+    a = carray(row, 11)
+    trunc.opened(a[0], a[1], a[2], a[3], a[4], a[5], a[6], WORD, a[7], a[8], a[9], a[10])
 
 
 @CompiledStep
 def trunc_closed(row: Row) -> None:
     """`trunc.closed`."""
-    a = carray(row, 10)
-    trunc.closed(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], WORD, a[8], a[9])
+    a = carray(row, 12)
+    trunc.closed(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], WORD, a[8], a[9], a[10], a[11])
 
 
 @CompiledStep
@@ -198,48 +200,48 @@ def row_product(row: Row) -> None:
 @CompiledStep
 def exponential_weighed(row: Row) -> None:
     """`exponential.weighed`."""
-    a = carray(row, 15)
+    a = carray(row, 17)
     digits, near = flat(a[4], a[5], _SIGNED), flat(a[6], a[7], _SIGNED)
     far, fine = flat(a[8], a[9], _SIGNED), flat(a[10], a[11], _SIGNED)
-    exponential.weighed(a[0], a[1], a[2], a[3], digits, near, far, fine, a[12], a[13], a[14])
+    exponential.weighed(a[0], a[1], a[2], a[3], digits, near, far, fine, a[12], a[13], a[14], a[15], a[16])
 
 
 @CompiledStep
 def exponential_placed(row: Row) -> None:
     """`exponential.placed`."""
-    a = carray(row, 11)
+    a = carray(row, 13)
     digits, coarse, fine = flat(a[3], a[4], _SIGNED), flat(a[5], a[6], _SIGNED), flat(a[7], a[8], _SIGNED)
-    exponential.placed(a[0], a[1], a[2], digits, coarse, fine, a[9], a[10])
+    exponential.placed(a[0], a[1], a[2], digits, coarse, fine, a[9], a[10], a[11], a[12])
 
 
 @CompiledStep
 def waves_hidden(row: Row) -> None:
     """`waves.hidden`."""
-    a = carray(row, 11)
+    a = carray(row, 13)
     plan, sizes, turns = flat(a[2], a[3], _SIGNED), flat(a[4], a[5], _SIGNED), flat(a[6], a[7], _SIGNED)
-    waves.hidden(a[0], a[1], plan.reshape(a[3] // 4, 4), sizes, turns, a[8], a[9], a[10])
+    waves.hidden(a[0], a[1], plan.reshape(a[3] // 4, 4), sizes, turns, a[8], a[9], a[10], a[11], a[12])
 
 
 @CompiledStep
 def waves_summed(row: Row) -> None:
     """`waves.summed`."""
-    a = carray(row, 12)
+    a = carray(row, 14)
     plan, sizes, turns = flat(a[4], a[5], _SIGNED), flat(a[6], a[7], _SIGNED), flat(a[8], a[9], _SIGNED)
-    waves.summed(a[0], a[1], a[2], a[3], plan.reshape(a[5] // 4, 4), sizes, turns, a[10], a[11])
+    waves.summed(a[0], a[1], a[2], a[3], plan.reshape(a[5] // 4, 4), sizes, turns, a[10], a[11], a[12], a[13])
 
 
 @CompiledStep
 def waves_wraps(row: Row) -> None:
     """`waves.wraps`."""
-    a = carray(row, 9)
-    waves.wraps(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8])
+    a = carray(row, 11)
+    waves.wraps(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10])
 
 
 @CompiledStep
 def waves_widened(row: Row) -> None:
     """`waves.widened`."""
-    a = carray(row, 10)
-    waves.widened(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8] != 0, a[9])
+    a = carray(row, 12)
+    waves.widened(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8] != 0, a[9], a[10], a[11])
 
 
 @CompiledStep
@@ -253,23 +255,23 @@ def drawn_product(row: Row) -> None:
 
 KERNELS: dict[Any, tuple[Any, str]] = {
     bits.transpose_words: (transpose_words, "rizwiii"),
-    bits.block_monomials: (block_monomials, "riipwii"),
-    bits.block_carries: (block_carries, "riipriiwi"),
-    bits.join_products: (join_products, "rpiwii"),
-    bits.join_carries: (join_carries, "rrripiiwi"),
-    bits.inject_products: (inject_products, "rirfwiiz"),
-    bits.inject_terms: (inject_terms, "rirrrifririiwiz"),
-    trunc.packed: (fields_packed, "riizw"),
-    trunc.unpacked: (fields_unpacked, "riizw"),
-    trunc.helper: (trunc_helper, "rrrrrrriiizwwww"),
-    trunc.opened: (trunc_opened, "rrrriiizww"),
-    trunc.closed: (trunc_closed, "rrrrriiizww"),
-    exponential.weighed: (exponential_weighed, "rrrippppiiw"),
-    exponential.placed: (exponential_placed, "rripppiw"),
-    waves.hidden: (waves_hidden, "ripppriw"),
-    waves.summed: (waves_summed, "rriipppiw"),
-    waves.wraps: (waves_wraps, "rriiiiriw"),
-    waves.widened: (waves_widened, "rrriiiiiiw"),
+    bits.block_monomials: (block_monomials, "riipwiiii"),
+    bits.block_carries: (block_carries, "riipriiwiii"),
+    bits.join_products: (join_products, "rpiwiiii"),
+    bits.join_carries: (join_carries, "rrripiiwiii"),
+    bits.inject_products: (inject_products, "rirfwiizii"),
+    bits.inject_terms: (inject_terms, "rirrrifririiwizii"),
+    trunc.packed: (fields_packed, "riizwii"),
+    trunc.unpacked: (fields_unpacked, "riizwii"),
+    trunc.helper: (trunc_helper, "rrrrrrriiizwwwwii"),
+    trunc.opened: (trunc_opened, "rrrriiizwwii"),
+    trunc.closed: (trunc_closed, "rrrrriiizwwii"),
+    exponential.weighed: (exponential_weighed, "rrrippppiiwii"),
+    exponential.placed: (exponential_placed, "rripppiwii"),
+    waves.hidden: (waves_hidden, "ripppriwii"),
+    waves.summed: (waves_summed, "rriipppiwii"),
+    waves.wraps: (waves_wraps, "rriiiiriwii"),
+    waves.widened: (waves_widened, "rrriiiiiiwii"),
     matmul.dot_product: (dot_product, "rrwiiiiz"),
     matmul.row_product: (row_product, "rrwiiiiz"),
 }

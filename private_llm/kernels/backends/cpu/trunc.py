@@ -3,7 +3,8 @@
 Operands are addresses (`address`) of n elements of the type of `zero` (uint32 or uint64), or of packed words. Packed
 arrays hold one f-bit field per element in ceil(n f / 64) words: each full block of 512 elements is 64 rows of
 8 lanes, lane l of row r being bits r f .. r f + f - 1 of the f words base + 8 j + l (so packing is eight-lane vector
-work with uniform shifts); the rest follows back to back.
+work with uniform shifts); the rest follows back to back. A call works on elements begin .. end - 1, whole blocks or
+up to the last element, so calls may share the work.
 """
 
 from __future__ import annotations
@@ -77,14 +78,22 @@ def pack(fields: Array, start: int, count: int, f: int, words: Array) -> None:
 
 
 @compiled
-def packed(values: int, f: int, n: int, zero: Zero, words: int) -> None:
+def clear(words: Array, n: int, f: int, begin: int, end: int) -> None:
+    """Zeros where fields of elements begin .. end - 1 are going to be packed; whole blocks, or up to the last of n."""
+    at = (begin >> 9) * 8 * f
+    last = len(words) if end == n else (end >> 9) * 8 * f
+    words[at:last] = WORD
+
+
+@compiled
+def packed(values: int, f: int, n: int, zero: Zero, words: int, begin: int, end: int) -> None:
     """The lowest f bits of n elements as packed fields."""
     source, made = flat(values, n, zero), flat(words, (n * f + 63) // 64, WORD)
     kind = source.dtype.type
     mask = kind((kind(1) << kind(f)) - kind(1))
     fields = np.empty(BLOCK, dtype=kind)
-    made[:] = WORD
-    for start in range(0, n, BLOCK):
+    clear(made, n, f, begin, end)
+    for start in range(begin, end, BLOCK):
         count = min(BLOCK, n - start)
         for j in range(count):
             fields[j] = source[start + j] & mask
@@ -92,10 +101,10 @@ def packed(values: int, f: int, n: int, zero: Zero, words: int) -> None:
 
 
 @compiled
-def unpacked(words: int, f: int, n: int, zero: Zero, values: int) -> None:
+def unpacked(words: int, f: int, n: int, zero: Zero, values: int, begin: int, end: int) -> None:
     """The inverse of `packed`: elements below 2^f."""
     made, source = flat(values, n, zero), flat(words, (n * f + 63) // 64, WORD)
-    for start in range(0, n, BLOCK):
+    for start in range(begin, end, BLOCK):
         count = min(BLOCK, n - start)
         unpack(source, start, count, f, made[start : start + count])
 
@@ -103,7 +112,7 @@ def unpacked(words: int, f: int, n: int, zero: Zero, values: int) -> None:
 @compiled
 def helper(
     error: int, g1: int, g2: int, z1: int, rho1: int, zeta1: int, zeta2: int, f: int, width: int, n: int, zero: Zero,
-    a1: int, a2: int, z2: int, rho2: int,
+    a1: int, a2: int, z2: int, rho2: int, begin: int, end: int,
 ) -> None:  # fmt: skip
     """Party 0: R = error + g1 + g2; z2 = (R >> f) - z1; rho2 = msb(R) - rho1 mod 2^width; masks a1, a2."""
     errors, first, second, mask1 = flat(error, n, zero), flat(g1, n, zero), flat(g2, n, zero), flat(z1, n, zero)
@@ -120,7 +129,7 @@ def helper(
     r_f = np.empty(BLOCK, dtype=kind)
     one_f = np.empty(BLOCK, dtype=kind)
     two_f = np.empty(BLOCK, dtype=kind)
-    for start in range(0, n, BLOCK):
+    for start in range(begin, end, BLOCK):
         count = min(BLOCK, n - start)
         unpack(rho, start, count, width, r_f)
         unpack(zetas1, start, count, width, one_f)
@@ -145,7 +154,8 @@ def helper(
 
 @compiled
 def opened(
-    mine: int, theirs: int, rho: int, zeta: int, f: int, width: int, n: int, zero: Zero, w: int, packed: int
+    mine: int, theirs: int, rho: int, zeta: int, f: int, width: int, n: int, zero: Zero, w: int, packed: int,
+    begin: int, end: int,
 ) -> None:  # fmt: skip
     """Evaluator: w = mine + theirs + 2^(bits-2); packed = (1 - msb(w)) * rho + zeta mod 2^width, to be exchanged."""
     first, second, out = flat(mine, n, zero), flat(theirs, n, zero), flat(w, n, zero)
@@ -158,7 +168,7 @@ def opened(
     top = kind(bits - 1)
     r_f = np.empty(BLOCK, dtype=kind)
     z_f = np.empty(BLOCK, dtype=kind)
-    for start in range(0, n, BLOCK):
+    for start in range(begin, end, BLOCK):
         count = min(BLOCK, n - start)
         unpack(rhos, start, count, width, r_f)
         unpack(zetas, start, count, width, z_f)
@@ -174,7 +184,8 @@ def opened(
 
 @compiled
 def closed(
-    w: int, mine: int, theirs: int, z: int, zeta: int, f: int, width: int, n: int, zero: Zero, half: int, own: int
+    w: int, mine: int, theirs: int, z: int, zeta: int, f: int, width: int, n: int, zero: Zero, half: int, own: int,
+    begin: int, end: int,
 ) -> None:  # fmt: skip
     """Evaluator: own = z + zeta 2^(bits-f); half = (w >> f) + (mine + theirs) 2^(bits-f) - 2^(bits-2-f) - own."""
     values, masks, halves, owns = flat(w, n, zero), flat(z, n, zero), flat(half, n, zero), flat(own, n, zero)
@@ -188,7 +199,7 @@ def closed(
     m_f = np.empty(BLOCK, dtype=kind)
     t_f = np.empty(BLOCK, dtype=kind)
     z_f = np.empty(BLOCK, dtype=kind)
-    for start in range(0, n, BLOCK):
+    for start in range(begin, end, BLOCK):
         count = min(BLOCK, n - start)
         unpack(first, start, count, width, m_f)
         unpack(second, start, count, width, t_f)

@@ -2,7 +2,8 @@
 
 Operands are addresses of n 64-bit elements and of packed fields (`trunc`): those of a sum's secrets lie one row after
 the other, cosine and sine of each wave. `plan` is `Waves.table`, `sizes` is `Waves.sizes`, `turns` the four rows of
-`protocols.waves.turns`, one after the other.
+`protocols.waves.turns`, one after the other. A call works on elements begin .. end - 1: whole blocks, or up to the
+last.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from private_llm.kernels.address import WORD, flat
-from private_llm.kernels.backends.cpu.trunc import BLOCK, pack, unpack
+from private_llm.kernels.backends.cpu.trunc import BLOCK, clear, pack, unpack
 from private_llm.kernels.compiling import compiled
 
 Array = np.ndarray[Any, Any]
@@ -48,14 +49,22 @@ def _turn_on(first: Array, sizes: Array, waves: Array) -> None:
 
 
 @compiled
-def hidden(mask: int, n: int, plan: Array, sizes: Array, turns: Array, drawn: int, words: int, message: int) -> None:
+def hidden(
+    mask: int, n: int, plan: Array, sizes: Array, turns: Array, drawn: int, words: int, message: int, begin: int,
+    end: int,
+) -> None:  # fmt: skip
     """message = the secret numbers of masks [n] less the fields of `drawn`, both of so many words."""
     masks = flat(mask, n, _SIGNED)
     source, made = flat(drawn, words, WORD), flat(message, words, WORD)
-    made[:] = WORD
+    row_at = 0
+    for row in range(len(plan)):
+        each = (n * plan[row, 3] + 63) // 64
+        for _ in range(2):
+            clear(made[row_at : row_at + each], n, plan[row, 3], begin, end)
+            row_at += each
     waves, fields = np.zeros((4, BLOCK), np.int64), np.empty(BLOCK, np.int64)
     first = np.empty(BLOCK, np.int64)
-    for start in range(0, n, BLOCK):
+    for start in range(begin, end, BLOCK):
         count, at = min(BLOCK, n - start), 0
         _first_turned(masks, start, sizes, turns, waves)
         first[:] = waves[0]
@@ -76,7 +85,8 @@ def hidden(mask: int, n: int, plan: Array, sizes: Array, turns: Array, drawn: in
 
 @compiled
 def summed(
-    masked: int, shares: int, words: int, n: int, plan: Array, sizes: Array, turns: Array, more: int, piece: int
+    masked: int, shares: int, words: int, n: int, plan: Array, sizes: Array, turns: Array, more: int, piece: int,
+    begin: int, end: int,
 ) -> None:  # fmt: skip
     """piece [n] = `more` and an evaluator's share of the sum: its secret numbers times their public factors."""
     values, source, out = flat(masked, n, _SIGNED), flat(shares, words, WORD), flat(piece, n, _SIGNED)
@@ -84,7 +94,7 @@ def summed(
     cosines, sines, first = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
     bits = sizes[3]
     rounding = np.int64(1) << (bits - 1)
-    for start in range(0, n, BLOCK):
+    for start in range(begin, end, BLOCK):
         count, at = min(BLOCK, n - start), 0
         _first_turned(values, start, sizes, turns, waves)
         first[:] = waves[0]
@@ -107,8 +117,9 @@ def summed(
 
 @compiled
 def wraps(
-    g1: int, g2: int, n: int, shift: int, narrow: int, width: int, drawn: int, words: int, message: int
-) -> None:  # fmt: skip
+    g1: int, g2: int, n: int, shift: int, narrow: int, width: int, drawn: int, words: int, message: int,
+    begin: int, end: int,
+) -> None:  # fmt: skip  # fmt: skip
     """message = shares of what the masks wrap by, [2 n] fields of `width` bits, less the fields of `drawn`.
 
     g1 and g2 are masks modulo 2^(shift + narrow); h = (g1 >> shift) + (g2 >> shift) of which the upper bit counts, and
@@ -116,11 +127,12 @@ def wraps(
     """
     one, other = flat(g1, n, WORD), flat(g2, n, WORD)
     source, made = flat(drawn, 2 * words, WORD), flat(message, 2 * words, WORD)
-    made[:] = WORD
+    for top in range(2):
+        clear(made[top * words : (top + 1) * words], n, width, begin, end)
     fields = np.empty(BLOCK, np.uint64)
     down, cut = np.uint64(shift), (np.uint64(1) << np.uint64(narrow)) - np.uint64(1)
     kept = (np.uint64(1) << np.uint64(width)) - np.uint64(1)
-    for start in range(0, n, BLOCK):
+    for start in range(begin, end, BLOCK):
         count = min(BLOCK, n - start)
         for top in range(2):
             unpack(source[top * words : (top + 1) * words], start, count, width, fields)
@@ -135,7 +147,8 @@ def wraps(
 
 @compiled
 def widened(
-    opened: int, g: int, shares: int, words: int, n: int, shift: int, narrow: int, width: int, first: bool, piece: int
+    opened: int, g: int, shares: int, words: int, n: int, shift: int, narrow: int, width: int, first: bool, piece: int,
+    begin: int, end: int,
 ) -> None:  # fmt: skip
     """piece [n] -= an evaluator's share of the narrow value that `opened` [n] is masked.
 
@@ -148,7 +161,7 @@ def widened(
     down, up = np.uint64(shift), np.uint64(narrow)
     cut, top = (np.uint64(1) << up) - np.uint64(1), np.uint64(narrow - 1)
     half = np.uint64(1) << np.uint64(narrow - 2)
-    for start in range(0, n, BLOCK):
+    for start in range(begin, end, BLOCK):
         count = min(BLOCK, n - start)
         unpack(source[:words], start, count, width, zeros)
         unpack(source[words:], start, count, width, ones)
