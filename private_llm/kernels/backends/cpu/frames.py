@@ -113,6 +113,18 @@ def _waited(row: Array, link: int, descriptor: int, event: int, other: int) -> b
 
 
 @compiled
+def paused(row: Array, link: int) -> bool:
+    """Sleep for a millisecond; False as soon as there is something to read, and after WAIT_MS in all sleeps."""
+    if row[word.WAITED] >= row[word.WAIT_MS] * 1_000_000:
+        return False
+    began = _now(link)
+    row[word.SYSTEM] = (row[word.IN] & 0xFFFFFFFF) | (_POLLIN << 32)
+    come = _poll(link + 8 * word.SYSTEM, 1, 1)
+    row[word.WAITED] += _now(link) - began
+    return bool(come == 0)
+
+
+@compiled
 def slept(row: Array, link: int) -> bool:
     """Sleep until there is something to read, as `_waited`; SOON says whether that was almost at once."""
     before = row[word.WAITED]

@@ -14,7 +14,7 @@ from numba import types
 
 from private_llm.kernels.address import flat
 from private_llm.kernels.backends.cpu import connection as word
-from private_llm.kernels.backends.cpu.frames import TRIES, copied, slept
+from private_llm.kernels.backends.cpu.frames import TRIES, copied, paused, slept
 from private_llm.kernels.compiling import compiled
 
 Array = np.ndarray[Any, Any]
@@ -33,15 +33,19 @@ def _words(count: int) -> int:
 
 @compiled
 def send(link: int, payload: int, count: int, tag: Array) -> bool:
-    """Write a frame to the connection at address `link`: payload [count] (address), tag [4]. False: Python does it."""
+    """Write a frame to the connection at address `link`: payload [count] (address), tag [4]. False: Python does it.
+
+    Room is waited for, unless there is something to read from the same peer, who may be waiting, too.
+    """
     row = flat(link, word.FIELDS, _SIGNED)
     size = _words(count)
     if row[word.OUT] < 0 or size > word.ROOM:
         return False
     ring = flat(row[word.OUT_HEAD], word.RING_STATE + word.ROOM, _SIGNED)
     at = ring[word.HEAD]
-    if size > word.ROOM - (at - ring[word.TAIL]):
-        return False
+    while size > word.ROOM - (at - ring[word.TAIL]):
+        if row[word.COUNTED] or not paused(row, link):
+            return False
     head = word.RING_STATE + at % word.ROOM
     ring[head + word.NUMBER], ring[head + word.COUNT] = row[word.SENT] + 1, count
     for n in range(word.TAG_WORDS):
