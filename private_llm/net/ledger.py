@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 CONTROL = "control"
 """Name under which messages are booked that carry no part of the protocol: commands, announcements."""
@@ -35,12 +36,22 @@ class Cost:
         return sum(self.sent.values())
 
 
+_MOST_AGAIN = 1024
+"""Different bookings that are counted before they are added up."""
 _UNTIMED: AbstractContextManager[None] = nullcontext()
+
+
+class Entry(Protocol):
+    """What is booked together, and often."""
+
+    def book(self, ledger: Ledger, scope: str, op: str, owner: str, times: int) -> None:
+        """Add it `times` times, as of the module and operation that were computed when it was booked."""
 
 
 class Ledger:
     """Counts of one party. Rounds are the exchanges this party waited for, one after the other.
 
+    sent, rounds, macs: by module, operation and receiver; they are read and reset by the party's own thread.
     spent: seconds by module, waiting included, those of a module within another not; no part of a `Cost`.
     seconds: time by name, empty but in benchmarks (see `timing`).
     """
@@ -51,13 +62,54 @@ class Ledger:
         """The innermost module being computed, or an empty string."""
         self.op_name = ""
         """The outermost operation being computed, or an empty string."""
-        self.sent: dict[tuple[str, str, int], int] = defaultdict(int)
-        self.rounds: dict[tuple[str, str], int] = defaultdict(int)
-        self.macs: dict[str, int] = defaultdict(int)
+        self._sent: dict[tuple[str, str, int], int] = defaultdict(int)
+        self._rounds: dict[tuple[str, str], int] = defaultdict(int)
+        self._macs: dict[str, int] = defaultdict(int)
+        self._again: dict[tuple[int, str, str, str], tuple[Entry, int]] = {}
         self.spent: dict[str, float] = defaultdict(float)
         self.seconds: dict[str, float] = defaultdict(float)
         self._since = 0.0
         self._open = 0
+
+    @property
+    def sent(self) -> dict[tuple[str, str, int], int]:
+        """Bytes by module, operation and receiver."""
+        self._settle()
+        return self._sent
+
+    @property
+    def rounds(self) -> dict[tuple[str, str], int]:
+        """By module and operation."""
+        self._settle()
+        return self._rounds
+
+    @property
+    def macs(self) -> dict[str, int]:
+        """Ring multiply-adds by module."""
+        self._settle()
+        return self._macs
+
+    def exchange_counts(
+        self, sent: dict[tuple[str, str, int], int], rounds: dict[tuple[str, str], int], macs: dict[str, int]
+    ) -> tuple[dict[tuple[str, str, int], int], dict[tuple[str, str], int], dict[str, int]]:
+        """Count in these from now on; returns those before."""
+        before = self.sent, self.rounds, self.macs
+        self._sent, self._rounds, self._macs = sent, rounds, macs
+        return before
+
+    def add_again(self, entry: Entry, owner: str) -> None:
+        """Book what was booked before, for an owner of this name: it is only counted until somebody reads."""
+        key = (id(entry), self.scope_name, self.op_name, owner)
+        found = self._again.get(key)
+        self._again[key] = (entry, 1 if found is None else found[1] + 1)
+        if len(self._again) > _MOST_AGAIN:
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._again:
+            again, self._again = self._again, {}
+            for (_, scope, op, owner), (entry, times) in again.items():
+                entry.book(self, scope, op, owner, times)
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
@@ -99,15 +151,15 @@ class Ledger:
 
     def add_sent(self, to: int, tag: str, count: int) -> None:
         """Book `count` bytes sent to party `to`."""
-        self.sent[(self.scope_name, self.op_name or tag, to)] += count
+        self._sent[(self.scope_name, self.op_name or tag, to)] += count
 
     def add_round(self, tag: str) -> None:
         """Book one online round."""
-        self.rounds[(self.scope_name, self.op_name or tag)] += 1
+        self._rounds[(self.scope_name, self.op_name or tag)] += 1
 
     def add_macs(self, count: int) -> None:
         """Book `count` ring multiply-adds of local work."""
-        self.macs[self.scope_name] += count
+        self._macs[self.scope_name] += count
 
     def cost(self) -> Cost:
         """Everything sent and waited for since the last reset."""
@@ -118,9 +170,10 @@ class Ledger:
 
     def reset(self) -> None:
         """Start counting anew."""
-        self.sent.clear()
-        self.rounds.clear()
-        self.macs.clear()
+        self._again.clear()
+        self._sent.clear()
+        self._rounds.clear()
+        self._macs.clear()
         self.spent.clear()
         self.seconds.clear()
         self._since = time.perf_counter()

@@ -32,15 +32,15 @@ class Booked:
         """Both."""
         return Booked(self.sent + other.sent, self.rounds + other.rounds, self.macs + other.macs)
 
-    def book(self, ledger: Ledger, owner: str) -> None:
-        """Add it, for an owner of this name."""
-        outer, starts = ledger.op_name, (ledger.scope_name, owner, "")
-        for (kind, name), op, to, count in self.sent:
-            ledger.sent[(starts[kind] + name, outer or op, to)] += count
-        for (kind, name), op, count in self.rounds:
-            ledger.rounds[(starts[kind] + name, outer or op)] += count
+    def book(self, ledger: Ledger, scope: str, op: str, owner: str, times: int) -> None:
+        """Add it `times` times, for an owner of this name; scope, op: what was computed."""
+        starts, sent, rounds, macs = (scope, owner, ""), ledger.sent, ledger.rounds, ledger.macs
+        for (kind, name), tag, to, count in self.sent:
+            sent[(starts[kind] + name, op or tag, to)] += count * times
+        for (kind, name), tag, count in self.rounds:
+            rounds[(starts[kind] + name, op or tag)] += count * times
         for (kind, name), count in self.macs:
-            ledger.macs[starts[kind] + name] += count
+            macs[starts[kind] + name] += count * times
 
 
 @dataclass(frozen=True)

@@ -338,7 +338,7 @@ class Replays:
             ]  # fmt: skip
             inner = functools.partial(self._inner, session, kept.middle, middle, owner.name)
         made = kept.program.run(outside, self._arena, parts, owner.addresses, inner)
-        kept.booked.book(protocol.ledger, owner.name)
+        protocol.ledger.add_again(kept.booked, owner.name)
         shares = [Share(tuple(made[at : at + each])) for at in range(0, len(made), each)]
         values = [Fixed(session, share, *form) for share, form in zip(shares, kept.forms, strict=False)]
         sums: list[Owed] = [(share, bits, None) for share, bits in zip(shares[len(values) :], kept.owed, strict=True)]

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not connection.HERE, reason="connections are len
 @pytest.fixture(autouse=True, scope="module")
 def _compiled() -> None:
     """Before anything has to answer in time."""
-    steps.run(0, 0, 0, 0, 0)
+    steps.run(0, 0, 0, 0, 0, 0)
 
 
 def couple(timeout: float = 10.0, room: int = 0) -> tuple[SocketTransport, SocketTransport]:

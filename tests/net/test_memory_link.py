@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not connection.IN_MEMORY, reason="memory is lent
 @pytest.fixture(autouse=True, scope="module")
 def _compiled() -> None:
     """Before anything has to answer in time."""
-    steps.run(0, 0, 0, 0, 0)
+    steps.run(0, 0, 0, 0, 0, 0)
 
 
 @pytest.fixture
@@ -76,6 +76,38 @@ def test_a_writer_far_ahead_of_its_reader() -> None:
     payloads = [numbers(3000, seed) for seed in range(60)]  # three rings full
     sends(zero, 1, "t", *payloads)
     assert all(map(torch.equal, receives(one, 0, "t", *[3000] * 60), payloads))
+
+
+@pytest.mark.usefixtures("patient")
+def test_room_is_waited_for() -> None:
+    zero, one = couple()
+    payloads = [numbers(3000, seed) for seed in range(60)]
+    with Refusing(zero), Refusing(one):
+        got = together(lambda: sends(zero, 1, "t", *payloads), lambda: receives(one, 0, "t", *[3000] * 60))
+    assert all(map(torch.equal, got, payloads))
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("looked", [False, True])
+def test_room_is_not_waited_for_while_there_is_something_to_read(looked: bool) -> None:
+    """Its peer may be waiting for room as well: the rest is Python's, at once."""
+    zero, one = couple()
+    payloads = [numbers(3000, seed) for seed in range(60)]
+    one.send(0, "back", payloads[0])
+    if looked:
+        zero.wait(1)
+    sends(zero, 1, "t", *payloads)
+    assert all(map(torch.equal, receives(one, 0, "t", *[3000] * 60), payloads))
+    assert torch.equal(zero.recv(1, "back", (3000,), torch.int64), payloads[0])
+
+
+@pytest.mark.usefixtures("patient")
+def test_the_end_of_a_session_wakes_a_program_that_waits_for_room() -> None:
+    zero, one = couple(60.0)
+    threading.Timer(0.05, one.abort, ("the user left",)).start()
+    with pytest.raises(PartyFailed, match="the user left"):
+        sends(zero, 1, "t", *[numbers(3000, seed) for seed in range(60)])
+        zero.recv(1, "t", (1,), torch.int64)
 
 
 @pytest.mark.parametrize("program", [True, False])

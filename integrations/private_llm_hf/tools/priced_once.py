@@ -185,12 +185,12 @@ class _Priced:
 @contextmanager
 def _apart(ledger: Ledger) -> Iterator[_Counts]:
     """Book what is inside here, and not in the ledger."""
-    outside, counts = (ledger.sent, ledger.rounds, ledger.macs), _Counts()
-    ledger.sent, ledger.rounds, ledger.macs = counts.sent, counts.rounds, counts.macs
+    counts = _Counts()
+    outside = ledger.exchange_counts(counts.sent, counts.rounds, counts.macs)
     try:
         yield counts
     finally:
-        ledger.sent, ledger.rounds, ledger.macs = outside
+        ledger.exchange_counts(*outside)
 
 
 # -- what is compared ------------------------------------------------------------------------------------------
