@@ -31,6 +31,8 @@ from private_llm.net.wire import HEADER_BYTES, Kind
 
 MAX_AHEAD = 256 << 20
 """Bytes a sender may run ahead of its receiver before it waits (bounds memory)."""
+_DRAIN_S = 0.5
+"""How long a program waits for what is queued; its peer, which reads, takes less unless it waits for the same."""
 _POLL_MS = 200
 """How often a blocked writer looks whether the link was closed under it."""
 
@@ -105,8 +107,13 @@ class Outgoing:
         self.send(Kind.DATA, tag, payload.dtype, count, body)
 
     def lend(self, row: Row) -> None:
-        """Let a compiled program write frames, until `take_back`; nobody else writes meanwhile."""
+        """Let a compiled program write frames, until `take_back`; nobody else writes meanwhile.
+
+        What is queued is waited for a little: a party that is ahead of its peer would else queue all that it sends.
+        """
         self._room.acquire()
+        if self._queue and not self._ending:
+            self._room.wait_for(lambda: not self._queue or self.failure is not None or self._ending, _DRAIN_S)
         if self._queue or self.failure is not None or self._ending:
             self._room.release()
             return

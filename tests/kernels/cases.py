@@ -61,6 +61,7 @@ def matmul_cases() -> Iterator[Case]:
     shapes = (
         ((3, 5), (5, 4)), ((2, 9, 33), (33, 65)), ((2, 1, 4, 8), (3, 8, 5)), ((1, 67), (67, 3)), ((2, 0), (0, 3)),
         ((1, 40), (40, 170)), ((70, 540), (540, 21)),  # wide lines; more rows and steps than one block
+        ((1, 21), (21, 515)), ((2, 1, 8), (2, 8, 600)), ((1, 7), (7, 512)),  # whole lines, eight at a time or fewer
     )  # fmt: skip
     for ring in RINGS:
         for left, right in shapes:

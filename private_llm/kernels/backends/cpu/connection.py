@@ -13,7 +13,10 @@ IN_MEMORY = HERE and platform.machine() == "x86_64"
 HEADER_WORDS = 8
 HEADER = 8 * HEADER_WORDS
 INLINE = 64 << 10
-"""Bytes of the largest payload that a program writes; a larger one may have to wait until its reader has room."""
+"""Bytes of the largest payload that Python writes itself; a larger one may have to wait until its reader has room."""
+LARGEST = 4 << 20
+"""Bytes of the largest payload that a program writes: as many as sockets keep (`net/addresses.py`), so that two who
+send to each other at the same time need not wait."""
 
 FIELDS = 40
 SOCKET, MEMORY = range(2)

@@ -55,36 +55,40 @@ def _turned(number: int) -> int:
 def send(link: int, payload: int, count: int, tag: Array) -> bool:
     """Write a frame to the connection at address `link`: payload [count] (address), tag [4]. False: Python does it.
 
-    One that takes nothing is waited for, unless there is something to read from the same peer, who may be waiting, too.
+    One that is full is waited for, unless there is something to read from the same peer, who may be waiting, too.
     """
     row = flat(link, word.FIELDS, _SIGNED)
     size = 8 * count
-    if row[word.OUT] < 0 or size > word.INLINE:
+    if row[word.OUT] < 0 or size > word.LARGEST:
         return False
     head = flat(row[word.OUT_HEAD], word.HEADER_WORDS, _SIGNED)
     head[2], head[3] = _turned(row[word.SENT]), _turned(count)
     for n in range(4):
         head[4 + n] = tag[n]
-    done = _written(row, link, payload, size)
-    if done < 0 and _waited(row, link, row[word.OUT], _POLLOUT, row[word.IN]):
-        done = _written(row, link, payload, size)
+    done = max(_written(row, link, payload, size, 0), 0)
+    while done < word.HEADER + size and _waited(row, link, row[word.OUT], _POLLOUT, row[word.IN]):
+        more = _written(row, link, payload, size, done)
+        if more <= 0:  # broken, which Python finds out
+            break
+        done += more
     if done == word.HEADER + size:
         row[word.SENT] += 1
         row[word.WRITTEN] += done
         return True
-    row[word.OUT_PART], row[word.OUT_PLACE], row[word.OUT_SIZE] = max(done, 0), payload, size
+    row[word.OUT_PART], row[word.OUT_PLACE], row[word.OUT_SIZE] = done, payload, size
     return False
 
 
 @compiled
-def _written(row: Array, link: int, payload: int, size: int) -> int:
-    """Bytes of a frame, its header first, that the operating system took; -1 for none."""
+def _written(row: Array, link: int, payload: int, size: int, done: int) -> int:
+    """Bytes of a frame, its header first, that the operating system took behind the first `done`; -1 for none."""
     # struct msghdr: no name, two pieces, no control data; behind it the pieces
     for n in range(7):
         row[word.SYSTEM + n] = 0
     row[word.SYSTEM + 2], row[word.SYSTEM + 3] = link + 8 * (word.SYSTEM + 7), 2
-    row[word.SYSTEM + 7], row[word.SYSTEM + 8] = row[word.OUT_HEAD], word.HEADER
-    row[word.SYSTEM + 9], row[word.SYSTEM + 10] = payload, size
+    head, body = min(done, word.HEADER), max(done - word.HEADER, 0)
+    row[word.SYSTEM + 7], row[word.SYSTEM + 8] = row[word.OUT_HEAD] + head, word.HEADER - head
+    row[word.SYSTEM + 9], row[word.SYSTEM + 10] = payload + body, size - body
     return int(_send(row[word.OUT], link + 8 * word.SYSTEM, _DO_NOT_WAIT | _NO_SIGNAL))
 
 

@@ -30,6 +30,8 @@ DOT_STEPS = 512
 """k steps per block of a dot product with many rows of x: four rows of y then fit the first-level cache."""
 ROWS_IN_CACHE = 64
 """Rows of x, and of the result, per block: they stay in the second-level cache."""
+_WIDE_LINE = 512
+"""Columns from which one row of x meets whole lines of y: panels of them lie too far apart to be read ahead."""
 FEW_ROWS = 12
 """Up to this many rows of x stay in cache whole, so a dot product needs no blocks."""
 
@@ -113,12 +115,36 @@ def rows_times_panel(
 
 
 @compiled
+def _one_row(xs: Array, ys: Array, outs: Array, inner: int, columns: int) -> None:
+    """out [N] += x [K] y [K, N], eight lines of y at a time: read in order, with the result in the first cache."""
+    whole = inner - inner % 8
+    for k in range(0, whole, 8):
+        a, b, c, d, e, f, g, h = xs[k], xs[k + 1], xs[k + 2], xs[k + 3], xs[k + 4], xs[k + 5], xs[k + 6], xs[k + 7]
+        lines = ys[k * columns : (k + 8) * columns]
+        y0, y1, y2, y3 = lines[:columns], lines[columns:], lines[2 * columns :], lines[3 * columns :]
+        y4, y5, y6, y7 = lines[4 * columns :], lines[5 * columns :], lines[6 * columns :], lines[7 * columns :]
+        for n in range(columns):
+            outs[n] += (
+                a * y0[n] + b * y1[n] + c * y2[n] + d * y3[n] + e * y4[n] + f * y5[n] + g * y6[n] + h * y7[n]
+            )  # fmt: skip
+    for k in range(whole, inner):
+        a, line = xs[k], ys[k * columns : (k + 1) * columns]
+        for n in range(columns):
+            outs[n] += a * line[n]
+
+
+@compiled
 def row_product(
     x: int, y: int, out: int, batches: int, rows: int, inner: int, columns: int, zero: np.unsignedinteger[Any]
 ) -> None:
     """out += x y modulo the word size; x [B, M, K], y [B, K, N], out [B, M, N] by address, contiguous."""
     xs, ys = flat(x, batches * rows * inner, zero), flat(y, batches * inner * columns, zero)
     outs = flat(out, batches * rows * columns, zero)
+    if rows == 1 and columns >= _WIDE_LINE:
+        for batch in range(batches):
+            line, end = ys[batch * inner * columns : (batch + 1) * inner * columns], (batch + 1) * columns
+            _one_row(xs[batch * inner : (batch + 1) * inner], line, outs[batch * columns : end], inner, columns)
+        return
     width = VECTORS * VECTOR_BITS // (8 * xs.itemsize)
     y_edge = np.zeros(ROW_STEPS * width, dtype=xs.dtype)
     out_edge = np.zeros(ROWS_IN_CACHE * width, dtype=xs.dtype)
