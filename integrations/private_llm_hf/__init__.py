@@ -1,27 +1,30 @@
 """HuggingFace models on secret-shared data: `AutoPrivate*.from_pretrained` and `patch`."""
 
-from private_llm.config import PrivateConfig, TLSConfig
-from private_llm.kv_policies.fixed import KeepAll, NoCache, SlidingWindow
-from private_llm.kv_policies.mpcache import MPCacheConfig
-from private_llm.kv_policies.policy import Level
-from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
-from private_llm.ranges import Ranges
-from private_llm.token_sharding import ShardingPlan
-from private_llm_hf.api import (
-    AutoPrivateModel,
-    AutoPrivateModelForCausalLM,
-    AutoPrivateModelForImageClassification,
-    AutoPrivateModelForMaskedLM,
-    AutoPrivateModelForSeq2SeqLM,
-    AutoPrivateModelForSequenceClassification,
-    patch,
-    ranges_of_checkpoint,
-    share_checkpoint,
-)
-from private_llm_hf.client.preprocess import ForwardPlan, GeneratePlan
-from private_llm_hf.client.speculation import FixedCounts, SpeculationConfig
-from private_llm_hf.handlers import register_handler, unregister_handler
-from private_llm_hf.vision.network import Network
+from private_llm.importing import without_collections
+
+with without_collections():
+    from private_llm.config import PrivateConfig, TLSConfig
+    from private_llm.kv_policies.fixed import KeepAll, NoCache, SlidingWindow
+    from private_llm.kv_policies.mpcache import MPCacheConfig
+    from private_llm.kv_policies.policy import Level
+    from private_llm.kv_policies.rivals import H2O, TOVA, HeadMerging, InfLLM, LongCache, SnapKV
+    from private_llm.ranges import Ranges
+    from private_llm.token_sharding import ShardingPlan
+    from private_llm_hf.api import (
+        AutoPrivateModel,
+        AutoPrivateModelForCausalLM,
+        AutoPrivateModelForImageClassification,
+        AutoPrivateModelForMaskedLM,
+        AutoPrivateModelForSeq2SeqLM,
+        AutoPrivateModelForSequenceClassification,
+        patch,
+        ranges_of_checkpoint,
+        share_checkpoint,
+    )
+    from private_llm_hf.client.preprocess import ForwardPlan, GeneratePlan
+    from private_llm_hf.client.speculation import FixedCounts, SpeculationConfig
+    from private_llm_hf.handlers import register_handler, unregister_handler
+    from private_llm_hf.vision.network import Network
 
 __all__ = [
     "H2O",
