@@ -18,6 +18,7 @@ from private_llm.kernels import parallel
 from private_llm.replay.units import Replays
 
 LAYERS = 2
+SEEDS = {"weights_at_rest": "seeds"}
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": 64}
 
 
@@ -75,9 +76,13 @@ def answers(make: Callable[[], PreTrainedModel], **settings: Any) -> tuple[list[
     return found, cost.bytes_total, cost.rounds
 
 
-@pytest.mark.parametrize("settings", [{}, {"protocol": "dealer"}, {"weights_at_rest": "seeds"}], ids=str)
-@pytest.mark.parametrize("make", [llama, opt])
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    ("make", "settings", "threads"),
+    [
+        *((make, each, 1) for make in (llama, opt) for each in ({}, {"protocol": "dealer"}, SEEDS)),
+        (llama, SEEDS, 3), (opt, {}, 3),
+    ],
+)  # fmt: skip
 def test_layers_are_repeated_around_attention(
     make: Callable[[], PreTrainedModel], settings: dict[str, Any], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
