@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,36 +23,54 @@ LONGEST_S = 600
 Run = Callable[[Path, Path], tuple[int, str, str]]
 
 
+class Server:
+    """`script_server.py`; a new one after a script that does not end."""
+
+    def __init__(self) -> None:
+        paths = os.pathsep.join(map(str, (ROOT, ROOT / "integrations")))
+        self.env = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, script: Path, folder: Path) -> tuple[int, str, str]:
+        """Exit code, output and errors of a script in a folder."""
+        if self._process is None:
+            command = [sys.executable, str(ROOT / "tests" / "script_server.py")]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.env, text=True, start_new_session=True
+            )  # fmt: skip
+        orders, answers = self._process.stdin, self._process.stdout
+        assert orders is not None
+        assert answers is not None
+        out, err = folder / "its output", folder / "its errors"
+        print(json.dumps([str(script), str(folder), str(out), str(err)]), file=orders, flush=True)
+        answer = answers.readline() if select.select([answers], [], [], LONGEST_S)[0] else ""
+        if not answer:
+            self.close()
+            pytest.fail(f"{script.name} did not end in {LONGEST_S} s, or the server did")
+        return int(answer), out.read_text(), err.read_text()
+
+    def close(self) -> None:
+        """End it, and what it runs."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """Runs a script in a folder: exit code, output and errors."""
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "integrations")))
-    env = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
-    server = subprocess.Popen(
-        [sys.executable, str(ROOT / "tests" / "script_server.py")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True,
-    )  # fmt: skip
-    assert server.stdin is not None
-    assert server.stdout is not None
-
-    def forked(script: Path, folder: Path) -> tuple[int, str, str]:
-        assert server.stdin is not None
-        assert server.stdout is not None
-        out, err = folder / "its output", folder / "its errors"
-        print(json.dumps([str(script), str(folder), str(out), str(err)]), file=server.stdin, flush=True)
-        assert select.select([server.stdout], [], [], LONGEST_S)[0], f"{script.name} did not end"
-        return int(server.stdout.readline()), out.read_text(), err.read_text()
+    server = Server()
 
     def alone(script: Path, folder: Path) -> tuple[int, str, str]:
         command = [sys.executable, str(script), "--tiny"]
         done = subprocess.run(
-            command, cwd=folder, env=env, capture_output=True, text=True, timeout=LONGEST_S, check=False
+            command, cwd=folder, env=server.env, capture_output=True, text=True, timeout=LONGEST_S, check=False
         )  # fmt: skip
         return done.returncode, done.stdout, done.stderr
 
-    yield lambda script, folder: (alone if script.stem in ALONE else forked)(script, folder)
-    server.kill()
-    server.wait()
+    yield lambda script, folder: (alone if script.stem in ALONE else server.run)(script, folder)
+    server.close()
 
 
 @pytest.mark.slow

@@ -130,7 +130,8 @@ def product(x: Tensor, y: Tensor, onto: Tensor | None = None) -> Tensor:
     x = x.contiguous()
     pieces = _pieces(stacks * rows_each * inner * columns, y)
     if stacks == 1 and pieces > 1 and rows_each < _TILED_SIDE * pieces:
-        _spread_matrix(x.view(rows_each, inner), y, out.view(rows_each, columns), turned, pieces)
+        only = y[(0,) * (y.dim() - 2)]
+        _spread_matrix(x.view(rows_each, inner), only, out.view(rows_each, columns), turned, pieces)
     else:
         _spread(_task(x, y, out, stacks, rows_each, turned, step), pieces)
     return out
@@ -168,12 +169,14 @@ def _spread(task: _Task, pieces: int) -> None:
     """Run the task on so many threads: each takes some products, or some rows."""
     if pieces == 1:
         task.run()
-    elif 2 * task.stacks >= pieces:
+    elif task.stacks >= pieces:
         parallel.each(task.run_part, parallel.cuts(task.stacks, pieces))
     elif task.rows >= _TILED_SIDE * pieces:
         for stack in range(task.stacks):
             one = task.part(stack, stack + 1)
             parallel.each(one.run_rows, parallel.cuts(task.rows, pieces, _TILED_SIDE))
+    elif task.stacks > 1:
+        parallel.each(task.run_part, parallel.cuts(task.stacks, pieces))
     else:
         task.run()
 

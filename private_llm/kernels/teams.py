@@ -17,7 +17,7 @@ import torch
 
 from private_llm.kernels.backends.cpu import team as cpu
 
-HERE = sys.platform == "linux"
+HERE = sys.platform == "linux" and hasattr(os, "eventfd")
 """Whether there are teams."""
 
 _LINE = 64
@@ -33,12 +33,17 @@ class Team:
         self._words = room[-(room.ctypes.data // 8) % (_LINE // 8) :]
         self.address = int(self._words.ctypes.data)
         """What compiled code takes for it."""
-        self.workers = 0
+        self.wanted, self.workers = workers, 0
         with suppress(OSError, RuntimeError):  # counters and threads are not unlimited
             self._words[cpu.DONE] = os.eventfd(0, os.EFD_CLOEXEC)
             while self.workers < workers:
-                self._words[cpu.word_of(self.workers, cpu.WAKE)] = os.eventfd(0, os.EFD_CLOEXEC)
-                threading.Thread(target=self._serve, args=(self.workers,), name="team", daemon=True).start()
+                counter = os.eventfd(0, os.EFD_CLOEXEC)
+                self._words[cpu.word_of(self.workers, cpu.WAKE)] = counter
+                try:
+                    threading.Thread(target=self._serve, args=(self.workers,), name="team", daemon=True).start()
+                except RuntimeError:
+                    os.close(counter)
+                    raise
                 self.workers += 1
         self._words[cpu.WORKERS] = self.workers
 
@@ -53,7 +58,7 @@ def lent(pieces: int) -> Iterator[int]:
         yield 0
         return
     with _lock:
-        found = next((team for team in _idle if team.workers >= pieces - 1), None)
+        found = next((team for team in _idle if team.wanted >= pieces - 1), None)
         if found is not None:
             _idle.remove(found)
     if found is None:

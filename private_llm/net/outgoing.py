@@ -14,6 +14,7 @@ import select
 import socket
 import ssl
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -33,6 +34,8 @@ MAX_AHEAD = 256 << 20
 """Bytes a sender may run ahead of its receiver before it waits (bounds memory)."""
 _DRAIN_S = 0.5
 """How long a program waits for what is queued; its peer, which reads, takes less unless it waits for the same."""
+_LOOK_S = 2e-3
+"""How often it looks whether something has come meanwhile."""
 _POLL_MS = 200
 """How often a blocked writer looks whether the link was closed under it."""
 
@@ -109,17 +112,32 @@ class Outgoing:
     def lend(self, row: Row) -> None:
         """Let a compiled program write frames, until `take_back`; nobody else writes meanwhile.
 
-        What is queued is waited for a little: a party that is ahead of its peer would else queue all that it sends.
+        What is queued is waited for a little, unless there is something to read from the same peer (lent before): a
+        party that is ahead of its peer would else queue all that it sends.
         """
         self._room.acquire()
-        if self._queue and not self._ending:
-            self._room.wait_for(lambda: not self._queue or self.failure is not None or self._ending, _DRAIN_S)
+        try:
+            self._empty(row)
+        except BaseException:
+            self._room.release()
+            raise
         if self._queue or self.failure is not None or self._ending:
             self._room.release()
             return
         row[connection.KIND], row[connection.OUT_HEAD] = connection.SOCKET, self._head.ctypes.data
         row[connection.SENT], row[connection.WRITTEN], row[connection.OUT_PART] = self._sequence, 0, 0
         row[connection.OUT] = self._sock.fileno()
+
+    def _empty(self, row: Row) -> None:
+        """Wait until nothing is queued, for at most `_DRAIN_S` and as long as nothing comes."""
+        if not self._queue or row[connection.IN] < 0 or row[connection.START] < row[connection.END]:
+            return
+        poll, deadline = select.poll(), time.monotonic() + _DRAIN_S
+        poll.register(int(row[connection.IN]), select.POLLIN)
+        while self._queue and self.failure is None and not self._ending:
+            if poll.poll(0) or time.monotonic() > deadline:
+                return
+            self._room.wait(_LOOK_S)
 
     def end_lending(self) -> None:
         """A program that has it now is the last one; callable from any thread."""

@@ -74,7 +74,7 @@ class SocketTransport(Transport):
         """Both, where the sockets are plain ones."""
         if endpoint not in self._out or self.device != "cpu":
             return ()
-        ends = self._out[endpoint], self._in[endpoint]
+        ends = self._in[endpoint], self._out[endpoint]  # the second one looks what has come at the first
         return ends if all(end.plain for end in ends) else ()
 
     @property

@@ -140,6 +140,9 @@ class Prg:
     def __repr__(self) -> str:
         return "Prg(<secret>)"
 
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise TypeError("a Prg is not copied or pickled: both would hand out the same masks")
+
 
 class ChaCha(Prg):
     """A ChaCha20 stream (RFC 8439, blocks from 0, nonce 0 and on), made on the device that asks. Not thread-safe."""

@@ -46,6 +46,29 @@ def test_register_tiles(case: Case, threads: int, monkeypatch: pytest.MonkeyPatc
     assert all(map(torch.equal, made(case), expected(case)))
 
 
+@pytest.mark.parametrize(
+    ("threads", "stacks", "rows", "wanted"),
+    [
+        (1, 1, 64, 1),
+        (2, 1, 64, 2),
+        (2, 1, 40, 2),
+        (2, 1, 1, 2),
+        (3, 1, 64, 3),
+        (4, 2, 64, 8),
+        (4, 3, 1, 3),
+        (4, 9, 1, 4),
+    ],
+)
+def test_every_thread_has_a_part(
+    threads: int, stacks: int, rows: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[object] = []
+    monkeypatch.setattr(parallel, "threads", lambda seconds: threads)
+    monkeypatch.setattr(matmul, "launch", lambda *arguments: parts.append(arguments))
+    matmul.product(torch.ones(stacks, rows, 96, dtype=torch.int64), torch.ones(stacks, 96, 64, dtype=torch.int64))
+    assert len(parts) == wanted
+
+
 @pytest.mark.parametrize("case", LISTED, ids=str)
 def test_register_tiles_of_listed_rows(case: Case, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_amx, "usable", lambda: False)

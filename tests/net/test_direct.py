@@ -181,6 +181,53 @@ def test_a_full_connection_is_not_waited_for_while_there_is_something_to_read(mo
     assert torch.equal(zero.recv(1, "back", (20,), torch.int64), payloads[0])
 
 
+def test_what_is_queued_is_waited_for() -> None:
+    zero, one = couple(room=4096)
+    slices(zero, 1, 60.0)
+    zero.send(1, "t", numbers(70_000))
+    assert not zero._out[1].idle
+
+    def program() -> None:
+        with Refusing(zero):
+            sends(zero, 1, "t", *[numbers(20, seed) for seed in range(9)])
+
+    got = together(program, lambda: receives(one, 0, "t", 70_000, *[20] * 9))
+    assert all(map(torch.equal, got, [numbers(70_000), *(numbers(20, seed) for seed in range(9))]))
+
+
+def test_what_is_queued_is_not_waited_for_while_there_is_something_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two whose queues wait for each other's readers."""
+    monkeypatch.setattr(outgoing, "_DRAIN_S", 1e9)
+    zero, one = couple(room=4096)
+    one._out[0]._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    for each in (zero, one):
+        each.send(1 - each.me, "t", numbers(70_000, each.me))
+        assert not each._out[1 - each.me].idle
+
+    def exchanged(each: SocketTransport) -> list[Tensor]:
+        sends(each, 1 - each.me, "t", numbers(5))
+        return receives(each, 1 - each.me, "t", 70_000, 5)
+
+    got = together(lambda: exchanged(zero), lambda: exchanged(one))
+    assert all(map(torch.equal, got, [numbers(70_000, 0), numbers(5)]))
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupt_while_it_waits_leaves_nothing_locked(
+    failure: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def empty(*_: object) -> None:
+        raise failure
+
+    zero, one = couple()
+    with monkeypatch.context() as patched:
+        patched.setattr(outgoing.Outgoing, "_empty", empty)
+        with pytest.raises(failure):
+            sends(zero, 1, "t", numbers(5))
+    sends(zero, 1, "t", numbers(5))
+    assert torch.equal(receives(one, 0, "t", 5)[0], numbers(5))
+
+
 @pytest.mark.parametrize("cuts", [(3,), (64,), (65, 70), (64 + 4000,), (10, 4000, 4001, 7990)])
 def test_a_frame_that_comes_in_pieces(cuts: tuple[int, ...]) -> None:
     zero, peer, _ = raw(timeout=20.0)

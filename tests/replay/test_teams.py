@@ -112,6 +112,18 @@ def test_a_system_that_has_no_counters_left_computes_alone(monkeypatch: pytest.M
     monkeypatch.undo()
 
 
+def test_a_team_that_the_system_made_smaller_is_lent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise RuntimeError("no more threads")
+
+    monkeypatch.setattr(threading.Thread, "start", none)
+    monkeypatch.setattr(teams, "_idle", [])
+    for _ in range(3):
+        with teams.lent(4) as team:
+            assert team == 0
+    assert len(teams._idle) == 1
+
+
 def test_a_forked_process_has_workers_of_its_own() -> None:
     check(1, 1)
     program, want = counted([[3, 1, 200, 7]] * 20)

@@ -142,3 +142,25 @@ def test_chacha_on_meta_draws_nothing() -> None:
     stream = ChaCha(bytes(32))
     assert stream.words(5, "meta").is_meta
     assert torch.equal(stream.words(4), ChaCha(bytes(32)).words(4))
+
+
+@pytest.mark.parametrize("cipher", ["aes", "chacha20"])
+def test_streams_are_not_copied(cipher: str) -> None:
+    stream = Seed(bytes(32), cipher).stream("masks")
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="the same masks"):
+            copied(stream)
+
+
+@pytest.mark.parametrize("size", [1 << 20, (1 << 20) + 5, 3 << 20])
+def test_several_threads_make_the_same_stream(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("private_llm.kernels.parallel.threads", lambda seconds: 3)
+    seed = Seed(bytes(32))
+    stream, whole = seed.stream("masks"), Cipher(algorithms.AES(seed._key("masks", 16)), modes.CTR(bytes(16)))
+    want = whole.encryptor().update(bytes(2 * size + 32))
+    room = np.zeros(size, np.uint8)
+    stream.fill(room)
+    assert room.tobytes() == want[:size]
+    stream.fill(room)
+    start = size + -size % 16
+    assert room.tobytes() == want[start : start + size]

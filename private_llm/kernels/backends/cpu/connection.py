@@ -15,8 +15,8 @@ HEADER = 8 * HEADER_WORDS
 INLINE = 64 << 10
 """Bytes of the largest payload that Python writes itself; a larger one may have to wait until its reader has room."""
 LARGEST = 4 << 20
-"""Bytes of the largest payload that a program writes: as many as sockets keep (`net/addresses.py`), so that two who
-send to each other at the same time need not wait."""
+"""Bytes of the largest payload that a program writes: as many as Unix sockets keep (`net/addresses.py`), so that two
+who send to each other at the same time need not wait; others go on in Python."""
 
 FIELDS = 40
 SOCKET, MEMORY = range(2)

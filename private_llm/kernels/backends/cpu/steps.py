@@ -59,12 +59,25 @@ if HERE:
             done = queues.receive(link, payload, count, tag) if memory else frames.receive(link, payload, count, tag)
         return bool(done)
 
+    @compiled
+    def _pieces(workers: int, row: int) -> None:
+        """With a team, if there is one."""
+        if workers:
+            team.together(workers, row)
+        else:
+            team.alone(row)
+
 else:
 
     @compiled
     def _message(code: int, link: int, payload: int, count: int, tag: Array) -> bool:
         """Python does it: elsewhere the functions that would be called do not exist."""
         return False
+
+    @compiled
+    def _pieces(workers: int, row: int) -> None:
+        """One after the other, for the same reason."""
+        team.alone(row)
 
 
 @compiled
@@ -81,7 +94,7 @@ def run(table: int, starts: int, first: int, last: int, links: int, workers: int
             team.call(code, table + 8 * (at + 1))
             continue
         if code == TOGETHER:
-            team.together(workers, table + 8 * (at + 1))
+            _pieces(workers, table + 8 * (at + 1))
             continue
         if code == STOP:
             return step

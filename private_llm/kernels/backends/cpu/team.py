@@ -167,13 +167,16 @@ def _taken(team: int) -> bool:
 
 
 @compiled
+def alone(row: int) -> None:
+    """Compute all pieces of the row at an address, one after the other."""
+    for number in range(flat(row, 1, _SIGNED)[0]):
+        piece(row, number)
+
+
+@compiled
 def together(team: int, row: int) -> None:
-    """Compute all pieces of the row at an address with a team (0: alone)."""
+    """Compute all pieces of the row at an address with the team at another; on Linux only."""
     pieces = flat(row, 1, _SIGNED)[0]
-    if team == 0:
-        for number in range(pieces):
-            piece(row, number)
-        return
     words = flat(team, WORKERS + 1, _SIGNED)
     posted = _load(team + 8 * STATE) >> _BITS
     _exchange(team + 8 * ROW, row)
