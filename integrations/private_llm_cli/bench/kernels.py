@@ -23,8 +23,11 @@ from private_llm.kernels import matmul, ops
 from private_llm.kernels.address import addresses
 from private_llm.kernels.backends.cpu import amx as cpu_amx
 from private_llm.kernels.backends.cpu import matmul as cpu_matmul
+from private_llm.kernels.backends.cpu import steps
 from private_llm.kernels.memory import tune_allocator
-from private_llm.kernels.parallel import usable_cores
+from private_llm.kernels.parallel import cuts, usable_cores
+from private_llm.replay.program import Address, Arena, Memory, Operand, Program, Step, Together
+from private_llm.replay.taps import Notes, Rerun
 from private_llm.ring.prg import Prg, Seed
 from private_llm.ring.ring import RING32, RING64, Ring
 from private_llm_cli.bench.rows import machine, spread
@@ -76,6 +79,8 @@ _WEIGHTS, _TINY_WEIGHTS = ((3072, 768), (8192, 2048)), ((70, 20),)
 """Neurons x width of the feed-forward layers of OPT-125M and OPT-1.3B."""
 _DRAWN, _TINY_DRAWN = ((128, 2048, 8192), (1, 2048, 8192), (1, 768, 3072)), ((5, 20, 9),)
 """Feed-forward layers of OPT-1.3B and OPT-125M, a prompt and a token."""
+_STEP, _TINY_STEP = (4096, 4096), (70, 20)
+"""Neurons x width of a projection of LLaMA-7B."""
 _PARTS = ((1, 1), (2, 1), (2, 32), (10, 1), (10, 32))
 """One in so many neurons is active, in blocks of so many neighbours."""
 _TURNS = 8
@@ -170,6 +175,8 @@ def _jobs(ring: Ring, tiny: bool) -> Iterator[_Job]:
         yield from _listed(ring, weight, stream)
     for shape in _TINY_DRAWN if tiny else _DRAWN:
         yield _drawn(ring, shape, stream)
+    if usable_cores() > 1 and ring.bits == 64:
+        yield _team(_TINY_STEP if tiny else _STEP, stream)
     yield _convolution(ring, _TINY_IMAGE if tiny else _IMAGE, stream)
     n = _TINY if tiny else _ELEMENTS
     yield from _comparison(ring, n, stream)
@@ -211,6 +218,37 @@ def _drawn(ring: Ring, shape: tuple[int, int, int], stream: Prg) -> _Job:
     return _Job(
         "matmul-drawn", "mask from its seed", ring.bits, shape, lambda: ops.ring_matmul(x, mask.t()),
         rows * inner * columns / 1e9, "GMAC/s", dense=lambda: ops.ring_matmul(x, held.t()),
+    )  # fmt: skip
+
+
+def _team(shape: tuple[int, int], stream: Prg) -> _Job:
+    """One row times the transpose of a weight [N, K] as a step of a program, in one piece or in one for each core."""
+    columns, inner = shape
+    x, w = stream.elements(inner, RING64), stream.elements(columns * inner, RING64)
+    memory = Memory(8 * columns, -1, 1)
+    whole = Operand(memory, 0, (columns,), (1,))
+
+    def program(pieces: int) -> Program:
+        made = []
+        for first, last in cuts(columns, pieces, 8):
+            row = (
+                x.data_ptr(),
+                w.data_ptr() + 8 * first * inner,
+                Address(memory, 8 * first),
+                1,
+                1,
+                inner,
+                last - first,
+            )
+            made.append((Step(steps.dot_product, row),))
+        return Program([Together(tuple(made))], [whole], [whole], [], [x, w])
+
+    programs = {count: program(count) for count in (1, usable_cores())}
+    arena, outside, zeros = Arena(), Rerun(Notes()), torch.zeros(columns, dtype=torch.int64)
+    return _Job(
+        "step", "all cores", 64, (1, inner, columns),
+        lambda: programs[torch.get_num_threads()].run(outside, arena, [zeros]), columns * inner / 1e9, "GMAC/s",
+        usable_cores(),
     )  # fmt: skip
 
 
