@@ -70,9 +70,9 @@ def weighed(masked: Tensor, keep: Tensor, shares: Tensor, digits: Digits, factor
     piece = torch.empty_like(masked)
     if piece.is_cpu:
         tables = [table.numpy() for table in (factors.near, factors.far, factors.fine)]
-        spread(piece.numel(), _ELEMENT_S)(
-            cpu.weighed, *addresses(masked, keep, shares), piece.numel(), digits.words, *tables, factors.near_bits,
-            factors.far_bits, *addresses(piece),
+        spread(
+            piece.numel(), _ELEMENT_S, 64, cpu.weighed, *addresses(masked, keep, shares), piece.numel(), digits.words,
+            *tables, factors.near_bits, factors.far_bits, *addresses(piece)
         )  # fmt: skip
     elif not piece.is_meta:
         weighed_by_operations(masked, keep, shares, digits, factors, piece)
@@ -95,8 +95,11 @@ def placed(mask: Tensor, kept: Tensor, message: Tensor, digits: Digits, secrets:
     """Add the secret number of each mask [n] to its row of the message [4, n]."""
     if mask.is_cpu:
         tables = [secrets.coarse.numpy(), secrets.fine.numpy()]
-        operands, elements = addresses(mask, kept), spread(mask.numel(), _ELEMENT_S)
-        elements(cpu.placed, *operands, mask.numel(), digits.words, *tables, secrets.shift, *addresses(message))
+        operands = addresses(mask, kept)
+        spread(
+            mask.numel(), _ELEMENT_S, 64, cpu.placed, *operands, mask.numel(), digits.words, *tables, secrets.shift,
+            *addresses(message)
+        )  # fmt: skip
     elif not mask.is_meta:
         placed_by_operations(mask, kept, message, digits, secrets)
 

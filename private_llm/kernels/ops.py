@@ -36,6 +36,8 @@ Array = np.ndarray[Any, Any]
 _TRANSPOSE_S, _ROW_S, _INJECT_S, _FIELD_S = 2e-9, 1e-9, 1e-9, 1e-9
 """About what one thread takes: for the transposition of an element, for one row's word of a comparison, for one row's
 element of an injection, for packing a field and what goes with it."""
+WORDS = 8
+"""Threads take multiples of so many words of bits: whole lines of the cache."""
 _ZERO = {torch.int64: np.uint64(0), torch.int32: np.uint32(0)}
 
 
@@ -193,8 +195,9 @@ def transpose_bits(x: Tensor, rows: int) -> Tensor:
     x = x.contiguous().view(-1)
     if x.is_cpu:
         at, made = addresses(x, out)
-        words = spread(out.shape[1], 64 * _TRANSPOSE_S)
-        words(cpu_bits.transpose_words, at, x.numel(), _ZERO[x.dtype], made, rows)
+        spread(
+            out.shape[1], 64 * _TRANSPOSE_S, WORDS, cpu_bits.transpose_words, at, x.numel(), _ZERO[x.dtype], made, rows
+        )  # fmt: skip
     else:
         _gpu("bits", "transpose_bits", x, rows, out, writes=1)
     return out
@@ -207,8 +210,10 @@ def block_monomials(s: Tensor, low: int, blocks: Array, out: Tensor) -> None:
     """
     if s.is_cpu:
         bits, made = addresses(s, out)
-        words = spread(s.shape[1], out.shape[0] * _ROW_S)
-        words(cpu_bits.block_monomials, bits, s.shape[0], low, blocks, made, out.shape[0], s.shape[1])
+        spread(
+            s.shape[1], out.shape[0] * _ROW_S, WORDS, cpu_bits.block_monomials, bits, s.shape[0], low, blocks, made,
+            out.shape[0], s.shape[1]
+        )  # fmt: skip
     elif not s.is_meta:
         _gpu("bits", "block_monomials", s, low, blocks, out, writes=1)
 
@@ -221,8 +226,10 @@ def block_carries(m: Tensor, low: int, blocks: Array, mono: Tensor, first: bool,
     """
     if m.is_cpu:
         bits, shares, made = addresses(m, mono, out)
-        words = spread(m.shape[1], mono.shape[0] * _ROW_S)
-        words(cpu_bits.block_carries, bits, m.shape[0], low, blocks, shares, mono.shape[0], first, made, m.shape[1])
+        spread(
+            m.shape[1], mono.shape[0] * _ROW_S, WORDS, cpu_bits.block_carries, bits, m.shape[0], low, blocks, shares,
+            mono.shape[0], first, made, m.shape[1]
+        )  # fmt: skip
     elif not m.is_meta:
         _gpu("bits", "block_carries", m, low, blocks, mono, first, out, writes=1)
 
@@ -234,8 +241,10 @@ def join_products(lam: Tensor, groups: Array, count: int, out: Tensor) -> None:
     """
     if lam.is_cpu:
         masks, made = addresses(lam, out)
-        words = spread(lam.shape[1], out.shape[0] * _ROW_S)
-        words(cpu_bits.join_products, masks, groups, count, made, out.shape[0], lam.shape[1])
+        spread(
+            lam.shape[1], out.shape[0] * _ROW_S, WORDS, cpu_bits.join_products, masks, groups, count, made,
+            out.shape[0], lam.shape[1]
+        )  # fmt: skip
     elif not lam.is_meta:
         _gpu("bits", "join_products", lam, groups, count, out, writes=1)
 
@@ -249,8 +258,10 @@ def join_carries(
     """
     if b.is_cpu:
         opened, masks, shares, made = addresses(b, lam, prod, out)
-        words = spread(b.shape[1], (prod.shape[0] + 2 * b.shape[0]) * _ROW_S)
-        words(cpu_bits.join_carries, opened, masks, shares, prod.shape[0], groups, count, first, made, b.shape[1])
+        spread(
+            b.shape[1], (prod.shape[0] + 2 * b.shape[0]) * _ROW_S, WORDS, cpu_bits.join_carries, opened, masks, shares,
+            prod.shape[0], groups, count, first, made, b.shape[1]
+        )  # fmt: skip
     elif not b.is_meta:
         _gpu("bits", "join_carries", b, lam, prod, groups, count, first, out, writes=1)
 
@@ -264,8 +275,10 @@ def inject_products(bits: Tensor, lam: Tensor, weighted: Array, out: Tensor) -> 
         return
     if bits.is_cpu:
         rows, masks, made = addresses(bits, lam, out)
-        words = spread(bits.shape[1], 64 * out.shape[0] * _INJECT_S)
-        words(cpu_bits.inject_products, rows, bits.shape[0], masks, weighted, made, *out.shape, _ZERO[out.dtype])
+        spread(
+            bits.shape[1], 64 * out.shape[0] * _INJECT_S, WORDS, cpu_bits.inject_products, rows, bits.shape[0], masks,
+            weighted, made, *out.shape, _ZERO[out.dtype]
+        )  # fmt: skip
     else:
         _gpu("bits", "inject_products", bits, lam, weighted, out, writes=1)
 
@@ -282,9 +295,10 @@ def inject_terms(
         return
     if bits.is_cpu:
         rows, known, masks, helped, factors, addends, made = addresses(bits, m, mine, shares, w, c, out)
-        spread(bits.shape[1], 64 * shares.shape[0] * _INJECT_S)(
-            cpu_bits.inject_terms, rows, bits.shape[0], known, masks, helped, shares.shape[0], weighted, factors,
-            w.shape[1], addends, c.shape[1], first, made, out.numel(), _ZERO[out.dtype],
+        spread(
+            bits.shape[1], 64 * shares.shape[0] * _INJECT_S, WORDS, cpu_bits.inject_terms, rows, bits.shape[0], known,
+            masks, helped, shares.shape[0], weighted, factors, w.shape[1], addends, c.shape[1], first, made,
+            out.numel(), _ZERO[out.dtype]
         )  # fmt: skip
     else:
         _gpu("bits", "inject_terms", bits, m, mine, shares, weighted, w, c, first, out, writes=1)
@@ -298,7 +312,7 @@ def pack_fields(values: Tensor, f: int) -> Tensor:
     words = shapes.pack_fields(values, f)
     if values.is_cpu:
         operands, made, count = addresses(values), addresses(words), values.numel()
-        spread(count, _FIELD_S, BLOCK)(cpu_trunc.packed, *operands, f, count, _ZERO[torch.int64], *made)
+        spread(count, _FIELD_S, BLOCK, cpu_trunc.packed, *operands, f, count, _ZERO[torch.int64], *made)
     elif not values.is_meta:
         _gpu("trunc", "pack_fields", values, f, words, writes=1)
     return words
@@ -309,7 +323,7 @@ def unpack_fields(words: Tensor, count: int, f: int) -> Tensor:
     values = shapes.unpack_fields(words, count, f)
     if words.is_cpu:
         operands, made = addresses(words), addresses(values)
-        spread(count, _FIELD_S, BLOCK)(cpu_trunc.unpacked, *operands, f, count, _ZERO[torch.int64], *made)
+        spread(count, _FIELD_S, BLOCK, cpu_trunc.unpacked, *operands, f, count, _ZERO[torch.int64], *made)
     elif not words.is_meta:
         _gpu("trunc", "unpack_fields", words, count, f, values, writes=1)
     return values
@@ -327,8 +341,9 @@ def trunc_helper(
     made = shapes.trunc_helper(error, g1, g2, z1, rho1, zeta1, zeta2, f, width)
     if z1.is_cpu:
         operands, count = addresses(error, g1, g2, z1, rho1, zeta1, zeta2), z1.numel()
-        elements = spread(count, 4 * _FIELD_S, BLOCK)
-        elements(cpu_trunc.helper, *operands, f, width, count, _ZERO[z1.dtype], *addresses(*made))
+        spread(
+            count, 4 * _FIELD_S, BLOCK, cpu_trunc.helper, *operands, f, width, count, _ZERO[z1.dtype], *addresses(*made)
+        )  # fmt: skip
     elif not z1.is_meta:
         _gpu("trunc", "trunc_helper", error, g1, g2, z1, rho1, zeta1, zeta2, f, width, *made, writes=4)
     return made
@@ -341,8 +356,7 @@ def trunc_open(
     made = w, packed = shapes.trunc_open(mine, theirs, rho, zeta, f, width)
     if w.is_cpu:
         (*operands, opened, fields), count = addresses(mine, theirs, rho, zeta, w, packed), w.numel()
-        elements = spread(count, 3 * _FIELD_S, BLOCK)
-        elements(cpu_trunc.opened, *operands, f, width, count, _ZERO[w.dtype], opened, fields)
+        spread(count, 3 * _FIELD_S, BLOCK, cpu_trunc.opened, *operands, f, width, count, _ZERO[w.dtype], opened, fields)
     elif not w.is_meta:
         _gpu("trunc", "trunc_open", mine, theirs, rho, zeta, f, width, *made, writes=2)
     return made
@@ -355,8 +369,7 @@ def trunc_close(
     made = half, own = shapes.trunc_close(w, mine, theirs, z, zeta, f, width)
     if w.is_cpu:
         (*operands, value, mask), count = addresses(w, mine, theirs, z, zeta, half, own), w.numel()
-        elements = spread(count, 3 * _FIELD_S, BLOCK)
-        elements(cpu_trunc.closed, *operands, f, width, count, _ZERO[w.dtype], value, mask)
+        spread(count, 3 * _FIELD_S, BLOCK, cpu_trunc.closed, *operands, f, width, count, _ZERO[w.dtype], value, mask)
     elif not w.is_meta:
         _gpu("trunc", "trunc_close", w, mine, theirs, z, zeta, f, width, *made, writes=2)
     return made

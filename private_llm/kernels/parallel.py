@@ -25,6 +25,9 @@ LEAST_S = 200e-6
 TEAM_LEAST_S = 50e-6
 """The same where a program is written down, whose pieces a team takes (`teams`)."""
 
+_SMALL_S = 2 * TEAM_LEAST_S
+"""Work that nobody shares."""
+
 
 @cache
 def _workers() -> ThreadPoolExecutor:
@@ -70,20 +73,20 @@ def cuts(total: int, pieces: int, step: int = 1) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def spread(count: int, unit_s: float, step: int = 8) -> Callable[..., None]:
-    """Launches a kernel for 0 .. count on as many threads as are worth it; its last two arguments say which part.
+def spread(count: int, unit_s: float, step: int, kernel: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401
+    """Launch a kernel for 0 .. count on as many threads as are worth it; its last two arguments say which part.
 
-    unit_s: about what one of them takes on one thread. step: parts are cut at multiples of it.
+    unit_s: about what one of them takes on one thread. step: parts are cut at multiples of it. arguments: addresses,
+    sizes and plans.
     """
-    pieces = threads(count * unit_s)
-    if pieces == 1:
-        return lambda kernel, *arguments: launch(kernel, *arguments, 0, count)
-    ranges = cuts(count, pieces, step)
-
-    def run(kernel: Callable[..., None], *arguments: Any) -> None:  # noqa: ANN401 - addresses, sizes and plans
-        each(partial(launch, kernel, *arguments), ranges)
-
-    return run
+    seconds = count * unit_s
+    pieces = 1 if seconds < _SMALL_S else threads(seconds)
+    if pieces == 1:  # as `launch`, a call less of thousands
+        if this_thread.watcher is not None:
+            this_thread.watcher.launched(kernel, (*arguments, 0, count))
+        kernel(*arguments, 0, count)
+    else:
+        each(partial(launch, kernel, *arguments), cuts(count, pieces, step))
 
 
 def each(work: Callable[[int, int], None], ranges: Sequence[tuple[int, int]]) -> None:

@@ -59,8 +59,10 @@ def hidden(mask: Tensor, drawn: Tensor, plan: Plan, turns: Tensor) -> Tensor:
     if mask.is_cpu:
         (masks,), (fields, made) = addresses(mask), addresses(drawn, message)
         table = turns.view(-1).numpy()
-        elements = spread(mask.numel(), len(plan.table) * _WAVE_S, BLOCK)
-        elements(cpu.hidden, masks, mask.numel(), plan.table, plan.sizes, table, fields, drawn.numel(), made)
+        spread(
+            mask.numel(), len(plan.table) * _WAVE_S, BLOCK, cpu.hidden, masks, mask.numel(), plan.table, plan.sizes,
+            table, fields, drawn.numel(), made
+        )  # fmt: skip
     elif not mask.is_meta:
         message = hidden_by_operations(mask, drawn, plan, turns)
     return message
@@ -72,9 +74,9 @@ def summed(masked: Tensor, shares: Tensor, plan: Plan, turns: Tensor, first: boo
     if masked.is_cpu:
         operands, made = addresses(masked, shares), addresses(piece)
         table = turns.view(-1).numpy()
-        elements = spread(masked.numel(), len(plan.table) * _WAVE_S, BLOCK)
-        elements(
-            cpu.summed, *operands, shares.numel(), masked.numel(), plan.table, plan.sizes, table, more, *made
+        spread(
+            masked.numel(), len(plan.table) * _WAVE_S, BLOCK, cpu.summed, *operands, shares.numel(), masked.numel(),
+            plan.table, plan.sizes, table, more, *made,
         )  # fmt: skip
     elif not masked.is_meta:
         piece = summed_by_operations(masked, shares, plan, turns, more)
@@ -86,8 +88,10 @@ def wraps(g1: Tensor, g2: Tensor, drawn: Tensor, plan: Plan) -> Tensor:
     message = torch.zeros_like(drawn)
     if g1.is_cpu:
         masks, (fields, made) = addresses(g1, g2), addresses(drawn, message)
-        elements = spread(g1.numel(), _WRAP_S, BLOCK)
-        elements(cpu.wraps, *masks, g1.numel(), plan.shift, plan.narrow, plan.above, fields, drawn.numel() // 2, made)
+        spread(
+            g1.numel(), _WRAP_S, BLOCK, cpu.wraps, *masks, g1.numel(), plan.shift, plan.narrow, plan.above, fields,
+            drawn.numel() // 2, made
+        )  # fmt: skip
     elif not g1.is_meta:
         message = wraps_by_operations(g1, g2, drawn, plan)
     return message
@@ -97,8 +101,11 @@ def widened(opened: Tensor, g: Tensor, shares: Tensor, plan: Plan, first: bool, 
     """Subtract from piece [n] an evaluator's share of the value that `opened` [n] is masked."""
     if piece.is_cpu:
         operands, made = addresses(opened, g, shares), addresses(piece)
-        words, elements = shares.numel() // 2, spread(piece.numel(), _WRAP_S, BLOCK)
-        elements(cpu.widened, *operands, words, piece.numel(), plan.shift, plan.narrow, plan.above, first, *made)
+        words = shares.numel() // 2
+        spread(
+            piece.numel(), _WRAP_S, BLOCK, cpu.widened, *operands, words, piece.numel(), plan.shift, plan.narrow,
+            plan.above, first, *made
+        )  # fmt: skip
     elif not piece.is_meta:
         piece -= widened_by_operations(opened, g, shares, plan, first)
 

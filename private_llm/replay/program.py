@@ -261,6 +261,13 @@ class Program:
             found = bound.tables[weights] = self._table + bases[self._kinds]
         return found
 
+    def _stretch(self, table: int, starts: int, first: int, links: int) -> int:
+        """Run from an event on, with a team where pieces may run side by side; returns that which is left to Python."""
+        if self._pieces == 1:
+            return int(steps.run(table, starts, first, len(self.events), links, 0))
+        with teams.lent(self._pieces) as team:
+            return int(steps.run(table, starts, first, len(self.events), links, team))
+
     def run(
         self, outside: Outside, arena: Arena, inputs: Sequence[Tensor], weights: tuple[int, ...] = (),
         inner: Inner | None = None,
@@ -276,8 +283,8 @@ class Program:
         rows, last, at = self._addressed(bound, weights), len(self.events), 0
         table, starts, direct = rows.ctypes.data, self._starts.ctypes.data, outside.direct()
         while at < last:
-            with direct, teams.lent(self._pieces) as team:
-                at = steps.run(table, starts, at, last, direct.address, team)
+            with direct:
+                at = self._stretch(table, starts, at, direct.address)
             if at in bound.middles and inner is not None:
                 taken, results = bound.middles[at]
                 for result, made in zip(results, inner(taken), strict=True):

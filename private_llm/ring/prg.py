@@ -101,17 +101,14 @@ class Prg:
     def fill(self, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """Overwrite `out` (uint8 [n], contiguous) with the next stream bytes; a call takes whole blocks of 16 bytes."""
         if self._stream is not None:
-            self._write(self._stream, out.ctypes.data, out.size)
+            start, self._taken = self._taken, self._taken + out.size + -out.size % 16
+            self._stream.write(start, out.ctypes.data, out.size)
             return
         for start in range(0, out.size, len(_ZEROS)):
             piece = out[start : start + len(_ZEROS)]
             self._encrypt.update_into(_ZEROS[: piece.size], piece.data)
         if out.size % 16:
             self._encrypt.update(_ZEROS[: -out.size % 16])
-
-    def _write(self, stream: StreamKey, to: int, size: int) -> None:
-        start, self._taken = self._taken, self._taken + size + -size % 16
-        stream.write(start, to, size)
 
     def words(self, count: int, device: str | torch.device = "cpu") -> Tensor:
         """`count` uniform 64-bit words as int64 [count]."""
@@ -127,7 +124,9 @@ class Prg:
             return torch.empty(count, dtype=dtype, device="meta")
         out = torch.empty(count, dtype=dtype)
         if count and self._stream is not None:
-            self._write(self._stream, out.data_ptr(), out.nbytes)
+            start, size = self._taken, out.nbytes
+            self._taken = start + size + -size % 16
+            self._stream.write(start, out.data_ptr(), size)
         elif count:
             self.fill(out.numpy().view(np.uint8))
         if str(device) != "cpu":
