@@ -87,6 +87,7 @@ def test_layers_are_repeated_around_attention(
     make: Callable[[], PreTrainedModel], settings: dict[str, Any], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parallel, "threads", lambda seconds: threads)
+    monkeypatch.setattr("private_llm.kernels.parallel._SMALL_S", 0.0)
     counted = Counted(monkeypatch)
     _, sent, rounds = answers(make, **settings)
     assert not counted.refused

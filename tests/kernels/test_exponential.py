@@ -25,6 +25,7 @@ def words(count: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("threads", [1, 3])
 def test_kernels_and_operations_agree(frac: int, count: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("private_llm.kernels.parallel.threads", lambda seconds: threads)
+    monkeypatch.setattr("private_llm.kernels.parallel._SMALL_S", 0.0)
     plan = Exponential(frac, TOTAL_BITS - 18)
     x, keep, shares = words(count, 1), words(-(-count // 64), 3)[None], words(4 * count, 5).view(4, count)
     piece = torch.empty_like(x)

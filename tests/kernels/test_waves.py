@@ -32,6 +32,7 @@ def test_kernels_and_operations_agree(
     count: int, frac: int, made: WaveSum, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("private_llm.kernels.parallel.threads", lambda seconds: threads)
+    monkeypatch.setattr("private_llm.kernels.parallel._SMALL_S", 0.0)
     plan = waves_of(made, frac)
     x, y, secrets, rest = operands(count, plan)
     table = turns()
