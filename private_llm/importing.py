@@ -1,6 +1,6 @@
-"""Imports without collections of garbage, of which Python makes hundreds while transformers is imported and finds none.
+"""Imports without collections of garbage, of which Python makes many while transformers is imported.
 
-They are a sixth of what it takes to import this package, which every party and every command does.
+They are a tenth of what it takes to import this package, which every party and every command does.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ from private_llm.kernels.parallel import spread
 
 _ELEMENT_S = 4e-9
 """About what an element takes on one thread."""
+_STEP = 64
+"""Threads take multiples of so many elements: whole words of flags."""
 _ENTRIES = 1 << 16
 """Elements that PyTorch looks up at once, so that what lies between stays in the cache."""
 
@@ -71,8 +73,8 @@ def weighed(masked: Tensor, keep: Tensor, shares: Tensor, digits: Digits, factor
     if piece.is_cpu:
         tables = [table.numpy() for table in (factors.near, factors.far, factors.fine)]
         spread(
-            piece.numel(), _ELEMENT_S, 64, cpu.weighed, *addresses(masked, keep, shares), piece.numel(), digits.words,
-            *tables, factors.near_bits, factors.far_bits, *addresses(piece)
+            piece.numel(), _ELEMENT_S, _STEP, cpu.weighed, *addresses(masked, keep, shares), piece.numel(),
+            digits.words, *tables, factors.near_bits, factors.far_bits, *addresses(piece)
         )  # fmt: skip
     elif not piece.is_meta:
         weighed_by_operations(masked, keep, shares, digits, factors, piece)
@@ -97,7 +99,7 @@ def placed(mask: Tensor, kept: Tensor, message: Tensor, digits: Digits, secrets:
         tables = [secrets.coarse.numpy(), secrets.fine.numpy()]
         operands = addresses(mask, kept)
         spread(
-            mask.numel(), _ELEMENT_S, 64, cpu.placed, *operands, mask.numel(), digits.words, *tables, secrets.shift,
+            mask.numel(), _ELEMENT_S, _STEP, cpu.placed, *operands, mask.numel(), digits.words, *tables, secrets.shift,
             *addresses(message)
         )  # fmt: skip
     elif not mask.is_meta:

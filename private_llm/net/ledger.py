@@ -89,7 +89,7 @@ class Ledger:
         self._settle()
         return self._macs
 
-    def exchange_counts(
+    def swap_counts(
         self, sent: dict[tuple[str, str, int], int], rounds: dict[tuple[str, str], int], macs: dict[str, int]
     ) -> tuple[dict[tuple[str, str, int], int], dict[tuple[str, str], int], dict[str, int]]:
         """Count in these from now on; returns those before."""

@@ -1,8 +1,8 @@
 """Local kernels on one core, without parties: what the steps of a protocol cost before anything is sent.
 
 Times are processor time of the measuring thread, so that other work on the machine disturbs them little; but those on
-all cores by the clock, in turns with one core. Products of listed rows of a weight take turns with
-the product of the whole weight, products with a mask that is made from its key stream with those of the mask in memory.
+all cores by the clock, in turns with one core. Products of listed rows of a weight take turns with the product of the
+whole weight, products with a mask that is made from its key stream with those of the mask in memory.
 """
 
 from __future__ import annotations
@@ -231,15 +231,8 @@ def _team(shape: tuple[int, int], stream: Prg) -> _Job:
     def program(pieces: int) -> Program:
         made = []
         for first, last in cuts(columns, pieces, 8):
-            row = (
-                x.data_ptr(),
-                w.data_ptr() + 8 * first * inner,
-                Address(memory, 8 * first),
-                1,
-                1,
-                inner,
-                last - first,
-            )
+            weight, place = w.data_ptr() + 8 * first * inner, Address(memory, 8 * first)
+            row = (x.data_ptr(), weight, place, 1, 1, inner, last - first)
             made.append((Step(steps.dot_product, row),))
         return Program([Together(tuple(made))], [whole], [whole], [], [x, w])
 

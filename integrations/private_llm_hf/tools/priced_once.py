@@ -186,11 +186,11 @@ class _Priced:
 def _apart(ledger: Ledger) -> Iterator[_Counts]:
     """Book what is inside here, and not in the ledger."""
     counts = _Counts()
-    outside = ledger.exchange_counts(counts.sent, counts.rounds, counts.macs)
+    outside = ledger.swap_counts(counts.sent, counts.rounds, counts.macs)
     try:
         yield counts
     finally:
-        ledger.exchange_counts(*outside)
+        ledger.swap_counts(*outside)
 
 
 # -- what is compared ------------------------------------------------------------------------------------------

@@ -99,14 +99,8 @@ def write_blocks(keys: int, first: int, to: int, blocks: int) -> None:
 @compiled
 def write_bytes(keys: int, start: int, to: int, count: int) -> None:
     """Bytes start .. start + count - 1 of the stream to memory, and nothing else."""
-    at, end = start, start + count
-    if at & (BLOCK - 1) == 0:
-        blocks = count // BLOCK // LANES * LANES
-        write_blocks(keys, at // BLOCK, to, blocks)
-        at += BLOCK * blocks
-    if at == end:
-        return
-    scratch, zero = np.empty(SPILL, np.uint8), np.uint8(0)
+    at, end, zero = start, start + count, np.uint8(0)
+    scratch = np.empty(SPILL, np.uint8)
     while at < end:
         lead = at & (BLOCK - 1)
         blocks = (end - at) // BLOCK // LANES * LANES

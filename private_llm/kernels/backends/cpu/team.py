@@ -19,11 +19,10 @@ from private_llm.kernels.address import flat
 from private_llm.kernels.compiling import compiled
 
 _LINE = 8
-STATE, ROW, FINISHED, WAITING, DONE, STOP, WORKERS = (_LINE * n for n in range(7))
+STATE, ROW, FINISHED, WAITING, DONE, WORKERS = (_LINE * n for n in range(6))
 """Words of a team. STATE: how many rows were posted, and in the lowest `_BITS` bits how many pieces nobody has taken.
 ROW: the address of the row that was posted last. FINISHED: how many of its pieces are done. WAITING: whether the
-caller sleeps until the counter (of the operating system) number DONE is raised. STOP: whether workers end. WORKERS: how
-many.
+caller sleeps until the counter (of the operating system) number DONE is raised. WORKERS: how many there are.
 """
 ASLEEP, WAKE = 0, 1
 """Words of a worker: whether it sleeps until the counter number WAKE is raised."""
@@ -203,10 +202,10 @@ def together(team: int, row: int) -> None:
 
 @compiled
 def serve(team: int, number: int) -> None:
-    """Take pieces until the team stops."""
+    """Take pieces, as long as the process lives."""
     worker = _worker(team, number)
     own = flat(worker, _LINE, _SIGNED)
-    while not _load(team + 8 * STOP):
+    while True:
         if _taken(team):
             continue
         tries = _TRIES
@@ -215,7 +214,7 @@ def serve(team: int, number: int) -> None:
         if tries:
             continue
         _exchange(worker + 8 * ASLEEP, 1)
-        if _load(team + 8 * STATE) & _LEFT or _load(team + 8 * STOP):
+        if _load(team + 8 * STATE) & _LEFT:
             _exchange(worker + 8 * ASLEEP, 0)
         else:
             _sleep(own[WAKE], worker + 8 * SCRATCH)
