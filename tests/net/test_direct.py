@@ -151,12 +151,14 @@ def test_what_a_full_connection_did_not_take_leaves_later(room: int) -> None:
     zero.close()
 
 
-def test_a_full_connection_is_waited_for() -> None:
+@pytest.mark.parametrize(("size", "count"), [(20, 200), (6000, 8)], ids=["whole frames", "parts of frames"])
+def test_a_full_connection_is_waited_for(size: int, count: int) -> None:
     zero, one = couple(room=4096)
     slices(zero, 1, 60.0)
-    payloads = [numbers(20, seed) for seed in range(200)]
+    slices(one, 0, 60.0)
+    payloads = [numbers(size, seed) for seed in range(count)]
     with Refusing(zero):
-        got = together(lambda: sends(zero, 1, "t", *payloads), lambda: receives(one, 0, "t", *[20] * 200))
+        got = together(lambda: sends(zero, 1, "t", *payloads), lambda: receives(one, 0, "t", *[size] * count))
     assert all(map(torch.equal, got, payloads))
     assert zero._out[1]._writer is None, "no thread of Python's had to write"
 
