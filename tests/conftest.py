@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+
+from tests.forked_scripts import Scripts
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -40,3 +42,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return out if code == 0 else err
 
     return call
+
+
+@pytest.fixture(scope="session")
+def forked_scripts() -> Iterator[Scripts]:
+    """Runs scripts of `scripts/` as forks of one process."""
+    scripts = Scripts()
+    yield scripts
+    scripts.close()

@@ -1,7 +1,7 @@
 """Runs scripts as forks of one process, which has imported what most of them import: that takes five seconds each time.
 
-It reads one order a line, a JSON list of script, folder, and the files for its output and its errors, and answers with
-the exit code.
+It reads one order a line, a JSON list of script, options, folder, and the files for its output and its errors, and
+answers with the exit code.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import private_llm_cli.app  # noqa: F401 - imported before the first fork
 import private_llm_hf  # noqa: F401
 
 
-def run(script: str, folder: str, out: str, err: str) -> None:
-    """As `python script --tiny` in a folder."""
+def run(script: str, options: list[str], folder: str, out: str, err: str) -> None:
+    """As `python script options` in a folder."""
     for number, (name, flags) in enumerate(((os.devnull, os.O_RDONLY), (out, os.O_WRONLY), (err, os.O_WRONLY))):
         os.dup2(os.open(name, flags | os.O_CREAT), number)
     os.chdir(folder)
-    sys.argv = [script, "--tiny"]
+    sys.argv = [script, *options]
     sys.path[0] = os.path.dirname(script)
     runpy.run_path(script, run_name="__main__")
 

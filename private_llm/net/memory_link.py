@@ -107,6 +107,7 @@ class MemoryLink:
         self.written = self.read = 0
         self.counted = False
         self._ring: Row | None = None
+        self._place = 0
         self._making = threading.Lock()
         self._add: Callable[[], int] = functools.partial(_calls().eventfd_write, self.counter, 1)
         taken = ctypes.pointer(ctypes.c_uint64())
@@ -155,12 +156,14 @@ class MemoryLink:
         ring[word.TAIL] += word.frame_words(count)
         return head[word.TAG : word.TAG + word.TAG_WORDS].tobytes().rstrip(b"\0").decode(), payload, False
 
-    def ring(self) -> Row:
-        """The ring, made when an end is lent first."""
-        with self._making:
-            if self._ring is None:
-                self._ring = np.zeros(word.RING_STATE + word.ROOM, np.int64)
-        return self._ring
+    def place(self) -> int:
+        """The address of the ring, which is made when an end is lent first."""
+        if not self._place:
+            with self._making:
+                if self._ring is None:
+                    self._ring = np.zeros(word.RING_STATE + word.ROOM, np.int64)
+                self._place = int(self._ring.ctypes.data)
+        return self._place
 
 
 def _front(ring: Row, skip: int, count: int) -> Row:
@@ -181,7 +184,7 @@ class Writer:
         link = self._link
         if not link.ended:
             row[word.KIND], row[word.SENT] = word.MEMORY, link.written
-            row[word.OUT_HEAD] = link.ring().ctypes.data
+            row[word.OUT_HEAD] = link.place()
             row[word.OUT] = link.counter
 
     def take_back(self, row: Row) -> None:
@@ -202,7 +205,7 @@ class Reader:
         link = self._link
         if not link.ended:
             row[word.KIND], row[word.TAKEN], row[word.COUNTED] = word.MEMORY, link.read, link.counted
-            row[word.IN_HEAD], row[word.WAIT_MS], row[word.WAITED] = link.ring().ctypes.data, _WAIT_MS, 0
+            row[word.IN_HEAD], row[word.WAIT_MS], row[word.WAITED] = link.place(), _WAIT_MS, 0
             row[word.IN] = link.counter
 
     def take_back(self, row: Row) -> None:

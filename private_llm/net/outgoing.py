@@ -75,6 +75,7 @@ class Outgoing:
         self._head = np.zeros(connection.HEADER_WORDS, np.int64)
         head = wire.encode(Kind.DATA, me, session, 0, "", torch.int64, 0)
         self._head.view(np.uint8)[:] = np.frombuffer(head, np.uint8)
+        self._head_place = int(self._head.ctypes.data)
         self._foregone = False
         self._ending = False
 
@@ -124,7 +125,7 @@ class Outgoing:
         if self._queue or self.failure is not None or self._ending:
             self._room.release()
             return
-        row[connection.KIND], row[connection.OUT_HEAD] = connection.SOCKET, self._head.ctypes.data
+        row[connection.KIND], row[connection.OUT_HEAD] = connection.SOCKET, self._head_place
         row[connection.SENT], row[connection.WRITTEN], row[connection.OUT_PART] = self._sequence, 0, 0
         row[connection.OUT] = self._sock.fileno()
 

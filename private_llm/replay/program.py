@@ -191,11 +191,11 @@ Table = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 @dataclass
 class _Bound:
-    """A program in an arena: where it was, its rows with addresses by what its weights are, and what Python does for
-    events that are no steps."""
+    """A program in an arena: where it was, its rows with addresses by what its weights are (and where these rows are),
+    and what Python does for events that are no steps."""
 
     words: Tensor
-    tables: dict[tuple[int, ...], Table]
+    tables: dict[tuple[int, ...], tuple[Table, int]]
     inputs: list[Tensor]
     outputs: list[Tensor]
     draws: dict[int, list[tuple[int, np.ndarray[tuple[int], np.dtype[np.uint8]]]]]
@@ -217,6 +217,7 @@ class Program:
     def __post_init__(self) -> None:
         self.size = _placed(self)
         self._starts, self._table, self._kinds = _rows(self.events)
+        self._place = int(self._starts.ctypes.data)
         self._pieces = max([1, *(len(each.pieces) for each in self.events if isinstance(each, Together))])
         self._bound: _Bound | None = None
 
@@ -253,20 +254,21 @@ class Program:
         )  # fmt: skip
         return self._bound
 
-    def _addressed(self, bound: _Bound, weights: tuple[int, ...]) -> Table:
-        """The rows for weights at these addresses."""
+    def _addressed(self, bound: _Bound, weights: tuple[int, ...]) -> int:
+        """Where the rows for weights at these addresses are."""
         found = bound.tables.get(weights)
         if found is None:
             bases = np.array([0, bound.words.data_ptr(), *weights], np.int64)
-            found = bound.tables[weights] = self._table + bases[self._kinds]
-        return found
+            rows = self._table + bases[self._kinds]
+            found = bound.tables[weights] = rows, int(rows.ctypes.data)
+        return found[1]
 
-    def _stretch(self, table: int, starts: int, first: int, links: int) -> int:
+    def _stretch(self, table: int, first: int, links: int) -> int:
         """Run from an event on, with a team where pieces may run side by side; returns that which is left to Python."""
         if self._pieces == 1:
-            return int(steps.run(table, starts, first, len(self.events), links, 0))
+            return int(steps.run(table, self._place, first, len(self.events), links, 0))
         with teams.lent(self._pieces) as team:
-            return int(steps.run(table, starts, first, len(self.events), links, team))
+            return int(steps.run(table, self._place, first, len(self.events), links, team))
 
     def run(
         self, outside: Outside, arena: Arena, inputs: Sequence[Tensor], weights: tuple[int, ...] = (),
@@ -280,11 +282,10 @@ class Program:
             outside.fill(stream, octets)
         for place, given in zip(bound.inputs, inputs, strict=True):
             place.copy_(given)
-        rows, last, at = self._addressed(bound, weights), len(self.events), 0
-        table, starts, direct = rows.ctypes.data, self._starts.ctypes.data, outside.direct()
+        table, last, at, direct = self._addressed(bound, weights), len(self.events), 0, outside.direct()
         while at < last:
             with direct:
-                at = self._stretch(table, starts, at, direct.address)
+                at = self._stretch(table, at, direct.address)
             if at in bound.middles and inner is not None:
                 taken, results = bound.middles[at]
                 for result, made in zip(results, inner(taken), strict=True):

@@ -29,7 +29,7 @@ rounds for a call of any length.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 
 import torch
@@ -178,12 +178,21 @@ def _rows_of(x: Fixed, batch: int) -> Tensor:
     return torch.arange(batch).repeat_interleave(count // batch)
 
 
-def verdict(session: Session) -> Fixed | None:
+Compute = Callable[[Sequence[Fixed]], Sequence[Fixed]]
+
+
+def _computed(_: Session, __: Hashable, inputs: Sequence[Fixed], compute: Compute) -> Sequence[Fixed]:
+    return compute(inputs)
+
+
+def verdict(
+    session: Session, run: Callable[[Session, Hashable, Sequence[Fixed], Compute], Sequence[Fixed]] = _computed
+) -> Fixed | None:  # fmt: skip
     """A secret [1], 0 fractional bits: 1 if a watched value of this call left its range, else 0.
 
     With `Known.batch` [batch]: one for each row. None if nothing was watched. 8 sums for each watched row: 65 bytes
     each in trio (64-bit ring) from 64 rows on, 8 to 10 rounds; by comparison keys 4 kB and 2 rounds. What was owed is
-    forgotten.
+    forgotten. run: computes a function of the sums, such as `replay.units.repeat`.
     """
     watch_pending(session)
     owed, session.known.owed = session.known.owed, []
@@ -198,10 +207,14 @@ def verdict(session: Session) -> Fixed | None:
         flat = Fixed(session, _joined(shares, device), 0)
         proto, bound = flat.proto, 1 << bits
         both += [proto.add_public(flat.share, -bound), proto.add_public(proto.neg(flat.share), -bound)]
-    every = Fixed(session, _joined(both, device), 0)
-    left, batch = 1 - negative(every), session.known.batch
-    count = left.sum(0, keepdim=True) if batch is None else _by_row(left, owed, list(alike), batch)
-    return negative(-count, every.numel().bit_length() + 2)
+    every, batch = Fixed(session, _joined(both, device), 0), session.known.batch
+
+    def compute(sums: Sequence[Fixed]) -> Sequence[Fixed]:
+        left = 1 - negative(sums[0])
+        count = left.sum(0, keepdim=True) if batch is None else _by_row(left, owed, list(alike), batch)
+        return (negative(-count, every.numel().bit_length() + 2),)
+
+    return run(session, "verdict", (every,), compute)[0]
 
 
 def _by_row(left: Fixed, owed: list[Owed], bounds: list[int], batch: int) -> Fixed:

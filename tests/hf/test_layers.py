@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from private_llm.config import PrivateConfig
 from private_llm.kernels import parallel
+from private_llm.protocols.session import Session
 from private_llm.replay.units import Replays
 
 LAYERS = 2
@@ -37,15 +38,17 @@ STEPS = (6, 7, 7, 7, 8, 9, 8, 9, *range(10, 19))
 
 
 class Counted:
-    """What became of the calls of layers."""
+    """What became of the calls of layers, and of checks of ranges."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.repeated = 0
+        self.repeated = self.verdicts = 0
         self.refused: set[str] = set()
         run, repeat = Replays.run, Replays._repeat
 
-        def counted(this: Replays, *args: Any, **kwargs: Any) -> Any:
-            made = run(this, *args, **kwargs)
+        def counted(this: Replays, session: Session, key: Any, *args: Any, **kwargs: Any) -> Any:
+            before = this.counts["repeated"]
+            made = run(this, session, key, *args, **kwargs)
+            self.verdicts += key[0] == "verdict" and this.counts["repeated"] > before
             self.refused |= set(this.refused)
             return made
 
@@ -92,6 +95,7 @@ def test_layers_are_repeated_around_attention(
     _, sent, rounds = answers(make, **settings)
     assert not counted.refused
     assert counted.repeated >= 3 * LAYERS * 10, "of 17 steps at most 7 are first, recorded and checked"
+    assert counted.verdicts >= 3 * 10
     assert answers(make, **settings, replay=False)[1:] == (sent, rounds)
 
 

@@ -14,6 +14,7 @@ from private_llm.errors import TransportError, UnsupportedOp
 from private_llm.exact.argmax import argmax
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import Index, Share
+from private_llm.replay.units import repeat
 from private_llm.tensor.fixed import Fixed
 from private_llm.tensor.range_check import verdict
 from private_llm.tensor.secret import SecretTensor
@@ -114,7 +115,7 @@ def answer(session: Session, result: ModelOutput, wanted: Iterable[str]) -> Answ
     outputs: list[tuple[str, Fixed]] = []
     ledger, reveal = session.protocol.ledger, session.config.reveal
     with ledger.scope(GUARD):
-        checked = verdict(session)
+        checked = verdict(session, repeat)
     for name in wanted:
         value: Tensor | None = result.get(name)
         if not isinstance(value, SecretTensor):
