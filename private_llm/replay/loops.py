@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -49,12 +50,22 @@ def _padded(values: list[int], fill: int) -> list[int]:
     return [fill] * (_MOST - len(values)) + values
 
 
-def _row(shape: Sequence[int], tensors: Sequence[Tensor]) -> list[Word | Tensor]:
-    wide = [each.expand(shape) for each in tensors]
+_Layout = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@lru_cache(maxsize=4096)
+def _walked(shape: tuple[int, ...], layouts: tuple[_Layout, ...]) -> tuple[list[int], list[list[int]]]:
+    """Sizes and strides of a loop over tensors of these sizes and strides, expanded to a shape."""
+    wide = [torch.empty_strided(*layout, device="meta").expand(shape) for layout in layouts]
     sizes, walks = _collapsed(shape, [each.stride() for each in wide])
-    row: list[Word | Tensor] = [*_padded(sizes, 1)]
+    return _padded(sizes, 1), [_padded(walk, 0) for walk in walks]
+
+
+def _row(shape: Sequence[int], tensors: Sequence[Tensor]) -> list[Word | Tensor]:
+    sizes, walks = _walked(tuple(shape), tuple([(tuple(each.shape), each.stride()) for each in tensors]))
+    row: list[Word | Tensor] = [*sizes]
     for each, walk in zip(tensors, walks, strict=True):
-        row += [each, *_padded(walk, 0)]
+        row += [each, *walk]
     return row
 
 

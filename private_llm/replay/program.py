@@ -221,12 +221,17 @@ class Program:
         self._pieces = max([1, *(len(each.pieces) for each in self.events if isinstance(each, Together))])
         self._bound: _Bound | None = None
 
+    @functools.cached_property
+    def _constants(self) -> int:
+        """Bytes."""
+        found = {each.data_ptr(): each.untyped_storage().nbytes() for each in self.keep if isinstance(each, Tensor)}
+        return sum(found.values())
+
     @property
     def held(self) -> int:
         """Bytes of what it keeps beside the arena: constants, and rows for each owner of weights that was met."""
-        constants = {each.data_ptr(): each.untyped_storage().nbytes() for each in self.keep if isinstance(each, Tensor)}
         tables = 1 if self._bound is None else 1 + len(self._bound.tables)
-        return sum(constants.values()) + 2 * tables * self._table.nbytes
+        return self._constants + 2 * tables * self._table.nbytes
 
     def bind(self, arena: Arena) -> _Bound:
         """This program in an arena; anew where the arena has moved."""

@@ -56,6 +56,7 @@ class Recorder(Recording[Operand]):
         """weights: memories of the module that is recorded, addresses and bytes; other ones in modules like it."""
         super().__init__(transport, streams)
         self._weights = list(weights)
+        self._weights_begin = {start for start, _ in weights}
         self._events: list[Event] = []
         self._into = self._events  # where steps are written: there, or to the piece that is computed now
         self._draws: dict[tuple[int, int], list[Memory]] = {}
@@ -106,11 +107,12 @@ class Recorder(Recording[Operand]):
         """Whether x changes from run to run, or is a weight, which is another one in a module that is alike."""
         if not x.numel():
             return False
-        return x.untyped_storage().data_ptr() in self._memories or self._is_weight(x)
+        start = x.untyped_storage().data_ptr()
+        return start in self._memories or start in self._weights_begin
 
     def _is_weight(self, x: Tensor) -> bool:
         """Whether x lies in the memory of a weight."""
-        return bool(x.numel()) and any(x.untyped_storage().data_ptr() == start for start, _ in self._weights)
+        return bool(x.numel()) and x.untyped_storage().data_ptr() in self._weights_begin
 
     def operand(self, x: Tensor) -> Operand:
         """A tensor that changes, as a program sees it. Raises UnsupportedOp for others and for other elements."""
