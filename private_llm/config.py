@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib
 import json
@@ -10,7 +11,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from private_llm.errors import ConfigError, refuse_unknown
 from private_llm.kv_policies.fixed import KEEP_ALL
@@ -55,6 +56,22 @@ _OLD_NAMES = ("lanes", "permute", "cache_policy")
 """Settings that are called otherwise now (`PrivateConfig._take_old_names`)."""
 
 
+Config = TypeVar("Config")
+
+
+def _refuses_unknown(cls: type[Config]) -> type[Config]:
+    """Settings that do not exist are a ConfigError of the constructor, too, and not Python's TypeError."""
+    construct = cls.__init__
+
+    @functools.wraps(construct)
+    def checked(self: Config, *args: Any, **settings: Any) -> None:  # noqa: ANN401 - whatever the settings are
+        refuse_unknown(settings, [*(f.name for f in dataclasses.fields(cls)), *_OLD_NAMES])  # type: ignore[arg-type]
+        construct(self, *args, **settings)
+
+    cls.__init__ = checked  # type: ignore[assignment, method-assign]
+    return cls
+
+
 PLANNED = ("auto", "balanced", "balanced_low_0", "sequential")
 """Device maps that Accelerate makes from the memory there is."""
 
@@ -93,6 +110,7 @@ def import_plugins(names: Iterable[str]) -> None:
             ) from None
 
 
+@_refuses_unknown
 @dataclass(frozen=True)
 class PrivateConfig:
     """How a model is run privately. Raises ConfigError for settings that are unknown, out of range or contradictory.
@@ -129,7 +147,8 @@ class PrivateConfig:
     min(parallel_sessions, 6)). prg: cipher of the parties' common streams: "aes" (made on the CPU) or "chacha20" (made
     on the GPU if shares live there, but for steps that are repeated).
     party_mode: "threads" or "processes" on this machine, "remote" (addresses in `hosts`), "distributed" (one
-    process per party under torchrun or Accelerate's launcher, the client last), or "auto".
+    process per party under torchrun or Accelerate's launcher, the client last), or "auto": the last two where `hosts`
+    or a launcher's environment are there, else threads.
     trusted_network: let "distributed" span machines although torch.distributed does not encrypt.
     hosts: "host:port" of each party for party_mode="remote". tls: certificates of this endpoint.
     allow_plain_loopback: permit unencrypted sockets, on loopback addresses only.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class PrivateLLMError(Exception):
@@ -67,6 +68,9 @@ class WeakProtection(UserWarning):
 
 def refuse_unknown(found: Iterable[str], known: Iterable[str], where: str = "") -> None:
     """Raise ConfigError for settings that do not exist. where: what they are settings of, as "plan: "."""
-    unknown = sorted(set(found) - set(known))
+    names = sorted(known)
+    unknown = sorted(set(found) - set(names))
     if unknown:
-        raise ConfigError(f"{where}unknown key(s) {', '.join(unknown)}; known keys: {', '.join(sorted(known))}")
+        meant = sorted({near for each in unknown for near in get_close_matches(each, names, 2)})
+        hint = f" (did you mean {', '.join(meant)}?)" if meant else ""
+        raise ConfigError(f"{where}unknown key(s) {', '.join(unknown)}{hint}; known keys: {', '.join(names)}")

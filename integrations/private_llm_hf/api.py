@@ -29,7 +29,7 @@ from private_llm_hf.checkpoint.node_checkpoint import WeightsDigest
 from private_llm_hf.checkpoint.share_files import ShareWriter, refuse_taken
 from private_llm_hf.checkpoint.weights import Sink, WeightList, stream_loaded
 from private_llm_hf.client.launch import choose_mode, start_parties
-from private_llm_hf.client.model import private_class
+from private_llm_hf.client.model import PrivateModel, private_class
 from private_llm_hf.client.parties import Parties
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.models.emulation import warn_of_functions
@@ -156,6 +156,8 @@ def patch(
     private_config = _checked(private_config)
     if not isinstance(model, nn.Module):
         raise PatchMismatch(f"patch: got {type(model).__name__}; want a transformers model or a torch.nn.Module")
+    if isinstance(model, PrivateModel):
+        raise PatchMismatch(f"patch: got a {type(model).__name__}, which is private already; want the plaintext model")
     model = dense_model(model)
     if not isinstance(model, PreTrainedModel):
         model = Network.of(model)

@@ -114,5 +114,5 @@ def why_compiling() -> str:
     if FOLDER is None:
         kept = "in every process: no folder of yours can be written; name one with XDG_CACHE_HOME"
     else:
-        kept = f"once; the result is kept in {FOLDER.parent}"
-    return f"compiling kernels for this processor, 10 to 20 s ({kept})"
+        kept = f"each kernel once; they are kept in {FOLDER.parent}"
+    return f"compiling kernels for this processor, up to 20 s ({kept})"

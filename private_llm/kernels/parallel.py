@@ -10,6 +10,7 @@ results are the same for any number.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -89,8 +90,52 @@ def spread(count: int, unit_s: float, step: int, kernel: Callable[..., None], *a
         each(partial(launch, kernel, *arguments), cuts(count, pieces, step))
 
 
+class _Pieces:
+    """Pieces of an operation on other threads, which write to memory that its caller frees: none may outlast it."""
+
+    def __init__(self, work: Callable[[int, int], None]) -> None:
+        self._work = work
+        self._changed = threading.Condition()
+        self._running = self._done = 0
+        self._over = False
+        self._failed: BaseException | None = None
+
+    def compute(self, first: int, last: int) -> None:
+        """One of them, unless the operation is over."""
+        with self._changed:
+            if self._over:
+                return
+            self._running += 1
+        try:
+            self._work(first, last)
+        except BaseException as error:  # noqa: BLE001 - raised by `settle`
+            self._failed = self._failed or error
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._done += 1
+                self._changed.notify_all()
+
+    def settle(self, wanted: int) -> None:
+        """Wait for so many pieces, and for all that run; raises what one of them raised, and interrupts of the wait."""
+        failed: BaseException | None = None
+        while True:
+            try:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._done >= wanted)
+                    self._over = True
+                    self._changed.wait_for(lambda: not self._running)
+                break
+            except BaseException as error:  # noqa: BLE001 - raised below, once nobody writes
+                failed = failed or error
+        failed = failed or self._failed
+        if failed is not None:
+            raise failed
+
+
 def each(work: Callable[[int, int], None], ranges: Sequence[tuple[int, int]]) -> None:
-    """work(first, last) for all ranges side by side, the first one here; raises what a piece raised.
+    """work(first, last) for all ranges side by side, the first one here; raises what a piece raised, and interrupts,
+    once no piece is computed any more.
 
     All of them here, one after the other, if somebody watches this thread.
     """
@@ -100,9 +145,11 @@ def each(work: Callable[[int, int], None], ranges: Sequence[tuple[int, int]]) ->
     if this_thread.watcher is not None:
         this_thread.watcher.beside(work, ranges)
         return
-    others = [_workers().submit(work, first, last) for first, last in ranges[1:]]
+    pieces, whole = _Pieces(work), False
     try:
+        for first, last in ranges[1:]:
+            _workers().submit(pieces.compute, first, last)
         work(*ranges[0])
+        whole = True
     finally:
-        for other in others:
-            other.result()
+        pieces.settle(len(ranges) - 1 if whole else 0)

@@ -64,10 +64,17 @@ class Direct:
     def _take_back(self) -> None:
         """All of them, whatever becomes of one."""
         failed: BaseException | None = None
-        for end, row in self._ends:
+        left, tried = self._ends[::-1], -1
+        while left:
             try:
-                end.take_back(row)
+                while left:
+                    end, row = left[-1]
+                    end.take_back(row)
+                    left.pop()
             except BaseException as error:  # noqa: BLE001 - raised below
                 failed = failed or error
+                if tried == len(left):  # a second time; after an interrupt that does what the first did not come to
+                    left.pop()
+                tried = len(left)
         if failed is not None:
             raise failed

@@ -29,6 +29,8 @@ from private_llm.net.socket_errors import BLOCKED, cause
 from private_llm.net.transport import endpoint_name
 from private_llm.net.wire import HEADER_BYTES, Kind
 
+_PROGRAM_S = 30.0
+"""How long the end of a connection waits for a program that has it: as long as that computes."""
 _BUFFER = 64 << 10
 """Bytes an incoming link reads ahead; the rest of a larger payload goes straight into its tensor."""
 
@@ -79,7 +81,7 @@ class Incoming:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._begun: bytes | None = None
-        self._lent = threading.Lock()
+        self._lent, self._lending = threading.RLock(), False
         head = np.frombuffer(wire.encode(Kind.DATA, peer, session, 0, "", torch.int64, 0), np.int64)
         buffer = np.frombuffer(self._buffer, np.uint8)
         self._constants = np.array([buffer.ctypes.data, 0, 0, buffer.size, *head[:2]], np.int64)  # BUFFER to IN_SESSION
@@ -102,9 +104,10 @@ class Incoming:
 
     def lend(self, row: Row) -> None:
         """Let a compiled program read payloads, until `take_back`; this thread reads nothing else meanwhile."""
+        self._lending = True  # first: whatever interrupts this, `take_back` releases
         self._lent.acquire()
         if self.ended is not None or self._begun is not None:
-            self._lent.release()
+            self._release()
             return
         row[connection.BUFFER : connection.IN_SESSION + 1] = self._constants
         row[connection.START], row[connection.END], row[connection.TAKEN] = self._start, self._end, self._sequence
@@ -113,10 +116,12 @@ class Incoming:
 
     def take_back(self, row: Row) -> None:
         """The end of `lend`. The payload that the program began to read, the next `receive` ends."""
-        if row[connection.IN] < 0:
+        if not self._lending:
             return
-        row[connection.IN] = -1
         try:
+            if row[connection.IN] < 0:
+                return
+            row[connection.IN] = -1
             if row[connection.TAKEN] != self._sequence:
                 self.waits_for = None
             self._sequence = int(row[connection.TAKEN])
@@ -124,7 +129,12 @@ class Incoming:
             if row[connection.IN_PART] >= 0:
                 self._begun = ctypes.string_at(int(row[connection.PLACE]), int(row[connection.IN_PART]))
         finally:
+            self._release()
+
+    def _release(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it was not acquired yet, or is released already
             self._lent.release()
+        self._lending = False
 
     def receive_bytes(self, tag: str, most: int, idle: Idle) -> bytes:
         """The next payload, which must be bytes with this tag; how many, its header says, and not above `most`."""
@@ -178,12 +188,13 @@ class Incoming:
         self.ended = self.ended or reason
 
     def close(self) -> None:
-        """Close the connection, once no program has it."""
+        """Close the connection, once no program has it; one that keeps it is left with a connection that is shut."""
         self.give_up("this endpoint has closed the session")
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RD)
-        with self._lent:
+        if self._lent.acquire(timeout=_PROGRAM_S):
             self._sock.close()
+            self._lent.release()
 
     # -- frames -----------------------------------------------------------------------------------------
     def _data_header(self, idle: Idle, deadline: float) -> memoryview:

@@ -33,7 +33,8 @@ from private_llm.net.wire import HEADER_BYTES, Kind
 MAX_AHEAD = 256 << 20
 """Bytes a sender may run ahead of its receiver before it waits (bounds memory)."""
 _DRAIN_S = 0.5
-"""How long a program waits for what is queued; its peer, which reads, takes less unless it waits for the same."""
+"""How long programs wait until what is queued was written once; a peer that reads takes less, unless it waits for the
+same."""
 _LOOK_S = 2e-3
 """How often it looks whether something has come meanwhile."""
 _POLL_MS = 200
@@ -76,8 +77,9 @@ class Outgoing:
         head = wire.encode(Kind.DATA, me, session, 0, "", torch.int64, 0)
         self._head.view(np.uint8)[:] = np.frombuffer(head, np.uint8)
         self._head_place = int(self._head.ctypes.data)
-        self._foregone = False
-        self._ending = False
+        self._foregone: bytes | None = None
+        self._patience = _DRAIN_S
+        self._ending = self._lending = False
 
     def send(self, kind: Kind, tag: str, dtype: torch.dtype, count: int, body: memoryview) -> None:
         """Send one frame now, or queue it. Raises PartyFailed when the connection is broken."""
@@ -100,13 +102,14 @@ class Outgoing:
 
     def send_tensor(self, tag: str, payload: Tensor) -> None:
         """Send a tensor, of any device, as `send` does."""
-        if self._foregone:
-            self._foregone = False
+        count, foregone, self._foregone = payload.numel(), self._foregone, None
+        if foregone is not None and foregone == wire.encode(
+            Kind.DATA, self._me, self._session, self._sequence - 1, tag, payload.dtype, count
+        ):
             return
         payload = payload.contiguous()
         if payload.device.type != "cpu":
             payload = payload.cpu()
-        count = payload.numel()
         body = payload.view(-1).numpy().data.cast("B") if count else _NOBODY
         self.send(Kind.DATA, tag, payload.dtype, count, body)
 
@@ -116,29 +119,30 @@ class Outgoing:
         What is queued is waited for a little, unless there is something to read from the same peer (lent before): a
         party that is ahead of its peer would else queue all that it sends.
         """
+        self._lending = True  # first: whatever interrupts this, `take_back` releases
         self._room.acquire()
-        try:
-            self._empty(row)
-        except BaseException:
-            self._room.release()
-            raise
+        self._empty(row)
         if self._queue or self.failure is not None or self._ending:
-            self._room.release()
+            self._release()
             return
         row[connection.KIND], row[connection.OUT_HEAD] = connection.SOCKET, self._head_place
         row[connection.SENT], row[connection.WRITTEN], row[connection.OUT_PART] = self._sequence, 0, 0
         row[connection.OUT] = self._sock.fileno()
 
     def _empty(self, row: Row) -> None:
-        """Wait until nothing is queued, for at most `_DRAIN_S` and as long as nothing comes."""
-        if not self._queue or row[connection.IN] < 0 or row[connection.START] < row[connection.END]:
+        """Wait until nothing is queued, while nothing comes, and for at most `_DRAIN_S` until it was empty once."""
+        if not self._queue:
+            self._patience = _DRAIN_S
             return
-        poll, deadline = select.poll(), time.monotonic() + _DRAIN_S
+        if row[connection.IN] < 0 or row[connection.START] < row[connection.END] or self._patience <= 0:
+            return
+        poll, began = select.poll(), time.monotonic()
         poll.register(int(row[connection.IN]), select.POLLIN)
         while self._queue and self.failure is None and not self._ending:
-            if poll.poll(0) or time.monotonic() > deadline:
-                return
+            if poll.poll(0) or time.monotonic() > began + self._patience:
+                break
             self._room.wait(_LOOK_S)
+        self._patience = self._patience - (time.monotonic() - began) if self._queue else _DRAIN_S
 
     def end_lending(self) -> None:
         """A program that has it now is the last one; callable from any thread."""
@@ -148,9 +152,11 @@ class Outgoing:
         """The end of `lend`. A frame of which only a part could be written goes on here, and its `send_tensor` is
         foregone, unless no thread is left to write it: then that raises PartyFailed.
         """
-        if row[connection.OUT] < 0:
+        if not self._lending:
             return
         try:
+            if row[connection.OUT] < 0:
+                return
             row[connection.OUT] = -1
             written, part = int(row[connection.WRITTEN]), int(row[connection.OUT_PART])
             self._sequence = int(row[connection.SENT])
@@ -163,9 +169,14 @@ class Outgoing:
                 self._sequence += 1
                 with contextlib.suppress(PartyFailed):
                     self._enqueue(_Queued(self._sequence - 1, deque([rest]), started=True))
-                    self._foregone = True
+                    self._foregone = self._head.tobytes()
         finally:
+            self._release()
+
+    def _release(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it was not acquired yet, or is released already
             self._room.release()
+        self._lending = False
 
     @property
     def idle(self) -> bool:

@@ -12,6 +12,7 @@ made on the GPU that needs it. Which of them a session uses is agreed by all par
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 from collections.abc import Sequence
 
@@ -20,13 +21,28 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, DomainError, ProtocolAbort
 from private_llm.kernels import ops
 from private_llm.kernels.drawn import DrawnTensor, StreamKey, Stretch, makes_fast
 from private_llm.kernels.watching import this_thread
 from private_llm.ring.ring import Ring
 
 _ZEROS = memoryview(bytes(1 << 20))
+
+
+class _Process:
+    """forks: how many times this process was copied on its way from the first one."""
+
+    forks = 0
+
+    def copied(self) -> None:
+        """In the child of a fork."""
+        self.forks += 1
+
+
+_process = _Process()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_process.copied)
 
 
 class Seed:
@@ -89,17 +105,23 @@ class Prg:
     By this package's kernel where that is faster than OpenSSL (`makes_fast`), on as many threads as are worth it.
     """
 
-    __slots__ = ("_encrypt", "_stream", "_taken")
+    __slots__ = ("_encrypt", "_forks", "_stream", "_taken")
     block = 16
     """Bytes: a draw takes whole blocks."""
 
     def __init__(self, key: bytes) -> None:
-        self._stream, self._taken = StreamKey(key) if makes_fast() else None, 0
+        self._stream, self._taken, self._forks = StreamKey(key) if makes_fast() else None, 0, _process.forks
         if self._stream is None:
             self._encrypt = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
 
     def fill(self, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
-        """Overwrite `out` (uint8 [n], contiguous) with the next stream bytes; a call takes whole blocks of 16 bytes."""
+        """Overwrite `out` (uint8 [n], contiguous) with the next stream bytes; a call takes whole blocks of 16 bytes.
+
+        Raises ProtocolAbort in a fork of the process that made this stream, DomainError for another kind of array.
+        """
+        self._check_process()
+        if out.dtype != np.uint8 or not out.flags.carray:
+            raise DomainError(f"a stream fills writable, contiguous bytes; got {out.dtype}, strides {out.strides}")
         if self._stream is not None:
             start, self._taken = self._taken, self._taken + out.size + -out.size % 16
             self._stream.write(start, out.ctypes.data, out.size)
@@ -122,6 +144,7 @@ class Prg:
         """`count` uniform integers of a dtype [count], from whole cipher blocks; on the meta device none are drawn."""
         if str(device) == "meta":
             return torch.empty(count, dtype=dtype, device="meta")
+        self._check_process()
         out = torch.empty(count, dtype=dtype)
         if count and self._stream is not None:
             start, size = self._taken, out.nbytes
@@ -135,6 +158,13 @@ class Prg:
         if watching is not None:
             watching.drew(self, out)
         return out
+
+    def _check_process(self) -> None:
+        if self._forks != _process.forks:
+            raise ProtocolAbort(
+                "masks of a stream that was made before this process was forked: its parent draws the same ones, and "
+                "masks must never repeat; open the model in the process that uses it"
+            )
 
     def __repr__(self) -> str:
         return "Prg(<secret>)"
@@ -151,7 +181,7 @@ class ChaCha(Prg):
 
     def __init__(self, key: bytes) -> None:
         self._key, self._nonce, self._block = key, 0, 0
-        self._stream = None
+        self._stream, self._forks = None, _process.forks
         self._at: tuple[int, int] | None = None
 
     def _take(self, size: int) -> list[tuple[int, int, int]]:
@@ -168,6 +198,7 @@ class ChaCha(Prg):
 
     def fill(self, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """Overwrite `out` (uint8 [n], contiguous) with the next stream bytes; a call takes whole blocks of 64 bytes."""
+        self._check_process()
         at = 0
         for nonce, block, size in self._take(out.size):
             if self._at != (nonce, block):
@@ -192,6 +223,7 @@ class ChaCha(Prg):
 
     def make(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The next `count` elements, computed by the kernel of `device`: the bytes that `fill` would give."""
+        self._check_process()
         key = torch.frombuffer(bytearray(self._key), dtype=torch.int32).to(device)
         made = [torch.empty(0, dtype=torch.int32, device=device)]
         for nonce, block, size in self._take(count * dtype.itemsize):

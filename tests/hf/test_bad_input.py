@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -162,6 +164,11 @@ def test_a_cache_implementation(opt: PreTrainedModel) -> None:
         opt.generate(input_ids=IDS, max_new_tokens=2, cache_implementation="static")
 
 
+def test_a_model_that_is_private_already(opt: PreTrainedModel) -> None:
+    with pytest.raises(PatchMismatch, match="PrivateOPTForCausalLM, which is private already"):
+        patch(opt, PLAIN)
+
+
 def test_a_model_without_values() -> None:
     with torch.device("meta"):
         model = tiny.build("opt")
@@ -170,7 +177,8 @@ def test_a_model_without_values() -> None:
 
 
 def test_the_weights_do_not_come_out(opt: PreTrainedModel, tmp_path: Path) -> None:
-    for leave in (lambda: opt.save_pretrained(tmp_path), lambda: opt.push_to_hub("x")):
+    copies = (opt.state_dict, lambda: pickle.dumps(opt), lambda: copy.deepcopy(opt), lambda: copy.copy(opt))
+    for leave in (lambda: opt.save_pretrained(tmp_path), lambda: opt.push_to_hub("x"), *copies):
         with pytest.raises(PlaintextLeak, match="only as shares"):
             leave()
     for refused in (opt.get_input_embeddings, opt.get_output_embeddings, opt.resize_token_embeddings, opt.train):
@@ -240,8 +248,9 @@ def test_a_task_without_a_class(tmp_path: Path) -> None:
 def test_settings() -> None:
     with pytest.raises(ConfigError, match="got dict; want a PrivateConfig"):
         patch(tiny.build("opt"), {"protocol": "plain"})
-    with pytest.raises(ConfigError, match=r"unknown key\(s\) rings"):
-        PrivateConfig.from_dict({"rings": 64})
+    for make in (lambda **values: PrivateConfig.from_dict(values), PrivateConfig):
+        with pytest.raises(ConfigError, match=r"unknown key\(s\) rings \(did you mean ring\?\)"):
+            make(rings=64)
     with pytest.raises(ConfigError, match="reveal='token' is for models that generate"):
         patch(tiny.build("bert"), PrivateConfig(protocol="plain", insecure=True, reveal="token"))
     with pytest.raises(ConfigError, match="AutoPrivateModel is not instantiated"):

@@ -214,6 +214,35 @@ def test_what_is_queued_is_not_waited_for_while_there_is_something_to_read(monke
     assert all(map(torch.equal, got, [numbers(70_000, 0), numbers(5)]))
 
 
+def test_a_queue_that_does_not_empty_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that reads a byte now and then would cost each message the whole wait."""
+    monkeypatch.setattr(outgoing, "_DRAIN_S", 0.05)
+    zero, one = couple(room=4096)
+    zero._out[1]._patience = 0.05
+    zero.send(1, "t", numbers(70_000))
+    sends(zero, 1, "t", numbers(20))
+    assert zero._out[1]._patience <= 0
+    with monkeypatch.context() as patched:
+        patched.setattr(outgoing.select, "poll", None)
+        sends(zero, 1, "t", numbers(20))
+    receives(one, 0, "t", 70_000, 20, 20)
+    sends(zero, 1, "t", numbers(20))
+    assert zero._out[1]._patience == 0.05
+
+
+def test_another_message_than_the_one_that_was_begun_is_sent() -> None:
+    """A program ended between the two by an exception."""
+    zero, one = couple()
+    end = zero._out[1]
+    sends(zero, 1, "first", numbers(5))
+    end._foregone = end._head.tobytes()
+    zero.send(1, "first", numbers(5))  # the one whose rest is queued already
+    end._foregone = end._head.tobytes()
+    zero.send(1, "second", numbers(5))
+    assert torch.equal(receives(one, 0, "first", 5)[0], numbers(5))
+    assert torch.equal(one.recv(0, "second", (5,), torch.int64), numbers(5))
+
+
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupt_while_it_waits_leaves_nothing_locked(
     failure: type[BaseException], monkeypatch: pytest.MonkeyPatch
@@ -395,9 +424,55 @@ def test_other_ends_are_taken_back(number: int, method: str, monkeypatch: pytest
             pass
     if method == "take_back":
         ends[number].take_back(direct._table[1])
-    assert not zero._in[1]._lent.locked()
+    assert not zero._in[1]._lent._is_owned()  # type: ignore[attr-defined]
     assert not zero._out[1]._room._is_owned()  # type: ignore[attr-defined]
     zero.close()
+
+
+def test_ends_are_taken_back_in_spite_of_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    zero, _one = couple()
+    direct, ends, left = Direct(zero.ends), zero.ends(1), [KeyboardInterrupt()] * 2
+
+    def interrupted(end: object, taken: Callable[[Row], None]) -> None:
+        def take_back(row: Row) -> None:
+            if left:
+                raise left.pop()
+            taken(row)
+
+        monkeypatch.setattr(end, "take_back", take_back)
+
+    for end in ends:
+        interrupted(end, end.take_back)
+    left.pop()
+    with pytest.raises(KeyboardInterrupt), direct:
+        pass
+    assert not zero._in[1]._lent._is_owned()  # type: ignore[attr-defined]
+    assert not zero._out[1]._room._is_owned()  # type: ignore[attr-defined]
+    zero.close()
+
+
+@pytest.mark.parametrize("end", ["in", "out"])
+def test_an_interrupt_right_behind_a_lock_leaves_it_free(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python looks for signals behind calls, so also between acquiring a lock and the next line."""
+    zero, one = couple()
+    owner, name = (zero._in[1], "_lent") if end == "in" else (zero._out[1], "_room")
+    lock = getattr(owner, name)
+
+    class Interrupting:
+        def acquire(self) -> None:
+            lock.acquire()
+            raise KeyboardInterrupt
+
+        def __getattr__(self, other: str) -> object:
+            return getattr(lock, other)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, Interrupting())
+        with pytest.raises(KeyboardInterrupt):
+            sends(zero, 1, "t", numbers(5))
+    assert not lock._is_owned()
+    sends(zero, 1, "t", numbers(5))
+    assert torch.equal(receives(one, 0, "t", 5)[0], numbers(5))
 
 
 def test_roles_lend_the_connections_of_their_parties() -> None:

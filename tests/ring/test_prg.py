@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from torch import Tensor
 
-from private_llm.errors import ConfigError
+from private_llm.errors import ConfigError, DomainError, ProtocolAbort
 from private_llm.ring.prg import ChaCha, Prg, Seed
 from private_llm.ring.ring import RING32, RING64
 
@@ -150,6 +153,50 @@ def test_streams_are_not_copied(cipher: str) -> None:
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="the same masks"):
             copied(stream)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+@pytest.mark.parametrize("cipher", ["aes", "chacha20"])
+def test_a_fork_draws_nothing_of_its_parents_streams(cipher: str) -> None:
+    """Parent and child would mask two prompts alike, and whoever sees both messages has their difference."""
+    seed = Seed(bytes(32), cipher)
+    stream = seed.stream("masks")
+    stream.words(3)
+
+    def refused(draw: Callable[[], object]) -> bool:
+        try:
+            draw()
+        except ProtocolAbort as error:
+            return "before this process was forked" in str(error)
+        return False
+
+    child = os.fork()
+    if not child:
+        right = False
+        try:
+            right = refused(lambda: stream.words(3)) and refused(lambda: stream.fill(np.zeros(16, np.uint8)))
+            right = right and bool(torch.equal(seed.stream("own").words(2), seed.stream("own").words(2)))
+        finally:
+            os._exit(not right)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(stream.words(2), _behind(seed, 3, 2))
+
+
+def _behind(seed: Seed, drawn: int, count: int) -> Tensor:
+    """What a stream gives behind a first draw."""
+    stream = seed.stream("masks")
+    stream.words(drawn)
+    return stream.words(count)
+
+
+def test_streams_fill_writable_bytes_in_a_row() -> None:
+    stream, room = Seed(bytes(32)).stream("masks"), np.zeros(64, np.uint8)
+    fixed = np.zeros(16, np.uint8)
+    fixed.flags.writeable = False
+    for wrong in (room[::-1], room[::2], fixed, np.zeros(4, np.int64)):
+        with pytest.raises(DomainError, match="contiguous bytes"):
+            stream.fill(wrong)
 
 
 @pytest.mark.parametrize("size", [1 << 20, (1 << 20) + 5, 3 << 20])

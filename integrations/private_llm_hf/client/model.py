@@ -11,7 +11,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -33,6 +33,11 @@ from private_llm_hf.client.speculation import SpeculationConfig
 from private_llm_hf.client.speculative_loop import decoding
 from private_llm_hf.models.architectures import architecture
 from private_llm_hf.patch_plan import PatchPlan
+
+_ELSEWHERE = (
+    "the weights are with the parties, secret ones only as shares; to store shares run `private-llm share` on the "
+    "checkpoint"
+)
 
 
 class PrivateModel:
@@ -230,10 +235,15 @@ class PrivateModel:
     # -- what a model without weights here cannot do --------------------------------------------------------------
     def save_pretrained(self, *_: object, **__: object) -> None:
         """Raises PlaintextLeak: the weights are not here."""
-        raise PlaintextLeak(
-            "the weights are with the parties, secret ones only as shares; to store shares run "
-            "`private-llm share` on the checkpoint"
-        )
+        raise PlaintextLeak(_ELSEWHERE)
+
+    def state_dict(self, *_: object, **__: object) -> NoReturn:
+        """Raises PlaintextLeak: the weights are not here."""
+        raise PlaintextLeak(_ELSEWHERE)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raises PlaintextLeak: neither pickle nor torch.save nor a copy would have the weights, or the session."""
+        raise PlaintextLeak(_ELSEWHERE)
 
     def push_to_hub(self, *_: object, **__: object) -> None:
         """Raises PlaintextLeak: the weights are not here."""
