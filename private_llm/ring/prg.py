@@ -141,7 +141,10 @@ class Prg:
         return self.draw(count, ring.dtype, device)
 
     def draw(self, count: int, dtype: torch.dtype, device: str | torch.device) -> Tensor:
-        """`count` uniform integers of a dtype [count], from whole cipher blocks; on the meta device none are drawn."""
+        """`count` uniform integers of a dtype [count], from whole cipher blocks; on the meta device none are drawn.
+
+        Raises ProtocolAbort in a fork of the process that made this stream.
+        """
         if str(device) == "meta":
             return torch.empty(count, dtype=dtype, device="meta")
         self._check_process()
@@ -222,7 +225,10 @@ class ChaCha(Prg):
         return out
 
     def make(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The next `count` elements, computed by the kernel of `device`: the bytes that `fill` would give."""
+        """The next `count` elements, computed by the kernel of `device`: the bytes that `fill` would give.
+
+        Raises ProtocolAbort in a fork of the process that made this stream.
+        """
         self._check_process()
         key = torch.frombuffer(bytearray(self._key), dtype=torch.int32).to(device)
         made = [torch.empty(0, dtype=torch.int32, device=device)]
