@@ -193,6 +193,14 @@ def test_mistakes_are_one_message(run: Run, arguments: tuple[str, ...], message:
     assert message in " ".join(run(*arguments, code=2).split())
 
 
+def test_an_interrupt_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("private_llm_cli.commands.generate.run", interrupted)
+    assert run("demo", code=130).rstrip().endswith("private-llm: stopped")
+
+
 def test_a_folder_without_weights_says_what_it_may_be(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     for path in checkpoint.iterdir():
         if path.suffix != ".safetensors":

@@ -72,11 +72,19 @@ def _root(
     import_plugins(PLUGINS.get())  # before options are read: a protocol may be one of a plugin's
 
 
+_INTERRUPTED = 130
+"""How a command ends by Ctrl-C: what a shell makes of a process that SIGINT ended."""
+
+
 def main() -> None:
     """Entry point of `private-llm`."""
     warnings.showwarning = lambda message, *_: typer.echo(f"warning: {message}", err=True)
     try:
         app()
+    except SystemExit as ended:
+        if ended.code == _INTERRUPTED:
+            typer.echo("private-llm: stopped", err=True)
+        raise
     except Exception as error:
         if "--traceback" in sys.argv:
             raise

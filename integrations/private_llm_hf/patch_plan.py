@@ -49,6 +49,9 @@ class PatchPlan:
     heading: str = "public"
     ranges: Ranges = UNKNOWN
 
+    def __repr__(self) -> str:
+        return f"PatchPlan({self.title!r}, {len(self.rows)} modules, {self.total:,} parameters)"
+
     def parameters(self, exclude_embeddings: bool = False) -> int:
         """Number of weights, tied ones once."""
         return self.total - self.embedding if exclude_embeddings else self.total

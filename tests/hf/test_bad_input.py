@@ -188,6 +188,11 @@ def test_the_weights_do_not_come_out(opt: PreTrainedModel, tmp_path: Path) -> No
     assert list(opt.parameters()) == []
 
 
+def test_what_a_private_model_shows_of_itself(opt: PreTrainedModel) -> None:
+    assert repr(opt) == "PrivateOPTForCausalLM(protocol='plain', weights with the parties: see explain())"
+    assert len(repr(opt.patch_plan)) < 120
+
+
 # -- models and settings ------------------------------------------------------------------------------------
 def test_a_kind_of_model_that_is_not_run(tmp_path: Path) -> None:
     model = tr.ViTMAEModel(tr.ViTMAEConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=32))

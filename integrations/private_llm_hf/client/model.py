@@ -96,6 +96,10 @@ class PrivateModel:
         Console(width=max(console.width, 140)).print(self.patch_plan)
         return self.patch_plan
 
+    def extra_repr(self) -> str:
+        """What `print(model)` shows in place of layers, which are not here."""
+        return f"protocol={self.parties.config.protocol!r}, weights with the parties: see explain()"
+
     def preprocess(self, *plans: CallPlan) -> Preprocessed:
         """Let the helping party (party 0, the dealer, in quad party 3) do its part of future calls now.
 
