@@ -117,7 +117,9 @@ class _Pieces:
                 self._changed.notify_all()
 
     def settle(self, wanted: int) -> None:
-        """Wait for so many pieces, and for all that run; raises what one of them raised, and interrupts of the wait."""
+        """Wait for so many pieces, and for all that run. Raises interrupts of the wait, and what a piece of `wanted` raised:
+        with none the operation has failed already.
+        """
         failed: BaseException | None = None
         while True:
             try:
@@ -128,7 +130,7 @@ class _Pieces:
                 break
             except BaseException as error:  # noqa: BLE001 - raised below, once nobody writes
                 failed = failed or error
-        failed = failed or self._failed
+        failed = failed or (self._failed if wanted else None)
         if failed is not None:
             raise failed
 

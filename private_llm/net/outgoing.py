@@ -77,7 +77,7 @@ class Outgoing:
         head = wire.encode(Kind.DATA, me, session, 0, "", torch.int64, 0)
         self._head.view(np.uint8)[:] = np.frombuffer(head, np.uint8)
         self._head_place = int(self._head.ctypes.data)
-        self._foregone: bytes | None = None
+        self._foregone: tuple[int, bytes] | None = None
         self._patience = _DRAIN_S
         self._ending = self._lending = False
 
@@ -103,10 +103,10 @@ class Outgoing:
     def send_tensor(self, tag: str, payload: Tensor) -> None:
         """Send a tensor, of any device, as `send` does."""
         count, foregone, self._foregone = payload.numel(), self._foregone, None
-        if foregone is not None and foregone == wire.encode(
-            Kind.DATA, self._me, self._session, self._sequence - 1, tag, payload.dtype, count
-        ):
-            return
+        if foregone is not None:
+            number, head = foregone
+            if head == wire.encode(Kind.DATA, self._me, self._session, number, tag, payload.dtype, count):
+                return
         payload = payload.contiguous()
         if payload.device.type != "cpu":
             payload = payload.cpu()
@@ -169,7 +169,7 @@ class Outgoing:
                 self._sequence += 1
                 with contextlib.suppress(PartyFailed):
                     self._enqueue(_Queued(self._sequence - 1, deque([rest]), started=True))
-                    self._foregone = self._head.tobytes()
+                    self._foregone = self._sequence - 1, self._head.tobytes()
         finally:
             self._release()
 

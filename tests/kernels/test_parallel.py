@@ -41,6 +41,14 @@ def test_nothing_is_computed_behind_a_failure(fails: int, failure: type[BaseExce
     assert set(work.begun) - set(work.done) == {fails}
 
 
+def test_the_first_failure_is_raised() -> None:
+    def work(first: int, last: int) -> None:
+        raise KeyboardInterrupt if first == 0 else MemoryError(f"piece {first}")
+
+    with pytest.raises(KeyboardInterrupt):
+        parallel.each(work, RANGES)
+
+
 def test_an_interrupt_of_the_wait_comes_when_all_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     wait, work = threading.Condition.wait_for, Slow(-1, MemoryError)
     left = [KeyboardInterrupt(), KeyboardInterrupt()]

@@ -235,9 +235,10 @@ def test_another_message_than_the_one_that_was_begun_is_sent() -> None:
     zero, one = couple()
     end = zero._out[1]
     sends(zero, 1, "first", numbers(5))
-    end._foregone = end._head.tobytes()
+    end._foregone = 0, end._head.tobytes()
+    end.note(wire.Kind.WAITING, bytes([0]))  # of another thread
     zero.send(1, "first", numbers(5))  # the one whose rest is queued already
-    end._foregone = end._head.tobytes()
+    end._foregone = 0, end._head.tobytes()
     zero.send(1, "second", numbers(5))
     assert torch.equal(receives(one, 0, "first", 5)[0], numbers(5))
     assert torch.equal(one.recv(0, "second", (5,), torch.int64), numbers(5))
