@@ -117,8 +117,8 @@ class _Pieces:
                 self._changed.notify_all()
 
     def settle(self, wanted: int) -> None:
-        """Wait for so many pieces, and for all that run. Raises interrupts of the wait, and what a piece of `wanted` raised:
-        with none the operation has failed already.
+        """Wait for so many pieces, and for all that run. Raises interrupts of the wait, and what a piece raised if some
+        are wanted: with none the operation has failed already.
         """
         failed: BaseException | None = None
         while True:
