@@ -45,6 +45,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_process.copied)
 
 
+def _forked() -> ProtocolAbort:
+    return ProtocolAbort(
+        "masks of a stream that was made before this process was forked: its parent draws the same ones, and masks "
+        "must never repeat; open the model in the process that uses it"
+    )
+
+
 class Seed:
     """32 secret bytes and the cipher of their streams, "aes" or "chacha20"; `repr` never shows the bytes.
 
@@ -119,7 +126,8 @@ class Prg:
 
         Raises ProtocolAbort in a fork of the process that made this stream, DomainError for another kind of array.
         """
-        self._check_process()
+        if self._forks != _process.forks:
+            raise _forked()
         if out.dtype != np.uint8 or not out.flags.carray:
             raise DomainError(f"a stream fills writable, contiguous bytes; got {out.dtype}, strides {out.strides}")
         if self._stream is not None:
@@ -147,7 +155,8 @@ class Prg:
         """
         if str(device) == "meta":
             return torch.empty(count, dtype=dtype, device="meta")
-        self._check_process()
+        if self._forks != _process.forks:
+            raise _forked()
         out = torch.empty(count, dtype=dtype)
         if count and self._stream is not None:
             start, size = self._taken, out.nbytes
@@ -161,13 +170,6 @@ class Prg:
         if watching is not None:
             watching.drew(self, out)
         return out
-
-    def _check_process(self) -> None:
-        if self._forks != _process.forks:
-            raise ProtocolAbort(
-                "masks of a stream that was made before this process was forked: its parent draws the same ones, and "
-                "masks must never repeat; open the model in the process that uses it"
-            )
 
     def __repr__(self) -> str:
         return "Prg(<secret>)"
@@ -201,7 +203,8 @@ class ChaCha(Prg):
 
     def fill(self, out: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         """Overwrite `out` (uint8 [n], contiguous) with the next stream bytes; a call takes whole blocks of 64 bytes."""
-        self._check_process()
+        if self._forks != _process.forks:
+            raise _forked()
         at = 0
         for nonce, block, size in self._take(out.size):
             if self._at != (nonce, block):
@@ -229,7 +232,8 @@ class ChaCha(Prg):
 
         Raises ProtocolAbort in a fork of the process that made this stream.
         """
-        self._check_process()
+        if self._forks != _process.forks:
+            raise _forked()
         key = torch.frombuffer(bytearray(self._key), dtype=torch.int32).to(device)
         made = [torch.empty(0, dtype=torch.int32, device=device)]
         for nonce, block, size in self._take(count * dtype.itemsize):

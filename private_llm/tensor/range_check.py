@@ -178,6 +178,9 @@ def _rows_of(x: Fixed, batch: int) -> Tensor:
     return torch.arange(batch).repeat_interleave(count // batch)
 
 
+_FEW = 1 << 12
+"""Comparisons of a token are fewer; a prompt's are many, so that Python is little of their time and a program large."""
+
 Compute = Callable[[Sequence[Fixed]], Sequence[Fixed]]
 
 
@@ -192,7 +195,7 @@ def verdict(
 
     With `Known.batch` [batch]: one for each row. None if nothing was watched. 8 sums for each watched row: 65 bytes
     each in trio (64-bit ring) from 64 rows on, 8 to 10 rounds; by comparison keys 4 kB and 2 rounds. What was owed is
-    forgotten. run: computes a function of the sums, such as `replay.units.repeat`.
+    forgotten. run: computes a function of up to `_FEW` comparisons, such as `replay.units.repeat`.
     """
     watch_pending(session)
     owed, session.known.owed = session.known.owed, []
@@ -214,7 +217,7 @@ def verdict(
         count = left.sum(0, keepdim=True) if batch is None else _by_row(left, owed, list(alike), batch)
         return (negative(-count, every.numel().bit_length() + 2),)
 
-    return run(session, "verdict", (every,), compute)[0]
+    return (run if every.numel() <= _FEW else _computed)(session, "verdict", (every,), compute)[0]
 
 
 def _by_row(left: Fixed, owed: list[Owed], bounds: list[int], batch: int) -> Fixed:

@@ -82,7 +82,8 @@ def test_the_environment_replaces_single_settings(tmp_path: Path, monkeypatch: p
     assert found.log_format == "json"
     monkeypatch.setenv("PRIVATE_LLM_PARTY__LIMIT__ROWS", "8")
     with pytest.raises(
-        ConfigError, match=r"environment, PRIVATE_LLM_PARTY__: unknown key\(s\) limit; known keys: .*limi"
+        ConfigError,
+        match=r"environment, PRIVATE_LLM_PARTY__: unknown key\(s\) limit \(did you mean limits\?\); known keys: .*limi",
     ):
         read_settings(path)
     monkeypatch.delenv("PRIVATE_LLM_PARTY__LIMIT__ROWS")
@@ -94,7 +95,7 @@ def test_the_environment_replaces_single_settings(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("party = 1", "partei = 1", r"unknown key\(s\) partei; known keys: .*party"),
+        ("party = 1", "partei = 1", r"unknown key\(s\) partei \(did you mean party\?\); known keys: .*party"),
         ("party = 1", "", "party: got none; want one"),
         ("party = 1", 'party = "one"', "party: got 'one'; want: a valid integer"),
         ("party = 1", "party = 3", "party: got 3; want 0 to 2 for 'trio'"),
@@ -109,7 +110,11 @@ def test_the_environment_replaces_single_settings(tmp_path: Path, monkeypatch: p
         ("[models]\ndemo", "[models]\n[models.demo]\nx", "models.demo: got {.*want: "),
         ("[operator]", "[limits]\nrows = 0\n[operator]", "rows: got 0; want at least 1"),
         ("[operator]", '[log]\nformat = "xml"\n[operator]', "log.format: got 'xml'; want: 'text' or 'json'"),
-        ("[operator]", "[computation]\nrings = 64\n[operator]", r"computation: unknown key\(s\) rings; known"),
+        (
+            "[operator]",
+            "[computation]\nrings = 64\n[operator]",
+            r"computation: unknown key\(s\) rings \(did you mean ring\?\); known",
+        ),
         ("[operator]", "[computation]\nhosts = []\n[operator]", "computation: got 'hosts', whose place is hosts"),
         ("[operator]", "[computation]\nring = 16\n[operator]", "ring: got 16; want one of 64, 32"),
         ("[operator]", '[computation]\ntimeout_s = "x"\n[operator]', "computation: a setting has the wrong type"),
