@@ -56,16 +56,21 @@ _OLD_NAMES = ("lanes", "permute", "cache_policy")
 """Settings that are called otherwise now (`PrivateConfig._take_old_names`)."""
 
 
-Config = TypeVar("Config")
+_Config = TypeVar("_Config")
 
 
-def _refuses_unknown(cls: type[Config]) -> type[Config]:
+def _settings(cls: Any) -> list[str]:  # noqa: ANN401 - a class of settings
+    """What its constructor takes."""
+    return [*(f.name for f in dataclasses.fields(cls)), *_OLD_NAMES]
+
+
+def _refuses_unknown(cls: type[_Config]) -> type[_Config]:
     """Settings that do not exist are a ConfigError of the constructor, too, and not Python's TypeError."""
     construct = cls.__init__
 
     @functools.wraps(construct)
-    def checked(self: Config, *args: Any, **settings: Any) -> None:  # noqa: ANN401 - whatever the settings are
-        refuse_unknown(settings, [*(f.name for f in dataclasses.fields(cls)), *_OLD_NAMES])  # type: ignore[arg-type]
+    def checked(self: _Config, *args: Any, **settings: Any) -> None:  # noqa: ANN401 - whatever the settings are
+        refuse_unknown(settings, _settings(cls))
         construct(self, *args, **settings)
 
     cls.__init__ = checked  # type: ignore[assignment, method-assign]
@@ -445,7 +450,7 @@ class PrivateConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PrivateConfig:
         """Build from a mapping (for instance JSON); unknown keys raise ConfigError."""
-        refuse_unknown(values, [*(f.name for f in dataclasses.fields(cls)), *_OLD_NAMES])
+        refuse_unknown(values, _settings(cls))
         values = dict(values)
         if isinstance(values.get("tls"), dict):
             refuse_unknown(values["tls"], [f.name for f in dataclasses.fields(TLSConfig)], "tls: ")

@@ -30,7 +30,7 @@ from private_llm.net.transport import endpoint_name
 from private_llm.net.wire import HEADER_BYTES, Kind
 
 _PROGRAM_S = 30.0
-"""How long the end of a connection waits for a program that has it: as long as that computes."""
+"""How long the end of a connection waits for a program that has it, which may compute meanwhile."""
 _BUFFER = 64 << 10
 """Bytes an incoming link reads ahead; the rest of a larger payload goes straight into its tensor."""
 
