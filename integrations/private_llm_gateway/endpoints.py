@@ -29,6 +29,8 @@ from private_llm_gateway.spending import Spent
 _FIRST_S = 10.0
 """Errors within this time have a status of their own; later ones are events of the stream that has begun."""
 _PING_S = 15
+_LINE_END = "\n"
+"""Of a stream's lines, two of an event: clients that look for these do not find those of sse-starlette (CR LF)."""
 Reader = Callable[[Mapping[str, Served], Mapping[str, Any], int], Wanted]
 
 
@@ -84,31 +86,31 @@ class Endpoints:
             self._count(wanted, spent)
             return JSONResponse(await run_in_threadpool(made.whole, spent))
         await running.first(_FIRST_S, request.is_disconnected)
-        return EventSourceResponse(self._events(wanted, made, running), sep="\n", ping=_PING_S)
+        return EventSourceResponse(self._events(wanted, made, running), sep=_LINE_END, ping=_PING_S)
 
     async def _events(
         self, wanted: Wanted, made: responses.Response, running: Running
     ) -> AsyncIterator[ServerSentEvent]:
         try:
             for chunk in made.opening():
-                yield _event(chunk)
+                yield _event(_json(chunk))
             ended: list[Piece] = []
             async for piece, spent in running.pieces():
                 if piece.text or piece.likelihoods or piece.ahead:
-                    yield _event(made.chunk(dataclasses.replace(piece, finish=None), spent))
+                    yield _event(_json(made.chunk(dataclasses.replace(piece, finish=None), spent)))
                 if piece.finish is not None:
                     ended.append(piece)
             total = await running.result()
             for piece in ended:
-                yield _event(made.chunk(Piece(piece.index, "", (), piece.finish), total))
+                yield _event(_json(made.chunk(Piece(piece.index, "", (), piece.finish), total)))
             if wanted.usage:
-                yield _event(made.usage(total))
+                yield _event(_json(made.usage(total)))
             self._count(wanted, total)
-            yield ServerSentEvent(data="[DONE]")
+            yield _event("[DONE]")
         except ClientGone:
             return
         except Exception as error:  # noqa: BLE001 - whatever it is, the client is told in the envelope
-            yield _event(in_words(error).body())
+            yield _event(_json(in_words(error).body()))
         finally:
             running.gone.set()
 
@@ -178,5 +180,10 @@ def find_any(models: Mapping[str, Served], name: str) -> Served:
     return find_model(models, {"model": name}, models[name].kind if name in models else "decoder")
 
 
-def _event(made: Mapping[str, Any]) -> ServerSentEvent:
-    return ServerSentEvent(data=json.dumps(made, ensure_ascii=False, separators=(",", ":")))
+def _event(data: str) -> ServerSentEvent:
+    return ServerSentEvent(data, sep=_LINE_END)  # each event has its own; that of the response is for its pings
+
+
+def _json(made: Mapping[str, Any]) -> str:
+    """In ASCII: clients that read lines of text would end one at U+2028 and its like as well."""
+    return json.dumps(made, separators=(",", ":"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from typing import Any
 
 import httpx
@@ -12,6 +14,7 @@ import torch
 from openai import OpenAI
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from private_llm_gateway import endpoints
 from private_llm_gateway.answer import Answer, Writing
 from private_llm_gateway.sampling import choose
 
@@ -71,6 +74,26 @@ def test_a_stream_is_data_chunks_and_done(gateway: Gateway) -> None:
     assert chunks[-1].usage.completion_tokens == 8
     assert raw[-1]["private_llm"]["bytes"] >= raw[2]["private_llm"]["bytes"]
     assert raw[-1]["private_llm"]["tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_a_stream_byte_by_byte(gateway: Gateway, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Events end with two line feeds, pings and errors too, and nothing else ends a line for any reader of lines."""
+    monkeypatch.setattr(endpoints, "_PING_S", 0.001)
+    rare = {str(token): 100 for token in tokenizer()("\u2028", add_special_tokens=False)["input_ids"]}
+    body = {"model": "small", "max_tokens": 60, "stream": True, "logit_bias": rare, "logprobs": 1, "prompt": PROMPT}
+    if path == "chat/completions":
+        body |= {"messages": CHAT, "logprobs": True, "prompt": None}
+    connection = HTTPConnection(gateway.url.removeprefix("http://"))
+    connection.request("POST", f"/v1/{path}", json.dumps(body), {**HEADERS, "Content-Type": "application/json"})
+    raw = connection.getresponse().read()
+    connection.close()
+    events = raw.split(b"\n\n")
+    assert events.pop() == b""
+    assert events[-1] == b"data: [DONE]"
+    assert all(re.fullmatch(rb"data: [ -~]+|: ping - [ -~]+", event) for event in events)
+    assert any(event.startswith(b": ping") for event in events)
+    assert len([json.loads(event[6:]) for event in events[:-1] if event.startswith(b"data: ")]) >= 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
