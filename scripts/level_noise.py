@@ -147,7 +147,7 @@ def rows_of(shape: Shape, noises: Sequence[LevelNoise], told: Told) -> list[Row]
     budget = shape.busiest
     share = (0.5, 0.5) if told(None) else None
     found.append(
-        row(shape, f"a budget of {budget}", budget, budget, lambda session, bits: choose(session, bits, budget), share)
+        row(shape, f"a budget of {budget}", budget, 0, lambda session, bits: choose(session, bits, budget), share)
     )
     return found
 

@@ -170,22 +170,26 @@ class FreshActivation:
     def __init__(
         self, predictor: ActivityPredictor, activation: nn.Module, block: int, level: int | LevelNoise
     ) -> None:
-        """level: units that each position pays for, in the mean, or noise on how many are active in a call."""
+        """level: units that each position opens, or noise on how many are active in a call."""
         self._predictor, self._block, self._level = predictor, block, level
         self._inner: Callable[[Tensor], Tensor] = activation.forward
         self._active: BitShare | None = None
+        self._is_whole = level == predictor.fc2.out_features
+        """Whether a position opens all its units, so that there is nothing to ask."""
 
     def foretell(self, x: Tensor) -> None:
         """Ask the predictor about the block's input x [.., K]."""
-        self._active = self._predictor(x)
+        self._active = None if self._is_whole else self._predictor(x)
 
     def run(self, h: Tensor) -> Tensor:
         """The activation of h [.., n], which is zero at neurons that are not chosen.
 
-        Bytes in trio: a choice (39 a unit; noisy, 1 and some kilobytes), 40 to take out each element of h and dummy, as
-        many to put back.
-        Raises UnsupportedOp for a public h, or before `foretell`.
+        Bytes in trio: a choice (35 to 46 a unit; noisy, 1 and some kilobytes), 40 to take out each element of h (and
+        dummy, if noisy), as many to put back. Those of the activation alone if every position opens all units. Raises
+        UnsupportedOp for a public h, or before `foretell`.
         """
+        if self._is_whole:
+            return self._inner(h)
         active, self._active = self._active, None
         if not isinstance(h, SecretTensor) or active is None:
             raise UnsupportedOp("an activation at chosen neurons needs a secret input, after its block's first layer")
@@ -194,7 +198,7 @@ class FreshActivation:
         if isinstance(self._level, LevelNoise):
             choice = noisy_choose(h.session, active, self._level)
         else:
-            choice = choose(h.session, active, positions * self._level)
+            choice = choose(h.session, active, self._level, positions)
         rows = h.to_fixed().view(lambda part: part.reshape(-1, self._block))
         made = self._inner(SecretTensor(choice.take(rows)))
         if not isinstance(made, SecretTensor):

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from private_llm.errors import DomainError, ProtocolAbort
-from private_llm.protocols.permutation import ShuffledBits, owner_order, packed, unpacked
+from private_llm.errors import ProtocolAbort
+from private_llm.oblivious.budget import check_budget, filled
+from private_llm.protocols.permutation import ShuffledBits, owner_order
 from private_llm.protocols.session import Session
 from private_llm.protocols.share import BitShare
-from private_llm.tensor.fixed import arithmetic
 
 
 def opened_units(
@@ -31,17 +31,11 @@ def opened_units(
     them). Raises DomainError for a budget outside 1 to units, or for vectors of unequal length, ProtocolAbort if
     parties disagree.
     """
-    if active.rows != 1 or vectors < 1 or active.count % vectors:
-        raise DomainError(
-            f"opened_units: got {active.rows} rows of {active.count} bits; want one, of {vectors} equal vectors"
-        )
-    units = active.count // vectors
-    if budget is not None and not 0 < budget <= units:
-        raise DomainError(f"opened_units: got budget={budget}; want 1 to {units} units")
+    units = check_budget(active, vectors, budget)
     if budget == units:
         return torch.ones((vectors, units), dtype=torch.bool)
     if budget is not None:
-        active = _filled(session, active, vectors, budget)
+        active = filled(session, active, vectors, budget)
     opened = session.protocol.open_shuffled(ShuffledBits(active, owner_order(active.count)))
     if opened is None:
         raise ProtocolAbort("opened_units: this party is not told what is opened; want an order that nobody knows")
@@ -61,29 +55,3 @@ def _supposed(vectors: int, units: int, many: int) -> Tensor:
     """
     starts = torch.arange(vectors)[:, None] * max(1, many - 1)
     return (torch.arange(units) - starts) % units < many
-
-
-def _filled(session: Session, active: BitShare, vectors: int, budget: int) -> BitShare:
-    """Exactly `budget` bits in each vector: the first active ones, then the first others, of an order nobody knows."""
-    protocol, units = session.protocol, active.count // vectors
-    moved = protocol.shuffle_bits(active, protocol.permutation(active.count, blocks=vectors))
-    bits = moved.bits
-    ones = arithmetic(session, bits, [1.0], 0).view(lambda part: part.reshape(-1)[: active.count].view(vectors, units))
-    before = ones.view(lambda part: part.cumsum(1, dtype=part.dtype))
-    # of the others, this one's number plus how many are active in all
-    place = torch.arange(1.0, units + 1, dtype=torch.float64).expand(vectors, units)
-    behind = before.view(lambda part: part[:, -1:] - part) + place
-    within = before.stack(behind).below([budget + 1.0], bits=units.bit_length() + 2)
-    first, others = _halves(within)
-    # [first where active, others elsewhere]
-    chosen = protocol.xor(others, protocol.and_(bits, protocol.xor(first, others)))
-    return protocol.unshuffle_bits(ShuffledBits(chosen, moved.order))
-
-
-def _halves(bits: BitShare) -> tuple[BitShare, BitShare]:
-    """One row of 2 n bits as two of n. Local."""
-    count = bits.count // 2
-    lanes = [unpacked(part, bits.count) for part in bits.parts]
-    return tuple(  # type: ignore[return-value]
-        BitShare(tuple(packed(lane[:, cut : cut + count]) for lane in lanes), count) for cut in (0, count)
-    )

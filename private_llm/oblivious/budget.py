@@ -1,8 +1,9 @@
-"""A public number of active elements, whatever the data: which ones stays secret, and how many as well.
+"""A public number of active elements for each of several vectors, whatever the data: which ones stays secret.
 
-An opened pattern shows how many bits are set, and that number depends on the data. Here exactly `budget` positions are
-opened: active ones beyond the budget are left out (the last ones), and as many dummies as are lacking are added, in an
-order that nobody knows. So what is opened is a uniform choice of `budget` of n + budget positions, and nothing else.
+An opened pattern shows how many bits are set, and that number depends on the data. Here exactly `budget` elements of
+each vector are opened: all active ones and others in place of those that are lacking, or as many active ones as the
+budget allows. Both are chosen uniformly, in an order that nobody knows, so no place of a vector is favoured, and a
+vector's choice depends on no other vector. What is opened is a uniform choice of `budget` places, and nothing else.
 This is Comet's shuffle-based indexing (section 4.2) with the sparsity level of its appendix E fixed instead of noisy.
 """
 
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 
 from private_llm.errors import DomainError, ProtocolAbort
-from private_llm.protocols.permutation import Permutation, packed, unpacked
+from private_llm.protocols.permutation import Permutation, ShuffledBits, packed, unpacked
 from private_llm.protocols.session import Session
-from private_llm.protocols.share import BitShare, Share
+from private_llm.protocols.share import BitShare
 from private_llm.tensor.fixed import Fixed, arithmetic
 
 
@@ -24,7 +25,8 @@ from private_llm.tensor.fixed import Fixed, arithmetic
 class Choice:
     """Chosen elements in a secret order.
 
-    order: of `size` elements and then the dummies. places: where the chosen ones lie in it, int64 [budget], public.
+    order: of `size` elements and then dummies, if there are any. places: where the chosen ones lie in it, int64
+    [chosen], public.
     """
 
     order: Permutation
@@ -32,7 +34,7 @@ class Choice:
     size: int
 
     def take(self, x: Fixed) -> Fixed:
-        """The chosen rows of x [size, ...]; a dummy's row is zero: [budget, ...]. One shuffle of all rows and dummies.
+        """The chosen rows of x [size, ...]; a dummy's row is zero: [chosen, ...]. One shuffle of all rows and dummies.
 
         Raises DomainError for another number of rows.
         """
@@ -44,7 +46,7 @@ class Choice:
         return moved.view(lambda part: part[self.places.to(part.device)])
 
     def put_back(self, y: Fixed) -> Fixed:
-        """Rows y [budget, ...] where `take` found them, zero elsewhere: [size, ...]. Undoes one shuffle of all rows.
+        """Rows y [chosen, ...] where `take` found them, zero elsewhere: [size, ...]. Undoes one shuffle of all rows.
 
         Raises DomainError for another number of rows.
         """
@@ -60,51 +62,66 @@ class Choice:
         return back.view(lambda part: part[: self.size])
 
 
-def choose(session: Session, active: BitShare, budget: int) -> Choice:
-    """Exactly `budget` positions, all active ones of `active` (one vector of n bits) among them if they are that few.
+def choose(session: Session, active: BitShare, budget: int, vectors: int = 1) -> Choice:
+    """Exactly `budget` elements of each of `vectors` equal vectors, in a secret order within each vector.
 
-    n bits to numbers, n + budget small comparisons and gates, one shuffle of n + budget bits, and the opening: 32 to 39
-    bytes for each of n in trio, 37 to 44 in dealer and 55 to 67 in quad for n of 640 to 64,000, more with log n; 7 or 8
-    rounds, 6 or 7, and 11. How many are active is not learned, only where the chosen ones lie in the secret order.
-    Raises DomainError for a budget outside 1 to n, or more than one vector; ProtocolAbort if what is opened is not as
-    many positions.
+    active: one row of all vectors' bits. Cost: `filled`, one shuffle of as many bits, and the opening: of vectors of
+    128, 1024 and 16,384 a bit is 35, 40 and 46 bytes in trio (10 or 11 rounds in all), 40, 44 and 50 in dealer (8 or
+    9). How many are active is not learned, only where the chosen ones lie in the secret order. Raises DomainError for a
+    budget outside 1 to the vectors' length, or vectors of unequal length; ProtocolAbort if what is opened is not as
+    many places.
     """
-    count = active.count
-    if active.rows != 1 or not 0 < budget <= count:
-        raise DomainError(
-            f"choose: got budget={budget} and {active.rows} vectors of {count} bits; want a budget of 1 to {count}, "
-            "and one vector"
-        )
+    units = check_budget(active, vectors, budget)
     protocol = session.protocol
-    ones = arithmetic(session, active, [1.0], 0).view(lambda part: part.reshape(-1)[:count])
-    before = ones.view(lambda part: part.cumsum(0, dtype=part.dtype))
-    lacking = before.view(lambda part: part[-1:].expand(budget)) - torch.arange(budget, dtype=torch.float64)
-    both = zip((before - float(budget)).share.parts, lacking.share.parts, strict=True)
-    ranks = before.with_share(Share(tuple(torch.cat(pair) for pair in both)))
-    # [how many up to here <= budget], and for dummy number j [how many in all <= j]
-    within = ranks.below([1.0], bits=count.bit_length() + 2)
-    zeros = protocol.xor(active, active)
-    kept = protocol.and_(within, _followed_by_ones(active, protocol.invert(zeros), budget))
-    order = protocol.permutation(count + budget)
-    opened = protocol.open_shuffled(protocol.shuffle_bits(kept, order))
+    order = protocol.permutation(active.count, blocks=vectors)
+    opened = protocol.open_shuffled(protocol.shuffle_bits(filled(session, active, vectors, budget), order))
     if opened is None:
         raise ProtocolAbort("choose: this party is not told what is opened; want an order that nobody knows")
-    return Choice(order, _places(opened[0], budget), count)
+    return Choice(order, _places(opened.view(vectors, units), budget), active.count)
 
 
-def _followed_by_ones(active: BitShare, ones: BitShare, budget: int) -> BitShare:
-    """n bits and then `budget` ones. Local."""
-    parts = []
-    for part, one in zip(active.parts, ones.parts, strict=True):
-        fill = unpacked(one, 1).expand(1, budget)
-        parts.append(packed(torch.cat([unpacked(part, active.count), fill], dim=1)))
-    return BitShare(tuple(parts), active.count + budget)
+def check_budget(active: BitShare, vectors: int, budget: int | None) -> int:
+    """The length of each vector. Raises DomainError for vectors of unequal length, or a budget outside 1 to it."""
+    if active.rows != 1 or vectors < 1 or active.count % vectors:
+        raise DomainError(f"budget: got {active.rows} rows of {active.count} bits; want one, of {vectors} equal vectors")
+    units = active.count // vectors
+    if budget is not None and not 0 < budget <= units:
+        raise DomainError(f"budget: got {budget}; want 1 to {units}, the elements of a vector")
+    return units
+
+
+def filled(session: Session, active: BitShare, vectors: int, budget: int) -> BitShare:
+    """Exactly `budget` bits in each vector: the first active ones, then the first others, of an order nobody knows.
+
+    Two shuffles of bits, a bit made a number, two small comparisons and a gate for each bit. Nothing is opened.
+    """
+    protocol, units = session.protocol, active.count // vectors
+    moved = protocol.shuffle_bits(active, protocol.permutation(active.count, blocks=vectors))
+    bits = moved.bits
+    ones = arithmetic(session, bits, [1.0], 0).view(lambda part: part.reshape(-1)[: active.count].view(vectors, units))
+    before = ones.view(lambda part: part.cumsum(1, dtype=part.dtype))
+    # of the others, this one's number plus how many are active in all
+    place = torch.arange(1.0, units + 1, dtype=torch.float64).expand(vectors, units)
+    behind = before.view(lambda part: part[:, -1:] - part) + place
+    within = before.stack(behind).below([budget + 1.0], bits=units.bit_length() + 2)
+    first, others = _halves(within)
+    # [first where active, others elsewhere]
+    chosen = protocol.xor(others, protocol.and_(bits, protocol.xor(first, others)))
+    return protocol.unshuffle_bits(ShuffledBits(chosen, moved.order))
+
+
+def _halves(bits: BitShare) -> tuple[BitShare, BitShare]:
+    """One row of 2 n bits as two of n. Local."""
+    count = bits.count // 2
+    lanes = [unpacked(part, bits.count) for part in bits.parts]
+    return tuple(  # type: ignore[return-value]
+        BitShare(tuple(packed(lane[:, cut : cut + count]) for lane in lanes), count) for cut in (0, count)
+    )
 
 
 def _places(opened: Tensor, budget: int) -> Tensor:
     if opened.is_meta:
-        return torch.arange(budget)
-    places = opened.nonzero()[:, 0]
-    if len(places) != budget:
-        raise ProtocolAbort(f"choose: {len(places)} positions were opened; want {budget}: parties disagree")
-    return places
+        return torch.arange(len(opened) * budget)
+    if not bool((opened.sum(1) == budget).all()):
+        raise ProtocolAbort(f"choose: a vector has other than {budget} places: the parties disagree")
+    return opened.view(-1).nonzero()[:, 0]

@@ -115,7 +115,7 @@ def total(cost: Cost) -> int:
 
 
 @pytest.mark.parametrize(
-    ("vectors", "budget", "message"), [(3, 0, "budget=0"), (3, 5, "want 1 to 4"), (5, 2, "5 equal")]
+    ("vectors", "budget", "message"), [(3, 0, "budget: got 0"), (3, 5, "want 1 to 4"), (5, 2, "5 equal")]
 )
 def test_impossible_wishes_are_refused(vectors: int, budget: int, message: str) -> None:
     def program(session: Session, s: Fixed) -> Fixed:

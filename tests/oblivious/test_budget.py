@@ -1,4 +1,4 @@
-"""A fixed number of active elements: which are taken, that nothing else is opened, and what it costs."""
+"""A fixed number of active elements of each vector: which are taken, that nothing else is opened, and what it costs."""
 
 from __future__ import annotations
 
@@ -31,43 +31,56 @@ def pattern(count: int, active: int, seed: int = 0) -> Tensor:
     return torch.full((count,), -1.0).index_fill_(0, chosen, 1.0).double()
 
 
-def kept(scores: Tensor, budget: int) -> Tensor:
-    """The active positions within the budget: the first ones."""
-    active = scores > 0
-    return active & (active.cumsum(0) <= budget)
-
-
-def chosen(session: Session, scores: Fixed, budget: int) -> Choice:
-    return choose(session, session.protocol.invert(scores.below([0.0])), budget)
+def chosen(session: Session, scores: Fixed, budget: int, vectors: int = 1) -> Choice:
+    return choose(session, session.protocol.invert(scores.below([0.0])), budget, vectors)
 
 
 @every
 @pytest.mark.parametrize(
-    ("count", "active", "budget"),
-    [(1, 1, 1), (1, 0, 1), (64, 10, 16), (100, 0, 7), (100, 100, 7), (100, 30, 30), (130, 31, 30), (77, 5, 77)],
+    ("units", "active", "budget"),
+    [(1, [1], 1), (1, [0, 1], 1), (64, [10, 16, 60], 16), (100, [0, 100], 7), (100, [30], 30), (77, [5, 77], 77)],
 )
-def test_active_rows_are_taken_and_put_back(protocol: str, count: int, active: int, budget: int) -> None:
-    scores, x = pattern(count, active), torch.arange(1.0, 2 * count + 1).view(count, 2).double()
+def test_active_rows_are_taken_and_put_back(protocol: str, units: int, active: list[int], budget: int) -> None:
+    scores = torch.cat([pattern(units, many, seed) for seed, many in enumerate(active)])
+    count = len(scores)
+    x = torch.arange(1.0, 2 * count + 1).view(count, 2).double()
     counts: list[int] = []
 
     def program(session: Session, s: Fixed, rows: Fixed) -> list[Fixed]:
-        choice = chosen(session, s, budget)
+        choice = chosen(session, s, budget, len(active))
         counts.append(len(choice.places))
         taken = choice.take(rows)
         return [taken, choice.put_back(taken.scale_int(3))]
 
     taken, back = run_parties(config(protocol), program, [scores, x]).values
-    keep = kept(scores, budget)
-    assert set(counts) == {budget}
-    assert taken.shape == (budget, 2)
-    dummies = budget - int(keep.sum())
-    assert sorted(map(tuple, taken.tolist())) == sorted(map(tuple, [*x[keep].tolist(), *[[0.0, 0.0]] * dummies]))
+    keep = back[:, 0] != 0
+    assert set(counts) == {budget * len(active)}
+    assert sorted(map(tuple, taken.tolist())) == sorted(map(tuple, x[keep].tolist()))
     assert torch.equal(back, 3 * x * keep[:, None])
+    for row, many in enumerate(active):
+        kept, wanted = keep.view(-1, units)[row], scores.view(-1, units)[row] > 0
+        assert int(kept.sum()) == budget
+        assert int((kept & wanted).sum()) == min(many, budget)
+
+
+def test_which_active_ones_are_left_out_is_random_in_every_vector() -> None:
+    """Eight of eight active, two chosen: no place of a vector is favoured, and vectors choose by themselves."""
+    seen, apart = torch.zeros(3, 8), 0
+
+    def program(session: Session, s: Fixed) -> list[Fixed]:
+        return [choice.put_back(choice.take(s)) for choice in (chosen(session, s, 2, 3) for _ in range(100))]
+
+    for found in run_parties(TRIO, program, [torch.ones(24).double()]).values:
+        rows = found.view(3, 8) != 0
+        seen += rows
+        apart += not torch.equal(rows[0], rows[1])
+    assert float(((seen - 25) ** 2 / 25).sum()) < 80  # about 16 degrees of freedom
+    assert apart > 80
 
 
 def test_what_is_opened_does_not_depend_on_the_data() -> None:
-    """Five positions of nine: each is opened equally often, whether none, some or all elements are active."""
-    for active in (0, 3, 6):
+    """Three places of nine: each is opened equally often, whether none, some or all elements are active."""
+    for active in (0, 3, 9):
         seen: Counter[int] = Counter()
         for _ in range(8):
             places: list[Tensor] = []
@@ -77,7 +90,7 @@ def test_what_is_opened_does_not_depend_on_the_data() -> None:
                     places.append(chosen(session, s, 3).places)
                 return s
 
-            run_parties(TRIO, program, [pattern(6, active)])
+            run_parties(TRIO, program, [pattern(9, active)])
             seen.update(int(place) for each in places[:: TRIO.parties] for place in each)
         assert set(seen) == set(range(9))
         expected = sum(seen.values()) / 9
@@ -87,7 +100,7 @@ def test_what_is_opened_does_not_depend_on_the_data() -> None:
 @every
 def test_the_cost_is_the_same_for_every_pattern_and_without_data(protocol: str) -> None:
     def program(session: Session, s: Fixed) -> Fixed:
-        return chosen(session, s, 20).put_back(chosen(session, s, 20).take(s))
+        return chosen(session, s, 20, 2).put_back(chosen(session, s, 20, 2).take(s))
 
     costs = [run_parties(config(protocol), program, [pattern(200, active)]).cost for active in (0, 20, 200)]
     assert costs[0] == costs[1] == costs[2]
@@ -101,8 +114,13 @@ def test_the_cost_is_the_same_for_every_pattern_and_without_data(protocol: str) 
 
 @pytest.mark.parametrize("budget", [0, -1, 7])
 def test_impossible_budgets_are_refused(budget: int) -> None:
-    with pytest.raises(DomainError, match=f"got budget={budget} and 1 vectors of 6 bits; want a budget of 1 to 6"):
-        run_meta(TRIO, lambda session, s: chosen(session, s, budget), [(6,)])
+    with pytest.raises(DomainError, match=f"got {budget}; want 1 to 6, the elements of a vector"):
+        run_meta(TRIO, lambda session, s: chosen(session, s, budget, 2), [(12,)])
+
+
+def test_unequal_vectors_are_refused() -> None:
+    with pytest.raises(DomainError, match="got 1 rows of 12 bits; want one, of 5 equal vectors"):
+        run_meta(TRIO, lambda session, s: chosen(session, s, 1, 5), [(12,)])
 
 
 @pytest.mark.parametrize("method", ["take", "put_back"])

@@ -177,6 +177,30 @@ def test_budgets_are_kept_to_at_every_position(tmp_path: Path, monkeypatch: pyte
     assert {int(count) for seen in openings.seen for count in seen.sum(1)} == {int(0.3 * 96)}
 
 
+def test_in_fresh_orders_every_position_of_every_row_has_its_own_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last positions choose the next token, and a row must not depend on those beside it."""
+    model, counts = sparse("opt"), []
+    original = predicted.choose
+
+    def noted(session: Any, active: Any, budget: int, vectors: int) -> Any:
+        choice = original(session, active, budget, vectors)
+        counts.append(torch.bincount(choice.places // (active.count // vectors), minlength=vectors))
+        return choice
+
+    monkeypatch.setattr(predicted, "choose", noted)
+    run(model, "opt", CometConfig(saved(model, "opt", tmp_path), neuron_budget=0.3))
+    assert len(counts) == model.config.num_hidden_layers
+    assert all(found.tolist() == [int(0.3 * 96)] * (2 * 9) for found in counts)
+
+
+def test_a_budget_of_all_units_asks_and_opens_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sparse("opt")
+    monkeypatch.setattr(predicted, "choose", None)
+    close(run(model, "opt", CometConfig(saved(model, "opt", tmp_path), neuron_budget=1.0))[0], answer(model, "opt"))
+
+
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_heads_that_cannot_be_reordered_are_refused(name: str, tmp_path: Path) -> None:
     """Fused projections, and a position bias for each head."""
